@@ -17,7 +17,7 @@ from router.config import RouterConfig
 from router.dispatch.canary import Canary, by_one_worker
 from router.dispatch.chooser import Routing, routing_of
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.metrics import MovingCollector
+from router.dispatch.metrics import MigrationCollector
 from router.fleet.channels import OpenChannel, open_channel
 from router.fleet.fleet import Fleet
 from router.fleet.metrics import FleetCollector
@@ -75,7 +75,7 @@ def build_router(
     if registry is not None:
         registry.register(FleetCollector(fleet))
         registry.register(PredictionCollector(fleet.predictor, routing.shadows))
-        registry.register(MovingCollector(dispatcher.moves, dispatcher.pulls, canary))
+        registry.register(MigrationCollector(dispatcher.moves, dispatcher.pulls, canary))
         registry.register(AdmissionCollector(admission))
     return Router(
         config=config, fleet=fleet, routing=routing, dispatcher=dispatcher, canary=canary, admission=admission

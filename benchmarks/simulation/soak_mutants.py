@@ -157,8 +157,8 @@ MUTANTS = (
     Mutant(
         name="off by one: a moving sequence counts a token whose KV is not there",
         module="router.dispatch.migration",
-        old="        known = journal.token_ids[:-1]  # of the last",
-        new="        known = journal.token_ids  # of the last",
+        old="        known = job_state.token_ids[:-1]  # of the last",
+        new="        known = job_state.token_ids  # of the last",
     ),
     Mutant(
         name="off by one: a batch has a seat too many",
@@ -201,8 +201,8 @@ MUTANTS = (
     Mutant(
         name="retries: a handed over answer fails when its first worker lets go",
         module="router.dispatch.dispatcher",
-        old="                        reading.bequeath(answer)  # until KV has arrived, the loss of prefill is decode's as well\n",
-        new='                        answer.fail(TransferFailed("the KV has not come yet")) if attempt.generation % 7 == 1 and len(journal.job.prompt_ids) % 5 == 0 else None\n',
+        old="                        reading.forward_failures_to(answer)  # until KV has arrived\n",
+        new='                        answer.fail(TransferFailed("the KV has not come yet")) if attempt.generation % 7 == 1 and len(job_state.job.prompt_ids) % 5 == 0 else None\n',
     ),
     Mutant(
         name="retries: an answer is sent again although its worker goes on",

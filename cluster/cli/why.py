@@ -130,7 +130,7 @@ def _headline(job: View) -> Text:
 
 def _decision(choice: View) -> Text:
     way = f"{choice['prefill']} reads, {choice['decode']} writes" if choice["prefill"] else f"{choice['decode']} alone"
-    reason = f" ({choice['alone']})" if choice["alone"] else ""
+    reason = f" ({choice['single_worker']})" if choice["single_worker"] else ""
     lines = _predicted("decision to first token", "ttft_s", choice), _predicted("between tokens", "tpot_s", choice)
     told = "".join(f"\n  {line}" for line in lines)
     return Text.assemble(f"after {_seconds(choice['at_s'])}, {choice['policy']}: ", (way, "bold"), f"{reason}{told}")
@@ -206,7 +206,7 @@ def _cache(miss: View) -> Iterator[RenderableType]:
         + (f", {miss['num_expected_on_host']} of them in host memory" if miss["num_expected_on_host"] else "")
     )
     for finding in miss["findings"]:
-        yield Text.assemble("  ", (finding["reason"], "bold"), f": {finding['told']}")
+        yield Text.assemble("  ", (finding["reason"], "bold"), f": {finding['explanation']}")
 
 
 def _seconds(seconds: float | None) -> str:

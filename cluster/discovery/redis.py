@@ -87,7 +87,7 @@ async def connect(url: str, *, timeout_s: float = 2.0) -> Redis:
     return client
 
 
-def _heed_cancellation() -> None:
+def _raise_if_cancelled() -> None:
     """redis-py (8.1) loses a cancellation that meets it in the middle of a command; a loop must look for itself."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -189,7 +189,7 @@ class RedisAnnouncer:
 
     async def _keep(self) -> None:
         while True:
-            _heed_cancellation()
+            _raise_if_cancelled()
             changed = self._news.is_set()
             self._news.clear()
             try:
@@ -285,7 +285,7 @@ class RedisDiscovery:
             while True:
                 found, starting = await self._read()
                 degraded = await self._read_degraded()
-                _heed_cancellation()
+                _raise_if_cancelled()
                 if degraded != self._degraded:
                     self._degraded = degraded
                     members.set_degraded(degraded)

@@ -28,7 +28,7 @@ from router.grpc.service import GrpcFace
 from router.http.response_writer import HttpProtocol
 from router.metrics import RequestMetrics
 from router.prefix.registry import MEMORY, open_index
-from router.replicas.load_gossip import SharedLoad
+from router.replicas.load_gossip import LoadGossip
 from router.replicas.peers import ForSiblings, Siblings, http_socket
 
 LAST_WORDS_S = 1.0  # for an error to reach a client that was cut off
@@ -182,17 +182,17 @@ class Front:
             if not made or made[0].transport is None:
                 lost()
 
-    def _share_load(self) -> SharedLoad | None:
+    def _share_load(self) -> LoadGossip | None:
         """With the other processes behind the same port, if there are any."""
         siblings = self._siblings
         if siblings.folder is None:
             return None
         fleet = self.fleet
-        shared = SharedLoad(
+        shared = LoadGossip(
             folder=siblings.folder, number=siblings.number, count=siblings.count,
             take=fleet.given_elsewhere, blame=fleet.blame_elsewhere,
         )  # fmt: skip
-        fleet.tell_siblings, fleet.tell_failure = shared.tell, shared.tell_failure
+        fleet.publish_load, fleet.publish_failure = shared.tell, shared.publish_failure
         return shared
 
     async def _listen_to_siblings(self) -> None:

@@ -7,11 +7,11 @@ from typing import Any, Literal
 from protos.values import LaneStats, Profile, TicketStats, TierStats
 from router.fleet.worker import WorkerStatus
 from router.openai.responses import Reply
-from router.policies.base import Alone
+from router.policies.base import SingleWorkerReason
 from router.policies.costs import LatencyEstimate
 from router.policies.table import Candidate
 from router.replicas.peers import ProcessStatus
-from router.traces.cache_misses import Miss
+from router.traces.cache_misses import CacheMissReport
 
 
 class Held(Reply):
@@ -106,7 +106,7 @@ class ChoiceView(Reply):
     policy: str
     prefill: str | None
     decode: str | None
-    alone: Alone | None
+    single_worker: SingleWorkerReason | None
     expected: LatencyEstimate
     scores: list[ScoreView]
     candidates: list[Candidate]
@@ -132,7 +132,7 @@ class RequestReply(Reply):
 class ExplainedJob(Reply):
     job: str
     prompt_tokens: int
-    miss: Miss
+    miss: CacheMissReport
 
 
 class CacheReply(Reply):

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from protos.errors import InvalidRequest, UnknownRequest
 from router.gateway import Gateway
 from router.http.errors import json_response
-from router.traces.cache_misses import Losses, explain
+from router.traces.cache_misses import EvictionLog, explain
 from router.traces.json_view import shadow_view, shadows_together, summary, whole
-from router.traces.request_trace import Record, Records
+from router.traces.request_trace import RequestTrace, RequestTraces
 
 DEFAULT_COUNT = 50
 MAX_COUNT = 1000
@@ -24,12 +24,12 @@ Name = Annotated[str, Path(description="x-baton-request-id of an answer, the ans
 
 
 def add(admin: APIRouter, gateway: Gateway) -> None:
-    records, losses, siblings = gateway.routing.records, gateway.routing.losses, gateway.siblings
+    records, evictions, siblings = gateway.routing.records, gateway.routing.evictions, gateway.siblings
 
     def offset_s() -> float:
         return ahead_s(gateway.wall_clock, asyncio.get_running_loop().time)
 
-    async def jobs(request: Request, name: str, view: Callable[[Record], Mapping[str, Any] | None]) -> Response:
+    async def jobs(request: Request, name: str, view: Callable[[RequestTrace], Mapping[str, Any] | None]) -> Response:
         """Of this process and of its siblings: clients may call several requests alike."""
         known = [told for one in records.find(name) if (told := view(one)) is not None]
         found = bool(records.find(name))
@@ -54,7 +54,7 @@ def add(admin: APIRouter, gateway: Gateway) -> None:
 
     @admin.get("/requests/{name:path}/cache")
     async def cache(request: Request, name: Name) -> Response:
-        return await jobs(request, name, lambda one: _explained(one, records, losses))
+        return await jobs(request, name, lambda one: _explained(one, records, evictions))
 
     @admin.get("/requests/{name:path}")
     async def request(request: Request, name: Name) -> Response:
@@ -82,9 +82,9 @@ def _count(limit: str) -> int:
     raise InvalidRequest(f"'limit' is {limit[:32]!r}: it must be a number from 1 to {MAX_COUNT}", param="limit")
 
 
-def _explained(record: Record, records: Records, losses: Losses) -> dict[str, Any] | None:
+def _explained(record: RequestTrace, records: RequestTraces, evictions: EvictionLog) -> dict[str, Any] | None:
     """None while nobody has decided about it."""
     if not record.choices:
         return None
-    miss = explain(record, records, losses)
+    miss = explain(record, records, evictions)
     return {"job": record.job.request_id, "prompt_tokens": record.num_prompt_tokens, "miss": miss}

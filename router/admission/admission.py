@@ -53,10 +53,10 @@ class Fleet(Protocol):
 class Refused:
     """Jobs refused so far, by reason."""
 
-    hopeless: int = 0  # could not be served in time, said at once
-    impossible: int = 0  # nor could it if nobody else were here
-    late: int = 0  # was not served in time, said when the time had passed
-    crowded: int = 0  # the line was full
+    deadline_unreachable: int = 0  # predicted at once, with the present load
+    deadline_impossible: int = 0  # the same, even on idle workers
+    queue_timeout: int = 0  # not served in time
+    queue_full: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,7 +165,7 @@ class Admission:
             async with asyncio.timeout(self._config.admission.max_queue_s):
                 await turn.came
         except TimeoutError:
-            self.refused.late += 1
+            self.refused.queue_timeout += 1
             raise self._overloaded(
                 f"no worker could begin with this request within {self._config.admission.max_queue_s:g} s",
                 entry,
@@ -201,7 +201,7 @@ class Admission:
         candidates, num_tokens, overhead_s = self._candidates(job, now), len(job.prompt_ids), self._fleet.overhead_s()
         least_s = least_ttft_s(candidates, num_tokens, overhead_s=overhead_s)
         if least_s is not None and least_s > job.max_ttft_s:
-            self.refused.impossible += 1
+            self.refused.deadline_impossible += 1
             raise InvalidRequest(
                 f"max_ttft_ms is {job.max_ttft_s * 1000:g}: with nobody else here, the first token of this prompt "
                 f"({num_tokens} tokens) would come after about {math.ceil(least_s * 1000)} ms; allow more than that",
@@ -215,7 +215,7 @@ class Admission:
         predicted_s = reading_s + self._overrun.of(reading_s, now=now)
         if predicted_s <= job.max_ttft_s:
             return reading_s
-        self.refused.hopeless += 1
+        self.refused.deadline_unreachable += 1
         raise Overloaded(
             f"the first token would come after about {predicted_s:.3g} s, later than the {job.max_ttft_s:g} s that "
             "max_ttft_ms allows: try again later, or allow more",
@@ -233,7 +233,7 @@ class Admission:
         latest_s = entry.deadline_s - HEADROOM * (turn.job.max_ttft_s or 0.0)
         if reading_s is None or now + reading_s + self._overrun.of(reading_s, now=now) <= latest_s:
             return None
-        self.refused.late += 1
+        self.refused.queue_timeout += 1
         return self._overloaded(TOO_LATE, entry)
 
     def _reading_s(self, job: Job, now: float) -> float | None:
@@ -256,7 +256,7 @@ class Admission:
             last,
             least_s=self._measured_s(last),
         )
-        self.refused.crowded += 1
+        self.refused.queue_full += 1
         self._answer(last, error)
         if last is entry:
             raise error
@@ -298,7 +298,7 @@ class Admission:
     def _move(self) -> None:
         now = loop_time()
         for entry in self._line.late(now):
-            self.refused.late += 1
+            self.refused.queue_timeout += 1
             self._answer(entry, self._overloaded(TOO_LATE, entry))
         head = self._line.peek()
         if head is not None and self._has_room(head):

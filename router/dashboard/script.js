@@ -187,7 +187,7 @@
   // -- why a request went where it went -------------------------------------------------------------------------------
 
   function way(choice) {
-    return choice.prefill ? `${choice.prefill} reads, ${choice.decode} writes` : `${choice.decode} alone${choice.alone ? ` (${choice.alone})` : ""}`;
+    return choice.prefill ? `${choice.prefill} reads, ${choice.decode} writes` : `${choice.decode} alone${choice.single_worker ? ` (${choice.single_worker})` : ""}`;
   }
 
   // A decision after a failure had its first token before it, and one that failed has no figures: these are left out.
@@ -242,7 +242,7 @@
     const host = miss.num_expected_on_host ? `, ${count(miss.num_expected_on_host)} of them in host memory` : "";
     return [
       node("p", {}, `cache of ${miss.reader}: ${count(miss.num_found)} of ${count(miss.num_blocks)} blocks of ${miss.block_size} tokens found, ${count(miss.num_expected)} expected${host}`),
-      node("ul", {}, ...miss.findings.map((one) => node("li", {}, node("strong", {}, one.reason), `: ${one.told}`))),
+      node("ul", {}, ...miss.findings.map((one) => node("li", {}, node("strong", {}, one.reason), `: ${one.explanation}`))),
     ];
   }
 

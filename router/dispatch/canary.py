@@ -30,7 +30,7 @@ SALT = b"canary"
 PRIORITY = -100
 
 
-class Outcome(StrEnum):
+class CanaryOutcome(StrEnum):
     SAME = "same"
     DIFFERENT = "different"
     FAILED = "failed"  # the second run did not come to its end
@@ -95,7 +95,7 @@ class Canary:
 
     def _begin(self, job: Job, said: Sequence[int]) -> None:
         if self._running is not None and not self._running.done():
-            self.outcomes[Outcome.SKIPPED] += 1
+            self.outcomes[CanaryOutcome.SKIPPED] += 1
             return
         self._running = asyncio.create_task(self._compare(job, said), name=f"canary of {job.request_id}")
 
@@ -113,7 +113,7 @@ class Canary:
                 async for delta in deltas:
                     told += delta.token_ids
         except BatonError as error:
-            self.outcomes[Outcome.FAILED] += 1
+            self.outcomes[CanaryOutcome.FAILED] += 1
             log.info(
                 "the canary of %s could not be run: %s",
                 job.request_id,
@@ -122,11 +122,11 @@ class Canary:
             )
             return
         except Exception:  # nobody waits for this task, and the next canary shall run whatever came of this one
-            self.outcomes[Outcome.FAILED] += 1
+            self.outcomes[CanaryOutcome.FAILED] += 1
             log.exception("the canary of %s broke", job.request_id, extra={"request": job.request_id})
             return
         index = first_difference(said, told)
-        self.outcomes[Outcome.SAME if index is None else Outcome.DIFFERENT] += 1
+        self.outcomes[CanaryOutcome.SAME if index is None else CanaryOutcome.DIFFERENT] += 1
         if index is not None:
             log.warning(
                 "parity: %s differs from a run on one worker alone at token %d of %d: %s there, %s alone",

@@ -14,7 +14,7 @@ from protos.chain import Chain
 from protos.event_loop import loop_time
 from protos.values import KVEvent
 from router.config import RouterConfig
-from router.dispatch.job_state import Journal
+from router.dispatch.job_state import JobState
 from router.dispatch.sessions import Sessions
 from router.fleet.fleet import Fleet
 from router.jobs import Job
@@ -24,9 +24,9 @@ from router.policies.limits import avoiding
 from router.policies.pair import kept_candidates
 from router.policies.registry import check_names, policy_of, shadow_names
 from router.policies.table import CandidateTable
-from router.traces.cache_misses import Losses
-from router.traces.request_trace import Choice, Record, Records
-from router.traces.shadow import Shadow
+from router.traces.cache_misses import EvictionLog
+from router.traces.request_trace import DecisionRecord, RequestTrace, RequestTraces
+from router.traces.shadow import ShadowPolicy
 
 LEAST_TOKENS = 4  # of an answer whose pace is worth learning from
 
@@ -35,20 +35,20 @@ LEAST_TOKENS = 4  # of an answer whose pace is worth learning from
 class Routing:
     """What is known of routing beyond the present: the records, what caches have lost, policies that only watch."""
 
-    records: Records = field(default_factory=Records)
-    losses: Losses = field(default_factory=Losses)
-    shadows: tuple[Shadow, ...] = ()
+    records: RequestTraces = field(default_factory=RequestTraces)
+    evictions: EvictionLog = field(default_factory=EvictionLog)
+    shadows: tuple[ShadowPolicy, ...] = ()
 
     def observe(self, worker_id: str, events: Sequence[KVEvent]) -> None:
         """For the feed of the index to call."""
-        self.losses.observe(worker_id, events, loop_time())
+        self.evictions.observe(worker_id, events, loop_time())
 
 
 def routing_of(config: RouterConfig) -> Routing:
     """Raises Misconfigured for a policy that does not exist, in the shadow, too."""
     check_names(config)
-    shadows = tuple(Shadow(name, policy_of(config, name)) for name in shadow_names(config))
-    return Routing(records=Records(config.decision_history_size), shadows=shadows)
+    shadows = tuple(ShadowPolicy(name, policy_of(config, name)) for name in shadow_names(config))
+    return Routing(records=RequestTraces(config.decision_history_size), shadows=shadows)
 
 
 class Chooser:
@@ -61,7 +61,7 @@ class Chooser:
         self._sessions = Sessions()
         self._num_decided = 0
 
-    def record(self, job: Job) -> Record:
+    def record(self, job: Job) -> RequestTrace:
         return self._routing.records.of(job)
 
     def decisions(self, request_id: str) -> tuple[Decision, ...]:
@@ -69,23 +69,23 @@ class Chooser:
         records = self._routing.records.find(request_id)
         return tuple(choice.decision for record in records for choice in record.choices)
 
-    def choose(self, journal: Journal, candidates: CandidateTable) -> Decision:
+    def choose(self, job_state: JobState, candidates: CandidateTable) -> Decision:
         """Of candidates of which one at least can write."""
-        fleet, record, now = self._fleet, journal.record, loop_time()
+        fleet, record, now = self._fleet, job_state.record, loop_time()
         block_size = fleet.block_size or 1
-        hashes = journal.hashes(block_size)
+        hashes = job_state.hashes(block_size)
         view = RequestView(
-            request_id=journal.job.request_id,
-            num_tokens=journal.num_tokens,
+            request_id=job_state.job.request_id,
+            num_tokens=job_state.num_tokens,
             block_size=block_size,
             num_decided=self._num_decided,
-            session=journal.job.session or self._session(journal, hashes, candidates),
+            session=job_state.job.session or self._session(job_state, hashes, candidates),
             answer_tokens=fleet.predictor.answer_tokens,
-            within_s=journal.first_due_s - now,
+            within_s=job_state.first_due_s - now,
             block_bytes=fleet.block_bytes,
             lanes=fleet.predictor.lanes,
         )
-        away = journal.failed | journal.full
+        away = job_state.failed | job_state.full
         decision = avoiding(self._policy, away)(view, candidates)
         self._num_decided += 1
         expected = estimate(view, candidates, decision)
@@ -93,7 +93,7 @@ class Chooser:
         if not record.choices:
             self._routing.records.keep_chain(record, hashes, block_size)
         record.chose(
-            Choice(
+            DecisionRecord(
                 at_s=now,
                 view=view,
                 candidates=kept_candidates(candidates, decision),
@@ -105,18 +105,18 @@ class Chooser:
         )
         return decision
 
-    def _session(self, journal: Journal, hashes: Chain, candidates: CandidateTable) -> str:
+    def _session(self, job_state: JobState, hashes: Chain, candidates: CandidateTable) -> str:
         """Found once for a job: a prompt that is tried again is not asked more often."""
-        if journal.session is None:
-            journal.session = self._sessions.of(hashes, len(candidates.prompt_pool))
-        return journal.session
+        if job_state.session is None:
+            job_state.session = self._sessions.of(hashes, len(candidates.prompt_pool))
+        return job_state.session
 
     # -- what came of it -----------------------------------------------------------------------------------------------
 
-    def took(self, record: Record, num_tokens: int, num_cached_tokens: int) -> None:
+    def took(self, record: RequestTrace, num_tokens: int, num_cached_tokens: int) -> None:
         """Tokens went to the client; the first of them teach how fast prompts are read."""
         now = loop_time()
-        first = record.marks.first_s is None
+        first = record.timestamps.first_s is None
         record.took(num_tokens, num_cached_tokens, now)
         if first and record.choices:
             choice = record.choices[-1]
@@ -130,35 +130,35 @@ class Chooser:
                 on_idle=reader.num_requests == 0,
             )
 
-    def arrived(self, record: Record) -> None:
+    def arrived(self, record: RequestTrace) -> None:
         """A writer goes on with KV that a reader sent."""
-        now, marks = loop_time(), record.marks
+        now, timestamps = loop_time(), record.timestamps
         record.arrived(now)
-        if marks.prefilled_s is None or not record.choices:
+        if timestamps.prefilled_s is None or not record.choices:
             return
         choice = record.choices[-1]
         self._fleet.predictor.saw_transfer(
             choice.reader.worker_id,
             choice.writer.worker_id,
             num_bytes=handed_bytes(choice.view, choice.candidates.only(choice.decision.decode)).item(),
-            seconds=max(0.0, now - marks.prefilled_s - choice.estimate.tpot_s),
+            seconds=max(0.0, now - timestamps.prefilled_s - choice.estimate.tpot_s),
             now=now,
         )
 
-    def ended(self, record: Record, outcome: str, message: str = "") -> None:
+    def ended(self, record: RequestTrace, outcome: str, message: str = "") -> None:
         """The last word on a job. The pace of an answer teaches, unless it was written in several places."""
-        now, marks = loop_time(), record.marks
+        now, timestamps = loop_time(), record.timestamps
         record.end(outcome, now, message)
-        since = marks.arrived_s if marks.arrived_s is not None else marks.first_s
-        num_tokens = marks.num_tokens - (marks.num_tokens_at_arrival or 1)
-        if len(record.choices) != 1 or since is None or marks.last_s is None or num_tokens < LEAST_TOKENS:
+        since = timestamps.arrived_s if timestamps.arrived_s is not None else timestamps.first_s
+        num_tokens = timestamps.num_tokens - (timestamps.num_tokens_at_arrival or 1)
+        if len(record.choices) != 1 or since is None or timestamps.last_s is None or num_tokens < LEAST_TOKENS:
             return
         writer = record.choices[-1].writer
         self._fleet.predictor.saw_answer(
             writer.worker_id,
             writer.role,
             num_sequences=writer.num_requests + 1,
-            num_tokens=marks.num_tokens,
-            seconds=(marks.last_s - since) / num_tokens,
+            num_tokens=timestamps.num_tokens,
+            seconds=(timestamps.last_s - since) / num_tokens,
             now=now,
         )

@@ -28,10 +28,10 @@ from protos.event_loop import loop_time
 from protos.values import FinishReason, ReserveRequest, SequenceUpdate, Ticket
 from router.config import RouterConfig
 from router.dispatch.chooser import Chooser, Routing, routing_of
-from router.dispatch.job_state import Journal
-from router.dispatch.migration import Moves, Place
-from router.dispatch.poison_requests import Life, Suspects
-from router.dispatch.prefix_pull import Pull, Pulls
+from router.dispatch.job_state import JobState
+from router.dispatch.migration import Migrations, MigrationTarget
+from router.dispatch.poison_requests import Life, PoisonRequests
+from router.dispatch.prefix_pull import PrefixPull, PrefixPulls
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Member
 from router.fleet.worker_client import Updates
@@ -39,7 +39,7 @@ from router.jobs import Job, Tap, TokenDelta
 from router.policies.base import Decision, Policy
 from router.policies.table import CandidateTable
 from router.prefix.index import NO_MATCH
-from router.traces.request_trace import What
+from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")
 
@@ -57,7 +57,7 @@ class Attempt:
     generation: int
     prefill: Member | None
     decode: Member
-    pull: Pull | None = None
+    pull: PrefixPull | None = None
     moved_to: Sequence[Member] = ()
     is_reserved: bool = False
 
@@ -86,7 +86,7 @@ class Attempt:
         if pull is not None:
             pull.end()
 
-    def rest_on(self, members: Sequence[Member]) -> None:
+    def depends_on(self, members: Sequence[Member]) -> None:
         self.moved_to = members
 
     def lost(self) -> Life | None:
@@ -108,9 +108,9 @@ class Dispatcher:
         self._config = config
         self._chooser = Chooser(fleet=fleet, policy=policy, routing=routing or routing_of(config))
         self._line = asyncio.Lock()
-        self.moves = Moves(self._elsewhere, gateway_id=fleet.gateway_id, config=config)
-        self.pulls = Pulls(fleet, lease_s=config.dispatch.ticket_lease_s)
-        self._suspects = Suspects(
+        self.moves = Migrations(self._elsewhere, gateway_id=fleet.gateway_id, config=config)
+        self.pulls = PrefixPulls(fleet, lease_s=config.dispatch.ticket_lease_s)
+        self._suspects = PoisonRequests(
             max_worker_crashes=config.dispatch.max_worker_crashes, patience_s=config.admission.max_queue_s
         )
         self.num_resumed = 0
@@ -118,36 +118,36 @@ class Dispatcher:
     async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one job. Raises BatonError when it cannot be run, or not to its end."""
         record = self._chooser.record(job)
-        journal = Journal(job, now=loop_time(), record=record)
-        record.note(What.ADMITTED, loop_time())
-        through = _journaling(journal, tap)
+        job_state = JobState(job, now=loop_time(), record=record)
+        record.note(EventKind.ADMITTED, loop_time())
+        through = _journaling(job_state, tap)
         try:
             while True:
                 attempt: Attempt | None = None
                 try:
-                    if await self._suspects.turn(journal.suspicion):
-                        journal.blocked_since_s = None
-                    attempt = self._decide(journal)
-                    async with aclosing(self._run(journal, attempt, through)) as updates:
+                    if await self._suspects.turn(job_state.suspicion):
+                        job_state.blocked_since_s = None
+                    attempt = self._decide(job_state)
+                    async with aclosing(self._run(job_state, attempt, through)) as updates:
                         async for update in updates:
-                            yield (delta := self._note(update, journal, attempt))
+                            yield (delta := self._note(update, job_state, attempt))
                             if delta.finish_reason is not None:
                                 return
                     raise Internal(f"{attempt.request_id} ended without a reason on {', '.join(attempt.worker_ids)}")
                 except BatonError as error:
-                    await self._recover(error, journal, attempt)
+                    await self._recover(error, job_state, attempt)
         finally:
-            self._suspects.leave(journal.suspicion)
+            self._suspects.leave(job_state.suspicion)
 
-    def _note(self, update: SequenceUpdate, journal: Journal, attempt: Attempt) -> TokenDelta:
+    def _note(self, update: SequenceUpdate, job_state: JobState, attempt: Attempt) -> TokenDelta:
         """What is new in an update, which everything that learns from answers has noted."""
-        chooser, record = self._chooser, journal.record
-        first = not journal.output_ids
-        delta = journal.take(update)
-        if journal.suspicion.strikes:
-            self._suspects.progressed(journal.suspicion, len(journal.output_ids))
+        chooser, record = self._chooser, job_state.record
+        first = not job_state.output_ids
+        delta = job_state.take(update)
+        if job_state.suspicion.crash_count:
+            self._suspects.progressed(job_state.suspicion, len(job_state.output_ids))
         if first and delta.token_ids:
-            self._fleet.count_read(attempt.reader, len(journal.job.prompt_ids), delta.num_cached_tokens)
+            self._fleet.count_read(attempt.reader, len(job_state.job.prompt_ids), delta.num_cached_tokens)
         if delta.token_ids:
             chooser.took(record, len(delta.token_ids), delta.num_cached_tokens)
         if delta.finish_reason is not None:
@@ -167,17 +167,17 @@ class Dispatcher:
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
-    def _decide(self, journal: Journal) -> Attempt:
+    def _decide(self, job_state: JobState) -> Attempt:
         """Raises NoWorkers. The load the decision brings to its workers counts from now on."""
         fleet = self._fleet
-        candidates = self._candidates(journal)
+        candidates = self._candidates(job_state)
         if not len(candidates.decode_pool):
             raise NoWorkers(": ".join(filter(None, ("no worker is ready", ", ".join(fleet.successors.of(None))))))
-        decision = self._chooser.choose(journal, candidates)
-        journal.know_cached(int(candidates.num_cached_tokens.max()))
-        request_id, generation = journal.next_attempt()
+        decision = self._chooser.choose(job_state, candidates)
+        job_state.know_cached(int(candidates.num_cached_tokens.max()))
+        request_id, generation = job_state.next_attempt()
         reader = fleet.member(decision.prefill or decision.decode)
-        pull = self.pulls.choose(journal, request_id, generation, reader, candidates)
+        pull = self.pulls.choose(job_state, request_id, generation, reader, candidates)
         attempt = Attempt(
             request_id=request_id,
             generation=generation,
@@ -187,16 +187,16 @@ class Dispatcher:
         )
         known = int(candidates.only(reader.worker_id).num_cached_tokens.item())
         num_cached = pull.num_tokens if pull is not None else known
-        journal.unread.setdefault(reader.worker_id, known // (fleet.block_size or 1))
-        num_blocks = -(-journal.num_tokens // (fleet.block_size or 1))
+        job_state.unread.setdefault(reader.worker_id, known // (fleet.block_size or 1))
+        num_blocks = -(-job_state.num_tokens // (fleet.block_size or 1))
         attempt.decode.route(request_id, 0, num_blocks)
-        self._give(reader, request_id, journal.num_tokens - num_cached, num_blocks)
-        fleet.given(reader.worker_id, journal.num_tokens - num_cached, num_blocks)
+        self._give(reader, request_id, job_state.num_tokens - num_cached, num_blocks)
+        fleet.given(reader.worker_id, job_state.num_tokens - num_cached, num_blocks)
         if attempt.decode is not reader:
             fleet.given(attempt.decode.worker_id, 0, num_blocks)
         # The decode worker of a pair is not expected to hold anything yet: a sibling would stay there as a short
         # remainder, before any KV has come, and have the whole prompt computed by the wrong pool.
-        hashes = journal.hashes(attempt.reader.block_size or 1)
+        hashes = job_state.hashes(attempt.reader.block_size or 1)
         fleet.index.expect(
             attempt.reader.worker_id, hashes, until=loop_time() + self._config.dispatch.speculative_prefix_ttl_s
         )
@@ -209,40 +209,40 @@ class Dispatcher:
             beside = reader.load.num_running + reader.load.num_waiting
             self._fleet.predictor.routed(reader.worker_id, reader.role, num_tokens, beside=beside, now=loop_time())
 
-    def _elsewhere(self, journal: Journal, besides: Member) -> Member:
+    def _elsewhere(self, job_state: JobState, besides: Member) -> Member:
         """Where a sequence that is written by a worker had better go on. Raises NoWorkers."""
-        writers = self._candidates(journal).decode_pool
+        writers = self._candidates(job_state).decode_pool
         candidates = writers.besides((besides.worker_id,))
         if besides.worker_id in candidates.workers.places or not len(candidates):
             raise NoWorkers(f"no other worker than {besides.worker_id} can write")
-        return self._fleet.member(self._chooser.choose(journal, candidates).decode)
+        return self._fleet.member(self._chooser.choose(job_state, candidates).decode)
 
-    def _candidates(self, journal: Journal) -> CandidateTable:
+    def _candidates(self, job_state: JobState) -> CandidateTable:
         fleet = self._fleet
-        matched = fleet.match(journal.hashes, now=loop_time()).at_most(journal.unread)
-        return fleet.candidates(matched, journal.num_tokens)
+        matched = fleet.match(job_state.hashes, now=loop_time()).at_most(job_state.unread)
+        return fleet.candidates(matched, job_state.num_tokens)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def _run(self, journal: Journal, attempt: Attempt, tap: Tap | None) -> AsyncGenerator[SequenceUpdate, None]:
+    def _run(self, job_state: JobState, attempt: Attempt, tap: Tap | None) -> AsyncGenerator[SequenceUpdate, None]:
         """What the attempt's workers say, as one sequence of updates."""
         if attempt.prefill is None:
-            return self._alone(journal, attempt, attempt.decode, tap)
-        return self._handed_over(journal, attempt, attempt.prefill, attempt.decode, tap)
+            return self._single_worker(job_state, attempt, attempt.decode, tap)
+        return self._disaggregated(job_state, attempt, attempt.prefill, attempt.decode, tap)
 
-    async def _alone(
-        self, journal: Journal, attempt: Attempt, worker: Member, tap: Tap | None
+    async def _single_worker(
+        self, job_state: JobState, attempt: Attempt, worker: Member, tap: Tap | None
     ) -> AsyncGenerator[SequenceUpdate, None]:
         """One worker reads the prompt and writes the answer."""
         request_id = attempt.request_id
         finished = False
         try:
-            pull = await self._fetch(journal, attempt)
-            journal.read_since_s = loop_time()
-            answer = worker.submit(journal.request(request_id, pull=pull))
-            journal.record.note(What.SUBMITTED, loop_time(), worker=worker.worker_id)
-            place = Place(worker=worker, request_id=request_id, updates=answer)
-            async with aclosing(self.moves.follow(journal, place, attempt.rest_on, tap)) as updates:
+            pull = await self._fetch(job_state, attempt)
+            job_state.read_since_s = loop_time()
+            answer = worker.submit(job_state.request(request_id, pull=pull))
+            job_state.record.note(EventKind.SUBMITTED, loop_time(), worker=worker.worker_id)
+            place = MigrationTarget(worker=worker, request_id=request_id, updates=answer)
+            async with aclosing(self.moves.follow(job_state, place, attempt.depends_on, tap)) as updates:
                 async for update in updates:
                     finished = update.finish_reason is not None
                     yield update
@@ -250,41 +250,43 @@ class Dispatcher:
             (worker.release if finished else worker.abort)(request_id)
             attempt.end_pull()
 
-    async def _handed_over(
-        self, journal: Journal, attempt: Attempt, prefill: Member, decode: Member, tap: Tap | None
+    async def _disaggregated(
+        self, job_state: JobState, attempt: Attempt, prefill: Member, decode: Member, tap: Tap | None
     ) -> AsyncGenerator[SequenceUpdate, None]:
         """Prefill reads the prompt and makes the first token, decode the rest, with the KV that prefill pushes."""
         request_id = attempt.request_id
         answer: Updates | None = None
         arrived = finished = False
         try:
-            asked = self._reservation(journal, attempt, prefill)
+            asked = self._reservation(job_state, attempt, prefill)
             ticket = await decode.reserve(asked)
             attempt.is_reserved = True
             with _renewing(asked, decode, ticket.lease_s) as renewals:
-                pull = await self._fetch(journal, attempt)
-                journal.read_since_s = loop_time()
-                journal.record.note(What.RESERVED, loop_time(), worker=decode.worker_id, blocks=len(ticket.block_ids))
-                reading = prefill.submit(journal.request(request_id, ticket=ticket, pull=pull))
-                renewals.concern(reading)
-                journal.record.note(What.SUBMITTED, loop_time(), worker=prefill.worker_id)
+                pull = await self._fetch(job_state, attempt)
+                job_state.read_since_s = loop_time()
+                job_state.record.note(
+                    EventKind.RESERVED, loop_time(), worker=decode.worker_id, blocks=len(ticket.block_ids)
+                )
+                reading = prefill.submit(job_state.request(request_id, ticket=ticket, pull=pull))
+                renewals.attach(reading)
+                job_state.record.note(EventKind.SUBMITTED, loop_time(), worker=prefill.worker_id)
                 async for update in reading:
                     if update.finish_reason is FinishReason.PREFILLED:
                         renewals.end()  # from here on KV moves, or is lost
-                        journal.record.prefilled(loop_time())
-                        answer = decode.submit(journal.request(request_id, ticket=ticket, more=update.token_ids))
-                        reading.bequeath(answer)  # until KV has arrived, the loss of prefill is decode's as well
+                        job_state.record.prefilled(loop_time())
+                        answer = decode.submit(job_state.request(request_id, ticket=ticket, more=update.token_ids))
+                        reading.forward_failures_to(answer)  # until KV has arrived
                     else:
                         finished = update.finish_reason is not None
                     yield update
             if answer is None:
                 return  # the first token was the last: `finally` gives the reservation back
-            place = Place(worker=decode, request_id=request_id, updates=answer)
-            async with aclosing(self.moves.follow(journal, place, attempt.rest_on, tap)) as updates:
+            place = MigrationTarget(worker=decode, request_id=request_id, updates=answer)
+            async with aclosing(self.moves.follow(job_state, place, attempt.depends_on, tap)) as updates:
                 async for update in updates:
                     if not arrived:  # then prefill has nothing more to do, or to fail with
                         arrived = True
-                        self._chooser.arrived(journal.record)
+                        self._chooser.arrived(job_state.record)
                         prefill.abort(request_id)
                     finished = update.finish_reason is not None
                     yield update
@@ -293,22 +295,22 @@ class Dispatcher:
             (decode.release if finished and answer is not None else decode.abort)(request_id)
             attempt.end_pull()
 
-    async def _fetch(self, journal: Journal, attempt: Attempt) -> Ticket | None:
+    async def _fetch(self, job_state: JobState, attempt: Attempt) -> Ticket | None:
         """What comes of the attempt's pull. The reservation of one that fails is given back at once: the request could
         wait for the very blocks until the lease ends."""
-        ticket = await self.pulls.fetch(journal, attempt.pull) if attempt.pull is not None else None
+        ticket = await self.pulls.fetch(job_state, attempt.pull) if attempt.pull is not None else None
         if ticket is None:
             attempt.end_pull()
         return ticket
 
-    def _reservation(self, journal: Journal, attempt: Attempt, prefill: Member) -> ReserveRequest:
+    def _reservation(self, job_state: JobState, attempt: Attempt, prefill: Member) -> ReserveRequest:
         """Asks for blocks for all that prefill will read: after a failure that is the prompt and what was emitted."""
         if prefill.info is None:
             raise WorkerLost(f"worker {prefill.worker_id} was never met")
         return ReserveRequest(
             request_id=attempt.request_id,
-            prompt_ids=journal.token_ids,
-            cache_salt=journal.job.cache_salt,
+            prompt_ids=job_state.token_ids,
+            cache_salt=job_state.job.cache_salt,
             generation=attempt.generation,
             lease_s=self._config.dispatch.ticket_lease_s,
             source=prefill.info.lane,
@@ -318,62 +320,62 @@ class Dispatcher:
 
     # -- recovering ----------------------------------------------------------------------------------------------------
 
-    async def _recover(self, error: BatonError, journal: Journal, attempt: Attempt | None) -> None:
+    async def _recover(self, error: BatonError, job_state: JobState, attempt: Attempt | None) -> None:
         """Returns when the job is worth another attempt, after waiting for what was missing. Else raises `error`."""
         now, config = loop_time(), self._config
-        journal.record.failed(error, now)
-        journal.failed_again()
+        job_state.record.failed(error, now)
+        job_state.failed_again()
         is_explained = isinstance(error, WorkerLost) and self._suspects.are_tried
-        if journal.blocked_since_s is None or is_explained:
-            journal.blocked_since_s = now
-        deadline = journal.blocked_since_s + self._patience_s(journal)
+        if job_state.blocked_since_s is None or is_explained:
+            job_state.blocked_since_s = now
+        deadline = job_state.blocked_since_s + self._patience_s(job_state)
         if isinstance(error, Overloaded):
-            deadline = min(deadline, journal.first_due_s)
+            deadline = min(deadline, job_state.first_due_s)
         waits = isinstance(error, NoWorkers | Overloaded | WorkerDraining)
         if not waits and not error.retryable:
             raise error
-        journal.num_failures += 0 if waits or is_explained else 1
-        if now >= deadline or journal.num_failures >= config.dispatch.max_attempts:
+        job_state.num_failures += 0 if waits or is_explained else 1
+        if now >= deadline or job_state.num_failures >= config.dispatch.max_attempts:
             error.retry_after_s = error.retry_after_s or RETRY_AFTER_S
             raise error
         if attempt is None:
             await self._fleet.wait(until=deadline)
             return
         if isinstance(error, WorkerLost) and (life := attempt.lost()) is not None:
-            await self._suspects.lost(journal.job.request_id, journal.suspicion, life, len(journal.output_ids))
+            await self._suspects.lost(job_state.job.request_id, job_state.suspicion, life, len(job_state.output_ids))
         log.info(
-            "%s goes on elsewhere, after %d tokens: %s", attempt.request_id, len(journal.output_ids), error,
+            "%s goes on elsewhere, after %d tokens: %s", attempt.request_id, len(job_state.output_ids), error,
             extra={"request": attempt.request_id},
         )  # fmt: skip
         if isinstance(error, Overloaded):
-            await self._wait_for_room(journal, attempt, deadline)
+            await self._wait_for_room(job_state, attempt, deadline)
             return
-        journal.failed.update(attempt.worker_ids)
+        job_state.failed.update(attempt.worker_ids)
         if isinstance(error, WorkerDraining):
             await self._fleet.wait(until=min(deadline, now + config.dispatch.retry_pause_s))
             return
         self.num_resumed += 1
         self._fleet.blame(attempt.worker_ids)
-        if journal.num_failures > 1:  # the first time, others are there to try
-            await asyncio.sleep(config.dispatch.retry_pause_s * 2 ** (journal.num_failures - 2))
+        if job_state.num_failures > 1:  # the first time, others are there to try
+            await asyncio.sleep(config.dispatch.retry_pause_s * 2 ** (job_state.num_failures - 2))
 
-    def _patience_s(self, journal: Journal) -> float:
+    def _patience_s(self, job_state: JobState) -> float:
         """How long a job waits for a worker. An answer that has begun would be lost with the pool that wrote it, while
         the next process of a worker reads its weights."""
         config = self._config
-        if journal.output_ids and len(self._fleet.successors):
+        if job_state.output_ids and len(self._fleet.successors):
             return max(config.admission.max_queue_s, config.dispatch.successor_timeout_s)
         return config.admission.max_queue_s
 
-    async def _wait_for_room(self, journal: Journal, attempt: Attempt, deadline: float) -> None:
+    async def _wait_for_room(self, job_state: JobState, attempt: Attempt, deadline: float) -> None:
         """Returns at once while each pool has a worker that has not refused yet; else jobs wait in line, and each
         change of a load lets one of them ask again, so that a full pool is not drowned in questions."""
-        journal.full.add(attempt.refuser.worker_id)
+        job_state.full.add(attempt.refuser.worker_id)
         offered = self._fleet.candidates(NO_MATCH, 1)
         pools = [set(pool.workers.worker_ids) for pool in (offered.prefill_pool, offered.decode_pool) if len(pool)]
-        if pools and all(pool - journal.full for pool in pools):
+        if pools and all(pool - job_state.full for pool in pools):
             return
-        journal.full.clear()
+        job_state.full.clear()
         self._fleet.num_turned_away += 1
         try:
             with suppress(TimeoutError):
@@ -383,7 +385,7 @@ class Dispatcher:
             self._fleet.num_turned_away -= 1
 
 
-class Renewals:
+class LeaseRenewal:
     """Keeps a reservation while its prefix is fetched, and its prompt waits and is read, however long that takes, until
     `end`. What the prompt is read with, as soon as there is that, fails with TransferFailed when a renewal does."""
 
@@ -393,7 +395,7 @@ class Renewals:
         renewing = self._renew(asked, decode, lease_s)
         self._task: asyncio.Task[None] | None = asyncio.create_task(renewing, name=f"renewals of {asked.request_id}")
 
-    def concern(self, reading: Updates) -> None:
+    def attach(self, reading: Updates) -> None:
         self._reading = reading
         if self._failure is not None:
             reading.fail(self._failure)
@@ -419,21 +421,21 @@ class Renewals:
 
 
 @contextmanager
-def _renewing(asked: ReserveRequest, decode: Member, lease_s: float) -> Iterator[Renewals]:
-    renewals = Renewals(asked, decode, lease_s)
+def _renewing(asked: ReserveRequest, decode: Member, lease_s: float) -> Iterator[LeaseRenewal]:
+    renewals = LeaseRenewal(asked, decode, lease_s)
     try:
         yield renewals
     finally:
         renewals.end()
 
 
-def _journaling(journal: Journal, tap: Tap | None) -> Tap | None:
-    """The tap, with the journal below it. What a trial, the first token or a failure makes of tokens, deltas do."""
+def _journaling(job_state: JobState, tap: Tap | None) -> Tap | None:
+    """The tap, with the job_state below it. What a trial, the first token or a failure makes of tokens, deltas do."""
     if tap is None:
         return None
 
     def note(token_ids: Sequence[int], now: float) -> None:
-        journal.output_ids += token_ids
-        journal.record.took(len(token_ids), 0, now)
+        job_state.output_ids += token_ids
+        job_state.record.took(len(token_ids), 0, now)
 
-    return tap.under(note, lambda: bool(journal.output_ids) and not journal.suspicion.strikes)
+    return tap.under(note, lambda: bool(job_state.output_ids) and not job_state.suspicion.crash_count)

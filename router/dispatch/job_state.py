@@ -8,29 +8,29 @@ from dataclasses import replace
 from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
 from protos.values import GenerateRequest, SequenceUpdate, Ticket
-from router.dispatch.poison_requests import Suspicion
+from router.dispatch.poison_requests import CrashHistory
 from router.jobs import Job, TokenDelta
-from router.traces.request_trace import Record
+from router.traces.request_trace import RequestTrace
 
 LEAST_PROGRESS = 16
 """An answer that has grown by so many tokens since it failed last has its attempts anew."""
 
 
-class Journal:
+class JobState:
     """`output_ids` have been emitted. `num_failures` and `blocked_since_s` (the loop's clock; None while tokens flow)
     bound how long the job is tried; `failed` and `full` are workers to keep away from.
     `unread`: blocks that readers had cached when attempts chose them that ended before it was read.
     `session`: the conversation, once it has been found out.
     `record` is told of what happens."""
 
-    def __init__(self, job: Job, *, now: float, record: Record | None = None) -> None:
+    def __init__(self, job: Job, *, now: float, record: RequestTrace | None = None) -> None:
         self.job = job
-        self.record = record or Record(job=job, received_s=now)
+        self.record = record or RequestTrace(job=job, received_s=now)
         self.read_since_s = now  # when a worker was given the prompt
         self._arrival_s = now
         self.output_ids: list[int] = []
         self.num_failures = 0
-        self.suspicion = Suspicion()
+        self.suspicion = CrashHistory()
         self._num_tokens_at_failure = 0
         self.blocked_since_s: float | None = None
         self.failed: set[str] = set()

@@ -8,15 +8,15 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.dispatch.canary import Canary
-from router.dispatch.migration import Moves
-from router.dispatch.prefix_pull import Pulls
+from router.dispatch.migration import Migrations
+from router.dispatch.prefix_pull import PrefixPulls
 
 
-class MovingCollector(Collector):
+class MigrationCollector(Collector):
     """Series `baton_moves_total{outcome}`, `baton_pulled_blocks_total`, `baton_pull_failures_total{reason}` and
     `baton_canary_total{outcome}`. Read at every scrape."""
 
-    def __init__(self, moves: Moves, pulls: Pulls, canary: Canary) -> None:
+    def __init__(self, moves: Migrations, pulls: PrefixPulls, canary: Canary) -> None:
         self._moves = moves
         self._pulls = pulls
         self._canary = canary

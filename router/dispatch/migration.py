@@ -20,11 +20,11 @@ from protos.event_loop import loop_time
 from protos.values import FinishReason, MoveRequest, ReserveRequest, SequenceUpdate, Ticket
 from protos.wire import raised
 from router.config import RouterConfig
-from router.dispatch.job_state import Journal
+from router.dispatch.job_state import JobState
 from router.fleet.worker import Member
 from router.fleet.worker_client import Updates
 from router.jobs import Tap
-from router.traces.request_trace import What
+from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")
 
@@ -32,7 +32,7 @@ ROOM_TOKENS = 64  # that a sequence may write while its KV travels: it stops, an
 MAX_MOVES_AT_ONCE = 8  # from one worker: the fewer, the sooner each of them is over
 PAUSE_S = 0.5
 
-Choose = Callable[[Journal, Member], Member]
+Choose = Callable[[JobState, Member], Member]
 """Where a sequence that a worker writes had better go on. Raises NoWorkers when there is no other."""
 
 RestOn = Callable[[Sequence[Member]], None]
@@ -40,7 +40,7 @@ RestOn = Callable[[Sequence[Member]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class MigrationTarget:
     """Where a sequence runs, and what is said about it there."""
 
     worker: Member
@@ -48,7 +48,7 @@ class Place:
     updates: Updates
 
 
-class _Move:
+class _Migration:
     """One attempt to move a sequence. `ticket` is known once the next worker has made room."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class _Move:
             self.to.abort(self.request_id)
 
 
-class Moves:
+class Migrations:
     """One for a router. `num_moved` sequences went on elsewhere, `num_stayed` times one could not."""
 
     def __init__(self, choose: Choose, *, gateway_id: str, config: RouterConfig) -> None:
@@ -80,14 +80,14 @@ class Moves:
         self._told: set[tuple[str, type[BatonError]]] = set()  # why sequences stay, since the last that moved
 
     async def follow(
-        self, journal: Journal, place: Place, rest_on: RestOn, tap: Tap | None = None
+        self, job_state: JobState, place: MigrationTarget, depends_on: RestOn, tap: Tap | None = None
     ) -> AsyncGenerator[SequenceUpdate, None]:
-        """All updates of a running sequence, wherever it goes; whoever takes one must have noted it in the journal
+        """All updates of a running sequence, wherever it goes; whoever takes one must have noted it in the job's state
         before the next. Closed early, or failing, it ends the sequence everywhere but at its first place. What a place
         says first, and all while a move is due or under way, is never tapped."""
         here, again_s = place, 0.0
-        left: Place | None = None
-        move: _Move | None = None
+        left: MigrationTarget | None = None
+        move: _Migration | None = None
 
         through = None if tap is None else tap.under(clear=lambda: move is None and not here.worker.drains)
         try:
@@ -96,12 +96,12 @@ class Moves:
                 if left is not None:  # the KV has come: there is nothing more to do, or to fail with
                     left.worker.abort(left.request_id)
                     left = None
-                    rest_on((here.worker,))
+                    depends_on((here.worker,))
                 if update.finish_reason is FinishReason.MOVED:
                     if update.token_ids:  # a slow reader gets the last ones joined to the word that it has moved
                         yield replace(update, finish_reason=None)
-                    here, left = self._take_over(journal, here, move), here
-                    rest_on((left.worker, here.worker))
+                    here, left = self._take_over(job_state, here, move), here
+                    depends_on((left.worker, here.worker))
                     move = None
                     continue
                 if update.error is not None and update.finish_reason is None:
@@ -118,7 +118,7 @@ class Moves:
                 if move is not None and move.over.is_set():
                     move, again_s = None, loop_time() + PAUSE_S
                 if move is None and here.worker.drains and loop_time() >= again_s:
-                    move = self._begin(journal, here)
+                    move = self._begin(job_state, here)
         finally:
             here.updates.tap = None  # it knows where the sequence is: no circle is left for the collector
             if move is not None:
@@ -128,20 +128,20 @@ class Moves:
             if here is not place:
                 here.worker.abort(here.request_id)
 
-    def _begin(self, journal: Journal, here: Place) -> _Move:
-        move = _Move()
-        move.task = asyncio.create_task(self._arrange(journal, here, move), name=f"move of {here.request_id}")
+    def _begin(self, job_state: JobState, here: MigrationTarget) -> _Migration:
+        move = _Migration()
+        move.task = asyncio.create_task(self._arrange(job_state, here, move), name=f"move of {here.request_id}")
         return move
 
-    async def _arrange(self, journal: Journal, here: Place, move: _Move) -> None:
+    async def _arrange(self, job_state: JobState, here: MigrationTarget, move: _Migration) -> None:
         """Finds room elsewhere and tells the worker to go there; holds its place in the line until that is over."""
         async with self._gates.setdefault(here.worker, asyncio.Semaphore(MAX_MOVES_AT_ONCE)):
             try:
-                to = self._choose(journal, here.worker)
-                move.request_id, generation = journal.next_id()
+                to = self._choose(job_state, here.worker)
+                move.request_id, generation = job_state.next_id()
                 to.route(move.request_id, 0)
                 move.to = to
-                move.ticket = await to.reserve(self._reservation(journal, here, to, move.request_id, generation))
+                move.ticket = await to.reserve(self._reservation(job_state, here, to, move.request_id, generation))
                 here.worker.move(MoveRequest(request_id=here.request_id, ticket=move.ticket))
             except BatonError as error:
                 self._stays(here, move, error)
@@ -149,17 +149,17 @@ class Moves:
             await move.over.wait()
 
     def _reservation(
-        self, journal: Journal, here: Place, to: Member, request_id: str, generation: int
+        self, job_state: JobState, here: MigrationTarget, to: Member, request_id: str, generation: int
     ) -> ReserveRequest:
         assert here.worker.info is not None
         assert to.info is not None
-        known = journal.token_ids[:-1]  # of the last one there is no KV yet
-        most = len(journal.job.prompt_ids) + journal.job.sampling.max_tokens
+        known = job_state.token_ids[:-1]  # of the last one there is no KV yet
+        most = len(job_state.job.prompt_ids) + job_state.job.sampling.max_tokens
         return ReserveRequest(
             request_id=request_id,
             prompt_ids=known,
             num_tokens=min(len(known) + ROOM_TOKENS, most, to.info.max_model_len),
-            cache_salt=journal.job.cache_salt,
+            cache_salt=job_state.job.cache_salt,
             generation=generation,
             lease_s=self._config.dispatch.ticket_lease_s,
             source=here.worker.info.lane,
@@ -167,16 +167,16 @@ class Moves:
             gateway_id=self._gateway_id,
         )
 
-    def _take_over(self, journal: Journal, here: Place, move: _Move | None) -> Place:
+    def _take_over(self, job_state: JobState, here: MigrationTarget, move: _Migration | None) -> MigrationTarget:
         """The worker has stopped: the next one goes on as soon as the rest of the KV is there."""
         if move is None or move.to is None or move.ticket is None:
             raise TransferFailed(f"worker {here.worker.worker_id} let go of {here.request_id}: nobody had asked it to")
-        updates = move.to.submit(journal.request(move.request_id, ticket=move.ticket))
-        here.updates.bequeath(updates)  # until the KV has come, the loss of the one is the other's as well
+        updates = move.to.submit(job_state.request(move.request_id, ticket=move.ticket))
+        here.updates.forward_failures_to(updates)  # until the KV has come, the loss of the one is the other's as well
         move.end(adopted=True)
         self.num_moved += 1
         self._told.clear()
-        journal.record.note(What.MOVED, loop_time(), source=here.worker.worker_id, worker=move.to.worker_id)
+        job_state.record.note(EventKind.MOVED, loop_time(), source=here.worker.worker_id, worker=move.to.worker_id)
         log.info(
             "%s goes on at %s as %s",
             here.request_id,
@@ -184,9 +184,9 @@ class Moves:
             move.request_id,
             extra={"request": here.request_id},
         )
-        return Place(worker=move.to, request_id=move.request_id, updates=updates)
+        return MigrationTarget(worker=move.to, request_id=move.request_id, updates=updates)
 
-    def _stays(self, here: Place, move: _Move, error: BatonError) -> None:
+    def _stays(self, here: MigrationTarget, move: _Migration, error: BatonError) -> None:
         self.num_stayed += 1
         why = (here.worker.worker_id, type(error))  # it is tried again and again, for each request
         level = logging.DEBUG if why in self._told else logging.INFO

@@ -1,12 +1,12 @@
-"""Finds the request that kills its workers before it has killed them all, and blames none that was only beside it.
+"""Finds the request that crashes its workers before it has crashed them all, and rejects none that only ran beside it.
 
-    worker lost ─▶ a strike for each job on it ─▶ `max_worker_crashes` strikes ─┬─ the only one in that loss: condemned
-                               ▲                                       └─ several: halved, and tried half by half
-          a token since the last one: acquitted        ◀── goes on ──┤
-                                                        a loss again ──▶ halved again, down to one
+    worker lost ─▶ a crash counted for each job on it ─▶ `max_worker_crashes` ─┬─ one job in that loss: rejected
+                             ▲                                                 └─ several: halved, tried half by half
+       a token since then: back to none                 ◀──────── no loss ─────┤
+                                                          a loss again ────────┴─▶ halved again, down to one
 
-A request that kills is found with as many further losses as the logarithm of those that were lost with it. What kills
-and gets on all the same, a few tokens a life, is bounded by the attempts a request has.
+A request that crashes workers is found with as many further losses as the logarithm of the jobs lost with it. A request
+that gets a few tokens in each life of a worker is bounded by its attempts.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ Life = tuple[str, int]
 
 
 @dataclass(slots=True, eq=False)
-class Suspicion:
+class CrashHistory:
     """What is held against one job. It waits for the turn of its `batch`, and leaves that as soon as it has a token
     more; `num_rounds` trials of it have ended with a loss."""
 
-    strikes: int = 0
+    crash_count: int = 0
     num_tokens: int = 0
     num_rounds: int = 0
-    batch: set[Suspicion] | None = None
+    batch: set[CrashHistory] | None = None
 
 
 @dataclass(slots=True, eq=False)
-class _Loss:
+class _WorkerLoss:
     """Jobs that struck out in the loss of one life: `num_jobs` in all, of which `jobs` are still here. Divided once."""
 
     num_jobs: int = 0
-    jobs: list[Suspicion] = field(default_factory=list)
+    jobs: list[CrashHistory] = field(default_factory=list)
     is_divided: bool = False
 
 
-class Suspects:
+class PoisonRequests:
     """One for a dispatcher. Lives on its event loop. The batch at the head of the line is tried; when the line has not
     moved for `patience_s`, the next one is tried beside it: a slow one costs the others time, and not their answers.
     """
@@ -57,30 +57,30 @@ class Suspects:
     def __init__(self, *, max_worker_crashes: int, patience_s: float) -> None:
         self._max_kills = max_worker_crashes
         self._patience_s = patience_s
-        self._losses: OrderedDict[Life, _Loss] = OrderedDict()
-        self._line: list[set[Suspicion]] = []
+        self._losses: OrderedDict[Life, _WorkerLoss] = OrderedDict()
+        self._line: list[set[CrashHistory]] = []
         self._num_tried = 1  # batches from the head of the line
         self._moved = Changed()
-        self.num_condemned = 0
+        self.num_rejected = 0
 
     @property
     def are_tried(self) -> bool:
         """Is a job of the line the likely reason for a loss?"""
         return bool(self._line)
 
-    async def lost(self, job_id: str, suspicion: Suspicion, life: Life, num_tokens: int) -> None:
+    async def lost(self, job_id: str, suspicion: CrashHistory, life: Life, num_tokens: int) -> None:
         """A worker was lost with the job on it, which has `num_tokens` of its answer. Returns when it is known where
         the job stands, for it to await its `turn`; raises RequestKillsWorkers when it is not tried again."""
         was_tried = suspicion.batch is not None
         self.leave(suspicion)
         if num_tokens > suspicion.num_tokens:
-            suspicion.strikes = suspicion.num_rounds = 0
-        suspicion.strikes += 1
+            suspicion.crash_count = suspicion.num_rounds = 0
+        suspicion.crash_count += 1
         suspicion.num_tokens = num_tokens
-        if suspicion.strikes < self._max_kills:
+        if suspicion.crash_count < self._max_kills:
             return
         suspicion.num_rounds += was_tried
-        loss = self._losses.setdefault(life, _Loss())
+        loss = self._losses.setdefault(life, _WorkerLoss())
         while len(self._losses) > MAX_LOSSES:
             self._losses.popitem(last=False)
         loss.num_jobs += 1
@@ -90,14 +90,14 @@ class Suspects:
         finally:
             loss.jobs.remove(suspicion)
         if loss.num_jobs == 1 or suspicion.num_rounds > MAX_ROUNDS:
-            raise self._condemned(job_id, suspicion, life)
+            raise self._rejection(job_id, suspicion, life)
         if not loss.is_divided:
             loss.is_divided = True
             self._divide([suspicion, *loss.jobs])
         elif suspicion.batch is None:  # it came forward late
             self._divide([suspicion])
 
-    async def turn(self, suspicion: Suspicion) -> bool:
+    async def turn(self, suspicion: CrashHistory) -> bool:
         """Returns when the job may be tried: at once unless others are tried before it. Whether it had to wait."""
         waited = False
         while (batch := suspicion.batch) is not None and not any(batch is one for one in self._tried()):
@@ -111,12 +111,12 @@ class Suspects:
                     self._moved.notify()
         return waited
 
-    def progressed(self, suspicion: Suspicion, num_tokens: int) -> None:
+    def progressed(self, suspicion: CrashHistory, num_tokens: int) -> None:
         """The answer has so many tokens now."""
         if num_tokens > suspicion.num_tokens:
             self.leave(suspicion)
 
-    def leave(self, suspicion: Suspicion) -> None:
+    def leave(self, suspicion: CrashHistory) -> None:
         """The job is not tried any more: it goes on, has ended, or was lost. More than once is no error."""
         batch, suspicion.batch = suspicion.batch, None
         if batch is None:
@@ -134,7 +134,7 @@ class Suspects:
     def assert_idle(self) -> None:
         assert not self._line, "jobs are still tried after all attempts have ended"
 
-    def _divide(self, jobs: Sequence[Suspicion]) -> None:
+    def _divide(self, jobs: Sequence[CrashHistory]) -> None:
         middle = len(jobs) // 2
         for half in (set(jobs[:middle]), set(jobs[middle:])):
             for suspicion in half:
@@ -142,12 +142,13 @@ class Suspects:
             if half:
                 self._line.append(half)
 
-    def _tried(self) -> Sequence[set[Suspicion]]:
+    def _tried(self) -> Sequence[set[CrashHistory]]:
         return self._line[: self._num_tried]
 
-    def _condemned(self, job_id: str, suspicion: Suspicion, life: Life) -> RequestKillsWorkers:
-        self.num_condemned += 1
+    def _rejection(self, job_id: str, suspicion: CrashHistory, life: Life) -> RequestKillsWorkers:
+        self.num_rejected += 1
         return RequestKillsWorkers(
-            f"request {job_id} was running on {suspicion.strikes} workers when they died, the last of them {life[0]}: "
+            f"request {job_id} was running on {suspicion.crash_count} workers when they died, "
+            f"the last of them {life[0]}: "
             "it is not tried again. Their logs say what they died of; please report it"
         )

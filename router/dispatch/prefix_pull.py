@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from protos.errors import BatonError, WorkerLost
 from protos.event_loop import loop_time
 from protos.values import ReserveRequest, ShareRequest, Ticket, WorkerLoad
-from router.dispatch.job_state import Journal
+from router.dispatch.job_state import JobState
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Member
 from router.policies.costs import load_s
 from router.policies.table import Candidate, CandidateTable
-from router.traces.request_trace import What
+from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")
 
@@ -33,7 +33,7 @@ EVICTED = "evicted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class PrefixHolder:
     """A worker that has the first `num_tokens` of a sequence, and pushes so many bytes a second. Before that it takes
     `load_s` to load those of them that only its host has."""
 
@@ -49,7 +49,7 @@ def measured_bytes_per_s(load: WorkerLoad) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Puller:
+class PullingWorker:
     """A reader that has the first `num_cached` tokens of a sequence, all but `num_on_host` of them on its device:
     loading those takes it `load_s`."""
 
@@ -60,7 +60,7 @@ class Puller:
     load_s: float = 0.0
 
 
-def best_holder(holders: Sequence[Holder], reader: Puller) -> Holder | None:
+def best_holder(holders: Sequence[PrefixHolder], reader: PullingWorker) -> PrefixHolder | None:
     """Whom a reader had best pull from; None if it had better load what its host has, and compute the rest.
 
     A pull of n tokens takes OVERHEAD_S + load_s + n * bytes_per_token / bytes_per_s, computing them n / tokens_per_s.
@@ -71,7 +71,7 @@ def best_holder(holders: Sequence[Holder], reader: Puller) -> Holder | None:
         return None
     num_on_device = reader.num_cached - reader.num_on_host
 
-    def gain_s(holder: Holder) -> float:
+    def gain_s(holder: PrefixHolder) -> float:
         num_moved = max(0, holder.num_tokens - num_on_device)
         spared_s = reader.load_s + (holder.num_tokens - reader.num_cached) / reader.tokens_per_s
         moved_s = num_moved * reader.bytes_per_token / holder.bytes_per_s
@@ -87,7 +87,7 @@ def pull_id(request_id: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pull:
+class PrefixPull:
     """The first `num_tokens` of an attempt's tokens are to go from the holder to the reader."""
 
     request_id: str
@@ -102,7 +102,7 @@ class Pull:
         self.holder.abort(self.request_id)
 
 
-class Pulls:
+class PrefixPulls:
     """One for a router. `num_blocks` have been pulled; `failures` counts, by error code, pulls that came to nothing."""
 
     def __init__(self, fleet: Fleet, *, lease_s: float) -> None:
@@ -112,15 +112,15 @@ class Pulls:
         self.failures: Counter[str] = Counter()
 
     def choose(
-        self, journal: Journal, request_id: str, generation: int, reader: Member, candidates: CandidateTable
-    ) -> Pull | None:
+        self, job_state: JobState, request_id: str, generation: int, reader: Member, candidates: CandidateTable
+    ) -> PrefixPull | None:
         """What the reader of an attempt, one of the candidates, had best fetch, and from whom. Nothing, when logprobs
         of the prompt are asked for: these are computed."""
-        if reader.info is None or (journal.job.sampling.prompt_logprobs is not None and not journal.output_ids):
+        if reader.info is None or (job_state.job.sampling.prompt_logprobs is not None and not job_state.output_ids):
             return None
         if not (caching := candidates.caching):
             return None
-        layout, most = reader.info.layout, journal.num_tokens - 1
+        layout, most = reader.info.layout, job_state.num_tokens - 1
         holders = [
             holder
             for worker_id in caching
@@ -128,7 +128,7 @@ class Pulls:
             for holder in self._holders(candidates.candidate(worker_id), most, layout.block_size)
         ]
         own = candidates.candidate(reader.worker_id)
-        puller = Puller(
+        puller = PullingWorker(
             num_cached=own.num_cached_tokens,
             num_on_host=own.num_host_tokens,
             load_s=load_s(candidates.only(reader.worker_id)).item(),
@@ -138,7 +138,7 @@ class Pulls:
         best = best_holder(holders, puller)
         if best is None:
             return None
-        return Pull(
+        return PrefixPull(
             request_id=pull_id(request_id),
             generation=generation,
             reader=reader,
@@ -146,26 +146,26 @@ class Pulls:
             num_tokens=best.num_tokens,
         )
 
-    def _holders(self, one: Candidate, most: int, block_size: int) -> Iterator[Holder]:
+    def _holders(self, one: Candidate, most: int, block_size: int) -> Iterator[PrefixHolder]:
         """A worker with what its device has, and with what its host has besides."""
         bytes_per_s = measured_bytes_per_s(self._fleet.member(one.worker_id).load)
         on_device = one.num_cached_tokens - one.num_host_tokens
         for num_tokens in dict.fromkeys((min(on_device, most), min(one.num_cached_tokens, most))):
             if num_tokens:
-                yield Holder(
+                yield PrefixHolder(
                     worker_id=one.worker_id,
                     num_tokens=num_tokens // block_size * block_size,
                     bytes_per_s=bytes_per_s,
                     load_s=float(one.load_time(num_tokens - on_device)) if num_tokens > on_device else 0.0,
                 )
 
-    async def fetch(self, journal: Journal, pull: Pull) -> Ticket | None:
+    async def fetch(self, job_state: JobState, pull: PrefixPull) -> Ticket | None:
         """A reservation on the reader into which the holder pushes; None when the reader had better begin to compute.
         Whoever asks ends the pull in any case."""
         try:
-            ticket = await pull.reader.reserve(self._reservation(journal, pull))
+            ticket = await pull.reader.reserve(self._reservation(job_state, pull))
             block_size = pull.holder.block_size or ticket.layout.block_size
-            hashes = tuple(journal.hashes(block_size)[: -(-pull.num_tokens // block_size)])
+            hashes = tuple(job_state.hashes(block_size)[: -(-pull.num_tokens // block_size)])
             num_blocks = await pull.holder.connection().share(ShareRequest(ticket=ticket, hashes=hashes))
         except BatonError as error:
             self._failed(pull, error.code, error.message)
@@ -175,16 +175,16 @@ class Pulls:
             return None
         self.num_blocks += num_blocks
         now = loop_time()
-        journal.record.note(What.PULLED, now, source=pull.holder.worker_id, blocks=num_blocks)
+        job_state.record.note(EventKind.PULLED, now, source=pull.holder.worker_id, blocks=num_blocks)
         return replace(ticket, block_ids=ticket.block_ids[:num_blocks])
 
-    def _reservation(self, journal: Journal, pull: Pull) -> ReserveRequest:
+    def _reservation(self, job_state: JobState, pull: PrefixPull) -> ReserveRequest:
         if pull.holder.info is None:
             raise WorkerLost(f"worker {pull.holder.worker_id} was never met")
         return ReserveRequest(
             request_id=pull.request_id,
-            prompt_ids=journal.token_ids[: pull.num_tokens],
-            cache_salt=journal.job.cache_salt,
+            prompt_ids=job_state.token_ids[: pull.num_tokens],
+            cache_salt=job_state.job.cache_salt,
             generation=pull.generation,
             lease_s=self._lease_s,
             source=pull.holder.info.lane,
@@ -192,7 +192,7 @@ class Pulls:
             gateway_id=self._fleet.gateway_id,
         )
 
-    def _failed(self, pull: Pull, code: str, reason: str) -> None:
+    def _failed(self, pull: PrefixPull, code: str, reason: str) -> None:
         self.failures[code] += 1
         log.info(
             "%s computes what %s was to give: %s",

@@ -23,7 +23,7 @@ MAX_DEPTH = 1024  # blocks that are looked at
 
 
 @dataclass(slots=True)
-class Node:
+class PromptNode:
     """A block of the tree: the prompts of one generation that ran through it, and the block after it, `forks` if there
     have been several."""
 
@@ -41,8 +41,8 @@ class Sessions:
 
     def __init__(self, generation: int = GENERATION) -> None:
         self._size = generation
-        self._now: dict[BlockHash, Node] = {}
-        self._before: dict[BlockHash, Node] = {}
+        self._now: dict[BlockHash, PromptNode] = {}
+        self._before: dict[BlockHash, PromptNode] = {}
         self._num_now = self._num_before = 0
 
     def of(self, hashes: Chain, num_workers: int) -> str:
@@ -54,7 +54,7 @@ class Sessions:
         self._num_now += 1
         most = max(LEAST, SHARE * (self._num_now + self._num_before) / max(1, num_workers))
         session, num_new = "", 0
-        above = Node(forks=True)  # the first block, too, may be a session
+        above = PromptNode(forks=True)  # the first block, too, may be a session
         for block in hashes[:MAX_DEPTH]:
             above.leads_to(block)
             begins, num_new = above.forks, num_new + (block not in self._now and block not in self._before)
@@ -70,11 +70,13 @@ class Sessions:
         """That are remembered."""
         return len(self._now) + len(self._before)
 
-    def _run_through(self, block: BlockHash) -> tuple[Node, int]:
+    def _run_through(self, block: BlockHash) -> tuple[PromptNode, int]:
         """The block's node, and how many prompts have run through it, this one included."""
         before = self._before.get(block)
         node = self._now.get(block)
         if node is None:
-            node = self._now[block] = Node() if before is None else Node(child=before.child, forks=before.forks)
+            node = self._now[block] = (
+                PromptNode() if before is None else PromptNode(child=before.child, forks=before.forks)
+            )
         node.num_prompts += 1
         return node, node.num_prompts + (before.num_prompts if before is not None else 0)

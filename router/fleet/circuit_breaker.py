@@ -18,7 +18,7 @@ RECENT_S = 60.0
 """A failure that is older counts no more when a sibling tells one. Longer than any pause: who fails trials is heard."""
 
 
-class Breaker:
+class CircuitBreaker:
     """One worker's."""
 
     def __init__(self) -> None:

@@ -88,8 +88,10 @@ class Fleet:
         self.host_totals = HostTotals()
         self.num_faults = 0
         self.notices: list[Callable[[], str]] = []  # more of what `degraded` tells
-        self.tell_siblings: Callable[[str, int, int], None] | None = None  # (worker, tokens, blocks): work given to it
-        self.tell_failure: Callable[[str, int], None] | None = None  # (worker, its failures in a row), to the siblings
+        self.publish_load: Callable[[str, int, int], None] | None = None  # (worker, tokens, blocks): work given to it
+        self.publish_failure: Callable[[str, int], None] | None = (
+            None  # (worker, its failures in a row), to the siblings
+        )
         self._num_elsewhere = 0
         self._behind = ""  # what is wrong with the cluster behind the workers
         self.num_turned_away = 0  # jobs that wait because no worker had room for them, though it seemed so
@@ -159,8 +161,8 @@ class Fleet:
 
     def given(self, worker_id: str, num_tokens: int, num_blocks: int) -> None:
         """A worker is about to be given so many tokens to read and blocks to hold: the siblings hear of it."""
-        if self.tell_siblings is not None:
-            self.tell_siblings(worker_id, num_tokens, num_blocks)
+        if self.publish_load is not None:
+            self.publish_load(worker_id, num_tokens, num_blocks)
 
     def given_elsewhere(self, worker_id: str, num_tokens: int, num_blocks: int) -> None:
         """A sibling says so. It counts until the worker's load shows it."""
@@ -273,8 +275,8 @@ class Fleet:
         for worker_id in worker_ids:
             if (member := self._members.get(worker_id)) is not None:
                 self._doubt(member, member.breaker.failed(loop_time()))
-                if self.tell_failure is not None:
-                    self.tell_failure(worker_id, member.breaker.failures)
+                if self.publish_failure is not None:
+                    self.publish_failure(worker_id, member.breaker.failures)
 
     def blame_elsewhere(self, worker_id: str, sibling: int, in_row: int) -> None:
         """A request of that sibling failed there, its `in_row`-th without a success."""

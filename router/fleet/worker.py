@@ -25,7 +25,7 @@ from protos.values import (
     WorkerLoad,
     WorkerRole,
 )
-from router.fleet.circuit_breaker import Breaker
+from router.fleet.circuit_breaker import CircuitBreaker
 from router.fleet.worker_client import Updates, WorkerClient
 from router.policies.table import LoadRow
 
@@ -61,7 +61,7 @@ class WorkerStatus:
 
 
 @dataclass(slots=True)
-class Routed:
+class RoutedWork:
     """Work on its way to a worker: tokens to read, blocks to hold. `since_step` is how many steps the worker had
     told of when it was told."""
 
@@ -84,9 +84,9 @@ class Member:
         self.info: WorkerInfo | None = None
         self.load = WorkerLoad()
         self.client: WorkerClient | None = None
-        self.breaker = Breaker()
+        self.breaker = CircuitBreaker()
         self.on_change: Callable[[Member, None], None] | None = None
-        self._routed: dict[str, Routed] = {}
+        self._routed: dict[str, RoutedWork] = {}
         self._num_steps = 0  # that were told of
         self._left_s: float | None = None
 
@@ -152,12 +152,12 @@ class Member:
 
     def route(self, request_id: str, num_tokens: int, num_blocks: int = 0) -> None:
         """A decision sent a request here, with so many tokens to read. Counted until the worker's load shows it."""
-        self._routed[request_id] = Routed(num_tokens, num_blocks)
+        self._routed[request_id] = RoutedWork(num_tokens, num_blocks)
         self.changed()
 
     def route_elsewhere(self, name: str, num_tokens: int, num_blocks: int) -> None:
         """Another process of this gateway sent a request here; it is as good as told."""
-        self._routed[name] = Routed(num_tokens, num_blocks, since_step=self._num_steps)
+        self._routed[name] = RoutedWork(num_tokens, num_blocks, since_step=self._num_steps)
         self.changed()
 
     def forget(self, name: str) -> None:

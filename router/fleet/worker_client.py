@@ -125,7 +125,7 @@ class Updates:
         else:
             self._add(error)
 
-    def bequeath(self, heir: Updates) -> None:
+    def forward_failures_to(self, heir: Updates) -> None:
         """Failures from here on, and one that waits to be read, concern `heir`: its work needs this worker still."""
         self._heir = heir
         for item in self._waiting:

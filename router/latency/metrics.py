@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.latency.predictor import Predictor
-from router.traces.shadow import Shadow
+from router.traces.shadow import ShadowPolicy
 
 PREDICTED = ("ttft", "tpot")
 
@@ -16,7 +16,7 @@ PREDICTED = ("ttft", "tpot")
 class PredictionCollector(Collector):
     """Series `baton_prediction_...`, labelled by worker and by what was predicted, and `baton_shadow_...` by policy."""
 
-    def __init__(self, predictor: Predictor, shadows: Sequence[Shadow] = ()) -> None:
+    def __init__(self, predictor: Predictor, shadows: Sequence[ShadowPolicy] = ()) -> None:
         self._predictor = predictor
         self._shadows = shadows
 

@@ -22,9 +22,9 @@ import numpy as np
 
 from protos.values import WorkerLoad, WorkerRole
 from router.latency.decayed import Decayed
-from router.latency.prefill_speeds import Speeds, counted, slowness
-from router.latency.recent_work import Recent, since_whole, whole
-from router.latency.ttft_overhead import Overhead
+from router.latency.prefill_speeds import PrefillSpeeds, counted, slowness
+from router.latency.recent_work import RecentWork, since_whole, whole
+from router.latency.ttft_overhead import TtftOverhead
 from router.latency.worker_features import WorkerFeatures
 from router.policies.table import ROLES, CandidateTable, Floats, LaneLatencies, Line, WorkerSet
 
@@ -45,7 +45,7 @@ UNOBSERVED = {"prefill_time": PREFILL, "load_time": LOAD, "step_time": STEP, "tr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Errors:
+class PredictionErrors:
     """How far predictions have been off lately, in seconds: on average, and after early and late have cancelled."""
 
     num_observed: int = 0
@@ -53,18 +53,18 @@ class Errors:
     bias_s: float = 0.0
 
 
-class Judge:
+class ErrorTracker:
     """Keeps the errors of one prediction, and knows an outlier by them."""
 
     def __init__(self) -> None:
-        self.so_far = Errors()
+        self.so_far = PredictionErrors()
 
     def heard(self, seconds: float, expected: float, *, sure: bool) -> float:
         """What is to be learned of an observation: the time itself, or the nearest that is no outlier."""
         before, error = self.so_far, seconds - expected
         share = max(1 / (before.num_observed + 1), 1 - 0.5 ** (1 / HALF_COUNT))
         size = min(abs(error), 2 * OUTLIER * before.mean_s) if sure else abs(error)
-        after = self.so_far = Errors(
+        after = self.so_far = PredictionErrors(
             num_observed=before.num_observed + 1,
             mean_s=before.mean_s + share * (size - before.mean_s),
             bias_s=before.bias_s + share * (error - before.bias_s),
@@ -73,11 +73,11 @@ class Judge:
         return expected + min(max(error, -bound), bound) if sure else seconds
 
 
-class Fit:
+class LinearFit:
     """seconds = fixed + each x amount, from observations of both. The prior counts like `TRUST` observations."""
 
     def __init__(self) -> None:
-        self.errors = Judge()
+        self.errors = ErrorTracker()
         self._observed = Decayed(5, half_life_s=HALF_LIFE_S, half_count=HALF_COUNT)  # 1, x, y, xx, xy
         self._known: tuple[Line, Line] | None = None  # what `line` last said, and to which prior
 
@@ -127,13 +127,13 @@ class Fit:
         return Line(fixed_s=fixed, each_s=each)
 
 
-class Pace:
+class SlowdownFactor:
     """How many times longer one worker takes than `line` says, lately. One number is learned from few observations, and
     none is believed that could be chance: then all that is cheap would go to one worker of several of one kind, and a
     conversation would leave the prefix it has."""
 
     def __init__(self) -> None:
-        self.errors = Judge()
+        self.errors = ErrorTracker()
         # 1, seconds taken, expected, off the mean; of those expected the part by the amount; reported slowness
         self._observed = Decayed(6, half_life_s=HALF_LIFE_S, half_count=HALF_COUNT)
         self._told = 1.0
@@ -187,18 +187,20 @@ class Predictor:
     """The fits of all workers and lanes. A worker that nobody has measured counts as its pool does."""
 
     def __init__(self) -> None:
-        self._prefill: dict[str, Pace] = {}
-        self._step: dict[str, Pace] = {}
-        self._transfer: dict[str, Fit] = {}
-        self._pools: dict[WorkerRole, tuple[Fit, Fit]] = {role: (Fit(), Fit()) for role in WorkerRole}
-        self._overheads = {role: Overhead() for role in WorkerRole}
-        self._all_lanes = Fit()
+        self._prefill: dict[str, SlowdownFactor] = {}
+        self._step: dict[str, SlowdownFactor] = {}
+        self._transfer: dict[str, LinearFit] = {}
+        self._pools: dict[WorkerRole, tuple[LinearFit, LinearFit]] = {
+            role: (LinearFit(), LinearFit()) for role in WorkerRole
+        }
+        self._overheads = {role: TtftOverhead() for role in WorkerRole}
+        self._all_lanes = LinearFit()
         self._offered = _NOTHING_OFFERED
         self._priors: dict[str, _Prior] = {}  # of workers that are not among those offered last
-        self._fits_of_lanes: dict[str, dict[str, Fit]] = {}
+        self._fits_of_lanes: dict[str, dict[str, LinearFit]] = {}
         self._lanes: dict[str, LaneLatencies] = {}
-        self._recent = {role: Recent() for role in WorkerRole}
-        self._speeds = {role: Speeds() for role in WorkerRole}
+        self._recent = {role: RecentWork() for role in WorkerRole}
+        self._speeds = {role: PrefillSpeeds() for role in WorkerRole}
         self._changed: dict[str, None] = {}
         self.answer_tokens = 64.0
 
@@ -297,12 +299,12 @@ class Predictor:
         """By reader and writer, of those measured. It goes on changing."""
         return self._lanes
 
-    def errors(self) -> Mapping[str, tuple[Errors, Errors]]:
+    def errors(self) -> Mapping[str, tuple[PredictionErrors, PredictionErrors]]:
         """By worker: of first tokens, and of the time between tokens."""
         return {
             worker_id: (
-                self._prefill[worker_id].errors.so_far if worker_id in self._prefill else Errors(),
-                self._step[worker_id].errors.so_far if worker_id in self._step else Errors(),
+                self._prefill[worker_id].errors.so_far if worker_id in self._prefill else PredictionErrors(),
+                self._step[worker_id].errors.so_far if worker_id in self._step else PredictionErrors(),
             )
             for worker_id in self._prefill.keys() | self._step.keys()
         }
@@ -321,7 +323,7 @@ class Predictor:
         it had no other request when it was given this one."""
         pool = self._pools[role][0]
         if (prior := self._prior_of(worker_id)) is not None:
-            pace = self._prefill.setdefault(worker_id, Pace())
+            pace = self._prefill.setdefault(worker_id, SlowdownFactor())
             pace.observe(num_tokens, seconds, line=prior.prefill, now=now, learn=pool.sure)
             self._changed[worker_id] = None
         pool.observe(num_tokens, seconds, prior=PREFILL, now=now)
@@ -336,7 +338,7 @@ class Predictor:
         """The tokens of an answer, written among so many sequences, were so many seconds apart."""
         pool = self._pools[role][1]
         if (prior := self._prior_of(worker_id)) is not None:
-            pace = self._step.setdefault(worker_id, Pace())
+            pace = self._step.setdefault(worker_id, SlowdownFactor())
             pace.observe(num_sequences, seconds, line=prior.step, now=now, learn=pool.sure)
             self._changed[worker_id] = None
         pool.observe(num_sequences, seconds, prior=STEP, now=now)
@@ -346,10 +348,10 @@ class Predictor:
         """An answer was held up by so much, for KV of so many bytes."""
         if self._prior_of(reader) is not None and (known := self._prior_of(writer)) is not None:
             prior = known.transfer
-            lane = self._fits_of_lanes.setdefault(reader, {}).setdefault(writer, Fit())
+            lane = self._fits_of_lanes.setdefault(reader, {}).setdefault(writer, LinearFit())
             lane.observe(num_bytes, seconds, prior=prior, now=now)
             self._lanes.setdefault(reader, LaneLatencies()).set(writer, lane.line(prior))
-            self._transfer.setdefault(writer, Fit()).observe(num_bytes, seconds, prior=prior, now=now)
+            self._transfer.setdefault(writer, LinearFit()).observe(num_bytes, seconds, prior=prior, now=now)
             self._changed[writer] = None
         self._all_lanes.observe(num_bytes, seconds, prior=TRANSFER, now=now)
 

@@ -16,7 +16,7 @@ from router.policies.table import Floats
 ALIKE = 2.0  # times as fast as another, within which workers are of one kind: the router learns what differs less
 
 
-class Speeds:
+class PrefillSpeeds:
     """Of one pool's workers, in tokens a second."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ RECENT_S = 300.0  # after which work counts half
 RECENT_EACH = 80  # or after so many newer requests for each worker: the busier a pool, the sooner it is even again
 
 
-class Recent:
+class RecentWork:
     """Work is in tokens to be read. Its clock counts halvings: time makes it go on, and so does each request."""
 
     def __init__(self) -> None:

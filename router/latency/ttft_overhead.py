@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 
-class Overhead:
+class TtftOverhead:
     """The least that lately came to a first token on an idle worker beside the reading of its prompt: steps, calls, the
     gateway itself. It is not known (0) before `ENOUGH` observations; it rises when so many of two periods say so.
 

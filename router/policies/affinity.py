@@ -15,7 +15,7 @@ import numpy as np
 from router.config import RouterConfig
 from router.policies.base import Policy, RequestView
 from router.policies.pair import ShortRemainder, pair
-from router.policies.scores import Scores, scores
+from router.policies.scores import PoolScores, pool_scores
 from router.policies.table import CandidateTable
 
 BOUND = 1.25
@@ -25,7 +25,7 @@ def session_affinity(config: RouterConfig) -> Policy:
     return pair("session_affinity", prefill=_session_order, decode=_session_order, short=ShortRemainder.of(config))
 
 
-def _session_order(view: RequestView, candidates: CandidateTable) -> Scores:
+def _session_order(view: RequestView, candidates: CandidateTable) -> PoolScores:
     """`place` in the session's order; workers without room come after all that have room. A request without a session
     is a session of its own."""
     session, count = view.session or view.request_id, len(candidates)
@@ -34,7 +34,7 @@ def _session_order(view: RequestView, candidates: CandidateTable) -> Scores:
     draws = [_draw(session, worker_id) for worker_id in candidates.workers.worker_ids]
     place = np.empty(count)
     place[sorted(range(count), key=draws.__getitem__, reverse=True)] = np.arange(count)
-    return scores(candidates, place=place, no_room=count * (num_requests + 1 > most).astype(np.float64))
+    return pool_scores(candidates, place=place, no_room=count * (num_requests + 1 > most).astype(np.float64))
 
 
 def _draw(session: str, worker_id: str) -> bytes:

@@ -51,7 +51,7 @@ class Score:
     terms: tuple[tuple[str, float], ...] = ()
 
 
-class Alone(StrEnum):
+class SingleWorkerReason(StrEnum):
     """Why one worker does the whole request."""
 
     COLOCATED = "colocated"
@@ -62,13 +62,13 @@ class Alone(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """`prefill` is None when the worker `decode` computes the prompt itself, and `alone` gives the reason. `scores` are
-    those of the prefill workers, then those of the decode workers; of large pools the lowest and the chosen one's."""
+    """`prefill` is None when the worker `decode` computes the prompt itself, for the reason `single_worker`. `scores`
+    are those of the prefill workers, then of the decode workers; of large pools the lowest and the chosen one's."""
 
     policy: str
     prefill: str | None
     decode: str
-    alone: Alone | None = None
+    single_worker: SingleWorkerReason | None = None
     scores: Sequence[Score] = ()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from router.config import RouterConfig
 from router.policies.base import Decision, Policy, RequestView
 from router.policies.pair import ShortRemainder, pair
-from router.policies.scores import Scores, scores
+from router.policies.scores import PoolScores, pool_scores
 from router.policies.table import CandidateTable
 
 
@@ -38,14 +38,14 @@ def power_of_two(config: RouterConfig) -> Policy:
     return decide
 
 
-def _turns(view: RequestView, candidates: CandidateTable) -> Scores:
+def _turns(view: RequestView, candidates: CandidateTable) -> PoolScores:
     """`turn` is the number of decisions until the worker's turn."""
     count = len(candidates)
     places = np.arange(count, dtype=np.float64)
-    return scores(candidates, turn=(places - view.num_decided % count) % count)
+    return pool_scores(candidates, turn=(places - view.num_decided % count) % count)
 
 
-def load(view: RequestView, candidates: CandidateTable) -> Scores:
+def load(view: RequestView, candidates: CandidateTable) -> PoolScores:
     """The number of requests; a thousand queued prompt blocks count as one more."""
     queue = candidates.queued_prefill_tokens / view.block_size / 1000
-    return scores(candidates, requests=candidates.num_requests, queue=queue)
+    return pool_scores(candidates, requests=candidates.num_requests, queue=queue)

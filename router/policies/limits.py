@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from router.policies.base import Decision, Policy, RequestView
-from router.policies.scores import Rank, Scores
+from router.policies.scores import PoolScores, Rank
 from router.policies.table import CandidateTable
 
 MAX_DIFFERENCE = 32
@@ -20,7 +20,7 @@ def balanced(rank: Rank) -> Rank:
     bounds of SGLang's cache-aware router.
     """
 
-    def guarded(view: RequestView, candidates: CandidateTable) -> Scores:
+    def guarded(view: RequestView, candidates: CandidateTable) -> PoolScores:
         queues, ranked = candidates.num_requests, rank(view, candidates)
         longest, shortest = queues.max(), queues.min()
         if longest - shortest > MAX_DIFFERENCE and longest > MAX_RATIO * shortest:

@@ -19,9 +19,9 @@ import numpy as np
 
 from protos.values import WorkerRole
 from router.config import RouterConfig
-from router.policies.base import Alone, Decision, Policy, RequestView
+from router.policies.base import Decision, Policy, RequestView, SingleWorkerReason
 from router.policies.costs import num_uncached
-from router.policies.scores import CostBreakdown, Rank, Scores, cheapest, scored_workers
+from router.policies.scores import CostBreakdown, PoolScores, Rank, cheapest, scored_workers
 from router.policies.table import Bools, CandidateTable, Floats, LaneLatencies, Places
 
 
@@ -54,7 +54,7 @@ class _PrefillChoice:
     """For each decode worker the place of its prefill worker in `scores`, or -1 for itself. `cost` is the prefill's,
     `transfer` the KV's, NaN where none is sent."""
 
-    scores: Scores | None
+    scores: PoolScores | None
     place: Places
     cost: Floats
     transfer: Floats | None = None
@@ -90,7 +90,7 @@ def pair(
             policy=name,
             prefill=None if single else prefill_ids[0],
             decode=worker_id,
-            alone=_reason(role, has_prefill=bool(prefill_ids)) if single else None,
+            single_worker=_reason(role, has_prefill=bool(prefill_ids)) if single else None,
             scores=CostBreakdown(lambda: _parts(weigh(seen, candidates))),
         )
 
@@ -119,7 +119,9 @@ def pair(
             policy=name,
             prefill=chosen.scores.workers.worker_ids[by] if chosen.scores is not None and by >= 0 else None,
             decode=pool.workers.worker_ids[place],
-            alone=_reason(pool.workers.roles[place], has_prefill=len(prefill_pool) > 0) if single[place] else None,
+            single_worker=_reason(pool.workers.roles[place], has_prefill=len(prefill_pool) > 0)
+            if single[place]
+            else None,
             scores=CostBreakdown(lambda: _kept_scores(decoding, totals, chosen, place)),
         )
 
@@ -134,7 +136,7 @@ def _lanes_to(decode_id: str, prefill_ids: Sequence[str], view: RequestView) -> 
 
 def _disaggregated(
     view: RequestView,
-    prefilling: Scores,
+    prefilling: PoolScores,
     prefill_pool: CandidateTable,
     decode_pool: CandidateTable,
     transfer: TransferCost | None,
@@ -168,7 +170,7 @@ def _or_single_worker(chosen: _PrefillChoice, single: Bools, own: Floats) -> _Pr
     )
 
 
-def _unsteered(scores: Scores) -> Floats:
+def _unsteered(scores: PoolScores) -> Floats:
     """Without the term that keeps a pool even: it does not compare workers of two pools."""
     return scores.totals - dict(scores.terms).get("imbalance", 0.0)
 
@@ -186,26 +188,26 @@ def _evened(totals: Floats, prefill: Floats, tolerance: float) -> Floats:
     return evened
 
 
-def _reason(role: WorkerRole, *, has_prefill: bool) -> Alone:
+def _reason(role: WorkerRole, *, has_prefill: bool) -> SingleWorkerReason:
     if role is WorkerRole.COLOCATED:
-        return Alone.COLOCATED
+        return SingleWorkerReason.COLOCATED
     if role is WorkerRole.PREFILL:
-        return Alone.STANDS_IN
-    return Alone.SHORT_REMAINDER if has_prefill else Alone.NO_PREFILL_WORKER
+        return SingleWorkerReason.STANDS_IN
+    return SingleWorkerReason.SHORT_REMAINDER if has_prefill else SingleWorkerReason.NO_PREFILL_WORKER
 
 
 # -- what is kept of a decision ----------------------------------------------------------------------------------------
 
 
-def _parts(decision: Decision) -> Sequence[Scores]:
+def _parts(decision: Decision) -> Sequence[PoolScores]:
     assert isinstance(decision.scores, CostBreakdown)
     return decision.scores.parts
 
 
-def _kept_scores(decoding: Scores, totals: Floats, chosen: _PrefillChoice, place: int) -> Sequence[Scores]:
+def _kept_scores(decoding: PoolScores, totals: Floats, chosen: _PrefillChoice, place: int) -> Sequence[PoolScores]:
     """Of the prefill pool, and of the decode pool with the prefill that each of its workers would have."""
     transfer = [] if chosen.transfer is None else [("transfer", chosen.transfer)]
-    whole = Scores(decoding.workers, totals, (*decoding.terms, *transfer, ("prefill", chosen.cost)))
+    whole = PoolScores(decoding.workers, totals, (*decoding.terms, *transfer, ("prefill", chosen.cost)))
     kept = _lowest(whole, place)
     prefill_ids = () if chosen.scores is None else chosen.scores.workers.worker_ids
     names = [
@@ -217,7 +219,7 @@ def _kept_scores(decoding: Scores, totals: Floats, chosen: _PrefillChoice, place
     return [whole] if chosen.scores is None else [chosen.scores.take(_lowest(chosen.scores, by)), whole]
 
 
-def _lowest(scores: Scores, chosen: int) -> Sequence[int]:
+def _lowest(scores: PoolScores, chosen: int) -> Sequence[int]:
     """In their order: all of them, or the lowest with the chosen."""
     if len(scores) <= MAX_SCORES:
         return range(len(scores))

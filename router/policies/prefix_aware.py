@@ -13,7 +13,7 @@ from router.policies.base import Policy, RequestView
 from router.policies.costs import num_off_device, num_uncached
 from router.policies.limits import balanced
 from router.policies.pair import ShortRemainder, pair
-from router.policies.scores import Scores, scores
+from router.policies.scores import PoolScores, pool_scores
 from router.policies.table import CandidateTable, Floats
 
 COMPUTING_WEIGHT = 2.0  # a token to be computed takes this request's time, and that of those queued behind it
@@ -28,13 +28,13 @@ def prefix_aware(config: RouterConfig) -> Policy:
     return pair("prefix_aware", prefill=balanced(_prefill), decode=balanced(_decode), short=short)
 
 
-def _prefill(view: RequestView, candidates: CandidateTable) -> Scores:
+def _prefill(view: RequestView, candidates: CandidateTable) -> PoolScores:
     """The prompt's uncached tokens, after those queued before it.
 
     Waiting for the prefill of a prompt with the same beginning is cheaper than a second prefill elsewhere.
     """
     slowness = _slowness(candidates.prefill_tokens_per_s)
-    return scores(
+    return pool_scores(
         candidates,
         uncached=num_uncached(view, candidates) * COMPUTING_WEIGHT * slowness,
         load=candidates.num_host_tokens * LOAD_SHARE * slowness,
@@ -42,14 +42,14 @@ def _prefill(view: RequestView, candidates: CandidateTable) -> Scores:
     )
 
 
-def _decode(view: RequestView, candidates: CandidateTable) -> Scores:
+def _decode(view: RequestView, candidates: CandidateTable) -> PoolScores:
     """KV to be moved to the worker, a place among its running sequences, and blocks to hold the answer."""
     steps = candidates.decode_step_s
     known = steps > 0
     slowness = np.where(known, steps / steps[known].min(), 1.0) if known.any() else np.ones(len(steps))
     absent = num_off_device(view, candidates)
     missing = np.maximum(0, absent - candidates.num_free_blocks * view.block_size)
-    return scores(
+    return pool_scores(
         candidates,
         transfer=absent * TRANSFER_SHARE,
         requests=candidates.num_requests * REQUEST_TOKENS * slowness,

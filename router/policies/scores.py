@@ -13,7 +13,7 @@ from router.policies.base import RequestView, Score
 from router.policies.table import CandidateTable, Floats, Places, WorkerSet
 
 
-class Scores:
+class PoolScores:
     """Totals of some workers and their terms. A term that some workers do not have is NaN for them; its name is one for
     all workers, or one for each."""
 
@@ -40,20 +40,20 @@ class Scores:
             terms=tuple(terms),
         )
 
-    def take(self, places: Sequence[int]) -> Scores:
+    def take(self, places: Sequence[int]) -> PoolScores:
         """Of terms that have one name for all workers."""
         columns = np.asarray(places, dtype=np.intp)
         terms = [(name, cost[columns]) for name, cost in self.terms]
-        return Scores(self.workers.take(places), self.totals[columns], terms)
+        return PoolScores(self.workers.take(places), self.totals[columns], terms)
 
-    def renamed(self, term: str, names: Sequence[str]) -> Scores:
+    def renamed(self, term: str, names: Sequence[str]) -> PoolScores:
         """With a name for each worker in place of one."""
         terms = [(names if name == term else name, cost) for name, cost in self.terms]
-        return Scores(self.workers, self.totals, terms)
+        return PoolScores(self.workers, self.totals, terms)
 
-    def plus(self, **terms: Floats) -> Scores:
+    def plus(self, **terms: Floats) -> PoolScores:
         """With further costs."""
-        return Scores(self.workers, reduce(add, terms.values(), self.totals), (*self.terms, *terms.items()))
+        return PoolScores(self.workers, reduce(add, terms.values(), self.totals), (*self.terms, *terms.items()))
 
     def cheapest(self, count: int) -> Places:
         """The places of the lowest totals, the first of equals first."""
@@ -65,12 +65,12 @@ class Scores:
         return lowest[np.argsort(totals[lowest], kind="stable")][:count]
 
 
-def scores(candidates: CandidateTable, **terms: Floats) -> Scores:
+def pool_scores(candidates: CandidateTable, **terms: Floats) -> PoolScores:
     """Sums of named costs."""
-    return Scores(candidates.workers, reduce(add, terms.values()), tuple(terms.items()))
+    return PoolScores(candidates.workers, reduce(add, terms.values()), tuple(terms.items()))
 
 
-Rank = Callable[[RequestView, CandidateTable], Scores]
+Rank = Callable[[RequestView, CandidateTable], PoolScores]
 """Scores the candidates of one pool."""
 
 
@@ -78,12 +78,12 @@ class CostBreakdown(Sequence[Score]):
     """The scores of a decision, worked out when they are first read: those of the prefill pool, then those of the
     decode pool."""
 
-    def __init__(self, weigh: Callable[[], Sequence[Scores]]) -> None:
-        self._weigh: Callable[[], Sequence[Scores]] | None = weigh
-        self._parts: Sequence[Scores] = ()
+    def __init__(self, weigh: Callable[[], Sequence[PoolScores]]) -> None:
+        self._weigh: Callable[[], Sequence[PoolScores]] | None = weigh
+        self._parts: Sequence[PoolScores] = ()
 
     @property
-    def parts(self) -> Sequence[Scores]:
+    def parts(self) -> Sequence[PoolScores]:
         if self._weigh is not None:
             self._parts, self._weigh = self._weigh(), None
         return self._parts
@@ -104,10 +104,10 @@ class CostBreakdown(Sequence[Score]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def scored_workers(scores: Sequence[Score]) -> Sequence[str]:
-    if isinstance(scores, CostBreakdown):
-        return [worker_id for part in scores.parts for worker_id in part.workers.worker_ids]
-    return [score.worker_id for score in scores]
+def scored_workers(pool_scores: Sequence[Score]) -> Sequence[str]:
+    if isinstance(pool_scores, CostBreakdown):
+        return [worker_id for part in pool_scores.parts for worker_id in part.workers.worker_ids]
+    return [score.worker_id for score in pool_scores]
 
 
 def cheapest(totals: Floats, view: RequestView, *, slack: float = 0.0, among: CandidateTable | None = None) -> int:

@@ -24,7 +24,7 @@ from router.config import RouterConfig
 from router.policies.base import Policy, RequestView
 from router.policies.costs import load_s, num_off_device, num_uncached, tpot_s, transfer_s, ttft_s
 from router.policies.pair import ShortRemainder, pair
-from router.policies.scores import Rank, Scores, scores
+from router.policies.scores import PoolScores, Rank, pool_scores
 from router.policies.table import CandidateTable, Floats
 
 # Tried on Mooncake's synthetic trace (benchmarks/routing/trace.py): hits and time to the first token, 4 and 16 workers.
@@ -59,7 +59,7 @@ def slo(config: RouterConfig) -> Policy:
 def prefill_rank(objectives: Objectives) -> Rank:
     """By the time to the first token, and what it costs other requests."""
 
-    def rank(view: RequestView, candidates: CandidateTable) -> Scores:
+    def rank(view: RequestView, candidates: CandidateTable) -> PoolScores:
         line, load = candidates.prefill_time, load_s(candidates)
         compute = line.each_s * num_uncached(view, candidates)
         above = _excess(view, candidates) / GUARD
@@ -67,7 +67,7 @@ def prefill_rank(objectives: Objectives) -> Rank:
         late = _late(first_s, objectives.ttft_s) * LATE
         if view.within_s < math.inf:
             late = late + _late(first_s, view.within_s) * OVERDUE
-        return scores(
+        return pool_scores(
             candidates,
             overhead=line.fixed_s,
             queue=line.each_s * candidates.queued_prefill_tokens,
@@ -84,11 +84,11 @@ def prefill_rank(objectives: Objectives) -> Rank:
 def decode_rank(objectives: Objectives) -> Rank:
     """By the time of the answer, its cost to the answers beside it, and the wait for blocks."""
 
-    def rank(view: RequestView, candidates: CandidateTable) -> Scores:
+    def rank(view: RequestView, candidates: CandidateTable) -> PoolScores:
         step_s = tpot_s(candidates)
         answer = view.answer_tokens * step_s
         others = view.answer_tokens * candidates.step_time.each_s * candidates.num_requests
-        return scores(
+        return pool_scores(
             candidates,
             decode=answer + others,
             shortage=_shortage(view, candidates) * answer,

@@ -27,7 +27,7 @@ from protos.values import BlockHash, BlockStored, KVEvent, KVEvents
 from router.log_throttle import OutageLog, RareLog
 from router.prefix.feed import Feed
 from router.prefix.index import Match, PrefixIndex
-from router.prefix.redis_store import Expected, Foreign, Places, Store, Told, num_blocks
+from router.prefix.redis_store import EventEntry, ForeignEntry, PromptEntry, Store, StreamPositions, num_blocks
 
 log = logging.getLogger("baton.router")
 
@@ -71,7 +71,7 @@ class RedisPrefixIndex:
         self._released: list[str] = []
         self._lost: set[str] = set()  # leases that turned out not to be ours any more
         self._unled_since_s: dict[str, float] = {}
-        self._places = Places()
+        self._places = StreamPositions()
         self._news = asyncio.Event()
         self._tick_due = True
         self._warmed = asyncio.Event()
@@ -174,10 +174,10 @@ class RedisPrefixIndex:
 
     async def _run(self) -> NoReturn:
         while True:
-            _heed_cancellation()
+            _raise_if_cancelled()
             try:
                 await self._warm()
-                _heed_cancellation()
+                _raise_if_cancelled()
                 self._warmed.set()
                 if self.trouble == NOT_YET:
                     self._over()
@@ -234,9 +234,9 @@ class RedisPrefixIndex:
         for worker_id in await self._worker_ids():
             if worker_id not in self._scribes:
                 first = min(first, await self._load(worker_id) or first, key=_order)
-        self._places = Places(events=first, expected=places.expected)
+        self._places = StreamPositions(events=first, expected=places.expected)
         while entries := await self._store.read(self._places, wait=False):
-            _heed_cancellation()
+            _raise_if_cancelled()
             await self._take(entries)
 
     async def _worker_ids(self) -> list[str]:
@@ -263,21 +263,21 @@ class RedisPrefixIndex:
 
     async def _follow(self) -> NoReturn:
         while True:
-            _heed_cancellation()
+            _raise_if_cancelled()
             await self._take(await self._store.read(self._places, wait=True))
 
-    async def _take(self, entries: Sequence[Told | Expected | Foreign]) -> None:
+    async def _take(self, entries: Sequence[EventEntry | PromptEntry | ForeignEntry]) -> None:
         assert self._feed is not None
         now = loop_time()
         for entry in entries:
-            if not isinstance(entry, Expected):
+            if not isinstance(entry, PromptEntry):
                 self.num_entries += 1
-            if isinstance(entry, Foreign):
+            if isinstance(entry, ForeignEntry):
                 self._leave_out("an entry of a stream", entry.error)
                 continue
             if entry.gateway == self._store.gateway_id:
                 continue
-            if isinstance(entry, Expected):
+            if isinstance(entry, PromptEntry):
                 if self._feed.position(entry.worker_id) != (0, 0):
                     self.local.expect(entry.worker_id, entry.hashes, until=now + entry.for_s)
                 continue
@@ -286,7 +286,7 @@ class RedisPrefixIndex:
             if not self._heard_of(entry) and entry.worker_id not in self._scribes:
                 await self._load(entry.worker_id)
 
-    def _heard_of(self, entry: Told) -> bool:
+    def _heard_of(self, entry: EventEntry) -> bool:
         """False where events before it are missing."""
         assert self._feed is not None
         try:
@@ -308,7 +308,7 @@ class RedisPrefixIndex:
         clock = asyncio.get_running_loop().time
         next_s = clock()
         while True:
-            _heed_cancellation()
+            _raise_if_cancelled()
             self._news.clear()
             if self._tick_due or clock() >= next_s:
                 self._tick_due = False
@@ -412,7 +412,7 @@ def _order(place: str) -> tuple[int, int]:
     return int(milliseconds), int(number)
 
 
-def _heed_cancellation() -> None:
+def _raise_if_cancelled() -> None:
     """redis-py (8.1) loses a cancellation that meets it in the middle of a command; a loop must look for itself."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():

@@ -86,7 +86,7 @@ end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class EventEntry:
     """An entry of the stream of events: what `gateway` heard from a worker; decoded when it is wanted. One without
     events says that there is a snapshot."""
 
@@ -103,7 +103,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
+class PromptEntry:
     """An entry of the stream of prompts: `gateway` gave this one to a worker, which will hold it for `for_s`."""
 
     gateway: str
@@ -113,14 +113,14 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreign:
+class ForeignEntry:
     """An entry of either stream that no gateway has written."""
 
     error: Exception
 
 
 @dataclass(slots=True)
-class Places:
+class StreamPositions:
     """How far the two streams have been read."""
 
     events: str = "0-0"
@@ -218,21 +218,21 @@ class Store:
             approximate=True,
         )
 
-    async def ends(self) -> Places:
+    async def ends(self) -> StreamPositions:
         """Where both streams end now."""
         last = [
             await self._client.xrevrange(self.root + name, count=1)
             for name in ("events", "expected")
         ]  # fmt: skip
         events, expected = (entries[0][0].decode() if entries else "0-0" for entries in last)
-        return Places(events=events, expected=expected)
+        return StreamPositions(events=events, expected=expected)
 
-    async def read(self, places: Places, *, wait: bool) -> list[Told | Expected | Foreign]:
+    async def read(self, places: StreamPositions, *, wait: bool) -> list[EventEntry | PromptEntry | ForeignEntry]:
         """What came after `places`, which move on; waits for half a second at most, or not at all."""
         names = {self.root + "events": places.events, self.root + "expected": places.expected}
         found = await self._client.xread(names, count=READ_COUNT, block=BLOCK_MS if wait else None)
         streams = found.items() if isinstance(found, dict) else found
-        entries: list[Told | Expected | Foreign] = []
+        entries: list[EventEntry | PromptEntry | ForeignEntry] = []
         for name, told in streams:
             of_events = name == (self.root + "events").encode()
             for place, fields in told[0] if isinstance(found, dict) else told:
@@ -243,7 +243,7 @@ class Store:
                 try:
                     entries.append(_told(fields) if of_events else _expected(fields))
                 except (LookupError, ValueError, AssertionError) as error:
-                    entries.append(Foreign(error=error))
+                    entries.append(ForeignEntry(error=error))
         return entries
 
     def _lease(self, worker_id: str) -> str:
@@ -268,8 +268,8 @@ def _text(name: bytes) -> str | None:
         return None
 
 
-def _told(fields: dict[bytes, bytes]) -> Told:
-    return Told(
+def _told(fields: dict[bytes, bytes]) -> EventEntry:
+    return EventEntry(
         gateway=fields[b"gateway"].decode(),
         worker_id=fields[b"worker"].decode(),
         incarnation=int(fields[b"incarnation"]),
@@ -279,8 +279,8 @@ def _told(fields: dict[bytes, bytes]) -> Told:
     )
 
 
-def _expected(fields: dict[bytes, bytes]) -> Expected:
-    return Expected(
+def _expected(fields: dict[bytes, bytes]) -> PromptEntry:
+    return PromptEntry(
         gateway=fields[b"gateway"].decode(),
         worker_id=fields[b"worker"].decode(),
         for_s=float(fields[b"for_s"]),

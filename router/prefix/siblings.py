@@ -20,7 +20,7 @@ from protos.event_loop import loop_time
 from protos.values import BLOCK_HASH_BYTES, BlockHash, BlockStored, KVEvent, KVEvents
 from router.prefix.feed import Feed
 from router.prefix.index import Match, PrefixIndex
-from router.replicas.datagram_bus import Datagrams
+from router.replicas.datagram_bus import DatagramBus
 from router.replicas.peers import expectations_socket
 
 log = logging.getLogger("baton.router")
@@ -42,7 +42,7 @@ class SiblingPrefixIndex:
     def __init__(self, local: PrefixIndex, *, folder: Path, number: int, count: int) -> None:
         self.local = local
         paths = [expectations_socket(folder, one) for one in range(count)]
-        self._datagrams = Datagrams(paths, number, max_bytes=_MAX_BYTES, hear=self._hear)
+        self._datagrams = DatagramBus(paths, number, max_bytes=_MAX_BYTES, hear=self._hear)
         self.num_heard = 0
 
     @property

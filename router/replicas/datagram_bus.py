@@ -17,13 +17,13 @@ BUFFER_BYTES = 4 * 2**20
 AT_ONCE = 64  # read in one turn of the event loop
 
 
-class Datagrams:
+class DatagramBus:
     """Those of process `number`, whose socket is at that place of `paths`: `start` and `close` it on its event loop.
     `hear` is given what siblings say, of at most `max_bytes`."""
 
     def __init__(self, paths: Sequence[str], number: int, *, max_bytes: int, hear: Callable[[bytes], None]) -> None:
         self._path = paths[number]
-        self._ways = [Way(path) for place, path in enumerate(paths) if place != number]
+        self._ways = [DatagramPeer(path) for place, path in enumerate(paths) if place != number]
         self._max_bytes = max_bytes
         self._hear = hear
         self._end: socket.socket | None = None
@@ -55,7 +55,7 @@ class Datagrams:
                 self._hear(end.recv(self._max_bytes))
 
 
-class Way:
+class DatagramPeer:
     """To one sibling, whatever life it is in."""
 
     def __init__(self, path: str) -> None:
@@ -73,7 +73,7 @@ class Way:
         elif not self._try(told):
             self._waiting.append(told)
             assert self._end is not None
-            asyncio.get_running_loop().add_writer(self._end, self._go_on)
+            asyncio.get_running_loop().add_writer(self._end, self._resume)
 
     def close(self) -> None:
         if self._end is not None:
@@ -83,7 +83,7 @@ class Way:
         self.num_dropped += len(self._waiting)
         self._waiting.clear()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         while self._waiting and self._try(self._waiting[0]):
             if self._waiting:
                 self._waiting.popleft()

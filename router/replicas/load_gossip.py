@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from router.replicas.datagram_bus import Datagrams
+from router.replicas.datagram_bus import DatagramBus
 from router.replicas.peers import load_socket
 
 _HEAD = struct.Struct("!cII")
@@ -29,12 +29,12 @@ Blame = Callable[[str, int, int], None]
 """(worker, sibling, its failures in a row)"""
 
 
-class SharedLoad:
+class LoadGossip:
     """Of process `number` of `count`, on one event loop: `start` and `close` it."""
 
     def __init__(self, *, folder: Path, number: int, count: int, take: Take, blame: Blame) -> None:
         paths = [load_socket(folder, one) for one in range(count)]
-        self._datagrams = Datagrams(paths, number, max_bytes=_MAX_BYTES, hear=self._hear)
+        self._datagrams = DatagramBus(paths, number, max_bytes=_MAX_BYTES, hear=self._hear)
         self._number = number
         self._take = take
         self._blame = blame
@@ -43,7 +43,7 @@ class SharedLoad:
         head = _HEAD.pack(_GIVEN, min(max(num_tokens, 0), MOST), min(num_blocks, MOST))
         self._datagrams.send(head + worker_id.encode())
 
-    def tell_failure(self, worker_id: str, in_row: int) -> None:
+    def publish_failure(self, worker_id: str, in_row: int) -> None:
         self._datagrams.send(_HEAD.pack(_FAILED, min(in_row, MOST), self._number) + worker_id.encode())
 
     async def start(self) -> None:

@@ -15,14 +15,14 @@ from enum import StrEnum
 from protos.chain import Chain
 from protos.values import BLOCK_HASH_BYTES, BlockHash, BlockRemoved, Cleared, KVEvent, Tier
 from router.policies.base import cost_figure, cost_unit
-from router.traces.request_trace import Choice, Record, Records
+from router.traces.request_trace import DecisionRecord, RequestTrace, RequestTraces
 
 MAX_LOSSES = 2**18  # blocks, of all workers together
 PLACES = {Tier.DEVICE: "the device", Tier.HOST: "host memory"}
 _NONE: Mapping[BlockHash, float] = {}
 
 
-class Losses:
+class EvictionLog:
     """Blocks that workers said they removed from a tier, with the time they said so: `capacity` of them. Those of a
     worker that has removed none for longest, such as one that has left, are forgotten first."""
 
@@ -66,7 +66,7 @@ class Losses:
                 del self._lost[quietest]
 
 
-class Reason(StrEnum):
+class MissKind(StrEnum):
     NOT_READ = "not read yet"
     NOT_KEPT = "not kept"
     NOTHING_MISSING = "nothing missing"
@@ -82,12 +82,12 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class MissReason:
     """One reason, with the worker, its tier and the request it is about, and how long before the decision it
     happened."""
 
-    reason: Reason
-    told: str
+    reason: MissKind
+    explanation: str
     worker: str | None = None
     tier: str | None = None
     request: str | None = None
@@ -95,7 +95,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Miss:
+class CacheMissReport:
     """The prompt of one job against the cache of the worker that read it. Blocks are full ones; the first that was
     missing is number `num_found`. Of those expected some were in host memory. `findings` has the most telling reason
     first."""
@@ -106,78 +106,86 @@ class Miss:
     num_expected: int
     num_expected_on_host: int
     num_found: int
-    findings: tuple[Finding, ...]
+    findings: tuple[MissReason, ...]
 
 
-def explain(record: Record, records: Records, losses: Losses) -> Miss:
+def explain(record: RequestTrace, records: RequestTraces, evictions: EvictionLog) -> CacheMissReport:
     """Of a job that was decided on; its first token may be still to come."""
     choice = record.reading
     reader, block_size = choice.reader, choice.view.block_size
-    read = record.marks.first_s is not None
-    found = record.marks.num_cached_tokens // block_size
-    return Miss(
+    read = record.timestamps.first_s is not None
+    found = record.timestamps.num_cached_tokens // block_size
+    return CacheMissReport(
         reader=reader.worker_id,
         block_size=block_size,
         num_blocks=record.num_prompt_tokens // block_size,
         num_expected=reader.num_cached_tokens // block_size,
         num_expected_on_host=-(-reader.num_host_tokens // block_size),
         num_found=found,
-        findings=tuple(_findings(record, choice, found, records, losses)) if read else (_not_read(),),
+        findings=tuple(_findings(record, choice, found, records, evictions)) if read else (_not_read(),),
     )
 
 
-def _not_read() -> Finding:
-    return Finding(reason=Reason.NOT_READ, told="the prompt has not been read yet: no worker has said what it found")
+def _not_read() -> MissReason:
+    return MissReason(
+        reason=MissKind.NOT_READ, explanation="the prompt has not been read yet: no worker has said what it found"
+    )
 
 
-def _findings(record: Record, choice: Choice, found: int, records: Records, losses: Losses) -> Iterator[Finding]:
+def _findings(
+    record: RequestTrace, choice: DecisionRecord, found: int, records: RequestTraces, evictions: EvictionLog
+) -> Iterator[MissReason]:
     size, num_tokens = choice.view.block_size, record.num_prompt_tokens
     num_blocks = num_tokens // size
     if not num_blocks:
-        told = f"the prompt has {num_tokens} tokens and a block {size}: only full blocks are cached"
-        yield Finding(reason=Reason.SHORT, told=told)
+        explanation = f"the prompt has {num_tokens} tokens and a block {size}: only full blocks are cached"
+        yield MissReason(reason=MissKind.SHORT, explanation=explanation)
         return
     if found >= (num_tokens - 1) // size:
         rest = num_tokens - found * size
-        told = (
+        explanation = (
             f"all that can be cached was: the last {rest} tokens are computed always, for the first token of an answer"
         )
-        yield Finding(reason=Reason.NOTHING_MISSING, told=told)
+        yield MissReason(reason=MissKind.NOTHING_MISSING, explanation=explanation)
         return
     if not record.chain:
-        yield Finding(reason=Reason.NOT_KEPT, told="the hashes of this prompt's blocks are not kept any more")
+        yield MissReason(
+            reason=MissKind.NOT_KEPT, explanation="the hashes of this prompt's blocks are not kept any more"
+        )
         return
     block = record.chain[found]
     yield from _not_loaded(choice, found)
     yield from _behind(choice, found)
     yield from _elsewhere(choice, found)
-    yield from _evicted(choice, block, found, losses)
-    yield from _history(record, choice, found, records, losses)
+    yield from _evicted(choice, block, found, evictions)
+    yield from _history(record, choice, found, records, evictions)
 
 
-def _not_loaded(choice: Choice, found: int) -> Iterator[Finding]:
+def _not_loaded(choice: DecisionRecord, found: int) -> Iterator[MissReason]:
     """A block of the reader's host that was computed all the same."""
     reader, size = choice.reader, choice.view.block_size
     on_device = (reader.num_cached_tokens - reader.num_host_tokens) // size
     if on_device <= found < reader.num_cached_tokens // size:
-        told = (
+        explanation = (
             f"{reader.worker_id} held block {found} in host memory alone and did not load it: computing took less, or "
             f"it had to leave before its turn"
         )
-        yield Finding(reason=Reason.NOT_LOADED, told=told, worker=reader.worker_id, tier=Tier.HOST.name.lower())
+        yield MissReason(
+            reason=MissKind.NOT_LOADED, explanation=explanation, worker=reader.worker_id, tier=Tier.HOST.name.lower()
+        )
 
 
-def _behind(choice: Choice, found: int) -> Iterator[Finding]:
+def _behind(choice: DecisionRecord, found: int) -> Iterator[MissReason]:
     expected = (choice.reader.num_cached_tokens - choice.reader.num_host_tokens) // choice.view.block_size
     if expected > found:
-        told = (
+        explanation = (
             f"the index had {choice.reader.worker_id} hold {expected} blocks, it held {found}: blocks were expected "
             f"of a request that had just been routed there, or events of evictions were still on their way"
         )
-        yield Finding(reason=Reason.EVENTS_BEHIND, told=told, worker=choice.reader.worker_id)
+        yield MissReason(reason=MissKind.EVENTS_BEHIND, explanation=explanation, worker=choice.reader.worker_id)
 
 
-def _elsewhere(choice: Choice, found: int) -> Iterator[Finding]:
+def _elsewhere(choice: DecisionRecord, found: int) -> Iterator[MissReason]:
     """A candidate that might have read the prompt and had more of it."""
     reader, size = choice.reader, choice.view.block_size
     rivals = [one for one in choice.candidates if one.role is reader.role and one.worker_id != reader.worker_id]
@@ -192,15 +200,15 @@ def _elsewhere(choice: Choice, found: int) -> Iterator[Finding]:
     if had is not None and got is not None:
         theirs, ours = (f"{cost_figure(scale * total)} {unit}".rstrip() for total in (had, got))
         cost = f": it would have cost {theirs}, against {ours}"
-    told = f"{best.worker_id} held {best.num_cached_tokens // size} blocks and was not chosen{cost}"
-    yield Finding(reason=Reason.ELSEWHERE, told=told, worker=best.worker_id)
+    explanation = f"{best.worker_id} held {best.num_cached_tokens // size} blocks and was not chosen{cost}"
+    yield MissReason(reason=MissKind.ELSEWHERE, explanation=explanation, worker=best.worker_id)
 
 
-def _evicted(choice: Choice, block: BlockHash, found: int, losses: Losses) -> Iterator[Finding]:
+def _evicted(choice: DecisionRecord, block: BlockHash, found: int, evictions: EvictionLog) -> Iterator[MissReason]:
     reader = choice.reader.worker_id
-    if removals := losses.removals(reader, block, before=choice.at_s):
-        told = f"{reader} held block {found} and evicted it {_when(removals, choice.at_s)}"
-        yield _eviction(told, removals, choice.at_s, reader)
+    if removals := evictions.removals(reader, block, before=choice.at_s):
+        explanation = f"{reader} held block {found} and evicted it {_when(removals, choice.at_s)}"
+        yield _eviction(explanation, removals, choice.at_s, reader)
 
 
 def _when(removals: Sequence[tuple[float, Tier]], now: float) -> str:
@@ -208,57 +216,72 @@ def _when(removals: Sequence[tuple[float, Tier]], now: float) -> str:
 
 
 def _eviction(
-    told: str, removals: Sequence[tuple[float, Tier]], now: float, worker: str, request: str | None = None
-) -> Finding:
+    explanation: str, removals: Sequence[tuple[float, Tier]], now: float, worker: str, request: str | None = None
+) -> MissReason:
     """Named after the last tier that the block has left."""
     at_s, tier = removals[-1]
-    return Finding(
-        reason=Reason.EVICTED, told=told, worker=worker, tier=tier.name.lower(), request=request, ago_s=now - at_s
+    return MissReason(
+        reason=MissKind.EVICTED,
+        explanation=explanation,
+        worker=worker,
+        tier=tier.name.lower(),
+        request=request,
+        ago_s=now - at_s,
     )
 
 
-def _history(record: Record, choice: Choice, found: int, records: Records, losses: Losses) -> Iterator[Finding]:
+def _history(
+    record: RequestTrace, choice: DecisionRecord, found: int, records: RequestTraces, evictions: EvictionLog
+) -> Iterator[MissReason]:
     """What earlier requests tell of the block."""
     nearest, common = _nearest(record, records)
     if nearest is not None and common > found and nearest.choices:
-        yield _had_before(nearest, choice, found, record.chain[found], losses)
+        yield _had_before(nearest, choice, found, record.chain[found], evictions)
         return
     if nearest is None:
         if (salted := _other_salt(record, records)) is not None:
-            told = f"request {salted} began with the same tokens under another salt: tenants and salts share no cache"
-            yield Finding(reason=Reason.OTHER_SALT, told=told, request=salted)
+            explanation = (
+                f"request {salted} began with the same tokens under another salt: tenants and salts share no cache"
+            )
+            yield MissReason(reason=MissKind.OTHER_SALT, explanation=explanation, request=salted)
         else:
-            told = "no recent request began with the same block"
-            yield Finding(reason=Reason.NEVER_STORED, told=told)
+            explanation = "no recent request began with the same block"
+            yield MissReason(reason=MissKind.NEVER_STORED, explanation=explanation)
         return
     first = common * choice.view.block_size
-    told = (
+    explanation = (
         f"no recent request had block {found}: the nearest, {nearest.job.group_id}, shares the first {common} blocks, "
         f"and the prompts part in the tokens {first} to {first + choice.view.block_size - 1}"
     )
-    yield Finding(reason=Reason.NEVER_STORED, told=told, request=nearest.job.group_id)
+    yield MissReason(reason=MissKind.NEVER_STORED, explanation=explanation, request=nearest.job.group_id)
 
 
-def _had_before(nearest: Record, choice: Choice, found: int, block: BlockHash, losses: Losses) -> Finding:
+def _had_before(
+    nearest: RequestTrace, choice: DecisionRecord, found: int, block: BlockHash, evictions: EvictionLog
+) -> MissReason:
     """An earlier request had the block: where it was read, and what happened there."""
     name, where, then = nearest.job.group_id, nearest.reading.reader.worker_id, nearest.received_s
     ago_s = choice.at_s - then
-    if removals := losses.removals(where, block, before=choice.at_s):
+    if removals := evictions.removals(where, block, before=choice.at_s):
         gone = _when(removals, choice.at_s)
-        told = f"request {name} had it read on {where} {ago_s:.1f} s before, and {where} evicted it {gone}"
-        return _eviction(told, removals, choice.at_s, where, name)
-    if (at_s := losses.cleared_s(where, since=then, before=choice.at_s)) is not None:
+        explanation = f"request {name} had it read on {where} {ago_s:.1f} s before, and {where} evicted it {gone}"
+        return _eviction(explanation, removals, choice.at_s, where, name)
+    if (at_s := evictions.cleared_s(where, since=then, before=choice.at_s)) is not None:
         gone_s = choice.at_s - at_s
-        told = f"request {name} had it read on {where}, which has forgotten its cache or begun a new life since"
-        return Finding(reason=Reason.CLEARED, told=told, worker=where, request=name, ago_s=gone_s)
+        explanation = f"request {name} had it read on {where}, which has forgotten its cache or begun a new life since"
+        return MissReason(reason=MissKind.CLEARED, explanation=explanation, worker=where, request=name, ago_s=gone_s)
     if where != choice.reader.worker_id:
-        told = f"request {name} had it read on {where} {ago_s:.1f} s before, this one on {choice.reader.worker_id}"
-        return Finding(reason=Reason.READ_ELSEWHERE, told=told, worker=where, request=name, ago_s=ago_s)
-    told = f"request {name} had it {ago_s:.1f} s before on the same worker, which has not said that it cached it"
-    return Finding(reason=Reason.EVENTS_BEHIND, told=told, worker=where, request=name, ago_s=ago_s)
+        explanation = (
+            f"request {name} had it read on {where} {ago_s:.1f} s before, this one on {choice.reader.worker_id}"
+        )
+        return MissReason(
+            reason=MissKind.READ_ELSEWHERE, explanation=explanation, worker=where, request=name, ago_s=ago_s
+        )
+    explanation = f"request {name} had it {ago_s:.1f} s before on the same worker, which has not said that it cached it"
+    return MissReason(reason=MissKind.EVENTS_BEHIND, explanation=explanation, worker=where, request=name, ago_s=ago_s)
 
 
-def _nearest(record: Record, records: Records) -> tuple[Record | None, int]:
+def _nearest(record: RequestTrace, records: RequestTraces) -> tuple[RequestTrace | None, int]:
     """The earlier request with the longest beginning in common, the latest of several; (None, 0) if none has any."""
     nearest, longest = None, 0
     for one in records.before(record):
@@ -268,7 +291,7 @@ def _nearest(record: Record, records: Records) -> tuple[Record | None, int]:
     return nearest, longest
 
 
-def _other_salt(record: Record, records: Records) -> str | None:
+def _other_salt(record: RequestTrace, records: RequestTraces) -> str | None:
     for one in records.before(record):
         if one.opening and one.opening == record.opening and one.job.cache_salt != record.job.cache_salt:
             return one.job.group_id

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from router.policies.costs import LatencyEstimate
-from router.traces.request_trace import Choice, Record
-from router.traces.shadow import Shadow
+from router.traces.request_trace import DecisionRecord, RequestTrace
+from router.traces.shadow import ShadowPolicy
 
 View = dict[str, Any]
 
@@ -15,21 +15,21 @@ _PER_DECISION = ("agreement", "predicted_ttft_s", "taken_predicted_ttft_s", "ttf
 _PER_TOKEN = ("hit_rate", "taken_hit_rate", "hit_difference")
 
 
-def summary(record: Record, wall_offset_s: float) -> View:
+def summary(record: RequestTrace, wall_offset_s: float) -> View:
     """One line of a list. `wall_offset_s`: the wall clock's time less the loop's."""
-    marks, choice = record.marks, record.choices[-1] if record.choices else None
+    timestamps, choice = record.timestamps, record.choices[-1] if record.choices else None
     return {
         "request_id": record.job.group_id,
         "job": record.job.request_id,
         "received_at": record.received_s + wall_offset_s,
-        "state": "ended" if marks.ended_s is not None else "running" if choice else "waiting",
+        "state": "ended" if timestamps.ended_s is not None else "running" if choice else "waiting",
         "outcome": record.outcome,
         "prompt_tokens": record.num_prompt_tokens,
-        "cached_tokens": marks.num_cached_tokens,
-        "output_tokens": marks.num_tokens,
-        "ttft_s": _since(record, marks.first_s),
+        "cached_tokens": timestamps.num_cached_tokens,
+        "output_tokens": timestamps.num_tokens,
+        "ttft_s": _since(record, timestamps.first_s),
         "tpot_s": _tpot_s(record),
-        "seconds": _since(record, marks.ended_s),
+        "seconds": _since(record, timestamps.ended_s),
         "policy": choice.decision.policy if choice else None,
         "prefill": choice.decision.prefill if choice else None,
         "decode": choice.decision.decode if choice else None,
@@ -38,7 +38,7 @@ def summary(record: Record, wall_offset_s: float) -> View:
     }
 
 
-def whole(record: Record, wall_offset_s: float) -> View:
+def whole(record: RequestTrace, wall_offset_s: float) -> View:
     """Everything."""
     return summary(record, wall_offset_s) | {
         "message": record.message,
@@ -48,7 +48,7 @@ def whole(record: Record, wall_offset_s: float) -> View:
     }
 
 
-def shadow_view(shadow: Shadow) -> View:
+def shadow_view(shadow: ShadowPolicy) -> View:
     """What would have been different, on average, had the shadow decided."""
     tally = shadow.tally
     count, tokens = tally.num_decisions or 1, tally.prompt_tokens or 1
@@ -77,14 +77,14 @@ def shadows_together(views: Sequence[View]) -> View:
     return whole
 
 
-def _choice(record: Record, choice: Choice) -> View:
+def _choice(record: RequestTrace, choice: DecisionRecord) -> View:
     decision = choice.decision
     return {
         "at_s": choice.at_s - record.received_s,
         "policy": decision.policy,
         "prefill": decision.prefill,
         "decode": decision.decode,
-        "alone": decision.alone,
+        "single_worker": decision.single_worker,
         "expected": choice.estimate,
         "scores": [
             {"worker_id": one.worker_id, "role": one.role, "total": one.total, "terms": dict(one.terms)}
@@ -106,9 +106,9 @@ def _choice(record: Record, choice: Choice) -> View:
     }
 
 
-def _measured(record: Record, expected: LatencyEstimate) -> View:
+def _measured(record: RequestTrace, expected: LatencyEstimate) -> View:
     """Beside what was expected. The first token is counted from the decision that led to it."""
-    first_s, decided_s = record.marks.first_s, record.choices[-1].at_s
+    first_s, decided_s = record.timestamps.first_s, record.choices[-1].at_s
     ttft_s = first_s - decided_s if first_s is not None and first_s >= decided_s else None
     tpot_s = _tpot_s(record)
     return {
@@ -119,23 +119,23 @@ def _measured(record: Record, expected: LatencyEstimate) -> View:
     }
 
 
-def _timeline(record: Record) -> Sequence[View]:
+def _timeline(record: RequestTrace) -> Sequence[View]:
     events: list[View] = [
-        {"at_s": event.at_s - record.received_s, "what": str(event.what), **event.told} for event in record.events
+        {"at_s": event.at_s - record.received_s, "what": str(event.what), **event.facts} for event in record.events
     ]
-    marks = record.marks
-    if marks.last_s is not None and marks.num_tokens > 1:
-        last = {"at_s": marks.last_s - record.received_s, "what": "last token", "tokens": marks.num_tokens}
+    timestamps = record.timestamps
+    if timestamps.last_s is not None and timestamps.num_tokens > 1:
+        last = {"at_s": timestamps.last_s - record.received_s, "what": "last token", "tokens": timestamps.num_tokens}
         events.append(last)
     return sorted(events, key=lambda event: (event["at_s"], event["what"] == "ended"))
 
 
-def _tpot_s(record: Record) -> float | None:
-    marks = record.marks
-    if marks.first_s is None or marks.last_s is None or marks.num_tokens < 2:
+def _tpot_s(record: RequestTrace) -> float | None:
+    timestamps = record.timestamps
+    if timestamps.first_s is None or timestamps.last_s is None or timestamps.num_tokens < 2:
         return None
-    return (marks.last_s - marks.first_s) / (marks.num_tokens - 1)
+    return (timestamps.last_s - timestamps.first_s) / (timestamps.num_tokens - 1)
 
 
-def _since(record: Record, moment_s: float | None) -> float | None:
+def _since(record: RequestTrace, moment_s: float | None) -> float | None:
     return moment_s - record.received_s if moment_s is not None else None

@@ -26,10 +26,10 @@ MAX_CHOICES = 16  # of one request; a longer odyssey keeps its end
 MAX_EVENTS = 64
 MAX_CHAIN_BYTES = 32 * 2**20  # of block hashes, of all requests together: two million blocks
 
-Told = str | int | float
+Fact = str | int | float
 
 
-class What(StrEnum):
+class EventKind(StrEnum):
     RECEIVED = "received"
     ADMITTED = "admitted"
     DECIDED = "decided"
@@ -45,16 +45,16 @@ class What(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class TraceEvent:
     """`at_s` by the event loop's clock."""
 
-    what: What
+    what: EventKind
     at_s: float
-    told: Mapping[str, Told]
+    facts: Mapping[str, Fact]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shadowed:
+class ShadowDecision:
     """What another policy would have done with the same choice."""
 
     decision: Decision
@@ -62,7 +62,7 @@ class Shadowed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class DecisionRecord:
     """One decision, with what it was made from; of many candidates a part (`pair.kept_candidates`)."""
 
     at_s: float
@@ -71,7 +71,7 @@ class Choice:
     num_candidates: int
     decision: Decision
     estimate: LatencyEstimate
-    shadows: tuple[Shadowed, ...] = ()
+    shadows: tuple[ShadowDecision, ...] = ()
 
     def candidate(self, worker_id: str) -> Candidate:
         return self.candidates.candidate(worker_id)
@@ -86,7 +86,7 @@ class Choice:
 
 
 @dataclass(slots=True, kw_only=True)
-class Marks:
+class Timestamps:
     """Moments of a request that its measures are made of; None until then."""
 
     first_s: float | None = None
@@ -100,7 +100,7 @@ class Marks:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Record:
+class RequestTrace:
     """One job's story, written by the event loop it runs on. `chain` has the hashes of its prompt's full blocks, empty
     where they are not kept any more; `opening` tells what the first block says whatever the tenant's salt."""
 
@@ -110,9 +110,9 @@ class Record:
     chain: Chain = field(default_factory=Chain)
     opening: bytes = b""
     block_size: int = 0
-    choices: deque[Choice] = field(default_factory=lambda: deque(maxlen=MAX_CHOICES))
-    events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
-    marks: Marks = field(default_factory=Marks)
+    choices: deque[DecisionRecord] = field(default_factory=lambda: deque(maxlen=MAX_CHOICES))
+    events: deque[TraceEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    timestamps: Timestamps = field(default_factory=Timestamps)
     num_failures: int = 0
     outcome: str = ""
     message: str = ""
@@ -121,76 +121,76 @@ class Record:
         self.num_prompt_tokens = len(self.job.prompt_ids)
 
     @property
-    def reading(self) -> Choice:
+    def reading(self) -> DecisionRecord:
         """The decision whose reader made the first token; while there is no token, the latest."""
-        first_s = self.marks.first_s
+        first_s = self.timestamps.first_s
         before = (one for one in reversed(self.choices) if first_s is None or one.at_s <= first_s)
         return next(before, self.choices[0])
 
-    def note(self, what: What, now: float, **told: Told) -> None:
-        self.events.append(Event(what=what, at_s=now, told=told))
+    def note(self, what: EventKind, now: float, **facts: Fact) -> None:
+        self.events.append(TraceEvent(what=what, at_s=now, facts=facts))
 
-    def chose(self, choice: Choice) -> None:
+    def chose(self, choice: DecisionRecord) -> None:
         self.choices.append(choice)
         decision = choice.decision
-        told: dict[str, Told] = {"alone": str(decision.alone)} if decision.alone else {}
+        facts: dict[str, Fact] = {"single_worker": str(decision.single_worker)} if decision.single_worker else {}
         if choice.estimate.num_host_tokens:
-            told["host_tokens"] = choice.estimate.num_host_tokens
-        self.note(What.DECIDED, choice.at_s, prefill=decision.prefill or "", decode=decision.decode, **told)
+            facts["host_tokens"] = choice.estimate.num_host_tokens
+        self.note(EventKind.DECIDED, choice.at_s, prefill=decision.prefill or "", decode=decision.decode, **facts)
 
     def took(self, num_tokens: int, num_cached_tokens: int, now: float) -> None:
         """Tokens went to the client."""
-        marks = self.marks
-        if marks.first_s is None:
-            marks.first_s = now
-            marks.num_cached_tokens = num_cached_tokens
-            self.note(What.FIRST_TOKEN, now, cached_tokens=num_cached_tokens)
-        marks.last_s = now
-        marks.num_tokens += num_tokens
+        timestamps = self.timestamps
+        if timestamps.first_s is None:
+            timestamps.first_s = now
+            timestamps.num_cached_tokens = num_cached_tokens
+            self.note(EventKind.FIRST_TOKEN, now, cached_tokens=num_cached_tokens)
+        timestamps.last_s = now
+        timestamps.num_tokens += num_tokens
 
     def prefilled(self, now: float) -> None:
         """The prompt has been read; its KV is on its way."""
-        self.marks.prefilled_s = now
-        self.note(What.PREFILLED, now)
+        self.timestamps.prefilled_s = now
+        self.note(EventKind.PREFILLED, now)
 
     def arrived(self, now: float) -> None:
         """The writer goes on: the KV is there."""
-        self.marks.arrived_s = now
-        self.marks.num_tokens_at_arrival = self.marks.num_tokens
-        self.note(What.KV_ARRIVED, now)
+        self.timestamps.arrived_s = now
+        self.timestamps.num_tokens_at_arrival = self.timestamps.num_tokens
+        self.note(EventKind.KV_ARRIVED, now)
 
     def failed(self, error: BatonError, now: float) -> None:
         """An attempt ended in a failure; the next begins from what was emitted."""
         self.num_failures += 1
-        self.note(What.FAILED, now, code=error.code, message=error.message, tokens=self.marks.num_tokens)
+        self.note(EventKind.FAILED, now, code=error.code, message=error.message, tokens=self.timestamps.num_tokens)
 
     def end(self, outcome: str, now: float, message: str = "") -> None:
         """Its last word; later ones change nothing. `outcome` is a finish reason or an error's code."""
-        if self.marks.ended_s is not None:
+        if self.timestamps.ended_s is not None:
             return
         self.outcome, self.message = outcome, message
-        self.marks.ended_s = now
-        self.note(What.ENDED, now, reason=outcome, tokens=self.marks.num_tokens)
+        self.timestamps.ended_s = now
+        self.note(EventKind.ENDED, now, reason=outcome, tokens=self.timestamps.num_tokens)
         self.job = replace(self.job, prompt_ids=())
 
 
-class Records:
+class RequestTraces:
     """The last `capacity` requests. A request is known by the name its client was told (`x-baton-request-id`), by the
     name of its answer, and by that of each of its jobs."""
 
     def __init__(self, capacity: int = 1024) -> None:
         self._capacity = capacity
-        self._ring: deque[Record] = deque()
-        self._named: dict[str, list[Record]] = {}
-        self._chained: deque[Record] = deque()
+        self._ring: deque[RequestTrace] = deque()
+        self._named: dict[str, list[RequestTrace]] = {}
+        self._chained: deque[RequestTrace] = deque()
         self._chain_bytes = 0
 
     def open(self, jobs: Iterable[Job]) -> None:
         """Requests have come in."""
         now = loop_time()
         for job in jobs:
-            record = Record(job=job, received_s=now)
-            record.note(What.RECEIVED, now, prompt_tokens=len(job.prompt_ids), max_tokens=job.sampling.max_tokens)
+            record = RequestTrace(job=job, received_s=now)
+            record.note(EventKind.RECEIVED, now, prompt_tokens=len(job.prompt_ids), max_tokens=job.sampling.max_tokens)
             self._ring.append(record)
             for name in _names(job):
                 self._named.setdefault(name, []).append(record)
@@ -204,14 +204,14 @@ class Records:
             if (record := self._record(job)) is not None:
                 record.end(outcome, loop_time(), message)
 
-    def of(self, job: Job) -> Record:
+    def of(self, job: Job) -> RequestTrace:
         """The job's record, opened now if no face has done so."""
         if (record := self._record(job)) is None:
             self.open([job])
             record = self._ring[-1]
         return record
 
-    def keep_chain(self, record: Record, chain: Chain, block_size: int) -> None:
+    def keep_chain(self, record: RequestTrace, chain: Chain, block_size: int) -> None:
         """Notes a prompt's blocks. Beyond `MAX_CHAIN_BYTES` the oldest requests' are forgotten."""
         record.chain, record.block_size = chain, block_size
         if not chain:
@@ -226,15 +226,15 @@ class Records:
             self._chain_bytes -= len(oldest.chain.packed)
             oldest.chain = Chain()
 
-    def find(self, name: str) -> Sequence[Record]:
+    def find(self, name: str) -> Sequence[RequestTrace]:
         """Oldest first; empty for an unknown name, or one of too long ago."""
         return tuple(self._named.get(name, ()))
 
-    def recent(self, count: int) -> Sequence[Record]:
+    def recent(self, count: int) -> Sequence[RequestTrace]:
         """Newest first."""
         return tuple(islice(reversed(self._ring), count))
 
-    def before(self, record: Record) -> Iterable[Record]:
+    def before(self, record: RequestTrace) -> Iterable[RequestTrace]:
         """Those that came earlier, the latest of them first."""
         found = False
         for one in reversed(self._ring):
@@ -242,10 +242,10 @@ class Records:
                 yield one
             found = found or one is record
 
-    def _record(self, job: Job) -> Record | None:
+    def _record(self, job: Job) -> RequestTrace | None:
         return next((one for one in self._named.get(job.request_id, ()) if one.job is job), None)
 
-    def _forget(self, record: Record) -> None:
+    def _forget(self, record: RequestTrace) -> None:
         for name in _names(record.job):
             self._named[name].remove(record)
             if not self._named[name]:

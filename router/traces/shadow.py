@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from router.policies.base import Decision, Policy, RequestView
 from router.policies.costs import LatencyEstimate, estimate
 from router.policies.table import CandidateTable
-from router.traces.request_trace import Shadowed
+from router.traces.request_trace import ShadowDecision
 
 
 @dataclass(slots=True)
-class Tally:
+class ShadowTotals:
     """Sums over decisions: of what was predicted for the shadow's choice, and for the one that was taken."""
 
     num_decisions: int = 0
@@ -23,18 +23,18 @@ class Tally:
     prompt_tokens: int = 0
 
 
-class Shadow:
+class ShadowPolicy:
     """One policy beside the one that acts. Its predictions are those of the same model, for the same moment; what its
     choices would have done to caches and queues later is not in them."""
 
     def __init__(self, name: str, policy: Policy) -> None:
         self.name = name
-        self.tally = Tally()
+        self.tally = ShadowTotals()
         self._policy = policy
 
     def consider(
         self, view: RequestView, candidates: CandidateTable, taken: Decision, expected: LatencyEstimate
-    ) -> Shadowed:
+    ) -> ShadowDecision:
         decision = self._policy(view, candidates)
         seen = estimate(view, candidates, decision)
         tally = self.tally
@@ -45,4 +45,4 @@ class Shadow:
         tally.shadow_hit_tokens += seen.num_cached_tokens
         tally.taken_hit_tokens += expected.num_cached_tokens
         tally.prompt_tokens += view.num_tokens
-        return Shadowed(decision=decision, estimate=seen)
+        return ShadowDecision(decision=decision, estimate=seen)

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 
 from kvtransfer.hashing import chain_hashes
 from protos.values import BlockStored, KVEvents
-from router.prefix.redis_store import Places, Store
+from router.prefix.redis_store import Store, StreamPositions
 from router.prefix.redis_url import parse
 from tests.cluster.redis_server import RedisServer
 
@@ -47,7 +47,7 @@ async def everything_works(url: str) -> None:
         found = await one.snapshot("w")
         assert found is not None
         assert found[0].events == TOLD.events
-        entries = await one.read(Places(), wait=True)
+        entries = await one.read(StreamPositions(), wait=True)
         assert [type(entry).__name__ for entry in entries] == ["Told", "Told", "Expected"]
         assert (await one.ends()).events != "0-0"
         await one.release("w")

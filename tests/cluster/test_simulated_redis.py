@@ -8,7 +8,7 @@ from typing import Any
 from cluster.simulate.world.fake_redis import Client, Server
 from protos.chain import Chain
 from protos.values import BlockStored, KVEvents
-from router.prefix.redis_store import Expected, Places, Store, Told
+from router.prefix.redis_store import EventEntry, PromptEntry, Store, StreamPositions
 from router.prefix.redis_url import parse
 from tests.cluster.redis_server import RedisServer
 
@@ -43,10 +43,10 @@ async def conversation(store_of: Callable[[str], Store]) -> Sequence[Any]:
     await ask(other.holders([]))
     found = await other.snapshot("w")
     said.append(found and found[0])
-    places = Places()
+    places = StreamPositions()
     entries = await other.read(places, wait=True)
-    said += [(entry, entry.message() if isinstance(entry, Told) else None) for entry in entries]
-    assert [type(entry) for entry in entries] == [Told, Told, Expected]
+    said += [(entry, entry.message() if isinstance(entry, EventEntry) else None) for entry in entries]
+    assert [type(entry) for entry in entries] == [EventEntry, EventEntry, PromptEntry]
     ends = await one.ends()
     assert (places.events, places.expected) == (ends.events, ends.expected)
     await ask(other.read(places, wait=False))

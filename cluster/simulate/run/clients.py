@@ -24,7 +24,7 @@ from kvtransfer.hashing import Remembering, chain_hashes
 from protos.errors import BatonError
 from protos.values import BlockHash, SamplingParams
 from router.jobs import Job, TokenDelta
-from router.traces.request_trace import What
+from router.traces.request_trace import EventKind
 from workers.toy import MODULUS, STRIDE
 
 PULL = "/pull"
@@ -270,11 +270,11 @@ class Clients:
                     Failure(
                         request_id=request_id,
                         at_s=event.at_s - self._start_s,
-                        code=str(event.told["code"]),
-                        message=str(event.told["message"]),
+                        code=str(event.facts["code"]),
+                        message=str(event.facts["message"]),
                     )
                     for event in record.events
-                    if event.what is What.FAILED
+                    if event.what is EventKind.FAILED
                 ]
 
     def _deciders(self, gateway: Gateway, request_id: str) -> str:

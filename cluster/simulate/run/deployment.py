@@ -190,8 +190,8 @@ class Deployment:
         gateway = Gateway(f"gateway-{self._num_gateways}", self.config, self.network, self.store)
         self.gateways.append(gateway)
         if self.config.siblings:
-            gateway.fleet.tell_siblings = partial(self._tell_siblings, gateway)
-            gateway.fleet.tell_failure = partial(self._tell_failure, gateway)
+            gateway.fleet.publish_load = partial(self._tell_siblings, gateway)
+            gateway.fleet.publish_failure = partial(self._tell_failure, gateway)
         for worker in self.workers.values():
             gateway.fleet.join(worker.info.address, worker_id=worker.worker_id)
         return gateway

@@ -20,7 +20,7 @@ from router.admission.admission import Admission
 from router.admission.capacity import least_ttft_s
 from router.admission.fair_queue import Entry, FairQueue
 from router.admission.retry_queue import Returning
-from router.dispatch.job_state import Journal
+from router.dispatch.job_state import JobState
 from router.jobs import Job, Tap, TokenDelta
 from router.policies.table import Candidate, CandidateTable, Line
 from router.prefix.index import Match
@@ -176,7 +176,7 @@ async def test_what_cannot_come_in_time_is_refused_at_once_with_the_time_to_come
     assert refused.value.param == "max_ttft_ms"
     assert not pool.given
     assert not gate.num_waiting
-    assert gate.refused.hopeless == 1
+    assert gate.refused.deadline_unreachable == 1
 
 
 def test_who_is_refused_comes_again_behind_those_refused_before_it() -> None:
@@ -204,7 +204,7 @@ async def test_what_an_idle_cluster_could_not_do_promises_no_time_to_come_again(
         await run(gate, job("long", num_tokens=2000, max_ttft_s=1.9))
     assert refused.value.param == "max_ttft_ms"
     assert refused.value.retry_after_s is None
-    assert gate.refused.impossible == 1
+    assert gate.refused.deadline_impossible == 1
     pool.finish("short")
     assert await run(gate, job("short", num_tokens=1000, max_ttft_s=1.9)), (
         "it is idle: how else would it be seen to be fast"
@@ -253,7 +253,7 @@ def test_with_nobody_else_here_nobody_is_told_to_come_again(speed: float, num_gi
             asyncio.get_running_loop().call_later(0.05, pool.finish, f"a{number}")
             with suppress(InvalidRequest):
                 await run(gate, job(f"a{number}", num_tokens=10, max_ttft_s=0.001))
-        assert (len(pool.given), gate.refused.impossible) == (num_given, 20 - num_given)
+        assert (len(pool.given), gate.refused.deadline_impossible) == (num_given, 20 - num_given)
 
     run_virtually(scenario())
 
@@ -272,7 +272,7 @@ async def test_a_prompt_is_hashed_once_however_many_ask(monkeypatch: pytest.Monk
     await run(admission(pool), one)
     assert len(hashed) == 1
     own = one.hashes(16)
-    assert Journal(one, now=0.0).hashes(16) is own
+    assert JobState(one, now=0.0).hashes(16) is own
     assert len(hashed) == 2
     assert replace(one, cache_salt=b"other").hashes(16) != own
 
@@ -313,7 +313,7 @@ async def test_who_waited_until_its_time_had_passed_is_told_so() -> None:
         await run(gate, job("patient", num_tokens=1, max_ttft_s=0.05))
     assert not pool.given
     assert not gate.num_waiting
-    assert gate.refused.late == 1
+    assert gate.refused.queue_timeout == 1
 
 
 async def test_a_full_line_refuses_the_one_who_would_go_last() -> None:
@@ -330,7 +330,7 @@ async def test_a_full_line_refuses_the_one_who_would_go_last() -> None:
         await running.pop("flood2")
     assert refused.value.retry_after_s == pytest.approx(1.5)  # what is in line takes that long to read
     assert gate.num_waiting == 3
-    assert gate.refused.crowded == 2
+    assert gate.refused.queue_full == 2
     for _ in range(4):
         pool.show(num_waiting=0, queued_prefill_tokens=0)
         await settle()
@@ -417,7 +417,7 @@ async def test_nobody_waits_for_longer_than_a_request_may() -> None:
         await run(gate, job("a"))
     assert refused.value.retry_after_s == pytest.approx(64.0)
     assert not gate.num_waiting
-    assert gate.refused.late == 1
+    assert gate.refused.queue_timeout == 1
 
 
 async def test_a_job_that_waited_too_long_to_be_read_in_time_is_not_begun_with() -> None:
@@ -430,7 +430,7 @@ async def test_a_job_that_waited_too_long_to_be_read_in_time_is_not_begun_with()
     with pytest.raises(Overloaded, match="within its max_ttft_ms"):
         await waiting
     assert not pool.given
-    assert gate.refused.late == 1
+    assert gate.refused.queue_timeout == 1
 
 
 async def test_nobody_is_let_past_those_that_were_let_through_and_turned_away() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from protos.errors import InvalidRequest, NoWorkers
 from protos.values import FinishReason
-from router.policies.base import Alone
+from router.policies.base import SingleWorkerReason
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import BLOCK_SIZE, expected_tokens, logprob, token_at
 
@@ -118,7 +118,7 @@ async def test_a_short_remainder_is_read_where_the_answer_is_written(make: Calla
     assert tokens(await collect(cluster, job("turn-2", prompt_ids=second))) == expected_tokens(second, 8)
     assert len(cluster["p0"].submitted) == 1
     [decision] = cluster.generate.decision("turn-2")
-    assert (decision.prefill, decision.alone) == (None, Alone.SHORT_REMAINDER)
+    assert (decision.prefill, decision.single_worker) == (None, SingleWorkerReason.SHORT_REMAINDER)
     [decision] = cluster.generate.decision("turn-1")
     assert (decision.prefill, decision.decode) == ("p0", "d0")
 

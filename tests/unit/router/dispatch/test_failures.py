@@ -12,7 +12,7 @@ import pytest
 
 from protos.errors import Overloaded, TransferFailed, WorkerLost
 from protos.wire import error_info
-from router.dispatch.dispatcher import Renewals
+from router.dispatch.dispatcher import LeaseRenewal
 from router.fleet.worker import WorkerState
 from router.policies import prefix_aware
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
@@ -145,7 +145,7 @@ async def test_what_kept_a_reservation_is_free_without_a_collection_of_cycles(tw
         await collect(two_pairs, job())
         await asyncio.sleep(0)  # what was cancelled has ended
         assert not renewals()
-        assert not [one for one in gc.get_objects() if type(one) is Renewals]
+        assert not [one for one in gc.get_objects() if type(one) is LeaseRenewal]
     finally:
         gc.enable()
 

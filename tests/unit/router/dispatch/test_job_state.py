@@ -6,7 +6,7 @@ import pytest
 
 from kvtransfer.hashing import chain_hashes
 from protos.values import FinishReason, SequenceUpdate
-from router.dispatch.job_state import Journal
+from router.dispatch.job_state import JobState
 from tests.unit.router.fake_cluster import PROMPT, job
 from tests.unit.router.fake_worker import logprob
 
@@ -23,7 +23,7 @@ def update(*token_ids: int, prompt: int = 0, said: int = 0, cached: int = 0) -> 
 
 
 def test_prompt_logprobs_told_again_are_new_from_where_they_broke_off() -> None:
-    journal = Journal(job(prompt_logprobs=0), now=0.0)
+    journal = JobState(job(prompt_logprobs=0), now=0.0)
     journal.next_attempt()
     told = [*journal.take(update(prompt=10)).prompt_logprobs]
     journal.next_attempt()
@@ -34,7 +34,7 @@ def test_prompt_logprobs_told_again_are_new_from_where_they_broke_off() -> None:
 
 
 def test_a_move_under_way_is_no_second_telling() -> None:
-    journal = Journal(job(prompt_logprobs=0), now=0.0)
+    journal = JobState(job(prompt_logprobs=0), now=0.0)
     assert journal.next_attempt() == ("r.1", 1)
     told = [*journal.take(update(prompt=10)).prompt_logprobs]
     assert journal.next_id() == ("r.2", 2)
@@ -46,7 +46,7 @@ def test_a_move_under_way_is_no_second_telling() -> None:
 
 
 def test_an_attempt_goes_on_after_what_the_client_has() -> None:
-    journal = Journal(job(prompt_logprobs=0, logprobs=2), now=0.0)
+    journal = JobState(job(prompt_logprobs=0, logprobs=2), now=0.0)
     assert journal.next_attempt() == ("r.1", 1)
     assert journal.request("r.1").sampling.prompt_logprobs == 0
     delta = journal.take(update(5, cached=16))
@@ -60,13 +60,13 @@ def test_an_attempt_goes_on_after_what_the_client_has() -> None:
 
 
 def test_waiting_is_told_with_the_first_token_only() -> None:
-    journal = Journal(job(), now=10.0)
+    journal = JobState(job(), now=10.0)
     journal.read_since_s = 10.5
     assert [journal.take(update(token)).queue_s for token in (1, 2)] == [0.5, 0.0]
 
 
 def test_hashes_cover_what_was_emitted() -> None:
-    journal = Journal(job(prompt_ids=PROMPT[:15]), now=0.0)
+    journal = JobState(job(prompt_ids=PROMPT[:15]), now=0.0)
     assert journal.hashes(8) == chain_hashes(PROMPT[:15], 8)
     journal.take(update(9))
     assert journal.hashes(8) == chain_hashes((*PROMPT[:15], 9), 8)
@@ -75,7 +75,7 @@ def test_hashes_cover_what_was_emitted() -> None:
 
 @pytest.mark.parametrize(("num_attempts", "told"), [(1, 20), (2, 8)])
 def test_what_a_failed_attempt_left_behind_is_not_called_cached(num_attempts: int, told: int) -> None:
-    journal = Journal(job(), now=0.0)
+    journal = JobState(job(), now=0.0)
     for num_cached in (8, 28)[:num_attempts]:  # the second time, the first attempt's own blocks are among them
         journal.know_cached(num_cached)
         journal.next_attempt()

@@ -11,12 +11,12 @@ import pytest
 
 from cluster.simulate.world.clock import VirtualLoop, run_virtually
 from protos.errors import RequestKillsWorkers
-from router.dispatch.poison_requests import Suspects, Suspicion
+from router.dispatch.poison_requests import CrashHistory, PoisonRequests
 
 
 @pytest.fixture
-async def suspects() -> AsyncIterator[Suspects]:
-    made = Suspects(max_worker_crashes=2, patience_s=1000.0)
+async def suspects() -> AsyncIterator[PoisonRequests]:
+    made = PoisonRequests(max_worker_crashes=2, patience_s=1000.0)
     yield made
     made.assert_idle()
 
@@ -25,13 +25,13 @@ async def suspects() -> AsyncIterator[Suspects]:
 class Worker:
     """One for all, as a pool of one has it: it dies of the poison, with all that it runs then."""
 
-    suspects: Suspects
+    suspects: PoisonRequests
     poisons: set[str]
     num_deaths: int = 0
 
     async def serve(self, name: str) -> str:
         """What a dispatcher does for a job: "done", or "condemned"."""
-        suspicion = Suspicion()
+        suspicion = CrashHistory()
         try:
             while True:
                 await self.suspects.turn(suspicion)
@@ -55,22 +55,22 @@ class Worker:
         return life == self.num_deaths
 
 
-async def test_the_second_worker_it_kills_alone_is_the_last(suspects: Suspects) -> None:
-    poison = Suspicion()
+async def test_the_second_worker_it_kills_alone_is_the_last(suspects: PoisonRequests) -> None:
+    poison = CrashHistory()
     await suspects.lost("r", poison, ("w0", 1), 3)
     with pytest.raises(RequestKillsWorkers, match="2 workers when they died, the last of them w1"):
         await suspects.lost("r", poison, ("w1", 1), 3)
-    assert suspects.num_condemned == 1
+    assert suspects.num_rejected == 1
 
 
-async def test_one_who_has_gone_on_since_had_nothing_to_do_with_it(suspects: Suspects) -> None:
-    job = Suspicion()
+async def test_one_who_has_gone_on_since_had_nothing_to_do_with_it(suspects: PoisonRequests) -> None:
+    job = CrashHistory()
     for loss in range(10):
         await suspects.lost("r", job, (f"w{loss}", 1), loss)
-    assert not suspects.num_condemned
+    assert not suspects.num_rejected
 
 
-async def struck_out(suspects: Suspects, jobs: dict[str, Suspicion]) -> None:
+async def struck_out(suspects: PoisonRequests, jobs: dict[str, CrashHistory]) -> None:
     """Two workers die within a moment, with all of them on both."""
     for life in (("w0", 1), ("w1", 1)):
         await asyncio.gather(*(suspects.lost(name, one, life, 0) for name, one in jobs.items()))
@@ -79,7 +79,7 @@ async def struck_out(suspects: Suspects, jobs: dict[str, Suspicion]) -> None:
 @pytest.mark.parametrize("count", [2, 3, 16, 61])
 @pytest.mark.parametrize("num_poisons", [0, 1, 2])
 async def test_the_guilty_are_found_by_halves_and_nobody_else_fails(
-    suspects: Suspects, count: int, num_poisons: int
+    suspects: PoisonRequests, count: int, num_poisons: int
 ) -> None:
     names = [f"r{number}" for number in range(count)]
     poisons = set(names[1 :: max(1, count // 2)][:num_poisons])
@@ -88,14 +88,14 @@ async def test_the_guilty_are_found_by_halves_and_nobody_else_fails(
     assert {name for name, one in said.items() if one == "condemned"} == poisons
     assert {one for name, one in said.items() if name not in poisons} <= {"done"}
     assert worker.num_deaths <= 2 + len(poisons) * (math.ceil(math.log2(count)) + 1)
-    assert suspects.num_condemned == len(poisons)
+    assert suspects.num_rejected == len(poisons)
 
 
 async def test_two_deaths_that_no_request_is_the_reason_of_cost_no_answer_however_slow_the_trials_are(
-    suspects: Suspects,
+    suspects: PoisonRequests,
 ) -> None:
     """Innocents by the dozen, tried a half at a time: not one after another."""
-    jobs = {f"r{number}": Suspicion() for number in range(16)}
+    jobs = {f"r{number}": CrashHistory() for number in range(16)}
     await struck_out(suspects, jobs)
     turns: list[str] = []
 
@@ -112,10 +112,10 @@ async def test_two_deaths_that_no_request_is_the_reason_of_cost_no_answer_howeve
     assert len(turns) == 16
 
 
-async def test_who_is_under_no_suspicion_waits_for_nobody(suspects: Suspects) -> None:
-    jobs = {name: Suspicion() for name in ("a", "b")}
+async def test_who_is_under_no_suspicion_waits_for_nobody(suspects: PoisonRequests) -> None:
+    jobs = {name: CrashHistory() for name in ("a", "b")}
     await struck_out(suspects, jobs)
-    held, free = jobs["a"], Suspicion()
+    held, free = jobs["a"], CrashHistory()
     assert not await suspects.turn(held)
     assert not await suspects.turn(free)
     waiting = asyncio.create_task(suspects.turn(jobs["b"]))
@@ -132,13 +132,13 @@ def begin_times(*, count: int, each_s: float, patience_s: float) -> list[float]:
     began: list[float] = []
 
     async def main() -> None:
-        suspects = Suspects(max_worker_crashes=2, patience_s=patience_s)
-        jobs = {f"r{number}": Suspicion() for number in range(count)}
+        suspects = PoisonRequests(max_worker_crashes=2, patience_s=patience_s)
+        jobs = {f"r{number}": CrashHistory() for number in range(count)}
         await struck_out(suspects, jobs)
         one_at_a_time, clock = asyncio.Lock(), asyncio.get_running_loop().time
         start_s = clock()
 
-        async def attempt(suspicion: Suspicion) -> None:
+        async def attempt(suspicion: CrashHistory) -> None:
             await suspects.turn(suspicion)
             began.append(clock() - start_s)
             async with one_at_a_time:
@@ -165,14 +165,14 @@ def test_a_new_line_is_tried_from_one_batch_on_however_many_were_tried_at_last()
     """Patience let a second and a third batch join the first, and these ended before it."""
 
     async def main() -> None:
-        suspects = Suspects(max_worker_crashes=2, patience_s=30.0)
-        earlier = {f"r{number}": Suspicion() for number in range(4)}
+        suspects = PoisonRequests(max_worker_crashes=2, patience_s=30.0)
+        earlier = {f"r{number}": CrashHistory() for number in range(4)}
         for pair in (("r0", "r1"), ("r2", "r3")):
             await struck_out(suspects, {name: earlier[name] for name in pair})
         await asyncio.gather(*map(suspects.turn, earlier.values()))  # all four are tried by now
         for name in ("r1", "r2", "r3", "r0"):
             suspects.leave(earlier[name])
-        later = {name: Suspicion() for name in ("innocent", "poison")}
+        later = {name: CrashHistory() for name in ("innocent", "poison")}
         await struck_out(suspects, later)
         turns = [asyncio.create_task(suspects.turn(one)) for one in later.values()]
         await asyncio.sleep(1.0)
@@ -184,8 +184,8 @@ def test_a_new_line_is_tried_from_one_batch_on_however_many_were_tried_at_last()
     run_virtually(main(), loop=VirtualLoop())
 
 
-async def test_jobs_that_go_away_while_their_loss_is_looked_at_hold_nobody_up(suspects: Suspects) -> None:
-    jobs = {name: Suspicion() for name in ("gone", "stays")}
+async def test_jobs_that_go_away_while_their_loss_is_looked_at_hold_nobody_up(suspects: PoisonRequests) -> None:
+    jobs = {name: CrashHistory() for name in ("gone", "stays")}
     await asyncio.gather(*(suspects.lost(name, one, ("w0", 1), 0) for name, one in jobs.items()))
     losses = {name: asyncio.create_task(suspects.lost(name, one, ("w1", 1), 0)) for name, one in jobs.items()}
     await asyncio.sleep(0)

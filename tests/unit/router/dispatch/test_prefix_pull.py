@@ -11,19 +11,27 @@ import pytest
 from kvtransfer.hashing import chain_hashes
 from protos.errors import Overloaded, TransferFailed
 from protos.values import BlockRemoved, BlockStored, Tier, WorkerLoad
-from router.dispatch.prefix_pull import GAIN, OVERHEAD_S, Holder, Puller, best_holder, measured_bytes_per_s, pull_id
+from router.dispatch.prefix_pull import (
+    GAIN,
+    OVERHEAD_S,
+    PrefixHolder,
+    PullingWorker,
+    best_holder,
+    measured_bytes_per_s,
+    pull_id,
+)
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import BLOCK_SIZE, expected_tokens
 
 BYTES = 100_000.0  # of a token: a model of 8 billion parameters
-NEAR = Holder(worker_id="near", num_tokens=2048, bytes_per_s=10e9)
-FAR = Holder(worker_id="far", num_tokens=2048, bytes_per_s=0.1e9)
+NEAR = PrefixHolder(worker_id="near", num_tokens=2048, bytes_per_s=10e9)
+FAR = PrefixHolder(worker_id="far", num_tokens=2048, bytes_per_s=0.1e9)
 
 
-READER = Puller(num_cached=0, tokens_per_s=5000.0, bytes_per_token=BYTES)
+READER = PullingWorker(num_cached=0, tokens_per_s=5000.0, bytes_per_token=BYTES)
 
 
-def chosen(*holders: Holder, reader: Puller = READER) -> str | None:
+def chosen(*holders: PrefixHolder, reader: PullingWorker = READER) -> str | None:
     best = best_holder(holders, reader)
     return best.worker_id if best is not None else None
 

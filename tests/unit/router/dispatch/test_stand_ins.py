@@ -33,7 +33,7 @@ async def test_the_only_decode_worker_dies_and_prefill_goes_on_with_its_answers(
     for request_id in ("running", "new"):
         decision = cluster.generate.decision(request_id)[-1]
         assert (decision.prefill, decision.decode) == (None, "p0")
-        assert decision.alone == "stands in for the decode pool"
+        assert decision.single_worker == "stands in for the decode pool"
 
 
 async def test_new_work_goes_to_the_pool_again_as_soon_as_it_is_back(make: Callable[..., Cluster]) -> None:
@@ -50,7 +50,7 @@ async def test_new_work_goes_to_the_pool_again_as_soon_as_it_is_back(make: Calla
     await cluster.until_state("d0", WorkerState.READY)
     assert tokens(await collect(cluster, job("new"))) == expected_tokens(PROMPT, 8)
     [decision] = cluster.generate.decision("new")
-    assert (decision.prefill, decision.decode, decision.alone) == ("p0", "d0", None)
+    assert (decision.prefill, decision.decode, decision.single_worker) == ("p0", "d0", None)
     cluster["p0"].go()
     seen += [delta async for delta in deltas]
     assert tokens(seen) == expected_tokens(PROMPT, 8)

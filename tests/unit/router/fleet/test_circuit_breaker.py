@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from router.fleet.circuit_breaker import FIRST_PAUSE_S, MAX_FAILURES, MAX_PAUSE_S, RECENT_S, Breaker
+from router.fleet.circuit_breaker import FIRST_PAUSE_S, MAX_FAILURES, MAX_PAUSE_S, RECENT_S, CircuitBreaker
 
 
-def tripped(now: float = 0.0) -> Breaker:
-    breaker = Breaker()
+def tripped(now: float = 0.0) -> CircuitBreaker:
+    breaker = CircuitBreaker()
     for failure in range(1, MAX_FAILURES + 1):
         assert breaker.allows(now)
         assert breaker.failed(now) == (failure == MAX_FAILURES)
@@ -20,7 +20,7 @@ def test_failures_in_a_row_earn_a_pause() -> None:
 
 
 def test_a_success_between_failures_keeps_it_closed() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for _ in range(10):
         for _ in range(MAX_FAILURES - 1):
             breaker.failed(0.0)
@@ -56,7 +56,7 @@ def test_successes_on_trial_close_it() -> None:
 
 
 def test_failures_at_siblings_count_together_as_long_as_they_are_in_a_row() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     assert [breaker.failed_elsewhere(0.0, sibling=1, in_row=number) for number in (1, 2, 1, 2)] == [False] * 4
     assert [breaker.failed_elsewhere(0.0, sibling=2, in_row=number) for number in (1, 2)] == [False] * 2
     assert breaker.failed(0.0), "two, two and one of our own"
@@ -66,12 +66,12 @@ def test_failures_at_siblings_count_together_as_long_as_they_are_in_a_row() -> N
 
 
 def test_what_seldom_fails_at_a_sibling_never_pauses_who_gives_it_nothing() -> None:
-    now, seldom, apart = 0.0, Breaker(), Breaker()
+    now, seldom, apart = 0.0, CircuitBreaker(), CircuitBreaker()
     for number in range(20):
         assert not seldom.failed_elsewhere(now, sibling=1, in_row=1), "1,000 have gone well since the last one"
         assert not apart.failed_elsewhere(now, sibling=number % 8, in_row=1)
         now += RECENT_S / 4
-    paused, own = Breaker(), tripped()
+    paused, own = CircuitBreaker(), tripped()
     assert paused.failed_elsewhere(0.0, sibling=1, in_row=MAX_FAILURES)
     for breaker in (paused, own):
         assert not breaker.failed_elsewhere(RECENT_S, sibling=1, in_row=1), "whose pause is over is given no longer one"

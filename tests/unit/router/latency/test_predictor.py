@@ -7,9 +7,9 @@ import random
 import pytest
 
 from protos.values import HostLoad, WorkerLoad, WorkerRole
-from router.latency.predictor import LOAD, Fit, Pace, Predictor
+from router.latency.predictor import LOAD, LinearFit, Predictor, SlowdownFactor
 from router.latency.predictor import PREFILL as UNOBSERVED
-from router.latency.recent_work import RECENT_EACH, RECENT_S, Recent, kept
+from router.latency.recent_work import RECENT_EACH, RECENT_S, RecentWork, kept
 from router.policies.table import Line
 from tests.unit.router.predicting import predicted
 
@@ -17,8 +17,8 @@ DECODE, PREFILL = WorkerRole.DECODE, WorkerRole.PREFILL
 TRUE = Line(fixed_s=0.05, each_s=2e-4)
 
 
-def taught(line: Line = TRUE, count: int = 100, *, stalls: float = 0.0, prior: Line = UNOBSERVED) -> Fit:
-    draw, fit = random.Random(0), Fit()
+def taught(line: Line = TRUE, count: int = 100, *, stalls: float = 0.0, prior: Line = UNOBSERVED) -> LinearFit:
+    draw, fit = random.Random(0), LinearFit()
     for number in range(count):
         amount = draw.randrange(100, 4000)
         stalled = 30.0 if draw.random() < stalls and number > 20 else 0.0
@@ -27,7 +27,7 @@ def taught(line: Line = TRUE, count: int = 100, *, stalls: float = 0.0, prior: L
 
 
 def test_nothing_observed_is_what_was_believed() -> None:
-    assert Fit().line(UNOBSERVED) == UNOBSERVED
+    assert LinearFit().line(UNOBSERVED) == UNOBSERVED
 
 
 def test_a_line_is_learned_from_noisy_times() -> None:
@@ -56,7 +56,7 @@ def test_what_was_learned_long_ago_yields_to_what_is_measured_now() -> None:
 
 
 def test_a_worker_is_as_much_slower_as_it_was_and_a_stall_teaches_little() -> None:
-    draw, pace = random.Random(0), Pace()
+    draw, pace = random.Random(0), SlowdownFactor()
     for number in range(60):
         amount = draw.randrange(10, 4000)
         stall = 20.0 if number % 20 == 19 else 0.0
@@ -66,13 +66,13 @@ def test_a_worker_is_as_much_slower_as_it_was_and_a_stall_teaches_little() -> No
 
 
 def test_one_observation_may_be_chance_and_several_that_agree_are_not() -> None:
-    pace, odd = Pace(), random.Random(0)
+    pace, odd = SlowdownFactor(), random.Random(0)
     pace.observe(1000, 10 * TRUE(1000), line=TRUE, now=0.0)
     assert pace.ratio == 1.0
     for number in range(10):
         pace.observe(1000, 10 * TRUE(1000), line=TRUE, now=float(number))
     assert pace.ratio == pytest.approx(10, rel=0.3)
-    of_a_kind = [Pace() for _ in range(20)]
+    of_a_kind = [SlowdownFactor() for _ in range(20)]
     for number in range(12):
         for each in of_a_kind:
             each.observe(1000, TRUE(1000) * odd.uniform(0.5, 1.5), line=TRUE, now=float(number))
@@ -82,7 +82,7 @@ def test_one_observation_may_be_chance_and_several_that_agree_are_not() -> None:
 
 def test_amounts_that_tell_nothing_leave_what_was_believed_of_them() -> None:
     """Short prompts that happened to take longer than long ones do not make reading free."""
-    fit = Fit()
+    fit = LinearFit()
     for number in range(20):
         fit.observe(100 + 50 * number, 0.5 - number / 100, prior=UNOBSERVED, now=float(number))
     line = fit.line(UNOBSERVED)
@@ -91,7 +91,7 @@ def test_amounts_that_tell_nothing_leave_what_was_believed_of_them() -> None:
 
 
 def test_no_part_of_a_line_is_negative() -> None:
-    falling, steep = Fit(), Fit()
+    falling, steep = LinearFit(), LinearFit()
     for number in range(50):
         falling.observe(1000 + number, 1.0 - number / 100, prior=UNOBSERVED, now=float(number))
         steep.observe(1000 + number, number / 10, prior=UNOBSERVED, now=float(number))
@@ -164,7 +164,7 @@ def test_a_newcomer_is_not_owed_what_others_did_before_it_came() -> None:
 
 
 def test_recent_work_fades_with_time_and_with_newer_requests() -> None:
-    recent = Recent()
+    recent = RecentWork()
     recent.give("c0", 1000, now=0.0)
     recent.give("c1", 0, now=0.0)
     for _ in range(RECENT_EACH):

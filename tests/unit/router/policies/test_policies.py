@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.config import RouterConfig
-from router.policies.base import Alone, Decision, RequestView
+from router.policies.base import Decision, RequestView, SingleWorkerReason
 from router.policies.costs import LatencyEstimate, estimate, transfer_s
 from router.policies.limits import avoiding
 from router.policies.registry import NAMES, policy_of
@@ -53,14 +53,18 @@ def decide(*candidates: Candidate, name: str = "prefix_aware", num_tokens: int =
 @pytest.mark.parametrize("name", NAMES)
 def test_every_policy_serves_every_shape_of_cluster(name: str) -> None:
     both = decide(worker("p0"), worker("d0"), name=name)
-    assert (both.prefill, both.decode, both.alone) == ("p0", "d0", None)
+    assert (both.prefill, both.decode, both.single_worker) == ("p0", "d0", None)
     decode_only = decide(worker("d0"), name=name)
-    assert (decode_only.prefill, decode_only.decode, decode_only.alone) == (None, "d0", Alone.NO_PREFILL_WORKER)
+    assert (decode_only.prefill, decode_only.decode, decode_only.single_worker) == (
+        None,
+        "d0",
+        SingleWorkerReason.NO_PREFILL_WORKER,
+    )
     colocated = decide(worker("p0"), worker("c0"), name=name)
-    assert (colocated.prefill, colocated.decode, colocated.alone) == (None, "c0", Alone.COLOCATED)
+    assert (colocated.prefill, colocated.decode, colocated.single_worker) == (None, "c0", SingleWorkerReason.COLOCATED)
     standing_in = decide(worker("p0"), worker("p1"), name=name)
     assert (standing_in.prefill, standing_in.decode in ("p0", "p1")) == (None, True)
-    assert standing_in.alone == "stands in for the decode pool"
+    assert standing_in.single_worker == "stands in for the decode pool"
     assert both.policy == name
 
 
@@ -80,7 +84,7 @@ def test_a_decision_is_always_servable(name: str, loads: list[tuple[str, int, in
     assert decision == policy(name)(view(num_tokens), candidates)
     assert decision.decode in decoding
     assert decision.prefill is None or decision.prefill[0] == "p"
-    assert (decision.prefill is None) == (decision.alone is not None)
+    assert (decision.prefill is None) == (decision.single_worker is not None)
     assert all(scored.total == pytest.approx(sum(cost for _, cost in scored.terms)) for scored in decision.scores)
     *_, chosen = [scored for scored in decision.scores if scored.worker_id == decision.decode]
     assert chosen.terms[-1][0] == f"prefill by {decision.prefill or decision.decode}", "also where there was no choice"
@@ -141,16 +145,16 @@ def test_equals_take_turns_so_that_all_caches_are_used() -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "cached", "alone"),
     [
-        (1000, 944, Alone.SHORT_REMAINDER),
+        (1000, 944, SingleWorkerReason.SHORT_REMAINDER),
         (1000, 928, None),
         (60, 0, None),
         (60, 16, None),
-        (60, 32, Alone.SHORT_REMAINDER),
+        (60, 32, SingleWorkerReason.SHORT_REMAINDER),
     ],
 )
-def test_a_remainder_is_short_below_both_bounds(num_tokens: int, cached: int, alone: Alone | None) -> None:
+def test_a_remainder_is_short_below_both_bounds(num_tokens: int, cached: int, alone: SingleWorkerReason | None) -> None:
     decision = decide(worker("p0"), worker("d0", cached), num_tokens=num_tokens)
-    assert decision.alone is alone
+    assert decision.single_worker is alone
     assert decision.prefill == (None if alone else "p0")
 
 
@@ -178,9 +182,9 @@ def test_a_short_remainder_is_handed_over_where_its_writer_has_much_to_read(othe
     """Also where there is but one pair: what is told of a decision is what it was."""
     busy = [known(name, 960, queued_prefill_tokens=60_000) for name in ("d0", *others)]
     decision = decide(known("p0"), *busy, name="slo")
-    assert (decision.prefill, decision.alone) == ("p0", None)
+    assert (decision.prefill, decision.single_worker) == ("p0", None)
     idle = [known(name, 960) for name in ("d0", *others)]
-    assert decide(known("p0"), *idle, name="slo").alone is Alone.SHORT_REMAINDER
+    assert decide(known("p0"), *idle, name="slo").single_worker is SingleWorkerReason.SHORT_REMAINDER
 
 
 @pytest.mark.parametrize(

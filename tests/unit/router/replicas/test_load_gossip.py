@@ -11,7 +11,7 @@ import pytest
 from router.fleet.circuit_breaker import MAX_FAILURES
 from router.fleet.fleet import Fleet
 from router.prefix.index import NO_MATCH
-from router.replicas.load_gossip import SharedLoad
+from router.replicas.load_gossip import LoadGossip
 from tests.unit.router.fake_cluster import Cluster, collect, job
 
 
@@ -34,7 +34,7 @@ async def test_what_one_process_gives_to_a_worker_and_what_fails_there_counts_fo
         there.fleet.join(worker.address, worker_id=worker.worker_id)
     await there.until(lambda: len(queued(there.fleet)) == 2)
     ends = [
-        SharedLoad(
+        LoadGossip(
             folder=folder, number=number, count=2,
             take=cluster.fleet.given_elsewhere, blame=cluster.fleet.blame_elsewhere,
         )
@@ -42,7 +42,7 @@ async def test_what_one_process_gives_to_a_worker_and_what_fails_there_counts_fo
     ]  # fmt: skip
     for end, cluster in zip(ends, (here, there), strict=True):
         await end.start()
-        cluster.fleet.tell_siblings, cluster.fleet.tell_failure = end.tell, end.tell_failure
+        cluster.fleet.publish_load, cluster.fleet.publish_failure = end.tell, end.publish_failure
     heard = asyncio.Event()
     take = there.fleet.given_elsewhere
     ends[1]._take = lambda *told: (take(*told), heard.set())  # type: ignore[assignment]

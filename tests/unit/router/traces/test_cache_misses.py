@@ -15,8 +15,8 @@ from router.jobs import Job
 from router.policies.base import Decision, RequestView, Score, cost_figure
 from router.policies.costs import LatencyEstimate
 from router.policies.table import Candidate, CandidateTable
-from router.traces.cache_misses import Finding, Losses, Reason, explain, num_common
-from router.traces.request_trace import Choice, Record, Records
+from router.traces.cache_misses import EvictionLog, MissKind, MissReason, explain, num_common
+from router.traces.request_trace import DecisionRecord, RequestTrace, RequestTraces
 
 SIZE = 4
 PROMPT = tuple(range(18))  # four full blocks, and two tokens
@@ -26,13 +26,13 @@ class Past:
     """Requests that were read, one after the other, a second apart."""
 
     def __init__(self) -> None:
-        self.records = Records()
-        self.losses = Losses()
+        self.records = RequestTraces()
+        self.evictions = EvictionLog()
         self.num = 0
 
     def read(
         self, prompt: tuple[int, ...] = PROMPT, *, by: str = "p0", found: int = 0, salt: bytes = b"", **cached: int
-    ) -> Record:
+    ) -> RequestTrace:
         """`found` blocks were in the cache of the worker that read it; the index had `cached` on each."""
         self.num += 1
         name = f"r{self.num}"
@@ -56,7 +56,7 @@ class Past:
         )
         view = RequestView(request_id=job.request_id, num_tokens=len(prompt), block_size=SIZE)
         expected = LatencyEstimate(ttft_s=0.1, tpot_s=0.1, transfer_s=0.0, num_cached_tokens=0)
-        choice = Choice(
+        choice = DecisionRecord(
             at_s=float(self.num), view=view, candidates=candidates, num_candidates=len(candidates), decision=decision,
             estimate=expected,
         )  # fmt: skip
@@ -64,12 +64,12 @@ class Past:
         record.took(1, found * SIZE, float(self.num))
         return record
 
-    def decide_again(self, record: Record, *, by: str, at_s: float) -> None:
+    def decide_again(self, record: RequestTrace, *, by: str, at_s: float) -> None:
         choice = record.choices[-1]
         record.chose(replace(choice, at_s=at_s, decision=replace(choice.decision, decode=by)))
 
-    def why(self, record: Record) -> Finding:
-        return explain(record, self.records, self.losses).findings[0]
+    def why(self, record: RequestTrace) -> MissReason:
+        return explain(record, self.records, self.evictions).findings[0]
 
 
 @pytest.fixture
@@ -79,35 +79,35 @@ async def past() -> Past:
 
 async def test_a_prompt_that_nobody_has_sent_was_never_stored(past: Past) -> None:
     past.read((99,) * 18)
-    assert past.why(past.read()).reason is Reason.NEVER_STORED
+    assert past.why(past.read()).reason is MissKind.NEVER_STORED
 
 
 async def test_where_prompts_part_is_told_with_the_nearest_request(past: Past) -> None:
     past.read()
     past.read((*PROMPT[:4], *[7] * 14))
-    miss = explain(past.read((*PROMPT[:9], *[8] * 9), found=2, p0=2), past.records, past.losses)
+    miss = explain(past.read((*PROMPT[:9], *[8] * 9), found=2, p0=2), past.records, past.evictions)
     assert (miss.num_blocks, miss.num_found, miss.num_expected) == (4, 2, 2)
     [finding] = miss.findings
-    assert (finding.reason, finding.request) == (Reason.NEVER_STORED, "r1")
-    assert "shares the first 2 blocks" in finding.told
-    assert "tokens 8 to 11" in finding.told
+    assert (finding.reason, finding.request) == (MissKind.NEVER_STORED, "r1")
+    assert "shares the first 2 blocks" in finding.explanation
+    assert "tokens 8 to 11" in finding.explanation
 
 
 async def test_an_evicted_block_is_told_with_its_worker_and_time(past: Past) -> None:
     first = past.read()
-    past.losses.observe("p0", (BlockRemoved(hashes=(first.chain[2],)),), 1.5)
+    past.evictions.observe("p0", (BlockRemoved(hashes=(first.chain[2],)),), 1.5)
     finding = past.why(past.read(found=2, p0=2))
-    assert (finding.reason, finding.worker, finding.ago_s) == (Reason.EVICTED, "p0", 0.5)
+    assert (finding.reason, finding.worker, finding.ago_s) == (MissKind.EVICTED, "p0", 0.5)
     assert finding.tier == "device"
 
 
 async def test_a_block_that_left_both_tiers_is_told_with_each(past: Past) -> None:
     first = past.read()
-    past.losses.observe("p0", (BlockRemoved(hashes=(first.chain[2],)),), 1.25)
-    past.losses.observe("p0", (BlockRemoved(hashes=(first.chain[2],), tier=Tier.HOST),), 1.5)
+    past.evictions.observe("p0", (BlockRemoved(hashes=(first.chain[2],)),), 1.25)
+    past.evictions.observe("p0", (BlockRemoved(hashes=(first.chain[2],), tier=Tier.HOST),), 1.5)
     finding = past.why(past.read(found=2, p0=2))
-    assert (finding.reason, finding.tier, finding.ago_s) == (Reason.EVICTED, "host", 0.5)
-    assert finding.told.endswith("evicted it from the device 0.8 s before, from host memory 0.5 s before")
+    assert (finding.reason, finding.tier, finding.ago_s) == (MissKind.EVICTED, "host", 0.5)
+    assert finding.explanation.endswith("evicted it from the device 0.8 s before, from host memory 0.5 s before")
 
 
 async def test_a_block_of_the_host_that_was_computed_all_the_same_is_told(past: Past) -> None:
@@ -116,76 +116,76 @@ async def test_a_block_of_the_host_that_was_computed_all_the_same_is_told(past: 
     choice = record.choices[-1]
     hosting = replace(choice.reader, num_host_tokens=2 * SIZE - 1)
     record.choices[-1] = replace(choice, candidates=CandidateTable.of([hosting, choice.candidates[1]]))
-    miss = explain(record, past.records, past.losses)
+    miss = explain(record, past.records, past.evictions)
     assert (miss.num_expected, miss.num_expected_on_host) == (4, 2)
-    assert (miss.findings[0].reason, miss.findings[0].tier) == (Reason.NOT_LOADED, "host")
+    assert (miss.findings[0].reason, miss.findings[0].tier) == (MissKind.NOT_LOADED, "host")
 
 
 async def test_what_was_evicted_afterwards_is_no_reason(past: Past) -> None:
     first = past.read()
     second = past.read(found=2, p0=2)
-    past.losses.observe("p0", (BlockRemoved(hashes=(first.chain[2],)),), 9.0)
-    assert past.why(second).reason is Reason.EVENTS_BEHIND
+    past.evictions.observe("p0", (BlockRemoved(hashes=(first.chain[2],)),), 9.0)
+    assert past.why(second).reason is MissKind.EVENTS_BEHIND
 
 
 async def test_a_worker_that_forgot_everything_is_told(past: Past) -> None:
     past.read(by="p1")
-    past.losses.observe("p1", (Cleared(),), 1.5)
+    past.evictions.observe("p1", (Cleared(),), 1.5)
     finding = past.why(past.read())
-    assert (finding.reason, finding.worker, finding.request) == (Reason.CLEARED, "p1", "r1")
+    assert (finding.reason, finding.worker, finding.request) == (MissKind.CLEARED, "p1", "r1")
 
 
 async def test_a_better_candidate_that_was_not_chosen_is_told_with_its_cost(past: Past) -> None:
     past.read(by="p1")
     finding = past.why(past.read(p1=4))
-    assert (finding.reason, finding.worker) == (Reason.ELSEWHERE, "p1")
-    assert "held 4 blocks and was not chosen: it would have cost 1,000 ms, against 1,000 ms" in finding.told
+    assert (finding.reason, finding.worker) == (MissKind.ELSEWHERE, "p1")
+    assert "held 4 blocks and was not chosen: it would have cost 1,000 ms, against 1,000 ms" in finding.explanation
 
 
 async def test_an_index_ahead_of_its_worker_is_told(past: Past) -> None:
     past.read()
-    assert past.why(past.read(found=1, p0=4)).reason is Reason.EVENTS_BEHIND
+    assert past.why(past.read(found=1, p0=4)).reason is MissKind.EVENTS_BEHIND
 
 
 async def test_the_worker_that_read_the_prompt_is_asked_not_one_that_failed_or_followed(past: Past) -> None:
     record = past.read(by="p0")
-    record.marks.first_s = 3.0
+    record.timestamps.first_s = 3.0
     past.decide_again(record, by="p1", at_s=2.0)  # p0 failed before it had read
     past.decide_again(record, by="p0", at_s=4.0)  # and p1 after its first tokens
-    assert explain(record, past.records, past.losses).reader == "p1"
+    assert explain(record, past.records, past.evictions).reader == "p1"
 
 
 async def test_another_salt_is_told(past: Past) -> None:
     past.read(salt=b"one tenant")
     finding = past.why(past.read(salt=b"another"))
-    assert (finding.reason, finding.request) == (Reason.OTHER_SALT, "r1")
+    assert (finding.reason, finding.request) == (MissKind.OTHER_SALT, "r1")
 
 
 @pytest.mark.parametrize(
     ("prompt", "found", "reason"),
     [
-        ((1, 2, 3), 0, Reason.SHORT),
-        (PROMPT, 4, Reason.NOTHING_MISSING),
-        (PROMPT[:16], 3, Reason.NOTHING_MISSING),
+        ((1, 2, 3), 0, MissKind.SHORT),
+        (PROMPT, 4, MissKind.NOTHING_MISSING),
+        (PROMPT[:16], 3, MissKind.NOTHING_MISSING),
     ],
     ids=["shorter than a block", "a rest", "the last token is always computed"],
 )
 async def test_what_can_never_be_cached_is_no_miss(
-    past: Past, prompt: tuple[int, ...], found: int, reason: Reason
+    past: Past, prompt: tuple[int, ...], found: int, reason: MissKind
 ) -> None:
     assert past.why(past.read(prompt, found=found)).reason is reason
 
 
 async def test_the_memory_of_removed_blocks_is_bounded() -> None:
-    losses = Losses(capacity=4)
+    evictions = EvictionLog(capacity=4)
     hashes = chain_hashes(tuple(range(60)), 4)
     for block in hashes:
-        losses.observe("a", (BlockRemoved(hashes=(block,)),), 1.0)
-    known = [block for block in hashes if losses.removals("a", block, before=2.0)]
+        evictions.observe("a", (BlockRemoved(hashes=(block,)),), 1.0)
+    known = [block for block in hashes if evictions.removals("a", block, before=2.0)]
     assert known == list(hashes)[-4:]
-    losses.observe("b", (BlockRemoved(hashes=tuple(hashes[:3])),), 1.5)
-    assert [losses.removals("b", block, before=2.0) for block in hashes[:3]] == [[(1.5, Tier.DEVICE)]] * 3
-    assert [bool(losses.removals("a", block, before=2.0)) for block in hashes[-4:]] == [False] * 3 + [True]
+    evictions.observe("b", (BlockRemoved(hashes=tuple(hashes[:3])),), 1.5)
+    assert [evictions.removals("b", block, before=2.0) for block in hashes[:3]] == [[(1.5, Tier.DEVICE)]] * 3
+    assert [bool(evictions.removals("a", block, before=2.0)) for block in hashes[-4:]] == [False] * 3 + [True]
 
 
 async def test_hashes_are_kept_in_bounds_and_a_request_without_them_says_so(
@@ -194,7 +194,7 @@ async def test_hashes_are_kept_in_bounds_and_a_request_without_them_says_so(
     monkeypatch.setattr("router.traces.request_trace.MAX_CHAIN_BYTES", 100)
     first, second = past.read(), past.read()
     assert (len(first.chain), len(second.chain)) == (0, 4)
-    assert past.why(first).reason is Reason.NOT_KEPT
+    assert past.why(first).reason is MissKind.NOT_KEPT
 
 
 def test_the_common_beginning_of_two_chains() -> None:
@@ -205,7 +205,7 @@ def test_the_common_beginning_of_two_chains() -> None:
 
 
 async def test_records_are_found_by_every_name_until_they_are_too_old() -> None:
-    records = Records(capacity=2)
+    records = RequestTraces(capacity=2)
 
     def job(name: str, **more: Any) -> Job:
         return Job(request_id=f"cmpl-{name}-0", group_id=name, prompt_ids=(1,), sampling=SamplingParams(), **more)
@@ -226,7 +226,7 @@ class Name(str):
 
 
 async def test_nothing_is_left_of_a_request_that_is_too_old_not_even_of_a_short_one() -> None:
-    records = Records(capacity=1)
+    records = RequestTraces(capacity=1)
     name = Name("first-0")
     gone = ref(name)
     for one in (name, "second-0"):
@@ -238,7 +238,7 @@ async def test_nothing_is_left_of_a_request_that_is_too_old_not_even_of_a_short_
 
 
 async def test_a_prompt_is_not_kept_beyond_the_end_of_its_request() -> None:
-    records = Records()
+    records = RequestTraces()
     job = Job(request_id="a-0", group_id="a", prompt_ids=PROMPT, sampling=SamplingParams())
     records.open([job])
     records.close([job], None)

@@ -24,7 +24,7 @@ from router.admission.admission import Admission, Turn
 from router.admission.fair_queue import Entry, FairQueue, Row
 from router.config import AdmissionConfig
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.poison_requests import Suspects
+from router.dispatch.poison_requests import PoisonRequests
 from router.fleet.worker import Member
 from router.prefix.feed import Feed
 from tests.unit.cluster.simulate.towns import run, town
@@ -282,8 +282,8 @@ def test_answers_that_wait_for_each_others_blocks_for_ever_are_found(monkeypatch
 
 
 def test_a_trial_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = having("a trial", 9, Suspects, "leave", matters=lambda _, suspicion: suspicion.batch is not None)
-    monkeypatch.setattr(Suspects, "leave", lambda *_: None)
+    seed = having("a trial", 9, PoisonRequests, "leave", matters=lambda _, suspicion: suspicion.batch is not None)
+    monkeypatch.setattr(PoisonRequests, "leave", lambda *_: None)
     assert "jobs are still tried" in broken_trial(seed)
 
 
