@@ -1,7 +1,7 @@
 """Keeping a copy of somebody else's block cache: numbered events, replay of what was missed, snapshots when that fails.
 
     worker   EventLog.record(event) ... since(incarnation, next_seq) ──▶ KVEvents      snapshot(blocks) ──▶ KVEvents
-    router   EventCursor.accept(KVEvents) ──▶ events to apply, or a Gap: ask with what it says
+    router   EventCursor.accept(KVEvents) ──▶ events to apply, or a Gap: request from there
 
 An incarnation is one life of a worker; a larger one is a later one. Events of one life are numbered from 0.
 """
@@ -56,7 +56,7 @@ class EventLog:
         self._hashes.extend(event.hashes)
 
     def since(self, incarnation: int, next_seq: int) -> KVEvents | None:
-        """Events from number `next_seq` on (none if there are none); None if that cannot be told from this log."""
+        """Events from number `next_seq` on (none if there are none); None if this log does not reach back so far."""
         end = self.next_seq
         first_kept = end - len(self._ring)
         if incarnation != self.incarnation or not first_kept <= next_seq <= end:
@@ -65,7 +65,7 @@ class EventLog:
         return KVEvents(incarnation=self.incarnation, first_seq=next_seq, events=events)
 
     def snapshot(self, blocks: Iterable[BlockStored]) -> KVEvents:
-        """All there is, as a message that replaces whatever its reader knew before."""
+        """All blocks, as a message that replaces all earlier ones."""
         return KVEvents(incarnation=self.incarnation, first_seq=self.next_seq, events=tuple(blocks), snapshot=True)
 
     def _close(self) -> None:

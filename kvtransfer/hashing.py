@@ -1,7 +1,7 @@
 """The identity of a KV block: a chained 128-bit hash over everything before it, the same for a cache and for an index.
 
 The chain starts at a root drawn from the tenant's salt, so equal prompts of two tenants share no hash at all. The hash
-is BLAKE2b: whoever chooses prompts, and knows everything but the salt, still cannot make one that has another's hash
+is BLAKE2b: a user who chooses prompts, and knows everything but the salt, cannot make one with another prompt's hash
 (docs/adr/0009). Long chains are hashed by compiled code (hashing.c), short ones by hashlib: the same hashes.
 """
 

@@ -1,8 +1,8 @@
-"""Which lanes a worker keeps. Pure: what lanes say of themselves, and who needs them.
+"""Which lanes a worker keeps. Pure: the lanes' statistics, and the peers that tickets need.
 
-A lane costs a thread, connections and staging memory at both ends, so an idle one is given up after a while, and the
-least recently used one as soon as there are too many. One that has not come about, and that nobody needs any more, goes
-soon: its peer may have died before it came. One that a ticket needs is never given up.
+A lane costs a thread, connections and staging memory at both ends, so an idle one is closed after a while, and the
+least recently used one as soon as there are too many. A lane that is still opening and that no ticket needs is closed
+soon: its peer may have died before it came. A lane that a ticket needs is never closed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from protos.errors import Overloaded, TransferFailed
 from protos.values import LaneLoad, LaneStats
 
 OPENING_S = 0.5
-"""How long a lane may be awaited that nobody needs."""
+"""How long a lane that no ticket needs may take to open."""
 
 
 def overdue(lane: LaneStats, config: LaneConfig) -> bool:

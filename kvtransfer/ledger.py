@@ -1,4 +1,4 @@
-"""Who owns which blocks until when, on the side that receives KV. Pure: ids, integers and the time it is told.
+"""Who owns which blocks until when, on the side that receives KV. Pure: ids, integers, and the time as an argument.
 
     reserve ──▶ RESERVED ── first block ──▶ SENDING ── last block ──▶ ARRIVED ── adopt ──▶ ADOPTED
                     │                          │                         │
@@ -6,10 +6,10 @@
                     └──────── lease ends ──────┴─────────────────────────┴──────────────▶ EXPIRED
 
 The ledger owns the blocks of the first three states. A lease bounds silence, not life: each block that lands renews it,
-and so does whoever asks for the ticket again, as its gateway does while the prompt waits to be read. Whatever ends a
-ticket returns its blocks to the caller: to the request when it is adopted, to the pool otherwise. Of an ended ticket a
-tombstone stays, so that a message which comes too late is known as such. A generation fences: what an older one says
-is dropped, a newer one ends the older.
+and so does each request for the same ticket, which its gateway repeats while the prompt waits for prefill. The end of a
+ticket returns its blocks to the caller: to the request when it is adopted, to the pool otherwise. An ended ticket
+leaves a tombstone, by which late messages are recognised. A generation fences: messages of an older generation are
+dropped, and a newer one ends the older.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tombstone:
-    """`generation` None stands for all of them: aborted before any was reserved. Whoever still wants the KV is told
-    `cause`."""
+    """What is left of an ended ticket. `generation` None: it was aborted before any generation was reserved. `cause` is
+    the error of a request that still waits for the KV."""
 
     generation: int | None
     state: TicketState
@@ -122,7 +122,7 @@ class Ledger:
     def renew(self, ticket_id: str, generation: int, now: float) -> Reservation | None:
         """The live reservation if this generation has been made already, or None if it may be made now.
 
-        A live one is renewed: its lease runs from `now`, whatever was left of it.
+        A live one is renewed: its lease starts again at `now`.
 
         Raises TransferFailed when the generation has been fenced by a newer one, or has ended. An older generation
         that is still live must be aborted before `reserve`.
@@ -236,7 +236,7 @@ class Ledger:
             self._end(
                 ticket_id,
                 TicketState.EXPIRED,
-                f"nothing moved and nobody renewed it for {entry.reservation.ticket.lease_s:g} s, "
+                f"no block arrived and no gateway renewed it for {entry.reservation.ticket.lease_s:g} s, "
                 f"{len(entry.arrived)} of {len(entry.reservation.ticket.block_ids)} blocks were here",
             )
             for ticket_id, entry in late
@@ -245,7 +245,7 @@ class Ledger:
     # -- what is known -------------------------------------------------------------------------------------------------
 
     def next_deadline_s(self) -> float:
-        """When the first lease ends if nothing comes and nobody renews; infinity where there is none."""
+        """When the first lease ends unless it is renewed; infinity where there is none."""
         return min((entry.deadline_s for entry in self._live.values()), default=math.inf)
 
     def state(self, ticket_id: str, generation: int) -> TicketState | None:

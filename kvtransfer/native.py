@@ -33,10 +33,10 @@ Functions = Mapping[str, tuple[Sequence[type], type | None]]
 
 def load(source: Path, functions: Functions | None = None) -> ctypes.PyDLL | None:
     """The library of one C file, compiled at the first call on a machine (half a second). Calls keep Python's lock.
-    Whoever calls it keeps what it gives."""
+    The caller keeps the library alive."""
     try:
         library = ctypes.PyDLL(str(compile_c(source, cache_folder())))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home folder
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: the user has no home folder
         reason = getattr(error, "stderr", "") or error
         log.warning("%s is not compiled, Python does its work, more slowly: %s", source.name, reason)
         return None
@@ -51,7 +51,7 @@ def compile_c(source: Path, folder: Path) -> Path:
 
     Raises OSError or SubprocessError.
 
-    Its name tells source, flags, compiler and processor, so that a folder shared by different machines is safe.
+    Its name has source, flags, compiler and processor, so that different machines may share a folder.
     """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     if compiler is None:
@@ -72,8 +72,8 @@ def prebuild_c(source: Path, folder: Path, instructions: InstructionSet) -> Path
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
-    """`path`, made in a folder of its own beside it unless it is there, so that nobody sees half of it. Raises what
-    `make` does, or OSError."""
+    """`path`, made in another folder and moved there unless it exists, so that no process sees half of it. Raises the
+    errors of `make`, or OSError."""
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -85,11 +85,11 @@ def made_once(path: Path, make: Callable[[Path], None]) -> Path:
 
 def fingerprint(compiler: str, flags: Iterable[str], sources: Iterable[Path]) -> str:
     """Of all that a library depends on: compiler, flags, sources and processor."""
-    told = hashlib.sha256(" ".join((compiler, *flags, processor())).encode())
-    told.update(subprocess.check_output([compiler, "--version"], timeout=_TIMEOUT_S))
+    identity = hashlib.sha256(" ".join((compiler, *flags, processor())).encode())
+    identity.update(subprocess.check_output([compiler, "--version"], timeout=_TIMEOUT_S))
     for path in sources:
-        told.update(path.read_bytes())
-    return told.hexdigest()[:16]
+        identity.update(path.read_bytes())
+    return identity.hexdigest()[:16]
 
 
 def run(*command: str, timeout_s: float) -> None:
@@ -106,5 +106,5 @@ def processor() -> str:
     """What `-march=native` depends on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    told = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
-    return "\n".join([platform.machine(), platform.processor(), *sorted(told)])
+    facts = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    return "\n".join([platform.machine(), platform.processor(), *sorted(facts)])

@@ -5,7 +5,7 @@
 
 A block is offered once it is full, the last one when the prompt is complete; or all that is left at once, some layers
 at a time, while the prompt's last step computes it. Payloads are copies: once everything is offered the request's own
-blocks may go, whatever the wire still does.
+blocks may be freed, while the wire still sends.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from protos.values import Ticket
 
 
 class Session:
-    """The ticket's lease runs here only while something that was offered has not left: from the first such offer, and
-    anew with whatever has been sent. How long a prompt waits and is read is not the wire's business."""
+    """The ticket's lease runs here only while an offered block has not left: from the first such offer, and anew with
+    each block that is sent. It does not bound how long a prompt waits and computes."""
 
     def __init__(self, ticket: Ticket, *, max_chunk_blocks: int) -> None:
         assert max_chunk_blocks > 0
@@ -60,7 +60,7 @@ class Session:
         self.ticket = replace(self.ticket, block_ids=self.ticket.block_ids[:num_blocks])
 
     def next_chunk(self, num_computed: int, *, complete: bool) -> Chunk | None:
-        """What can be offered next when `num_computed` tokens have their KV, and `complete` says that these are all."""
+        """The blocks to offer next when `num_computed` tokens have their KV. `complete`: these are all tokens."""
         size = self.ticket.layout.block_size
         num_full = num_computed // size - self.first_block
         num_ready = len(self.ticket.block_ids) if complete else min(num_full, len(self.ticket.block_ids))

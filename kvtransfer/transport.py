@@ -1,4 +1,4 @@
-"""How KV blocks travel: the seam between an engine and whatever moves bytes. Pure: no torch, payloads are opaque.
+"""How KV blocks travel: the seam between an engine and a transport. Pure: no torch, payloads are opaque.
 
 A push is cut into chunks; a chunk is some consecutive blocks of a ticket, of all layers or some. Everything here is
 called from the engine's thread and returns at once; threads of a transport's own do the waiting. On a tensor-parallel
@@ -14,8 +14,8 @@ Safety: a payload is a copy (staging) on both sides. The source may free its blo
 destination nothing is written into a block before the engine itself lands a payload whose ticket and generation the
 ledger still knows. So no late message can ever write into a block that has moved on to another owner.
 
-Staging is bounded: a lane takes payloads while `can_offer` says so, and its receiving end reads the wire only while
-less than its share waits to be taken. The share is per lane, and chunks of a lane arrive in the order they were
+Staging is bounded: a lane takes payloads while `can_offer` returns True, and its receiving end reads the wire only
+while less than its share waits to be taken. The share is per lane, and chunks of a lane arrive in the order they were
 offered, on every rank alike: so ranks that take in rank 0's order never wait for each other in a circle.
 """
 
@@ -86,9 +86,9 @@ class Arrived(Value, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneLost:
-    """Nothing more comes from, or goes to, this peer over the present lane, and what was offered and is not `Sent` is
-    dropped. Said once a lane. A later `open`, `offer` or `expect` makes a new one. `peer` is its `peer_name`, `cause`
-    what those who waited for it are told."""
+    """The present lane from, or to, this peer has ended; payloads that were offered and are not `Sent` are dropped.
+    Returned once for each lane. A later `open`, `offer` or `expect` makes a new one. `peer` is its `peer_name`, `cause`
+    the error of requests that waited for it."""
 
     peer: str
     reason: str
@@ -108,7 +108,7 @@ class Sender(Protocol[PayloadIn]):
 
     @property
     def address(self) -> LaneAddress:
-        """Who sends. Nobody is met here: `port` may be 0."""
+        """This worker, as peers know it. Peers do not connect to a sender: `port` may be 0."""
         ...
 
     def open(self, ticket: Ticket) -> None:

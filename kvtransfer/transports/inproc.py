@@ -3,7 +3,7 @@
     InprocSender.offer ──▶ InprocExchange: carry(parcel, deliver) ── deliver() ──▶ InprocReceiver
 
 By default a parcel is delivered at once. A test keeps the `deliver` calls and makes them in any order; a simulator
-makes them when its clock says so.
+makes them at the time of its clock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _at_once(parcel: InprocParcel, deliver: Callable[[], None]) -> None:
 
 
 def _no_time() -> float:
-    """Of lanes that tell of no time that they were busy."""
+    """The default clock: lanes take no time."""
     return 0.0
 
 
@@ -83,8 +83,8 @@ class InprocExchange:
         reason: str,
         cause: type[TransferFailed] = TransferFailed,
     ) -> None:
-        """Ends the lane between two peers as a cut wire would: both hear of it, what is under way is lost. The
-        destination hears of `cause`."""
+        """Ends the lane between two peers as a cut wire would: both get LaneLost, the destination with `cause`, and
+        payloads under way are lost."""
         with self._lock:
             source_name, destination_name = peer_name(source), peer_name(destination)
             if source_name in self._senders:
@@ -107,16 +107,16 @@ class _Lane:
     busy_s: float = 0.0
     over_s: float = -math.inf  # the last parcel
     lost: bool = False
-    told: LaneStats | None = None
+    cached_stats: LaneStats | None = None
 
     def moved(self, num_bytes: int, elapsed_s: float) -> None:
         self.num_bytes += num_bytes
         self.busy_s += elapsed_s
-        self.told = None
+        self.cached_stats = None
 
     def stats(self) -> LaneStats:
-        if self.told is None:
-            self.told = LaneStats(
+        if self.cached_stats is None:
+            self.cached_stats = LaneStats(
                 peer=self.peer,
                 transport="inproc",
                 state="open",
@@ -124,7 +124,7 @@ class _Lane:
                 busy_s=self.busy_s,
                 idle_s=0.0,
             )
-        return self.told
+        return self.cached_stats
 
 
 class InprocSender:
@@ -219,7 +219,7 @@ class InprocSender:
             self._lanes[peer] = _Lane(peer)
             if peer not in self._exchange._receivers:
                 lane = self._lanes[peer]
-                self._lose(peer, f"nobody receives at {peer}")
+                self._lose(peer, f"no receiver is at {peer}")
                 return lane
         return self._lanes[peer]
 

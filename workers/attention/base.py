@@ -1,4 +1,4 @@
-"""The seam between the decoder stack and whatever computes attention on this machine.
+"""The seam between the decoder stack and the attention backends of this machine.
 
 Legend of shape suffixes: T tokens of the batch (rows packed, never padded), S sequences (rows), B blocks of the longest
 sequence, N query heads, K key/value heads, D head dim, both of this rank. The cache is `workers.kv.storage.KVStorage`.

@@ -29,7 +29,7 @@ class _Rows:
 
 
 class PagedAttention:
-    """`attend` launches two kernels for the rows of one token and one for the others, whatever the batch.
+    """`attend` launches two kernels for the rows of one token and one for the others, for any batch.
 
     For CUDA graphs: steps of R rows of one token keep their plans at the same addresses. After the `begin` of such a
     step a graph captured for R rows is right for the new lengths; block tables and slots must lie where they were

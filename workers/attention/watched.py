@@ -1,4 +1,5 @@
-"""An attention backend that says when the keys and values of a layer are in the cache: KV may travel from then on."""
+"""An attention backend that reports each layer whose keys and values are in the cache: they may be pushed from then
+on."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ class WatchedAttention:
         self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
     ) -> torch.Tensor:
         turned_TND = self._backend.write(layer, q_TND, k_TKD, v_TKD, rotation)
-        self.tell(layer)
+        self.notify(layer)
         return turned_TND
 
-    def tell(self, layer: int) -> None:
+    def notify(self, layer: int) -> None:
         """This layer has been written, and all before it: for those that write in another way, as a graph does."""
         for watcher in self._watchers:
             watcher(layer)

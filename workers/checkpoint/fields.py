@@ -33,8 +33,8 @@ class Fields:
         except OSError as error:
             raise BadCheckpoint(f"{path}: {unusable(error)}") from error
         except (ValueError, RecursionError) as error:
-            told = lfs_pointer(path) or f"{path} is not valid JSON ({error}): download it again"
-            raise BadCheckpoint(told) from error
+            damage = f"{path} is not valid JSON ({error}): download it again"
+            raise BadCheckpoint(lfs_pointer(path) or damage) from error
         if not isinstance(data, dict):
             raise BadCheckpoint(f"{path} must hold a JSON object, it holds a {type(data).__name__}: download it again")
         return cls(data, str(path))

@@ -17,7 +17,7 @@ _MODULES = {"cpu": "workers.kernels.cpu", "cuda": "workers.kernels.cuda"}
 
 
 class Kernels(Protocol):
-    """A module of functions; `workers.kernels.reference` says by example what each must compute."""
+    """A module of functions; `workers.kernels.reference` has a readable twin of each."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
     def add_rms_norm(

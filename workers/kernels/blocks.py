@@ -35,8 +35,8 @@ def _copy_runs(
 
 
 def gather(cache: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`reference.gather`: blocks of a contiguous [L, 2, NB, K, BS, D], copied to [L, 2, ids, K, BS, D]. Whatever the
-    dimensions after NB are, they are copied as one run."""
+    """`reference.gather`: blocks of a contiguous [L, 2, NB, K, BS, D], copied to [L, 2, ids, K, BS, D]. The
+    dimensions after NB are copied as one run."""
     shape = (*cache.shape[:2], len(block_ids), *cache.shape[3:])
     payload = torch.empty(shape, dtype=cache.dtype, device=cache.device) if out is None else out
     assert payload.shape == shape, f"out is {tuple(payload.shape)}, the blocks are {shape}"

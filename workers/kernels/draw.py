@@ -196,7 +196,7 @@ class Draws:
         vocab_size: int,
         device: torch.device | str,
     ) -> Draws:
-        """From each row's sampling parameters; a top-k of 0 keeps all. Two copies to the device, awaited by nobody."""
+        """From each row's sampling parameters; a top-k of 0 keeps all. Two copies to the device, without waiting."""
         with np.errstate(divide="ignore"):
             floors = np.log(np.array(min_ps, dtype=np.float64))
         real = np.stack((np.array(temperatures, dtype=np.float64), floors, np.array(top_ps, dtype=np.float64)))

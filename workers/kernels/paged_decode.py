@@ -121,7 +121,7 @@ def _reduce(partial_ptr, lse_ptr, out_ptr, parts_ptr, out_stride, DIM: tl.conste
 
 
 def decode_tile(dim: int, group: int, dtype: torch.dtype) -> Tile:
-    """16 KiB of keys and as much of values a stage, whatever the head dim. Three stages take 70 KiB of shared memory
+    """16 KiB of keys and as much of values a stage, for any head dim. Three stages take 70 KiB of shared memory
     and 120 registers a thread (compiled for 9.0), so three programs fit a multiprocessor (two on 8.0), each with 64 KiB
     under way: five times what 4.3 TB/s at a latency of 1 us need. Chosen by reasoning, not measured yet.
     """

@@ -1,4 +1,4 @@
-"""Numbers between host and device that nobody waits for: pinned memory, and copies queued on the current stream.
+"""Copies of numbers between host and device without waiting: pinned memory, and copies queued on the current stream.
 
 torch keeps pinned memory for the next copy, and hands it out again only when the copy that reads it is over.
 """

@@ -28,12 +28,12 @@ def _ids(num_blocks: int) -> tuple[int, ...]:
 
 
 def _unheard(event: KVEvent) -> None:
-    """For a pool nobody keeps an index of."""
+    """The default `record`, for a pool without an index."""
 
 
 class BlockPool:
-    """`record` hears of every change to the set of sealed blocks, in order; `host`, if any, must record to the same.
-    `num_clears` counts how often it was told to forget. Not thread-safe: it has one owner."""
+    """`record` is called with every change to the set of sealed blocks, in order; `host`, if any, must record to the
+    same. `num_clears` counts calls of `clear`. Not thread-safe: it has one owner."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class BlockPool:
         """The same of blocks that follow one another, the first of them on `parent`."""
         begun, fresh = parent, list[BlockHash]()
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            assert self._refs[block_id] > 0, f"block {block_id} was sealed by nobody who holds it"
+            assert self._refs[block_id] > 0, f"block {block_id} is sealed and has no reference"
             if block_hash not in self._by_hash:
                 assert self._hashes[block_id] is None, f"block {block_id} was sealed twice, with different hashes"
                 self._by_hash[block_hash] = block_id
@@ -137,7 +137,7 @@ class BlockPool:
     def release(self, block_ids: Sequence[int]) -> None:
         """Gives back one reference to each block of a sequence, given in its order: its tail is evicted first."""
         for block_id in reversed(block_ids):
-            assert self._refs[block_id] > 0, f"block {block_id} was released by nobody who holds it"
+            assert self._refs[block_id] > 0, f"block {block_id} is released and has no reference"
             self._refs[block_id] -= 1
             if self._refs[block_id] == 0:
                 if self._hashes[block_id] is not None:
@@ -146,7 +146,7 @@ class BlockPool:
                     self._free.append(block_id)
 
     def clear(self) -> None:
-        """Forgets every cached prefix, on the host too. Whoever holds blocks keeps them."""
+        """Drops every cached prefix, on the host too. Referenced blocks stay."""
         self._free.extend(self._evictable)
         self._evictable.clear()
         self._by_hash.clear()
@@ -189,7 +189,7 @@ class BlockPool:
         counted, num_unheld = sum(self._refs), self._refs.count(0)
         assert counted == num_references, f"there are {counted} references, their holders know of {num_references}"
         num_free = len(self._free) + len(self._evictable)
-        assert num_free == num_unheld, f"{num_unheld} blocks are held by nobody, {num_free} can be handed out"
+        assert num_free == num_unheld, f"{num_unheld} blocks have no reference, {num_free} can be handed out"
 
     def check_integrity(self) -> None:
         """Every block is in exactly one place, and the index of hashes is one to one."""
@@ -208,7 +208,7 @@ class BlockPool:
             self.host.check_integrity()
 
     def assert_idle(self) -> None:
-        """Nobody holds a block."""
+        """Raises AssertionError while a block is referenced."""
         self.check_integrity()
         held = [block_id for block_id, refs in enumerate(self._refs) if refs]
         assert not held, f"blocks {held} are still held"

@@ -1,12 +1,12 @@
 """The host tier: blocks that the device evicts are kept in host memory, and loaded back when a prompt begins with them.
 
     device   sealed ── evicted by allocate ───────▶ free ── allocate ──▶ being loaded ──▶ sealed
-                │ keep: copied before that             ▲                     │
-    host        └──▶ kept, in LRU order ── pinned ─────┴── HostCopies.load ──────┘
+                │ retain: copied before that           ▲                     │
+    host        └──▶ kept, in LRU order ── pinned ─────┴── onload ───────────┘
 
 Ids, order and counts only; `HostCopies` moves the bytes. A block may be in both tiers: one that was loaded stays on the
 host, so that it can leave the device again without being copied, and copies are made ahead of need, in batches of what
-is evicted next. Whoever loads slots pins them: a pinned slot is written by nobody.
+is evicted next. Slots that are being loaded are pinned: a pinned slot is not written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KEEP = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedOnload:
-    """A load is over: `elapsed_s` were spent on copying."""
+    """An onload is over: copying took `elapsed_s`."""
 
     load_id: int
     elapsed_s: float
@@ -34,8 +34,8 @@ class FinishedOnload:
 class HostCopies(Protocol):
     """Copies blocks between the tiers, on every rank of a worker. The engine's thread calls, between two launches.
 
-    Nothing here waits for the device. What is asked for takes place as if in the order of the calls and launches: a
-    copy reads what the steps launched before it write, and no step launched after it overwrites what it still reads.
+    No method waits for the device. Copies take place as if in the order of the calls and launches: a copy reads what
+    the steps launched before it write, and no step launched after it overwrites what it still reads.
     """
 
     @property
@@ -48,21 +48,21 @@ class HostCopies(Protocol):
         ...
 
     def onload(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Begins to copy slots into blocks. Nobody may read or write these blocks before `settle`."""
+        """Begins to copy slots into blocks, which must not be read or written before `await_copy`."""
         ...
 
     def finished(self) -> Sequence[FinishedOnload]:
-        """Loads that are over, each told of once, in the order they began."""
+        """Onloads that are over, each returned once, in the order in which they began."""
         ...
 
     def await_copy(self, load_id: int) -> None:
-        """What is launched from now on finds the load's blocks written: it waits for the load, if that is not over."""
+        """Steps launched from now on find the onload's blocks written: they wait for it if it is not over."""
         ...
 
 
 class HostPool:
-    """Which blocks are kept in which of `num_slots` slots. `record` hears of every change, in order; `block_bytes` are
-    those of a block over all ranks. Not thread-safe: it belongs to a `BlockPool`."""
+    """Which blocks are kept in which of `num_slots` slots. `record` is called with every change, in order;
+    `block_bytes` are those of a block over all ranks. Not thread-safe: it belongs to a `BlockPool`."""
 
     def __init__(
         self, num_slots: int, copies: HostCopies, record: Callable[[KVEvent], None], *, block_bytes: int
@@ -148,7 +148,7 @@ class HostPool:
                     self._free.append(slot)
 
     def clear(self) -> None:
-        """Forgets everything. The caller tells."""
+        """Drops every block. The caller records it."""
         for slot, _ in self._kept.values():
             if slot in self._pins:
                 self._orphans.add(slot)
@@ -205,16 +205,16 @@ class HostPool:
         everywhere = [*self._free, *kept, *self._orphans]
         assert sorted(everywhere) == list(range(self.num_slots)), "a slot of the host is lost, or in two places"
         assert not self._pins.keys() & set(self._free), "a slot that is being loaded is free"
-        assert self._orphans <= self._pins.keys(), "a slot is kept for nobody"
+        assert self._orphans <= self._pins.keys(), "a slot without a block is not pinned"
         assert min(self._pins.values(), default=1) > 0
 
     def assert_idle(self) -> None:
-        """Nobody loads anything."""
+        """Raises AssertionError while an onload is in progress."""
         self.check_integrity()
         assert not self._pins, f"slots {sorted(self._pins)} are still pinned"
 
     def _take(self) -> int:
-        """A free slot, or that of the block that nobody has used for longest."""
+        """A free slot, or that of the least recently used block."""
         if self._free:
             return self._free.pop()
         block_hash = next(one for one, (slot, _) in self._kept.items() if slot not in self._pins)

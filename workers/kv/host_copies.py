@@ -6,7 +6,7 @@ On a CPU both tiers are the same memory: copies are made within the call. On a G
     out stream               waits │ staging ──▶ pinned slots
     in stream       waits for step n, and for what the out stream writes │ pinned ──▶ staging ──▶ scatter
 
-A block is gathered behind the steps that write it, and nobody overwrites it before it is gathered; a load begins when
+A block is gathered behind the steps that write it, and before any step that overwrites it; a load begins when
 steps that had its blocks before are over, and runs beside those that come after. No host waits for any of it.
 
 Legend: N slots or blocks, L layers, P parts of all layers (L * 2), R elements of a run: what a block keeps of one part.
@@ -32,7 +32,7 @@ _cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
 PIECE_BYTES = 32 * 2**20
 """Of blocks that are staged on a GPU at once: a millisecond or less of its link to the host."""
 _NUM_STAGED = 5  # pieces there is memory for: two on their way out, one coming in, and one for each stream's turning
-_MAX_UNASKED = 1024  # on a follower, whom nobody asks
+_MAX_UNASKED = 1024  # on a follower, which is not polled
 _NUM_PROBED = 64
 _NUM_PROBES = 3
 
@@ -76,7 +76,7 @@ class CpuCopies:
         return loaded
 
     def await_copy(self, load_id: int) -> None:
-        """On rank 0 it has been told of: that comes first where a load is over at once."""
+        """On rank 0 `finished` has returned it before: a load is over at once here."""
         self._loaded = [loaded for loaded in self._loaded if loaded.load_id != load_id]
 
 
@@ -168,7 +168,7 @@ class CudaCopies:
 
 
 class _Mark:
-    """A place in a stream that another may wait for. Before it is set nobody waits."""
+    """A place in a stream that another may wait for. Until it is set there is nothing to wait for."""
 
     def __init__(self) -> None:
         self._event: Any = None

@@ -129,7 +129,7 @@ def read_rope(config: Fields, *, head_dim: int, max_position: int) -> Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
-    """What config.json says outside the scaling's own parameters."""
+    """Fields of config.json outside the scaling's own parameters."""
 
     theta: float
     max_position: int

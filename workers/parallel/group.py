@@ -101,8 +101,8 @@ class RankGroup:
     bounds that and each collective, but not a follower's wait in `broadcast`. `closing` is called when the group is
     closed.
 
-    A rank that dies is noticed at once, but for one case: gloo forgets a message that it was about to write when it
-    hears that the connection is gone, and whoever sent it waits out `timeout_s`.
+    A rank that dies is noticed at once, but for one case: gloo drops a message that it was about to write when the
+    connection closes, and its sender waits for all of `timeout_s`.
     """
 
     def __init__(
@@ -223,8 +223,8 @@ class RankGroup:
 def _process_group(store: Store, rank: int, size: int, device: str, timeout: timedelta) -> Any:
     """gloo or NCCL over a store of the caller's. Untyped: a CPU build of torch does not name NCCL's class.
 
-    gloo asks for no key, and by itself listens at the machine's name: the ranks of a worker share a host, so theirs
-    listens there alone.
+    gloo needs no key, and listens at the machine's name by default: the ranks of a worker share a host, so their group
+    listens on the loopback alone.
     """
     from torch import distributed
 

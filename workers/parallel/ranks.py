@@ -160,8 +160,8 @@ def share_address(group: TensorParallel, address: LaneAddress) -> LaneAddress:
 
 
 class HostedStore(RendezvousStore):
-    """Rank 0's meeting place, with the board it lies on. Not torch's TCPStore: that one asks DNS for the name of each
-    rank that comes, and one lost packet holds the start up for five seconds."""
+    """Rank 0's store, with its server. Not torch's TCPStore: that one looks up the name of each rank in DNS, and one
+    lost packet delays the start by five seconds."""
 
     def __init__(self, host: str, port: int, *, key: bytes, timeout_s: float) -> None:
         board = RendezvousServer(host, port, key=key)
@@ -201,9 +201,9 @@ def meet(
 ) -> TensorParallel:
     """The group of a worker's ranks, once all have come. `store` is not needed, nor used, when there is one rank.
 
-    `name` tells this group from others over the same store: give every incarnation of a worker its own. `timeout_s`
-    bounds the wait here and every later collective. The group closes the store with itself. Raises WorkerLost when a
-    rank does not come.
+    `name` distinguishes this group from others over the same store: give every incarnation of a worker its own.
+    `timeout_s` bounds the wait here and every later collective. The group closes the store with itself. Raises
+    WorkerLost when a rank does not come.
     """
     if size == 1:
         return Solo()

@@ -4,9 +4,9 @@
     replay    step's numbers ──▶ the places that were recorded      attention.begin: plans at their places
               graph of its size ──▶ logits at their place, of which the first rows are the step's
 
-Whatever depends on a step must lie where it lay when it was recorded: this file's tensors, and the attention's plans.
-Sampling is not recorded: it differs from step to step, and is a few launches. Legend: P rows of a padded step, B blocks
-of the longest sequence there may be, G groups of the KV layout, V vocabulary.
+Tensors that depend on a step must lie where they lay when it was recorded: this file's tensors, and the attention's
+plans. Sampling is not recorded: it differs from step to step, and is a few launches. Legend: P rows of a padded step, B
+blocks of the longest sequence there may be, G groups of the KV layout, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When a GPU began and ended a step, by events in its own queue, told in the host's time. For profiles only.
+"""When a GPU began and ended a step, by events in its own queue, in the host's time. For profiles only.
 
     host clock    ── base_s ────────────────────────────────▶ start_s ─────────────────────▶ end_s
     device queue     base event, waited for ─────── ... ──── start event ── the step ────── end event

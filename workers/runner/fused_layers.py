@@ -13,11 +13,11 @@ from workers.kernels.cpu.layers import CompiledLayers
 from workers.models.decoder import Decoder, Through
 
 
-def fused_layers(decoder: Decoder, attention: AttentionBackend, tell: Callable[[int], None]) -> Through | None:
+def fused_layers(decoder: Decoder, attention: AttentionBackend, notify: Callable[[int], None]) -> Through | None:
     """Of a packed model with this attention; None where its layers run one by one.
 
-    `tell` hears of every layer whose keys and values are written; in a step where every row decodes only of the last,
-    since nobody waits for a part of it.
+    `notify` is called with each layer whose keys and values are written; in a step that only decodes with the last one
+    alone, since no push waits for a part of it.
     """
     if not isinstance(attention, NativeAttention):
         return None
@@ -37,7 +37,7 @@ def fused_layers(decoder: Decoder, attention: AttentionBackend, tell: Callable[[
         done = 0
         for layer in range(num_layers) if inputs.max_query > 1 else (num_layers - 1,):
             step.run(done, 2 * layer + 1)
-            tell(layer)
+            notify(layer)
             done = 2 * layer + 1
         step.run(done, 2 * num_layers)
 

@@ -53,7 +53,7 @@ class TorchRunner:
     ) -> None:
         self._decoder = decoder
         self._attention = WatchedAttention(attention)
-        self._through = fused_layers(decoder, attention, self._attention.tell)
+        self._through = fused_layers(decoder, attention, self._attention.notify)
         self._block_size = block_size
         self._grammars = grammars
         self._device = decoder.context.device
@@ -97,8 +97,8 @@ class TorchRunner:
         self._attention.watch(watcher)
 
     def record(self, timeline: Timeline) -> None:
-        """Where the forward pass and the sampling of each launch are told of: on a GPU how long queueing them took, and
-        by CUDA events when the device began and ended the step."""
+        """The forward pass and the sampling of each launch are recorded there: on a GPU how long queueing them took,
+        and by CUDA events when the device began and ended the step."""
         self._timeline = timeline
         if torch.device(self._device).type == "cuda":
             self._device_clock = DeviceClock(timeline.now)
@@ -115,7 +115,7 @@ class TorchRunner:
         if self.graphs is None or size is None:
             return self._decoder.forward(self._inputs(packed), self._attention, self._through)
         logits_RV = self.graphs.replay(self._inputs(padded(packed, size)), size)[: len(packed.logit_rows_R)]
-        self._attention.tell(self._decoder.config.num_layers - 1)
+        self._attention.notify(self._decoder.config.num_layers - 1)
         return logits_RV
 
     def _latest(self, batch: Batch) -> torch.Tensor | None:
@@ -201,7 +201,7 @@ class Sampling:
         return self._queued.is_over()
 
     def fetch(self) -> StepOutput:
-        """Also of a step that samples nothing: how long it took counts, and KV that is told of must be there."""
+        """Waits for a step that samples nothing, too: its duration counts, and its KV must be there."""
         self._queued.wait()
         drawn = iter(self.drawn.fetch() if self.drawn is not None else ())
         rows = [next(drawn) if row.sample is not None else RowOutput() for row in self._batch.rows]
@@ -212,7 +212,7 @@ class Sampling:
         return StepOutput(rows=tuple(rows))
 
     def _mask(self, index: int, row: Row, asked: Sample) -> Mask | None:
-        """None for a row whose answer cannot go on, or not yet: it is sampled with the others, and told of instead."""
+        """None for a row whose answer cannot go on, or not yet: it is sampled with the others, and reported."""
         assert self._grammars is not None, "a grammar passed an engine that has none"
         try:
             mask = self._grammars.allowed(row.request_id, asked)

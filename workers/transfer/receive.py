@@ -4,8 +4,8 @@
     tick: arrived chunk ── ledger: where to? ──▶ TransferLeader.land(blocks) ──▶ ledger.landed
     adopted / pulled: the ticket ARRIVED ──▶ the request has its blocks
 
-The first asks for a sequence's KV that is computed elsewhere, and fails without it. The second asks for a prefix that
-is cached elsewhere: without it the request computes.
+An adopted request needs a sequence's KV that is computed elsewhere, and fails without it. A pull wants a prefix that is
+cached elsewhere: without it the request computes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOVING = (TicketState.RESERVED, TicketState.SENDING)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservationLimits:
     """`headroom` is the part of all blocks that reservations leave to running answers. A refused reservation may be
-    tried again after `retry_after_s`; nobody gets a longer lease than `max_lease_s`."""
+    tried again after `retry_after_s`; no lease is longer than `max_lease_s`."""
 
     headroom: float = 0.05
     retry_after_s: float = 0.5
@@ -177,7 +177,7 @@ class Incoming:
         return self.ledger.reservation(ticket.ticket_id, ticket.generation) is not None
 
     def adopted(self, request: Request, ticket: Ticket) -> bool:
-        """Has the request got the ticket's blocks now? If not it must wait, or has failed: the next tick says so."""
+        """Has the request got the ticket's blocks now? If not it waits, or has failed: the next tick returns that."""
         self._settle(ticket, request.num_tokens - 1)
         state = self.ledger.state(ticket.ticket_id, ticket.generation)
         if state is TicketState.ARRIVED:
@@ -200,7 +200,7 @@ class Incoming:
             return True
         if request.owes_prompt_logprobs:  # every position has to be computed here
             request.pull = None
-            self._abort(ticket.ticket_id, "its request asks for logprobs of the prompt", ticket.generation)
+            self._abort(ticket.ticket_id, "its request wants logprobs of the prompt", ticket.generation)
             self._pull_failed(request, self._fate(ticket))
             return True
         self._pool.release(self.ledger.truncate(ticket.ticket_id, ticket.generation, len(ticket.block_ids)))
@@ -329,7 +329,7 @@ class Incoming:
             self._transfers.land(chunk, block_ids)
             self.ledger.landed(chunk, now)
             num_bytes, busy_s = self._landing.get(chunk.ticket_id, (0, 0.0))
-            num_bytes += chunk.num_bytes(self._layout)  # on all ranks; the event tells of rank 0 only
+            num_bytes += chunk.num_bytes(self._layout)  # on all ranks; the event has those of rank 0 only
             self._landing[chunk.ticket_id] = (num_bytes, busy_s + event.elapsed_s)
             if self.ledger.state(chunk.ticket_id, chunk.generation) is TicketState.ARRIVED:
                 self.num_settled += 1

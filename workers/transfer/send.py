@@ -1,11 +1,11 @@
-"""What this worker pushes: KV of prompts it reads for others, of sequences that move away, of blocks others ask for.
+"""What this worker pushes: KV of prompts for decode workers, of sequences that migrate, of blocks that others pull.
 
     begin(request, ticket) ─▶ pushed as it is computed ── complete ─▶ all offered ─▶ released           a prompt
     move(request, ticket) ──▶ pushed while it decodes ── caught up ─▶ moved: HELD ─▶ all offered ─▶ released
     share(ticket, hashes) ──▶ references to what is cached ─────────▶ all offered ─▶ references given back
                               and to what the host loads ── loaded ──▶
 
-A payload is a copy: what is offered needs its blocks no more. Whatever fails is told once; a move that fails before the
+A payload is a copy: an offered block may be freed. A tick returns each failure once; a move that fails before the
 sequence was HELD leaves it where it is.
 """
 
@@ -105,7 +105,7 @@ class Outgoing:
         self._group_bytes = group_bytes
         self._pushes: dict[str, Push] = {}  # by ticket
         self._leaving: dict[str, Push] = {}  # all offered, not all sent
-        self._forgone: list[str] = []  # of those, whom nobody wants: forgotten when what had left has been heard of
+        self._forgone: list[str] = []  # of those, withdrawn: dropped after the next poll of sent chunks
         self._moved: list[str] = []
         self._released: list[str] = []
         self._failed: dict[str, BatonError] = {}
@@ -118,8 +118,8 @@ class Outgoing:
     # -- what is pushed ------------------------------------------------------------------------------------------------
 
     def begin(self, request: Request, ticket: Ticket, now: float) -> bool:
-        """From now on the prompt's blocks are pushed as they become full. May be called again. False: it cannot be,
-        and the next tick says so."""
+        """From now on the prompt's blocks are pushed as they become full. May be called again. False: it has failed,
+        and the next tick returns the error."""
         push = self._pushes.get(ticket.ticket_id)
         if push is None or push.source is not request:
             try:
@@ -137,7 +137,7 @@ class Outgoing:
         return request.request_id not in self._failed
 
     def completed(self, request: Request) -> bool | None:
-        """The prompt has been read: is all of it offered, so that its blocks may go? None: nobody is to have it."""
+        """The prompt is computed: is all of it offered, so that its blocks may be freed? None: it is not pushed."""
         push = self._push_of(request)
         if push is None:
             return None
@@ -148,7 +148,7 @@ class Outgoing:
         return False
 
     def move(self, request: Request, ticket: Ticket, now: float) -> None:
-        """The running sequence is to go on where the ticket is. A tick says that it has moved, or stays."""
+        """The running sequence continues at the ticket's worker. A tick returns that it has moved, or stays."""
         try:
             if self._push_of(request) is not None:
                 raise InvalidRequest(f"request {request.request_id} is being pushed already", param="request_id")
@@ -224,14 +224,14 @@ class Outgoing:
         return True
 
     def send(self, now: float, num_in_flight: int | None = None) -> bool:
-        """Pushes what can be pushed. Did a push end, or fail, so that a tick has something to tell or blocks are free?
-        The engine's blocks are read here, in `go_on`, and where `launching` arms a step for it. The steps in flight do
-        not write what has been computed, if it is said how many there are."""
+        """Pushes what can be pushed. Did a push end, or fail, so that a tick returns something or blocks are free? The
+        engine's blocks are read here, in `go_on`, and where `launching` arms a step for it. `num_in_flight` steps do
+        not write what has been computed; None: any step may."""
         num_pushes = len(self._pushes)
         for push in (*self._pushes.values(), *self._leaving.values()):
             if push.complete and push.completed_s is None:
                 push.completed_s = now
-        self._hear_sent(now)
+        self._poll_sent(now)
         for push in tuple(self._pushes.values()):
             if push.session.expired(now):
                 self._fail(push, f"the lease of {push.session.ticket.lease_s:g} s is over and nothing has moved")
@@ -244,13 +244,13 @@ class Outgoing:
         return any(_next_chunk(push) is not None for push in self._pushes.values())
 
     def go_on(self, now: float, num_in_flight: int) -> None:
-        """While a step is waited for: pushes what had been computed before it. The next tick tells what comes of it."""
-        self._hear_sent(now)
+        """Pushes, during the wait for a step, what was computed before it. The next tick returns the outcome."""
+        self._poll_sent(now)
         for push in self._pushes.values():
             self._offer(push, now, num_in_flight)
 
     def tick(self, now: float, num_in_flight: int | None = None) -> Tick:
-        """Sends, and tells what has come of it."""
+        """Sends, and returns the outcome of all pushes since the last tick."""
         self.send(now, num_in_flight)
         self._transfers.destinations.close_unneeded(now, self._live_destinations)
         tick = Tick(
@@ -308,7 +308,7 @@ class Outgoing:
     def _live_destinations(self) -> set[str]:
         return {peer_name(push.session.ticket.destination) for push in self._pushes.values()}
 
-    def _hear_sent(self, now: float) -> None:
+    def _poll_sent(self, now: float) -> None:
         for event in self._transfers.poll_sent():
             if isinstance(event, Sent):
                 self._sent(event, now)

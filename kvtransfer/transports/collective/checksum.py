@@ -1,4 +1,4 @@
-"""A number that says whether a payload has come as it was sent: against bad memory and our own bugs, not malice."""
+"""A checksum of payloads, against bad memory and our own bugs, not malice."""
 
 from __future__ import annotations
 

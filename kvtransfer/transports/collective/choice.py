@@ -33,7 +33,7 @@ _SHUT = b"\x00"
 
 
 class TransportRefused(RuntimeError):
-    """A transport is asked for by name and cannot be had. The message says which and why."""
+    """A transport that is set by name cannot be had. The message names it and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@
     lane threads                     └▶ send headers, pieces ══ wire ══▶ receive headers, pieces ─▶┘
 
 Each lane has a thread at the sending end, and one for each source rank at the receiving end: they alone wait for the
-network. An idle sender says so now and then: that is how its peer tells idle from hung, and how it finds out itself
-that nobody listens any more.
+network. An idle sender sends heartbeats: by them the peer distinguishes idle from hung, and the sender finds out that
+its peer has gone.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class CollectiveReceiver:
         self._threads: list[Lane] = []  # of lost lanes too, until they have ended
         self._events: deque[Arrived | LaneLost] = deque()
         self._staged: dict[Chunk, deque[IncomingPayload]] = {}
-        self._unwanted: Counter[tuple[str, Chunk]] = Counter()  # by source: what is to come, and nobody takes
+        self._unwanted: Counter[tuple[str, Chunk]] = Counter()  # by source: chunks to drop as soon as they arrive
 
     def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
         require_compatible(source.worker_id, source_layout, self.address.worker_id, self._layout)

@@ -1,10 +1,10 @@
-"""One end of a lane: threads that meet the peer and move bytes, again and again if need be, until it is to end.
+"""One end of a lane: threads that connect to the peer and move bytes, and connect again after a stall, until it closes.
 
 opening ── all ranks meet ──▶ open ── closed, or the peer is gone ───────────────▶ ended
    ▲  ▲                        │ │
-   │  └── nobody needs it: parted, and needed again before it had ended ─┘       (nothing is lost by this)
+   │  └── closed because it idled, and needed again before it had ended ─┘       (nothing is lost by this)
    │                           │
-   └─────── quarantined ◀──────┘ nothing moved for `stall_s`: given up, and met anew; until then nobody may use it
+   └─────── quarantined ◀──────┘ nothing moved for `stall_s`: aborted; not used until its ranks have connected again
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ _RETRY_S = 0.2
 
 
 class Closing(Exception):
-    """The lane was asked to end."""
+    """The lane is to end."""
 
 
 class ClosedIdle(Exception):
-    """Nobody needs the lane now. What was sent has arrived."""
+    """The lane ends because no ticket needs it. What was sent has arrived."""
 
 
 Lost = Callable[[Exception, bool], None]
-"""Says why what is on its way will not arrive; True: the lane has ended, and its owner forgets it at once."""
+"""Called with the reason why payloads on their way will not arrive. True: the lane has ended, and its owner drops
+it."""
 Over = Callable[[], bool]
-"""Asks whether a lane that is closing, or whose peer has parted, may end: its owner forgets it then, or keeps it."""
+"""Returns True if a lane that is closing, or that idled, may end: its owner has dropped it then."""
 
 
 class Lane:
@@ -87,7 +88,7 @@ class Lane:
         return time.monotonic() - self._progress_s > self._config.idle_timeout_s
 
     def abort(self) -> None:
-        """Returns at once; whatever waits on the wire fails as soon as it notices."""
+        """Returns at once; threads that wait on the wire fail as soon as they notice."""
         with self._wire_lock:
             wire = self._wire
             if wire is not None:
@@ -97,11 +98,11 @@ class Lane:
 
     @property
     def aborted(self) -> bool:
-        """Is the wire given up, so that whoever works on it had better end?"""
+        """Has the wire been aborted, so that its threads should end?"""
         return self._aborted_s is not None
 
     def close_idle(self) -> None:
-        """Parts without a goodbye, as one does who only receives."""
+        """Closes a lane that no ticket needs, on the receiving end: without a goodbye."""
         self.closing_idle = self._left = True
         self.abort()
 

@@ -1,7 +1,7 @@
 """The receiving end of one rank's lanes: what its sources send of a chunk becomes one payload.
 
-Every source rank is a stream of its own, read by a thread of its own. The streams of a lane tell of the same chunks in
-the same order, but not at the same time: a parcel waits until each has brought its piece, or has said that it will not.
+Every source rank is a stream of its own, read by a thread of its own. The streams of a lane announce the same chunks in
+the same order, but not at the same time: a payload waits until each has brought its piece, or has announced it as void.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class Inbox:
             raise WireBroken(f"{self.lane.peer} announced {header.num_bytes} bytes for blocks of {allowed}")
 
     def _piece(self, parcel: IncomingPayload, header: Header, stream: int) -> torch.Tensor:
-        """Where the stream's piece belongs; whoever comes first waits for room for all. One payload may always come."""
+        """Where the stream's piece belongs. The first stream of a payload waits for room for all of it; one payload
+        always has room."""
         per_head = header.num_elements // self._heads[stream]
         with self._changed:
             if parcel.payload is None:

@@ -1,8 +1,8 @@
 """The sending end of one rank's lanes: payloads wait in a queue for each lane, whose thread puts them on the wire.
 
 A payload is cut into the pieces of its plan, each for one or several ranks of the destination. Where the source has
-several ranks, what is cancelled is still announced, as void: so the streams of all source ranks tell of the same
-chunks in the same order, and a destination knows what it need not wait for.
+several ranks, a cancelled chunk is still announced, as void: so the streams of all source ranks announce the same
+chunks in the same order, and the destination does not wait for the void ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class QueuedPayload:
 
 
 class Outbox:
-    """One lane's queue, and the work of its thread. `changed` guards it, and tells of what is put into it."""
+    """One lane's queue, and the work of its thread. `changed` guards it and is notified of new payloads."""
 
     def __init__(
         self, lane: Lane, slices: Sequence[Slice], *, source_tp: int, changed: threading.Condition, staging: Staging,

@@ -2,9 +2,9 @@
 
     source ranks 0 .. m-1, destination ranks m .. m+n-1, meeting at the destination's board under
 
-        <source peer>><destination peer>/epoch     an integer; whoever leaves a lane moves it on
-        <source peer>><destination peer>/<epoch>/  here/<rank> of everybody who has come, then the groups' own keys;
-                                                   gone: who was here, and hung up without a word
+        <source peer>><destination peer>/epoch     an integer; a rank that leaves a lane raises it
+        <source peer>><destination peer>/<epoch>/  here/<rank> of each rank that has come, then the groups' own keys;
+                                                   gone: a rank that was here and closed its connection
 
 Peer names hold the incarnation, so a restarted worker never meets an old group; the epoch does the same for a lane that
 broke between two living workers. Headers go over gloo on every device, payloads over NCCL on CUDA: an idle GPU lane
@@ -53,11 +53,11 @@ _cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
 
 
 class WireBroken(Exception):
-    """The lane cannot be used any more. The message says why, in one line."""
+    """The lane cannot be used any more. The message is the reason, in one line."""
 
 
 class WireStuck(WireBroken):
-    """Nothing has moved for too long, and yet nobody has hung up."""
+    """Nothing has moved for too long, and all connections are open."""
 
 
 class PayloadCorrupted(WireBroken):
@@ -66,9 +66,8 @@ class PayloadCorrupted(WireBroken):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Announces a piece of a chunk's payload; a void one says that it will never come, and one without a chunk only
-    that the sender is alive, or that it parts: nothing comes after it. The checksum is that of the piece, 0 for none.
-    """
+    """Announces a piece of a chunk's payload; a void one, that the piece will not come. Without a chunk it is a
+    heartbeat, or a goodbye: nothing comes after that. The checksum is that of the piece, 0 for none."""
 
     chunk: Chunk | None = None
     dtype: torch.dtype = torch.uint8
@@ -189,7 +188,7 @@ class LaneWire:
             self._wait(self._start_parts(self._payloads.recv, piece, rank))
 
     def abort(self) -> None:
-        """Makes whatever waits on this wire fail now, at both ends. Callable from any thread."""
+        """Makes every wait on this wire fail now, at both ends. Callable from any thread."""
         self._severed = True
         self._links.abort()
 
@@ -289,7 +288,7 @@ class Rendezvous:
         return self._read_epoch(self._store) != self._epoch
 
     def close(self) -> None:
-        """Tells all ranks of this lane that they should meet anew."""
+        """Raises the lane's epoch: all of its ranks connect again."""
         if self._store is None:
             return
         with contextlib.suppress(OSError):  # the destination and its board are gone: its next life starts afresh

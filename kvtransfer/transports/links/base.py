@@ -53,11 +53,11 @@ class Meeting:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
     """`control` carries headers and beats, `payloads` what they announce: both have the `send` and `recv` of a process
-    group, and work that can be waited for. `transport` is how people know them, `why` says why they are not
-    faster ones.
+    group, and work that can be waited for. `transport` is their name for users, `why` the reason why they are
+    not faster ones.
 
-    `flush` waits until the peers have taken out what lies in memory that is shared with them. `abort` makes whatever
-    waits on the links fail now, at both ends, and may be called from any thread; `close` is the end.
+    `flush` waits until the peers have taken out what lies in memory that is shared with them. `abort` makes
+    every wait on the links fail now, at both ends, and may be called from any thread; `close` is the end.
     """
 
     control: Any
@@ -90,8 +90,8 @@ def open_collective(meeting: Meeting, why: str = "") -> Links:
         )  # fmt: skip
 
     def abort() -> None:
-        """gloo has no abort: but an operation that times out closes its context's connections, and that is heard by
-        all who wait on them, on both sides."""
+        """gloo has no abort, but an operation that times out closes its context's connections, which ends every wait on
+        them at both ends."""
         if nccl is not None:
             nccl.abort()
         for rank in meeting.peer_ranks:
@@ -118,4 +118,4 @@ def _why_no_nccl(meeting: Meeting) -> str:
 
 
 def _by_itself() -> None:
-    """A process group closes its connections when nobody refers to it any more."""
+    """A process group closes its connections when the last reference to it goes."""

@@ -21,7 +21,8 @@ _cuda: Any = torch.cuda
 
 
 def nccl_card(device: str) -> str:
-    """What NCCL tells ranks apart by: the card, and the host it takes this for. "!" and why, where there is no NCCL."""
+    """By which NCCL distinguishes ranks: the card, and the host's identity. "!" and the reason where there is no
+    NCCL."""
     if not distributed.is_nccl_available():
         return "!this build of torch has no NCCL"
     properties = _cuda.get_device_properties(torch.device(device))

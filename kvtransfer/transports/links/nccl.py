@@ -1,15 +1,15 @@
-"""Payloads over NCCL, by a group that outlives its peers: whoever moves bytes finds out by itself what is wrong.
+"""Payloads over NCCL, by a group that outlives its peers: the thread that moves bytes detects faults by itself.
 
 torch gives each NCCL group a watchdog. When a peer dies in the middle of a transfer that ends the whole process, in a
 minute (TORCH_NCCL_ASYNC_ERROR_HANDLING) or some more (TORCH_NCCL_DUMP_ON_TIMEOUT): right for ranks of one model, wrong
 for a worker whose neighbour died. With TORCH_NCCL_BLOCKING_WAIT a group has neither of these threads (docs/adr/0020)::
 
-    operation ─▶ over? ── yes, and nobody has ended it ─────────────▶ the bytes are there
+    operation ─▶ over? ── yes, and it was not aborted ──────────────▶ the bytes are there
                    │ ▲
                    └─┴─ NCCL failed, a rank has gone, aborted, too late ─▶ RuntimeError ─▶ close: aborted
 
-Kernels of a communicator that was aborted are over, too, and have moved nothing: so a group that was aborted says of
-nothing that it has come.
+Kernels of an aborted communicator are over, too, and have moved nothing: so an aborted group reports no operation as
+done.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def require_here(store: RendezvousStore, epoch: int) -> None:
 
 
 class NcclGroup:
-    """Has the face of a process group. `look` is called now and then by whoever waits, and raises when that is in vain.
+    """Has the interface of a process group. A waiting thread calls `look` now and then, which raises to end the wait.
 
     `abort` may be called from any thread, and makes all that waits fail; `close` from one that does not wait here.
     """

@@ -1,4 +1,4 @@
-"""Links within one host: a ring of slots in memory that both ranks map, and a socket that says which slots are full.
+"""Links within one host: a ring of slots in memory that both ranks map, and a socket that announces full slots.
 
     source rank                     ring of the pair, made by the destination                     destination rank
     payload ── memcpy ──▶ [slot][slot][slot][slot] ── memcpy ──▶ payload
@@ -6,7 +6,7 @@
 
 On a CPU the ring is a memfd, on a GPU the destination's device memory behind a CUDA IPC handle. Neither has a name, so
 none can be left behind: the kernel frees a ring with the last process that maps it, however that process ends. Headers
-travel in the socket itself. A peer that dies closes it, which is heard at once.
+travel in the socket itself. A peer that dies closes it, which the other end notices at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 NUM_SLOTS = 4
 MAX_SLOT_BYTES = 4 * 2**20  # smaller ones wait for each other more often: 1 MiB moved 6 GB/s where these moved 9
 TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<I{TOKEN_BYTES}s")  # which rank comes, and what only the board could tell it
+_HELLO = struct.Struct(f"<I{TOKEN_BYTES}s")  # the rank, and a token that only the rendezvous gives
 _FILLED = struct.Struct("<BI")  # a mark that no header begins with, and the number of bytes in the next slot
 _SLOT = struct.Struct("<I")  # bytes of a slot, before the handle
 _PROVED = b"seen"
@@ -37,13 +37,14 @@ _MARK = 0xFE
 _FREED = b"\x01"
 _MAX_MESSAGE = 4096
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Nobody who has the descriptor can change the memory's length: touching what was cut off would kill the other end."""
+"""The memory's length cannot be changed through the descriptor: access beyond a new end would kill the other
+process."""
 
 _cuda: Any = torch.cuda
 
 
 class LinkBroken(RuntimeError):
-    """The peer is gone, silent, or says what it should not. As with a process group, a RuntimeError."""
+    """The peer is gone, silent, or breaks the protocol. As with a process group, a RuntimeError."""
 
 
 class Ring:
@@ -145,7 +146,7 @@ class ShmLink:
         while done < part_B.numel():
             mark, num_bytes = self._filled(self.read(timeout_s))
             if mark != _MARK or not 0 < num_bytes <= min(self._ring.slot_bytes, part_B.numel() - done):
-                raise LinkBroken(f"the peer says {num_bytes} bytes are in a slot: that cannot be")
+                raise LinkBroken(f"the peer announces {num_bytes} bytes in a slot, which holds fewer")
             _copy(part_B[done : done + num_bytes], self._ring.slot(self._slots_done, num_bytes))
             self._slots_done += 1
             done += num_bytes
@@ -162,11 +163,11 @@ class ShmLink:
         self.read(timeout_s)
         turned = bytes(255 - byte for byte in number)
         if number_B.cpu().numpy().tobytes() != turned:
-            raise LinkBroken("the source says it has written into the ring, and it has not")
+            raise LinkBroken("the source has not written its proof into the ring")
         self.write(_PROVED, timeout_s)
 
     def shut(self) -> None:
-        """Whoever waits here or at the other end hears of it now."""
+        """Ends every wait, here and at the other end."""
         with suppress(OSError):  # the peer was faster
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -199,7 +200,7 @@ def _copy(target_B: torch.Tensor, source_B: torch.Tensor) -> None:
 
 
 class ShmGroup:
-    """All links of one rank, with the face of a process group: work is done by whoever waits for it, in that order.
+    """All links of one rank, with the interface of a process group. The thread that waits for work does it, in order.
 
     Messages of tag `HEADER_TAG` are small and lie in the socket; those of another tag go through the ring.
     """
@@ -252,7 +253,7 @@ def _hear_into(link: ShmLink, header_B: torch.Tensor, timeout_s: float) -> None:
 class ShmListener:
     """Where source ranks prove to a destination rank that they share its memory; it closes behind the last of them.
 
-    It listens in this machine's memory: whoever can connect is on the same host, and within the same network namespace.
+    It listens in this machine's memory: only processes of this host and network namespace can connect.
     The destination writes a random number into the ring, and the source must turn every bit of it there.
     """
 
@@ -298,14 +299,14 @@ class ShmListener:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            raise LinkBroken(f"nobody came through the door: {error}") from error
+            raise LinkBroken(f"no source rank connected: {error}") from error
         try:
             ring = Ring.make(self._device, self._slot_bytes)
             try:
                 link = ShmLink(connection, ring)
                 rank, token = _hello(link.read(timeout_s))
                 if not secrets.compare_digest(token, self._token):
-                    raise LinkBroken("a stranger knocked")
+                    raise LinkBroken("a process without the token connected")
                 link.show(timeout_s)
             finally:
                 ring.unlink()
@@ -316,7 +317,7 @@ class ShmListener:
 
 
 def _hello(message: bytes) -> tuple[int, bytes]:
-    """A rank and its token. Whatever else comes is no rank's, and so no token."""
+    """A rank and its token; for any other message a token that no rank has."""
     return _HELLO.unpack(message) if len(message) == _HELLO.size else (0, b"")
 
 
@@ -361,5 +362,5 @@ def _socket() -> socket.socket:
 
 
 def _abstract(name: bytes) -> str:
-    """An address outside every file system: it goes with whoever listens there."""
+    """An address outside every file system: it ends with its listener."""
     return f"\0baton-kv-{name.hex()}"

@@ -16,10 +16,10 @@ _cuda: Any = torch.cuda
 
 
 class Staging:
-    """Buffers of one end of a rank's lanes. Any thread may call. Up to `max_bytes` are kept while nobody uses them.
+    """Buffers of one end of a rank's lanes. Any thread may call. Up to `max_bytes` are kept while they are not used.
 
-    On CUDA they are device memory: what is still queued there on a buffer given back is waited for by whoever takes it
-    next. Pinned ones are of the host, for a GPU to copy; whoever gives one back has waited for its copies.
+    On CUDA they are device memory: the next user of a buffer waits for the work that is still queued on it. Pinned ones
+    are of the host, for a GPU to copy; a caller waits for the copies before it gives one back.
     """
 
     def __init__(self, *, device: str, max_bytes: int, pinned: bool = False) -> None:

@@ -1,8 +1,8 @@
-"""The board at which the ranks of lanes find each other: small values by key, over TCP, as a torch.distributed store.
+"""Where the ranks of lanes find each other: small values by key, over TCP, as a torch.distributed store.
 
-torch's own TCPStore asks DNS for the name of whoever connects, in the server too: one lost DNS packet holds every
-lane up for five seconds. This one deals in numbers only, refuses at once when nobody is there, and forgets what it is
-told to forget. A client that does not prove that it has the board's key (`key`) can neither read nor write.
+torch's own TCPStore looks up the name of each client in DNS, in the server too: one lost DNS packet delays every lane
+for five seconds. This one uses addresses only, refuses at once when no server is there, and can delete keys. A client
+that does not prove that it has the server's key (`rendezvous.key`) can neither read nor write.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class _What(IntEnum):
 
 
 class RendezvousServer:
-    """The server: one thread, all values in memory. Binds to `host` only; `port` says where, if any will do (0).
+    """The server: one thread, all values in memory. Binds to `host` only; `port` 0 takes any free port.
     Clients need its `key`, a random one unless it is given.
 
     A lane is what its keys have before the first "/". Of at most `MAX_LANES` something is known: those that were asked
-    for last. A lane that lives asks several times a minute.
+    for last. A live lane reads its keys several times a minute.
     """
 
     def __init__(self, host: str, port: int = 0, *, key: bytes = b"") -> None:
@@ -68,7 +68,7 @@ class RendezvousServer:
         self._clients: dict[socket.socket, _Client] = {}
         self._strangers: dict[socket.socket, bytes] = {}  # and the nonce that each was sent, oldest first
         self._has_refused = False
-        self._full = False  # nobody could be let in when somebody last knocked
+        self._full = False  # the last connection could not be accepted
         self._resumes_s: float | None = None  # when the listener is looked at again; None while it is
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -105,9 +105,9 @@ class RendezvousServer:
                     (self._hear if key.fileobj in self._clients else self._examine)(key.fileobj)
 
     def _pause(self, error: OSError) -> None:
-        """Nobody can be let in, and who knocks stays in line: without a pause we would try without end."""
+        """Stops accepting for a while: the waiting connection would wake the selector without end."""
         if not self._full:
-            log.error("nobody new can come to the board of lanes: %s; raise this worker's limit", error.strerror)
+            log.error("no new lane can connect: %s; raise this worker's limit", error.strerror)
         self._full = True
         self._selector.unregister(self._listener)
         self._resumes_s = time.monotonic() + _PAUSE_S
@@ -139,7 +139,8 @@ class RendezvousServer:
         self._selector.register(client, selectors.EVENT_READ)
 
     def _examine(self, stranger: socket.socket) -> None:
-        """Makes a client of whoever has the key. A client sends its claim in one piece: what is shorter is none."""
+        """Makes a connection that has the key a client. A client sends its claim in one piece: a shorter one is
+        refused."""
         nonce = self._strangers.get(stranger)
         if nonce is None:
             return  # it was dismissed in this very turn
@@ -172,7 +173,7 @@ class RendezvousServer:
         self._resume()
 
     def _hear(self, client: socket.socket) -> None:
-        """A client that breaks off, or says what no client of ours would, is let go."""
+        """Drops a client that closes its connection or breaks the protocol."""
         known = self._clients[client]
         try:
             received = client.recv(65536)
@@ -239,7 +240,7 @@ class _Client:
 
 
 class RendezvousStore(Store):
-    """A client of a board, under a prefix. Whatever goes wrong with the connection is an OSError, at once from then on;
+    """A client of a server, under a prefix. Every fault of the connection is an OSError, and so is each later call;
     WrongKey is one of them.
 
     `wait_s` bounds the wait for what others are to say, `answer_s` that for the board itself. While it waits it calls
@@ -268,7 +269,9 @@ class RendezvousStore(Store):
         connection = socket.create_connection((host, port), answer_s)
         if connection.getsockname() == connection.getpeername():
             connection.close()
-            raise ConnectionRefusedError(f"nobody listens at {host}:{port}: the kernel connected the socket to itself")
+            raise ConnectionRefusedError(
+                f"no server listens at {host}:{port}: the kernel connected the socket to itself"
+            )
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
 

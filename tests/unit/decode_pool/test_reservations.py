@@ -244,7 +244,7 @@ def test_a_ticket_lives_as_long_as_it_is_asked_for_again(reached: str) -> None:
     assert pair.state() == reached
     pair.decode.step(pair.now + LEASE_S)
     assert pair.state() == "expired"
-    with pytest.raises(TransferFailed, match="nobody renewed it for 50 s"):
+    with pytest.raises(TransferFailed, match="no gateway renewed it for 50 s"):
         pair.reserve("r", prompt(12))
     pair.prefill.engine.abort(["r"])
     pair.finish()

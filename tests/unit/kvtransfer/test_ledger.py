@@ -163,7 +163,7 @@ def test_progress_extends_a_lease_and_silence_ends_it(ledger: Ledger) -> None:
     assert len(ledger.expire(8.0 + LEASE_S)) == 1
     tombstone = ledger.tombstone("r1", 1)
     assert tombstone is not None
-    assert tombstone.reason == "nothing moved and nobody renewed it for 10 s, 1 of 3 blocks were here"
+    assert tombstone.reason == "no block arrived and no gateway renewed it for 10 s, 1 of 3 blocks were here"
 
 
 def test_asking_again_with_the_same_generation_finds_the_same_reservation(ledger: Ledger) -> None:

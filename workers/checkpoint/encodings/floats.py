@@ -70,7 +70,7 @@ class FloatMatrix:
             return self._tiled(x_TI, bias_O)
         if self._onednn is None:
             return F.linear(x_TI, self.weight_OI, bias_O)
-        if x_TI.shape[0] == 0:  # a chunk in the middle of a prompt asks for no logits, and oneDNN refuses to make none
+        if x_TI.shape[0] == 0:  # a chunk in the middle of a prompt wants no logits, and oneDNN refuses 0 rows
             return x_TI.new_empty(0, self._num_outputs)
         y_TO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, self._onednn, bias_O, "none", [], "")
         return y_TO

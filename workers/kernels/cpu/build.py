@@ -1,8 +1,8 @@
-"""The CPU's kernels in C++: compiled for this very processor when they are first wanted, then kept in the user's cache.
+"""The CPU's kernels in C++: compiled for this processor at first use, then kept in the user's cache.
 
-Nothing is downloaded. Without a compiler, a library that was built ahead is taken (`kvtransfer.prebuilt`). Without one,
-or where the cache cannot be written, torch computes everything, and the log says so once. `python -m
-workers.kernels.cpu` compiles ahead of the first start.
+Nothing is downloaded. Without a compiler, a library that was built ahead is loaded (`kvtransfer.prebuilt`). Without
+such a library, or where the cache cannot be written, torch computes everything; one line of the log reports it.
+`python -m workers.kernels.cpu` compiles ahead of the first start.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def native(dtype: torch.dtype) -> Native | None:
 def _library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(compile_library(cache_folder())))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home folder
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: the user has no home folder
         reason = getattr(error, "stderr", "") or error
         log.warning("the CPU kernels are not compiled, torch computes instead, more slowly: %s", reason)
         return None
@@ -111,7 +111,7 @@ def compile_library(folder: Path, machine: str = "native") -> Path:
     """The library in `folder`, compiled unless it is there, for this processor or for one that can do less (what
     compilers call -march); without a compiler, one that was built ahead. Raises OSError or SubprocessError.
 
-    Its name tells sources, flags, compiler and processor, so that a folder shared by different machines is safe.
+    Its name has sources, flags, compiler and processor, so that different machines may share a folder.
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:

@@ -34,8 +34,8 @@ def roomy_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def empty_rows(num_rows: int, width: int, *, dtype: torch.dtype, stride: int = 0) -> torch.Tensor:
     """[num_rows, width], uninitialised, `stride` elements from row to row (0: one behind the other).
 
-    Large ones come from memory that is kept: it is given to the next who asks once nobody holds the tensor, or a part
-    of it, any more.
+    Large ones come from memory that is kept: it is reused once the last reference to the tensor, or to a part of it, is
+    gone.
     """
     stride = stride or width
     num_bytes = num_rows * stride * dtype.itemsize

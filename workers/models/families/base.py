@@ -27,9 +27,9 @@ class Family:
     models: str  # for users: what is published under this architecture
     windows: Callable[[Fields, int], Windows] = no_windows
     reads: frozenset[str] = frozenset()  # fields that only some families may set, such as attention_bias
-    qkv_bias: bool = False  # without a field that says so
+    qkv_bias: bool = False  # always, without a field of config.json
     qk_norm: bool = False
-    head_dim: int | None = None  # None: hidden size / heads unless config.json says otherwise
+    head_dim: int | None = None  # None: hidden size / heads, unless config.json has another
     attention_factory: str = "workers.models.layers.attention:SelfAttention"
     mlp_factory: str = "workers.models.layers.mlp:GatedMLP"
 
