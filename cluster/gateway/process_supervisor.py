@@ -2,7 +2,7 @@
 
 tend (one task a process):  spawn ─▶ Up: connections ─▶ Ready ─▶ ... ─▶ died, or hangs: wait, spawn again
                                                                    ├─▶ left in order, because it was signalled: spawn
-                                                                   └─▶ hopeless: everything ends
+                                                                   └─▶ failed permanently: everything ends
 
 No request passes here. Without Redis tenants' limits are kept here, for all processes.
 """
@@ -114,7 +114,7 @@ class Gateways:
         self._workers: dict[str, str] = {}
         self._starting: dict[str, Successor] = {}
         self._degraded = ""
-        self._seats = [Seat(number, lifecycle.born(loop.time())) for number in range(config.processes)]
+        self._seats = [Seat(number, lifecycle.initial(loop.time())) for number in range(config.processes)]
         self._tasks: list[asyncio.Task[None]] = []
         self._settled = False
         self._stopping = False
@@ -202,11 +202,11 @@ class Gateways:
                 return
             if error is None:
                 log.info("gateway process %d has left: the next one takes its place", seat.number)
-                seat.life = lifecycle.left(seat.life, self._clock())
+                seat.life = lifecycle.drained(seat.life, self._clock())
                 continue
             seat.life = lifecycle.failed(seat.life, error, self._clock(), self._config.supervision)
             self._changed()
-            if seat.life.state is LifeState.HOPELESS:
+            if seat.life.state is LifeState.FAILED_PERMANENTLY:
                 raise error
             delay_s = seat.life.due_s - self._clock()
             log.warning("gateway process %d: %s; starting it again in %.2g s", seat.number, error.message, delay_s)

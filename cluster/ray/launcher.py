@@ -73,7 +73,11 @@ class Places(Protocol):
         ...
 
     async def give_back(self, plan: WorkerPlan) -> None:
-        """Of a worker that is gone. Never fails."""
+        """Of a worker that is gone, and may be started again. Never fails."""
+        ...
+
+    async def release(self, worker_id: str) -> None:
+        """Of a worker that will not be started again. Never fails."""
         ...
 
 
@@ -133,6 +137,9 @@ class RankLauncher:
                     yield event
         finally:
             await _in_full(self._end(plan, processes))
+
+    async def release(self, worker_id: str) -> None:
+        await self._places.release(worker_id)
 
     async def _follow(self, plan: WorkerPlan, links: Sequence[Link]) -> AsyncGenerator[Event, None]:
         """Stops the ranks politely if none of them has broken."""

@@ -66,6 +66,11 @@ class OneMachine:
     async def give_back(self, plan: WorkerPlan) -> None:
         """It is kept for the next life of the worker."""
 
+    async def release(self, worker_id: str) -> None:
+        self._devices.pop(worker_id, None)
+        if self._shares.done():
+            await self._shares.result().give_back(worker_id)
+
 
 class ManyMachines:
     """Nodes of a Ray that is not ours: nothing is set aside while Ray is away."""
@@ -95,6 +100,9 @@ class ManyMachines:
         if self._ray.done():
             shares, _ = self._ray.result()
             await shares.give_back(plan.worker_id)
+
+    async def release(self, worker_id: str) -> None:
+        """Given back with the end of its last life."""
 
 
 async def _keep(shares: RayShares, plan: WorkerPlan, devices: tuple[str, ...], node: str = "") -> None:

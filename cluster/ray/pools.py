@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from cluster.config.config import ClusterConfig
+from cluster.config.config import ClusterConfig, PoolsConfig
 from cluster.discovery.base import ClusterAnnouncer
 from cluster.gateway.messages import Failed, Ping, Pong
 from cluster.process.channel import Channel
@@ -34,6 +34,8 @@ from cluster.ray.supervisor_messages import (
     ProcessEnded,
     RayAway,
     Record,
+    Resize,
+    Resized,
     Step,
     StopWorkers,
     Viewed,
@@ -90,6 +92,8 @@ class Pools:
         self._num_unanswered = 0
         self._has_begun = False
         self._drained = self._stopped = False
+        self._resized: Resized | None = None
+        self._leaving: dict[str, WorkerPlan] = {}
         self._stopping = False
         self.plans: Sequence[WorkerPlan] = ()
 
@@ -130,6 +134,20 @@ class Pools:
             "a lost worker is not started again before it is back"
         )  # fmt: skip
         return f"{reason} (for {time.monotonic() - since_s:.0f} s): workers serve on; {kept}"
+
+    async def resize(self, pools: PoolsConfig) -> None:
+        """Starts workers, or drains and ends some, until there are as many as `pools` says. Raises Misconfigured where
+        the machines cannot hold them, Unavailable where there is no supervisor or no Ray, and the BatonError of a new
+        worker that will never start."""
+        if self._channel is None or not self.plans:
+            raise Unavailable("there is no supervisor at present: try again later")
+        self._resized = None
+        self._channel.send(Resize(pools=pools))
+        await self._until(lambda: self._resized is not None or self._channel is None)
+        if self._resized is None:
+            raise Unavailable("the supervisor was lost before the new size was reached: try again later")
+        if self._resized.error is not None:
+            raise raised(self._resized.error)
 
     async def drain(self, grace_s: float) -> None:
         """No new work for any worker; returns when what runs has finished, at the latest after `grace_s`."""
@@ -200,7 +218,8 @@ class Pools:
         channel.send(
             Begin(
                 config=self._config, folder=str(folder), lock=str(self._scratch.lock_file), plans=tuple(self.plans),
-                living=tuple(self._living.values()), have_served=tuple(self._have_served),
+                leaving=tuple(self._leaving.values()), living=tuple(self._living.values()),
+                have_served=tuple(self._have_served),
             )
         )  # fmt: skip
         for pid, status in self._statuses.items():
@@ -278,7 +297,8 @@ class Pools:
                 if not self.plans:
                     self._steps[what] = self._bars.step(what)
             case Planned(plans=plans):
-                self.plans = plans
+                known, desired = (*self._leaving.values(), *self.plans), {plan.worker_id for plan in plans}
+                self.plans, self._leaving = plans, {one.worker_id: one for one in known if one.worker_id not in desired}
             case Record(living=living):
                 self._living[living.worker_id] = living
                 for pid in living.pids if not living.host else ():
@@ -294,6 +314,8 @@ class Pools:
                 self._num_unanswered = 0
             case Drained():
                 self._drained = True
+            case Resized():
+                self._resized = message
             case _:
                 await self._announce(message)
 
@@ -309,7 +331,9 @@ class Pools:
                 if self._announcer is not None:
                     await self._announcer.announce(worker_id, address)
             case Withdrawn(worker_id=worker_id):
-                self._addresses.pop(worker_id, None)
+                for known in (self._addresses, self._starting, self._views, self._living, self._leaving):
+                    known.pop(worker_id, None)
+                self._have_served.discard(worker_id)
                 if self._announcer is not None:
                     await self._announcer.withdraw(worker_id)
             case WorkersStopped():
@@ -317,7 +341,7 @@ class Pools:
 
     def _view(self, view: WorkerView) -> None:
         worker_id, living = view.worker_id, self._living.get(view.worker_id)
-        is_gone = view.life.state in (LifeState.WAITING, LifeState.HOPELESS)
+        is_gone = view.life.state in (LifeState.WAITING, LifeState.FAILED_PERMANENTLY)
         if living is not None and (is_gone or living.incarnation < view.incarnation):
             del self._living[worker_id]
         if view.life.state is LifeState.SERVING:

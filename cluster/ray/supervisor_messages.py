@@ -1,32 +1,34 @@
 """What the process that serves and the supervisor's process send each other, over a pair of sockets that no other has.
 
-parent ─▶ supervisor     Begin, ProcessEnded, Drain, StopWorkers, Ping
+parent ─▶ supervisor     Begin, ProcessEnded, Resize, Drain, StopWorkers, Ping
 supervisor ─▶ parent     LogLine, Step, Planned, Record, Viewed, WorkerStarting, Announced, Withdrawn, RayAway,
-                         Failed, Drained, WorkersStopped, Pong
+                         Failed, Resized, Drained, WorkersStopped, Pong
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.config.config import ClusterConfig
+from cluster.config.config import ClusterConfig, PoolsConfig
 from cluster.gateway.messages import Failed, Ping, Pong
 from cluster.supervision.living import LivingWorker
 from cluster.supervision.placement import WorkerPlan
 from cluster.supervision.supervisor import WorkerView
 from protos.codec import Messages
+from protos.values import ErrorInfo
 from router.fleet.successors import Successor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """`plans` and `living` are of a supervisor that has ended before its workers. `folder` is the cluster's on this
-    machine; `lock` is a file in it that the parent holds as long as it lives."""
+    """`plans`, `leaving` and `living` are of a supervisor that has ended before its workers. `folder` is the cluster's
+    on this machine; `lock` is a file in it that the parent holds as long as it lives."""
 
     config: ClusterConfig
     folder: str
     lock: str
     plans: tuple[WorkerPlan, ...] = ()
+    leaving: tuple[WorkerPlan, ...] = ()
     living: tuple[LivingWorker, ...] = ()
     have_served: tuple[str, ...] = ()
 
@@ -37,6 +39,20 @@ class ProcessEnded:
 
     pid: int
     status: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """How many workers are desired; answered by Resized when they serve and the others are gone."""
+
+    pools: PoolsConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resized:
+    """`error`: of a worker that will never start, or of a size that the machines cannot hold."""
+
+    error: ErrorInfo | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +97,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
+    """The desired state."""
+
     plans: tuple[WorkerPlan, ...]
 
 
@@ -124,8 +142,8 @@ SUPERVISOR_MESSAGES = Messages(
     {
         kind.__name__: kind
         for kind in (
-            Begin, ProcessEnded, Drain, StopWorkers, Ping, LogLine, Step, Planned, Record, Viewed, WorkerStarting,
-            Announced, Withdrawn, RayAway, Failed, Drained, WorkersStopped, Pong,
+            Begin, ProcessEnded, Resize, Resized, Drain, StopWorkers, Ping, LogLine, Step, Planned, Record, Viewed,
+            WorkerStarting, Announced, Withdrawn, RayAway, Failed, Drained, WorkersStopped, Pong,
         )
     }
 )  # fmt: skip

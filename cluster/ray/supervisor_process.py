@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cluster.config.config import ClusterConfig
+from cluster.config.config import ClusterConfig, PoolsConfig
 from cluster.gateway.messages import Failed, Ping, Pong
 from cluster.process.channel import Channel
 from cluster.process.logs import FIELDS
@@ -46,6 +46,8 @@ from cluster.ray.supervisor_messages import (
     ProcessEnded,
     RayAway,
     Record,
+    Resize,
+    Resized,
     Step,
     StopWorkers,
     Viewed,
@@ -55,9 +57,9 @@ from cluster.ray.supervisor_messages import (
 )
 from cluster.supervision.health import check_health, drain
 from cluster.supervision.living import LivingWorker
-from cluster.supervision.placement import Node, WorkerPlan, check_fits, plan, why_not_gpus
+from cluster.supervision.placement import Node, WorkerPlan, check_fits, plan, replan, why_not_gpus
 from cluster.supervision.supervisor import Running, Supervisor, WorkerView
-from protos.errors import BatonError, Misconfigured, Unavailable
+from protos.errors import BatonError, Internal, Misconfigured, Unavailable
 from protos.hints import encodable
 from protos.wire import error_info
 from router.fleet.channels import Channels
@@ -191,7 +193,7 @@ class SupervisorProcess:
         try:
             if isinstance(self._places, OneMachine):
                 self._places.use(shares)
-                await self._places.keep(self._plans)
+                await self._places.keep((*self._plans, *self._begin.leaving))
             else:
                 run = Path(self._begin.folder).name.removeprefix(PREFIX)
                 orphan_s = self._config.supervision.orphan_timeout_s
@@ -222,7 +224,7 @@ class SupervisorProcess:
         return plans
 
     def _start_supervisor(self) -> None:
-        plans = {plan.worker_id: plan for plan in self._plans}
+        plans = {plan.worker_id: plan for plan in (*self._plans, *self._begin.leaving)}
         running = {worker_id: Running(has_served=True) for worker_id in self._begin.have_served}
         for worker_id, living in self._living.items():
             running[worker_id] = Running(
@@ -236,9 +238,11 @@ class SupervisorProcess:
             launcher=self._launcher,
             announcer=ParentAnnouncer(self._channel),
             check_health=partial(check_health, Channels(self._config.peers)),
+            drain=partial(drain, Channels(self._config.peers)),
             config=self._config.supervision,
             first_incarnation=time.time_ns() // 1_000_000,
             running=running,
+            leaving=self._begin.leaving,
             watch=self._show,
         )
         self._begin_task(self._supervisor.run(), "supervisor")
@@ -265,11 +269,39 @@ class SupervisorProcess:
                         del self._ended[next(iter(self._ended))]  # the oldest
                 case Ping():
                     self._channel.send(Pong())
+                case Resize(pools=pools):
+                    self._resizing = asyncio.create_task(self._resize(pools))
                 case Drain(grace_s=grace_s):
                     self._draining = asyncio.create_task(self._drain(grace_s))
                 case StopWorkers():
                     return True
         return False
+
+    async def _resize(self, pools: PoolsConfig) -> None:
+        error: BatonError | None = None
+        try:
+            await self._try_resizing(pools)
+        except BatonError as failed:
+            error = failed
+        except Exception as failed:
+            log.exception("the pools could not be resized for a reason of our own")
+            error = Internal(f"{type(failed).__name__}: {failed}")
+        if self._supervisor is not None:
+            self._channel.send(Planned(plans=self._supervisor.plans))
+        self._channel.send(Resized(error=error_info(error) if error is not None else None))
+
+    async def _try_resizing(self, pools: PoolsConfig) -> None:
+        """Raises BatonError."""
+        if self._supervisor is None or self._doubts:
+            raise Unavailable(
+                f"{'; '.join(self._doubts.values()) or 'no worker has been planned yet'}: try again later"
+            )
+        nodes, kept, config = await self._machines.nodes(), self._supervisor.plans, self._config
+        if self._machines.is_private:
+            check_fits(pools, nodes, tp=config.worker.tp, device=kept[0].device)
+        plans = replan(kept, pools, nodes, tp=config.worker.tp, pool_resources=config.ray.pool_resources)
+        self._channel.send(Planned(plans=plans))
+        await self._supervisor.resize(plans)
 
     async def _drain(self, grace_s: float) -> None:
         if self._supervisor is not None:

@@ -3,8 +3,8 @@
            opened              failed                due
 STARTING ─────────▶ SERVING ──────────▶ WAITING ─────────▶ STARTING   (a new incarnation each time)
     │                                      ▲
-    └────────────── failed ────────────────┘      failed with nothing to be hoped for: HOPELESS
-                                                  left, as it was told to: STARTING at once
+    └────────────── failed ────────────────┘      failed, and would fail again: FAILED_PERMANENTLY
+                                                  drained, and ended: STARTING at once
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class LifeState(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     WAITING = "waiting"
-    HOPELESS = "hopeless"
+    FAILED_PERMANENTLY = "failed permanently"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Life:
     has_served: bool = False
 
 
-def born(now: float, *, has_served: bool = False) -> Life:
+def initial(now: float, *, has_served: bool = False) -> Life:
     return Life(since_s=now, has_served=has_served)
 
 
@@ -47,17 +47,17 @@ def opened(life: Life, now: float) -> Life:
     return replace(life, state=LifeState.SERVING, since_s=now, reason="", has_served=True)
 
 
-def left(life: Life, now: float) -> Life:
+def drained(life: Life, now: float) -> Life:
     """It was drained, and has ended in order: the next incarnation starts at once."""
     assert life.state is LifeState.SERVING, life.state
     return replace(life, state=LifeState.STARTING, since_s=now, num_failures=0)
 
 
 def failed(life: Life, error: BatonError, now: float, config: SupervisionConfig) -> Life:
-    """Waits before the next start, or is HOPELESS: settings that never worked will not work the next time either."""
+    """Waits before the next start, or is FAILED_PERMANENTLY: settings that never worked will not work next time."""
     assert life.state in (LifeState.STARTING, LifeState.SERVING), life.state
     if isinstance(error, Misconfigured) and not life.has_served:
-        return replace(life, state=LifeState.HOPELESS, since_s=now, reason=error.message)
+        return replace(life, state=LifeState.FAILED_PERMANENTLY, since_s=now, reason=error.message)
     served_s = now - life.since_s if life.state is LifeState.SERVING else 0.0
     failures = life.num_failures + 1 if served_s < config.backoff_reset_s else 1
     return replace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cluster.config.config import PoolsConfig
@@ -41,7 +41,7 @@ class WorkerPlan:
 
     def bundles(self) -> list[dict[str, float]]:
         """What each rank's bundle of the placement group holds, in rank order."""
-        bundle = {"CPU": self.cpus_per_rank}
+        bundle = {"CPU": self.cpus_per_rank} if self.cpus_per_rank else {"memory": 1.0}  # Ray refuses an empty one
         if self.gpus_per_rank:
             bundle["GPU"] = float(self.gpus_per_rank)
         if self.pool_resource:
@@ -61,8 +61,7 @@ def plan(
     num_ranks = sum(sizes)
     resolved = _device(device, nodes, sizes)
     cpus = sum(node.cpus for node in nodes) or 1.0
-    # Rounded down: Ray counts in ten-thousandths, and the shares must not add up to more than there is.
-    share = max(0.0001, math.floor(min(MAX_CPUS_PER_RANK, cpus / num_ranks) * 10_000) / 10_000)
+    share = max(0.0001, _share(cpus, num_ranks))
     largest = max((node.cpus for node in nodes), default=1.0)
     threads = max(1, int(min(largest, cpus / num_ranks)))
     return tuple(
@@ -79,6 +78,25 @@ def plan(
         for role, count in pools.counts().items()
         for number in range(count)
     )
+
+
+def replan(
+    kept: Sequence[WorkerPlan], pools: PoolsConfig, nodes: Sequence[Node], *, tp: int, pool_resources: bool = False
+) -> tuple[WorkerPlan, ...]:
+    """As `plan`, where the workers of `kept` have their plans already. New ones are placed on the same device; they
+    share the CPUs that are left, or have none set aside."""
+    planned = plan(pools, nodes, tp=tp, device=kept[0].device, pool_resources=pool_resources)
+    known = {one.worker_id: one for one in kept}
+    staying = [known[one.worker_id] for one in planned if one.worker_id in known]
+    num_added_ranks = sum(one.num_ranks for one in planned if one.worker_id not in known)
+    free = sum(node.cpus for node in nodes) - sum(one.cpus_per_rank * one.num_ranks for one in staying)
+    share = _share(free, num_added_ranks)
+    return tuple(known.get(one.worker_id) or replace(one, cpus_per_rank=share) for one in planned)
+
+
+def _share(cpus: float, num_ranks: int) -> float:
+    """Rounded down: Ray counts in ten-thousandths, and the shares must not add up to more than there is."""
+    return math.floor(max(0.0, min(MAX_CPUS_PER_RANK, cpus / max(1, num_ranks))) * 10_000) / 10_000
 
 
 def why_not_gpus(pools: PoolsConfig, nodes: Sequence[Node], *, tp: int) -> str:

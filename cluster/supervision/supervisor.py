@@ -1,8 +1,9 @@
-"""Keeps every worker of a plan alive: starts them all at once, announces who serves, starts again who died.
+"""Keeps the workers of the desired state alive: starts them, announces who serves, starts again who died.
 
-tend (one task a worker):  launch ─▶ Loading: starting ─▶ Serving: announce ─▶ ... ─▶ died: wait, launch again
-                                                                                   ├─▶ drained, and left: launch again
-                                                                                   └─▶ hopeless: everything ends
+one task a worker:  launch ─▶ Loading: starting ─▶ Serving: announce ─┬─▶ died: wait, launch again
+                                                                      ├─▶ drained by an operator, and left: launch again
+                                                                      ├─▶ failed permanently: everything ends
+                                                                      └─▶ not desired any more: drain, end, withdraw
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class Launcher(Protocol):
 
     def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]: ...
 
+    async def release(self, worker_id: str) -> None:
+        """Gives back the share of the machine that is kept for the worker's next incarnation. Never fails."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
@@ -57,15 +61,23 @@ class WorkerView:
 
 
 class CheckHealth(Protocol):
-    """Asks the worker at an address. Raises BatonError when it is not well, or does not say in time."""
+    """Queries the worker at an address. Raises BatonError when it is not well, or does not answer in time."""
+
+    async def __call__(self, address: str) -> None: ...
+
+
+class DrainWorker(Protocol):
+    """Sends the worker at an address no new work, and returns when nothing runs there any more, or it is gone."""
 
     async def __call__(self, address: str) -> None: ...
 
 
 class Supervisor:
-    """Lives on one event loop. `first_incarnation` must be greater than all that came before: the time will do.
+    """Owns the desired state: one plan for each worker. Lives on one event loop.
 
-    `watch` is called with every change of a worker; `running` are those that need no launch at first.
+    `first_incarnation` must be greater than all that came before: the time will do. `running` are workers that need no
+    launch at first; those of `leaving`, which an earlier supervisor was about to end, are drained and ended. `watch` is
+    called with every change of a worker.
     """
 
     def __init__(
@@ -75,44 +87,72 @@ class Supervisor:
         launcher: Launcher,
         announcer: Announcer,
         check_health: CheckHealth,
+        drain: DrainWorker,
         config: SupervisionConfig,
         first_incarnation: int,
         running: Mapping[str, Running] | None = None,
+        leaving: Sequence[WorkerPlan] = (),
         watch: Callable[[WorkerView], None] = lambda view: None,
         clock: Callable[[], float] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._plans = plans
+        self._desired = {plan.worker_id: plan for plan in plans}
+        self._initial = frozenset(self._desired)
         self._launcher = launcher
         self._announcer = announcer
         self._check_health = check_health
+        self._drain = drain
         self._config = config
         self._incarnation = first_incarnation
-        self._running = running or {}
+        self._running = dict(running or {})
+        self._leaving = leaving
         self._watch = watch
         self._clock = clock or asyncio.get_running_loop().time
         self._sleep = sleep
         self._views: dict[str, WorkerView] = {}
         self._changed = Changed()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._keeping: dict[str, asyncio.Task[None]] = {}  # by worker id
+        self._retiring: dict[str, asyncio.Task[None]] = {}
+        self._failures: dict[str, BatonError] = {}  # of workers that a resize has added
+        self._over: asyncio.Future[None] | None = None
         self.num_faults = 0
 
     @property
     def views(self) -> Mapping[str, WorkerView]:
         return self._views
 
+    @property
+    def plans(self) -> tuple[WorkerPlan, ...]:
+        """The desired state."""
+        return tuple(self._desired.values())
+
     async def run(self) -> None:
         """Until `stop`; raises the BatonError of a worker that will never start."""
-        self._tasks = [asyncio.create_task(self._tend(plan), name=f"tend {plan.worker_id}") for plan in self._plans]
-        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in self._tasks:
-            if task.done() and not task.cancelled():
-                task.result()
+        self._over = asyncio.get_running_loop().create_future()
+        for plan in self._leaving:
+            self._keep(plan)
+        self._reconcile()
+        await asyncio.shield(self._over)
 
     async def ready(self) -> None:
-        """Returns when every worker serves."""
-        while len(self._serving()) < len(self._plans):
+        """Returns when the workers of the desired state, and no others, serve."""
+        while not self._is_reached():
             await self._changed.wait()
+
+    async def resize(self, plans: Sequence[WorkerPlan]) -> None:
+        """Makes `plans` the desired state: starts workers that are new; drains those that are missing for at most
+        `grace_s`, then ends them. A worker that runs keeps its plan until its next incarnation.
+
+        Returns when that is done, or a later call has changed the desired state. Raises the BatonError of a new worker
+        that will never start, which is not desired any more then.
+        """
+        desired = self._desired = {plan.worker_id: plan for plan in plans}
+        self._failures.clear()
+        self._reconcile()
+        while self._desired is desired and not self._failures and not self._is_reached():
+            await self._changed.wait()
+        for error in self._failures.values():
+            raise error
 
     def addresses(self) -> Sequence[str]:
         """Of the workers that serve now."""
@@ -120,27 +160,79 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Ends all workers, and withdraws them. Idempotent."""
-        for task in self._tasks:
+        tasks = [*self._retiring.values(), *self._keeping.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for worker_id in tuple(self._views):
             await self._announcer.withdraw(worker_id)
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def _serving(self) -> list[WorkerView]:
         return [view for view in self._views.values() if view.life.state is LifeState.SERVING]
 
-    async def _tend(self, plan: WorkerPlan) -> None:
-        running = self._running.get(plan.worker_id, Running(has_served=False))
-        life = lifecycle.born(self._clock(), has_served=running.has_served)
+    def _is_reached(self) -> bool:
+        return not self._retiring and self._desired.keys() == {view.worker_id for view in self._serving()}
+
+    def _reconcile(self) -> None:
+        """Starts what is desired and not there, and retires what is there and not desired."""
+        for worker_id in self._keeping.keys() - self._desired.keys() - self._retiring.keys():
+            self._retiring[worker_id] = asyncio.create_task(self._retire(worker_id), name=f"retire {worker_id}")
+        for worker_id, plan in self._desired.items():
+            if worker_id not in self._keeping:
+                self._keep(plan)
+
+    def _keep(self, plan: WorkerPlan) -> None:
+        task = asyncio.create_task(self._keep_alive(plan), name=f"keep {plan.worker_id}")
+        self._keeping[plan.worker_id] = task
+
+        def note(ended: asyncio.Task[None]) -> None:
+            if ended.cancelled() or (error := ended.exception()) is None:
+                return
+            if isinstance(error, BatonError) and plan.worker_id not in self._initial:
+                log.error("worker %s will never start: %s", plan.worker_id, error.message, extra=_of(plan))
+                self._failures[plan.worker_id] = error
+                self._desired = {name: one for name, one in self._desired.items() if name != plan.worker_id}
+                self._reconcile()
+            elif self._over is not None and not self._over.done():
+                self._over.set_exception(error)
+
+        task.add_done_callback(note)
+
+    async def _retire(self, worker_id: str) -> None:
+        """Drains a worker, ends it, and then forgets it."""
+        keeping, view = self._keeping[worker_id], self._views.get(worker_id)
+        if view is not None and view.info is not None and not keeping.done():
+            draining = asyncio.ensure_future(self._drain(view.info.address))
+            await asyncio.wait([draining, keeping], timeout=self._config.grace_s, return_when=asyncio.FIRST_COMPLETED)
+            draining.cancel()
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await self._launcher.release(worker_id)
+        self._views.pop(worker_id, None)
+        del self._keeping[worker_id], self._retiring[worker_id]
+        await self._announcer.withdraw(worker_id)
+        log.info("worker %s has been removed", worker_id, extra={"worker": worker_id})
+        self._reconcile()  # it may be desired again
+        self._changed.notify()
+
+    async def _keep_alive(self, plan: WorkerPlan) -> None:
+        """Launches a worker again and again, until it is retired."""
+        running = self._running.pop(plan.worker_id, Running(has_served=False))
+        life = lifecycle.initial(self._clock(), has_served=running.has_served)
         if running.info is not None:
             life = lifecycle.opened(life, self._clock())
         while True:
             if running.follow is not None:
                 incarnation, info, events = running.incarnation, running.info, running.follow()
                 running = Running(has_served=running.has_served)
+            elif plan.worker_id in self._retiring:
+                return
             else:
+                plan = self._desired.get(plan.worker_id, plan)
                 self._incarnation += 1
                 incarnation, info = self._incarnation, None
                 events = self._launcher.launch(plan, incarnation)
@@ -148,14 +240,16 @@ class Supervisor:
             if info is None:
                 await self._announcer.starting(plan.worker_id, Successor(role=plan.role))
             error = await self._live(plan, events)
+            if plan.worker_id in self._retiring:
+                return  # it ended by itself, once drained
             view = self._views[plan.worker_id]
             if error is None:
                 log.info("worker %s has left: the next one takes its place", plan.worker_id, extra=_of(plan))
-                life = lifecycle.left(view.life, self._clock())
+                life = lifecycle.drained(view.life, self._clock())
                 continue
             life = lifecycle.failed(view.life, error, self._clock(), self._config)
             self._show(replace(view, life=life, info=None, loaded=0.0))
-            if life.state is LifeState.HOPELESS:
+            if life.state is LifeState.FAILED_PERMANENTLY:
                 raise error
             await self._announcer.starting(plan.worker_id, Successor(role=plan.role))
             delay_s = life.due_s - self._clock()

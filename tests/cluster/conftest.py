@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.deployed import PRECISE, Deployed
+from tests.cluster.deployed import BATON, PRECISE, Deployed
 from tests.cluster.redis_server import RedisServer
 
 
@@ -31,8 +31,8 @@ def deploy() -> Iterator[Callable[..., Deployed]]:
     """Starts other ones; whatever is left of them is killed in the end."""
     made: list[Deployed] = []
 
-    def start(*arguments: str) -> Deployed:
-        made.append(Deployed(*arguments))
+    def start(*arguments: str, program: str = BATON) -> Deployed:
+        made.append(Deployed(*arguments, program=program))
         return made[-1]
 
     yield start

@@ -23,20 +23,22 @@ DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
 PRECISE = ("--device", "cpu", "--set", "worker.dtype=float32")
 MARK = "BATON_TEST_MARK"
 START_S = 60.0
+BATON = "cluster.cli.main"
 
 # More than the 64 tokens that a decode worker would read by itself.
 LONG = "import os\n\n\ndef join(first, second):\n" + '    """Join two paths, inserting a separator."""\n' * 12
 
 
 class Deployed:
-    """Runs `baton ARGUMENTS`; its log is kept line by line. Leave with `stop` or `kill`."""
+    """Runs `baton ARGUMENTS`, or another `program` with them; its log is kept line by line. Leave with `stop` or
+    `kill`."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, program: str = BATON) -> None:
         self._mark = uuid.uuid4().hex
         self._lines: list[str] = []
         self._turn = threading.Condition()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from cluster.cli.main import main; main()", *arguments, "--log-format", "json"],
+            [sys.executable, "-c", f"from {program} import main; main()", *arguments, "--log-format", "json"],
             env=os.environ | {MARK: self._mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -19,6 +19,7 @@ from cluster.simulate.world.event_log import Chronicle
 from cluster.simulate.world.fake_redis import Client, Server
 from cluster.simulate.world.lanes import Lanes
 from cluster.simulate.world.network import VALUES, Network
+from cluster.supervision.health import drain
 from cluster.supervision.placement import Node, WorkerPlan, plan
 from cluster.supervision.rank import Event, Loading, Serving
 from cluster.supervision.supervisor import Supervisor
@@ -145,6 +146,7 @@ class Deployment:
             launcher=self,
             announcer=self,
             check_health=self._check_health,
+            drain=partial(drain, self.network.open_channel),
             config=config.supervision,
             first_incarnation=0,
         )
@@ -263,6 +265,9 @@ class Deployment:
                     load=worker.engine.load(),
                 )
             )  # fmt: skip
+
+    async def release(self, worker_id: str) -> None:
+        """A simulated worker has no share of a machine."""
 
     def _make_worker(self, plan: WorkerPlan, incarnation: int) -> SimulatedWorker:
         config = self.config

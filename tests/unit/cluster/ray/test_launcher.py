@@ -139,6 +139,9 @@ class OnePlace:
     async def give_back(self, plan: WorkerPlan) -> None:
         self.given_back.set()
 
+    async def release(self, worker_id: str) -> None:
+        """It has no share of a machine."""
+
 
 async def test_a_worker_is_killed_also_by_whom_its_polite_stop_was_cut_off() -> None:
     """Ray kept the CPU of one that was stopped by a signal: nothing ever took its place. On Python 3.11.2 the polite

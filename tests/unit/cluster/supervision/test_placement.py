@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config.config import PoolsConfig
-from cluster.supervision.placement import Node, check_fits, plan, why_not_gpus
+from cluster.supervision.placement import Node, check_fits, plan, replan, why_not_gpus
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 
@@ -93,3 +93,14 @@ def test_shares_never_exceed_the_machine(cpus: int, count: int, tp: int) -> None
     assert taken <= cpus + 1e-6
     assert all(worker.num_threads >= 1 for worker in workers)
     assert len({worker.worker_id for worker in workers}) == count
+
+
+def test_a_new_worker_shares_what_is_left_and_the_others_keep_theirs() -> None:
+    kept = plan(PoolsConfig(), LAPTOP, tp=1, device="auto")
+    more = replan(kept, PoolsConfig(decode=2), LAPTOP, tp=1)
+    assert more[:2] == kept
+    assert (more[2].worker_id, more[2].device, more[2].cpus_per_rank) == ("decode-1", "cpu", 0.0)
+    assert more[2].bundles() == [{"memory": 1.0}], "Ray refuses an empty bundle"
+    freed = replan(more[::2], PoolsConfig(decode=3), (Node(cpus=4.0),), tp=1)
+    assert [one.cpus_per_rank for one in freed] == [1.0, 1.0, 0.0, 1.0]
+    assert replan(more, PoolsConfig(), LAPTOP, tp=1) == kept

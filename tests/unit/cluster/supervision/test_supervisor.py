@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config.config import PoolsConfig, SupervisionConfig
 from cluster.supervision.lifecycle import LifeState
-from cluster.supervision.placement import Node, WorkerPlan, plan
+from cluster.supervision.placement import Node, WorkerPlan, plan, replan
 from cluster.supervision.rank import Ended, Event, Loading, Serving
 from cluster.supervision.supervisor import Running, Supervisor, WorkerView
 from protos.errors import BadCheckpoint, BatonError, WorkerLost
@@ -18,6 +18,7 @@ from protos.values import KVLayout, LaneAddress, WorkerInfo
 from router.fleet.successors import Successor
 
 PLANS = plan(PoolsConfig(), (Node(cpus=2.0),), tp=1, device="cpu")
+LARGER = replan(PLANS, PoolsConfig(decode=2), (Node(cpus=2.0),), tp=1)
 LAYOUT = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 
 
@@ -69,10 +70,11 @@ class Stage:
         self.beats: asyncio.Queue[BatonError | None] = asyncio.Queue()
         self.shown: list[WorkerView] = []
         self.turn = asyncio.Condition()
+        self.drained = asyncio.Event()
 
     async def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]:
         life = Life(plan.worker_id, incarnation)
-        self.lives[plan.worker_id].append(life)
+        self.lives.setdefault(plan.worker_id, []).append(life)
         await self._note(f"launch {plan.worker_id}")
         async for event in life.events():
             yield event
@@ -94,6 +96,14 @@ class Stage:
         if (error := await self.beats.get()) is not None:
             raise error
 
+    async def drain(self, address: str) -> None:
+        """Until the test says that nothing runs there any more."""
+        await self._note(f"drain {address}")
+        await self.drained.wait()
+
+    async def release(self, worker_id: str) -> None:
+        await self._note(f"release {worker_id}")
+
     async def sleep(self, seconds: float) -> None:
         self.slept.append(round(seconds, 3))
         await asyncio.sleep(0)
@@ -104,7 +114,7 @@ class Stage:
 
     async def launched(self, worker_id: str, *, times: int) -> None:
         async with self.turn:
-            await self.turn.wait_for(lambda: len(self.lives[worker_id]) == times)
+            await self.turn.wait_for(lambda: len(self.lives.get(worker_id, ())) == times)
 
     async def _note(self, line: str) -> None:
         async with self.turn:
@@ -124,6 +134,7 @@ async def supervisor(stage: Stage) -> AsyncIterator[Supervisor]:
         launcher=stage,
         announcer=stage,
         check_health=stage.check_health,
+        drain=stage.drain,
         config=SupervisionConfig(initial_backoff_s=1.0, health_period_s=7.0, max_failed_checks=3),
         first_incarnation=100,
         watch=stage.shown.append,
@@ -273,9 +284,9 @@ def adopting(stage: Stage, life: Life, *, serves: bool) -> Supervisor:
     )  # fmt: skip
     running = Running(has_served=serves, incarnation=7, info=info if serves else None, follow=life.events)
     return Supervisor(
-        PLANS, launcher=stage, announcer=stage, check_health=stage.check_health, config=SupervisionConfig(),
-        first_incarnation=100, running={"decode-0": running}, watch=stage.shown.append, clock=lambda: 0.0,
-        sleep=stage.sleep,
+        PLANS, launcher=stage, announcer=stage, check_health=stage.check_health, drain=stage.drain,
+        config=SupervisionConfig(), first_incarnation=100, running={"decode-0": running}, watch=stage.shown.append,
+        clock=lambda: 0.0, sleep=stage.sleep,
     )  # fmt: skip
 
 
@@ -316,11 +327,125 @@ async def test_an_adopted_worker_is_asked_for_its_health_before_its_stream_says_
 
 async def test_settings_that_once_served_are_not_given_up_by_the_next_supervisor(stage: Stage) -> None:
     supervisor = Supervisor(
-        PLANS, launcher=stage, announcer=stage, check_health=stage.check_health, config=SupervisionConfig(),
-        first_incarnation=100, running={"decode-0": Running(has_served=True)}, clock=lambda: 0.0, sleep=stage.sleep,
+        PLANS, launcher=stage, announcer=stage, check_health=stage.check_health, drain=stage.drain,
+        config=SupervisionConfig(), first_incarnation=100, running={"decode-0": Running(has_served=True)},
+        clock=lambda: 0.0, sleep=stage.sleep,
     )  # fmt: skip
     task = await start(stage, supervisor)
     stage.lives["decode-0"][0].die(BadCheckpoint("the disk is away"))
     await stage.launched("decode-0", times=2)
+    await supervisor.stop()
+    await asyncio.wait([task])
+
+
+async def serving(stage: Stage, supervisor: Supervisor) -> asyncio.Task[None]:
+    """All of PLANS, at HOST:1."""
+    running = await start(stage, supervisor)
+    for worker in PLANS:
+        stage.lives[worker.worker_id][0].serve(f"{worker.worker_id}:1")
+    await supervisor.ready()
+    return running
+
+
+async def grown(stage: Stage, supervisor: Supervisor) -> asyncio.Task[None]:
+    running = await serving(stage, supervisor)
+    resizing = asyncio.create_task(supervisor.resize(LARGER))
+    await stage.until("launch decode-1")
+    assert not resizing.done()
+    stage.lives["decode-1"][0].serve("decode-1:1")
+    await resizing
+    return running
+
+
+async def test_a_larger_pool_starts_what_is_new_and_leaves_the_others_alone(
+    stage: Stage, supervisor: Supervisor
+) -> None:
+    running = await grown(stage, supervisor)
+    assert supervisor.plans == LARGER
+    assert "announce decode-1 decode-1:1" in stage.done
+    assert [len(lives) for lives in stage.lives.values()] == [1, 1, 1]
+    stage.lives["decode-1"][0].die(WorkerLost("killed"))
+    await stage.launched("decode-1", times=2)
+    assert not running.done()
+
+
+async def test_a_smaller_pool_drains_then_ends_then_withdraws(stage: Stage, supervisor: Supervisor) -> None:
+    running = await grown(stage, supervisor)
+    del stage.done[:]
+    resizing = asyncio.create_task(supervisor.resize(PLANS))
+    await stage.until("drain decode-1:1")
+    assert not stage.lives["decode-1"][0].closed, "it still has work"
+    stage.drained.set()
+    await resizing
+    assert stage.lives["decode-1"][0].closed
+    assert stage.done == ["drain decode-1:1", "release decode-1", "withdraw decode-1"]
+    assert (supervisor.plans, supervisor.views.keys()) == (PLANS, {"prefill-0", "decode-0"})
+    assert not running.done()
+
+
+async def test_a_worker_that_ends_while_it_is_drained_is_not_started_again(
+    stage: Stage, supervisor: Supervisor
+) -> None:
+    await grown(stage, supervisor)
+    resizing = asyncio.create_task(supervisor.resize(PLANS))
+    await stage.until("drain decode-1:1")
+    stage.lives["decode-1"][0].leave()
+    await resizing
+    assert len(stage.lives["decode-1"]) == 1
+
+
+async def test_a_worker_that_is_not_served_from_yet_is_not_drained(stage: Stage, supervisor: Supervisor) -> None:
+    await serving(stage, supervisor)
+    growing = asyncio.create_task(supervisor.resize(LARGER))
+    await stage.until("launch decode-1")
+    await supervisor.resize(PLANS)
+    await growing  # the later size counts
+    assert stage.done[-2:] == ["release decode-1", "withdraw decode-1"]
+
+
+async def test_a_worker_that_is_desired_again_starts_once_it_has_gone(stage: Stage, supervisor: Supervisor) -> None:
+    await grown(stage, supervisor)
+    shrinking = asyncio.create_task(supervisor.resize(PLANS))
+    await stage.until("drain decode-1:1")
+    growing = asyncio.create_task(supervisor.resize(LARGER))
+    await shrinking
+    stage.drained.set()
+    await stage.launched("decode-1", times=2)
+    stage.lives["decode-1"][1].serve("decode-1:2")
+    await growing
+    assert sorted(supervisor.addresses()) == ["decode-0:1", "decode-1:2", "prefill-0:1"]
+
+
+async def test_a_new_worker_that_can_never_start_is_given_up_and_nothing_else_ends(
+    stage: Stage, supervisor: Supervisor
+) -> None:
+    running = await serving(stage, supervisor)
+    resizing = asyncio.create_task(supervisor.resize(LARGER))
+    await stage.until("launch decode-1")
+    stage.lives["decode-1"][0].die(BadCheckpoint("there is no such model"))
+    with pytest.raises(BadCheckpoint, match="no such model"):
+        await resizing
+    await stage.until("withdraw decode-1")
+    assert supervisor.plans == PLANS
+    assert not running.done()
+
+
+async def test_the_next_supervisor_ends_what_the_one_before_was_about_to_end(stage: Stage) -> None:
+    life = Life("decode-1", 7)
+    info = WorkerInfo(
+        worker_id="decode-1", incarnation=7, role=PLANS[1].role, model="m", address="h:5", layout=LAYOUT,
+        lane=LaneAddress(worker_id="decode-1", incarnation=7, host="h", port=1), max_model_len=32, vocab_size=32,
+    )  # fmt: skip
+    supervisor = Supervisor(
+        PLANS, launcher=stage, announcer=stage, check_health=stage.check_health, drain=stage.drain,
+        config=SupervisionConfig(), first_incarnation=100, leaving=LARGER[-1:], clock=lambda: 0.0, sleep=stage.sleep,
+        running={"decode-1": Running(has_served=True, incarnation=7, info=info, follow=life.events)},
+    )  # fmt: skip
+    task = await start(stage, supervisor)
+    await stage.until("drain h:5")
+    stage.drained.set()
+    await stage.until("withdraw decode-1")
+    assert life.closed
+    assert "decode-1" not in stage.lives
     await supervisor.stop()
     await asyncio.wait([task])
