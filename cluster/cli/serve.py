@@ -26,7 +26,7 @@ from cluster.discovery.base import DirectAnnouncer
 from cluster.gateway.run import open_faces
 from cluster.process.gc_tuning import collect_rarely
 from cluster.process.logs import LogFormat, ResultConsole, terminal
-from cluster.process.ports import check_free, listen
+from cluster.process.ports import listen_for_gateway
 from cluster.process.signals import Stop, stopped, stopping
 from cluster.ray.pools import Pools
 from cluster.supervision.preflight import check_feasible, check_files
@@ -119,10 +119,9 @@ async def run_deployment(config: ClusterConfig, console: Console, log_format: Lo
     check_files(config)
     stop = Stop()
     router = config.router
-    listening = listen(router.host, router.port)
+    listening = listen_for_gateway(router.host, router.port, router.grpc_port)
     deployment = Deployment(config, listening, console, log_format)
     try:
-        check_free(router.host, router.grpc_port, "--grpc-port")
         await stop.before(deployment.run())
         in_order = await stop.patiently(deployment.stop())
     finally:

@@ -15,7 +15,7 @@ from cluster.config.config import ClusterConfig
 from cluster.discovery.base import Discovery, StaticDiscovery
 from cluster.process.gc_tuning import collect_rarely
 from cluster.process.logs import LogFormat
-from cluster.process.ports import check_free, listen
+from cluster.process.ports import listen_for_gateway
 from cluster.process.signals import Stop, stopped, stopping
 from cluster.supervision.preflight import check_files
 from protos.errors import Misconfigured
@@ -38,10 +38,9 @@ async def run_gateway(
     check_files(config)
     stop = Stop()
     router = config.router
-    listening = listen(router.host, router.port)
+    listening = listen_for_gateway(router.host, router.port, router.grpc_port)
     front: Front | Gateways | None = None
     try:
-        check_free(router.host, router.grpc_port, "--grpc-port")
         front = open_faces(config, listening, log_format, is_told=False, addresses=addresses)
         await stop.before(_serve(front, config, addresses))
         log.info("%s", stopping(config.supervision.grace_s if front.serves else 0.0))

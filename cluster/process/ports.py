@@ -26,6 +26,27 @@ def listen(host: str, port: int) -> socket.socket:
         raise _unusable(host, port, "--port", error) from error
 
 
+def listen_for_gateway(host: str, port: int, grpc_port: int) -> socket.socket:
+    """A listening socket for HTTP, where the port of gRPC is free. Raises Misconfigured; one error names both ports."""
+    taken: list[Misconfigured] = []
+    listening: socket.socket | None = None
+    try:
+        listening = listen(host, port)
+    except Misconfigured as error:
+        if error.param == "host":
+            raise
+        taken.append(error)
+    try:
+        check_free(host, grpc_port, "--grpc-port")
+    except Misconfigured as error:
+        taken.append(error)
+    if listening is not None and not taken:
+        return listening
+    if listening is not None:
+        listening.close()
+    raise Misconfigured("; ".join(error.message for error in taken), param=taken[0].param)
+
+
 def check_free(host: str, port: int, flag: str) -> None:
     """Raises Misconfigured when somebody listens there; who binds it later may still lose a race."""
     if port:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
 
-from protos.errors import BatonError
+from protos.errors import BatonError, UnsupportedParameter
 from protos.values import Profile
 from router.gateway import Gateway
 from router.http.errors import json_response
@@ -28,14 +29,26 @@ def add(admin: APIRouter, gateway: Gateway) -> None:
         return json_response({"workers": [{"worker_id": worker_id, "profile": one} for worker_id, one in pairs]})
 
     @admin.post("/profile")
-    async def begin() -> Response:
+    async def begin(request: Request) -> Response:
         """A recording under way begins anew: there is one, whoever asks. It answers with what that had."""
+        await _refuse_parameters(request)
         return await told(True)
 
     @admin.get("/profile")
-    async def look() -> Response:
+    async def look(request: Request) -> Response:
+        await _refuse_parameters(request)
         return await told(None)
 
     @admin.delete("/profile")
-    async def end() -> Response:
+    async def end(request: Request) -> Response:
+        await _refuse_parameters(request)
         return await told(False)
+
+
+async def _refuse_parameters(request: Request) -> None:
+    """Raises UnsupportedParameter: a recording lasts until DELETE, so that a number of steps would be ignored."""
+    name = next(iter(request.query_params), "body" if await request.body() else "")
+    if name:
+        raise UnsupportedParameter(
+            f"/admin/profile takes no {name}: POST begins a recording, GET reads it, DELETE ends it", param=name
+        )

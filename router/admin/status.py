@@ -63,7 +63,7 @@ def missing(gateway: Gateway, workers: Sequence[WorkerView] | None = None) -> st
         pool = [one for one in workers if one.info is not None and one.info.role is role]
         if pool and not any(one.state == "ready" for one in pool):
             away = "; ".join(_said(one) for one in pool)
-            told.insert(0, f"no {role} worker is ready ({away}): {meanwhile}")
+            told.insert(0, f"no {role} worker is ready, {meanwhile}: {away}")
     return "; ".join(told)
 
 

@@ -124,6 +124,12 @@ def test_a_taken_port_is_named_before_anything_starts(
     assert f"port {port} of 127.0.0.1 is taken by {comm()} (process {os.getpid()}): stop" in http
     assert "choose another: --port N (--port 0: any free one)" in http
     assert "choose another: --grpc-port N" in grpc
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = one.getsockname()[1], other.getsockname()[1]
+        flags = ("--port", str(ports[0]), "--grpc-port", str(ports[1]))
+        both = refused(monkeypatch, capsys, "serve", "--model", DEMO["model"], *flags)
+    assert [f"port {port} of 127.0.0.1 is taken" in both for port in ports] == [True, True]
+    assert "--port N (--port 0: any free one); port" in both
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
 
 
@@ -141,7 +147,7 @@ def test_a_taken_port_is_named_before_anything_starts(
 def test_files_that_are_wrong_are_named_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, setting: str, told: str
 ) -> None:
-    monkeypatch.setattr("cluster.cli.serve.listen", lambda host, port: pytest.fail("it starts"))
+    monkeypatch.setattr("cluster.cli.serve.listen_for_gateway", lambda *ports: pytest.fail("it starts"))
     (tmp_path / "wrong.toml").write_text("tenant = 3")
     given = setting.format(wrong=tmp_path / "wrong.toml")
     assert told in refused(monkeypatch, capsys, "up", "--set", given)

@@ -158,7 +158,7 @@ async def test_who_was_told_to_leave_is_not_called_lost_and_a_pool_without_worke
         fleet.is_ready = False
         refused = (await client.get(f"{url}/ready")).json()
     away = f"prefill-0 has left ({reason})"
-    assert served["degraded"] == f"no prefill worker is ready ({away}): the others read prompts themselves meanwhile"
+    assert served["degraded"] == f"no prefill worker is ready, the others read prompts themselves meanwhile: {away}"
     assert (refused["reason"], refused["degraded"]) == (away, "")
 
 
@@ -169,7 +169,7 @@ async def test_a_pool_that_others_stand_in_for_is_named() -> None:
         Worker(worker_id="decode-0", state="lost", reason=starting, info=info("decode-0", WorkerRole.DECODE)),
     )
     headline = " ".join((await ask(fleet)).split())
-    assert f"is ready, but no decode worker is ready (decode-0 is lost ({starting}))" in headline
+    assert f"meanwhile: decode-0 is lost ({starting})" in headline
     assert "the others stand in and serve whole requests meanwhile" in headline
 
 

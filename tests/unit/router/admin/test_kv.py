@@ -63,3 +63,13 @@ async def test_a_worker_is_drained_by_its_name() -> None:
     assert (taken.status_code, taken.json()) == (202, {"worker_id": "decode-0", "num_running": 3})
     assert unknown.status_code == 404
     assert fleet.drained == ["decode-0"]
+
+
+async def test_a_profile_refuses_parameters_that_it_would_ignore() -> None:
+    async with serving(make_gateway(Scripted(saying("hi")), fleet=crew())) as url, httpx.AsyncClient() as client:
+        for asked in ({"params": {"steps": "many"}}, {"content": b'{"steps": 5}'}):
+            answer = await client.post(f"{url}/admin/profile", **asked)  # type: ignore[arg-type]
+            assert answer.status_code == 400
+            assert answer.json()["error"]["code"] == "unsupported_parameter"
+            assert "POST begins a recording" in answer.json()["error"]["message"]
+        assert (await client.post(f"{url}/admin/profile")).status_code == 200
