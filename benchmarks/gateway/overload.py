@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
-from cluster.bench.report import Objective, Record, Spread, spread
+from cluster.bench.report import Objective, Percentiles, RequestRecord, spread
 from cluster.bench.workload import Lengths
 from cluster.config.config import PoolsConfig
 from cluster.simulate.latency.rough import Rough
 from cluster.simulate.run.config import SimulationConfig, hardware_spec, simulated_router
 from cluster.simulate.run.simulation import simulate
-from cluster.simulate.world.workload import Load, generated
+from cluster.simulate.world.workload import GeneratedLoad, generated
 from router.config import AdmissionConfig
 
 FORMAT = "baton-overload/2"
@@ -90,10 +90,10 @@ class RatePoint:
     refused: float
     late: float
     goodput: float
-    ttft_s: Spread | None
-    retry_after_s: Spread | None
+    ttft_s: Percentiles | None
+    retry_after_s: Percentiles | None
     errors: tuple[str, ...] = ()
-    refusal_s: Spread | None = None
+    refusal_s: Percentiles | None = None
 
     @property
     def attainment(self) -> float:
@@ -143,7 +143,7 @@ def _point(case: OverloadCase, multiple: float, capacity: float, seconds: float,
     return point_of(records, multiple=multiple, seed=seed, ttft_s=case.ttft_s)
 
 
-def point_of(records: Sequence[Record], *, multiple: float, seed: int, ttft_s: float) -> RatePoint:
+def point_of(records: Sequence[RequestRecord], *, multiple: float, seed: int, ttft_s: float) -> RatePoint:
     """What became of an open load. Its first WARM_UP does not count."""
     until_s = max(record.sent_s or 0.0 for record in records)
     counted = [record for record in records if (record.sent_s or 0.0) >= WARM_UP * until_s]
@@ -166,7 +166,7 @@ def point_of(records: Sequence[Record], *, multiple: float, seed: int, ttft_s: f
     )
 
 
-def _ended_after_s(record: Record) -> float | None:
+def _ended_after_s(record: RequestRecord) -> float | None:
     return None if record.ended_s is None or record.sent_s is None else record.ended_s - record.sent_s
 
 
@@ -177,8 +177,8 @@ def _config(case: OverloadCase, seed: int) -> SimulationConfig:
     return SimulationConfig(pools=case.pools, spec=spec, router=simulated_router(case.policy), load_s=1.0, seed=seed)
 
 
-def _run(config: SimulationConfig, case: OverloadCase, num: int, *, rate: float, seed: int) -> Sequence[Record]:
-    load = Load(num_requests=num, rate=rate, prompts=case.prompts, outputs=case.outputs, seed=seed)
+def _run(config: SimulationConfig, case: OverloadCase, num: int, *, rate: float, seed: int) -> Sequence[RequestRecord]:
+    load = GeneratedLoad(num_requests=num, rate=rate, prompts=case.prompts, outputs=case.outputs, seed=seed)
     return simulate(config, generated(case.workload, load)).records
 
 

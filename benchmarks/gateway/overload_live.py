@@ -33,11 +33,11 @@ from benchmarks.gateway.overload import FORMAT, Curve, RatePoint, plot, point_of
 from benchmarks.gateway.router import gateway, worker_process
 from benchmarks.output import JsonFile, PlotFile, write_figures
 from cluster.bench.client import CompletionClient
-from cluster.bench.http import Endpoint
+from cluster.bench.http import HttpEndpoint
 from cluster.bench.load import run_load
 from cluster.bench.prompts import Prompts
-from cluster.bench.report import Record
-from cluster.bench.verb import Target, find_target
+from cluster.bench.report import RequestRecord
+from cluster.bench.verb import BenchTarget, find_target
 from cluster.bench.workload import Lengths, synthetic, with_poisson_arrivals, without_arrivals
 from protos.errors import Unavailable
 
@@ -51,7 +51,7 @@ REST_S = 1.0  # between rates, for what runs to end and for lateness to be forgo
 class Site:
     """A cluster and its load."""
 
-    def __init__(self, target: Target, prompts: Lengths, outputs: Lengths, ttft_s: float) -> None:
+    def __init__(self, target: BenchTarget, prompts: Lengths, outputs: Lengths, ttft_s: float) -> None:
         self._target = target
         self._prompts = prompts
         self._outputs = outputs
@@ -74,13 +74,13 @@ class Site:
 
     async def _run(
         self, num_requests: int, *, seed: int, rate: float | None = None, at_once: int | None = None
-    ) -> Sequence[Record]:
+    ) -> Sequence[RequestRecord]:
         """Prompts of every run are new ones: nothing is found cached."""
         items = synthetic(num_requests, prompts=self._prompts, outputs=self._outputs, seed=seed)
         items = without_arrivals(items) if rate is None else with_poisson_arrivals(items, rate, seed)
         key = f"{seed} {rate} {at_once}"
         client = CompletionClient(
-            Endpoint.parse(self._target.url),
+            HttpEndpoint.parse(self._target.url),
             model=self._target.model.name,
             prompts=Prompts(seed=crc32(key.encode()), vocab_size=self._target.vocab_size),
             timeout_s=TIMEOUT_S,

@@ -22,7 +22,7 @@ from cluster.bench.workload import Lengths
 from cluster.config.config import PoolsConfig
 from cluster.simulate.run.config import SimulationConfig, hardware_spec
 from cluster.simulate.run.simulation import simulate
-from cluster.simulate.world.workload import Load, generated
+from cluster.simulate.world.workload import GeneratedLoad, generated
 
 CASES = ((1, False), (2, False), (2, True), (4, False), (4, True), (8, False), (8, True))
 
@@ -46,7 +46,7 @@ def found(gateways: int, siblings: bool, seed: int, *, num_requests: int, rate: 
         pools=PoolsConfig(prefill=4, decode=4), spec=spec, load_s=1.0, seed=seed, num_gateways=gateways,
         siblings=siblings,
     )  # fmt: skip
-    load = Load(
+    load = GeneratedLoad(
         num_requests=num_requests, rate=rate, prompts=Lengths(low=200, high=4000), outputs=Lengths(low=20, high=200),
         seed=seed,
     )  # fmt: skip

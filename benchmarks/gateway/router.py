@@ -35,7 +35,7 @@ import uvloop
 
 from benchmarks.gateway.stub_worker import TOKENS
 from benchmarks.output import drawing, write_figures
-from cluster.bench.http import Connection, Connections, Endpoint
+from cluster.bench.http import Connection, Connections, HttpEndpoint
 from cluster.cli.serve import DEMO
 from kvtransfer.native import cache_folder, compile_c
 
@@ -127,7 +127,7 @@ def read_streams(connections: Sequence[socket.socket]) -> int:
 
 class StreamClient:
     def __init__(self, url: str) -> None:
-        self._endpoint = Endpoint.parse(url)
+        self._endpoint = HttpEndpoint.parse(url)
         self._clock = time.perf_counter
         self._connections = Connections(self._endpoint, self._clock)
         self.num_events = 0

@@ -27,7 +27,7 @@ from cluster.config.config import PoolsConfig
 from cluster.simulate.results.report import summarise
 from cluster.simulate.run.config import SimulationConfig, hardware_spec, read_settings, room_of
 from cluster.simulate.run.simulation import simulate
-from cluster.simulate.world.workload import ASSISTANT_RATE, Load, Session, fitting, generated, recorded
+from cluster.simulate.world.workload import ASSISTANT_RATE, GeneratedLoad, UserSession, fitting, generated, recorded
 from router.policies.registry import NAMES
 
 SPEEDS = (0.5, 1.0, 2.0, 4.0, 7.0)
@@ -42,11 +42,13 @@ class LoadCase:
     trace: Path | None = None
     rate: float = 1.0
 
-    def sessions(self, num_requests: int, speed: float, seed: int) -> list[Session]:
+    def sessions(self, num_requests: int, speed: float, seed: int) -> list[UserSession]:
         if self.trace is not None:
             return recorded(self.trace, limit=num_requests, speed=speed)
         prompts, outputs = Lengths(low=200, high=4000), Lengths(low=20, high=400)
-        load = Load(num_requests=num_requests, rate=self.rate * speed, prompts=prompts, outputs=outputs, seed=seed)
+        load = GeneratedLoad(
+            num_requests=num_requests, rate=self.rate * speed, prompts=prompts, outputs=outputs, seed=seed
+        )
         return generated(self.name, load)
 
 

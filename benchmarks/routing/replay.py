@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.bench.workload import Span
-from cluster.simulate.world.workload import Session
+from cluster.bench.workload import PrefixSpan
+from cluster.simulate.world.workload import UserSession
 from kvtransfer.events import EventLog
 from protos.chain import Chain
 from protos.values import BlockHash, WorkerLoad, WorkerRole
@@ -85,11 +85,11 @@ def read_trace(path: Path, block_size: int) -> list[TraceRequest]:
     return requests
 
 
-def asked_of(sessions: Iterable[Session], block_size: int) -> list[TraceRequest]:
+def asked_of(sessions: Iterable[UserSession], block_size: int) -> list[TraceRequest]:
     """A generated workload as a trace would have it: answers take no time, and each prompt has those before it."""
     requests: list[TraceRequest] = []
     for session in sessions:
-        at_s, spans, parent = session.due_s, list[Span](), b""
+        at_s, spans, parent = session.due_s, list[PrefixSpan](), b""
         hashes: list[BlockHash] = []
         for number, turn in enumerate(session.turns):
             at_s += turn.pause_s
@@ -101,11 +101,11 @@ def asked_of(sessions: Iterable[Session], block_size: int) -> list[TraceRequest]
             requests.append(
                 TraceRequest(at_s=at_s, num_prompt=num_prompt, num_output=turn.num_output, hashes=tuple(hashes))
             )
-            spans.append(Span(key=(_ANSWER, session.number * 1000 + number), num_tokens=turn.num_output))
+            spans.append(PrefixSpan(key=(_ANSWER, session.number * 1000 + number), num_tokens=turn.num_output))
     return sorted(requests, key=lambda one: one.at_s)
 
 
-def _within(spans: Sequence[Span], start: int, end: int) -> bytes:
+def _within(spans: Sequence[PrefixSpan], start: int, end: int) -> bytes:
     """Which tokens of which spans are from `start` to `end`."""
     parts, before = [], 0
     for span in spans:

@@ -22,7 +22,7 @@ import typer
 from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
 from benchmarks.routing.replay import Replay, ReplayedRequest, TraceRequest, WorkerSpeed, asked_of, read_trace
 from cluster.bench.workload import Lengths
-from cluster.simulate.world.workload import GENERATED, Load, generated
+from cluster.simulate.world.workload import GENERATED, GeneratedLoad, generated
 from router.config import RouterConfig
 from router.policies.registry import NAMES, policy_of
 from router.prefix.registry import local_index
@@ -159,7 +159,7 @@ def asked_for(
         return read_trace(trace, BLOCK_SIZE)[:num_requests]
     lengths = {"prompts": Lengths(low=200, high=4000), "outputs": Lengths(low=20, high=400)}
     return asked_of(
-        generated(workload or "", Load(num_requests=num_requests, rate=rate, seed=seed, **lengths)), BLOCK_SIZE
+        generated(workload or "", GeneratedLoad(num_requests=num_requests, rate=rate, seed=seed, **lengths)), BLOCK_SIZE
     )
 
 

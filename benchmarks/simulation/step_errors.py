@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from cluster.simulate.latency.aiconfigurator import BACKEND, Aiconfigurator, Tables
-from cluster.simulate.latency.base import Step, step_of
+from cluster.simulate.latency.base import StepWork, step_of
 from cluster.simulate.latency.roofline import Roofline
 from cluster.simulate.latency.shapes import GPUS, MODELS
 
@@ -55,7 +55,7 @@ class StepPoint:
     measured_s: float
 
     @property
-    def step(self) -> Step:
+    def step(self) -> StepWork:
         return step_of([(self.tokens if self.phase == "prefill" else 1, self.tokens)] * self.rows)
 
     @property

@@ -24,10 +24,10 @@ from scipy.optimize import least_squares
 
 from benchmarks.simulation.step_errors import FITTED_ON, MIXTURE
 from cluster.simulate.latency.aiconfigurator import BACKEND, Tables
-from cluster.simulate.latency.base import Step, step_of
-from cluster.simulate.latency.kernels import Attention, Kernels, Products, Reduce
+from cluster.simulate.latency.base import StepWork, step_of
+from cluster.simulate.latency.kernels import AllReduceTimes, AttentionTimes, KernelTimes, ProductTimes
 from cluster.simulate.latency.roofline import Product, Roofline
-from cluster.simulate.latency.shapes import BFLOAT16, FP8, FP8_BLOCK, GPUS, MODELS, Experts, Model
+from cluster.simulate.latency.shapes import BFLOAT16, FP8, FP8_BLOCK, GPUS, MODELS, Experts, ModelShape
 from protos.errors import Misconfigured
 
 PATH = Path(__file__).parents[2] / "cluster" / "simulate" / "latency" / "fitted.py"
@@ -39,11 +39,11 @@ ANSWERS = (
     (64, 1024), (64, 4096), (128, 512), (128, 2048), (256, 1024), (256, 4096),
 )  # fmt: skip
 """Sequences and the tokens of each."""
-START = Products(compute_share=0.7, memory_share=0.8, sharpness=2.0, fixed_s=5e-6)
-START_ATTENTION = Attention(
+START = ProductTimes(compute_share=0.7, memory_share=0.8, sharpness=2.0, fixed_s=5e-6)
+START_ATTENTION = AttentionTimes(
     compute_share=0.6, memory_share=0.8, prefill_fixed_s=1e-5, decode_fixed_s=1e-5, element_s=2e-12, row_s=2e-9
 )
-START_REDUCE = Reduce(small_fixed_s=4e-6, small_share=0.6, large_fixed_s=3e-5, large_share=0.8)
+START_REDUCE = AllReduceTimes(small_fixed_s=4e-6, small_share=0.6, large_fixed_s=3e-5, large_share=0.8)
 LIMITS = {
     "compute_share": (0.01, 1.0), "memory_share": (0.05, 1.0), "sharpness": (1.0, 6.0), "small_share": (0.05, 1.5),
     "large_share": (0.05, 1.5),
@@ -56,7 +56,7 @@ REDUCED = ("ar_1", "ar_2", "embedding_ar")
 class FitPoint(NamedTuple):
     """`predicted`, given some coefficients, should return `seconds`."""
 
-    predicted: Callable[[Kernels], float]
+    predicted: Callable[[KernelTimes], float]
     seconds: float
 
 
@@ -64,11 +64,11 @@ class MeasuredSet(NamedTuple):
     """A model on `tp` GPUs, and its measured kernels."""
 
     gpu: str
-    model: Model
+    model: ModelShape
     tp: int
     tables: Tables
 
-    def roofline(self, kernels: Kernels) -> Roofline:
+    def roofline(self, kernels: KernelTimes) -> Roofline:
         return Roofline(gpu=GPUS[self.gpu], model=self.model, tp=self.tp, kernels=kernels)
 
     def measured(self, names: Sequence[str], num_tokens: int) -> float:
@@ -84,7 +84,7 @@ def main() -> None:
     print(f"wrote {PATH}")
 
 
-def source(fitted: dict[str, Kernels]) -> str:
+def source(fitted: dict[str, KernelTimes]) -> str:
     """Of the module, before it is formatted."""
     return (
         '"""Coefficients of kernels, written by `python -m benchmarks.simulation.step_fit`: change that instead.\n\n'
@@ -97,8 +97,10 @@ def source(fitted: dict[str, Kernels]) -> str:
     )
 
 
-def fit_gpu(gpu: str) -> Kernels:
-    kernels = Kernels(products={}, experts={}, attention=START_ATTENTION, latent=START_ATTENTION, reduce=START_REDUCE)
+def fit_gpu(gpu: str) -> KernelTimes:
+    kernels = KernelTimes(
+        products={}, experts={}, attention=START_ATTENTION, latent=START_ATTENTION, reduce=START_REDUCE
+    )
     dtypes = (BFLOAT16,) if GPUS[gpu].fp8_flops is None else (BFLOAT16, FP8)
     for dtype in dtypes:
         points = [one for of in dense_sets(gpu, dtype) for one in of_products(of)]
@@ -118,7 +120,7 @@ def dense_sets(gpu: str, dtype: str) -> Iterator[MeasuredSet]:
             yield MeasuredSet(gpu, replace(MODELS[name], dtype=dtype), tp, tables)
 
 
-def fit_mixture(gpu: str, kernels: Kernels) -> Kernels:
+def fit_mixture(gpu: str, kernels: KernelTimes) -> KernelTimes:
     """Products with scales of blocks, on shared experts; routed experts; latent attention. Experts with a scale a
     tensor are taken to be as fast as those with scales of blocks."""
     for dtype in (BFLOAT16,) if GPUS[gpu].fp8_flops is None else (BFLOAT16, FP8_BLOCK):
@@ -140,21 +142,21 @@ def fit_mixture(gpu: str, kernels: Kernels) -> Kernels:
     return kernels
 
 
-def with_latent(kernels: Kernels, latent: Attention) -> Kernels:
+def with_latent(kernels: KernelTimes, latent: AttentionTimes) -> KernelTimes:
     return replace(kernels, latent=latent)
 
 
-def with_experts(kernels: Kernels, dtype: str) -> Callable[[Products], Kernels]:
+def with_experts(kernels: KernelTimes, dtype: str) -> Callable[[ProductTimes], KernelTimes]:
     dtypes = (FP8, FP8_BLOCK) if dtype == FP8_BLOCK else (dtype,)
     return lambda one: replace(kernels, experts={**kernels.experts, **dict.fromkeys(dtypes, one)})
 
 
-def with_products(kernels: Kernels, dtype: str) -> Callable[[Products], Kernels]:
+def with_products(kernels: KernelTimes, dtype: str) -> Callable[[ProductTimes], KernelTimes]:
     return lambda one: replace(kernels, products={**kernels.products, dtype: one})
 
 
 def of_products(of: MeasuredSet) -> list[FitPoint]:
-    def predicted(kernels: Kernels, num: int) -> float:
+    def predicted(kernels: KernelTimes, num: int) -> float:
         roofline = of.roofline(kernels)
         every = [*roofline.projections(), *roofline.mlps()]
         return roofline.products_s(every, num, of.model.dtype)
@@ -163,7 +165,7 @@ def of_products(of: MeasuredSet) -> list[FitPoint]:
 
 
 def of_reduce(of: MeasuredSet) -> list[FitPoint]:
-    def predicted(kernels: Kernels, num: int) -> float:
+    def predicted(kernels: KernelTimes, num: int) -> float:
         return of.roofline(kernels).parts(step_of([(num, num)])).reduce
 
     return [FitPoint(partial(predicted, num=num), of.measured(REDUCED, num)) for num in TOKENS]
@@ -174,7 +176,7 @@ def of_shared_experts(of: MeasuredSet, experts: Experts) -> list[FitPoint]:
     width, hidden, layers = experts.width / of.tp, of.model.hidden, of.model.layers
     products = [Product(2 * width, hidden, layers), Product(hidden, width, layers)]
 
-    def predicted(kernels: Kernels, num: int) -> float:
+    def predicted(kernels: KernelTimes, num: int) -> float:
         return of.roofline(kernels).products_s(products, num, FP8_BLOCK)
 
     return [FitPoint(partial(predicted, num=num), of.measured(SHARED, num)) for num in TOKENS]
@@ -183,7 +185,7 @@ def of_shared_experts(of: MeasuredSet, experts: Experts) -> list[FitPoint]:
 def of_routed_experts(of: MeasuredSet, experts: Experts) -> list[FitPoint]:
     share = 1 - experts.num_dense_layers / of.model.layers
 
-    def predicted(kernels: Kernels, num: int) -> float:
+    def predicted(kernels: KernelTimes, num: int) -> float:
         return of.roofline(kernels).experts_s(num)
 
     return [FitPoint(partial(predicted, num=num), of.measured(["moe"], num) * share) for num in TOKENS]
@@ -192,7 +194,7 @@ def of_routed_experts(of: MeasuredSet, experts: Experts) -> list[FitPoint]:
 def of_attention(of: MeasuredSet) -> list[FitPoint]:
     """Of latent attention, with the products around it."""
 
-    def predicted(kernels: Kernels, step: Step) -> float:
+    def predicted(kernels: KernelTimes, step: StepWork) -> float:
         roofline = of.roofline(kernels)
         seconds = roofline.attention_s(step)
         if of.model.latent is not None:
@@ -209,7 +211,7 @@ def of_attention(of: MeasuredSet) -> list[FitPoint]:
     return found
 
 
-def fit(name: str, start: Any, points: Sequence[FitPoint], within: Callable[[Any], Kernels]) -> Kernels:
+def fit(name: str, start: Any, points: Sequence[FitPoint], within: Callable[[Any], KernelTimes]) -> KernelTimes:
     """Coefficients are never negative: their logarithms are fitted."""
     names = [one.name for one in fields(start)]
     limits = [LIMITS.get(one, (1e-15, 1e-3)) for one in names]

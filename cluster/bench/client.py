@@ -10,10 +10,10 @@ from typing import Any
 import httptools
 import orjson
 
-from cluster.bench.http import Connection, Connections, Endpoint, Opener, Reply
+from cluster.bench.http import Connection, Connections, HttpEndpoint, HttpReply, Opener
 from cluster.bench.prompts import Prompts
-from cluster.bench.report import Record
-from cluster.bench.workload import Item, Span
+from cluster.bench.report import RequestRecord
+from cluster.bench.workload import PrefixSpan, WorkloadItem
 from protos.errors import InvalidRequest, Unavailable
 
 REFUSED = (400, 404, 415, 422, 501)
@@ -43,7 +43,7 @@ class CompletionClient:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: HttpEndpoint,
         *,
         model: str,
         prompts: Prompts,
@@ -70,7 +70,7 @@ class CompletionClient:
         Raises InvalidRequest with the server's words when it refuses the plainest of requests, Unavailable when it
         gives no answer.
         """
-        probe = Item(index=0, spans=(Span(key=(2, 0), num_tokens=num_prompt),), num_output=2)
+        probe = WorkloadItem(index=0, spans=(PrefixSpan(key=(2, 0), num_tokens=num_prompt),), num_output=2)
         while True:
             record = await self.ask(probe, self.prepare(probe), start_s=self._clock())
             if not record.error:
@@ -83,7 +83,7 @@ class CompletionClient:
             named = [name for name in left if _SPELLED[name] in record.message]
             self.dialect = replace(self.dialect, **{(named or left)[0]: False})
 
-    def prepare(self, item: Item) -> bytes:
+    def prepare(self, item: WorkloadItem) -> bytes:
         """The request as it goes over the wire, made before its time has come."""
         dialect = self.dialect
         body = dict(self._sampling, max_tokens=item.num_output)
@@ -97,7 +97,7 @@ class CompletionClient:
         encoded = orjson.dumps(body)
         return b"%s%d\r\n\r\n%s" % (self._head, len(encoded), encoded)
 
-    async def ask(self, item: Item, request: bytes, *, start_s: float) -> Record:
+    async def ask(self, item: WorkloadItem, request: bytes, *, start_s: float) -> RequestRecord:
         """Never raises but for being cancelled: what went wrong is in the record."""
         answer = _Answer()
         sent_s: float | None = None
@@ -117,7 +117,7 @@ class CompletionClient:
         finally:
             if connection is not None:
                 self._connections.give_back(connection)
-        return Record(
+        return RequestRecord(
             index=item.index,
             due_s=item.due_s,
             sent_s=None if sent_s is None else sent_s - start_s,
@@ -188,7 +188,7 @@ class _Answer:
         details = usage.get("prompt_tokens_details") or {}
         self.num_cached = details.get("cached_tokens", self.num_cached)
 
-    def outcome(self, reply: Reply) -> tuple[str, str]:
+    def outcome(self, reply: HttpReply) -> tuple[str, str]:
         """Error code and message, both "" for a whole answer."""
         if reply.status != 200:
             return _refusal(reply)
@@ -199,7 +199,7 @@ class _Answer:
         return "", ""
 
 
-def _refusal(reply: Reply) -> tuple[str, str]:
+def _refusal(reply: HttpReply) -> tuple[str, str]:
     told = bytes(reply.body).decode("utf-8", "replace")
     code = f"http_{reply.status}"
     try:
@@ -210,7 +210,7 @@ def _refusal(reply: Reply) -> tuple[str, str]:
     return code, f"HTTP {reply.status}: {told[:500]}"
 
 
-def _head(endpoint: Endpoint, api_key: str) -> bytes:
+def _head(endpoint: HttpEndpoint, api_key: str) -> bytes:
     """All of a request up to the value of its last header, Content-Length."""
     host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
     lines = [

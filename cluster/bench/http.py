@@ -33,7 +33,7 @@ class Opener(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class HttpEndpoint:
     """A server's root, such as http://127.0.0.1:8000; a trailing /v1 is taken off."""
 
     url: str
@@ -43,7 +43,7 @@ class Endpoint:
     path: str
 
     @classmethod
-    def parse(cls, url: str) -> Endpoint:
+    def parse(cls, url: str) -> HttpEndpoint:
         """Raises Misconfigured."""
         root = root_of(url)
         parts = httpx.URL(root)
@@ -58,7 +58,7 @@ class Endpoint:
 
 
 @dataclass(slots=True)
-class Reply:
+class HttpReply:
     """`status` and, unless it was 200, the beginning of the body. `retry_after_s` is when to come again, if it said."""
 
     status: int = 0
@@ -74,18 +74,18 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: Any = None
         self._on_event: OnEvent | None = None
-        self._reply = Reply()
+        self._reply = HttpReply()
         self._line = bytearray()
         self._now = 0.0
-        self._done: asyncio.Future[Reply] | None = None
+        self._done: asyncio.Future[HttpReply] | None = None
         self.reusable = True
 
-    def send(self, request: bytes, on_event: OnEvent) -> asyncio.Future[Reply]:
+    def send(self, request: bytes, on_event: OnEvent) -> asyncio.Future[HttpReply]:
         """Done when the answer has ended; fails with ConnectionError or httptools' error when it breaks off."""
         assert self._transport is not None
         assert self._done is None, "the last answer has not ended"
         self._parser = httptools.HttpResponseParser(self)
-        self._on_event, self._reply, self._line = on_event, Reply(), bytearray()
+        self._on_event, self._reply, self._line = on_event, HttpReply(), bytearray()
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return self._done

@@ -10,34 +10,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.bench.report import Record
-from cluster.bench.workload import Item
+from cluster.bench.report import RequestRecord
+from cluster.bench.workload import WorkloadItem
 
 
-class Client(Protocol):
+class LoadClient(Protocol):
     """`prepare` is called ahead of time; `ask` never raises but for being cancelled."""
 
-    def prepare(self, item: Item) -> bytes: ...
+    def prepare(self, item: WorkloadItem) -> bytes: ...
 
-    async def ask(self, item: Item, request: bytes, *, start_s: float) -> Record: ...
+    async def ask(self, item: WorkloadItem, request: bytes, *, start_s: float) -> RequestRecord: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class LoadProgress:
     """What has happened so far; `last` is the record that has just been made, if any."""
 
     num_sent: int
     num_ended: int
-    last: Record | None = None
+    last: RequestRecord | None = None
 
 
 async def run_load(
-    items: Sequence[Item],
-    client: Client,
+    items: Sequence[WorkloadItem],
+    client: LoadClient,
     *,
     concurrency: int | None = None,
-    tell: Callable[[Progress], None] = lambda _: None,
-) -> list[Record]:
+    tell: Callable[[LoadProgress], None] = lambda _: None,
+) -> list[RequestRecord]:
     """Records in the order of items. `concurrency` bounds the requests at once; None: only arrivals matter.
 
     Cancelled, it ends what runs and returns the records there are: a long run can be stopped and still be read.
@@ -46,16 +46,16 @@ async def run_load(
 
 
 class _Run:
-    def __init__(self, client: Client, concurrency: int | None, tell: Callable[[Progress], None]) -> None:
+    def __init__(self, client: LoadClient, concurrency: int | None, tell: Callable[[LoadProgress], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._client = client
         self._room = None if concurrency is None else asyncio.Semaphore(concurrency)
         self._tell = tell
-        self._records: list[Record] = []
+        self._records: list[RequestRecord] = []
         self._num_sent = 0
         self._start_s = self._loop.time()
 
-    async def through(self, items: Sequence[Item]) -> list[Record]:
+    async def through(self, items: Sequence[WorkloadItem]) -> list[RequestRecord]:
         this = asyncio.current_task()
         assert this is not None
         try:
@@ -67,7 +67,7 @@ class _Run:
             this.uncancel()
         return sorted(self._records, key=lambda record: record.index)
 
-    async def _launch(self, item: Item, group: asyncio.TaskGroup) -> None:
+    async def _launch(self, item: WorkloadItem, group: asyncio.TaskGroup) -> None:
         request = self._client.prepare(item)
         if self._room is not None:
             await self._room.acquire()
@@ -75,13 +75,13 @@ class _Run:
         await asyncio.sleep(0 if item.due_s is None else max(0.0, self._start_s + item.due_s - self._loop.time()))
         group.create_task(self._one(item, request))
         self._num_sent += 1
-        self._tell(Progress(num_sent=self._num_sent, num_ended=len(self._records)))
+        self._tell(LoadProgress(num_sent=self._num_sent, num_ended=len(self._records)))
 
-    async def _one(self, item: Item, request: bytes) -> None:
+    async def _one(self, item: WorkloadItem, request: bytes) -> None:
         try:
             record = await self._client.ask(item, request, start_s=self._start_s)
         finally:
             if self._room is not None:
                 self._room.release()
         self._records.append(record)
-        self._tell(Progress(num_sent=self._num_sent, num_ended=len(self._records), last=record))
+        self._tell(LoadProgress(num_sent=self._num_sent, num_ended=len(self._records), last=record))

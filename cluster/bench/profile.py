@@ -17,12 +17,12 @@ import httpx
 import orjson
 from rich.console import Console
 
-from cluster.bench.report import Record
+from cluster.bench.report import RequestRecord
 from cluster.cli.admin_client import no_answer, open_client, raise_for_error
 from protos.errors import Misconfigured
 from protos.hints import unusable
 
-Mark = Callable[[Sequence[Record], float], None]
+Mark = Callable[[Sequence[RequestRecord], float], None]
 """Told what became of the requests, and when their time began in seconds since 1970."""
 Event = dict[str, Any]
 
@@ -122,7 +122,7 @@ def _described(kv: Mapping[str, Any]) -> Mapping[str, Any]:
     return told | {"bytes": kv["num_bytes"]} | hidden
 
 
-def _requests(records: Sequence[Record], start_s: float) -> Iterator[Event]:
+def _requests(records: Sequence[RequestRecord], start_s: float) -> Iterator[Event]:
     """Of each request that got tokens: its begin, its first token, its end."""
     for record in records:
         if record.sent_s is None or not record.arrivals_s:

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from cluster.bench.workload import Key, Span
+from cluster.bench.workload import Key, PrefixSpan
 
 MIN_VOCAB = 1000
 WORDS = (
@@ -31,13 +31,13 @@ class Prompts:
         self._seed = seed
         self._stream = lru_cache(maxsize=4096)(self._draw)  # a trace's shared blocks come again and again
 
-    def ids(self, spans: Sequence[Span]) -> list[int]:
+    def ids(self, spans: Sequence[PrefixSpan]) -> list[int]:
         found: list[int] = []
         for span in spans:
             found += self._stream(span.key, span.num_tokens)
         return found
 
-    def text(self, spans: Sequence[Span]) -> str:
+    def text(self, spans: Sequence[PrefixSpan]) -> str:
         """A common word a token, which is about a token a word."""
         return " ".join(WORDS[token % len(WORDS)] for token in self.ids(spans))
 

@@ -19,7 +19,7 @@ from protos.errors import Misconfigured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class RequestRecord:
     """One request. Seconds are since the start of the run, by a clock that never goes back.
 
     `due_s` is when it should have been sent (None where nothing said when), `sent_s` when it was: None if it never
@@ -90,7 +90,7 @@ class Objective:
     def given(self) -> bool:
         return self.ttft_s is not None or self.tpot_s is not None
 
-    def met(self, record: Record) -> bool:
+    def met(self, record: RequestRecord) -> bool:
         """A failed request never meets it; an answer of one token has no TPOT to miss."""
         if record.error or record.ttft_s is None:
             return False
@@ -99,7 +99,7 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class Percentiles:
     """How values are spread; percentiles are interpolated between the two nearest values."""
 
     num: int
@@ -131,14 +131,14 @@ class Report:
     goodput: float | None
     good_share: float | None
     cached_share: float | None
-    ttft_s: Spread | None
-    tpot_s: Spread | None
-    itl_s: Spread | None
-    e2e_s: Spread | None
-    late_s: Spread | None
+    ttft_s: Percentiles | None
+    tpot_s: Percentiles | None
+    itl_s: Percentiles | None
+    e2e_s: Percentiles | None
+    late_s: Percentiles | None
 
 
-def make_report(records: Sequence[Record], objective: Objective) -> Report:
+def make_report(records: Sequence[RequestRecord], objective: Objective) -> Report:
     whole = [record for record in records if not record.error]
     duration_s = _duration_s(records)
     num_prompt = sum(record.num_prompt for record in whole)
@@ -169,12 +169,12 @@ def make_report(records: Sequence[Record], objective: Objective) -> Report:
     )
 
 
-def spread(values: Iterable[float | None]) -> Spread | None:
+def spread(values: Iterable[float | None]) -> Percentiles | None:
     """None where there is nothing to be spread."""
     known = sorted(value for value in values if value is not None)
     if not known:
         return None
-    return Spread(
+    return Percentiles(
         num=len(known),
         mean=math.fsum(known) / len(known),
         p50=percentile(known, 50),
@@ -192,13 +192,13 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-def _duration_s(records: Sequence[Record]) -> float:
+def _duration_s(records: Sequence[RequestRecord]) -> float:
     sent = [record.sent_s for record in records if record.sent_s is not None]
     came = [record.arrivals_s[-1] for record in records if record.arrivals_s]
     return max(came) - min(sent) if sent and came else 0.0
 
 
-def _cached_share(whole: Sequence[Record]) -> float | None:
+def _cached_share(whole: Sequence[RequestRecord]) -> float | None:
     telling = [record for record in whole if record.num_cached is not None]
     num_prompt = sum(record.num_prompt for record in telling)
     return sum(record.num_cached or 0 for record in telling) / num_prompt if num_prompt else None

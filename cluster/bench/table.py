@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.bench.report import Report, Spread
+from cluster.bench.report import Percentiles, Report
 
 LATE_S = 0.01
 """Sent this much after its time (p99), the load client itself is at its limit."""
@@ -59,7 +59,7 @@ def _times(report: Report) -> Table:
     return table
 
 
-def _row(spread: Spread) -> tuple[str, ...]:
+def _row(spread: Percentiles) -> tuple[str, ...]:
     return tuple(_ms(value) for value in (spread.mean, spread.p50, spread.p90, spread.p99, spread.max))
 
 

@@ -24,15 +24,15 @@ from rich.text import Text
 
 from cluster.bench.client import CompletionClient, Dialect
 from cluster.bench.hardware import find_hardware, find_versions
-from cluster.bench.http import Endpoint
-from cluster.bench.load import Progress, run_load
+from cluster.bench.http import HttpEndpoint
+from cluster.bench.load import LoadProgress, run_load
 from cluster.bench.profile import Mark, profiling
 from cluster.bench.prompts import Prompts
-from cluster.bench.report import Objective, Record, Report, make_report
+from cluster.bench.report import Objective, Report, RequestRecord, make_report
 from cluster.bench.table import report_table
 from cluster.bench.workload import (
-    Item,
     Lengths,
+    WorkloadItem,
     fitting,
     read_trace,
     synthetic,
@@ -51,7 +51,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class BenchLoad:
     """What the flags say about the load. Raises Misconfigured for what contradicts itself.
 
     Runs of one `seed` are alike; of one `prompt_seed` they have the same prompts, which the last run left in the
@@ -84,7 +84,7 @@ class Shape:
             return DEFAULT_CONCURRENCY
         return self.concurrency
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[WorkloadItem]:
         """Raises Misconfigured."""
         if self.trace is not None:
             items = read_trace(self.trace, limit=self.num_requests, scale=self.trace_scale, speed=self.trace_speed)
@@ -101,7 +101,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class BenchTarget:
     """Who is measured. `vocab_size` and `workers` are known of Baton's own gateways."""
 
     url: str
@@ -149,7 +149,7 @@ def bench(
     if trace is not None:
         every = {one.name for one in context.command.params if one.name is not None}
         options.refuse_others(context, "--trace FILE says how long requests are", every - {"input_len", "output_len"})
-    shape = Shape(
+    shape = BenchLoad(
         rate=rate, concurrency=concurrency, num_requests=num_requests, input_len=input_len, output_len=output_len,
         trace=trace, trace_scale=trace_scale, trace_speed=trace_speed, seed=seed,
         prompt_seed=secrets.randbits(32) if prompt_seed is None else prompt_seed,
@@ -164,7 +164,7 @@ def bench(
 
     def make_client() -> CompletionClient:
         return CompletionClient(
-            Endpoint.parse(url), model=target.model.name, prompts=prompts, timeout_s=timeout, api_key=api_key,
+            HttpEndpoint.parse(url), model=target.model.name, prompts=prompts, timeout_s=timeout, api_key=api_key,
             temperature=temperature,
         )  # fmt: skip
 
@@ -195,7 +195,7 @@ def _has_failed(report: Report, allowed: float) -> bool:
     return failed
 
 
-def find_target(url: str, model: str, api_key: str) -> Target:
+def find_target(url: str, model: str, api_key: str) -> BenchTarget:
     """Raises Unavailable when nobody answers, NotFound for a model that is not served."""
     with open_client(url, api_key) as client:
         served = find_model(client, model)
@@ -204,7 +204,7 @@ def find_target(url: str, model: str, api_key: str) -> Target:
         except (BatonError, LookupError, TypeError):
             workers = []  # somebody else's server
     infos = [worker["info"] for worker in workers if worker.get("info")]
-    return Target(
+    return BenchTarget(
         url=url,
         model=served,
         vocab_size=infos[0]["vocab_size"] if infos else None,
@@ -213,11 +213,11 @@ def find_target(url: str, model: str, api_key: str) -> Target:
 
 
 async def _measure(
-    items: Sequence[Item],
+    items: Sequence[WorkloadItem],
     make_client: Callable[[], CompletionClient],
     at_once: int | None,
     profiled: AbstractContextManager[Mark],
-) -> tuple[list[Record], Dialect]:
+) -> tuple[list[RequestRecord], Dialect]:
     client = make_client()
     try:
         await client.learn(PROBE_TOKENS)
@@ -231,14 +231,14 @@ async def _measure(
 
 
 @contextmanager
-def _bar(total: int) -> Iterator[Callable[[Progress], None]]:
+def _bar(total: int) -> Iterator[Callable[[LoadProgress], None]]:
     columns = (BarColumn(40), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     num_failed = 0
     console = Console(stderr=True)
     with Bar(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
         row = bar.add_task("", total=total)
 
-        def tell(progress: Progress) -> None:
+        def tell(progress: LoadProgress) -> None:
             nonlocal num_failed
             num_failed += bool(progress.last and progress.last.error)
             running = f"{progress.num_sent - progress.num_ended} running"
@@ -249,7 +249,9 @@ def _bar(total: int) -> Iterator[Callable[[Progress], None]]:
         yield tell
 
 
-def _tell(target: Target, dialect: Dialect, records: Sequence[Record], num_left_out: int, *, num_asked: int) -> None:
+def _tell(
+    target: BenchTarget, dialect: Dialect, records: Sequence[RequestRecord], num_left_out: int, *, num_asked: int
+) -> None:
     """What somebody who reads the figures should know besides."""
     errors = Console(stderr=True, soft_wrap=True)
     errors.print(f"{target.model.name} at {target.url}", highlight=False)
@@ -272,9 +274,9 @@ def _tell(target: Target, dialect: Dialect, records: Sequence[Record], num_left_
 class _Ran:
     """Everything a figure depends on."""
 
-    target: Target
+    target: BenchTarget
     dialect: Dialect
-    shape: Shape
+    shape: BenchLoad
     objective: Objective
     num_left_out: int
 

@@ -28,17 +28,17 @@ _OWN, _TRACED = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class PrefixSpan:
     key: Key
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class WorkloadItem:
     """One request; `due_s` after the start, or None: as soon as there is room."""
 
     index: int
-    spans: tuple[Span, ...]
+    spans: tuple[PrefixSpan, ...]
     num_output: int
     due_s: float | None = None
 
@@ -73,16 +73,18 @@ class Lengths:
         return rng.randint(self.low, self.high)
 
 
-def synthetic(num_requests: int, *, prompts: Lengths, outputs: Lengths, seed: int) -> list[Item]:
+def synthetic(num_requests: int, *, prompts: Lengths, outputs: Lengths, seed: int) -> list[WorkloadItem]:
     """Prompts that share nothing."""
     rng = random.Random(seed)
     return [
-        Item(index=i, spans=(Span(key=(_OWN, i), num_tokens=prompts.draw(rng)),), num_output=outputs.draw(rng))
+        WorkloadItem(
+            index=i, spans=(PrefixSpan(key=(_OWN, i), num_tokens=prompts.draw(rng)),), num_output=outputs.draw(rng)
+        )
         for i in range(num_requests)
     ]
 
 
-def with_poisson_arrivals(items: Sequence[Item], rate: float, seed: int) -> list[Item]:
+def with_poisson_arrivals(items: Sequence[WorkloadItem], rate: float, seed: int) -> list[WorkloadItem]:
     """The same requests, `rate` a second on average with exponential gaps, the first at once."""
     if not rate > 0:
         raise Misconfigured(f"--rate {rate}: give requests a second, above 0", param="rate")
@@ -94,11 +96,11 @@ def with_poisson_arrivals(items: Sequence[Item], rate: float, seed: int) -> list
     return timed
 
 
-def without_arrivals(items: Sequence[Item]) -> list[Item]:
+def without_arrivals(items: Sequence[WorkloadItem]) -> list[WorkloadItem]:
     return [replace(item, due_s=None) for item in items]
 
 
-def read_trace(path: Path, *, limit: int | None = None, scale: float = 1.0, speed: float = 1.0) -> list[Item]:
+def read_trace(path: Path, *, limit: int | None = None, scale: float = 1.0, speed: float = 1.0) -> list[WorkloadItem]:
     """Requests of a trace in Mooncake's format, with arrivals from 0 on. Raises Misconfigured, naming the line.
 
     One JSON object a line: `timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids`, one for each
@@ -114,7 +116,7 @@ def read_trace(path: Path, *, limit: int | None = None, scale: float = 1.0, spee
         raise Misconfigured(f"--trace {path}: there is no request in it: give a line for each", param="trace")
     start = lines[0]["timestamp"]
     return [
-        Item(
+        WorkloadItem(
             index=index,
             spans=_spans(line, scale),
             num_output=max(1, round(line["output_length"] * scale)),
@@ -186,18 +188,19 @@ def _unusable(line: Any) -> str | None:
     return None
 
 
-def _spans(line: dict[str, Any], scale: float) -> tuple[Span, ...]:
+def _spans(line: dict[str, Any], scale: float) -> tuple[PrefixSpan, ...]:
     """A span for each hash id; all but the last have the same length."""
     ids = line["hash_ids"]
     block = max(1, round(TRACE_BLOCK * scale))
     rest = line["input_length"] - (len(ids) - 1) * TRACE_BLOCK
     last = min(block, max(1, round(rest * scale)))
     return tuple(
-        Span(key=(_TRACED, one), num_tokens=last if place == len(ids) - 1 else block) for place, one in enumerate(ids)
+        PrefixSpan(key=(_TRACED, one), num_tokens=last if place == len(ids) - 1 else block)
+        for place, one in enumerate(ids)
     )
 
 
-def fitting(items: Sequence[Item], max_model_len: int | None) -> tuple[list[Item], int]:
+def fitting(items: Sequence[WorkloadItem], max_model_len: int | None) -> tuple[list[WorkloadItem], int]:
     """The requests that the model's context can hold, and how many it cannot. Raises Misconfigured if none is left."""
     if max_model_len is None:
         return list(items), 0

@@ -60,7 +60,7 @@ def chat(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class ChatExchange:
     question: str
     answer: str
     num_tokens: int
@@ -72,7 +72,7 @@ class Conversation:
     def __init__(self, system: str, max_model_len: int | None) -> None:
         self._system = system
         self._max_model_len = max_model_len
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[ChatExchange] = []
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +88,7 @@ class Conversation:
     def add(self, question: str, answer: str, num_tokens: int | None) -> None:
         """`num_tokens` of the whole conversation, if the server has told."""
         cost = _guess(question) + _guess(answer) if num_tokens is None else max(0, num_tokens - self.num_tokens)
-        self.exchanges.append(Exchange(question=question, answer=answer, num_tokens=cost))
+        self.exchanges.append(ChatExchange(question=question, answer=answer, num_tokens=cost))
 
     def make_room(self, question: str) -> int:
         """Forgets what would leave no room for the question and an answer; how many exchanges that were."""

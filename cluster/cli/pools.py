@@ -14,7 +14,7 @@ from cluster.cli import options
 from cluster.config.config import ClusterConfig
 from cluster.discovery.base import ClusterAnnouncer
 from cluster.process.logs import LogFormat, terminal
-from cluster.process.signals import Stop, stopped, stopping
+from cluster.process.signals import StopSignal, stopped, stopping
 from cluster.ray.pools import Pools
 from cluster.supervision.progress import Bars
 from protos.errors import Misconfigured
@@ -66,7 +66,7 @@ async def _run(config: ClusterConfig, console: Console) -> bool:
     config.peers.check()
     from cluster.discovery.redis import RedisAnnouncer, connect
 
-    stop, bars = Stop(), Bars(console)
+    stop, bars = StopSignal(), Bars(console)
     given, config = config.peers.token, config.with_token()
     announcer = RedisAnnouncer(await connect(config.discovery), token="" if given else config.peers.token)
     workers = Pools(config, bars)

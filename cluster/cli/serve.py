@@ -27,22 +27,22 @@ from cluster.gateway.run import open_faces
 from cluster.process.gc_tuning import collect_rarely
 from cluster.process.logs import LogFormat, ResultConsole, terminal
 from cluster.process.ports import listen_for_gateway
-from cluster.process.signals import Stop, stopped, stopping
+from cluster.process.signals import StopSignal, stopped, stopping
 from cluster.ray.pools import Pools
 from cluster.supervision.preflight import check_feasible, check_files
 from cluster.supervision.progress import Bars
 from protos.errors import Misconfigured
 
 if TYPE_CHECKING:
-    from cluster.gateway.process_supervisor import Gateways
-    from cluster.gateway.server import Front
+    from cluster.gateway.process_supervisor import GatewayProcesses
+    from cluster.gateway.server import GatewayServer
 
 log = logging.getLogger("baton.cluster")
 
 DEMO = {"model": str(Path(__file__).resolve().parents[2] / "demo" / "model"), "served_name": "demo"}
 
 
-class Deployment:
+class ServedCluster:
     """Everything that `baton serve` runs."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Deployment:
         self._console = console
         self._bars = Bars(console)
         self._pools = Pools(config, self._bars)
-        self._front: Front | Gateways | None = None
+        self._front: GatewayServer | GatewayProcesses | None = None
         self._serves = False
 
     async def run(self) -> None:
@@ -98,7 +98,7 @@ class Deployment:
         await self._pools.end()
         self._listening.close()
 
-    def _greet(self, front: Front | Gateways) -> None:
+    def _greet(self, front: GatewayServer | GatewayProcesses) -> None:
         if not self._console.is_terminal:
             log.info("serving %s at %s, gRPC on port %d", front.model, front.url, front.grpc_port)
         if self._log_format is LogFormat.JSON:
@@ -117,10 +117,10 @@ async def run_deployment(config: ClusterConfig, console: Console, log_format: Lo
     config.check_model()
     check_feasible(config)
     check_files(config)
-    stop = Stop()
+    stop = StopSignal()
     router = config.router
     listening = listen_for_gateway(router.host, router.port, router.grpc_port)
-    deployment = Deployment(config, listening, console, log_format)
+    deployment = ServedCluster(config, listening, console, log_format)
     try:
         await stop.before(deployment.run())
         in_order = await stop.patiently(deployment.stop())

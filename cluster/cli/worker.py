@@ -16,8 +16,8 @@ from cluster.cli import options
 from cluster.config.config import ClusterConfig
 from cluster.process.logs import LogFormat, ResultConsole, terminal
 from cluster.process.ports import listen
-from cluster.process.signals import Stop, stopped
-from cluster.supervision.rank import Ended, Loading, Orders, Rank, Serving
+from cluster.process.signals import StopSignal, stopped
+from cluster.supervision.rank import Ended, Loading, LocalRank, RankSpec, Serving
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from protos.wire import raised
@@ -51,7 +51,7 @@ def worker(
     if not config.peers.token:
         config = config.with_token()
         log.info("callers need this worker's token: BATON_TOKEN=%s baton gateway --worker ...", config.peers.token)
-    orders = Orders(
+    orders = RankSpec(
         role=role,
         worker=config.worker,
         prefill=config.prefill,
@@ -67,18 +67,18 @@ def worker(
     asyncio.run(run_worker(config, orders, console))
 
 
-async def run_worker(config: ClusterConfig, orders: Orders, console: Console) -> None:
+async def run_worker(config: ClusterConfig, orders: RankSpec, console: Console) -> None:
     """Until a signal. Raises the BatonError that the worker ends with."""
     config.check_model()
     config.peers.check()
     listen(orders.seat.host, orders.port).close()  # said here, and not after the weights have been read
-    stop, rank = Stop(), Rank()
+    stop, rank = StopSignal(), LocalRank()
     rank.start(orders)
     await stop.before(_tell(rank))
     log.info("%s", stopped(await stop.patiently(rank.leave(config.supervision.grace_s))))
 
 
-async def _tell(rank: Rank) -> None:
+async def _tell(rank: LocalRank) -> None:
     while True:
         for event in await rank.news():
             match event:

@@ -26,7 +26,7 @@ MAX_ENDED = 4096
 
 
 @dataclass(slots=True, eq=False)
-class Way:
+class ProcessLink:
     """To one process. `end` is the process's own, kept here as well: what it leaves unread can be read."""
 
     ours: socket.socket
@@ -36,13 +36,13 @@ class Way:
     in_rotation: bool = False
 
 
-class Door:
+class ConnectionHandoff:
     """On the supervisor's event loop, before a socket that listens."""
 
     def __init__(self, listening: socket.socket) -> None:
         self._listening = listening
         self._listening.setblocking(False)
-        self._ways: dict[int, Way] = {}
+        self._ways: dict[int, ProcessLink] = {}
         self._waiting: deque[socket.socket] = deque()
         self._turn = 0
         self._is_shut = False
@@ -53,7 +53,7 @@ class Door:
         ours, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         end.setblocking(False)
-        way = self._ways[number] = Way(ours, end)
+        way = self._ways[number] = ProcessLink(ours, end)
         self._loop.add_reader(ours, self._count_ended, way)
         return end
 
@@ -149,7 +149,7 @@ class Door:
             return True
         return False
 
-    def _count_ended(self, way: Way) -> None:
+    def _count_ended(self, way: ProcessLink) -> None:
         try:
             ended = way.ours.recv(MAX_ENDED)
         except OSError:
@@ -159,7 +159,7 @@ class Door:
             self._loop.remove_reader(way.ours)
 
 
-class Threshold:
+class ConnectionReceiver:
     """In a gateway process: gives each connection that comes to `take`. `closed` is set when no more will come."""
 
     def __init__(self, end: socket.socket, take: Callable[[socket.socket], None]) -> None:

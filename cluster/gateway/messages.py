@@ -1,9 +1,9 @@
-"""What a supervisor and its gateway processes tell each other, over a pair of sockets that nobody else has.
+"""Messages between the supervisor of gateway processes and each of them, over a `cluster.process.channel` of their own.
 
-    supervisor ─▶ process     Orders, Starting, Joined, Left, Degraded, Told, Entered, Ping, Stop
-    process ─▶ supervisor     Up, Ready, Failed, Entering, Spent, Gone, Pong, Leaving
-
-They travel over a `cluster.process.channel`.
+supervisor ─▶ process     BeginProcess, WorkerStarts, WorkerJoined, WorkerLeft, ClusterDegraded, ProcessStatuses,
+                          TenantEntered, Ping, StopProcess
+process ─▶ supervisor     ProcessUp, ProcessReady, ProcessFailed, EnterTenant, TokensSpent, RequestEnded, Pong,
+                          ProcessLeaving
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from router.replicas.peers import ProcessStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
+class BeginProcess:
     """The first message: process `number` of `count`. `addresses` of workers, or `config.discovery`, where the process
     looks for workers itself; else it is told who joins and leaves."""
 
@@ -36,7 +36,7 @@ class Orders:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Starting:
+class WorkerStarts:
     """A process of the worker is being started; None: it is not announced any more."""
 
     worker_id: str
@@ -44,25 +44,25 @@ class Starting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class WorkerJoined:
     worker_id: str
     address: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class WorkerLeft:
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Degraded:
+class ClusterDegraded:
     """What is wrong with the cluster behind the workers; "": nothing."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class ProcessStatuses:
     """How the processes are. `settled`: all of them were ready once."""
 
     statuses: tuple[ProcessStatus, ...]
@@ -70,7 +70,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class StopProcess:
     grace_s: float
 
 
@@ -85,7 +85,7 @@ class Pong:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Up:
+class ProcessUp:
     """Connections are answered from now on."""
 
     model: str
@@ -93,24 +93,24 @@ class Up:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class ProcessReady:
     """A request would be served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class ProcessFailed:
     """Why the process ends."""
 
     error: ErrorInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaving:
+class ProcessLeaving:
     """The process was told to stop by somebody else: it wants no more connections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entering:
+class EnterTenant:
     """May a request of this tenant come in? Answered by the Entered of the same number."""
 
     number: int
@@ -120,41 +120,41 @@ class Entering:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entered:
+class TenantEntered:
     number: int
     refusal: ErrorInfo | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
+class TokensSpent:
     tenant: Tenant
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gone:
+class RequestEnded:
     tenant: Tenant
     request_id: str
 
 
 Message = (
-    Orders
-    | Starting
-    | Joined
-    | Left
-    | Degraded
-    | Told
-    | Stop
+    BeginProcess
+    | WorkerStarts
+    | WorkerJoined
+    | WorkerLeft
+    | ClusterDegraded
+    | ProcessStatuses
+    | StopProcess
     | Ping
     | Pong
-    | Up
-    | Ready
-    | Failed
-    | Leaving
-    | Entering
-    | Entered
-    | Spent
-    | Gone
+    | ProcessUp
+    | ProcessReady
+    | ProcessFailed
+    | ProcessLeaving
+    | EnterTenant
+    | TenantEntered
+    | TokensSpent
+    | RequestEnded
 )
 
 CONTROL_MESSAGES = Messages({kind.__name__: kind for kind in get_args(Message)})

@@ -1,6 +1,6 @@
 """One gateway process of several: a whole gateway whose connections, and often whose workers, come from its supervisor.
 
-start: Orders ─▶ Up: connections come ─▶ Ready
+start: BeginProcess ─▶ ProcessUp: connections come ─▶ ProcessReady
 stop:  told so, signalled, or its supervisor is gone ─▶ no more connections ─▶ running requests finish ─▶ end
 """
 
@@ -15,32 +15,32 @@ from contextlib import suppress
 from dataclasses import replace
 
 from cluster.discovery.base import Discovery, Members
-from cluster.gateway.connection_handoff import Threshold
+from cluster.gateway.connection_handoff import ConnectionReceiver
 from cluster.gateway.messages import (
     CONTROL_MESSAGES,
-    Degraded,
-    Entered,
-    Failed,
-    Joined,
-    Leaving,
-    Left,
+    BeginProcess,
+    ClusterDegraded,
     Message,
-    Orders,
     Ping,
     Pong,
-    Ready,
-    Starting,
-    Told,
-    Up,
+    ProcessFailed,
+    ProcessLeaving,
+    ProcessReady,
+    ProcessStatuses,
+    ProcessUp,
+    TenantEntered,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerStarts,
 )
-from cluster.gateway.messages import Stop as StopOrder
+from cluster.gateway.messages import StopProcess as StopOrder
 from cluster.gateway.run import discovery_of, follow, max_model_len_of
-from cluster.gateway.server import Front
+from cluster.gateway.server import GatewayServer
 from cluster.gateway.tenant_limits import KeptLimits
-from cluster.process.channel import Channel
+from cluster.process.channel import MessageChannel
 from cluster.process.gc_tuning import collect_rarely
 from cluster.process.logs import terminal
-from cluster.process.signals import Stop
+from cluster.process.signals import StopSignal
 from protos.errors import BatonError
 from protos.wire import error_info
 from router.fleet.fleet import STATE_LINE
@@ -58,39 +58,39 @@ class ToldDiscovery:
     trouble = ""
 
     def __init__(self) -> None:
-        self._news: asyncio.Queue[Starting | Joined | Left | Degraded] = asyncio.Queue()
+        self._news: asyncio.Queue[WorkerStarts | WorkerJoined | WorkerLeft | ClusterDegraded] = asyncio.Queue()
 
-    def hear(self, news: Starting | Joined | Left | Degraded) -> None:
+    def hear(self, news: WorkerStarts | WorkerJoined | WorkerLeft | ClusterDegraded) -> None:
         self._news.put_nowait(news)
 
     async def follow(self, members: Members) -> None:
         while True:
             match await self._news.get():
-                case Starting(worker_id=worker_id, successor=successor):
+                case WorkerStarts(worker_id=worker_id, successor=successor):
                     members.starting(worker_id, successor)
-                case Joined(worker_id=worker_id, address=address):
+                case WorkerJoined(worker_id=worker_id, address=address):
                     members.join(address, worker_id=worker_id)
-                case Left(worker_id=worker_id):
+                case WorkerLeft(worker_id=worker_id):
                     await members.leave(worker_id)
-                case Degraded(reason=reason):
+                case ClusterDegraded(reason=reason):
                     members.set_degraded(reason)
 
 
 class GatewayProcess:
     """Everything in it. Raises BatonError from `run` when it cannot start."""
 
-    def __init__(self, orders: Orders, control: Channel, end: socket.socket) -> None:
+    def __init__(self, orders: BeginProcess, control: MessageChannel, end: socket.socket) -> None:
         config = orders.config
         self._orders = orders
         self._control = control
-        self._stop = Stop()
+        self._stop = StopSignal()
         self._grace_s = config.supervision.grace_s
         self._siblings = Siblings(folder=orders.folder, number=orders.number, count=orders.count)
         self._told = ToldDiscovery()
         # Without Redis the supervisor keeps tenants' limits; what waits in line is each process's own, in equal parts.
         self._limits = KeptLimits(control) if config.index == MEMORY else None
         admission = config.router.admission
-        self._front = Front(
+        self._front = GatewayServer(
             replace(config.router, admission=replace(admission, max_queued=-(-admission.max_queued // orders.count))),
             None,
             max_model_len=max_model_len_of(config),
@@ -100,7 +100,7 @@ class GatewayProcess:
             siblings=self._siblings,
             limits=self._limits,
         )
-        self._threshold = Threshold(end, self._take)
+        self._threshold = ConnectionReceiver(end, self._take)
 
     async def run(self) -> None:
         """Until it is told, or signalled, to stop, and has stopped in order."""
@@ -108,7 +108,7 @@ class GatewayProcess:
         try:
             if await self._stop.before(self._serve()):
                 return
-            self._control.send(Leaving())
+            self._control.send(ProcessLeaving())
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_CONNECTIONS_S):
                     await self._threshold.closed.wait()
@@ -128,7 +128,7 @@ class GatewayProcess:
         found: Discovery = (
             self._told if orders.is_told else await discovery_of(orders.config, orders.addresses, front.channels)
         )
-        self._control.send(Up(model=front.model, has_chat=front.has_chat))
+        self._control.send(ProcessUp(model=front.model, has_chat=front.has_chat))
         telling = asyncio.create_task(self._tell_ready(), name="ready")
         try:
             await follow(front, found)
@@ -137,7 +137,7 @@ class GatewayProcess:
 
     async def _tell_ready(self) -> None:
         await self._front.ready()
-        self._control.send(Ready())
+        self._control.send(ProcessReady())
 
     async def _obey(self) -> None:
         while (message := await self._control.receive()) is not None:
@@ -147,11 +147,11 @@ class GatewayProcess:
 
     def _hear(self, message: Message) -> None:
         match message:
-            case Starting() | Joined() | Left() | Degraded():
+            case WorkerStarts() | WorkerJoined() | WorkerLeft() | ClusterDegraded():
                 self._told.hear(message)
-            case Told(statuses=statuses, settled=settled):
+            case ProcessStatuses(statuses=statuses, settled=settled):
                 self._siblings.statuses, self._siblings.settled = statuses, settled
-            case Entered() if self._limits is not None:
+            case TenantEntered() if self._limits is not None:
                 self._limits.answered(message)
             case Ping():
                 self._control.send(Pong())
@@ -168,9 +168,9 @@ def is_news(record: logging.LogRecord) -> bool:
 
 async def run(control_end: socket.socket, connections_end: socket.socket) -> int:
     """The exit code."""
-    control = await Channel.over(control_end, CONTROL_MESSAGES)
+    control = await MessageChannel.over(control_end, CONTROL_MESSAGES)
     orders = await control.receive()
-    if not isinstance(orders, Orders):
+    if not isinstance(orders, BeginProcess):
         return 1  # the supervisor has ended before it said anything
     terminal(orders.log_format, access_log=orders.config.router.http.access_log)
     if orders.number:
@@ -178,7 +178,7 @@ async def run(control_end: socket.socket, connections_end: socket.socket) -> int
     try:
         await GatewayProcess(orders, control, connections_end).run()
     except BatonError as error:
-        control.send(Failed(error=error_info(error)))
+        control.send(ProcessFailed(error=error_info(error)))
         return 1
     finally:
         await control.close()

@@ -19,29 +19,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.config.config import ClusterConfig
-from cluster.gateway.connection_handoff import Door
+from cluster.gateway.connection_handoff import ConnectionHandoff
 from cluster.gateway.messages import (
     CONTROL_MESSAGES,
-    Degraded,
-    Entering,
-    Failed,
-    Gone,
-    Joined,
-    Leaving,
-    Left,
+    BeginProcess,
+    ClusterDegraded,
+    EnterTenant,
     Message,
-    Orders,
     Ping,
     Pong,
-    Ready,
-    Spent,
-    Starting,
-    Stop,
-    Told,
-    Up,
+    ProcessFailed,
+    ProcessLeaving,
+    ProcessReady,
+    ProcessStatuses,
+    ProcessUp,
+    RequestEnded,
+    StopProcess,
+    TokensSpent,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerStarts,
 )
 from cluster.gateway.tenant_limits import Keeper
-from cluster.process.channel import Channel
+from cluster.process.channel import MessageChannel
 from cluster.process.logs import LogFormat
 from cluster.process.ports import example, reserve, url_of
 from cluster.process.scratch_dir import Scratch
@@ -60,13 +60,13 @@ LAST_WORDS_S = 3.0  # after the grace, for a process to end by itself
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class ProcessSlot:
     """A process, over all its lives."""
 
     number: int
     life: Life
     pid: int = 0
-    control: Channel | None = None
+    control: MessageChannel | None = None
     is_up: bool = False
     is_leaving: bool = False
     error: BatonError | None = None
@@ -81,8 +81,8 @@ class Seat:
         return ProcessStatus(number=self.number, pid=self.pid, state=state, reason=self.life.reason)
 
 
-class Gateways:
-    """The faces of a deployment, as `Front` has them, in `config.processes` processes. Made on the event loop it runs
+class GatewayProcesses:
+    """The faces of a deployment, as a `GatewayServer` has them, in `config.processes` processes. Made on the event loop it runs
     on. `fleet` is told who joins and leaves, unless the processes find workers themselves (`is_told` false).
 
     Raises Misconfigured when the port for gRPC is taken.
@@ -105,7 +105,7 @@ class Gateways:
         self.url = url_of(listening, is_secure=bool(config.tls.cert))
         self.model = config.router.model_name
         self._has_chat = False
-        self._door = Door(listening)
+        self._door = ConnectionHandoff(listening)
         self._keeper = Keeper(loop.time)
         self._scratch = Scratch(Path(tempfile.gettempdir()))  # nobody else may look into it
         self._log_format = log_format
@@ -114,14 +114,14 @@ class Gateways:
         self._workers: dict[str, str] = {}
         self._starting: dict[str, Successor] = {}
         self._degraded = ""
-        self._seats = [Seat(number, lifecycle.initial(loop.time())) for number in range(config.processes)]
+        self._seats = [ProcessSlot(number, lifecycle.initial(loop.time())) for number in range(config.processes)]
         self._tasks: list[asyncio.Task[None]] = []
         self._settled = False
         self._stopping = False
         self._change = Changed()
 
     @property
-    def fleet(self) -> Gateways:
+    def fleet(self) -> GatewayProcesses:
         return self
 
     def example(self) -> str:
@@ -136,21 +136,21 @@ class Gateways:
             self._starting.pop(worker_id, None)
         else:
             self._starting[worker_id] = successor
-        self._tell(Starting(worker_id=worker_id, successor=successor))
+        self._tell(WorkerStarts(worker_id=worker_id, successor=successor))
 
     def join(self, address: str, *, worker_id: str) -> None:
         self._starting.pop(worker_id, None)
         self._workers[worker_id] = address
-        self._tell(Joined(worker_id=worker_id, address=address))
+        self._tell(WorkerJoined(worker_id=worker_id, address=address))
 
     async def leave(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
         self._starting.pop(worker_id, None)
-        self._tell(Left(worker_id=worker_id))
+        self._tell(WorkerLeft(worker_id=worker_id))
 
     def set_degraded(self, reason: str) -> None:
         self._degraded = reason
-        self._tell(Degraded(reason=reason))
+        self._tell(ClusterDegraded(reason=reason))
 
     # -- the faces -----------------------------------------------------------------------------------------------------
 
@@ -175,16 +175,16 @@ class Gateways:
             task.result()
 
     async def stop(self, grace_s: float) -> None:
-        """As `Front.stop`: what runs in any process has `grace_s`. Cancelled: all fails now."""
+        """As `GatewayServer.stop`: what runs in any process has `grace_s`. Cancelled: all fails now."""
         self._stopping = True
         self._door.shut()
-        self._tell(Stop(grace_s=grace_s))
+        self._tell(StopProcess(grace_s=grace_s))
         living = [task for task in self._tasks if not task.done()]
         try:
             if living and grace_s:
                 await asyncio.wait(living, timeout=grace_s + LAST_WORDS_S)
         finally:
-            self._tell(Stop(grace_s=0.0))
+            self._tell(StopProcess(grace_s=0.0))
             if living:
                 await asyncio.wait(living, timeout=LAST_WORDS_S)
             for task in living:
@@ -195,7 +195,7 @@ class Gateways:
 
     # -- supervising ---------------------------------------------------------------------------------------------------
 
-    async def _tend(self, seat: Seat) -> None:
+    async def _tend(self, seat: ProcessSlot) -> None:
         while not self._stopping:
             error = await self._live(seat)
             if self._stopping:
@@ -213,7 +213,7 @@ class Gateways:
             await asyncio.sleep(delay_s)
             seat.life = lifecycle.restarted(seat.life, self._clock())
 
-    async def _live(self, seat: Seat) -> BatonError | None:
+    async def _live(self, seat: ProcessSlot) -> BatonError | None:
         """One life of a process; what it ended with, None if it had served and then ended in order."""
         try:
             process, control = await self._spawn(seat)
@@ -246,7 +246,7 @@ class Gateways:
             return None
         return Unavailable(f"it ended with signal {-code}" if code < 0 else f"it ended with exit code {code}")
 
-    async def _spawn(self, seat: Seat) -> tuple[asyncio.subprocess.Process, Channel]:
+    async def _spawn(self, seat: ProcessSlot) -> tuple[asyncio.subprocess.Process, MessageChannel]:
         """Raises OSError, and keeps nothing, when the machine has no room for another process."""
         ours, theirs = socket.socketpair()
         with theirs, ExitStack() as undo:
@@ -258,17 +258,17 @@ class Gateways:
                 pass_fds=[one.fileno() for one in inherited], stdin=asyncio.subprocess.DEVNULL,
             )  # fmt: skip
             undo.pop_all()
-        return process, await Channel.over(ours, CONTROL_MESSAGES)
+        return process, await MessageChannel.over(ours, CONTROL_MESSAGES)
 
-    def _forget(self, seat: Seat) -> None:
+    def _forget(self, seat: ProcessSlot) -> None:
         seat.control, seat.is_up, seat.is_leaving, seat.pid = None, False, False, 0
         self._door.lose(seat.number)
         self._keeper.lost(seat.number)
 
-    def _greet(self, seat: Seat, control: Channel) -> None:
-        """Orders come first, and nobody else's news before them."""
+    def _greet(self, seat: ProcessSlot, control: MessageChannel) -> None:
+        """BeginProcess is the first message."""
         control.send(
-            Orders(
+            BeginProcess(
                 config=replace(self._config, router=replace(self._config.router, grpc_port=self.grpc_port)),
                 number=seat.number,
                 count=len(self._seats),
@@ -279,43 +279,43 @@ class Gateways:
             )
         )
         for worker_id, address in self._workers.items():
-            control.send(Joined(worker_id=worker_id, address=address))
+            control.send(WorkerJoined(worker_id=worker_id, address=address))
         for worker_id, successor in self._starting.items():
-            control.send(Starting(worker_id=worker_id, successor=successor))
-        control.send(Degraded(reason=self._degraded))
+            control.send(WorkerStarts(worker_id=worker_id, successor=successor))
+        control.send(ClusterDegraded(reason=self._degraded))
         seat.control = control
         self._changed()
 
-    async def _follow(self, seat: Seat, control: Channel) -> None:
+    async def _follow(self, seat: ProcessSlot, control: MessageChannel) -> None:
         while (message := await control.receive()) is not None:
             await self._hear(seat, control, message)
 
-    async def _hear(self, seat: Seat, control: Channel, message: Message) -> None:
+    async def _hear(self, seat: ProcessSlot, control: MessageChannel, message: Message) -> None:
         match message:
-            case Up(model=model, has_chat=has_chat):
+            case ProcessUp(model=model, has_chat=has_chat):
                 self.model, self._has_chat = model, has_chat
                 seat.is_up = True
                 self._door.admit(seat.number)
                 self._changed()
-            case Ready():
+            case ProcessReady():
                 seat.life = lifecycle.opened(seat.life, self._clock())
                 self._changed()
-            case Failed(error=error):
+            case ProcessFailed(error=error):
                 seat.error = raised(error)
-            case Leaving():
+            case ProcessLeaving():
                 seat.is_leaving = True
                 self._door.dismiss(seat.number)
                 self._changed()
-            case Entering():
+            case EnterTenant():
                 control.send(await self._keeper.decide(seat.number, message))
-            case Spent():
+            case TokensSpent():
                 self._keeper.spent(message)
-            case Gone():
+            case RequestEnded():
                 self._keeper.gone(seat.number, message)
             case Pong():
                 seat.num_unanswered = 0
 
-    async def _beat(self, seat: Seat, control: Channel) -> None:
+    async def _beat(self, seat: ProcessSlot, control: MessageChannel) -> None:
         """Returns when a process that was up does not answer any more: its event loop stands still."""
         config = self._config.supervision
         seat.num_unanswered = 0
@@ -331,7 +331,7 @@ class Gateways:
     def _changed(self) -> None:
         statuses = tuple(seat.status() for seat in self._seats)
         self._settled = self._settled or all(seat.is_ready for seat in self._seats)
-        self._tell(Told(statuses=statuses, settled=self._settled))
+        self._tell(ProcessStatuses(statuses=statuses, settled=self._settled))
         self._change.notify()
 
     def _tell(self, message: Message) -> None:

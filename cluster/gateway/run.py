@@ -16,14 +16,14 @@ from cluster.discovery.base import Discovery, StaticDiscovery
 from cluster.process.gc_tuning import collect_rarely
 from cluster.process.logs import LogFormat
 from cluster.process.ports import listen_for_gateway
-from cluster.process.signals import Stop, stopped, stopping
+from cluster.process.signals import StopSignal, stopped, stopping
 from cluster.supervision.preflight import check_files
 from protos.errors import Misconfigured
 from workers.models.config import longest_sequence, read_config
 
 if TYPE_CHECKING:
-    from cluster.gateway.process_supervisor import Gateways
-    from cluster.gateway.server import Front
+    from cluster.gateway.process_supervisor import GatewayProcesses
+    from cluster.gateway.server import GatewayServer
     from router.fleet.channels import Channels
 
 log = logging.getLogger("baton.cluster")
@@ -36,10 +36,10 @@ async def run_gateway(
     config.check_model()
     check_discovery(config, addresses)
     check_files(config)
-    stop = Stop()
+    stop = StopSignal()
     router = config.router
     listening = listen_for_gateway(router.host, router.port, router.grpc_port)
-    front: Front | Gateways | None = None
+    front: GatewayServer | GatewayProcesses | None = None
     try:
         front = open_faces(config, listening, log_format, is_told=False, addresses=addresses)
         await stop.before(_serve(front, config, addresses))
@@ -60,17 +60,17 @@ def open_faces(
     *,
     is_told: bool = True,
     addresses: tuple[str, ...] = (),
-) -> Front | Gateways:
+) -> GatewayServer | GatewayProcesses:
     """The gateway, in this process or in several. `is_told`: workers join its `fleet`; else processes of its own look
     for them."""
     warn_if_open(config)
     if config.processes > 1:
-        from cluster.gateway.process_supervisor import Gateways
+        from cluster.gateway.process_supervisor import GatewayProcesses
 
-        return Gateways(config, listening, log_format=log_format, is_told=is_told, addresses=addresses)
-    from cluster.gateway.server import Front  # a second of imports, while Ray starts
+        return GatewayProcesses(config, listening, log_format=log_format, is_told=is_told, addresses=addresses)
+    from cluster.gateway.server import GatewayServer  # a second of imports, while Ray starts
 
-    return Front(
+    return GatewayServer(
         config.router,
         listening,
         max_model_len=max_model_len_of(config),
@@ -100,12 +100,12 @@ def max_model_len_of(config: ClusterConfig) -> int:
     return longest_sequence(read_config(config.worker.model), config.worker.max_model_len)
 
 
-async def _serve(front: Front | Gateways, config: ClusterConfig, addresses: tuple[str, ...]) -> None:
-    from cluster.gateway.server import Front
+async def _serve(front: GatewayServer | GatewayProcesses, config: ClusterConfig, addresses: tuple[str, ...]) -> None:
+    from cluster.gateway.server import GatewayServer
 
     await front.start()
     log.info("serving %s at %s, gRPC on port %d, as soon as workers are found", front.model, front.url, front.grpc_port)
-    if isinstance(front, Front):
+    if isinstance(front, GatewayServer):
         collect_rarely()
         await follow(front, await discovery_of(config, addresses, front.channels))
         return
@@ -116,12 +116,12 @@ async def _serve(front: Front | Gateways, config: ClusterConfig, addresses: tupl
         telling.cancel()
 
 
-async def _tell_ready(front: Gateways) -> None:
+async def _tell_ready(front: GatewayProcesses) -> None:
     await front.ready()
     log.info("every gateway process is ready")
 
 
-async def follow(front: Front, found: Discovery) -> None:
+async def follow(front: GatewayServer, found: Discovery) -> None:
     """Serves the workers that are found, as long as HTTP is served."""
     current = Gauge("baton_discovery_current", "1 while the list of workers is current", registry=front.registry)
     current.set_function(lambda: 0.0 if found.trouble else 1.0)

@@ -78,7 +78,7 @@ class _Server(uvicorn.Server):
         return made
 
 
-class Front:
+class GatewayServer:
     """Made on the event loop it runs on, from a socket that listens already. Workers join `fleet`.
 
     Without `listening` another process accepts connections, which are taken with `adopt`: this is one gateway process

@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Callable
 from itertools import count
 
-from cluster.gateway.messages import Entered, Entering, Gone, Spent
-from cluster.process.channel import Channel
+from cluster.gateway.messages import EnterTenant, RequestEnded, TenantEntered, TokensSpent
+from cluster.process.channel import MessageChannel
 from protos.errors import RateLimited
 from protos.wire import error_info, raised
 from router.auth.limits import LocalLimits
@@ -22,17 +22,17 @@ class KeptLimits:
 
     trouble = ""
 
-    def __init__(self, control: Channel) -> None:
+    def __init__(self, control: MessageChannel) -> None:
         self._control = control
         self._numbers = count()
-        self._asked: dict[int, asyncio.Future[Entered]] = {}
+        self._asked: dict[int, asyncio.Future[TenantEntered]] = {}
 
     async def enter(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> None:
         if not _is_limited(tenant):
             return
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        self._control.send(Entering(number=number, tenant=tenant, request_id=request_id, num_tokens=num_tokens))
+        self._control.send(EnterTenant(number=number, tenant=tenant, request_id=request_id, num_tokens=num_tokens))
         try:
             entered = await answer
         except asyncio.CancelledError:
@@ -43,7 +43,7 @@ class KeptLimits:
         if entered.refusal is not None:
             raise raised(entered.refusal)
 
-    def answered(self, entered: Entered) -> None:
+    def answered(self, entered: TenantEntered) -> None:
         """The supervisor has decided."""
         answer = self._asked.get(entered.number)
         if answer is not None and not answer.done():
@@ -51,17 +51,17 @@ class KeptLimits:
 
     def spend(self, tenant: Tenant, num_tokens: int, now: float) -> None:
         if tenant.tokens_per_min is not None:
-            self._control.send(Spent(tenant=tenant, num_tokens=num_tokens))
+            self._control.send(TokensSpent(tenant=tenant, num_tokens=num_tokens))
 
     def leave(self, tenant: Tenant, request_id: str) -> None:
         if _is_limited(tenant):
-            self._control.send(Gone(tenant=tenant, request_id=request_id))
+            self._control.send(RequestEnded(tenant=tenant, request_id=request_id))
 
     async def close(self) -> None:
         """Nobody decides any more: who still waits is let in, and told by others that the end has come."""
         for number, answer in self._asked.items():
             if not answer.done():
-                answer.set_result(Entered(number=number, refusal=None))
+                answer.set_result(TenantEntered(number=number, refusal=None))
 
 
 class Keeper:
@@ -72,18 +72,18 @@ class Keeper:
         self._clock = clock
         self._running: dict[int, dict[tuple[str, str], Tenant]] = {}
 
-    async def decide(self, process: int, asked: Entering) -> Entered:
+    async def decide(self, process: int, asked: EnterTenant) -> TenantEntered:
         try:
             await self._limits.enter(asked.tenant, asked.request_id, asked.num_tokens, self._clock())
         except RateLimited as refused:
-            return Entered(number=asked.number, refusal=error_info(refused))
+            return TenantEntered(number=asked.number, refusal=error_info(refused))
         self._running.setdefault(process, {})[asked.tenant.name, asked.request_id] = asked.tenant
-        return Entered(number=asked.number, refusal=None)
+        return TenantEntered(number=asked.number, refusal=None)
 
-    def spent(self, spent: Spent) -> None:
+    def spent(self, spent: TokensSpent) -> None:
         self._limits.spend(spent.tenant, spent.num_tokens, self._clock())
 
-    def gone(self, process: int, gone: Gone) -> None:
+    def gone(self, process: int, gone: RequestEnded) -> None:
         self._running.get(process, {}).pop((gone.tenant.name, gone.request_id), None)
         self._limits.leave(gone.tenant, gone.request_id)
 

@@ -21,7 +21,7 @@ _LENGTH = struct.Struct("!I")
 MAX_MESSAGE_BYTES = 2**24
 
 
-class Channel:
+class MessageChannel:
     """One end. Each message is a value of one of the types in `messages`, listed there by their names. `send` returns
     at once; to an end that is gone it sends nothing."""
 
@@ -31,11 +31,11 @@ class Channel:
         self._messages = messages
 
     @classmethod
-    async def over(cls, end: socket.socket, messages: Messages) -> Channel:
+    async def over(cls, end: socket.socket, messages: Messages) -> MessageChannel:
         return cls(*await asyncio.open_unix_connection(sock=end), messages)
 
     @classmethod
-    async def to(cls, path: str, messages: Messages) -> Channel:
+    async def to(cls, path: str, messages: Messages) -> MessageChannel:
         """Connects to the socket at `path`. Raises OSError where no process listens."""
         return cls(*await asyncio.open_unix_connection(path), messages)
 

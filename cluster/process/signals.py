@@ -33,7 +33,7 @@ class Termination:
         return TERMINATED if self.met and usual == INTERRUPTED else usual
 
 
-class Stop:
+class StopSignal:
     """Made on a running event loop, whose signals it takes over."""
 
     def __init__(self) -> None:

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from cluster.process.scratch_dir import PREFIX, share
-from cluster.ray.hosts import Link, free_port, ours
+from cluster.ray.hosts import RankConnection, free_port, ours
 from cluster.ray.session import Machines, short_folder
-from cluster.supervision.rank import Event, Orders
+from cluster.supervision.rank import Event, RankSpec
 from cluster.supervision.rank_starter import RankLink, end_process, start_process
 from protos.errors import BatonError, WorkerLost
 from protos.values import ErrorInfo
@@ -54,7 +54,7 @@ class NodeActor:
         )  # fmt: skip
         return await asyncio.to_thread(work)
 
-    async def order(self, name: str, pid: int, orders: Orders) -> int | ErrorInfo:
+    async def order(self, name: str, pid: int, orders: RankSpec) -> int | ErrorInfo:
         return await _told(self._link(name, partial(RankLink.start, self._folder, name, pid, orders, _unknown)))
 
     async def attach(self, name: str, pid: int) -> int | ErrorInfo:
@@ -109,10 +109,10 @@ class RayNode:
     async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
         return int(await _result(self.actor.start.remote(name, dict(environment), leader)))
 
-    async def order(self, name: str, pid: int, orders: Orders) -> Link:
+    async def order(self, name: str, pid: int, orders: RankSpec) -> RankConnection:
         return NodeLink(name, int(await _result(self.actor.order.remote(name, pid, orders))), self, self._nodes)
 
-    async def attach(self, name: str, pid: int) -> Link:
+    async def attach(self, name: str, pid: int) -> RankConnection:
         return NodeLink(name, int(await _result(self.actor.attach.remote(name, pid))), self, self._nodes)
 
     async def end(self, name: str, pid: int) -> None:
@@ -121,8 +121,8 @@ class RayNode:
 
 
 class NodeLink:
-    """A `Link`. An actor that is lost says nothing of the rank: another one is made, once Ray has the node again. That
-    the rank lives is known by its health meanwhile."""
+    """A `RankConnection`. A lost actor does not mean that the rank is lost: another one is made once Ray has the node
+    again. Meanwhile the rank's health shows whether it lives."""
 
     def __init__(self, name: str, pid: int, node: RayNode, nodes: RayNodes) -> None:
         self._name = name

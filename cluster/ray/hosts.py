@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from cluster.supervision.rank import Event, Orders
+from cluster.supervision.rank import Event, RankSpec
 from cluster.supervision.rank_starter import ExitStatus, RankLink, end_process, start_process
 from protos.errors import WorkerLost
 
 LOOPBACK = "127.0.0.1"
 
 
-class Link(Protocol):
+class RankConnection(Protocol):
     """To one rank's process, which outlives it."""
 
     async def news(self) -> Sequence[Event]:
@@ -51,9 +51,9 @@ class Host(Protocol):
         the name of the worker's rank 0, with which the others end, and "" of itself."""
         ...
 
-    async def order(self, name: str, pid: int, orders: Orders) -> Link: ...
+    async def order(self, name: str, pid: int, orders: RankSpec) -> RankConnection: ...
 
-    async def attach(self, name: str, pid: int) -> Link:
+    async def attach(self, name: str, pid: int) -> RankConnection:
         """To a rank that has its orders."""
         ...
 
@@ -63,7 +63,7 @@ class Host(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class WorkerPlace:
     """Where a worker's ranks run; `devices` are the GPUs of each rank, as CUDA_VISIBLE_DEVICES names them."""
 
     host: Host
@@ -90,10 +90,10 @@ class ThisMachine:
         except OSError as error:
             raise WorkerLost(f"its process could not be started: {error}") from error
 
-    async def order(self, name: str, pid: int, orders: Orders) -> Link:
+    async def order(self, name: str, pid: int, orders: RankSpec) -> RankConnection:
         return await RankLink.start(self._folder, name, pid, orders, self._exit_status)
 
-    async def attach(self, name: str, pid: int) -> Link:
+    async def attach(self, name: str, pid: int) -> RankConnection:
         return await RankLink.attach(self._folder, name, pid, self._exit_status)
 
     async def end(self, name: str, pid: int) -> None:

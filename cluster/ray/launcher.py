@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from cluster.config.config import ClusterConfig
-from cluster.ray.hosts import Host, Link, Place
+from cluster.ray.hosts import Host, RankConnection, WorkerPlace
 from cluster.supervision.living import LivingWorker
 from cluster.supervision.placement import WorkerPlan
-from cluster.supervision.rank import Ended, Event, Logged, Orders
+from cluster.supervision.rank import Ended, Event, Logged, RankSpec
 from protos.errors import BatonError, Misconfigured, WorkerLost
 from protos.wire import raised
 from workers.config import RankId
@@ -42,9 +42,9 @@ class Processes:
 
     host: Host | None = None
     pids: dict[str, int] = field(default_factory=dict)
-    links: dict[str, Link] = field(default_factory=dict)
+    links: dict[str, RankConnection] = field(default_factory=dict)
 
-    def in_order(self) -> list[Link]:
+    def in_order(self) -> list[RankConnection]:
         """Of rank 0 first."""
         return [self.links[name] for name in self.pids]
 
@@ -56,7 +56,7 @@ class Processes:
         await asyncio.gather(*closing, return_exceptions=True)
 
 
-class Places(Protocol):
+class WorkerPlaces(Protocol):
     """Shares of machines, set aside for workers."""
 
     @property
@@ -64,11 +64,11 @@ class Places(Protocol):
         """Why no share can be set aside at present; "" if it can."""
         ...
 
-    async def take(self, plan: WorkerPlan) -> Place:
+    async def take(self, plan: WorkerPlan) -> WorkerPlace:
         """Waits until there is room. Raises WorkerLost."""
         ...
 
-    async def retake(self, plan: WorkerPlan, living: LivingWorker) -> Place:
+    async def retake(self, plan: WorkerPlan, living: LivingWorker) -> WorkerPlace:
         """The place of a worker that runs already. Raises WorkerLost."""
         ...
 
@@ -87,7 +87,7 @@ class RankLauncher:
     `record` is called before a process is started, and when more is known of it.
     """
 
-    def __init__(self, config: ClusterConfig, places: Places, record: Callable[[LivingWorker], None]) -> None:
+    def __init__(self, config: ClusterConfig, places: WorkerPlaces, record: Callable[[LivingWorker], None]) -> None:
         self._config = config
         # A rank's process may have a working directory of its own.
         self._worker = replace(config.worker, model=str(Path(config.worker.model).absolute()))
@@ -141,7 +141,7 @@ class RankLauncher:
     async def release(self, worker_id: str) -> None:
         await self._places.release(worker_id)
 
-    async def _follow(self, plan: WorkerPlan, links: Sequence[Link]) -> AsyncGenerator[Event, None]:
+    async def _follow(self, plan: WorkerPlan, links: Sequence[RankConnection]) -> AsyncGenerator[Event, None]:
         """Stops the ranks politely if none of them has broken."""
         intact = True
         try:
@@ -163,7 +163,9 @@ class RankLauncher:
                 await processes.end()
         await self._places.give_back(plan)
 
-    async def _start_in_time(self, plan: WorkerPlan, living: LivingWorker, place: Place, processes: Processes) -> None:
+    async def _start_in_time(
+        self, plan: WorkerPlan, living: LivingWorker, place: WorkerPlace, processes: Processes
+    ) -> None:
         """Raises WorkerLost when there is room for the processes and they do not come up."""
         try:
             async with asyncio.timeout(START_S):
@@ -171,7 +173,7 @@ class RankLauncher:
         except TimeoutError:
             raise WorkerLost(f"its processes did not come up within {START_S:g} s") from None
 
-    async def _start(self, plan: WorkerPlan, living: LivingWorker, place: Place, processes: Processes) -> None:
+    async def _start(self, plan: WorkerPlan, living: LivingWorker, place: WorkerPlace, processes: Processes) -> None:
         """Notes each process in `processes` as soon as it may exist, and each link as soon as it is made."""
         host = processes.host = place.host
         threads = {name: str(plan.num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -186,7 +188,7 @@ class RankLauncher:
             processes.pids[name] = pid = await host.start(name, own, leader)
             return pid
 
-        async def order(name: str, pid: int, orders: Orders) -> None:
+        async def order(name: str, pid: int, orders: RankSpec) -> None:
             processes.links[name] = await host.order(name, pid, orders)
 
         processes.pids.update(dict.fromkeys(living.names, 0))
@@ -206,9 +208,9 @@ class RankLauncher:
         told = ", ".join(map(str, pids))
         log.info("%s: runs in process %s", plan.worker_id, told, extra={"worker": plan.worker_id})
 
-    def _orders(self, plan: WorkerPlan, seat: RankId) -> Orders:
+    def _orders(self, plan: WorkerPlan, seat: RankId) -> RankSpec:
         config = self._config
-        return Orders(
+        return RankSpec(
             role=plan.role,
             worker=replace(self._worker, device=plan.device, tp=plan.num_ranks),
             prefill=config.prefill,
@@ -219,11 +221,11 @@ class RankLauncher:
         )
 
 
-async def merged(worker_id: str, ranks: Sequence[Link]) -> AsyncGenerator[Event, None]:
+async def merged(worker_id: str, ranks: Sequence[RankConnection]) -> AsyncGenerator[Event, None]:
     """Ends with rank 0. Raises what the first rank to break broke of, or a better reason that another one has."""
     arrived: asyncio.Queue[Event | asyncio.Task[BatonError | None]] = asyncio.Queue()
 
-    async def pump(number: int, rank: Link) -> BatonError | None:
+    async def pump(number: int, rank: RankConnection) -> BatonError | None:
         while True:
             try:
                 events = await rank.news()

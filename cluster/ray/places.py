@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from cluster.ray.actors import RayNodes
-from cluster.ray.hosts import Host, Place
+from cluster.ray.hosts import Host, WorkerPlace
 from cluster.ray.session import Machines
 from cluster.supervision.living import LivingWorker
 from cluster.supervision.placement import WorkerPlan
@@ -25,7 +25,7 @@ PINNED = 0.001  # of the resource by which Ray names a node
 
 
 @dataclass(slots=True, eq=False)
-class Share:
+class MachineShare:
     """What Ray has set aside: a group for the worker, or one for each rank where certain GPUs are needed."""
 
     groups: list[Any] = field(default_factory=list)
@@ -54,14 +54,14 @@ class OneMachine:
             if plan.worker_id in self._devices:
                 await _keep(shares, plan, self._devices[plan.worker_id])
 
-    async def take(self, plan: WorkerPlan) -> Place:
+    async def take(self, plan: WorkerPlan) -> WorkerPlace:
         if plan.worker_id not in self._devices:
             shares = await asyncio.shield(self._shares)
             self._devices[plan.worker_id] = await shares.take(plan)
-        return Place(host=self._host, devices=self._devices[plan.worker_id])
+        return WorkerPlace(host=self._host, devices=self._devices[plan.worker_id])
 
-    async def retake(self, plan: WorkerPlan, living: LivingWorker) -> Place:
-        return Place(host=self._host, devices=living.devices)
+    async def retake(self, plan: WorkerPlan, living: LivingWorker) -> WorkerPlace:
+        return WorkerPlace(host=self._host, devices=living.devices)
 
     async def give_back(self, plan: WorkerPlan) -> None:
         """It is kept for the next life of the worker."""
@@ -85,16 +85,16 @@ class ManyMachines:
         self.trouble = ""
         self._ray.set_result((shares, nodes))
 
-    async def take(self, plan: WorkerPlan) -> Place:
+    async def take(self, plan: WorkerPlan) -> WorkerPlace:
         shares, nodes = await asyncio.shield(self._ray)
         devices = await shares.take(plan)
-        return Place(host=await nodes.of(await shares.node_id(plan.worker_id)), devices=devices)
+        return WorkerPlace(host=await nodes.of(await shares.node_id(plan.worker_id)), devices=devices)
 
-    async def retake(self, plan: WorkerPlan, living: LivingWorker) -> Place:
+    async def retake(self, plan: WorkerPlan, living: LivingWorker) -> WorkerPlace:
         shares, nodes = await asyncio.shield(self._ray)
         host = await nodes.at(living.host)
         await _keep(shares, plan, living.devices, living.host)
-        return Place(host=host, devices=living.devices)
+        return WorkerPlace(host=host, devices=living.devices)
 
     async def give_back(self, plan: WorkerPlan) -> None:
         if self._ray.done():
@@ -124,13 +124,13 @@ class RayShares:
 
     def __init__(self, machines: Machines) -> None:
         self._machines = machines
-        self._shares: dict[str, Share] = {}
+        self._shares: dict[str, MachineShare] = {}
 
     async def take(self, plan: WorkerPlan) -> tuple[str, ...]:
         """Waits until there is room; the GPUs of each rank. Raises WorkerLost when Ray fails."""
         bundles = plan.bundles()
         group = await self._group(bundles, plan.worker_id)
-        share = self._shares[plan.worker_id] = Share(groups=[group])
+        share = self._shares[plan.worker_id] = MachineShare(groups=[group])
         try:
             await _ready(group)
             if plan.gpus_per_rank:
@@ -145,7 +145,7 @@ class RayShares:
     async def take_devices(self, plan: WorkerPlan, devices: tuple[str, ...], node: str = "") -> bool:
         """Sets aside what a worker has already; whether Ray has given exactly its GPUs. Ray gives whichever are free:
         others are put aside until it has given the right one."""
-        share = self._shares[plan.worker_id] = Share(devices=devices)
+        share = self._shares[plan.worker_id] = MachineShare(devices=devices)
         pinned = {f"node:{node}": PINNED} if node else {}
         aside: dict[str, Any] = {}
         try:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from cluster.config.config import ClusterConfig, PoolsConfig
 from cluster.discovery.base import ClusterAnnouncer
-from cluster.gateway.messages import Failed, Ping, Pong
-from cluster.process.channel import Channel
+from cluster.gateway.messages import Ping, Pong, ProcessFailed
+from cluster.process.channel import MessageChannel
 from cluster.process.reaper import Reaper, adopt_orphans
 from cluster.process.scratch_dir import Scratch, kill_users
 from cluster.ray.session import OURS, end_private_ray, short_folder
@@ -33,13 +33,13 @@ from cluster.ray.supervisor_messages import (
     Planned,
     ProcessEnded,
     RayAway,
-    Record,
     Resize,
     Resized,
-    Step,
+    StartupStep,
     StopWorkers,
     Viewed,
     Withdrawn,
+    WorkerRecorded,
     WorkersStopped,
     WorkerStarting,
 )
@@ -47,7 +47,7 @@ from cluster.supervision.lifecycle import LifeState, delay_s
 from cluster.supervision.living import LivingWorker
 from cluster.supervision.placement import WorkerPlan
 from cluster.supervision.progress import Bars
-from cluster.supervision.supervisor import WorkerView
+from cluster.supervision.supervisor import SupervisedWorker
 from protos.errors import BatonError, Unavailable
 from protos.event_loop import Changed
 from protos.wire import raised
@@ -75,10 +75,10 @@ class Pools:
         self._bars = bars
         self._scratch: Scratch | None = None
         self._announcer: ClusterAnnouncer | None = None
-        self._channel: Channel | None = None
+        self._channel: MessageChannel | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._reaper = Reaper(self._reaped)
-        self._views: dict[str, WorkerView] = {}
+        self._views: dict[str, SupervisedWorker] = {}
         self._living: dict[str, LivingWorker] = {}
         self._addresses: dict[str, str] = {}
         self._starting: dict[str, Successor] = {}
@@ -214,7 +214,7 @@ class Pools:
             self._note_away(reason)
             await self._announce_trouble()
             return reason
-        channel = await Channel.over(ours, SUPERVISOR_MESSAGES)
+        channel = await MessageChannel.over(ours, SUPERVISOR_MESSAGES)
         channel.send(
             Begin(
                 config=self._config, folder=str(folder), lock=str(self._scratch.lock_file), plans=tuple(self.plans),
@@ -270,7 +270,7 @@ class Pools:
         if self.plans and not self._stopping:
             self._away = (reason, self._away[1] if self._away is not None else time.monotonic())
 
-    async def _beat(self, channel: Channel) -> None:
+    async def _beat(self, channel: MessageChannel) -> None:
         """Returns when a supervisor that has begun does not answer any more: its event loop stands still."""
         while self._num_unanswered < MAX_UNANSWERED:
             await asyncio.sleep(PING_S)
@@ -278,7 +278,7 @@ class Pools:
                 self._num_unanswered += 1
                 channel.send(Ping())
 
-    async def _follow(self, channel: Channel) -> None:
+    async def _follow(self, channel: MessageChannel) -> None:
         while (message := await channel.receive()) is not None:
             self._has_begun = True
             try:
@@ -291,15 +291,15 @@ class Pools:
         match message:
             case LogLine(name=name, level=level, message=line, fields=fields):
                 logging.getLogger(name).log(level, "%s", line, extra=fields)
-            case Step(what=what, is_over=True):
+            case StartupStep(what=what, is_over=True):
                 self._steps.pop(what, lambda: None)()
-            case Step(what=what):
+            case StartupStep(what=what):
                 if not self.plans:
                     self._steps[what] = self._bars.step(what)
             case Planned(plans=plans):
                 known, desired = (*self._leaving.values(), *self.plans), {plan.worker_id for plan in plans}
                 self.plans, self._leaving = plans, {one.worker_id: one for one in known if one.worker_id not in desired}
-            case Record(living=living):
+            case WorkerRecorded(living=living):
                 self._living[living.worker_id] = living
                 for pid in living.pids if not living.host else ():
                     self._reaper.watch(pid)
@@ -308,7 +308,7 @@ class Pools:
             case RayAway(reason=reason):
                 self._note_ray(reason)
                 await self._announce_trouble()
-            case Failed(error=error):
+            case ProcessFailed(error=error):
                 self._error = raised(error)
             case Pong():
                 self._num_unanswered = 0
@@ -339,7 +339,7 @@ class Pools:
             case WorkersStopped():
                 self._stopped = True
 
-    def _view(self, view: WorkerView) -> None:
+    def _view(self, view: SupervisedWorker) -> None:
         worker_id, living = view.worker_id, self._living.get(view.worker_id)
         is_gone = view.life.state in (LifeState.WAITING, LifeState.FAILED_PERMANENTLY)
         if living is not None and (is_gone or living.incarnation < view.incarnation):
@@ -387,7 +387,7 @@ class Pools:
             self._announced_trouble = trouble
             await self._announcer.set_degraded(trouble)
 
-    def _serving(self) -> list[WorkerView]:
+    def _serving(self) -> list[SupervisedWorker]:
         return [view for view in self._views.values() if view.life.state is LifeState.SERVING]
 
     async def _until(self, holds: Callable[[], bool]) -> None:

@@ -22,7 +22,7 @@ from cluster.process.scratch_dir import kill_users, programs
 from cluster.process.signals import RAY_THREAD, SIGNALS
 from cluster.ray.hosts import LOOPBACK
 from cluster.ray.probe import check_answers, no_ray
-from cluster.supervision.placement import Node
+from cluster.supervision.placement import NodeResources
 from cluster.supervision.rank import in_thread
 from cluster.supervision.rank_starter import ended, has_ended
 from protos.errors import Misconfigured, Unavailable
@@ -123,11 +123,11 @@ class Machines:
     async def call(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def nodes(self) -> tuple[Node, ...]:
+    async def nodes(self) -> tuple[NodeResources, ...]:
         import ray
 
         alive = [node["Resources"] for node in await self.call(ray.nodes) if node["Alive"]]
-        return tuple(Node(cpus=float(has.get("CPU", 0.0)), gpus=float(has.get("GPU", 0.0))) for has in alive)
+        return tuple(NodeResources(cpus=float(has.get("CPU", 0.0)), gpus=float(has.get("GPU", 0.0))) for has in alive)
 
     async def lost(self, doubt: Callable[[str], None]) -> str:
         """Returns why Ray is no more: within a second of its end, or when it has not answered for

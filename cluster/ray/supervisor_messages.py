@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.config.config import ClusterConfig, PoolsConfig
-from cluster.gateway.messages import Failed, Ping, Pong
+from cluster.gateway.messages import Ping, Pong, ProcessFailed
 from cluster.supervision.living import LivingWorker
 from cluster.supervision.placement import WorkerPlan
-from cluster.supervision.supervisor import WorkerView
+from cluster.supervision.supervisor import SupervisedWorker
 from protos.codec import Messages
 from protos.values import ErrorInfo
 from router.fleet.successors import Successor
@@ -88,7 +88,7 @@ class LogLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StartupStep:
     """Something besides the workers that takes its time has begun, or is over."""
 
     what: str
@@ -103,7 +103,7 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class WorkerRecorded:
     """A worker's processes are about to be started, or more is known of them."""
 
     living: LivingWorker
@@ -111,7 +111,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Viewed:
-    view: WorkerView
+    view: SupervisedWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +142,9 @@ SUPERVISOR_MESSAGES = Messages(
     {
         kind.__name__: kind
         for kind in (
-            Begin, ProcessEnded, Resize, Resized, Drain, StopWorkers, Ping, LogLine, Step, Planned, Record, Viewed,
-            WorkerStarting, Announced, Withdrawn, RayAway, Failed, Drained, WorkersStopped, Pong,
+            Begin, ProcessEnded, Resize, Resized, Drain, StopWorkers, Ping, LogLine, StartupStep, Planned,
+            WorkerRecorded, Viewed, WorkerStarting, Announced, Withdrawn, RayAway, ProcessFailed, Drained,
+            WorkersStopped, Pong,
         )
     }
 )  # fmt: skip

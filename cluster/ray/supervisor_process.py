@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config.config import ClusterConfig, PoolsConfig
-from cluster.gateway.messages import Failed, Ping, Pong
-from cluster.process.channel import Channel
+from cluster.gateway.messages import Ping, Pong, ProcessFailed
+from cluster.process.channel import MessageChannel
 from cluster.process.logs import FIELDS
 from cluster.process.scratch_dir import PREFIX, kill_users
 from cluster.process.signals import SIGNALS
@@ -45,20 +45,20 @@ from cluster.ray.supervisor_messages import (
     Planned,
     ProcessEnded,
     RayAway,
-    Record,
     Resize,
     Resized,
-    Step,
+    StartupStep,
     StopWorkers,
     Viewed,
     Withdrawn,
+    WorkerRecorded,
     WorkersStopped,
     WorkerStarting,
 )
 from cluster.supervision.health import check_health, drain
 from cluster.supervision.living import LivingWorker
-from cluster.supervision.placement import Node, WorkerPlan, check_fits, plan, replan, why_not_gpus
-from cluster.supervision.supervisor import Running, Supervisor, WorkerView
+from cluster.supervision.placement import NodeResources, WorkerPlan, check_fits, plan, replan, why_not_gpus
+from cluster.supervision.supervisor import RunningWorker, SupervisedWorker, Supervisor
 from protos.errors import BatonError, Internal, Misconfigured, Unavailable
 from protos.hints import encodable
 from protos.wire import error_info
@@ -76,7 +76,7 @@ EXIT_RAY_LOST = 75  # EX_TEMPFAIL of sysexits.h
 class ParentAnnouncer:
     """An `Announcer`: the parent knows where gateways learn of workers."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: MessageChannel) -> None:
         self._channel = channel
 
     async def starting(self, worker_id: str, successor: Successor) -> None:
@@ -95,7 +95,7 @@ class ParentAnnouncer:
 class SupervisorProcess:
     """Everything in it, on one event loop."""
 
-    def __init__(self, begin: Begin, channel: Channel) -> None:
+    def __init__(self, begin: Begin, channel: MessageChannel) -> None:
         self._begin = begin
         self._config: ClusterConfig = begin.config
         self._channel = channel
@@ -126,7 +126,7 @@ class SupervisorProcess:
         try:
             supervising.result()
         except BatonError as error:
-            self._channel.send(Failed(error=error_info(error)))
+            self._channel.send(ProcessFailed(error=error_info(error)))
             await self._stop()
             return 1
         return EXIT_RAY_LOST  # the workers go on
@@ -171,7 +171,7 @@ class SupervisorProcess:
         """Raises Misconfigured where no Ray has ever been there; one that was is waited for."""
         address = self._config.ray.address
         what = f"connecting to Ray at {address}" if address else "starting Ray"
-        self._channel.send(Step(what=what))
+        self._channel.send(StartupStep(what=what))
         try:
             while True:
                 try:
@@ -186,7 +186,7 @@ class SupervisorProcess:
             self._doubt(error.message)
             return False
         finally:
-            self._channel.send(Step(what=what, is_over=True))
+            self._channel.send(StartupStep(what=what, is_over=True))
 
     async def _keep(self, shares: RayShares) -> None:
         """Workers that run have their places in this Ray, too."""
@@ -212,7 +212,7 @@ class SupervisorProcess:
             self._doubts.pop(what, None)
         self._channel.send(RayAway(reason="; ".join(dict.fromkeys(self._doubts.values()))))
 
-    def _plan(self, nodes: tuple[Node, ...]) -> tuple[WorkerPlan, ...]:
+    def _plan(self, nodes: tuple[NodeResources, ...]) -> tuple[WorkerPlan, ...]:
         """Raises Misconfigured when the machines cannot hold it."""
         config = self._config
         tp, device = config.worker.tp, config.worker.device
@@ -225,9 +225,9 @@ class SupervisorProcess:
 
     def _start_supervisor(self) -> None:
         plans = {plan.worker_id: plan for plan in (*self._plans, *self._begin.leaving)}
-        running = {worker_id: Running(has_served=True) for worker_id in self._begin.have_served}
+        running = {worker_id: RunningWorker(has_served=True) for worker_id in self._begin.have_served}
         for worker_id, living in self._living.items():
-            running[worker_id] = Running(
+            running[worker_id] = RunningWorker(
                 has_served=worker_id in self._begin.have_served,
                 incarnation=living.incarnation,
                 info=living.info,
@@ -249,9 +249,9 @@ class SupervisorProcess:
 
     def _record(self, living: LivingWorker) -> None:
         self._living[living.worker_id] = living
-        self._channel.send(Record(living=living))
+        self._channel.send(WorkerRecorded(living=living))
 
-    def _show(self, view: WorkerView) -> None:
+    def _show(self, view: SupervisedWorker) -> None:
         self._channel.send(Viewed(view=view))
         living = self._living.get(view.worker_id)
         if living is not None and living.incarnation == view.incarnation and living.info != view.info:
@@ -331,7 +331,7 @@ class SupervisorProcess:
 class ParentLog(logging.Handler):
     """Sends what is logged here to the parent, whose log it is."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: MessageChannel) -> None:
         super().__init__()
         self._channel = channel
         self._loop = asyncio.get_running_loop()
@@ -347,7 +347,7 @@ class ParentLog(logging.Handler):
 
 async def run(end: socket.socket) -> int:
     """The exit code."""
-    channel = await Channel.over(end, SUPERVISOR_MESSAGES)
+    channel = await MessageChannel.over(end, SUPERVISOR_MESSAGES)
     begin = await channel.receive()
     if not isinstance(begin, Begin):
         return 1  # the parent has ended before it sent anything

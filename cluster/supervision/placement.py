@@ -16,7 +16,7 @@ MAX_CPUS_PER_RANK = 1.0  # what Ray sets aside; how many cores a rank uses is it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class NodeResources:
     """What one machine of a Ray cluster offers."""
 
     cpus: float
@@ -50,7 +50,7 @@ class WorkerPlan:
 
 
 def plan(
-    pools: PoolsConfig, nodes: Sequence[Node], *, tp: int, device: Device, pool_resources: bool = False
+    pools: PoolsConfig, nodes: Sequence[NodeResources], *, tp: int, device: Device, pool_resources: bool = False
 ) -> tuple[WorkerPlan, ...]:
     """One plan a worker. On CPU any number fits, each with its share; a rank on a GPU has one to itself.
 
@@ -81,7 +81,12 @@ def plan(
 
 
 def replan(
-    kept: Sequence[WorkerPlan], pools: PoolsConfig, nodes: Sequence[Node], *, tp: int, pool_resources: bool = False
+    kept: Sequence[WorkerPlan],
+    pools: PoolsConfig,
+    nodes: Sequence[NodeResources],
+    *,
+    tp: int,
+    pool_resources: bool = False,
 ) -> tuple[WorkerPlan, ...]:
     """As `plan`, where the workers of `kept` have their plans already. New ones are placed on the same device; they
     share the CPUs that are left, or have none set aside."""
@@ -99,7 +104,7 @@ def _share(cpus: float, num_ranks: int) -> float:
     return math.floor(max(0.0, min(MAX_CPUS_PER_RANK, cpus / max(1, num_ranks))) * 10_000) / 10_000
 
 
-def why_not_gpus(pools: PoolsConfig, nodes: Sequence[Node], *, tp: int) -> str:
+def why_not_gpus(pools: PoolsConfig, nodes: Sequence[NodeResources], *, tp: int) -> str:
     """What is missing for every rank to have a GPU of its own; "" when nothing is."""
     sizes = _sizes(pools, tp)
     if (num_placed := _num_placed(sizes, nodes)) == len(sizes):
@@ -120,7 +125,7 @@ def _sizes(pools: PoolsConfig, tp: int) -> list[int]:
     return [pools.tp(role, tp) for role, count in pools.counts().items() for _ in range(count)]
 
 
-def _num_placed(sizes: Sequence[int], nodes: Sequence[Node]) -> int:
+def _num_placed(sizes: Sequence[int], nodes: Sequence[NodeResources]) -> int:
     """How many workers, the largest first, find a machine with a GPU for every rank: the one with the most left."""
     left = sorted(int(node.gpus) for node in nodes)
     for number, size in enumerate(sorted(sizes, reverse=True)):
@@ -131,13 +136,13 @@ def _num_placed(sizes: Sequence[int], nodes: Sequence[Node]) -> int:
     return len(sizes)
 
 
-def _device(device: Device, nodes: Sequence[Node], sizes: Sequence[int]) -> Literal["cpu", "cuda"]:
+def _device(device: Device, nodes: Sequence[NodeResources], sizes: Sequence[int]) -> Literal["cpu", "cuda"]:
     if device != "auto":
         return device
     return "cuda" if _num_placed(sizes, nodes) == len(sizes) else "cpu"
 
 
-def check_fits(pools: PoolsConfig, nodes: Sequence[Node], *, tp: int, device: Device) -> None:
+def check_fits(pools: PoolsConfig, nodes: Sequence[NodeResources], *, tp: int, device: Device) -> None:
     """Raises Misconfigured when GPUs were asked for that these nodes, which will not grow, do not have."""
     if device == "cuda" and (missing := why_not_gpus(pools, nodes, tp=tp)):
         fits = "--colocated takes half of it, --device cpu none" if not pools.colocated else "--device cpu needs none"

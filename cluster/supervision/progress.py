@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from cluster.supervision.lifecycle import LifeState
-from cluster.supervision.supervisor import WorkerView
+from cluster.supervision.supervisor import SupervisedWorker
 
 log = logging.getLogger("baton.cluster")
 
@@ -44,7 +44,7 @@ class Bars:
         progress, row = self._progress, self._progress.add_task(what, total=None, state="")
         return lambda: progress.update(row, visible=False)
 
-    def show(self, view: WorkerView) -> None:
+    def show(self, view: SupervisedWorker) -> None:
         state = _words(view)
         if self._progress is None:
             # A share of the weights is no news in a log, and why a worker died is told by its supervisor.
@@ -62,7 +62,7 @@ def _bars(console: Console) -> Progress:
     return Progress(name, BarColumn(30), state, TimeElapsedColumn(), console=console, transient=True)
 
 
-def _words(view: WorkerView) -> str:
+def _words(view: SupervisedWorker) -> str:
     match view.life.state:
         case LifeState.STARTING if view.loaded:
             return f"reading weights, {view.loaded:.0%}"

@@ -37,7 +37,7 @@ DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0"), Path(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
+class RankSpec:
     """What a process shall be. `port` is where rank 0 serves; 0 takes any free one. What runs has `grace_s` to finish
     when a signal ends the process."""
 
@@ -79,7 +79,7 @@ class Ended:
 Event = Loading | Serving | Logged | Ended
 
 
-class Rank:
+class LocalRank:
     """Lives on one event loop. After `start` it runs until it breaks or `stop` is called. `supervised` is called
     whenever a supervisor has asked for the worker's health."""
 
@@ -92,7 +92,7 @@ class Rank:
         self._task: asyncio.Task[None] | None = None
         self._worker: Worker | None = None
 
-    def start(self, orders: Orders) -> None:
+    def start(self, orders: RankSpec) -> None:
         assert self._task is None, "a rank starts once"
         self._task = self._loop.create_task(self._run(orders))
 
@@ -124,7 +124,7 @@ class Rank:
         self._events.append(event)
         self._news.set()
 
-    async def _run(self, orders: Orders) -> None:
+    async def _run(self, orders: RankSpec) -> None:
         try:
             await (self._lead(orders) if orders.seat.rank == 0 else self._follow(orders))
         except Exception as error:  # whatever it is, the supervisor has to hear of it
@@ -134,7 +134,7 @@ class Rank:
         else:
             self._note(Ended())
 
-    async def _lead(self, orders: Orders) -> None:
+    async def _lead(self, orders: RankSpec) -> None:
         cores = Cores()
 
         def open_near() -> WorkerParts:
@@ -152,7 +152,7 @@ class Rank:
         finally:
             cores.release()
 
-    async def _serve(self, orders: Orders, parts: WorkerParts, cores: Cores) -> None:
+    async def _serve(self, orders: RankSpec, parts: WorkerParts, cores: Cores) -> None:
         from workers.rpc.worker import Worker
 
         worker = self._worker = Worker(parts)
@@ -168,7 +168,7 @@ class Rank:
         finally:
             await worker.stop()
 
-    async def _follow(self, orders: Orders) -> None:
+    async def _follow(self, orders: RankSpec) -> None:
         following = in_thread(lambda: _follow_worker(orders))
         if await self._before_stop(following):
             following.result()
@@ -195,7 +195,7 @@ class Rank:
         return progress
 
 
-def _claim(orders: Orders) -> Cores:
+def _claim(orders: RankSpec) -> Cores:
     """The cores on which this rank's threads compute; none where a GPU does."""
     device, asked, rank = orders.worker.device, orders.worker.bind_cores, orders.seat.rank
     if "torch" not in sys.modules and (device == "cpu" or (device == "auto" and not _has_gpu_driver())):
@@ -218,7 +218,7 @@ def _has_gpu_driver() -> bool:
     return any(path.exists() for path in DRIVER_FILES)
 
 
-def _open_worker(orders: Orders, on_progress: Progress) -> WorkerParts:
+def _open_worker(orders: RankSpec, on_progress: Progress) -> WorkerParts:
     """Imports the pool, and torch with it, and reads the model: seconds. On a thread."""
     match orders.role:
         case WorkerRole.PREFILL:
@@ -231,7 +231,7 @@ def _open_worker(orders: Orders, on_progress: Progress) -> WorkerParts:
             return open_decode(orders.worker, orders.seat, orders.decode, kind=orders.role, on_progress=on_progress)
 
 
-def _follow_worker(orders: Orders) -> None:
+def _follow_worker(orders: RankSpec) -> None:
     cores = _claim(orders)
     cores.bind()
     try:
@@ -240,7 +240,7 @@ def _follow_worker(orders: Orders) -> None:
         cores.release()
 
 
-def _follow(orders: Orders) -> None:
+def _follow(orders: RankSpec) -> None:
     match orders.role:
         case WorkerRole.PREFILL:
             from prefill_pool.service import follow as follow_prefill

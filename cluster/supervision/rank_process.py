@@ -1,9 +1,9 @@
 """A rank's own process. Nothing in it is Ray's: it outlives Ray and every supervisor, and ends with its cluster.
 
-listen ─▶ Orders ─▶ Loading ... ─▶ Serving ─▶ ... ─▶ Ended: sent to the supervisor, then the process ends
+listen ─▶ RankSpec ─▶ Loading ... ─▶ Serving ─▶ ... ─▶ Ended: sent to the supervisor, then the process ends
              └─ the supervisor is gone ─▶ the rank goes on ─▶ another one attaches
 ends by itself when the `baton` process of its cluster has ended: on that process's machine at once, by a lock that the
-kernel releases; on another machine when it had no `Contact` for `contact_s`
+kernel releases; on another machine when it had no `RankContact` for `contact_s`
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from cluster.process.channel import Channel
-from cluster.supervision.rank import Ended, Event, Logged, Orders, Rank
-from cluster.supervision.rank_messages import RANK_MESSAGES, Attach, Attached, Contact, Stop
+from cluster.process.channel import MessageChannel
+from cluster.supervision.rank import Ended, Event, LocalRank, Logged, RankSpec
+from cluster.supervision.rank_messages import RANK_MESSAGES, AttachRank, RankAttached, RankContact, StopRank
 from protos.hints import encodable
 
 log = logging.getLogger("baton.worker")
@@ -38,12 +38,12 @@ class RankProcess:
 
     def __init__(self, contact_s: float = 0.0) -> None:
         self.over = asyncio.Event()
-        self._rank = Rank(self._touch)
-        self._orders: Orders | None = None
+        self._rank = LocalRank(self._touch)
+        self._orders: RankSpec | None = None
         self._state: Event | None = None  # the latest Loading or Serving
         self._unsent: deque[Event] = deque(maxlen=MAX_UNSENT)
         self._ended: Ended | None = None
-        self._channel: Channel | None = None
+        self._channel: MessageChannel | None = None
         self._contact_s = contact_s
         self._loop = asyncio.get_running_loop()
         self._last_contact_s = self._loop.time()
@@ -54,11 +54,11 @@ class RankProcess:
 
     async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One supervisor, until it is gone."""
-        channel = Channel(reader, writer, RANK_MESSAGES)
+        channel = MessageChannel(reader, writer, RANK_MESSAGES)
         match await channel.receive():
-            case Orders() as orders:
+            case RankSpec() as orders:
                 self._start(orders)
-            case Attach():
+            case AttachRank():
                 pass
             case _:
                 await channel.close()
@@ -66,9 +66,9 @@ class RankProcess:
         self._attach(channel)
         while (message := await channel.receive()) is not None:
             self._touch()
-            if isinstance(message, Stop):
+            if isinstance(message, StopRank):
                 self._do(self._rank.stop())
-            elif not isinstance(message, Contact):
+            elif not isinstance(message, RankContact):
                 log.error("%s is no order for a rank", type(message).__name__)
         if self._channel is channel:
             self._channel = None
@@ -93,7 +93,7 @@ class RankProcess:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _start(self, orders: Orders) -> None:
+    def _start(self, orders: RankSpec) -> None:
         if self._orders is None:
             self._orders = orders
             self._touch()
@@ -102,10 +102,10 @@ class RankProcess:
             logging.getLogger("baton").setLevel(logging.INFO)
             self._rank.start(orders)
 
-    def _attach(self, channel: Channel) -> None:
+    def _attach(self, channel: MessageChannel) -> None:
         self._channel = channel
         self._touch()
-        channel.send(Attached(pid=os.getpid(), has_orders=self._orders is not None))
+        channel.send(RankAttached(pid=os.getpid(), has_orders=self._orders is not None))
         while self._unsent:
             channel.send(self._unsent.popleft())
         if self._state is not None:
@@ -163,7 +163,7 @@ class RankProcess:
 class LogRelay(logging.Handler):
     """Sends what is logged here to the supervisor's log: people look there."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: LocalRank) -> None:
         super().__init__(logging.INFO)
         self._rank = rank
 

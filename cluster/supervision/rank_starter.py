@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from cluster.process.channel import Channel
-from cluster.supervision.rank import Event, Orders
-from cluster.supervision.rank_messages import RANK_MESSAGES, Attach, Attached, Contact, Stop
+from cluster.process.channel import MessageChannel
+from cluster.supervision.rank import Event, RankSpec
+from cluster.supervision.rank_messages import RANK_MESSAGES, AttachRank, RankAttached, RankContact, StopRank
 from protos.errors import WorkerLost
 
 BACKLOG = 8
@@ -110,7 +110,7 @@ class RankLink:
     """To one rank process of this machine. Made by `start` or `attach`. `exit_status` returns, if it is known, how the
     process `pid` ended: a signal as a negative number."""
 
-    def __init__(self, folder: Path, name: str, pid: int, channel: Channel, exit_status: ExitStatus) -> None:
+    def __init__(self, folder: Path, name: str, pid: int, channel: MessageChannel, exit_status: ExitStatus) -> None:
         self.name = name
         self.pid = pid
         self._folder = folder
@@ -118,7 +118,7 @@ class RankLink:
         self._exit_status = exit_status
 
     @classmethod
-    async def start(cls, folder: Path, name: str, pid: int, orders: Orders, exit_status: ExitStatus) -> RankLink:
+    async def start(cls, folder: Path, name: str, pid: int, orders: RankSpec, exit_status: ExitStatus) -> RankLink:
         """Gives the process its orders. Raises WorkerLost when it has ended already."""
         return await cls._connect(folder, name, pid, orders, exit_status)
 
@@ -126,18 +126,18 @@ class RankLink:
     async def attach(cls, folder: Path, name: str, pid: int, exit_status: ExitStatus) -> RankLink:
         """Finds a process that an earlier supervisor has started. Raises WorkerLost when it has ended, had no orders
         yet, or does not answer."""
-        return await cls._connect(folder, name, pid, Attach(), exit_status)
+        return await cls._connect(folder, name, pid, AttachRank(), exit_status)
 
     @classmethod
     async def _connect(
-        cls, folder: Path, name: str, pid: int, first: Orders | Attach, exit_status: ExitStatus
+        cls, folder: Path, name: str, pid: int, first: RankSpec | AttachRank, exit_status: ExitStatus
     ) -> RankLink:
         try:
-            channel = await Channel.to(socket_of(folder, name), RANK_MESSAGES)
+            channel = await MessageChannel.to(socket_of(folder, name), RANK_MESSAGES)
         except OSError:
             raise WorkerLost(await why_ended(folder, name, pid, exit_status)) from None
         channel.send(first)
-        answer: Attached | None = None
+        answer: RankAttached | None = None
         try:
             async with asyncio.timeout(ATTACH_S):
                 answer = await channel.receive()
@@ -161,11 +161,11 @@ class RankLink:
         return (message,)
 
     def contact(self) -> None:
-        self._channel.send(Contact())
+        self._channel.send(RankContact())
 
     async def stop(self) -> None:
         """Asks the process to end, and returns when it has."""
-        self._channel.send(Stop())
+        self._channel.send(StopRank())
         await self._channel.flush()
         await ended(self.pid)
 

@@ -39,7 +39,7 @@ class Launcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class RunningWorker:
     """A worker that an earlier supervisor has launched. `follow` is as `Launcher.launch` of it, and sends its present
     state first; `info`: it serves. Without `follow` its process is gone, and only `has_served` is known."""
 
@@ -50,7 +50,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerView:
+class SupervisedWorker:
     """A worker as people are shown it. `loaded` is the share of its weights that is read."""
 
     worker_id: str
@@ -90,9 +90,9 @@ class Supervisor:
         drain: DrainWorker,
         config: SupervisionConfig,
         first_incarnation: int,
-        running: Mapping[str, Running] | None = None,
+        running: Mapping[str, RunningWorker] | None = None,
         leaving: Sequence[WorkerPlan] = (),
-        watch: Callable[[WorkerView], None] = lambda view: None,
+        watch: Callable[[SupervisedWorker], None] = lambda view: None,
         clock: Callable[[], float] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -109,7 +109,7 @@ class Supervisor:
         self._watch = watch
         self._clock = clock or asyncio.get_running_loop().time
         self._sleep = sleep
-        self._views: dict[str, WorkerView] = {}
+        self._views: dict[str, SupervisedWorker] = {}
         self._changed = Changed()
         self._keeping: dict[str, asyncio.Task[None]] = {}  # by worker id
         self._retiring: dict[str, asyncio.Task[None]] = {}
@@ -118,7 +118,7 @@ class Supervisor:
         self.num_faults = 0
 
     @property
-    def views(self) -> Mapping[str, WorkerView]:
+    def views(self) -> Mapping[str, SupervisedWorker]:
         return self._views
 
     @property
@@ -171,7 +171,7 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _serving(self) -> list[WorkerView]:
+    def _serving(self) -> list[SupervisedWorker]:
         return [view for view in self._views.values() if view.life.state is LifeState.SERVING]
 
     def _is_reached(self) -> bool:
@@ -221,14 +221,14 @@ class Supervisor:
 
     async def _keep_alive(self, plan: WorkerPlan) -> None:
         """Launches a worker again and again, until it is retired."""
-        running = self._running.pop(plan.worker_id, Running(has_served=False))
+        running = self._running.pop(plan.worker_id, RunningWorker(has_served=False))
         life = lifecycle.initial(self._clock(), has_served=running.has_served)
         if running.info is not None:
             life = lifecycle.opened(life, self._clock())
         while True:
             if running.follow is not None:
                 incarnation, info, events = running.incarnation, running.info, running.follow()
-                running = Running(has_served=running.has_served)
+                running = RunningWorker(has_served=running.has_served)
             elif plan.worker_id in self._retiring:
                 return
             else:
@@ -236,7 +236,7 @@ class Supervisor:
                 self._incarnation += 1
                 incarnation, info = self._incarnation, None
                 events = self._launcher.launch(plan, incarnation)
-            self._show(WorkerView(worker_id=plan.worker_id, life=life, incarnation=incarnation, info=info))
+            self._show(SupervisedWorker(worker_id=plan.worker_id, life=life, incarnation=incarnation, info=info))
             if info is None:
                 await self._announcer.starting(plan.worker_id, Successor(role=plan.role))
             error = await self._live(plan, events)
@@ -328,7 +328,7 @@ class Supervisor:
             case Ended():
                 pass  # the stream ends with it
 
-    def _show(self, view: WorkerView) -> None:
+    def _show(self, view: SupervisedWorker) -> None:
         self._views[view.worker_id] = view
         self._watch(view)
         self._changed.notify()

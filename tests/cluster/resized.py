@@ -14,7 +14,7 @@ SIZES = {signal.SIGUSR1: 2, signal.SIGUSR2: 1}
 log = logging.getLogger("baton.cluster")
 
 
-class ResizedDeployment(serve.Deployment):
+class ResizedDeployment(serve.ServedCluster):
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         for number, size in SIZES.items():
@@ -30,5 +30,5 @@ class ResizedDeployment(serve.Deployment):
 
 
 def main() -> None:
-    serve.Deployment = ResizedDeployment  # type: ignore[misc]
+    serve.ServedCluster = ResizedDeployment  # type: ignore[misc]
     cli.main()

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cluster.cli.serve import DEMO
-from cluster.gateway.server import Front
+from cluster.gateway.server import GatewayServer
 from protos.tls import FaceTls, PeerTls
 from router.config import RouterConfig
 from tests.cluster.redis_server import RedisServer
@@ -26,10 +26,10 @@ PATIENCE_S = 30.0
 
 
 @asynccontextmanager
-async def gateway(index: str, address: str = "") -> AsyncIterator[Front]:
+async def gateway(index: str, address: str = "") -> AsyncIterator[GatewayServer]:
     config = RouterConfig(model_path=Path(DEMO["model"]), model_name="demo", grpc_port=0)
     listening = socket.create_server(("127.0.0.1", 0))
-    front = Front(config, listening, tls=FaceTls(), peers=PeerTls(), index=index)
+    front = GatewayServer(config, listening, tls=FaceTls(), peers=PeerTls(), index=index)
     await front.start()
     try:
         if address:
@@ -40,7 +40,7 @@ async def gateway(index: str, address: str = "") -> AsyncIterator[Front]:
         await front.stop(0.0)
 
 
-async def complete(front: Front) -> int:
+async def complete(front: GatewayServer) -> int:
     """How many tokens of the prompt were cached."""
     asked = {"model": "demo", "prompt": list(range(8 * BLOCK)), "max_tokens": 2, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=front.url, timeout=PATIENCE_S) as client:
@@ -49,18 +49,18 @@ async def complete(front: Front) -> int:
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-async def degraded(front: Front) -> str:
+async def degraded(front: GatewayServer) -> str:
     async with httpx.AsyncClient(base_url=front.url, timeout=PATIENCE_S) as client:
         return str((await client.get("/ready")).json()["degraded"])
 
 
-async def until(holds: Callable[[str], bool], front: Front) -> None:
+async def until(holds: Callable[[str], bool], front: GatewayServer) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not holds(await degraded(front)):  # noqa: ASYNC110 - asked over HTTP
             await asyncio.sleep(0.05)
 
 
-def cached_blocks(front: Front) -> int:
+def cached_blocks(front: GatewayServer) -> int:
     return front.fleet.index.num_blocks("w")
 
 

@@ -13,7 +13,7 @@ from tests.cluster.deployed import DEMO, LONG, PRECISE, Deployed
 
 pytestmark = pytest.mark.cluster
 
-NUM_STREAMS = 3
+NUM_STREAMS = 4
 
 
 def workers_of(baton: Deployed) -> dict[str, Any]:
@@ -26,8 +26,9 @@ def test_a_pool_grows_and_shrinks_with_nothing_lost_and_nothing_left(deploy: Cal
         "serve", "--model", str(DEMO), "--served-name", "demo", *PRECISE, *ports, program="tests.cluster.resized"
     )
     prompts = [f"{LONG}# {number}\n" for number in range(NUM_STREAMS)]
-    long = {"max_tokens": 150, "ignore_eos": True}
-    expected = [baton.text(prompt, **long) for prompt in prompts]
+    long = {"max_tokens": 300, "ignore_eos": True}
+    with ThreadPoolExecutor(NUM_STREAMS) as clients:
+        expected = list(clients.map(lambda prompt: baton.text(prompt, **long), prompts))
 
     baton.process.send_signal(signal.SIGUSR1)
     baton.wait_for("^there are 2 decode workers")

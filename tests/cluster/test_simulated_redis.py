@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from cluster.simulate.world.fake_redis import Client, Server
+from cluster.simulate.world.fake_redis import FakeRedisClient, Server
 from protos.chain import Chain
 from protos.values import BlockStored, KVEvents
 from router.prefix.redis_store import EventEntry, PromptEntry, Store, StreamPositions
@@ -71,5 +71,5 @@ async def conversation(store_of: Callable[[str], Store]) -> Sequence[Any]:
 async def test_it_answers_as_a_real_one_does(redis: RedisServer) -> None:
     url, server = parse(redis.url, setting="index"), Server()
     real = await conversation(lambda name: Store(url.client(timeout_s=5.0), model="m", gateway_id=name))
-    simulated = await conversation(lambda name: Store(Client(server), model="m", gateway_id=name))
+    simulated = await conversation(lambda name: Store(FakeRedisClient(server), model="m", gateway_id=name))
     assert simulated == real

@@ -17,7 +17,7 @@ import typer
 import yaml
 
 from cluster.cli.main import make_app
-from cluster.supervision.placement import Node, plan
+from cluster.supervision.placement import NodeResources, plan
 from protos.values import WorkerRole
 from tests.deploy.rendering import K8S, POOLS, ROOT, SHAPES, Rendered, config_of, crd_schema, ports_of, selected
 
@@ -243,7 +243,7 @@ def test_every_worker_of_the_settings_finds_its_pod(shape: Rendered) -> None:
     config, offered = config_of(shape), nodes_of(shape)
     plans = plan(
         config.pools,
-        [Node(cpus=has["CPU"], gpus=has.get("GPU", 0.0)) for _, has in offered],
+        [NodeResources(cpus=has["CPU"], gpus=has.get("GPU", 0.0)) for _, has in offered],
         tp=config.worker.tp,
         device=config.worker.device,
         pool_resources=config.ray.pool_resources,

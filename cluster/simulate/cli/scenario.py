@@ -19,7 +19,7 @@ from cluster.simulate.latency.registry import ROOFLINE, StepTimes
 from cluster.simulate.latency.shapes import HOST_GPUS
 from cluster.simulate.node.worker import Spec
 from cluster.simulate.results.report import Summary, summarise
-from cluster.simulate.results.sweep import Choice
+from cluster.simulate.results.sweep import ClusterChoice
 from cluster.simulate.run.config import (
     SimulationConfig,
     gateways_told,
@@ -30,10 +30,10 @@ from cluster.simulate.run.config import (
     without_effect,
 )
 from cluster.simulate.run.progress import warn
-from cluster.simulate.run.simulation import Outcome
+from cluster.simulate.run.simulation import SimulationOutcome
 from cluster.simulate.world.faults import Fault, drawn
 from cluster.simulate.world.lanes import Cards, hosts_of
-from cluster.simulate.world.workload import Load, Room, Session, fitting, generated, recorded
+from cluster.simulate.world.workload import GeneratedLoad, SessionLimit, UserSession, fitting, generated, recorded
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.policies.registry import NAMES
@@ -63,11 +63,11 @@ class Scene:
     audit_every: int
     seed: int
     objective: Objective
-    sessions: Sequence[Session]
+    sessions: Sequence[UserSession]
     faults: Sequence[Fault]
     num_faults: int
 
-    def config(self, choice: Choice) -> SimulationConfig:
+    def config(self, choice: ClusterChoice) -> SimulationConfig:
         """Raises Misconfigured."""
         pools = PoolsConfig(
             prefill=choice.prefill, decode=choice.decode, prefill_tp=choice.prefill_tp, decode_tp=choice.decode_tp
@@ -120,7 +120,7 @@ class Scene:
         links = {worker: num * link_rate for worker, num in num_gpus.items()}
         return replace(cards, links=links, hosts=hosts_of(num_gpus))
 
-    def check_hosts(self, every: Iterable[Choice]) -> None:
+    def check_hosts(self, every: Iterable[ClusterChoice]) -> None:
         """Warns of mixtures on workers of several hosts that share every layer."""
         most = max(max(one.tp, one.prefill_tp or 0, one.decode_tp or 0) for one in every)
         if most > HOST_GPUS and not self.expert_parallel and model_of(self.model).experts is not None:
@@ -129,16 +129,16 @@ class Scene:
                 "shares its experts alone, as such models are served"
             )
 
-    def fitting(self, config: SimulationConfig) -> tuple[list[Session], list[Session]]:
+    def fitting(self, config: SimulationConfig) -> tuple[list[UserSession], list[UserSession]]:
         """The sessions that its workers hold, and the others. Raises Misconfigured if there are none of the first."""
         return fitting(self.sessions, self.room(config))
 
-    def room(self, config: SimulationConfig) -> Room:
+    def room(self, config: SimulationConfig) -> SessionLimit:
         """In the workers with the least."""
         specs = config.specs.values() or (config.spec,)
         return min((room_of(spec, self.settings.worker) for spec in specs), key=lambda room: room.num_tokens)
 
-    def cluster(self, choice: Choice) -> dict[str, Any]:
+    def cluster(self, choice: ClusterChoice) -> dict[str, Any]:
         given = {name: value for name, value in asdict(choice).items() if value is not None}
         more: dict[str, Any] = {} if self.dtype is None else {"dtype": self.dtype}
         if self.expert_parallel:
@@ -159,7 +159,7 @@ class Scene:
             del settings["processes"]  # of one gateway, which there is none of
         return settings
 
-    def summary(self, choice: Choice, outcome: Outcome, left_out: Sequence[Session]) -> Summary:
+    def summary(self, choice: ClusterChoice, outcome: SimulationOutcome, left_out: Sequence[UserSession]) -> Summary:
         return summarise(outcome, self.objective, cluster=f"{choice}, {self.hardware}", left_out=left_out)
 
     @property
@@ -179,7 +179,7 @@ class Scene:
             return None
         return {"files": [str(path) for path in self.calibration], **asdict(self.latency)}
 
-    def schedule(self, config: SimulationConfig, sessions: Sequence[Session]) -> list[Fault]:
+    def schedule(self, config: SimulationConfig, sessions: Sequence[UserSession]) -> list[Fault]:
         """The faults written down, and those that are drawn."""
         workers = config.pools.worker_ids()
         until_s = max(session.due_s for session in sessions)
@@ -216,7 +216,7 @@ def make_scene(given: Mapping[str, Any]) -> Scene:
     )
 
 
-def _sessions(given: Mapping[str, Any]) -> list[Session]:
+def _sessions(given: Mapping[str, Any]) -> list[UserSession]:
     """Recorded or generated ones. Raises Misconfigured."""
     if given["trace"] is not None:
         limit, speed, scale = given["num_requests"], given["trace_speed"], given["trace_scale"]
@@ -224,7 +224,7 @@ def _sessions(given: Mapping[str, Any]) -> list[Session]:
         if limit is not None and len(sessions) < limit:
             warn(f"--requests {limit}: {given['trace']} has only {len(sessions):,}")
         return sessions
-    load = Load(
+    load = GeneratedLoad(
         num_requests=given["num_requests"] or DEFAULT_REQUESTS,
         rate=given["rate"],
         seed=given["seed"],

@@ -30,15 +30,24 @@ from cluster.simulate.results.files import Log, keep, tell_lost, write
 from cluster.simulate.results.files import check as check_files
 from cluster.simulate.results.html import page
 from cluster.simulate.results.report import Summary, figures, summary_table
-from cluster.simulate.results.sweep import Choice, Trial, asked, cheapest, front, sweep_table, verdict, within
+from cluster.simulate.results.sweep import (
+    ClusterChoice,
+    SweepTrial,
+    asked,
+    cheapest,
+    front,
+    sweep_table,
+    verdict,
+    within,
+)
 from cluster.simulate.results.sweep_html import sweep_page
-from cluster.simulate.results.targets import Target, targets_of
+from cluster.simulate.results.targets import PercentileTarget, targets_of
 from cluster.simulate.run.config import SimulationConfig
 from cluster.simulate.run.fault_injector import check
-from cluster.simulate.run.progress import Watch, bars, warn
-from cluster.simulate.run.simulation import Outcome
+from cluster.simulate.run.progress import ProgressWatch, bars, warn
+from cluster.simulate.run.simulation import SimulationOutcome
 from cluster.simulate.run.simulation import simulate as run_simulation
-from cluster.simulate.world.workload import GENERATED, OF_OWN_LENGTHS, Room, Session, fitting
+from cluster.simulate.world.workload import GENERATED, OF_OWN_LENGTHS, SessionLimit, UserSession, fitting
 from protos.errors import Misconfigured
 from protos.hints import counted
 from router.policies.registry import NAMES
@@ -142,7 +151,7 @@ def simulate(
     _once(scene, every[0], json_file, html_file, events)
 
 
-def _clusters(settings: ClusterConfig, given: Mapping[str, Any]) -> list[Choice]:
+def _clusters(settings: ClusterConfig, given: Mapping[str, Any]) -> list[ClusterChoice]:
     """Raises Misconfigured."""
     if given["gpus"] is not None:
         chosen = {name: given[name] for name in ("gpus", "tp", "policy", "colocated")}
@@ -190,7 +199,9 @@ def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
     check_files(written, read | {"calibration": context.params["calibration"] or ()})
 
 
-def _once(scene: Scene, choice: Choice, json_file: Path | None, html_file: Path | None, events: Path | None) -> None:
+def _once(
+    scene: Scene, choice: ClusterChoice, json_file: Path | None, html_file: Path | None, events: Path | None
+) -> None:
     config = scene.config(choice)
     sessions, left_out = scene.fitting(config)
     errors = Console(stderr=True)
@@ -216,13 +227,17 @@ def _once(scene: Scene, choice: Choice, json_file: Path | None, html_file: Path 
     tell_lost(lost)
 
 
-def _only(scene: Scene, choice: Choice, summary: Summary) -> Trial:
+def _only(scene: Scene, choice: ClusterChoice, summary: Summary) -> SweepTrial:
     """One that nothing is asked of."""
-    return Trial(choice=choice, summary=summary, usd_per_hour=choice.num_gpus * scene.usd_per_gpu_hour)
+    return SweepTrial(choice=choice, summary=summary, usd_per_hour=choice.num_gpus * scene.usd_per_gpu_hour)
 
 
 def _sweep(
-    scene: Scene, every: Sequence[Choice], targets: Sequence[Target], json_file: Path | None, html_file: Path | None
+    scene: Scene,
+    every: Sequence[ClusterChoice],
+    targets: Sequence[PercentileTarget],
+    json_file: Path | None,
+    html_file: Path | None,
 ) -> None:
     """Raises Exit(1) where no cluster is good enough, Exit(130) after Ctrl-C."""
     errors = Console(stderr=True)
@@ -270,12 +285,14 @@ def _sweep(
         raise typer.Exit(1)
 
 
-def _possible(scene: Scene, every: Sequence[Choice]) -> tuple[dict[Choice, SimulationConfig], dict[Choice, str]]:
+def _possible(
+    scene: Scene, every: Sequence[ClusterChoice]
+) -> tuple[dict[ClusterChoice, SimulationConfig], dict[ClusterChoice, str]]:
     """Those that can be, hold some of the sessions and have whom faults name; and why others are left out, which is
     told. Raises Misconfigured if none is left."""
-    possible: dict[Choice, SimulationConfig] = {}
+    possible: dict[ClusterChoice, SimulationConfig] = {}
     reasons: dict[str, Misconfigured] = {}
-    left_out: dict[str, list[Choice]] = {}
+    left_out: dict[str, list[ClusterChoice]] = {}
     for choice in every:
         try:
             config = scene.config(choice)
@@ -294,10 +311,13 @@ def _possible(scene: Scene, every: Sequence[Choice]) -> tuple[dict[Choice, Simul
 
 
 def _try_all(
-    scene: Scene, possible: Mapping[Choice, SimulationConfig], targets: Sequence[Target], errors: Console
-) -> list[Trial]:
+    scene: Scene,
+    possible: Mapping[ClusterChoice, SimulationConfig],
+    targets: Sequence[PercentileTarget],
+    errors: Console,
+) -> list[SweepTrial]:
     """One after the other, until Ctrl-C: fewer trials than there are clusters."""
-    trials: list[Trial] = []
+    trials: list[SweepTrial] = []
     with bars(errors) as bar, suppress(KeyboardInterrupt):
         row = bar.add_task("", total=len(possible))
         for choice, config in possible.items():
@@ -309,13 +329,15 @@ def _try_all(
     return trials
 
 
-def _try_out(scene: Scene, choice: Choice, config: SimulationConfig, targets: Sequence[Target], bar: Progress) -> Trial:
+def _try_out(
+    scene: Scene, choice: ClusterChoice, config: SimulationConfig, targets: Sequence[PercentileTarget], bar: Progress
+) -> SweepTrial:
     """What this cluster cannot hold it has missed."""
     kept, left_out = scene.fitting(config)
     outcome = _run(scene, config, kept, bar.console, above=bar)
     summary = scene.summary(choice, outcome, left_out)
     num_missed = summary.num_left_out_requests + summary.num_not_asked
-    return Trial(
+    return SweepTrial(
         choice=choice,
         summary=summary,
         usd_per_hour=choice.num_gpus * scene.usd_per_gpu_hour,
@@ -326,19 +348,19 @@ def _try_out(scene: Scene, choice: Choice, config: SimulationConfig, targets: Se
 def _run(
     scene: Scene,
     config: SimulationConfig,
-    sessions: Sequence[Session],
+    sessions: Sequence[UserSession],
     errors: Console,
     *,
     write: Callable[[str], object] | None = None,
     above: Progress | None = None,
-) -> Outcome:
+) -> SimulationOutcome:
     num_requests = sum(len(session.turns) for session in sessions)
     until_s = max(session.due_s for session in sessions)
-    with Watch(errors, num_requests=num_requests, until_s=until_s, above=above) as watch:
+    with ProgressWatch(errors, num_requests=num_requests, until_s=until_s, above=above) as watch:
         return run_simulation(config, sessions, scene.schedule(config, sessions), write=write, watch=watch.begin)
 
 
-def _tell_left_out(left_out: Sequence[Session], room: Room) -> None:
+def _tell_left_out(left_out: Sequence[UserSession], room: SessionLimit) -> None:
     if left_out:
         warn(room.left_out(left_out))
 
@@ -348,7 +370,7 @@ def _write_json(path: Path | None, content: Mapping[str, Any]) -> None:
         write_json(path, content)
 
 
-def _document(scene: Scene, command: str, trials: Sequence[Trial]) -> dict[str, Any]:
+def _document(scene: Scene, command: str, trials: Sequence[SweepTrial]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "command": command,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
-from cluster.simulate.latency.base import Step
+from cluster.simulate.latency.base import StepWork
 from cluster.simulate.latency.shapes import BFLOAT16, FP8_BLOCK
 from protos.errors import Misconfigured
 
@@ -91,7 +91,7 @@ class Aiconfigurator:
         self._decode = _Grid(lambda rows, context: tables.generation.attention_s(rows, context))
         self._prefill = _Grid(lambda rows, tokens, before: tables.context.attention_s(rows, tokens, before - 1))
 
-    def step_s(self, step: Step) -> float:
+    def step_s(self, step: StepWork) -> float:
         num_prompts = step.num_rows - step.num_single
         sizes = (step.num_tokens, step.num_rows, num_prompts > 0)
         taken_s = self._others.get(sizes)

@@ -20,7 +20,7 @@ from protos.hints import counted
 _WORD = 2**64 - 1
 
 
-class Step(NamedTuple):
+class StepWork(NamedTuple):
     """What a step's time depends on. `num_rows` sequences, `num_tokens` computed in all; `num_read`: positions of KV
     that are read, each once a row; `num_attended`: pairs of a computed position and one it looks at. Fractions are of
     a mean over steps."""
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 class Latency(Protocol):
     """How long a step usually takes; `chance` of a device says how single ones differ, None if they do not."""
 
-    def step_s(self, step: Step) -> float: ...
+    def step_s(self, step: StepWork) -> float: ...
 
     def chance(self, key: str) -> Chance | None: ...
 
@@ -62,7 +62,7 @@ class Calibrated:
     error: float | None = None
     worst: float | None = None
 
-    def step_s(self, step: Step) -> float:
+    def step_s(self, step: StepWork) -> float:
         return (
             self.base_s
             + self.row_s * step.num_rows
@@ -121,7 +121,7 @@ class Chance:
         return (state ^ (state >> 31)) * 2.0**-64 * (1 - 2**-53)
 
 
-def step_of(rows: Sequence[tuple[float, float]]) -> Step:
+def step_of(rows: Sequence[tuple[float, float]]) -> StepWork:
     """From (computed tokens, context after them) of every row."""
     num_tokens = num_read = num_attended = num_single = num_single_read = 0.0
     for computed, context in rows:
@@ -131,4 +131,4 @@ def step_of(rows: Sequence[tuple[float, float]]) -> Step:
         if computed == 1:
             num_single += 1.0
             num_single_read += context
-    return Step(len(rows), num_tokens, num_read, num_attended, num_single, num_single_read)
+    return StepWork(len(rows), num_tokens, num_read, num_attended, num_single, num_single_read)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.simulate.latency.base import Calibrated, Step, step_of
+from cluster.simulate.latency.base import Calibrated, StepWork, step_of
 from protos.errors import Misconfigured
 from protos.hints import unusable
 
@@ -31,21 +31,21 @@ NUM_RATIOS = 100
 LEAST_FOR_RATIOS = 200
 """Single steps below which nothing is said about how they scatter."""
 NUM_GROUPS = 20
-NOTHING = Step(0.0, 0.0, 0.0, 0.0)
+NOTHING = StepWork(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredStep:
     """One step, or a mean of `several`, and how long it took. A client that saw it also waited for what `num_requests`
     take beside their steps; with `NOTHING` for a step, for that alone."""
 
-    step: Step
+    step: StepWork
     seconds: float
     num_requests: int = 0
     several: bool = False
 
 
-def calibrate(points: Sequence[Measured]) -> Calibrated:
+def calibrate(points: Sequence[MeasuredStep]) -> Calibrated:
     """Least squares of errors relative to what is predicted, none of whose coefficients is below 0. (Relative to what
     was measured, short steps would weigh more than long ones, and the fit would lie below the mean.) Raises
     Misconfigured without points."""
@@ -133,7 +133,7 @@ def non_negative(matrix: Any, target: Any) -> Any:
     return found / scale
 
 
-def read_points(path: Path) -> list[Measured]:
+def read_points(path: Path) -> list[MeasuredStep]:
     """From a JSON list of steps: `rows` (pairs of computed tokens and context after them, one a sequence) and
     `seconds`. From what `baton bench --profile FILE` wrote: each step of each worker, with the host's work. Or from
     what `baton bench --concurrency N --json FILE` wrote: the mean time per token is that of the mean step, in which N
@@ -159,11 +159,11 @@ def read_points(path: Path) -> list[Measured]:
         ) from error
 
 
-def _points(content: Any) -> list[Measured]:
+def _points(content: Any) -> list[MeasuredStep]:
     if isinstance(content, dict):
         return _steps_of_profile(content["traceEvents"]) if "traceEvents" in content else _steps_of_bench(content)
     return [
-        Measured(
+        MeasuredStep(
             step=step_of([(int(computed), int(context)) for computed, context in one["rows"]]),
             seconds=float(one["seconds"]),
         )
@@ -175,12 +175,12 @@ def _points(content: Any) -> list[Measured]:
 class _Seen:
     """A step of a profile; times in microseconds."""
 
-    step: Step
+    step: StepWork
     begin: float
     end: float
 
 
-def _steps_of_profile(events: Sequence[dict[str, Any]]) -> list[Measured]:
+def _steps_of_profile(events: Sequence[dict[str, Any]]) -> list[MeasuredStep]:
     """Steps, on each engine's thread: with steps in flight they last as long as they follow one another. And what
     requests took beside them."""
     steps, ticks, latest = list[_Seen](), dict[int, float](), dict[int, _Seen]()
@@ -192,14 +192,14 @@ def _steps_of_profile(events: Sequence[dict[str, Any]]) -> list[Measured]:
         elif event["name"] == "apply" and pid in ticks:
             if "num_read" not in (told := event["args"]):
                 raise ValueError("it was recorded before steps told what they read: record it again")
-            step = Step(*(float(told[name]) for name in ("num_rows", "num_tokens", "num_read", "num_attended")))
+            step = StepWork(*(float(told[name]) for name in ("num_rows", "num_tokens", "num_read", "num_attended")))
             latest[pid] = _Seen(step=step, begin=ticks.pop(pid), end=end)
             steps.append(latest[pid])
         elif event["name"] == "tell" and pid in latest:
             latest.pop(pid).end = end
-    points = [Measured(step=one.step, seconds=(one.end - one.begin) / 1e6) for one in steps]
+    points = [MeasuredStep(step=one.step, seconds=(one.end - one.begin) / 1e6) for one in steps]
     rests = _rests(steps, [one for one in events if one.get("cat") == "request"])
-    return points + [Measured(step=NOTHING, seconds=rest / 1e6, num_requests=1) for rest in rests]
+    return points + [MeasuredStep(step=NOTHING, seconds=rest / 1e6, num_requests=1) for rest in rests]
 
 
 def _rests(steps: Sequence[_Seen], events: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -222,7 +222,7 @@ def _rests(steps: Sequence[_Seen], events: Sequence[Mapping[str, Any]]) -> list[
     return rests
 
 
-def _steps_of_bench(document: dict[str, Any]) -> list[Measured]:
+def _steps_of_bench(document: dict[str, Any]) -> list[MeasuredStep]:
     if (at_once := document["workload"]["concurrency"]) is None:
         raise ValueError("it was measured with arrivals: run the bench with --concurrency")
     figures = document["figures"]
@@ -230,13 +230,13 @@ def _steps_of_bench(document: dict[str, Any]) -> list[Measured]:
     answer = figures["num_output_tokens"] / figures["num_completed"]
     alone, context = step_of([(prompt, prompt)]), prompt + answer / 2
     read = (at_once - 1) / answer  # prompts a step: the others' are read while this answer is written
-    mean = Step(
+    mean = StepWork(
         num_rows=at_once,
         num_tokens=at_once + read * alone.num_tokens,
         num_read=at_once * context + read * alone.num_read,
         num_attended=at_once * context + read * alone.num_attended,
     )
-    steps = [Measured(step=mean, seconds=figures["tpot_s"]["mean"], several=True)]
+    steps = [MeasuredStep(step=mean, seconds=figures["tpot_s"]["mean"], several=True)]
     if at_once == 1:
-        steps.append(Measured(step=alone, seconds=figures["ttft_s"]["mean"], num_requests=1, several=True))
+        steps.append(MeasuredStep(step=alone, seconds=figures["ttft_s"]["mean"], num_requests=1, several=True))
     return steps

@@ -10,7 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.simulate.latency.shapes import BFLOAT16, DTYPES, FP8, FP8_BLOCK, GPUS, MODELS, Experts, Gpu, Latent, Model
+from cluster.simulate.latency.shapes import (
+    BFLOAT16,
+    DTYPES,
+    FP8,
+    FP8_BLOCK,
+    GPUS,
+    MODELS,
+    Experts,
+    Gpu,
+    Latent,
+    ModelShape,
+)
 from protos.errors import Misconfigured
 from protos.hints import unusable
 
@@ -43,7 +54,7 @@ def gpu_of(name: str) -> Gpu:
     return GPUS[name]
 
 
-def model_of(name: str, dtype: str | None = None, *, spread: bool = False) -> Model:
+def model_of(name: str, dtype: str | None = None, *, spread: bool = False) -> ModelShape:
     """With weights of `dtype`, or of the type that its checkpoint has. Raises Misconfigured for a model that is not
     described here, nor in a file, and for one without experts that is to be `spread`."""
     path = Path(name)
@@ -97,7 +108,7 @@ def read_gpu(path: Path) -> Gpu:
     return replace(GPUS[like], **figures)  # type: ignore[arg-type]  # names and numbers are checked above
 
 
-def read_model(path: Path) -> Model:
+def read_model(path: Path) -> ModelShape:
     """From the config.json of a checkpoint: dense models and mixtures of experts, with attention in groups or latent
     attention. Raises Misconfigured."""
     given = f"--model {shlex.quote(str(path))}"
@@ -120,14 +131,14 @@ class _Checkpoint:
         self._given = given
         self._config = config
 
-    def model(self) -> Model:
+    def model(self) -> ModelShape:
         heads, hidden, latent = self._number("num_attention_heads"), self._number("hidden_size"), self._latent()
         head_dim = self._number("head_dim", hidden // heads)
         kv_heads, kv_width = self._number("num_key_value_heads", heads), head_dim
         if latent is not None:
             head_dim = latent.nope_dim + latent.rope_dim
             kv_heads, kv_width = 1, (latent.kv_rank + latent.rope_dim) // 2
-        model = Model(
+        model = ModelShape(
             params=1.0,
             layers=self._number("num_hidden_layers"),
             hidden=hidden,
@@ -195,7 +206,7 @@ class _Checkpoint:
         )
 
 
-def _num_params(model: Model, *, tied: bool) -> float:
+def _num_params(model: ModelShape, *, tied: bool) -> float:
     """Of all matrices; norms and biases are left out."""
     experts, latent, heads = model.experts, model.latent, model.heads
     if latent is None:

@@ -22,7 +22,7 @@ HOP_S = 10e-6  # of one message between hosts; same source (`p2p_latency`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Products:
+class ProductTimes:
     """Of a GPU's matrix products with weights of one type."""
 
     compute_share: float
@@ -38,7 +38,7 @@ class Products:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class AttentionTimes:
     """Of one layer. `element_s`: of one number of a query, whose key, value and output are written and read besides;
     `row_s`: of one head of one sequence that decodes."""
 
@@ -51,7 +51,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reduce:
+class AllReduceTimes:
     """All-reduce among the GPUs of a host, by the faster of two ways: `small`, each reads what all others have; or
     `large`, each reduces its part and all gather the parts."""
 
@@ -74,14 +74,14 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
+class KernelTimes:
     """Of one GPU. `products` and `experts` by the weights' type (`shapes.DTYPES`)."""
 
-    products: dict[str, Products]
-    experts: dict[str, Products]
-    attention: Attention
-    latent: Attention
-    reduce: Reduce
+    products: dict[str, ProductTimes]
+    experts: dict[str, ProductTimes]
+    attention: AttentionTimes
+    latent: AttentionTimes
+    reduce: AllReduceTimes
 
 
 def elementwise_s(gpu: Gpu, num_bytes: float, num_kernels: int) -> float:

@@ -8,8 +8,8 @@ from functools import partial
 from cluster.simulate.latency.aiconfigurator import Aiconfigurator, Tables
 from cluster.simulate.latency.base import Latency
 from cluster.simulate.latency.roofline import Roofline
-from cluster.simulate.latency.shapes import Gpu, Model
-from cluster.simulate.latency.spread import Spread
+from cluster.simulate.latency.shapes import Gpu, ModelShape
+from cluster.simulate.latency.spread import ExpertParallelLatency
 from protos.errors import Misconfigured
 
 ROOFLINE, AICONFIGURATOR = "roofline", "aiconfigurator"
@@ -23,9 +23,9 @@ class StepTimes:
         if source not in SOURCES:
             raise Misconfigured(f"--latency {shlex.quote(source)}: choose one of {', '.join(SOURCES)}", param="latency")
         self.source = source
-        self._made: dict[tuple[str, str, Gpu, Model, int, float], Latency] = {}
+        self._made: dict[tuple[str, str, Gpu, ModelShape, int, float], Latency] = {}
 
-    def of(self, gpu: str, model: str, card: Gpu, shape: Model, *, tp: int, host_s: float) -> Latency:
+    def of(self, gpu: str, model: str, card: Gpu, shape: ModelShape, *, tp: int, host_s: float) -> Latency:
         """Of workers of `tp` GPUs, whose steps take `host_s` of host work that nothing hides; with the names of GPU and
         model. Raises Misconfigured."""
         key = (gpu, model, card, shape, tp, host_s)
@@ -33,9 +33,9 @@ class StepTimes:
             self._made[key] = self._make(*key)
         return self._made[key]
 
-    def _make(self, gpu: str, model: str, card: Gpu, shape: Model, tp: int, host_s: float) -> Latency:
+    def _make(self, gpu: str, model: str, card: Gpu, shape: ModelShape, tp: int, host_s: float) -> Latency:
         if self.source == ROOFLINE:
-            make = partial(Spread, num_gpus=tp) if shape.spread else partial(Roofline, tp=tp)
+            make = partial(ExpertParallelLatency, num_gpus=tp) if shape.spread else partial(Roofline, tp=tp)
             return make(gpu=card, model=shape, host_s=host_s)
         if shape.spread:
             raise Misconfigured(

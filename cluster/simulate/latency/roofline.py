@@ -9,10 +9,10 @@ import shlex
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from cluster.simulate.latency.base import Step
+from cluster.simulate.latency.base import StepWork
 from cluster.simulate.latency.fitted import FITTED
-from cluster.simulate.latency.kernels import Kernels, elementwise_s
-from cluster.simulate.latency.shapes import BFLOAT16, GPUS, Gpu, Model
+from cluster.simulate.latency.kernels import KernelTimes, elementwise_s
+from cluster.simulate.latency.shapes import BFLOAT16, GPUS, Gpu, ModelShape
 from protos.errors import Misconfigured
 
 ACTIVATION_BYTES = 2.0
@@ -20,7 +20,7 @@ HOST_S = 0.002
 """A step's host work where no step is in flight (`worker.steps_in_flight = 0`), so that nothing hides it: a guess."""
 
 
-def check_fitted(gpu_name: str, gpu: Gpu, model_name: str, model: Model) -> None:
+def check_fitted(gpu_name: str, gpu: Gpu, model_name: str, model: ModelShape) -> None:
     """Raises Misconfigured for weights of a type that the GPU has no products of, or whose products nobody measured."""
     given = f"--gpu {shlex.quote(gpu_name)} with --model {shlex.quote(model_name)}, whose weights are {model.dtype}"
     if model.dtype != BFLOAT16 and gpu.fp8_flops is None:
@@ -39,7 +39,7 @@ class Product(NamedTuple):
     repeats: int
 
 
-class Parts(NamedTuple):
+class StepParts(NamedTuple):
     """Seconds of a step, by kind."""
 
     products: float = 0.0
@@ -57,8 +57,8 @@ class Roofline:
     the time of arithmetic."""
 
     def __init__(
-        self, *, gpu: Gpu, model: Model, tp: int = 1, host_s: float = 0.0, slowness: float = 1.0,
-        kernels: Kernels | None = None,
+        self, *, gpu: Gpu, model: ModelShape, tp: int = 1, host_s: float = 0.0, slowness: float = 1.0,
+        kernels: KernelTimes | None = None,
     ) -> None:  # fmt: skip
         self.gpu = gpu
         self.model = model
@@ -71,20 +71,20 @@ class Roofline:
         self._decode_s = self._make_decode_s()
         self._prefill_s = self._make_prefill_s()
 
-    def step_s(self, step: Step) -> float:
+    def step_s(self, step: StepWork) -> float:
         sizes = (step.num_tokens, step.num_rows)
         taken_s = self._by_tokens.get(sizes)
         if taken_s is None:
             taken_s = self._by_tokens[sizes] = self._host_s + self._without_attention(*sizes).total()
         return taken_s + self.attention_s(step)
 
-    def parts(self, step: Step) -> Parts:
+    def parts(self, step: StepWork) -> StepParts:
         return self._without_attention(step.num_tokens, step.num_rows)._replace(attention=self.attention_s(step))
 
     def chance(self, key: str) -> None:
         """All steps of a shape are alike."""
 
-    def attention_s(self, step: Step) -> float:
+    def attention_s(self, step: StepWork) -> float:
         taken_s = 0.0
         if single := step.num_single:
             fixed_s, row_s, read_s = self._decode_s
@@ -147,7 +147,7 @@ class Roofline:
             taken_s += repeats * fitted.seconds(2 * width * depth * num_tokens, num_bytes, rate, memory_rate)
         return taken_s
 
-    def _without_attention(self, num_tokens: float, num_rows: float) -> Parts:
+    def _without_attention(self, num_tokens: float, num_rows: float) -> StepParts:
         """Of `num_tokens`, of which `num_rows` are sampled."""
         model, gpu, tp = self.model, self.gpu, self.tp
         products_s = self.products_s([*self.projections(), *self.mlps()], num_tokens, model.dtype)
@@ -156,7 +156,7 @@ class Roofline:
             router = Product(model.experts.num, model.hidden, self._num_routed_layers())
             products_s += self.products_s([router], num_tokens, BFLOAT16)
         num_bytes = num_tokens * model.hidden * ACTIVATION_BYTES
-        return Parts(
+        return StepParts(
             products=products_s,
             experts=self.experts_s(num_tokens),
             elementwise=elementwise_s(gpu, self._elementwise_bytes(num_tokens), 3 * model.layers),

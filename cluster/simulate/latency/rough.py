@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.simulate.latency.base import Step
+from cluster.simulate.latency.base import StepWork
 
 FLOPS, MEMORY_RATE = 989e12, 0.75 * 3.35e12  # a second, about those of an H100
 PARAMS, ATTENTION_FLOPS, KV_BYTES = 8.03e9, 4 * 32 * 32 * 128, 131_072  # a token, about those of an 8B model
@@ -19,7 +19,7 @@ class Rough:
 
     compute_share: float = 0.6
 
-    def step_s(self, step: Step) -> float:
+    def step_s(self, step: StepWork) -> float:
         flops = 2 * PARAMS * step.num_tokens + ATTENTION_FLOPS * step.num_attended
         moved = 2 * PARAMS + step.num_read * KV_BYTES
         return max(flops / (FLOPS * self.compute_share), moved / MEMORY_RATE) + LAUNCH_S

@@ -112,7 +112,7 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class ModelShape:
     """`kv_heads` x `kv_width` numbers are cached as keys, as many as values, a layer and token. The GPUs of a worker
     share all layers (tensor parallelism), or, if it is `spread`, only the routed experts: each GPU has requests of its
     own, and all other weights."""
@@ -185,24 +185,24 @@ class Model:
 
 # The checkpoints' config.json (Llama: 3.1). DeepSeek-V3 caches 512 + 64 numbers a token and layer (MLA): as one head of
 # 2 x 288.
-MODELS: dict[str, Model] = {
-    "llama-3-8b": Model(
+MODELS: dict[str, ModelShape] = {
+    "llama-3-8b": ModelShape(
         params=8.03e9, layers=32, hidden=4096, heads=32, head_dim=128, kv_heads=8, kv_width=128, width=14_336,
         vocab=128_256, max_len=131_072,
     ),
-    "llama-3-70b": Model(
+    "llama-3-70b": ModelShape(
         params=70.6e9, layers=80, hidden=8192, heads=64, head_dim=128, kv_heads=8, kv_width=128, width=28_672,
         vocab=128_256, max_len=131_072,
     ),
-    "llama-3-405b": Model(
+    "llama-3-405b": ModelShape(
         params=405.9e9, layers=126, hidden=16_384, heads=128, head_dim=128, kv_heads=8, kv_width=128, width=53_248,
         vocab=128_256, max_len=131_072,
     ),
-    "qwen3-32b": Model(
+    "qwen3-32b": ModelShape(
         params=32.8e9, layers=64, hidden=5120, heads=64, head_dim=128, kv_heads=8, kv_width=128, width=25_600,
         vocab=151_936, max_len=40_960,
     ),
-    "deepseek-v3": Model(
+    "deepseek-v3": ModelShape(
         params=671e9, layers=61, hidden=7168, heads=128, head_dim=192, kv_heads=1, kv_width=288, width=18_432,
         vocab=129_280, max_len=163_840, dtype=FP8_BLOCK,
         experts=Experts(num=256, num_active=8, width=2048, num_shared=1, num_dense_layers=3),
@@ -211,7 +211,7 @@ MODELS: dict[str, Model] = {
 }  # fmt: skip
 
 
-def num_blocks(gpu: Gpu, model: Model, *, tp: int, block_size: int, memory_share: float = 0.9) -> int:
+def num_blocks(gpu: Gpu, model: ModelShape, *, tp: int, block_size: int, memory_share: float = 0.9) -> int:
     """KV blocks that fit beside the weights, in `memory_share` of all GPUs of a worker. Raises Misconfigured."""
     weights = model.held_bytes(tp)
 
@@ -236,6 +236,6 @@ def num_blocks(gpu: Gpu, model: Model, *, tp: int, block_size: int, memory_share
     )
 
 
-def max_ranks(model: Model) -> int:
+def max_ranks(model: ModelShape) -> int:
     """Beyond which there is no head, or no expert, for each."""
     return model.experts.num if model.spread and model.experts is not None else model.heads

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 
-from cluster.simulate.latency.base import Step
-from cluster.simulate.latency.kernels import HOP_S, Products
+from cluster.simulate.latency.base import StepWork
+from cluster.simulate.latency.kernels import HOP_S, ProductTimes
 from cluster.simulate.latency.roofline import Roofline
-from cluster.simulate.latency.shapes import HOST_GPUS, Gpu, Model
+from cluster.simulate.latency.shapes import HOST_GPUS, Gpu, ModelShape
 
-EXPERTS = Products(compute_share=0.42, memory_share=0.83, sharpness=1.0, fixed_s=25e-6)
+EXPERTS = ProductTimes(compute_share=0.42, memory_share=0.83, sharpness=1.0, fixed_s=25e-6)
 """Whole experts with as many tokens for each: those of SGLang with DeepEP on an H100, measured for aiconfigurator
 0.12.0."""
 NETWORK_SHARE, LINK_SHARE = 0.77, 0.6
@@ -26,10 +26,10 @@ MANY_TOKENS = 1024
 SENT_BYTES = 1.0 + 2.0  # of one number of a token: fp8 there, bfloat16 back
 
 
-class Spread:
+class ExpertParallelLatency:
     """A `Latency` of workers of `num_gpus`. Requests are spread evenly, each whole on one GPU."""
 
-    def __init__(self, *, gpu: Gpu, model: Model, num_gpus: int, host_s: float = 0.0) -> None:
+    def __init__(self, *, gpu: Gpu, model: ModelShape, num_gpus: int, host_s: float = 0.0) -> None:
         assert model.experts is not None
         self.gpu = gpu
         self.model = model
@@ -39,19 +39,19 @@ class Spread:
         self._one = Roofline(gpu=gpu, model=model)
         self._by_tokens: dict[tuple[float, float], float] = {}
 
-    def step_s(self, step: Step) -> float:
+    def step_s(self, step: StepWork) -> float:
         own = self._busiest(step)
         travel_s = self.travel_s(own)
         apart_s = self.compute_s(own) + travel_s
         if own.num_rows < 2 and own.num_tokens < MANY_TOKENS:
             return self._host_s + apart_s
-        half = Step(*(part / 2 for part in own))
+        half = StepWork(*(part / 2 for part in own))
         return self._host_s + min(apart_s, max(2 * self.compute_s(half), travel_s))
 
     def chance(self, key: str) -> None:
         """All steps of a shape are alike."""
 
-    def compute_s(self, own: Step) -> float:
+    def compute_s(self, own: StepWork) -> float:
         """On one GPU."""
         sizes = (own.num_tokens, own.num_rows)
         taken_s = self._by_tokens.get(sizes)
@@ -70,7 +70,7 @@ class Spread:
         seconds = EXPERTS.seconds(flops, params * touched * model.weight_bytes, rate, gpu.memory_rate)
         return (model.layers - experts.num_dense_layers) * seconds
 
-    def travel_s(self, own: Step) -> float:
+    def travel_s(self, own: StepWork) -> float:
         """To the experts and back: what leaves the host by the GPU's network card, the rest by its links."""
         experts, gpu, num_hosts = self._experts, self.gpu, math.ceil(self.num_gpus / HOST_GPUS)
         is_many = own.num_tokens >= MANY_TOKENS
@@ -83,12 +83,12 @@ class Spread:
         num_layers = self.model.layers - experts.num_dense_layers
         return num_layers * (2 * HOP_S + max(away_s, near_s))
 
-    def _busiest(self, step: Step) -> Step:
+    def _busiest(self, step: StepWork) -> StepWork:
         """What the GPU with the most requests computes."""
         num_prompts = step.num_rows - step.num_single
         singles = self._largest_share(step.num_single)
         prompts = self._largest_share(num_prompts)
-        return Step(
+        return StepWork(
             num_rows=num_prompts * prompts + step.num_single * singles,
             num_tokens=(step.num_tokens - step.num_single) * prompts + step.num_single * singles,
             num_read=(step.num_read - step.num_single_read) * prompts + step.num_single_read * singles,

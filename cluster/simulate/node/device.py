@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.simulate.latency.base import Chance, Latency, Step, step_of
+from cluster.simulate.latency.base import Chance, Latency, StepWork, step_of
 from kvtransfer.reshard import Cut
 from protos.values import KVLayout, Logprobs, TokenLogprob
 from workers.batch import Batch, Row, RowLimits, RowOutput, StepOutput
@@ -48,7 +48,7 @@ class DeviceWork:
     def busy_s(self) -> float:
         return self.prompt_s + self.answer_s
 
-    def count(self, step: Step, num_answer: int, step_s: float) -> None:
+    def count(self, step: StepWork, num_answer: int, step_s: float) -> None:
         num_prompt = int(step.num_tokens) - num_answer
         self.num_answer_tokens += num_answer
         self.num_prompt_tokens += num_prompt
@@ -129,7 +129,7 @@ class Device:
         self._output = self._compute(batch)
         return self._launched(batch, step_s, max(self._free_s, self.now_s) + step_s)
 
-    def _step_s(self, number: int, step: Step) -> float:
+    def _step_s(self, number: int, step: StepWork) -> float:
         step_s = self._latency.step_s(step) * self.slowness
         return step_s if self._chance is None else self._chance.step_s(number, step_s)
 
@@ -151,7 +151,7 @@ class Device:
         self._steps_s, self._ends_s = [], []
         for number in range(self._num_launched, self._num_launched + num_steps):
             read += num_rows
-            step_s = self._step_s(number, Step(num_rows, num_rows, read, float(read), num_rows, read))
+            step_s = self._step_s(number, StepWork(num_rows, num_rows, read, float(read), num_rows, read))
             end_s += step_s
             self._steps_s.append(step_s)
             self._ends_s.append(end_s)

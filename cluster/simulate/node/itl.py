@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from cluster.bench.report import Spread
+from cluster.bench.report import Percentiles
 
 RESOLUTION = math.log(1.005)  # half a percent: percentiles are as exact as that, whatever the number of tokens
 
@@ -73,7 +73,7 @@ class Gaps:
         before, self._attempts[job] = self._attempts[job], request_id
         return self._last_s.pop(before, None)
 
-    def spread(self) -> Spread | None:
+    def spread(self) -> Percentiles | None:
         """None where no answer had two tokens."""
         ordered = [self._seen[key] for key in sorted(self._seen)]
         num = sum(count for count, _ in ordered)
@@ -81,7 +81,7 @@ class Gaps:
             return None
         mean = math.fsum(total for _, total in ordered) / num
         p50, p90, p99 = (_percentile(ordered, num, percent) for percent in (50, 90, 99))
-        return Spread(num=num, mean=mean, p50=p50, p90=p90, p99=p99, max=self._max_s)
+        return Percentiles(num=num, mean=mean, p50=p50, p90=p90, p99=p99, max=self._max_s)
 
     def _count(self, gap_s: float, times: int) -> None:
         key = math.floor(math.log(max(gap_s, 1e-9)) / RESOLUTION)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from rich.console import Console, RenderableType
 
-from cluster.bench.report import Objective, Record
+from cluster.bench.report import Objective, RequestRecord
 from cluster.simulate.results.report import Summary, summary_table
 from cluster.simulate.run.fault_injector import Happened
-from cluster.simulate.run.simulation import Outcome
-from cluster.simulate.run.timeline import Sample, WorkerSample
+from cluster.simulate.run.simulation import SimulationOutcome
+from cluster.simulate.run.timeline import TimelineSample, WorkerSample
 from protos.hints import counted
 from protos.values import WorkerRole
 
@@ -91,7 +91,7 @@ text.mark {{ fill: var(--fault) }}
 """
 
 
-def page(outcome: Outcome, summary: Summary, *, command: str, latency: str = "", objective: Objective) -> str:
+def page(outcome: SimulationOutcome, summary: Summary, *, command: str, latency: str = "", objective: Objective) -> str:
     """One page that needs nothing else. `latency` says where steps' times are from, if not from a roofline."""
     samples, records = outcome.samples, outcome.records
     happened = sorted((fault for fault in summary.faults if not fault.passed_over), key=lambda fault: fault.at_s)
@@ -155,7 +155,7 @@ def _text(table: RenderableType) -> str:
     return captured.get()
 
 
-def _by_role(samples: Sequence[Sample], value: Callable[[Sample], float]) -> dict[str, Line]:
+def _by_role(samples: Sequence[TimelineSample], value: Callable[[TimelineSample], float]) -> dict[str, Line]:
     lines: dict[str, list[tuple[float, float]]] = {}
     for sample in samples:
         lines.setdefault(str(sample.role), []).append((sample.at_s, float(value(sample))))
@@ -169,7 +169,7 @@ def _by_worker(samples: Sequence[WorkerSample]) -> dict[str, Line]:
     return dict(lines)
 
 
-def _moved(samples: Sequence[Sample]) -> Line:
+def _moved(samples: Sequence[TimelineSample]) -> Line:
     """Megabytes a second since the sample before."""
     seen = [sample for sample in samples if sample.role == samples[0].role]
     return [
@@ -178,7 +178,7 @@ def _moved(samples: Sequence[Sample]) -> Line:
     ]
 
 
-def _spent(outcome: Outcome) -> Line:
+def _spent(outcome: SimulationOutcome) -> Line:
     """What the workers that served have cost since the load began."""
     usd_per_s = {str(role): outcome.config.gpus_of(role) * outcome.config.usd_per_gpu_hour / 3600 for role in _ROLES}
     spent, before_s, line = 0.0, 0.0, list[tuple[float, float]]()
@@ -189,14 +189,14 @@ def _spent(outcome: Outcome) -> Line:
     return line
 
 
-def _distribution(records: Sequence[Record], name: str) -> dict[str, Line]:
+def _distribution(records: Sequence[RequestRecord], name: str) -> dict[str, Line]:
     """Cumulative, in milliseconds and percent, at most a few hundred points."""
     values = sorted(value for record in records if not record.error and (value := getattr(record, name)) is not None)
     step = max(1, len(values) // 300)
     return {"": [(1000 * values[i], 100 * (i + 1) / len(values)) for i in range(0, len(values), step)]}
 
 
-def _over_time(records: Sequence[Record]) -> dict[str, Line]:
+def _over_time(records: Sequence[RequestRecord]) -> dict[str, Line]:
     """Median and longest of those that were asked in each of some slots of time."""
     asked = [(record.due_s or 0.0, record.ttft_s) for record in records]
     slot_s = max((due_s for due_s, _ in asked), default=0.0) / NUM_SLOTS or 1.0

@@ -10,13 +10,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.bench.report import Objective, Record, Report, make_report
+from cluster.bench.report import Objective, Report, RequestRecord, make_report
 from cluster.bench.table import report_table
 from cluster.simulate.latency.base import Latency, step_of
-from cluster.simulate.run.deployment import Served
+from cluster.simulate.run.deployment import WorkerLife
 from cluster.simulate.run.fault_injector import Happened
-from cluster.simulate.run.simulation import Outcome
-from cluster.simulate.world.workload import Session
+from cluster.simulate.run.simulation import SimulationOutcome
+from cluster.simulate.world.workload import UserSession
 from protos.hints import counted
 from protos.values import WorkerRole
 
@@ -25,7 +25,7 @@ MAX_FAULTS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
+class PoolSummary:
     """`busy`: the share of its GPUs' time that devices computed. `imbalance`: tokens of its busiest worker over the
     mean of all."""
 
@@ -36,7 +36,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class TokenCosts:
     """USD a million tokens of whole answers, which pay for failed ones too: prices times tokens are the USD. All that
     the GPUs cost, also while they idle, is shared out by the device time each kind of token took: prompts that were
     computed, prompts found in a cache (which still are looked at), answers."""
@@ -49,7 +49,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hits:
+class CacheHitShares:
     """Shares of whole answers' prompt tokens: found on the reader's device, loaded from its host, pulled from another
     worker."""
 
@@ -71,9 +71,9 @@ class Summary:
     num_left_out: int
     num_left_out_requests: int
     num_not_asked: int
-    hits: Hits
-    pools: Sequence[Pool]
-    costs: Costs
+    hits: CacheHitShares
+    pools: Sequence[PoolSummary]
+    costs: TokenCosts
     handed_over: float
     transfer_bytes: int
     transfer_share: float
@@ -84,7 +84,7 @@ class Summary:
 
 
 def summarise(
-    outcome: Outcome, objective: Objective, *, cluster: str = "", left_out: Sequence[Session] = ()
+    outcome: SimulationOutcome, objective: Objective, *, cluster: str = "", left_out: Sequence[UserSession] = ()
 ) -> Summary:
     """`left_out`: the sessions of the load that the simulation was not given, for they are too long."""
     # Between the first and the last token one message may tell of many: gaps are the workers'.
@@ -135,33 +135,33 @@ def _is_time(name: str) -> bool:
     return name.endswith("_s") and not name.endswith("_per_s")
 
 
-def _hits(outcome: Outcome, report: Report) -> Hits:
+def _hits(outcome: SimulationOutcome, report: Report) -> CacheHitShares:
     """What was cached of whole answers, shared out as workers counted host and pulled tokens among all they told of."""
     host = sum(life.load.host.num_hit_tokens for life in outcome.served if life.load.host is not None)
     pulled = sum(life.load.num_pulled_tokens for life in outcome.served)
     num_cached = max(1, host + pulled, sum(record.num_cached or 0 for record in outcome.records))
     share = report.cached_share or 0.0
-    return Hits(
+    return CacheHitShares(
         device=share * (num_cached - host - pulled) / num_cached,
         host=share * host / num_cached,
         pulled=share * pulled / num_cached,
     )
 
 
-def _by_role(served: Sequence[Served]) -> Mapping[str, list[Served]]:
-    roles: dict[str, list[Served]] = {}
+def _by_role(served: Sequence[WorkerLife]) -> Mapping[str, list[WorkerLife]]:
+    roles: dict[str, list[WorkerLife]] = {}
     for life in sorted(served, key=lambda life: life.worker_id):
         roles.setdefault(str(life.role), []).append(life)
     return dict(sorted(roles.items()))
 
 
-def _pool(role: str, lives: Sequence[Served]) -> Pool:
+def _pool(role: str, lives: Sequence[WorkerLife]) -> PoolSummary:
     tokens: dict[str, int] = {}
     for life in lives:
         done = life.work.num_prompt_tokens + life.work.num_answer_tokens
         tokens[life.worker_id] = tokens.get(life.worker_id, 0) + done
     mean = sum(tokens.values()) / len(tokens)
-    return Pool(
+    return PoolSummary(
         role=role,
         num_workers=len(tokens),
         busy=sum(life.work.busy_s for life in lives) / sum(life.lived_s for life in lives),
@@ -169,7 +169,7 @@ def _pool(role: str, lives: Sequence[Served]) -> Pool:
     )
 
 
-def _costs(outcome: Outcome, report: Report) -> Costs:
+def _costs(outcome: SimulationOutcome, report: Report) -> TokenCosts:
     config = outcome.config
     gpu_hours = sum(life.lived_s * config.gpus_of(life.role) for life in outcome.served) / 3600
     usd = gpu_hours * config.usd_per_gpu_hour
@@ -185,7 +185,7 @@ def _costs(outcome: Outcome, report: Report) -> Costs:
             return 0.0
         return usd * device_s / (prompt_s + answer_s) / num_tokens * 1e6
 
-    return Costs(
+    return TokenCosts(
         gpu_hours=gpu_hours,
         usd=usd,
         per_million_input=per_million(prompt_s - cached_s, report.num_prompt_tokens - num_cached),
@@ -194,7 +194,7 @@ def _costs(outcome: Outcome, report: Report) -> Costs:
     )
 
 
-def _looking_s(latency: Latency, record: Record) -> float:
+def _looking_s(latency: Latency, record: RequestRecord) -> float:
     """How much longer a prompt takes because its computed part also attends to the cached one."""
     cached = record.num_cached or 0
     computed = record.num_prompt - cached
@@ -253,6 +253,6 @@ def _fault_table(faults: Sequence[Happened]) -> Table:
     return table
 
 
-def _tiers(hits: Hits) -> str:
+def _tiers(hits: CacheHitShares) -> str:
     pulled = f", pulled {hits.pulled:.1%}" if hits.pulled else ""
     return f"device {hits.device:.1%}, host {hits.host:.1%}{pulled}"

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from cluster.config.config import MAX_WORKERS, ClusterConfig, PoolsConfig
 from cluster.simulate.results.report import Summary, usd_figure
-from cluster.simulate.results.targets import Reached, Target
+from cluster.simulate.results.targets import PercentileTarget, Reached
 from protos.errors import Misconfigured
 from router.policies.registry import NAMES
 
@@ -22,7 +22,7 @@ MAX_CLUSTERS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ClusterChoice:
     """One cluster. `prefill` 0: `decode` colocated workers read their prompts themselves. Workers have `tp` GPUs, those
     of a pool its own number if it is given."""
 
@@ -46,10 +46,10 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class SweepTrial:
     """What one cluster reached of each target, and what it costs while it is there."""
 
-    choice: Choice
+    choice: ClusterChoice
     summary: Summary
     usd_per_hour: float
     reached: Sequence[Reached] = ()
@@ -113,7 +113,7 @@ def asked(
     workers: str | None,
     policy: str | None,
     to_sweep: bool,
-) -> list[Choice]:
+) -> list[ClusterChoice]:
     """The clusters that flags ask for, and settings where there is no flag: `workers` colocated ones, or two pools.
     Raises Misconfigured for none, for several unless they are `to_sweep`, and for more than anybody waits for."""
     pools = settings.pools
@@ -176,10 +176,10 @@ def choices(
     policies: Sequence[str],
     prefill_tp: Sequence[int | None] = (None,),
     decode_tp: Sequence[int | None] = (None,),
-) -> list[Choice]:
+) -> list[ClusterChoice]:
     """The smallest clusters first. Colocated workers have `tp` GPUs."""
     every = dict.fromkeys(
-        Choice(
+        ClusterChoice(
             prefill=one[0],
             decode=one[1],
             tp=one[2],
@@ -193,14 +193,16 @@ def choices(
     return sorted(every, key=lambda choice: (choice.num_gpus, str(choice)))
 
 
-def within(settings: ClusterConfig, *, gpus: int, tp: str | None, policy: str | None, colocated: bool) -> list[Choice]:
+def within(
+    settings: ClusterConfig, *, gpus: int, tp: str | None, policy: str | None, colocated: bool
+) -> list[ClusterChoice]:
     """Every cluster of at most so many GPUs: all splits into two pools, and as many colocated workers as fit. Raises
     Misconfigured."""
     ranks, chosen = (
         _said("tp", tp, "worker.tp", settings.worker.tp, least=1),
         _said("policy", policy, "router.policy", settings.router.policy),
     )
-    every: list[Choice] = []
+    every: list[ClusterChoice] = []
     for num_ranks in ranks.numbers():
         most = gpus // num_ranks
         prefill = range(1) if colocated else range(most)
@@ -215,28 +217,28 @@ def within(settings: ClusterConfig, *, gpus: int, tp: str | None, policy: str | 
     return sorted(every, key=lambda choice: (choice.num_gpus, str(choice)))
 
 
-def front(trials: Sequence[Trial]) -> list[Trial]:
+def front(trials: Sequence[SweepTrial]) -> list[SweepTrial]:
     """Those for which nothing else is both cheaper and better: Pareto's front, the cheapest first."""
-    best: list[Trial] = []
+    best: list[SweepTrial] = []
     for trial in sorted(trials, key=lambda one: (one.usd_per_hour, -one.binding.ratio)):
         if not best or trial.binding.ratio > best[-1].binding.ratio:
             best.append(trial)
     return best
 
 
-def cheapest(trials: Sequence[Trial]) -> Trial | None:
+def cheapest(trials: Sequence[SweepTrial]) -> SweepTrial | None:
     """By USD an hour; of equals the one with the most to spare."""
     good = [trial for trial in trials if trial.is_good]
     return min(good, key=lambda trial: (trial.usd_per_hour, -trial.binding.ratio), default=None)
 
 
-def closest(trials: Sequence[Trial]) -> Trial | None:
+def closest(trials: Sequence[SweepTrial]) -> SweepTrial | None:
     """The best, of equals the cheapest; None if none reaches any target for any request."""
     best = max(trials, key=lambda trial: (trial.binding.ratio, -trial.usd_per_hour))
     return best if best.binding.ratio else None
 
 
-def verdict(trials: Sequence[Trial], targets: Sequence[Target]) -> str:
+def verdict(trials: Sequence[SweepTrial], targets: Sequence[PercentileTarget]) -> str:
     """The cheapest cluster, what binds, and where to look further."""
     best = cheapest(trials)
     if best is None:
@@ -255,14 +257,14 @@ def verdict(trials: Sequence[Trial], targets: Sequence[Target]) -> str:
     return f"{found}. Of the cheaper ones the best is {missed.choice}: {_misses(missed)}"
 
 
-def _misses(trial: Trial) -> str:
+def _misses(trial: SweepTrial) -> str:
     binding, target = trial.binding, trial.binding.target
     if target.objective is not None:
         return f"{binding.share:.1%} of its requests meet the objective"
     return f"its {target.name} is {binding.figure} ms, {binding.share:.1%} are within {target.bound_s * 1000:g} ms"
 
 
-def _wider(trial: Trial, trials: Sequence[Trial]) -> str:
+def _wider(trial: SweepTrial, trials: Sequence[SweepTrial]) -> str:
     """Which number of workers, or of their GPUs, would have to grow beyond those tried."""
     choice, binding = trial.choice, trial.binding.target
     if not choice.prefill:
@@ -272,7 +274,7 @@ def _wider(trial: Trial, trials: Sequence[Trial]) -> str:
     return _beyond(name, num, [getattr(one.choice, name) for one in trials if one.choice.prefill])
 
 
-def _slow(target: Target, trial: Trial) -> str:
+def _slow(target: PercentileTarget, trial: SweepTrial) -> str:
     """Which metric of a trial misses an objective by more."""
     if target.objective is None:
         return target.metric
@@ -288,7 +290,7 @@ def _beyond(name: str, num: int, tried: Sequence[int]) -> str:
     return f"give more --{name} than {num}, or a larger --tp"
 
 
-def sweep_table(trials: Sequence[Trial]) -> Table:
+def sweep_table(trials: Sequence[SweepTrial]) -> Table:
     """All trials by cost, times in ms; those on the front are marked, the cheapest that is good enough stands out."""
     on_front, best = front(trials), cheapest(trials)
     table = Table(box=None, pad_edge=False, header_style="dim")

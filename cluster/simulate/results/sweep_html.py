@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from cluster.simulate.results.html import Dot, document, scatter
 from cluster.simulate.results.report import usd_figure
-from cluster.simulate.results.sweep import Trial, front, sweep_table
+from cluster.simulate.results.sweep import SweepTrial, front, sweep_table
 
 
-def sweep_page(trials: Sequence[Trial], verdict: str, *, command: str) -> str:
+def sweep_page(trials: Sequence[SweepTrial], verdict: str, *, command: str) -> str:
     """A plot for each target by USD an hour: the percentile, or the share of requests that meet the objective."""
     best, plots = front(trials), []
     for place, reached in enumerate(trials[0].reached):
@@ -23,7 +23,7 @@ def sweep_page(trials: Sequence[Trial], verdict: str, *, command: str) -> str:
     return document("a sweep", sweep_table(trials), command=command, note=verdict, parts=plots)
 
 
-def _height(trial: Trial, place: int) -> float | None:
+def _height(trial: SweepTrial, place: int) -> float | None:
     """None where too few requests ended for the percentile to exist."""
     reached = trial.reached[place]
     if reached.target.objective is not None:
@@ -31,7 +31,7 @@ def _height(trial: Trial, place: int) -> float | None:
     return 1000 * reached.value_s if math.isfinite(reached.value_s) else None
 
 
-def _dot(trial: Trial, place: int) -> Dot:
+def _dot(trial: SweepTrial, place: int) -> Dot:
     reached = trial.reached[place]
     figure = "" if reached.target.objective is not None else f", {reached.target.name} {reached.figure} ms"
     told = f"{trial.choice}: USD {usd_figure(trial.usd_per_hour)} an hour, {reached.share:.1%} within{figure}"

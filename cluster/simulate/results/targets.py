@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.bench.report import Objective, Record
+from cluster.bench.report import Objective, RequestRecord
 from protos.errors import Misconfigured
 
 METRICS = {"ttft": "ttft_s", "tpot": "tpot_s", "e2e": "e2e_s"}
@@ -19,7 +19,7 @@ _TEXT = re.compile(r"(\w+)\s+p(\d+(?:\.\d+)?)\s*<?=?\s*(\d+(?:\.\d+)?)\s*(ms|s)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class PercentileTarget:
     """A `share` of the requests must be within `bound_s` by one metric; with an `objective`, they must meet that."""
 
     share: float
@@ -28,7 +28,7 @@ class Target:
     objective: Objective | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Target:
+    def parse(cls, text: str) -> PercentileTarget:
         """From "ttft p90 < 2 s" or "tpot p99 50ms". Raises Misconfigured."""
         found = _TEXT.fullmatch(text.strip().lower())
         metric, percent, bound, unit = found.groups() if found else ("", "0", "0", "s")
@@ -49,7 +49,7 @@ class Target:
     def name(self) -> str:
         return "met" if self.objective is not None else f"{self.metric.upper()} p{self.share * 100:g}"
 
-    def reached(self, records: Sequence[Record], num_not_asked: int) -> Reached:
+    def reached(self, records: Sequence[RequestRecord], num_not_asked: int) -> Reached:
         num_asked = len(records) + num_not_asked
         if self.objective is not None:
             num_within, value_s = sum(map(self.objective.met, records)), math.nan
@@ -61,11 +61,11 @@ class Target:
             value_s = values[place] if 0 <= place < len(values) else math.inf
         return Reached(target=self, share=num_within / num_asked if num_asked else 1.0, value_s=value_s)
 
-    def _is_without(self, record: Record) -> bool:
+    def _is_without(self, record: RequestRecord) -> bool:
         """A whole answer of one token has no time per further token."""
         return not record.error and getattr(record, METRICS[self.metric]) is None
 
-    def _value_s(self, record: Record) -> float:
+    def _value_s(self, record: RequestRecord) -> float:
         return math.inf if record.error else float(getattr(record, METRICS[self.metric]))
 
 
@@ -73,7 +73,7 @@ class Target:
 class Reached:
     """By one cluster: the share of requests within the target's bound, and the percentile itself."""
 
-    target: Target
+    target: PercentileTarget
     share: float
     value_s: float
 
@@ -95,10 +95,10 @@ class Reached:
         return f"{self.value_s * 1000:,.1f}" if math.isfinite(self.value_s) else "never"
 
 
-def targets_of(objective: Objective, attainment: float, texts: Sequence[str]) -> tuple[Target, ...]:
+def targets_of(objective: Objective, attainment: float, texts: Sequence[str]) -> tuple[PercentileTarget, ...]:
     """Raises Misconfigured, also where nothing is asked for."""
-    share = (Target(share=attainment, objective=objective),) if objective.given else ()
-    targets = (*share, *(Target.parse(text) for text in texts))
+    share = (PercentileTarget(share=attainment, objective=objective),) if objective.given else ()
+    targets = (*share, *(PercentileTarget.parse(text) for text in texts))
     if not targets:
         raise Misconfigured(
             "--sweep needs to know what is good: give --target 'ttft p90 < 2 s', --ttft-ms or --tpot-ms",

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from cluster.bench.prompts import Prompts
-from cluster.bench.report import Record
+from cluster.bench.report import RequestRecord
 from cluster.simulate.node.device import WEIGHT, weighed
 from cluster.simulate.run.config import VOCAB_SIZE
-from cluster.simulate.run.deployment import Deployment, Gateway
-from cluster.simulate.world.event_log import Chronicle
+from cluster.simulate.run.deployment import SimulatedDeployment, SimulatedGateway
+from cluster.simulate.world.event_log import SimulationLog
 from cluster.simulate.world.lanes import Travel
-from cluster.simulate.world.workload import Session, Turn
+from cluster.simulate.world.workload import SessionTurn, UserSession
 from kvtransfer.hashing import Remembering, chain_hashes
 from protos.errors import BatonError
 from protos.values import BlockHash, SamplingParams
@@ -87,7 +87,7 @@ class Failure:
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class SimulatedRequest:
     """A request under way. `heard_s` is when something last came of it; it is `handed_over` when tokens come of another
     worker than the one that read the prompt."""
 
@@ -103,9 +103,9 @@ class Clients:
     `num_handed_over` whole answers were begun by the worker that read the prompt, and written on by another. `failures`
     are attempts of requests that have ended."""
 
-    def __init__(self, deployment: Deployment, chronicle: Chronicle, *, seed: int) -> None:
-        self.records: list[Record] = []
-        self.asked: dict[str, Asked] = {}
+    def __init__(self, deployment: SimulatedDeployment, chronicle: SimulationLog, *, seed: int) -> None:
+        self.records: list[RequestRecord] = []
+        self.asked: dict[str, SimulatedRequest] = {}
         self.num_handed_over = 0
         self.failures: list[Failure] = []
         self.transfers = Transfers()
@@ -118,7 +118,7 @@ class Clients:
         config = deployment.config
         self._prefixes = Prefixes(config.spec.layout.block_size) if config.audit_every else None
 
-    async def run(self, sessions: Sequence[Session]) -> None:
+    async def run(self, sessions: Sequence[UserSession]) -> None:
         """Returns when every session has ended."""
         self._start_s = self._loop.time()
         async with asyncio.TaskGroup() as group:
@@ -132,7 +132,7 @@ class Clients:
         if asked.task is not None:
             asked.task.cancel()
 
-    async def _session(self, session: Session) -> None:
+    async def _session(self, session: UserSession) -> None:
         said: tuple[int, ...] = ()
         for number, turn in enumerate(session.turns):
             if number:
@@ -144,13 +144,13 @@ class Clients:
             said = prompt_ids + answer
 
     async def _ask(
-        self, request_id: str, turn: Turn, prompt_ids: tuple[int, ...], tenant: str
+        self, request_id: str, turn: SessionTurn, prompt_ids: tuple[int, ...], tenant: str
     ) -> tuple[int, ...] | None:
         """The answer, or None if it did not come to its end."""
         gateway = self._deployment.gateway_for(self._num_asked)
         index, self._num_asked = self._num_asked, self._num_asked + 1
         sent_s = self._loop.time()
-        asked = self.asked[request_id] = Asked(request_id=request_id, heard_s=sent_s)
+        asked = self.asked[request_id] = SimulatedRequest(request_id=request_id, heard_s=sent_s)
         self._deployment.gaps.begun(request_id)
         self._chronicle.note("asked", request_id, tokens=len(prompt_ids), gateway=gateway.name)
         tokens: list[int] = []
@@ -180,7 +180,7 @@ class Clients:
         by = self._deciders(gateway, request_id)
         self._chronicle.note("ended", request_id, tokens=len(tokens), error=error or "none", by=by)
         self.records.append(
-            Record(
+            RequestRecord(
                 index=index,
                 due_s=sent_s - self._start_s,
                 sent_s=sent_s - self._start_s,
@@ -194,7 +194,7 @@ class Clients:
         )
         return tuple(tokens) if not error else None
 
-    def _job(self, request_id: str, turn: Turn, prompt_ids: tuple[int, ...], tenant: str) -> Job:
+    def _job(self, request_id: str, turn: SessionTurn, prompt_ids: tuple[int, ...], tenant: str) -> Job:
         return Job(
             request_id=request_id,
             group_id=request_id,
@@ -211,7 +211,13 @@ class Clients:
         )
 
     async def _listen(
-        self, gateway: Gateway, job: Job, asked: Asked, tokens: list[int], cached: list[int], read_s: float
+        self,
+        gateway: SimulatedGateway,
+        job: Job,
+        asked: SimulatedRequest,
+        tokens: list[int],
+        cached: list[int],
+        read_s: float,
     ) -> None:
         answer = Answer(job.prompt_ids, job.sampling)
         ended, num_logprobs = False, 0
@@ -247,7 +253,7 @@ class Clients:
         num_due = len(job.prompt_ids) - 1 if job.sampling.prompt_logprobs is not None else 0
         assert num_logprobs == num_due, f"{job.request_id} has {num_logprobs} logprobs of its prompt, not {num_due}"
 
-    def _check_cached(self, gateway: Gateway, job: Job, num_cached: int) -> None:
+    def _check_cached(self, gateway: SimulatedGateway, job: Job, num_cached: int) -> None:
         """A prompt's cached tokens, as its client is told of them: no more than its tenant's earlier requests share
         with it, and, unless an attempt failed, just those that its worker did not compute."""
         if self._prefixes is None:
@@ -263,7 +269,7 @@ class Clients:
             f"{job.request_id} has {num_cached} cached tokens, its worker computed from {began} on"
         )
 
-    def _note_failures(self, gateway: Gateway, request_id: str) -> None:
+    def _note_failures(self, gateway: SimulatedGateway, request_id: str) -> None:
         for record in gateway.records.find(request_id):
             if record.num_failures:
                 self.failures += [
@@ -277,7 +283,7 @@ class Clients:
                     if event.what is EventKind.FAILED
                 ]
 
-    def _deciders(self, gateway: Gateway, request_id: str) -> str:
+    def _deciders(self, gateway: SimulatedGateway, request_id: str) -> str:
         decisions = gateway.dispatcher.decision(request_id)
         return ",".join(f"{one.prefill or ALONE}>{one.decode}" for one in decisions)
 
@@ -315,5 +321,5 @@ class Prefixes:
         return self._block_size * sum(1 for _ in shared)
 
 
-def _name(session: Session, turn: int) -> str:
+def _name(session: UserSession, turn: int) -> str:
     return f"r{session.number}.{turn}"

@@ -24,11 +24,11 @@ from cluster.simulate.latency.base import Latency
 from cluster.simulate.latency.hardware import gpu_of, model_of
 from cluster.simulate.latency.registry import StepTimes
 from cluster.simulate.latency.roofline import HOST_S, check_fitted
-from cluster.simulate.latency.shapes import MODELS, Gpu, Model, max_ranks, num_blocks
+from cluster.simulate.latency.shapes import MODELS, Gpu, ModelShape, max_ranks, num_blocks
 from cluster.simulate.node.worker import Spec
 from cluster.simulate.world.lanes import Cards
-from cluster.simulate.world.network import Wire
-from cluster.simulate.world.workload import Room
+from cluster.simulate.world.network import NetworkModel
+from cluster.simulate.world.workload import SessionLimit
 from protos.errors import Misconfigured
 from protos.hints import counted
 from protos.values import WorkerRole
@@ -79,7 +79,7 @@ class SimulationConfig:
     specs: Mapping[WorkerRole, Spec] = field(default_factory=dict)
     router: RouterConfig = field(default_factory=simulated_router)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
-    wire: Wire = field(default_factory=Wire)
+    wire: NetworkModel = field(default_factory=NetworkModel)
     cards: Cards = field(default_factory=Cards)
     num_gateways: int = 1
     siblings: bool = False
@@ -226,7 +226,7 @@ def hardware_spec(
     )
 
 
-def _check_ranks(model: str, shape: Model, tp: int, flag: str) -> None:
+def _check_ranks(model: str, shape: ModelShape, tp: int, flag: str) -> None:
     """Raises Misconfigured for a number of GPUs that cannot share heads, or experts, evenly."""
     if shape.splits(tp):
         return
@@ -241,7 +241,7 @@ def _check_ranks(model: str, shape: Model, tp: int, flag: str) -> None:
     )
 
 
-def _num_blocks(worker: WorkerConfig, card: Gpu, shape: Model, tp: int, *, measured: bool) -> int:
+def _num_blocks(worker: WorkerConfig, card: Gpu, shape: ModelShape, tp: int, *, measured: bool) -> int:
     """What is set must fit beside the weights, unless times were `measured`: on a machine whose memory nobody told.
     Raises Misconfigured."""
     num, share = worker.num_blocks, worker.memory_fraction or MEMORY_SHARE
@@ -266,15 +266,15 @@ def _num_blocks(worker: WorkerConfig, card: Gpu, shape: Model, tp: int, *, measu
     return num
 
 
-def room_of(spec: Spec, worker: WorkerConfig) -> Room:
+def room_of(spec: Spec, worker: WorkerConfig) -> SessionLimit:
     """For one session, in a worker that `hardware_spec` made of these settings."""
     blocks, longest = spec.num_blocks * spec.layout.block_size, spec.scheduler.max_model_len
     if blocks < longest and worker.num_blocks is not None:
-        return Room(num_tokens=blocks, limit="worker.num_blocks", more="raise worker.num_blocks")
+        return SessionLimit(num_tokens=blocks, limit="worker.num_blocks", more="raise worker.num_blocks")
     if blocks < longest:
         more = "give workers more GPUs or memory (--tp, --gpu, worker.memory_fraction)"
-        return Room(num_tokens=blocks, limit="the memory of its GPUs", more=more)
+        return SessionLimit(num_tokens=blocks, limit="the memory of its GPUs", more=more)
     if worker.max_model_len is not None:
-        return Room(num_tokens=longest, limit="worker.max_model_len", more="raise worker.max_model_len")
+        return SessionLimit(num_tokens=longest, limit="worker.max_model_len", more="raise worker.max_model_len")
     limit = f"worker.max_model_len, of {spec.model}"
-    return Room(num_tokens=longest, limit=limit, more="choose a --model that was made for more")
+    return SessionLimit(num_tokens=longest, limit=limit, more="choose a --model that was made for more")

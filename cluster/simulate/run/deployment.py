@@ -15,12 +15,12 @@ from cluster.simulate.node.device import DeviceWork
 from cluster.simulate.node.itl import Gaps
 from cluster.simulate.node.worker import SimulatedWorker
 from cluster.simulate.run.config import SimulationConfig
-from cluster.simulate.world.event_log import Chronicle
-from cluster.simulate.world.fake_redis import Client, Server
+from cluster.simulate.world.event_log import SimulationLog
+from cluster.simulate.world.fake_redis import FakeRedisClient, Server
 from cluster.simulate.world.lanes import Lanes
 from cluster.simulate.world.network import VALUES, Network
 from cluster.supervision.health import drain
-from cluster.supervision.placement import Node, WorkerPlan, plan
+from cluster.supervision.placement import NodeResources, WorkerPlan, plan
 from cluster.supervision.rank import Event, Loading, Serving
 from cluster.supervision.supervisor import Supervisor
 from protos.errors import BatonError, WorkerLost
@@ -38,16 +38,16 @@ HEALTH_TIMEOUT_S = 2.0
 DATAGRAM_S = 0.0001  # from process to process on one machine
 
 
-class Gateway:
+class SimulatedGateway:
     """One life of a gateway: the router without its faces."""
 
     def __init__(self, name: str, config: SimulationConfig, network: Network, store: Server | None) -> None:
         self.name = name
         self.local = local_index()
         self.shared: RedisPrefixIndex | None = None
-        self._client: Client | None = None
+        self._client: FakeRedisClient | None = None
         if store is not None:
-            self._client = Client(store)
+            self._client = FakeRedisClient(store)
             kept = Store(self._client, model=config.router.model_name, gateway_id=name)
             self.shared = RedisPrefixIndex(self.local, kept)
         router = build_router(
@@ -98,7 +98,7 @@ class Gateway:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class WorkerLife:
     """One life of a worker: `lived_s` from its launch to its end, `load` as it was then."""
 
     worker_id: str
@@ -108,12 +108,12 @@ class Served:
     load: WorkerLoad
 
 
-class Deployment:
+class SimulatedDeployment:
     """Create on the loop, `start`, `stop`. Nothing will fail if it is `untroubled`. `workers` are those that live,
     `served` those that have ended, `stuck` says which made no progress though nothing held them up. `num_made` counts
     all workers there ever were."""
 
-    def __init__(self, config: SimulationConfig, chronicle: Chronicle, *, untroubled: bool = False) -> None:
+    def __init__(self, config: SimulationConfig, chronicle: SimulationLog, *, untroubled: bool = False) -> None:
         self.config = config
         self._untroubled = untroubled
         self.chronicle = chronicle
@@ -121,9 +121,9 @@ class Deployment:
         self.lanes = Lanes(config.cards)
         self.store = Server() if config.shared_index else None
         self.workers: dict[str, SimulatedWorker] = {}
-        self.gateways: list[Gateway] = []
+        self.gateways: list[SimulatedGateway] = []
         self.plans: Sequence[WorkerPlan] = ()
-        self.served: list[Served] = []
+        self.served: list[WorkerLife] = []
         self.stuck: list[str] = []
         self.num_made = 0
         self.gaps = Gaps()
@@ -138,7 +138,7 @@ class Deployment:
         config = self.config
         num_gpus = sum(config.pools.counts().values())
         pools = replace(config.pools, prefill_tp=None, decode_tp=None)  # a simulated worker is one rank
-        self.plans = plan(pools, [Node(cpus=1.0, gpus=num_gpus)], tp=1, device="cuda")
+        self.plans = plan(pools, [NodeResources(cpus=1.0, gpus=num_gpus)], tp=1, device="cuda")
         for _ in range(config.num_gateways):
             await self._open_gateway().start()
         self._supervisor = Supervisor(
@@ -165,7 +165,7 @@ class Deployment:
         await self._supervisor.stop()
         await asyncio.wait([self._supervising])
 
-    def gateway_for(self, number: int) -> Gateway:
+    def gateway_for(self, number: int) -> SimulatedGateway:
         return self.gateways[number % len(self.gateways)]
 
     def settle(self) -> None:
@@ -187,9 +187,9 @@ class Deployment:
 
     # -- gateways ------------------------------------------------------------------------------------------------------
 
-    def _open_gateway(self) -> Gateway:
+    def _open_gateway(self) -> SimulatedGateway:
         self._num_gateways += 1
-        gateway = Gateway(f"gateway-{self._num_gateways}", self.config, self.network, self.store)
+        gateway = SimulatedGateway(f"gateway-{self._num_gateways}", self.config, self.network, self.store)
         self.gateways.append(gateway)
         if self.config.siblings:
             gateway.fleet.publish_load = partial(self._tell_siblings, gateway)
@@ -198,16 +198,16 @@ class Deployment:
             gateway.fleet.join(worker.info.address, worker_id=worker.worker_id)
         return gateway
 
-    def _tell_siblings(self, gateway: Gateway, worker_id: str, num_tokens: int, num_blocks: int) -> None:
+    def _tell_siblings(self, gateway: SimulatedGateway, worker_id: str, num_tokens: int, num_blocks: int) -> None:
         for other in self._siblings(gateway):
             self._loop.call_later(DATAGRAM_S, other.fleet.given_elsewhere, worker_id, num_tokens, num_blocks)
 
-    def _tell_failure(self, gateway: Gateway, worker_id: str, in_row: int) -> None:
+    def _tell_failure(self, gateway: SimulatedGateway, worker_id: str, in_row: int) -> None:
         place = self.gateways.index(gateway)
         for other in self._siblings(gateway):
             self._loop.call_later(DATAGRAM_S, other.fleet.blame_elsewhere, worker_id, place, in_row)
 
-    def _siblings(self, gateway: Gateway) -> list[Gateway]:
+    def _siblings(self, gateway: SimulatedGateway) -> list[SimulatedGateway]:
         assert gateway.alive
         return [other for other in self.gateways if other is not gateway and other.alive]
 
@@ -260,7 +260,7 @@ class Deployment:
             self.chronicle.note("worker ended", worker_id, incarnation=incarnation)
             lived_s = self._loop.time() - launched_s
             self.served.append(
-                Served(
+                WorkerLife(
                     worker_id=worker_id, role=plan.role, lived_s=lived_s, work=worker.device.work,
                     load=worker.engine.load(),
                 )

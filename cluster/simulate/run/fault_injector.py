@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from cluster.simulate.node.worker import SimulatedWorker
 from cluster.simulate.run.clients import Clients
 from cluster.simulate.run.config import SimulationConfig
-from cluster.simulate.run.deployment import Deployment
+from cluster.simulate.run.deployment import SimulatedDeployment
 from cluster.simulate.world.faults import CLIENTS, OF_EVENTS, OF_WORKERS, STORE, Fault, Kind
 from cluster.simulate.world.lanes import STALL_S
 from protos.errors import Misconfigured
@@ -78,7 +78,7 @@ class Trouble:
     is one that would begin more than `LATEST_S` after the load is `over`. `happened` lists them all, with seconds since
     `run`."""
 
-    def __init__(self, deployment: Deployment, clients: Clients, *, seed: int) -> None:
+    def __init__(self, deployment: SimulatedDeployment, clients: Clients, *, seed: int) -> None:
         self._deployment = deployment
         self._clients = clients
         self.happened: list[Happened] = []

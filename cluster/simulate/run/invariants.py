@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 from cluster.simulate.node.worker import SimulatedWorker
 from cluster.simulate.run.clients import Clients
-from cluster.simulate.run.deployment import Deployment, Gateway
+from cluster.simulate.run.deployment import SimulatedDeployment, SimulatedGateway
 from protos.values import BlockHash, BlockStored, Tier
 from router.fleet.fleet import ELSEWHERE_S
 from router.fleet.worker import WorkerState
@@ -42,7 +42,7 @@ class Invariants:
     """`after_event` is for the loop; `when_idle` for the end. Both raise AssertionError. Gateways are `forgetful` if
     somebody took away what they knew: then they may know less than there is."""
 
-    def __init__(self, deployment: Deployment, clients: Clients, *, forgetful: bool = False) -> None:
+    def __init__(self, deployment: SimulatedDeployment, clients: Clients, *, forgetful: bool = False) -> None:
         self._deployment = deployment
         self._clients = clients
         self._every = deployment.config.audit_every
@@ -145,7 +145,7 @@ class Invariants:
             if known.state is not WorkerState.READY
         ]
 
-    def _check_idle(self, gateway: Gateway) -> None:
+    def _check_idle(self, gateway: SimulatedGateway) -> None:
         assert not gateway.fleet.num_turned_away, f"{gateway.name} believes that somebody waits for room"
         gateway.admission.assert_idle()
         gateway.dispatcher.assert_idle()
@@ -155,7 +155,7 @@ class Invariants:
             assert not known.num_routed, f"{gateway.name} counts {known.num_routed} on their way to {known.worker_id}"
             self._check_index(gateway, self._deployment.workers[known.worker_id])
 
-    def _check_index(self, gateway: Gateway, worker: SimulatedWorker) -> None:
+    def _check_index(self, gateway: SimulatedGateway, worker: SimulatedWorker) -> None:
         """One that has heard of all events knows all blocks that are cached, and no others."""
         log, heard = worker.log, gateway.fleet.position(worker.worker_id)
         said = (log.incarnation, log.next_seq)

@@ -22,7 +22,7 @@ LEAST_TO_FORETELL = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Starting:
+class StartProgress:
     """Before the load begins: so many workers have been made. When all have, the gateways meet them."""
 
     num_made: int
@@ -35,7 +35,7 @@ class Starting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RunProgress:
     """`num_ended` requests have ended, with or without an answer, in `at_s` seconds of virtual time."""
 
     num_ended: int
@@ -47,7 +47,7 @@ def warn(line: str) -> None:
     Console(stderr=True).print(line, style="yellow", highlight=False, soft_wrap=True)
 
 
-Look = Callable[[], Starting | Standing]
+Look = Callable[[], StartProgress | RunProgress]
 """Any thread may, at any time."""
 
 
@@ -58,7 +58,7 @@ def bars(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True, refresh_per_second=1 / BAR_EVERY_S, disable=off)
 
 
-class Watch:
+class ProgressWatch:
     """Shows a run of so many requests, the last of which comes after `until_s`, from `with` to its end: beside the rows
     of `above`, which somebody else began, if that is given. No line is written before `begin`. Writes to `console`
     alone."""
@@ -87,7 +87,7 @@ class Watch:
     def begin(self, look: Look | None) -> None:
         self._look = look
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ProgressWatch:
         if self._bar is not None:
             self._row = self._bar.add_task("workers start", total=self._num_requests)
             if self._owns:
@@ -106,9 +106,9 @@ class Watch:
     def show(self) -> None:
         """The bar as it is now, or another line."""
         match self._look and self._look():
-            case Starting() as starting:
+            case StartProgress() as starting:
                 self._tell(0, str(starting), str(starting))
-            case Standing(num_ended=num_ended, at_s=at_s) as standing:
+            case RunProgress(num_ended=num_ended, at_s=at_s) as standing:
                 left = self._left(standing)
                 ended = f"{num_ended:,} of {self._num_requests:,} requests have ended"
                 line = f"{ended} in {at_s:,.0f} s of virtual time{left}"
@@ -124,7 +124,7 @@ class Watch:
         while not self._over.wait(LINE_EVERY_S if self._bar is None else BAR_EVERY_S):
             self.show()
 
-    def _left(self, standing: Standing) -> str:
+    def _left(self, standing: RunProgress) -> str:
         """By requests or by virtual time, of which less is done: where nobody asks for long, time is what there is to
         do; after the last was asked, requests are."""
         share = min(standing.num_ended / self._num_requests, standing.at_s / self._until_s if self._until_s else 1.0)

@@ -6,38 +6,38 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cluster.bench.report import Record, Spread
+from cluster.bench.report import Percentiles, RequestRecord
 from cluster.process.gc_tuning import collecting_in_bulk
 from cluster.simulate.run.clients import Clients, Failure, Transfers
 from cluster.simulate.run.config import SimulationConfig
-from cluster.simulate.run.deployment import Deployment, Served
+from cluster.simulate.run.deployment import SimulatedDeployment, WorkerLife
 from cluster.simulate.run.fault_injector import Happened, Trouble, check
 from cluster.simulate.run.invariants import Invariants
-from cluster.simulate.run.progress import Look, Standing, Starting
-from cluster.simulate.run.timeline import Sample, Timeline, WorkerSample
+from cluster.simulate.run.progress import Look, RunProgress, StartProgress
+from cluster.simulate.run.timeline import SimulationTimeline, TimelineSample, WorkerSample
 from cluster.simulate.world.clock import VirtualLoop, run_virtually
-from cluster.simulate.world.event_log import Chronicle
+from cluster.simulate.world.event_log import SimulationLog
 from cluster.simulate.world.faults import Fault, Kind
-from cluster.simulate.world.workload import Session
+from cluster.simulate.world.workload import UserSession
 
 NUM_SAMPLES = 150
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SimulationOutcome:
     """`fingerprint` is the hash of the event log: equal for equal seeds and configurations. `itl_s`: between tokens, as
     workers made them. `num_not_asked`: turns of conversations of which an earlier turn had failed."""
 
     config: SimulationConfig
-    records: Sequence[Record]
+    records: Sequence[RequestRecord]
     num_not_asked: int
     fingerprint: str
     num_events: int
     num_callbacks: int
     duration_s: float
-    served: Sequence[Served]
-    itl_s: Spread | None
-    samples: Sequence[Sample]
+    served: Sequence[WorkerLife]
+    itl_s: Percentiles | None
+    samples: Sequence[TimelineSample]
     worker_samples: Sequence[WorkerSample]
     num_handed_over: int
     transfer_bytes: int
@@ -59,12 +59,12 @@ class Interrupted(KeyboardInterrupt):
 
 def simulate(
     config: SimulationConfig,
-    sessions: Sequence[Session],
+    sessions: Sequence[UserSession],
     faults: Sequence[Fault] = (),
     *,
     write: Callable[[str], object] | None = None,
     watch: Callable[[Look | None], object] | None = None,
-) -> Outcome:
+) -> SimulationOutcome:
     """`write` gets every line of the event log; `watch` what says how far the workers' start is and then, when the load
     begins, how far that is, and None at the end: whoever kept it would keep the whole deployment. Raises AssertionError
     when an invariant breaks, the BatonError of a worker that never starts, Misconfigured for a fault whose target
@@ -80,23 +80,23 @@ def simulate(
 
 def _simulate(
     config: SimulationConfig,
-    sessions: Sequence[Session],
+    sessions: Sequence[UserSession],
     faults: Sequence[Fault],
     write: Callable[[str], object] | None,
     watch: Callable[[Look | None], object] | None,
     keep: Callable[[], None],
-) -> Outcome:
+) -> SimulationOutcome:
     """Whatever it makes, but for what it returns, it holds alone: it is gone when this has ended."""
     loop = VirtualLoop(seed=config.seed)
-    chronicle = Chronicle(loop, write)
+    chronicle = SimulationLog(loop, write)
 
-    async def main() -> Outcome:
-        deployment = Deployment(config, chronicle, untroubled=not faults)
+    async def main() -> SimulationOutcome:
+        deployment = SimulatedDeployment(config, chronicle, untroubled=not faults)
         clients = Clients(deployment, chronicle, seed=config.seed)
         invariants = Invariants(deployment, clients, forgetful=any(fault.kind is Kind.INDEX_LOST for fault in faults))
         loop.after = deployment.assert_no_faults
         if watch is not None:
-            watch(lambda: Starting(num_made=deployment.num_made, num_workers=len(config.pools.worker_ids())))
+            watch(lambda: StartProgress(num_made=deployment.num_made, num_workers=len(config.pools.worker_ids())))
         try:
             await deployment.start()
         finally:  # also what a cluster that does not start has done
@@ -104,10 +104,12 @@ def _simulate(
         keep()
         start_s = loop.time()
         loop.after = invariants.after_event
-        timeline = Timeline(deployment, period_s=max(session.due_s for session in sessions) / NUM_SAMPLES + 0.1)
+        timeline = SimulationTimeline(
+            deployment, period_s=max(session.due_s for session in sessions) / NUM_SAMPLES + 0.1
+        )
         trouble = Trouble(deployment, clients, seed=config.seed)
         if watch is not None:
-            watch(lambda: Standing(num_ended=len(clients.records), at_s=loop.time() - start_s))
+            watch(lambda: RunProgress(num_ended=len(clients.records), at_s=loop.time() - start_s))
         async with asyncio.TaskGroup() as group:
             sampling = group.create_task(timeline.run(), name="timeline")
             group.create_task(trouble.run(faults), name="faults")
@@ -118,7 +120,7 @@ def _simulate(
         await invariants.when_idle()
         loop.after = None
         await deployment.stop()
-        return Outcome(
+        return SimulationOutcome(
             config=config,
             records=sorted(clients.records, key=lambda record: record.index),
             num_not_asked=sum(len(session.turns) for session in sessions) - len(clients.records),

@@ -13,12 +13,12 @@ from cluster.simulate.latency.hardware import gpu_of
 from cluster.simulate.latency.rough import Rough
 from cluster.simulate.run.clients import ABORTED, GATEWAY_LOST, Failure
 from cluster.simulate.run.config import SimulationConfig, gateways_told, hardware_spec, read_settings, simulated_router
-from cluster.simulate.run.simulation import Outcome, simulate
+from cluster.simulate.run.simulation import SimulationOutcome, simulate
 from cluster.simulate.world.faults import CLIENTS, OF_LANES, OF_WORKERS, Fault, Kind, drawn
 from cluster.simulate.world.faults import LASTING as LASTING_FAULTS
 from cluster.simulate.world.lanes import Cards
-from cluster.simulate.world.network import Wire
-from cluster.simulate.world.workload import GENERATED, Load, Room, Session, agents, fitting
+from cluster.simulate.world.network import NetworkModel
+from cluster.simulate.world.workload import GENERATED, GeneratedLoad, SessionLimit, UserSession, agents, fitting
 from protos.errors import InvalidRequest, NoWorkers, Overloaded, RequestKillsWorkers
 from protos.values import WorkerRole
 from router.config import AdmissionConfig, DispatchConfig
@@ -39,12 +39,12 @@ TEARING = (*2 * (*OF_LANES, Kind.ABORTS), Kind.KILL, Kind.PAUSE, Kind.RESET)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class SoakTrial:
     """Everything a run depends on."""
 
     seed: int
     config: SimulationConfig
-    sessions: Sequence[Session]
+    sessions: Sequence[UserSession]
     faults: Sequence[Fault]
 
     @property
@@ -65,7 +65,7 @@ class Trial:
         return f"{pools} tp{config.num_gpus} {config.router.policy}, GPU {GPU}, model {MODEL}{gateways}, {memory}"
 
 
-def trial(seed: int) -> Trial:
+def trial(seed: int) -> SoakTrial:
     """Small memories, few workers, short leases and impatient supervisors: what is rare elsewhere happens here. A third
     of the clusters serve several tenants, who say the same; in a third, prompts' logprobs are asked for, too."""
     made = _trial(seed)
@@ -76,13 +76,13 @@ def trial(seed: int) -> Trial:
     return replace(made, sessions=sessions)
 
 
-def _owned(session: Session, tenant: str, share: float, rng: random.Random) -> Session:
+def _owned(session: UserSession, tenant: str, share: float, rng: random.Random) -> UserSession:
     """A tenant's, a `share` of its turns with logprobs of the prompt."""
     turns = tuple(replace(turn, prompt_logprobs=rng.random() < share) for turn in session.turns)
     return replace(session, tenant=tenant, turns=turns)
 
 
-def _trial(seed: int) -> Trial:
+def _trial(seed: int) -> SoakTrial:
     rng = random.Random(f"{seed} trial")
     config = _config(seed, rng)
     if seed % CROWDED_EVERY == CROWDED_EVERY - 1:
@@ -97,7 +97,7 @@ def _trial(seed: int) -> Trial:
         return _slow_lane(seed, config)
     name = rng.choice(("poisson", "bursts", "conversations", "agents", "agents"))
     many_turns = name in ("conversations", "agents")
-    load = Load(
+    load = GeneratedLoad(
         num_requests=rng.choice((6, 12, 24)),
         rate=rng.choice((3.0, 10.0, 40.0)),
         prompts=Lengths(low=1, high=rng.choice((40, MAX_PROMPT // 5 if many_turns else MAX_PROMPT))),
@@ -105,21 +105,21 @@ def _trial(seed: int) -> Trial:
         seed=seed,
     )
     num_tokens = config.spec.num_blocks * config.spec.layout.block_size
-    room = Room(num_tokens=num_tokens, limit="worker.num_blocks", more="raise worker.num_blocks")
+    room = SessionLimit(num_tokens=num_tokens, limit="worker.num_blocks", more="raise worker.num_blocks")
     made = agents(load, num_systems=2, system_tokens=rng.choice((8, 64))) if name == "agents" else GENERATED[name](load)
     sessions = [_hurried(session) for session in made]
     sessions, _ = fitting(sessions, room)
     faults = _faults(seed, rng, config, sessions)
-    return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
+    return SoakTrial(seed=seed, config=config, sessions=sessions, faults=faults)
 
 
-def _crowded(seed: int, config: SimulationConfig) -> Trial:
+def _crowded(seed: int, config: SimulationConfig) -> SoakTrial:
     """More than there is room for: memories that two or three conversations fill, short lines before workers and
     gateways, devices so slow that KV is worth fetching from a host or another worker, and lanes as slow."""
     rng = random.Random(f"{seed} crowded")
     block_size = config.spec.layout.block_size
     num_systems, system_tokens = rng.choice((1, 3)), rng.choice((16, 96))
-    load = Load(
+    load = GeneratedLoad(
         num_requests=rng.choice((16, 32)),
         rate=rng.choice((20.0, 100.0)),
         prompts=Lengths(low=1, high=rng.choice((16, 48))),
@@ -156,16 +156,16 @@ def _crowded(seed: int, config: SimulationConfig) -> Trial:
     for at_s in rng.choice(((), (0.1, 0.4, 1.0))):  # while KV is on its way, too
         faults.append(Fault(at_s=round(at_s * rng.uniform(0.5, 1.5), 3), kind=Kind.ABORTS, target=CLIENTS, amount=0.2))
     faults.sort(key=lambda fault: (fault.at_s, str(fault)))
-    return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
+    return SoakTrial(seed=seed, config=config, sessions=sessions, faults=faults)
 
 
-def _brimful(seed: int, config: SimulationConfig) -> Trial:
+def _brimful(seed: int, config: SimulationConfig) -> SoakTrial:
     """Prompts that fill their blocks to the last token, and decode workers that two or three prompts fill to the last
     block: each answer lacks one more, all have come at once, and nobody is there to give one back."""
     rng = random.Random(f"{seed} brimful")
     block_size, num_blocks = config.spec.layout.block_size, rng.choice((2, 5))
     length = Lengths(low=num_blocks * block_size, high=num_blocks * block_size)
-    load = Load(
+    load = GeneratedLoad(
         num_requests=rng.choice((6, 12)),
         rate=rng.choice((40.0, 200.0)),
         prompts=length,
@@ -182,15 +182,15 @@ def _brimful(seed: int, config: SimulationConfig) -> Trial:
     router = replace(config.router, local_prefill_tokens=0)
     pools = PoolsConfig(prefill=rng.choice((1, 2)), decode=rng.choice((1, 2)))
     config = replace(config, spec=spec, router=router, pools=pools)
-    return Trial(seed=seed, config=config, sessions=sessions, faults=_faults(seed, rng, config, sessions))
+    return SoakTrial(seed=seed, config=config, sessions=sessions, faults=_faults(seed, rng, config, sessions))
 
 
-def _torn(seed: int, config: SimulationConfig) -> Trial:
+def _torn(seed: int, config: SimulationConfig) -> SoakTrial:
     """KV that is long under way, prefixes that are fetched from others since reading takes longer still, and lanes
     that are held up, cut or lose an end meanwhile."""
     rng = random.Random(f"{seed} torn")
     is_slow = random.Random(f"{seed} slow").random() < 0.5
-    load = Load(
+    load = GeneratedLoad(
         num_requests=rng.choice((16, 48)),
         rate=rng.choice((10.0, 40.0)),
         prompts=Lengths(low=1, high=64),
@@ -215,13 +215,13 @@ def _torn(seed: int, config: SimulationConfig) -> Trial:
     faults = drawn(
         rng.choice((8, 24)), seed=seed, workers=workers, num_gateways=config.num_gateways, until_s=last_s, of=TEARING
     )
-    return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
+    return SoakTrial(seed=seed, config=config, sessions=sessions, faults=faults)
 
 
-def _lasting(seed: int, config: SimulationConfig) -> Trial:
+def _lasting(seed: int, config: SimulationConfig) -> SoakTrial:
     """Answers so long that workers are lost, stopped and drained in the middle of them, several times in one."""
     rng = random.Random(f"{seed} lasting")
-    load = Load(
+    load = GeneratedLoad(
         num_requests=rng.choice((4, 8)),
         rate=rng.choice((3.0, 20.0)),
         prompts=Lengths(low=1, high=rng.choice((16, 64))),
@@ -244,14 +244,14 @@ def _lasting(seed: int, config: SimulationConfig) -> Trial:
         rng.choice((3, 8, 16)), seed=seed, workers=config.pools.worker_ids(), num_gateways=config.num_gateways,
         until_s=until_s, of=(*2 * OF_WORKERS, Kind.DRAIN, Kind.ABORTS),
     )  # fmt: skip
-    return Trial(seed=seed, config=config, sessions=sessions, faults=faults)
+    return SoakTrial(seed=seed, config=config, sessions=sessions, faults=faults)
 
 
-def _slow_lane(seed: int, config: SimulationConfig) -> Trial:
+def _slow_lane(seed: int, config: SimulationConfig) -> SoakTrial:
     """One conversation without a fault, over a lane so slow that KV takes longer than a lease."""
     rng = random.Random(f"{seed} slow lane")
     num_turns, length = rng.choice((2, 4)), rng.choice((200, MAX_PROMPT))
-    load = Load(
+    load = GeneratedLoad(
         num_requests=num_turns,
         rate=1.0,
         prompts=Lengths(low=length, high=length),
@@ -269,10 +269,10 @@ def _slow_lane(seed: int, config: SimulationConfig) -> Trial:
     )
     cards = replace(config.cards, rate=rng.choice((1e7, 2e7)), max_staged_bytes=rng.choice((2**24, 2**28)))
     config = replace(config, spec=spec, router=router, pools=PoolsConfig(prefill=1, decode=1), cards=cards)
-    return Trial(seed=seed, config=config, sessions=[_hurried(session) for session in made], faults=[])
+    return SoakTrial(seed=seed, config=config, sessions=[_hurried(session) for session in made], faults=[])
 
 
-def _faults(seed: int, rng: random.Random, config: SimulationConfig, sessions: Sequence[Session]) -> list[Fault]:
+def _faults(seed: int, rng: random.Random, config: SimulationConfig, sessions: Sequence[UserSession]) -> list[Fault]:
     until_s = max(session.due_s for session in sessions) + 2.0
     workers = config.pools.worker_ids()
     return drawn(
@@ -281,7 +281,7 @@ def _faults(seed: int, rng: random.Random, config: SimulationConfig, sessions: S
     )  # fmt: skip
 
 
-def run(made: Trial, *, write: Callable[[str], object] | None = None) -> Outcome:
+def run(made: SoakTrial, *, write: Callable[[str], object] | None = None) -> SimulationOutcome:
     """Raises AssertionError for a broken invariant, as `simulate` does, and for an error that nothing here explains."""
     outcome = simulate(made.config, made.sessions, made.faults, write=write)
     excuses = _excuses(made)
@@ -311,7 +311,7 @@ def _hurts(fault: Fault, failure: Failure) -> bool:
     return fault.kind is Kind.LANE_SLOW or failure.at_s <= fault.at_s + lasts_s + AFTERMATH_S
 
 
-def _excuses(made: Trial) -> set[str]:
+def _excuses(made: SoakTrial) -> set[str]:
     """Errors that clients may meet."""
     kinds, router = [fault.kind for fault in made.faults], made.config.router
     num_asked = sum(len(session.turns) for session in made.sessions)
@@ -370,7 +370,7 @@ def _config(seed: int, rng: random.Random) -> SimulationConfig:
         router=router,
         supervision=SupervisionConfig(health_period_s=1.0, max_failed_checks=2),
         cards=Cards(max_staged_bytes=random.Random(f"{seed} staged").choice((1, 2**28))),
-        wire=Wire(jitter_s=rng.choice((0.0, 0.005)), loss=rng.choice((0.0, 0.02))),
+        wire=NetworkModel(jitter_s=rng.choice((0.0, 0.005)), loss=rng.choice((0.0, 0.02))),
         num_gateways=rng.choice((1, 1, 2)),
         siblings=random.Random(f"{seed} siblings").random() < 0.5,
         shared_index=random.Random(f"{seed} store").random() < 0.25,
@@ -394,7 +394,7 @@ def _pools(rng: random.Random) -> PoolsConfig:
     return PoolsConfig(prefill=rng.choice((0, 1, 1, 2)), decode=rng.choice((1, 2, 3)))
 
 
-def _hurried(session: Session, *, read_s: float = 0.0) -> Session:
+def _hurried(session: UserSession, *, read_s: float = 0.0) -> UserSession:
     """Nobody thinks for long: what happens between turns is not what is looked for."""
     turns = tuple(replace(turn, pause_s=turn.pause_s / 20, read_s=read_s) for turn in session.turns)
     return replace(session, turns=turns)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from cluster.simulate.run.deployment import Deployment
+from cluster.simulate.run.deployment import SimulatedDeployment
 from protos.values import WorkerRole
 
 MAX_LINES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class TimelineSample:
     """Of one pool at one time: sums over its workers. `num_queued` wait at the gateways, for any pool, and
     `num_moved_bytes` of KV have gone from worker to worker so far."""
 
@@ -33,11 +33,11 @@ class WorkerSample:
     num_running: int
 
 
-class Timeline:
+class SimulationTimeline:
     """`run` until cancelled. Clusters of more than `MAX_LINES` workers have no samples of each."""
 
-    def __init__(self, deployment: Deployment, *, period_s: float) -> None:
-        self.samples: list[Sample] = []
+    def __init__(self, deployment: SimulatedDeployment, *, period_s: float) -> None:
+        self.samples: list[TimelineSample] = []
         self.worker_samples: list[WorkerSample] = []
         self._deployment = deployment
         self._period_s = period_s
@@ -57,7 +57,7 @@ class Timeline:
             pools = [engine.pool for engine in engines]
             num_used = sum(pool.num_blocks - pool.num_free for pool in pools)
             self.samples.append(
-                Sample(
+                TimelineSample(
                     at_s=at_s,
                     role=role,
                     num_workers=len(engines),

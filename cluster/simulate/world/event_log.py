@@ -9,7 +9,7 @@ from typing import Any
 from cluster.simulate.world.clock import VirtualLoop
 
 
-class Chronicle:
+class SimulationLog:
     """`write` gets every line, if given. Facts are numbers and words: no address of memory, no real time. Seconds are
     since `begin`, when the load and the faults' times begin; what came before waits for it, and has negative ones. It
     ends when the run is over: what is cleaned up after that has not happened."""

@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class FakeRedisStream:
     entries: list[Entry] = field(default_factory=list)
     last: tuple[int, int] = (0, 0)
 
@@ -112,8 +112,8 @@ class Server:
             if not reading.done():
                 reading.set_result(None)
 
-    def _stream(self, key: str) -> Stream:
-        stream: Stream = self._values.setdefault(key, Stream())
+    def _stream(self, key: str) -> FakeRedisStream:
+        stream: FakeRedisStream = self._values.setdefault(key, FakeRedisStream())
         return stream
 
     def _expire(self, key: str, milliseconds: Any) -> None:
@@ -184,7 +184,7 @@ class Server:
             self._values.get(keys[2], {}).pop(arguments[0].encode(), None)
 
 
-class Client:
+class FakeRedisClient:
     """One gateway's connection, as `redis.asyncio.Redis` has it; `dead` once its gateway is. Raises what that does."""
 
     def __init__(self, server: Server) -> None:

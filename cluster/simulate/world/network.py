@@ -33,7 +33,7 @@ RETRANSMIT_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
+class NetworkModel:
     """What a message meets on its way: a delay, up to `jitter_s` more, and the share of messages sent twice."""
 
     delay_s: float = 0.0002
@@ -68,7 +68,7 @@ VALUES = ChannelEncoding(value=_itself, submit=Submitted)
 class Network:
     """Every port there is, by address. `rng` draws jitter and loss."""
 
-    def __init__(self, wire: Wire, rng: random.Random) -> None:
+    def __init__(self, wire: NetworkModel, rng: random.Random) -> None:
         self.wire = wire
         self._rng = rng
         self._ports: dict[str, Port] = {}
@@ -77,9 +77,9 @@ class Network:
         port = self._ports[address] = Port(address, servicer)
         return port
 
-    def open_channel(self, address: str) -> Channel:
+    def open_channel(self, address: str) -> SimulatedChannel:
         """`router.fleet.worker_client.OpenChannel`."""
-        return Channel(self, address)
+        return SimulatedChannel(self, address)
 
     def port(self, address: str) -> Port | None:
         port = self._ports.get(address)
@@ -209,7 +209,7 @@ class Call:
             raise error
 
 
-class Channel:
+class SimulatedChannel:
     """`grpc.aio.Channel`, as far as `worker_pb2_grpc.WorkerStub` and `router.fleet.worker_client` use it."""
 
     def __init__(self, network: Network, address: str) -> None:
@@ -229,9 +229,9 @@ class Channel:
 
         return call
 
-    def stream_stream(self, path: str, **codec: Any) -> Callable[[AsyncIterator[Any]], Stream]:
+    def stream_stream(self, path: str, **codec: Any) -> Callable[[AsyncIterator[Any]], SimulatedStream]:
         method = path.rpartition("/")[2]
-        return lambda outgoing: Stream(self._network, self._address, method, outgoing)
+        return lambda outgoing: SimulatedStream(self._network, self._address, method, outgoing)
 
     async def close(self, grace: float | None) -> None:
         """What still waits for an answer is cancelled, as gRPC does."""
@@ -274,7 +274,7 @@ class Channel:
         call.serve(serve(), f"{method} at {self._address}")
 
 
-class Stream:
+class SimulatedStream:
     """A bidirectional call, as its client holds it: iterate over what comes back, `cancel` to end it."""
 
     def __init__(self, network: Network, address: str, method: str, outgoing: AsyncIterator[Any]) -> None:
@@ -291,7 +291,7 @@ class Stream:
         self._came.put_nowait(asyncio.CancelledError())
         return True
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> SimulatedStream:
         return self
 
     async def __anext__(self) -> Any:

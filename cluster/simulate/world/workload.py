@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from cluster.bench.workload import Item, Lengths, Span, read_trace
+from cluster.bench.workload import Lengths, PrefixSpan, WorkloadItem, read_trace
 from cluster.simulate.world.clock import MAX_SPAN_S
 from protos.errors import Misconfigured
 from protos.hints import counted
@@ -23,11 +23,11 @@ _OWN, _SYSTEM, _DOCUMENT, _ANSWERED = 10, 11, 12, 13  # kinds of spans; the benc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class SessionTurn:
     """`pause_s` goes by between the answer before it and this turn, and `read_s` whenever its client
     has read what came. `prompt_logprobs`: asked for, one a position."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[PrefixSpan, ...]
     num_output: int
     pause_s: float = 0.0
     read_s: float = 0.0
@@ -39,12 +39,12 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class UserSession:
     """`due_s` after the start its first turn is asked. Sessions of different tenants share no cached block."""
 
     number: int
     due_s: float
-    turns: tuple[Turn, ...]
+    turns: tuple[SessionTurn, ...]
     tenant: str = ""
 
     @property
@@ -54,7 +54,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class GeneratedLoad:
     """What generated workloads are made from: so many requests, `rate` a second on average, of such lengths."""
 
     num_requests: int
@@ -77,7 +77,7 @@ class Load:
             )
 
 
-def recorded(path: Path, *, limit: int | None = None, speed: float = 1.0, scale: float = 1.0) -> list[Session]:
+def recorded(path: Path, *, limit: int | None = None, speed: float = 1.0, scale: float = 1.0) -> list[UserSession]:
     """A trace in Mooncake's format; its time runs `speed` times as fast. Raises Misconfigured."""
     sessions = [_alone(item) for item in read_trace(path, limit=limit, scale=scale, speed=speed)]
     if (span_s := sessions[-1].due_s) > MAX_SPAN_S:
@@ -102,9 +102,9 @@ def _rounded_up(value: float) -> str:
     return f"{float(f'{value * 1.05:.2g}'):g}"
 
 
-def _alone(item: Item) -> Session:
-    return Session(
-        number=item.index, due_s=item.due_s or 0.0, turns=(Turn(spans=item.spans, num_output=item.num_output),)
+def _alone(item: WorkloadItem) -> UserSession:
+    return UserSession(
+        number=item.index, due_s=item.due_s or 0.0, turns=(SessionTurn(spans=item.spans, num_output=item.num_output),)
     )
 
 
@@ -142,17 +142,17 @@ def arrivals(rate: float, pace: Pace, rng: random.Random) -> Iterator[float]:
 # -- what is asked -----------------------------------------------------------------------------------------------------
 
 
-def independent(load: Load, pace: Pace) -> list[Session]:
+def independent(load: GeneratedLoad, pace: Pace) -> list[UserSession]:
     """Prompts that share nothing."""
     rng = random.Random(f"{load.seed} independent")
     due = arrivals(load.rate, pace, rng)
     return [
-        Session(number=number, due_s=next(due), turns=(_turn(_OWN, number, load, rng),))
+        UserSession(number=number, due_s=next(due), turns=(_turn(_OWN, number, load, rng),))
         for number in range(load.num_requests)
     ]
 
 
-def conversations(load: Load, *, num_turns: int = 5, pause_s: float = 8.0) -> list[Session]:
+def conversations(load: GeneratedLoad, *, num_turns: int = 5, pause_s: float = 8.0) -> list[UserSession]:
     """Each turn adds a fifth of a prompt's length to all that was said; people think `pause_s` on average."""
     rng = random.Random(f"{load.seed} conversations")
     due = arrivals(load.rate / num_turns, steady, rng)
@@ -164,36 +164,38 @@ def conversations(load: Load, *, num_turns: int = 5, pause_s: float = 8.0) -> li
             replace(_turn(_OWN, number * 1000 + k, short, rng), pause_s=rng.expovariate(1 / pause_s))
             for k in range(1, num_turns)
         ]
-        sessions.append(Session(number=number, due_s=next(due), turns=(first, *later)))
+        sessions.append(UserSession(number=number, due_s=next(due), turns=(first, *later)))
     return sessions
 
 
-def agents(load: Load, *, num_systems: int = 8, system_tokens: int = 4096, num_turns: int = 4) -> list[Session]:
+def agents(
+    load: GeneratedLoad, *, num_systems: int = 8, system_tokens: int = 4096, num_turns: int = 4
+) -> list[UserSession]:
     """Agents of a few kinds, each kind with a long system prompt of its own; tools answer within a second."""
     rng = random.Random(f"{load.seed} agents")
     due = arrivals(load.rate / num_turns, steady, rng)
     sessions = []
     for number in range(-(-load.num_requests // num_turns)):
-        system = Span(key=(_SYSTEM, rng.randrange(num_systems)), num_tokens=system_tokens)
+        system = PrefixSpan(key=(_SYSTEM, rng.randrange(num_systems)), num_tokens=system_tokens)
         turns = [
             replace(_turn(_OWN, number * 1000 + k, load, rng), pause_s=rng.expovariate(1.0) if k else 0.0)
             for k in range(num_turns)
         ]
         turns[0] = replace(turns[0], spans=(system, *turns[0].spans))
-        sessions.append(Session(number=number, due_s=next(due), turns=tuple(turns)))
+        sessions.append(UserSession(number=number, due_s=next(due), turns=tuple(turns)))
     return sessions
 
 
-def documents(load: Load, *, num_documents: int = 20, document_tokens: int = 32_768) -> list[Session]:
+def documents(load: GeneratedLoad, *, num_documents: int = 20, document_tokens: int = 32_768) -> list[UserSession]:
     """Questions about a few long documents."""
     rng = random.Random(f"{load.seed} documents")
     due = arrivals(load.rate, steady, rng)
     sessions = []
     for number in range(load.num_requests):
-        document = Span(key=(_DOCUMENT, rng.randrange(num_documents)), num_tokens=document_tokens)
+        document = PrefixSpan(key=(_DOCUMENT, rng.randrange(num_documents)), num_tokens=document_tokens)
         turn = _turn(_OWN, number, load, rng)
         turn = replace(turn, spans=(document, *turn.spans))
-        sessions.append(Session(number=number, due_s=next(due), turns=(turn,)))
+        sessions.append(UserSession(number=number, due_s=next(due), turns=(turn,)))
     return sessions
 
 
@@ -212,7 +214,7 @@ _ANSWER: Quantiles = ((0.0, 1), (0.1, 24), (0.25, 156), (0.5, 350), (0.75, 472),
 _PAUSE_S: Quantiles = ((0.0, 6), (0.1, 42), (0.25, 66), (0.5, 123), (0.75, 267), (0.9, 474), (0.99, 1458), (1.0, 3030))
 
 
-def assistant(load: Load) -> list[Session]:
+def assistant(load: GeneratedLoad) -> list[UserSession]:
     """One product's assistant: every prompt begins with the same system prompt, prompts have 12,000 tokens on average
     and at most ten times as many, and two in five conversations go on, some for many turns.
 
@@ -225,7 +227,7 @@ def assistant(load: Load) -> list[Session]:
     rng = random.Random(f"{load.seed} assistant")
     speed, turns_each = load.rate / ASSISTANT_RATE, MORE_TURNS / (MORE_TURNS - 1)
     earliest_s = -_PAUSE_S[-1][1] / speed
-    talks: list[Sequence[tuple[float, Turn]]] = []
+    talks: list[Sequence[tuple[float, SessionTurn]]] = []
     ahead: list[float] = []  # when turns are asked that do not count among the first yet
     num_due = 0
     for after_s in arrivals(load.rate / turns_each, steady, rng):
@@ -243,15 +245,17 @@ def assistant(load: Load) -> list[Session]:
     raise AssertionError("arrivals do not end")
 
 
-def _talk(number: int, begin_s: float, speed: float, rng: random.Random) -> list[tuple[float, Turn]]:
+def _talk(number: int, begin_s: float, speed: float, rng: random.Random) -> list[tuple[float, SessionTurn]]:
     """A conversation's turns, and when each is asked if answers take no time."""
-    own = Span(key=(_OWN, number * 1000), num_tokens=_tokens(_FIRST, rng))
-    turn = Turn(spans=(Span(key=(_SYSTEM, 0), num_tokens=SYSTEM_TOKENS), own), num_output=_tokens(_ANSWER, rng))
+    own = PrefixSpan(key=(_OWN, number * 1000), num_tokens=_tokens(_FIRST, rng))
+    turn = SessionTurn(
+        spans=(PrefixSpan(key=(_SYSTEM, 0), num_tokens=SYSTEM_TOKENS), own), num_output=_tokens(_ANSWER, rng)
+    )
     talk, at_s, num_tokens = [(begin_s, turn)], begin_s, turn.num_added + turn.num_output
     while len(talk) < 1000 and rng.random() * (len(talk) + MORE_TURNS) < len(talk):
         pause_s = _quantile(_PAUSE_S, rng.random()) / speed
-        span = Span(key=(_OWN, number * 1000 + len(talk)), num_tokens=_tokens(_ADDED, rng))
-        turn = Turn(spans=(span,), num_output=_tokens(_ANSWER, rng), pause_s=pause_s)
+        span = PrefixSpan(key=(_OWN, number * 1000 + len(talk)), num_tokens=_tokens(_ADDED, rng))
+        turn = SessionTurn(spans=(span,), num_output=_tokens(_ANSWER, rng), pause_s=pause_s)
         num_tokens += turn.num_added + turn.num_output
         if num_tokens > MAX_TALK:
             break
@@ -260,7 +264,7 @@ def _talk(number: int, begin_s: float, speed: float, rng: random.Random) -> list
     return talk
 
 
-def _asked_until(talks: Sequence[Sequence[tuple[float, Turn]]], last_s: float) -> list[Session]:
+def _asked_until(talks: Sequence[Sequence[tuple[float, SessionTurn]]], last_s: float) -> list[UserSession]:
     """The turns from 0 until then. What was said before is the beginning of a conversation's first prompt."""
     sessions = []
     for number, talk in enumerate(talks):
@@ -271,11 +275,11 @@ def _asked_until(talks: Sequence[Sequence[tuple[float, Turn]]], last_s: float) -
             span
             for place, (at_s, turn) in enumerate(talk)
             if at_s < 0
-            for span in (*turn.spans, Span(key=(_ANSWERED, number * 1000 + place), num_tokens=turn.num_output))
+            for span in (*turn.spans, PrefixSpan(key=(_ANSWERED, number * 1000 + place), num_tokens=turn.num_output))
         ]
         due_s, first = asked[0]
         first = replace(first, spans=(*said, *first.spans), pause_s=0.0)
-        sessions.append(Session(number=number, due_s=due_s, turns=(first, *(turn for _, turn in asked[1:]))))
+        sessions.append(UserSession(number=number, due_s=due_s, turns=(first, *(turn for _, turn in asked[1:]))))
     return sessions
 
 
@@ -289,7 +293,7 @@ def _quantile(quantiles: Quantiles, share: float) -> float:
 
 
 # Of whole conversations: as many requests as were asked for, or a few more.
-GENERATED: dict[str, Callable[[Load], list[Session]]] = {
+GENERATED: dict[str, Callable[[GeneratedLoad], list[UserSession]]] = {
     "poisson": lambda load: independent(load, steady),
     "bursts": lambda load: independent(load, bursty),
     "diurnal": lambda load: independent(load, diurnal),
@@ -299,10 +303,10 @@ GENERATED: dict[str, Callable[[Load], list[Session]]] = {
     "assistant": assistant,
 }
 OF_OWN_LENGTHS = frozenset({"assistant"})
-"""Workloads that take no lengths from a `Load`."""
+"""Workloads that take no lengths from a `GeneratedLoad`."""
 
 
-def generated(name: str, load: Load) -> list[Session]:
+def generated(name: str, load: GeneratedLoad) -> list[UserSession]:
     """Exactly `load.num_requests`: of the last conversation only its first turns may be left. Raises Misconfigured for
     a workload nobody described."""
     if name not in GENERATED:
@@ -315,14 +319,14 @@ def generated(name: str, load: Load) -> list[Session]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class SessionLimit:
     """So many tokens of one session a worker holds. `limit` says what bounds them, `more` what would raise it."""
 
     num_tokens: int
     limit: str
     more: str
 
-    def left_out(self, sessions: Sequence[Session]) -> str:
+    def left_out(self, sessions: Sequence[UserSession]) -> str:
         longest = max(session.num_tokens for session in sessions)
         return (
             f"{counted(len(sessions), 'session')} left out: longer (up to {longest:,} tokens) than the "
@@ -330,7 +334,7 @@ class Room:
         )
 
 
-def fitting(sessions: Sequence[Session], room: Room) -> tuple[list[Session], list[Session]]:
+def fitting(sessions: Sequence[UserSession], room: SessionLimit) -> tuple[list[UserSession], list[UserSession]]:
     """The sessions whose last turn fits, and those whose does not. Raises Misconfigured if none does."""
     kept = [session for session in sessions if session.num_tokens <= room.num_tokens]
     if not kept:
@@ -343,9 +347,9 @@ def fitting(sessions: Sequence[Session], room: Room) -> tuple[list[Session], lis
     return kept, [session for session in sessions if session.num_tokens > room.num_tokens]
 
 
-def _turn(kind: int, number: int, load: Load, rng: random.Random) -> Turn:
-    span = Span(key=(kind, number), num_tokens=load.prompts.draw(rng))
-    return Turn(spans=(span,), num_output=load.outputs.draw(rng))
+def _turn(kind: int, number: int, load: GeneratedLoad, rng: random.Random) -> SessionTurn:
+    span = PrefixSpan(key=(kind, number), num_tokens=load.prompts.draw(rng))
+    return SessionTurn(spans=(span,), num_output=load.outputs.draw(rng))
 
 
 def _part(lengths: Lengths, share: int) -> Lengths:

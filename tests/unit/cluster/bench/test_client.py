@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from cluster.bench.client import CompletionClient, Dialect
-from cluster.bench.http import Endpoint
+from cluster.bench.http import HttpEndpoint
 from cluster.bench.load import run_load
 from cluster.bench.prompts import Prompts
-from cluster.bench.report import Record
-from cluster.bench.workload import Item, Span
+from cluster.bench.report import RequestRecord
+from cluster.bench.workload import PrefixSpan, WorkloadItem
 from protos.errors import InvalidRequest, Unavailable
 from tests.unit.cluster.bench.fake_server import (
     DONE,
@@ -31,7 +31,7 @@ from tests.unit.cluster.bench.fake_server import (
 )
 from tests.unit.cluster.virtual_time import run_virtually
 
-ITEM = Item(index=4, spans=(Span(key=(0, 0), num_tokens=7),), num_output=3, due_s=0.0)
+ITEM = WorkloadItem(index=4, spans=(PrefixSpan(key=(0, 0), num_tokens=7),), num_output=3, due_s=0.0)
 WHOLE = answer(0.5, chunk(11), 0.2, chunk(12), 0.3, chunk(13, finish="length"), usage(7, 3, cached=4), DONE)
 
 
@@ -46,19 +46,19 @@ async def asking(script: Script, folder: Path, **more: Any) -> AsyncIterator[tup
     async with serving(script, folder) as server:
         settings: dict[str, Any] = {"model": "m", "timeout_s": 60.0, "open_one": server.open_one} | more
         prompts = Prompts(seed=0, vocab_size=100)
-        client = CompletionClient(Endpoint.parse("http://fake/prefix/v1"), prompts=prompts, **settings)
+        client = CompletionClient(HttpEndpoint.parse("http://fake/prefix/v1"), prompts=prompts, **settings)
         try:
             yield client, server
         finally:
             client.close()
 
 
-async def ask(script: Script, folder: Path, **more: Any) -> tuple[Record, FakeServer]:
+async def ask(script: Script, folder: Path, **more: Any) -> tuple[RequestRecord, FakeServer]:
     async with asking(script, folder, **more) as (client, server):
         return await client.ask(ITEM, client.prepare(ITEM), start_s=0.0), server
 
 
-def asked(steps: Sequence[Step], folder: Path, **more: Any) -> Record:
+def asked(steps: Sequence[Step], folder: Path, **more: Any) -> RequestRecord:
     return run_virtually(ask(lambda _: steps, folder, **more))[0]
 
 
@@ -150,7 +150,7 @@ def test_nobody_listens(folder: Path) -> None:
 
 
 def test_connections_are_kept_and_as_many_as_there_are_requests(folder: Path) -> None:
-    items = [Item(index=i, spans=ITEM.spans, num_output=3) for i in range(6)]
+    items = [WorkloadItem(index=i, spans=ITEM.spans, num_output=3) for i in range(6)]
 
     async def load(concurrency: int) -> FakeServer:
         async with asking(lambda _: WHOLE, folder) as (client, server):
@@ -165,7 +165,7 @@ def test_connections_are_kept_and_as_many_as_there_are_requests(folder: Path) ->
 
 def test_a_connection_that_was_idle_for_long_is_not_trusted(folder: Path) -> None:
     """The server may be about to close it, and a request would be lost to that."""
-    items = [Item(index=i, spans=ITEM.spans, num_output=3, due_s=due) for i, due in enumerate((0.0, 1.5, 6.0))]
+    items = [WorkloadItem(index=i, spans=ITEM.spans, num_output=3, due_s=due) for i, due in enumerate((0.0, 1.5, 6.0))]
 
     async def load() -> FakeServer:
         async with asking(lambda _: WHOLE, folder) as (client, server):

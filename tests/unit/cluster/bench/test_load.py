@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from cluster.bench.load import Progress, run_load
-from cluster.bench.report import Record
-from cluster.bench.workload import Item, Span
+from cluster.bench.load import LoadProgress, run_load
+from cluster.bench.report import RequestRecord
+from cluster.bench.workload import PrefixSpan, WorkloadItem
 from tests.unit.cluster.virtual_time import run_virtually
 
 
-def items(*due_s: float | None) -> list[Item]:
-    spans = (Span(key=(0, 0), num_tokens=1),)
-    return [Item(index=i, spans=spans, num_output=1, due_s=due) for i, due in enumerate(due_s)]
+def items(*due_s: float | None) -> list[WorkloadItem]:
+    spans = (PrefixSpan(key=(0, 0), num_tokens=1),)
+    return [WorkloadItem(index=i, spans=spans, num_output=1, due_s=due) for i, due in enumerate(due_s)]
 
 
 class SlowClient:
@@ -27,11 +27,11 @@ class SlowClient:
         self.max_running = 0
         self.prepared: list[tuple[int, float]] = []
 
-    def prepare(self, item: Item) -> bytes:
+    def prepare(self, item: WorkloadItem) -> bytes:
         self.prepared.append((item.index, asyncio.get_running_loop().time()))
         return b"%d" % item.index
 
-    async def ask(self, item: Item, request: bytes, *, start_s: float) -> Record:
+    async def ask(self, item: WorkloadItem, request: bytes, *, start_s: float) -> RequestRecord:
         assert request == b"%d" % item.index
         now = asyncio.get_running_loop().time
         sent_s = now() - start_s
@@ -41,10 +41,12 @@ class SlowClient:
             await asyncio.sleep(self._answer_s[item.index % len(self._answer_s)])
         finally:
             self.num_running -= 1
-        return Record(index=item.index, due_s=item.due_s, sent_s=sent_s, arrivals_s=(now() - start_s,), num_output=1)
+        return RequestRecord(
+            index=item.index, due_s=item.due_s, sent_s=sent_s, arrivals_s=(now() - start_s,), num_output=1
+        )
 
 
-def sent(records: Sequence[Record]) -> list[float | None]:
+def sent(records: Sequence[RequestRecord]) -> list[float | None]:
     return [record.sent_s for record in records]
 
 
@@ -75,7 +77,7 @@ def test_records_come_in_the_order_of_requests_not_of_answers() -> None:
 
 
 def test_progress_tells_what_was_sent_and_what_ended() -> None:
-    told: list[Progress] = []
+    told: list[LoadProgress] = []
     run_virtually(run_load(items(None, None), SlowClient(1.0), concurrency=1, tell=told.append))
     assert [(one.num_sent, one.num_ended, one.last is not None) for one in told] == [
         (1, 0, False), (1, 1, True), (2, 1, False), (2, 2, True),
@@ -85,7 +87,7 @@ def test_progress_tells_what_was_sent_and_what_ended() -> None:
 def test_a_run_that_is_stopped_gives_what_it_has() -> None:
     client = SlowClient(1.0, 50.0)
 
-    async def stopped() -> list[Record]:
+    async def stopped() -> list[RequestRecord]:
         run = asyncio.ensure_future(run_load(items(0.0, 0.0, 2.0, 90.0), client))
         await asyncio.sleep(10.0)
         run.cancel()
@@ -98,7 +100,7 @@ def test_a_run_that_is_stopped_gives_what_it_has() -> None:
 
 def test_a_bug_of_ours_is_not_taken_for_a_slow_server() -> None:
     class Broken(SlowClient):
-        async def ask(self, item: Item, request: bytes, *, start_s: float) -> Record:
+        async def ask(self, item: WorkloadItem, request: bytes, *, start_s: float) -> RequestRecord:
             raise ZeroDivisionError
 
     with pytest.raises(ExceptionGroup) as caught:

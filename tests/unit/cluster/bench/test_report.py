@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from cluster.bench.report import Objective, Record, make_report, percentile, spread
+from cluster.bench.report import Objective, RequestRecord, make_report, percentile, spread
 
 
-def record(*arrivals_s: float, sent_s: float = 1.0, num_output: int | None = None, **more: object) -> Record:
+def record(*arrivals_s: float, sent_s: float = 1.0, num_output: int | None = None, **more: object) -> RequestRecord:
     given: dict[str, object] = {"index": 0, "sent_s": sent_s, "arrivals_s": arrivals_s, "num_prompt": 10}
-    return Record(**given | {"num_output": len(arrivals_s) if num_output is None else num_output} | more)  # type: ignore[arg-type]
+    return RequestRecord(**given | {"num_output": len(arrivals_s) if num_output is None else num_output} | more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -22,11 +22,11 @@ def record(*arrivals_s: float, sent_s: float = 1.0, num_output: int | None = Non
         pytest.param(record(1.5), 0.5, None, 0.5, [], id="one token has no time per further token"),
         pytest.param(record(1.5, num_output=4), 0.5, 0.0, 0.5, [], id="all at once"),
         pytest.param(record(), None, None, None, [], id="nothing came"),
-        pytest.param(Record(index=0), None, None, None, [], id="never sent"),
+        pytest.param(RequestRecord(index=0), None, None, None, [], id="never sent"),
     ],
 )
 def test_times_of_one_request(
-    seen: Record, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None, gaps_s: Sequence[float]
+    seen: RequestRecord, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None, gaps_s: Sequence[float]
 ) -> None:
     assert seen.ttft_s == pytest.approx(ttft_s)
     assert seen.tpot_s == pytest.approx(tpot_s)
@@ -69,7 +69,7 @@ def test_a_spread_needs_no_order_and_leaves_out_what_is_unknown() -> None:
         pytest.param(record(error="timeout"), Objective(tpot_s=0.5), False, id="failed with nothing"),
     ],
 )
-def test_what_keeps_an_objective(seen: Record, objective: Objective, met: bool) -> None:
+def test_what_keeps_an_objective(seen: RequestRecord, objective: Objective, met: bool) -> None:
     assert objective.met(seen) is met
 
 
@@ -102,8 +102,8 @@ def test_what_was_not_asked_for_or_not_told_is_not_made_up() -> None:
     assert report.late_s is None
 
 
-@pytest.mark.parametrize("records", [[], [record(error="connection")], [Record(index=0, error="connection")]])
-def test_a_run_in_which_nothing_came_has_no_rates(records: list[Record]) -> None:
+@pytest.mark.parametrize("records", [[], [record(error="connection")], [RequestRecord(index=0, error="connection")]])
+def test_a_run_in_which_nothing_came_has_no_rates(records: list[RequestRecord]) -> None:
     report = make_report(records, Objective(ttft_s=1.0))
     assert (report.duration_s, report.output_tokens_per_s, report.goodput) == (0.0, 0.0, 0.0)
     assert report.ttft_s is None

@@ -11,9 +11,9 @@ import pytest
 
 from cluster.bench.prompts import Prompts
 from cluster.bench.workload import (
-    Item,
     Lengths,
-    Span,
+    PrefixSpan,
+    WorkloadItem,
     fitting,
     read_trace,
     synthetic,
@@ -138,7 +138,10 @@ def test_an_empty_or_missing_trace_is_refused(tmp_path: Path) -> None:
 
 
 def test_requests_beyond_the_context_are_left_out_and_counted() -> None:
-    items = [Item(index=i, spans=(Span(key=(0, i), num_tokens=n),), num_output=10) for i, n in enumerate((80, 90, 91))]
+    items = [
+        WorkloadItem(index=i, spans=(PrefixSpan(key=(0, i), num_tokens=n),), num_output=10)
+        for i, n in enumerate((80, 90, 91))
+    ]
     assert fitting(items, 100) == (items[:2], 1)
     assert fitting(items, None) == (items, 0)
     with pytest.raises(Misconfigured, match="the shortest: 90 tokens"):
@@ -146,7 +149,7 @@ def test_requests_beyond_the_context_are_left_out_and_counted() -> None:
 
 
 def test_prompts_are_random_but_repeatable_and_spare_special_tokens() -> None:
-    spans = [Span(key=(0, 1), num_tokens=5000)]
+    spans = [PrefixSpan(key=(0, 1), num_tokens=5000)]
     ids = Prompts(seed=3, vocab_size=4000).ids(spans)
     assert len(ids) == 5000
     assert ids == Prompts(seed=3, vocab_size=4000).ids(spans)
@@ -156,14 +159,14 @@ def test_prompts_are_random_but_repeatable_and_spare_special_tokens() -> None:
 
 
 def test_the_first_prompt_is_the_same_on_every_machine() -> None:
-    assert Prompts(seed=0, vocab_size=None).ids([Span(key=(0, 0), num_tokens=4)]) == [237, 425, 296, 609]
+    assert Prompts(seed=0, vocab_size=None).ids([PrefixSpan(key=(0, 0), num_tokens=4)]) == [237, 425, 296, 609]
 
 
 def test_words_stand_for_tokens_and_share_prefixes_too() -> None:
     prompts = Prompts(seed=0, vocab_size=None)
-    shared = Span(key=(1, 0), num_tokens=6)
-    one = prompts.text([shared, Span(key=(0, 1), num_tokens=4)]).split(" ")
-    two = prompts.text([shared, Span(key=(0, 2), num_tokens=4)]).split(" ")
+    shared = PrefixSpan(key=(1, 0), num_tokens=6)
+    one = prompts.text([shared, PrefixSpan(key=(0, 1), num_tokens=4)]).split(" ")
+    two = prompts.text([shared, PrefixSpan(key=(0, 2), num_tokens=4)]).split(" ")
     assert (len(one), one[:6]) == (10, two[:6])
     assert one != two
 

@@ -17,24 +17,24 @@ import pytest
 
 from cluster.config.config import ClusterConfig, SupervisionConfig
 from cluster.config.settings import make_config
-from cluster.gateway.connection_handoff import Door, Threshold
+from cluster.gateway.connection_handoff import ConnectionHandoff, ConnectionReceiver
 from cluster.gateway.messages import (
     CONTROL_MESSAGES,
-    Entered,
-    Entering,
-    Failed,
-    Gone,
-    Joined,
+    BeginProcess,
+    EnterTenant,
     Message,
-    Orders,
     Ping,
-    Starting,
-    Told,
+    ProcessFailed,
+    ProcessStatuses,
+    RequestEnded,
+    TenantEntered,
+    WorkerJoined,
+    WorkerStarts,
 )
 from cluster.gateway.process import ToldDiscovery, is_news
-from cluster.gateway.process_supervisor import Gateways
+from cluster.gateway.process_supervisor import GatewayProcesses
 from cluster.gateway.tenant_limits import Keeper, KeptLimits
-from cluster.process.channel import Channel
+from cluster.process.channel import MessageChannel
 from cluster.process.logs import LogFormat
 from protos.errors import RateLimited
 from protos.values import ErrorInfo, WorkerRole
@@ -49,10 +49,10 @@ from workers.config import WorkerConfig
 class Process:
     """Takes connections, and keeps them until it is told to end one."""
 
-    def __init__(self, door: Door, number: int) -> None:
+    def __init__(self, door: ConnectionHandoff, number: int) -> None:
         self.taken: asyncio.Queue[socket.socket] = asyncio.Queue()
         self.number = number
-        self.threshold = Threshold(door.open(number).dup(), self.taken.put_nowait)
+        self.threshold = ConnectionReceiver(door.open(number).dup(), self.taken.put_nowait)
         door.admit(number)
 
     def end_one(self) -> None:
@@ -71,13 +71,13 @@ def listening() -> Iterator[socket.socket]:
         yield made
 
 
-def gateways(listening: socket.socket) -> Gateways:
+def gateways(listening: socket.socket) -> GatewayProcesses:
     config = ClusterConfig(
         worker=WorkerConfig(model="m"),
         router=RouterConfig(model_path=Path(), model_name="toy", port=0, grpc_port=0),
         supervision=SupervisionConfig(initial_backoff_s=0.001, max_backoff_s=0.001),
     )
-    return Gateways(config, listening, log_format=LogFormat.TEXT)
+    return GatewayProcesses(config, listening, log_format=LogFormat.TEXT)
 
 
 async def turns(count: int = 20) -> None:
@@ -95,7 +95,7 @@ async def until(process: Process, count: int) -> None:
 
 
 async def test_each_connection_goes_to_whom_has_the_fewest(listening: socket.socket) -> None:
-    door = Door(listening)
+    door = ConnectionHandoff(listening)
     first, second = Process(door, 0), Process(door, 1)
     clients = connect(listening, 8)
     await until(first, 4)
@@ -116,7 +116,7 @@ async def test_each_connection_goes_to_whom_has_the_fewest(listening: socket.soc
 
 
 async def test_what_a_process_had_not_taken_goes_to_another(listening: socket.socket) -> None:
-    door = Door(listening)
+    door = ConnectionHandoff(listening)
     end = door.open(0)
     door.admit(0)  # it is given connections, and dies before it takes one
     [client] = connect(listening, 1)
@@ -154,7 +154,7 @@ async def test_the_supervisor_sweeps_the_folder_of_one_that_was_killed_and_leave
 
 
 async def test_what_a_process_had_not_taken_is_ended_once_the_door_is_shut(listening: socket.socket) -> None:
-    door = Door(listening)
+    door = ConnectionHandoff(listening)
     door.open(0)
     door.admit(0)
     [client] = connect(listening, 1)
@@ -205,15 +205,15 @@ def test_of_what_all_processes_see_only_a_workers_state_is_said_once(caplog: pyt
 async def test_processes_keep_a_tenants_limits_together() -> None:
     keeper, tenant = Keeper(lambda: 0.0), Tenant(name="acme", max_concurrent=2)
     ends = [socket.socketpair() for _ in range(2)]
-    ours = [await Channel.over(end, CONTROL_MESSAGES) for end, _ in ends]
-    theirs = [await Channel.over(end, CONTROL_MESSAGES) for _, end in ends]
+    ours = [await MessageChannel.over(end, CONTROL_MESSAGES) for end, _ in ends]
+    theirs = [await MessageChannel.over(end, CONTROL_MESSAGES) for _, end in ends]
     limits = [KeptLimits(control) for control in theirs]
 
     async def keep(process: int) -> None:
         while (message := await ours[process].receive()) is not None:
-            if isinstance(message, Entering):
+            if isinstance(message, EnterTenant):
                 ours[process].send(await keeper.decide(process, message))
-            elif isinstance(message, Gone):
+            elif isinstance(message, RequestEnded):
                 keeper.gone(process, message)
 
     async def hear(process: int) -> None:
@@ -257,8 +257,8 @@ async def test_a_gateway_process_knows_what_the_supervisor_is_starting() -> None
             raise AssertionError(worker_id)
 
     loading, discovery = Successor(role=WorkerRole.DECODE, loaded=0.5), ToldDiscovery()
-    discovery.hear(Starting(worker_id="decode-0", successor=loading))
-    discovery.hear(Joined(worker_id="decode-0", address="h:1"))
+    discovery.hear(WorkerStarts(worker_id="decode-0", successor=loading))
+    discovery.hear(WorkerJoined(worker_id="decode-0", address="h:1"))
     following = asyncio.create_task(discovery.follow(Members()))
     await done.wait()
     following.cancel()
@@ -270,19 +270,19 @@ async def test_all_that_a_supervisor_says_arrives_as_it_was_said(tmp_path: Path)
         {"model": str(tmp_path / "m"), "pools": {"prefill": 0}, "worker": {"num_blocks": 9}, "tls": {}, "processes": 3}
     )
     messages: tuple[Message, ...] = (
-        Orders(
+        BeginProcess(
             config=config, number=1, count=3, folder=tmp_path, log_format=LogFormat.JSON, is_told=True,
             addresses=("h:1", "h:2"),
         ),
-        Told(statuses=(ProcessStatus(number=0, pid=5, state="ready"),), settled=True),
-        Starting(worker_id="decode-0", successor=Successor(role=WorkerRole.DECODE, loaded=0.5)),
-        Starting(worker_id="decode-0", successor=None),
+        ProcessStatuses(statuses=(ProcessStatus(number=0, pid=5, state="ready"),), settled=True),
+        WorkerStarts(worker_id="decode-0", successor=Successor(role=WorkerRole.DECODE, loaded=0.5)),
+        WorkerStarts(worker_id="decode-0", successor=None),
         Ping(),
-        Entering(number=4, tenant=Tenant(name="acme", requests_per_min=0.5), request_id="r", num_tokens=7),
-        Entered(number=4, refusal=ErrorInfo(code="overloaded", message="later", retry_after_s=1.5)),
-        Failed(error=ErrorInfo(code="misconfigured", message="no", param="port")),
+        EnterTenant(number=4, tenant=Tenant(name="acme", requests_per_min=0.5), request_id="r", num_tokens=7),
+        TenantEntered(number=4, refusal=ErrorInfo(code="overloaded", message="later", retry_after_s=1.5)),
+        ProcessFailed(error=ErrorInfo(code="misconfigured", message="no", param="port")),
     )  # fmt: skip
-    ours, theirs = [await Channel.over(end, CONTROL_MESSAGES) for end in socket.socketpair()]
+    ours, theirs = [await MessageChannel.over(end, CONTROL_MESSAGES) for end in socket.socketpair()]
     for message in messages:
         ours.send(message)
         assert await theirs.receive() == message
@@ -308,7 +308,7 @@ async def test_a_channel_with_bytes_that_are_no_message_is_closed(
     sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     end, stranger = socket.socketpair()
-    control = await Channel.over(end, CONTROL_MESSAGES)
+    control = await MessageChannel.over(end, CONTROL_MESSAGES)
     with stranger:
         stranger.sendall(sent)
         assert await control.receive() is None

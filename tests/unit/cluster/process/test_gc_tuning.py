@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from cluster.process import gc_tuning
-from cluster.simulate.run.deployment import Deployment
-from cluster.simulate.run.progress import Watch
+from cluster.simulate.run.deployment import SimulatedDeployment
+from cluster.simulate.run.progress import ProgressWatch
 from cluster.simulate.run.simulation import simulate
 from tests.unit.cluster.simulate.towns import sessions, town
 
@@ -75,14 +75,14 @@ def test_small_computations_do_not_have_the_whole_process_looked_at_more_often()
 
 def test_a_simulation_that_was_watched_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever had watched one kept it: a sweep of 48 clusters ended with all of them in memory."""
-    made: weakref.WeakSet[Deployment] = weakref.WeakSet()
-    start = Deployment.start
+    made: weakref.WeakSet[SimulatedDeployment] = weakref.WeakSet()
+    start = SimulatedDeployment.start
 
-    async def note(deployment: Deployment) -> None:
+    async def note(deployment: SimulatedDeployment) -> None:
         made.add(deployment)
         await start(deployment)
 
-    monkeypatch.setattr(Deployment, "start", note)
-    with Watch(Console(file=io.StringIO()), num_requests=2, until_s=1.0) as watch:
+    monkeypatch.setattr(SimulatedDeployment, "start", note)
+    with ProgressWatch(Console(file=io.StringIO()), num_requests=2, until_s=1.0) as watch:
         simulate(town(prefill=1, decode=1), sessions(num=2), watch=watch.begin)
         assert not made

@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from cluster.process.logs import JsonHandler, LogConsole, TextHandler
-from cluster.process.signals import SIGNALS, Stop
+from cluster.process.signals import SIGNALS, StopSignal
 
 
 @pytest.fixture
-async def stop() -> AsyncIterator[Stop]:
+async def stop() -> AsyncIterator[StopSignal]:
     hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored where these tests are run under nohup
-    yield Stop()
+    yield StopSignal()
     for number in SIGNALS:
         asyncio.get_running_loop().remove_signal_handler(number)
     signal.signal(signal.SIGHUP, hangup)
@@ -38,7 +38,7 @@ class Work:
             self.cleaned_up = True
 
 
-async def test_one_signal_ends_the_work_but_not_the_patience(stop: Stop) -> None:
+async def test_one_signal_ends_the_work_but_not_the_patience(stop: StopSignal) -> None:
     work, cleaning = Work(), Work()
     serving = asyncio.create_task(stop.before(work.run()))
     await work.began.wait()
@@ -54,7 +54,7 @@ async def test_one_signal_ends_the_work_but_not_the_patience(stop: Stop) -> None
     assert cleaning.cleaned_up
 
 
-async def test_work_that_ends_by_itself_says_so_and_passes_its_error_on(stop: Stop) -> None:
+async def test_work_that_ends_by_itself_says_so_and_passes_its_error_on(stop: StopSignal) -> None:
     assert await stop.before(asyncio.sleep(0)) is True
 
     async def fail() -> None:
@@ -66,7 +66,7 @@ async def test_work_that_ends_by_itself_says_so_and_passes_its_error_on(stop: St
 
 @pytest.mark.parametrize("handler", [TextHandler, JsonHandler])
 async def test_a_log_that_nobody_reads_any_more_stops_it_in_order(
-    stop: Stop, handler: type[TextHandler | JsonHandler]
+    stop: StopSignal, handler: type[TextHandler | JsonHandler]
 ) -> None:
     """`baton up 2>&1 | head`. Whoever logs notices nothing: it may be what ends the cluster."""
     reading, writing = os.pipe()
@@ -82,7 +82,7 @@ async def test_a_log_that_nobody_reads_any_more_stops_it_in_order(
         print("said by others", file=file, flush=True)
 
 
-async def test_ctrl_c_that_ends_whoever_reads_the_log_too_leaves_the_grace_period_alone(stop: Stop) -> None:
+async def test_ctrl_c_that_ends_whoever_reads_the_log_too_leaves_the_grace_period_alone(stop: StopSignal) -> None:
     """`baton up 2>&1 | tee log`: the terminal sends Ctrl-C to both."""
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as file:

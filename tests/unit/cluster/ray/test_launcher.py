@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from cluster.config.config import ClusterConfig
-from cluster.ray.hosts import Place
+from cluster.ray.hosts import WorkerPlace
 from cluster.ray.launcher import RankLauncher, merged
 from cluster.supervision.living import LivingWorker
 from cluster.supervision.placement import WorkerPlan
-from cluster.supervision.rank import Ended, Event, Loading, Logged, Orders
+from cluster.supervision.rank import Ended, Event, Loading, Logged, RankSpec
 from protos.errors import BadCheckpoint, BatonError, WorkerLost
 from protos.values import WorkerRole
 from protos.wire import error_info
@@ -113,7 +113,7 @@ class OneHost:
     async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
         return 1
 
-    async def order(self, name: str, pid: int, orders: Orders) -> Any:
+    async def order(self, name: str, pid: int, orders: RankSpec) -> Any:
         return self._link
 
     async def attach(self, name: str, pid: int) -> Any:
@@ -130,11 +130,11 @@ class OnePlace:
         self._host = host
         self.given_back = asyncio.Event()
 
-    async def take(self, plan: WorkerPlan) -> Place:
-        return Place(host=self._host)
+    async def take(self, plan: WorkerPlan) -> WorkerPlace:
+        return WorkerPlace(host=self._host)
 
-    async def retake(self, plan: WorkerPlan, living: LivingWorker) -> Place:
-        return Place(host=self._host)
+    async def retake(self, plan: WorkerPlan, living: LivingWorker) -> WorkerPlace:
+        return WorkerPlace(host=self._host)
 
     async def give_back(self, plan: WorkerPlan) -> None:
         self.given_back.set()
@@ -209,7 +209,7 @@ async def test_a_rank_that_does_not_come_up_takes_the_others_with_it(fails: str)
                 raise WorkerLost("no room")
             return 8 if leader else 7
 
-        async def order(self, name: str, pid: int, orders: Orders) -> Any:
+        async def order(self, name: str, pid: int, orders: RankSpec) -> Any:
             if pid == 8:
                 raise WorkerLost("no room")
             return self._link

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 
-from cluster.process.channel import Channel
+from cluster.process.channel import MessageChannel
 from cluster.ray.supervisor_messages import SUPERVISOR_MESSAGES
 from cluster.ray.supervisor_process import ParentLog
 
@@ -14,7 +14,10 @@ from cluster.ray.supervisor_process import ParentLog
 async def test_a_line_that_utf_8_cannot_encode_reaches_the_parent() -> None:
     """The name of a file may be such. The line was lost."""
     ours, theirs = socket.socketpair()
-    supervisor, parent = await Channel.over(ours, SUPERVISOR_MESSAGES), await Channel.over(theirs, SUPERVISOR_MESSAGES)
+    supervisor, parent = (
+        await MessageChannel.over(ours, SUPERVISOR_MESSAGES),
+        await MessageChannel.over(theirs, SUPERVISOR_MESSAGES),
+    )
     log = ParentLog(supervisor)
     for message in ("\udcff is read", "done"):
         record = logging.LogRecord("baton", logging.INFO, __file__, 1, message, None, None)

@@ -8,9 +8,9 @@ from typing import Any
 from cluster.bench.workload import Lengths
 from cluster.config.config import PoolsConfig, SupervisionConfig
 from cluster.simulate.run.config import SimulationConfig, hardware_spec, read_settings, simulated_router
-from cluster.simulate.run.simulation import Outcome, simulate
+from cluster.simulate.run.simulation import SimulationOutcome, simulate
 from cluster.simulate.world.faults import Fault
-from cluster.simulate.world.workload import Load, Session, generated
+from cluster.simulate.world.workload import GeneratedLoad, UserSession, generated
 
 BLOCK_SIZE = 16
 
@@ -34,8 +34,8 @@ def town(
 
 def sessions(
     name: str = "poisson", *, num: int = 40, rate: float = 10.0, seed: int = 0, max_output: int = 80
-) -> list[Session]:
-    load = Load(
+) -> list[UserSession]:
+    load = GeneratedLoad(
         num_requests=num,
         rate=rate,
         prompts=Lengths(low=20, high=600),
@@ -45,7 +45,7 @@ def sessions(
     return generated(name, load)
 
 
-def run(*faults: str, workload: str = "poisson", **more: Any) -> tuple[Outcome, list[str]]:
+def run(*faults: str, workload: str = "poisson", **more: Any) -> tuple[SimulationOutcome, list[str]]:
     """What came of 25 requests within a second or two, and the event log."""
     lines: list[str] = []
     asked = sessions(workload, num=25, rate=20.0)

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config.config import PoolsConfig
-from cluster.supervision.placement import Node, check_fits, plan, replan, why_not_gpus
+from cluster.supervision.placement import NodeResources, check_fits, plan, replan, why_not_gpus
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 
-LAPTOP = (Node(cpus=2.0),)
+LAPTOP = (NodeResources(cpus=2.0),)
 
 
 def test_a_laptop_holds_one_of_each_pool() -> None:
@@ -30,40 +30,40 @@ def test_a_laptop_holds_tensor_parallel_workers() -> None:
 
 
 def test_threads_share_the_cores_of_a_machine() -> None:
-    [worker, _] = plan(PoolsConfig(colocated=2), (Node(cpus=16.0),), tp=1, device="cpu")
+    [worker, _] = plan(PoolsConfig(colocated=2), (NodeResources(cpus=16.0),), tp=1, device="cpu")
     assert worker.num_threads == 8
-    [alone] = plan(PoolsConfig(colocated=1), (Node(cpus=4.0), Node(cpus=4.0)), tp=1, device="cpu")
+    [alone] = plan(PoolsConfig(colocated=1), (NodeResources(cpus=4.0), NodeResources(cpus=4.0)), tp=1, device="cpu")
     assert alone.num_threads == 4
 
 
 def test_a_rank_has_a_gpu_to_itself() -> None:
-    workers = plan(PoolsConfig(prefill=1, decode=1), (Node(cpus=32.0, gpus=4.0),), tp=2, device="auto")
+    workers = plan(PoolsConfig(prefill=1, decode=1), (NodeResources(cpus=32.0, gpus=4.0),), tp=2, device="auto")
     assert all(worker.device == "cuda" for worker in workers)
     assert workers[0].bundles() == [{"CPU": 1.0, "GPU": 1.0}] * 2
 
 
 def test_auto_takes_cpus_when_gpus_are_too_few() -> None:
-    nodes = (Node(cpus=8.0, gpus=1.0),)
+    nodes = (NodeResources(cpus=8.0, gpus=1.0),)
     assert {worker.device for worker in plan(PoolsConfig(), nodes, tp=1, device="auto")} == {"cpu"}
     assert why_not_gpus(PoolsConfig(), nodes, tp=1) == "1 prefill, 1 decode with tp 1 need 2 GPUs, and there are 1"
 
 
 def test_ranks_of_a_worker_share_a_machine() -> None:
-    apart = (Node(cpus=8.0, gpus=1.0), Node(cpus=8.0, gpus=1.0))
+    apart = (NodeResources(cpus=8.0, gpus=1.0), NodeResources(cpus=8.0, gpus=1.0))
     assert {worker.device for worker in plan(PoolsConfig(colocated=1), apart, tp=2, device="auto")} == {"cpu"}
     assert "but on one machine each for 0 of them only" in why_not_gpus(PoolsConfig(colocated=1), apart, tp=2)
 
 
 def test_pools_may_have_workers_of_different_sizes() -> None:
     pools = PoolsConfig(prefill=2, decode=1, prefill_tp=1, decode_tp=2)
-    workers = plan(pools, (Node(cpus=4.0, gpus=2.0), Node(cpus=4.0, gpus=2.0)), tp=4, device="auto")
+    workers = plan(pools, (NodeResources(cpus=4.0, gpus=2.0), NodeResources(cpus=4.0, gpus=2.0)), tp=4, device="auto")
     assert [(worker.worker_id, worker.num_ranks) for worker in workers] == [
         ("prefill-0", 1), ("prefill-1", 1), ("decode-0", 2),
     ]  # fmt: skip
     assert all(worker.device == "cuda" for worker in workers)
-    scattered = (Node(cpus=4.0, gpus=3.0), Node(cpus=4.0, gpus=1.0))
+    scattered = (NodeResources(cpus=4.0, gpus=3.0), NodeResources(cpus=4.0, gpus=1.0))
     assert why_not_gpus(pools, scattered, tp=4) == ""
-    alone = tuple(Node(cpus=1.0, gpus=1.0) for _ in range(4))
+    alone = tuple(NodeResources(cpus=1.0, gpus=1.0) for _ in range(4))
     missing = "2 prefill with tp 1, 1 decode with tp 2 need 4 GPUs, and there are 4, but on one machine each for 0 of"
     assert why_not_gpus(pools, alone, tp=4).startswith(missing)
 
@@ -74,7 +74,7 @@ def test_a_pool_of_no_ranks_is_refused() -> None:
 
 
 def test_gpus_that_were_asked_for_and_are_not_there_are_refused() -> None:
-    check_fits(PoolsConfig(), (Node(cpus=8.0, gpus=2.0),), tp=1, device="cuda")
+    check_fits(PoolsConfig(), (NodeResources(cpus=8.0, gpus=2.0),), tp=1, device="cuda")
     check_fits(PoolsConfig(), LAPTOP, tp=1, device="auto")
     with pytest.raises(Misconfigured, match="need 2 GPUs, and there are 0: --colocated"):
         check_fits(PoolsConfig(), LAPTOP, tp=1, device="cuda")
@@ -88,7 +88,7 @@ def test_pools_can_be_told_apart_by_a_resource_of_their_name() -> None:
 
 @given(cpus=st.integers(1, 256), count=st.integers(1, 64), tp=st.sampled_from([1, 2, 4, 8]))
 def test_shares_never_exceed_the_machine(cpus: int, count: int, tp: int) -> None:
-    workers = plan(PoolsConfig(colocated=count), (Node(cpus=float(cpus)),), tp=tp, device="cpu")
+    workers = plan(PoolsConfig(colocated=count), (NodeResources(cpus=float(cpus)),), tp=tp, device="cpu")
     taken = sum(bundle["CPU"] for worker in workers for bundle in worker.bundles())
     assert taken <= cpus + 1e-6
     assert all(worker.num_threads >= 1 for worker in workers)
@@ -101,6 +101,6 @@ def test_a_new_worker_shares_what_is_left_and_the_others_keep_theirs() -> None:
     assert more[:2] == kept
     assert (more[2].worker_id, more[2].device, more[2].cpus_per_rank) == ("decode-1", "cpu", 0.0)
     assert more[2].bundles() == [{"memory": 1.0}], "Ray refuses an empty bundle"
-    freed = replan(more[::2], PoolsConfig(decode=3), (Node(cpus=4.0),), tp=1)
+    freed = replan(more[::2], PoolsConfig(decode=3), (NodeResources(cpus=4.0),), tp=1)
     assert [one.cpus_per_rank for one in freed] == [1.0, 1.0, 0.0, 1.0]
     assert replan(more, PoolsConfig(), LAPTOP, tp=1) == kept

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.supervision.rank import Ended, Orders, Rank
+from cluster.supervision.rank import Ended, LocalRank, RankSpec
 from decode_pool.config import DecodeConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import Misconfigured
@@ -18,7 +18,7 @@ from workers.config import RankId, WorkerConfig
 from workers.cores import Core, Cores
 
 CORE = Core(cpu=min(os.sched_getaffinity(0)), node=0)
-ORDERS = Orders(
+ORDERS = RankSpec(
     role=WorkerRole.DECODE, worker=WorkerConfig(model="m"), prefill=PrefillConfig(), decode=DecodeConfig(),
     seat=RankId(worker_id="d0", incarnation=1),
 )  # fmt: skip
@@ -35,7 +35,7 @@ async def test_cores_are_given_back_when_nothing_is_opened(
             super().release()
             released.set()
 
-    def claim(orders: Orders) -> Cores:
+    def claim(orders: RankSpec) -> Cores:
         cores = Watched(tmp_path)
         assert cores.claim([CORE], 1) == (CORE.cpu,)
         return cores
@@ -48,7 +48,7 @@ async def test_cores_are_given_back_when_nothing_is_opened(
 
     monkeypatch.setattr("cluster.supervision.rank._claim", claim)
     monkeypatch.setattr("cluster.supervision.rank._open_worker", open_worker)
-    rank = Rank()
+    rank = LocalRank()
     rank.start(ORDERS)
     assert await asyncio.to_thread(opening.wait, 60)
     if stopped:

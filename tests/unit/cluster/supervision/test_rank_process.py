@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.process.channel import Channel
-from cluster.supervision.rank import Ended, Orders
-from cluster.supervision.rank_messages import RANK_MESSAGES, Attach, Attached
+from cluster.process.channel import MessageChannel
+from cluster.supervision.rank import Ended, RankSpec
+from cluster.supervision.rank_messages import RANK_MESSAGES, AttachRank, RankAttached
 from cluster.supervision.rank_process import RankProcess
 from cluster.supervision.rank_starter import RankLink, ended, has_ended, kill_process, start_process, why_ended
 from decode_pool.config import DecodeConfig
@@ -26,7 +26,7 @@ from protos.errors import Misconfigured, WorkerLost
 from protos.values import ErrorInfo, WorkerRole
 from workers.config import RankId, WorkerConfig
 
-ORDERS = Orders(
+ORDERS = RankSpec(
     role=WorkerRole.DECODE, worker=WorkerConfig(model="m", bind_cores="off"), prefill=PrefillConfig(),
     decode=DecodeConfig(), seat=RankId(worker_id="d0", incarnation=1),
 )  # fmt: skip
@@ -71,15 +71,15 @@ async def test_the_next_supervisor_receives_what_the_rank_came_to_meanwhile(
     process = RankProcess()
     path = str(tmp_path / "s")
     async with await asyncio.start_unix_server(process.meet, path):
-        first = await Channel.to(path, RANK_MESSAGES)
+        first = await MessageChannel.to(path, RANK_MESSAGES)
         first.send(ORDERS)
-        assert await first.receive() == Attached(pid=os.getpid(), has_orders=True)
+        assert await first.receive() == RankAttached(pid=os.getpid(), has_orders=True)
         await opening.wait()
         await first.close()
         may_fail.set()
-        second = await Channel.to(path, RANK_MESSAGES)
-        second.send(Attach())
-        assert await second.receive() == Attached(pid=os.getpid(), has_orders=True)
+        second = await MessageChannel.to(path, RANK_MESSAGES)
+        second.send(AttachRank())
+        assert await second.receive() == RankAttached(pid=os.getpid(), has_orders=True)
         while not isinstance(message := await second.receive(), Ended):
             assert message is not None
         assert message.error == ErrorInfo(code="misconfigured", message="no such model", param="model")
@@ -100,9 +100,9 @@ async def test_the_log_of_a_rank_goes_on_after_a_line_that_utf_8_cannot_encode(
     process = RankProcess()
     path = str(tmp_path / "s")
     async with await asyncio.start_unix_server(process.meet, path), asyncio.timeout(PATIENCE_S):
-        supervisor = await Channel.to(path, RANK_MESSAGES)
+        supervisor = await MessageChannel.to(path, RANK_MESSAGES)
         supervisor.send(ORDERS)
-        assert isinstance(await supervisor.receive(), Attached)
+        assert isinstance(await supervisor.receive(), RankAttached)
         lines = []
         while not isinstance(message := await supervisor.receive(), Ended):
             lines.append(message.message)
@@ -167,7 +167,7 @@ async def test_the_last_line_of_a_process_that_crashed_is_told(tmp_path: Path) -
 
 async def test_a_channel_ends_with_what_cannot_be_read(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
-    channel = await Channel.over(ours, RANK_MESSAGES)
+    channel = await MessageChannel.over(ours, RANK_MESSAGES)
     with theirs:
         theirs.sendall(b"\xff\xff\xff\xff")
         assert await channel.receive() is None

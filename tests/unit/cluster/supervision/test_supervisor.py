@@ -10,15 +10,15 @@ import pytest
 
 from cluster.config.config import PoolsConfig, SupervisionConfig
 from cluster.supervision.lifecycle import LifeState
-from cluster.supervision.placement import Node, WorkerPlan, plan, replan
+from cluster.supervision.placement import NodeResources, WorkerPlan, plan, replan
 from cluster.supervision.rank import Ended, Event, Loading, Serving
-from cluster.supervision.supervisor import Running, Supervisor, WorkerView
+from cluster.supervision.supervisor import RunningWorker, SupervisedWorker, Supervisor
 from protos.errors import BadCheckpoint, BatonError, WorkerLost
 from protos.values import KVLayout, LaneAddress, WorkerInfo
 from router.fleet.successors import Successor
 
-PLANS = plan(PoolsConfig(), (Node(cpus=2.0),), tp=1, device="cpu")
-LARGER = replan(PLANS, PoolsConfig(decode=2), (Node(cpus=2.0),), tp=1)
+PLANS = plan(PoolsConfig(), (NodeResources(cpus=2.0),), tp=1, device="cpu")
+LARGER = replan(PLANS, PoolsConfig(decode=2), (NodeResources(cpus=2.0),), tp=1)
 LAYOUT = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 
 
@@ -68,7 +68,7 @@ class Stage:
         self.starting_told: list[str] = []
         self.slept: list[float] = []
         self.beats: asyncio.Queue[BatonError | None] = asyncio.Queue()
-        self.shown: list[WorkerView] = []
+        self.shown: list[SupervisedWorker] = []
         self.turn = asyncio.Condition()
         self.drained = asyncio.Event()
 
@@ -282,7 +282,7 @@ def adopting(stage: Stage, life: Life, *, serves: bool) -> Supervisor:
         worker_id="decode-0", incarnation=7, role=PLANS[1].role, model="m", address="h:5", layout=LAYOUT,
         lane=LaneAddress(worker_id="decode-0", incarnation=7, host="h", port=1), max_model_len=32, vocab_size=32,
     )  # fmt: skip
-    running = Running(has_served=serves, incarnation=7, info=info if serves else None, follow=life.events)
+    running = RunningWorker(has_served=serves, incarnation=7, info=info if serves else None, follow=life.events)
     return Supervisor(
         PLANS, launcher=stage, announcer=stage, check_health=stage.check_health, drain=stage.drain,
         config=SupervisionConfig(), first_incarnation=100, running={"decode-0": running}, watch=stage.shown.append,
@@ -328,7 +328,7 @@ async def test_an_adopted_worker_is_asked_for_its_health_before_its_stream_says_
 async def test_settings_that_once_served_are_not_given_up_by_the_next_supervisor(stage: Stage) -> None:
     supervisor = Supervisor(
         PLANS, launcher=stage, announcer=stage, check_health=stage.check_health, drain=stage.drain,
-        config=SupervisionConfig(), first_incarnation=100, running={"decode-0": Running(has_served=True)},
+        config=SupervisionConfig(), first_incarnation=100, running={"decode-0": RunningWorker(has_served=True)},
         clock=lambda: 0.0, sleep=stage.sleep,
     )  # fmt: skip
     task = await start(stage, supervisor)
@@ -439,7 +439,7 @@ async def test_the_next_supervisor_ends_what_the_one_before_was_about_to_end(sta
     supervisor = Supervisor(
         PLANS, launcher=stage, announcer=stage, check_health=stage.check_health, drain=stage.drain,
         config=SupervisionConfig(), first_incarnation=100, leaving=LARGER[-1:], clock=lambda: 0.0, sleep=stage.sleep,
-        running={"decode-1": Running(has_served=True, incarnation=7, info=info, follow=life.events)},
+        running={"decode-1": RunningWorker(has_served=True, incarnation=7, info=info, follow=life.events)},
     )  # fmt: skip
     task = await start(stage, supervisor)
     await stage.until("drain h:5")

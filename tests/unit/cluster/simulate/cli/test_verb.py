@@ -14,7 +14,7 @@ import pytest
 
 from cluster.cli.main import make_app
 from cluster.simulate.run.clients import Clients
-from cluster.simulate.run.progress import Look, Watch
+from cluster.simulate.run.progress import Look, ProgressWatch
 from protos.errors import Misconfigured
 from tests.unit.cluster.simulate.asking import SMALL, answer, call
 from workers.kv.blocks import BlockPool
@@ -60,13 +60,13 @@ def test_files_are_written_though_nobody_reads_the_table(more: tuple[str, ...], 
 
 def test_a_run_says_how_far_it_is_on_stderr_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = answer(*SMALL)
-    begin = Watch.begin
+    begin = ProgressWatch.begin
 
-    def begin_and_show(watch: Watch, look: Look) -> None:
+    def begin_and_show(watch: ProgressWatch, look: Look) -> None:
         begin(watch, look)
         watch.show()
 
-    monkeypatch.setattr(Watch, "begin", begin_and_show)
+    monkeypatch.setattr(ProgressWatch, "begin", begin_and_show)
     result = call(*SMALL)
     assert "0 of 30 requests have ended in 0 s of virtual time" in result.stderr
     assert result.stdout == quiet

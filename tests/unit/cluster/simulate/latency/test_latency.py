@@ -11,8 +11,8 @@ from statistics import fmean
 import pytest
 
 from benchmarks.simulation.step_errors import BEGIN, END, NOTES, read, table
-from cluster.simulate.latency.base import Calibrated, Step, step_of
-from cluster.simulate.latency.calibration import NOTHING, Measured, calibrate, read_points
+from cluster.simulate.latency.base import Calibrated, StepWork, step_of
+from cluster.simulate.latency.calibration import NOTHING, MeasuredStep, calibrate, read_points
 from cluster.simulate.latency.fitted import FITTED
 from cluster.simulate.latency.roofline import HOST_S, Roofline
 from cluster.simulate.latency.shapes import GPUS, MODELS, num_blocks
@@ -42,7 +42,7 @@ def test_the_table_of_the_docs_is_that_of_the_points() -> None:
 
 
 @pytest.mark.parametrize("step", [DECODE, PROMPT])
-def test_no_newer_card_is_slower(step: Step) -> None:
+def test_no_newer_card_is_slower(step: StepWork) -> None:
     times = [
         Roofline(gpu=GPUS[name], model=MODELS["llama-3-8b"]).step_s(step) for name in ("a100", "h100", "h200", "b200")
     ]
@@ -129,8 +129,10 @@ def test_a_calibration_finds_the_coefficients_and_says_how_well_it_fits() -> Non
     truth = Calibrated(base_s=0.003, row_s=1e-4, token_s=2e-5, read_s=1e-7, attended_s=0.0, request_s=0.005)
     shapes = [(tokens, before, rows) for tokens in (1, 64, 500) for before in (0, 900) for rows in (1, 4, 16)]
     steps = [step_of([(tokens, tokens + before)] * rows) for tokens, before, rows in shapes]
-    points = [Measured(step=step, seconds=truth.step_s(step)) for step in steps]
-    first_tokens = [Measured(step=one.step, seconds=one.seconds + truth.request_s, num_requests=1) for one in points]
+    points = [MeasuredStep(step=step, seconds=truth.step_s(step)) for step in steps]
+    first_tokens = [
+        MeasuredStep(step=one.step, seconds=one.seconds + truth.request_s, num_requests=1) for one in points
+    ]
     found = calibrate([*points, *first_tokens])
     assert found.request_s == pytest.approx(truth.request_s)
     assert found.error is not None
@@ -146,8 +148,8 @@ def test_a_calibration_is_right_on_average_whatever_single_steps_scatter_by_and_
     seconds = [truth.step_s(step) * draw.choice((0.5, 0.75, 0.75, 1.0, 2.0)) for step in steps]
     seconds[7::100] = [one + 0.2 for one in seconds[7::100]]
     seconds[7] += 60.0
-    rests = [Measured(step=NOTHING, seconds=draw.choice((0.004, 0.008)), num_requests=1) for _ in range(200)]
-    found = calibrate([*(Measured(step=a, seconds=b) for a, b in zip(steps, seconds, strict=True)), *rests])
+    rests = [MeasuredStep(step=NOTHING, seconds=draw.choice((0.004, 0.008)), num_requests=1) for _ in range(200)]
+    found = calibrate([*(MeasuredStep(step=a, seconds=b) for a, b in zip(steps, seconds, strict=True)), *rests])
     assert [found.step_s(step) for step in steps] == pytest.approx([truth.step_s(step) for step in steps], rel=0.08)
     assert found.request_s == pytest.approx(0.006, rel=0.05)
     assert found.error is not None
@@ -166,7 +168,7 @@ def test_a_calibration_is_right_on_average_whatever_single_steps_scatter_by_and_
 
 def test_no_coefficient_is_negative_however_noisy_the_steps() -> None:
     steps = [step_of([(1, 100)] * rows) for rows in range(1, 9)]
-    falling = [Measured(step=step, seconds=0.01 / step.num_rows) for step in steps]
+    falling = [MeasuredStep(step=step, seconds=0.01 / step.num_rows) for step in steps]
     found = calibrate(falling)
     assert min(found.base_s, found.row_s, found.token_s, found.read_s, found.attended_s) >= 0
     assert found.error is not None
@@ -175,7 +177,7 @@ def test_no_coefficient_is_negative_however_noisy_the_steps() -> None:
 
 
 def test_a_fit_that_could_not_miss_does_not_say_that_it_is_right() -> None:
-    one = Measured(step=step_of([(100, 100)]), seconds=0.01)
+    one = MeasuredStep(step=step_of([(100, 100)]), seconds=0.01)
     assert calibrate([one]).error is None
     assert "cannot be told" in str(calibrate([one] * 3))
     assert "calibrated on 1 step:" in str(calibrate([one]))
@@ -200,7 +202,7 @@ def test_measured_steps_are_read_from_a_file_and_mistakes_are_named(tmp_path: Pa
 
 
 def test_figures_of_a_bench_are_steps_too(tmp_path: Path) -> None:
-    def ran(at_once: int) -> list[Measured]:
+    def ran(at_once: int) -> list[MeasuredStep]:
         file = tmp_path / f"{at_once}.json"
         figures = {
             "num_completed": 10, "num_prompt_tokens": 1000, "num_output_tokens": 400,
@@ -244,8 +246,8 @@ def test_a_profile_of_a_bench_is_its_steps(tmp_path: Path) -> None:
         events += [{"name": "request", "cat": "request", "id": number, "ph": ph, "ts": ts} for ph, ts in times]
     (tmp_path / "profile.json").write_text(json.dumps({"traceEvents": events}))
     assert read_points(tmp_path / "profile.json") == [
-        Measured(step=Step(2, 16, 160, 1200), seconds=0.001),
-        Measured(step=Step(3, 24, 240, 1800), seconds=0.001),
-        Measured(step=Step(1, 8, 80, 600), seconds=0.001),
-        Measured(step=NOTHING, seconds=0.0035, num_requests=1),
+        MeasuredStep(step=StepWork(2, 16, 160, 1200), seconds=0.001),
+        MeasuredStep(step=StepWork(3, 24, 240, 1800), seconds=0.001),
+        MeasuredStep(step=StepWork(1, 8, 80, 600), seconds=0.001),
+        MeasuredStep(step=NOTHING, seconds=0.0035, num_requests=1),
     ]

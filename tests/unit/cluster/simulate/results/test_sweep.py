@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.report import Objective, Record
+from cluster.bench.report import Objective, RequestRecord
 from cluster.simulate.results.sweep import within
-from cluster.simulate.results.targets import Target, targets_of
+from cluster.simulate.results.targets import PercentileTarget, targets_of
 from cluster.simulate.run.config import read_settings
 from protos.errors import Misconfigured
 from tests.unit.cluster.simulate.asking import SMALL, answer, call
 
 
-def record(ttft_s: float, *, error: str = "", num_output: int = 3) -> Record:
+def record(ttft_s: float, *, error: str = "", num_output: int = 3) -> RequestRecord:
     arrivals = (ttft_s, ttft_s + 0.2) if num_output > 1 else (ttft_s,)
-    return Record(index=0, sent_s=0.0, arrivals_s=arrivals, num_output=num_output, error=error)
+    return RequestRecord(index=0, sent_s=0.0, arrivals_s=arrivals, num_output=num_output, error=error)
 
 
 def test_a_percentile_is_that_of_all_requests_failed_and_unasked_ones_included() -> None:
-    target = Target.parse("ttft p90 < 2 s")
+    target = PercentileTarget.parse("ttft p90 < 2 s")
     nine = [record(0.1 * k) for k in range(1, 10)]
     assert target.reached([*nine, record(3.0)], 0).is_met
     assert not target.reached([*nine, record(3.0)], 1).is_met, "one was never asked"
@@ -33,7 +33,7 @@ def test_a_percentile_is_that_of_all_requests_failed_and_unasked_ones_included()
 
 
 def test_answers_of_one_token_have_no_time_per_token_to_miss() -> None:
-    target = Target.parse("tpot p50 50ms")
+    target = PercentileTarget.parse("tpot p50 50ms")
     assert target.reached([record(0.1, num_output=1)], 0).is_met
     assert not target.reached([record(0.1, num_output=1), record(0.1)], 0).is_met
 
@@ -43,7 +43,7 @@ def test_answers_of_one_token_have_no_time_per_token_to_miss() -> None:
 )
 def test_a_target_that_means_nothing_is_refused_with_what_to_give(text: str) -> None:
     with pytest.raises(Misconfigured, match=r"'ttft p90 < 2 s'"):
-        Target.parse(text)
+        PercentileTarget.parse(text)
 
 
 def test_a_sweep_without_a_target_is_refused() -> None:

@@ -10,7 +10,7 @@ from cluster.config.config import PoolsConfig
 from cluster.simulate.results.report import summarise
 from cluster.simulate.run.config import SimulationConfig, hardware_spec, simulated_router
 from cluster.simulate.run.simulation import simulate
-from cluster.simulate.world.workload import Load, conversations
+from cluster.simulate.world.workload import GeneratedLoad, conversations
 
 
 def crowded(policy: str) -> Report:
@@ -19,7 +19,7 @@ def crowded(policy: str) -> Report:
     pools = PoolsConfig(prefill=3, decode=3)
     config = SimulationConfig(pools=pools, spec=spec, router=simulated_router(policy), load_s=1.0)
     prompts, outputs = Lengths(low=500, high=6000), Lengths(low=100, high=300)
-    load = Load(num_requests=200, rate=60.0, prompts=prompts, outputs=outputs)
+    load = GeneratedLoad(num_requests=200, rate=60.0, prompts=prompts, outputs=outputs)
     return summarise(simulate(config, conversations(load, pause_s=2.0)), Objective(ttft_s=1.0)).report
 
 

@@ -12,23 +12,23 @@ from pathlib import Path
 import pytest
 
 from cluster.simulate.run import soak
-from cluster.simulate.run.soak import Trial
-from cluster.simulate.world.event_log import Chronicle
+from cluster.simulate.run.soak import SoakTrial
+from cluster.simulate.world.event_log import SimulationLog
 from tests.unit.cluster.simulate.asking import SMALL, call
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, number: int, kind: str = "") -> None:
     """Ctrl-C when so many events of that kind have been told of."""
-    note, left = Chronicle.note, [number]
+    note, left = SimulationLog.note, [number]
 
-    def note_and_interrupt(chronicle: Chronicle, told: str, subject: str, **facts: object) -> None:
+    def note_and_interrupt(chronicle: SimulationLog, told: str, subject: str, **facts: object) -> None:
         note(chronicle, told, subject, **facts)
         if told.startswith(kind):
             left[0] -= 1
             if not left[0]:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Chronicle, "note", note_and_interrupt)
+    monkeypatch.setattr(SimulationLog, "note", note_and_interrupt)
 
 
 def test_the_event_log_ends_where_the_run_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,9 +56,9 @@ def test_a_run_that_is_interrupted_before_its_load_says_so(tmp_path: Path, monke
 
 
 def test_a_soak_that_is_interrupted_tells_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[Trial] = []
+    done: list[SoakTrial] = []
 
-    def run(made: Trial) -> None:
+    def run(made: SoakTrial) -> None:
         if len(done) == 3:
             os.kill(os.getpid(), signal.SIGINT)
         done.append(made)

@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 
 from cluster.bench.report import Objective
-from cluster.bench.workload import Span
+from cluster.bench.workload import PrefixSpan
 from cluster.simulate.latency.base import Calibrated
 from cluster.simulate.node.itl import Gaps
 from cluster.simulate.node.worker import SimulatedWorker
 from cluster.simulate.results.report import summarise
 from cluster.simulate.run.config import simulated_router
-from cluster.simulate.run.simulation import Outcome, simulate
+from cluster.simulate.run.simulation import SimulationOutcome, simulate
 from cluster.simulate.world.clock import VirtualLoop, run_virtually
 from cluster.simulate.world.faults import Fault
 from cluster.simulate.world.lanes import Cards, Lanes
-from cluster.simulate.world.network import Network, Wire
-from cluster.simulate.world.workload import GENERATED, Session, Turn
+from cluster.simulate.world.network import Network, NetworkModel
+from cluster.simulate.world.workload import GENERATED, SessionTurn, UserSession
 from protos.values import Health, ReserveRequest, WorkerRole
 from tests.unit.cluster.simulate.towns import sessions, town
 
@@ -101,7 +101,7 @@ def test_leaps_change_nothing_of_steps_that_scatter() -> None:
     latency = replace(latency, stalls_s=(0.03, 0.09), stalls_per_s=1.0)
     config = town(prefill=1, decode=1)
 
-    def run(leaping: bool, latency: Calibrated) -> Outcome:
+    def run(leaping: bool, latency: Calibrated) -> SimulationOutcome:
         return simulate(replace(config, spec=replace(config.spec, latency=latency, leaping=leaping)), asked)
 
     leaping, stepping = (run(leaps, latency) for leaps in (True, False))
@@ -191,7 +191,7 @@ def test_a_worker_that_keeps_blocks_for_others_is_not_stuck() -> None:
     spec = replace(town().spec, stall_s=1.0)
 
     async def wait_for_kv() -> Health:
-        network, lanes = Network(Wire(), random.Random(0)), Lanes(Cards())
+        network, lanes = Network(NetworkModel(), random.Random(0)), Lanes(Cards())
         decode, prefill = (
             SimulatedWorker(spec, worker_id=role, role=role, incarnation=1, network=network, lanes=lanes)
             for role in (WorkerRole.DECODE, WorkerRole.PREFILL)
@@ -215,7 +215,9 @@ def test_leaps_save_messages() -> None:
 def test_a_long_prompts_kv_does_not_wait_for_the_steps_of_other_prompts() -> None:
     """4 GB of it, on a lane of 50 GB/s that stages 256 MiB, beside steps of 0.4 s: it waited for eight of them."""
     asked = [
-        Session(number=n, due_s=0.0, turns=(Turn(spans=(Span(key=(n, 0), num_tokens=30_000),), num_output=3),))
+        UserSession(
+            number=n, due_s=0.0, turns=(SessionTurn(spans=(PrefixSpan(key=(n, 0), num_tokens=30_000),), num_output=3),)
+        )
         for n in range(3)
     ]
     outcome = simulate(town(prefill=1, decode=1, num_blocks=6000), asked)
@@ -294,7 +296,7 @@ def test_answers_of_one_token_are_not_handed_over() -> None:
     assert told.handed_over == 1.0, "of whole answers"
 
 
-def _of(asked: list[Session], *, num_output: int) -> list[Session]:
+def _of(asked: list[UserSession], *, num_output: int) -> list[UserSession]:
     return [replace(one, turns=tuple(replace(turn, num_output=num_output) for turn in one.turns)) for one in asked]
 
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from cluster.simulate.run import soak
-from cluster.simulate.run.deployment import Deployment
-from cluster.simulate.run.simulation import Outcome, simulate
+from cluster.simulate.run.deployment import SimulatedDeployment
+from cluster.simulate.run.simulation import SimulationOutcome, simulate
 from cluster.simulate.world.clock import VirtualLoop, run_virtually, running_loop
-from cluster.simulate.world.event_log import Chronicle
+from cluster.simulate.world.event_log import SimulationLog
 from cluster.simulate.world.faults import Fault, Kind, drawn
-from cluster.simulate.world.network import Wire
+from cluster.simulate.world.network import NetworkModel
 from protos.errors import Misconfigured
 from protos.values import SequenceUpdate, WorkerRole
 from tests.unit.cluster.simulate.towns import run, town
@@ -34,8 +34,8 @@ def test_no_invariant_breaks_whatever_happens(first: int) -> None:
             pytest.fail(f"{soak.trial(seed).replay}: {soak.reason(error)}")
 
 
-def leapt_and_stepped(made: soak.Trial) -> list[Outcome]:
-    config = replace(made.config, wire=Wire(), audit_every=0)
+def leapt_and_stepped(made: soak.SoakTrial) -> list[SimulationOutcome]:
+    config = replace(made.config, wire=NetworkModel(), audit_every=0)
     return [
         simulate(replace(config, spec=replace(config.spec, leaping=leaps)), made.sessions, made.faults)
         for leaps in (True, False)
@@ -88,7 +88,7 @@ def test_a_seed_is_all_there_is_to_a_trial() -> None:
     assert soak.run(soak.trial(7)).fingerprint == soak.run(soak.trial(7)).fingerprint
 
 
-def answered(outcome: Outcome) -> int:
+def answered(outcome: SimulationOutcome) -> int:
     return sum(not record.error for record in outcome.records)
 
 
@@ -113,7 +113,7 @@ def test_gateways_know_when_their_store_is_gone_and_share_again_when_it_is_back(
     config = town(prefill=0, decode=1, num_gateways=2, shared_index=True)
 
     async def troubles() -> list[set[str]]:
-        deployment = Deployment(config, Chronicle(running_loop()))
+        deployment = SimulatedDeployment(config, SimulationLog(running_loop()))
         await deployment.start()
         shared, store = [one.shared for one in deployment.gateways if one.shared is not None], deployment.store
         assert store is not None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.simulate.run.config import simulated_router
-from cluster.simulate.run.deployment import Gateway
+from cluster.simulate.run.deployment import SimulatedGateway
 from cluster.simulate.world.fake_redis import Server
 from cluster.simulate.world.faults import Kind
 from cluster.simulate.world.lanes import Cards
@@ -64,7 +64,7 @@ def felt(where: str, *faults: str) -> Felt:
     gaps: list[Hello] = []
     outages: list[int] = []
     snapshots: list[Any] = []
-    receive, stop, keep = Feed.receive, Gateway.stop, Server._snapshot
+    receive, stop, keep = Feed.receive, SimulatedGateway.stop, Server._snapshot
 
     def listen(feed: Feed, worker_id: str, message: KVEvents) -> Hello | None:
         told.extend([asyncio.get_running_loop().time()] * len(message.events))
@@ -72,7 +72,7 @@ def felt(where: str, *faults: str) -> Felt:
         gaps.extend([hello] if hello is not None else [])
         return hello
 
-    async def look_and_stop(gateway: Gateway) -> None:
+    async def look_and_stop(gateway: SimulatedGateway) -> None:
         outages.extend([gateway.shared.num_outages] if gateway.shared is not None else [])
         await stop(gateway)
 
@@ -82,7 +82,7 @@ def felt(where: str, *faults: str) -> Felt:
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(Feed, "receive", listen)
-        patches.setattr(Gateway, "stop", look_and_stop)
+        patches.setattr(SimulatedGateway, "stop", look_and_stop)
         patches.setattr(Server, "_snapshot", keep_and_count)
         outcome, lines = run(*faults, audit_every=0, **TOWNS[where])
     answered = [record for record in outcome.records if not record.error]

@@ -16,9 +16,9 @@ from cluster.bench.workload import Lengths
 from cluster.simulate.world.workload import (
     ASSISTANT_RATE,
     GENERATED,
-    Load,
+    GeneratedLoad,
     Pace,
-    Room,
+    SessionLimit,
     arrivals,
     bursty,
     diurnal,
@@ -30,7 +30,7 @@ from cluster.simulate.world.workload import (
 from protos.errors import Misconfigured
 from protos.values import BlockHash
 
-LOAD = Load(num_requests=100, rate=5.0, prompts=Lengths(low=10, high=50), outputs=Lengths(low=5, high=9))
+LOAD = GeneratedLoad(num_requests=100, rate=5.0, prompts=Lengths(low=10, high=50), outputs=Lengths(low=5, high=9))
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -140,8 +140,8 @@ def test_a_trace_with_a_gap_of_months_is_refused(tmp_path: Path) -> None:
     assert len(recorded(file, speed=float(speed))) == 3
 
 
-def room(num_tokens: int) -> Room:
-    return Room(num_tokens=num_tokens, limit="memory", more="give workers more")
+def room(num_tokens: int) -> SessionLimit:
+    return SessionLimit(num_tokens=num_tokens, limit="memory", more="give workers more")
 
 
 def test_what_no_worker_can_hold_is_left_out_and_counted() -> None:
