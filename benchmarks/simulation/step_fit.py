@@ -92,8 +92,8 @@ def source(fitted: dict[str, KernelTimes]) -> str:
         f"{BACKEND}.\n"
         '"""\n\n'
         "from __future__ import annotations\n\n"
-        "from cluster.simulate.latency.kernels import Attention, Kernels, Products, Reduce\n\n"
-        f"FITTED: dict[str, Kernels] = {fitted!r}\n"
+        "from cluster.simulate.latency.kernels import AllReduceTimes, AttentionTimes, KernelTimes, ProductTimes\n\n"
+        f"FITTED: dict[str, KernelTimes] = {fitted!r}\n"
     )
 
 

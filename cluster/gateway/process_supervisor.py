@@ -82,8 +82,9 @@ class ProcessSlot:
 
 
 class GatewayProcesses:
-    """The faces of a deployment, as a `GatewayServer` has them, in `config.processes` processes. Made on the event loop it runs
-    on. `fleet` is told who joins and leaves, unless the processes find workers themselves (`is_told` false).
+    """The gateway in `config.processes` processes, with the interface of a `GatewayServer`. Made on the event loop it
+    runs on. `fleet` passes on which workers join and leave, unless the processes find workers themselves (`is_told`
+    false).
 
     Raises Misconfigured when the port for gRPC is taken.
     """

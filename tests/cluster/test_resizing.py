@@ -23,7 +23,16 @@ def workers_of(baton: Deployed) -> dict[str, Any]:
 def test_a_pool_grows_and_shrinks_with_nothing_lost_and_nothing_left(deploy: Callable[..., Deployed]) -> None:
     ports = ("--port", "0", "--grpc-port", "0")
     baton = deploy(
-        "serve", "--model", str(DEMO), "--served-name", "demo", *PRECISE, *ports, program="tests.cluster.resized"
+        "serve",
+        "--model",
+        str(DEMO),
+        "--served-name",
+        "demo",
+        *PRECISE,
+        *ports,
+        "--policy",
+        "round_robin",
+        program="tests.cluster.resized",
     )
     prompts = [f"{LONG}# {number}\n" for number in range(NUM_STREAMS)]
     long = {"max_tokens": 300, "ignore_eos": True}

@@ -200,7 +200,7 @@ def test_pools_need_somebody_to_find_them(monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_worker_that_cannot_listen_says_so_before_it_reads_weights(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cluster.cli.worker.Rank.start", lambda rank, orders: pytest.fail("it starts"))
+    monkeypatch.setattr("cluster.cli.worker.LocalRank.start", lambda rank, orders: pytest.fail("it starts"))
     said = refused(monkeypatch, capsys, "worker", "--model", DEMO["model"], "--host", "192.0.2.1")
     assert "cannot listen on 192.0.2.1:0: Cannot assign requested address;" in said
 

@@ -22,11 +22,11 @@ from workers.config import WorkerConfig
 CONFIG = ClusterConfig(worker=WorkerConfig(model="m"), router=RouterConfig(model_path=Path("m"), model_name="m"))
 NEVER_UP = """
 import asyncio, os, socket, sys
-from cluster.process.channel import Channel
+from cluster.process.channel import MessageChannel
 from cluster.ray.supervisor_messages import SUPERVISOR_MESSAGES, RayAway
 
 async def main():
-    channel = await Channel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)
+    channel = await MessageChannel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)
     await channel.receive()
     channel.send(RayAway(reason="Ray did not start: timed out"))
     await channel.close()
@@ -37,17 +37,17 @@ asyncio.run(main())
 # Plans and records a worker, and ends; the next one writes down what it was given, and lives on.
 ONCE = """
 import asyncio, json, os, signal, socket, sys
-from cluster.process.channel import Channel
+from cluster.process.channel import MessageChannel
 from cluster.supervision.living import LivingWorker
-from cluster.supervision.placement import Node, plan
-from cluster.ray.supervisor_messages import SUPERVISOR_MESSAGES, LogLine, Planned, RayAway, Record
+from cluster.supervision.placement import NodeResources, plan
+from cluster.ray.supervisor_messages import SUPERVISOR_MESSAGES, LogLine, Planned, RayAway, WorkerRecorded
 
 async def main():
-    channel = await Channel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)
+    channel = await MessageChannel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)
     begin = await channel.receive()
     if not begin.plans:
-        channel.send(Planned(plans=plan(begin.config.pools, (Node(cpus=2.0),), tp=1, device="cpu")))
-        channel.send(Record(living=LivingWorker(
+        channel.send(Planned(plans=plan(begin.config.pools, (NodeResources(cpus=2.0),), tp=1, device="cpu")))
+        channel.send(WorkerRecorded(living=LivingWorker(
             worker_id="decode-0", incarnation=7, host="n1", devices=("3",), names=("decode-0.7.0",), pids=(9,)
         )))
         await channel.flush()
@@ -62,18 +62,18 @@ asyncio.run(main())
 # Plans, or says that Ray is there; answers a ping only when the parent has sent it twenty.
 DEAF = """
 import asyncio, os, socket, sys
-from cluster.process.channel import Channel
-from cluster.supervision.placement import Node, plan
+from cluster.process.channel import MessageChannel
+from cluster.supervision.placement import NodeResources, plan
 from cluster.gateway.messages import Ping, Pong
 from cluster.ray.supervisor_messages import SUPERVISOR_MESSAGES, Planned, RayAway
 
 async def main():
-    channel = await Channel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)
+    channel = await MessageChannel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)
     begin = await channel.receive()
     if begin.plans:
         channel.send(RayAway(reason=""))
     else:
-        channel.send(Planned(plans=plan(begin.config.pools, (Node(cpus=2.0),), tp=1, device="cpu")))
+        channel.send(Planned(plans=plan(begin.config.pools, (NodeResources(cpus=2.0),), tp=1, device="cpu")))
     num_pings = 0
     while (message := await channel.receive()) is not None:
         num_pings += isinstance(message, Ping)
@@ -85,14 +85,14 @@ asyncio.run(main())
 # Plans, and has two more messages when it is stopped.
 TROUBLED = """
 import asyncio, os, socket, sys
-from cluster.process.channel import Channel
-from cluster.supervision.placement import Node, plan
+from cluster.process.channel import MessageChannel
+from cluster.supervision.placement import NodeResources, plan
 from cluster.ray.supervisor_messages import SUPERVISOR_MESSAGES, Planned, RayAway, StopWorkers
 
 async def main():
-    channel = await Channel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)
+    channel = await MessageChannel.over(socket.socket(fileno=int(sys.argv[1])), SUPERVISOR_MESSAGES)
     begin = await channel.receive()
-    channel.send(Planned(plans=plan(begin.config.pools, (Node(cpus=2.0),), tp=1, device="cpu")))
+    channel.send(Planned(plans=plan(begin.config.pools, (NodeResources(cpus=2.0),), tp=1, device="cpu")))
     while not isinstance(await channel.receive(), StopWorkers):
         pass
     channel.send(RayAway(reason="Ray is lost"))
