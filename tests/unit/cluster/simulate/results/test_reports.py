@@ -92,7 +92,7 @@ def test_every_report_says_what_was_simulated(tmp_path: Path) -> None:
 def test_figures_tell_the_settings_that_made_them(tmp_path: Path) -> None:
     """They named a file of settings, which may be another one by now. What changes nothing is not among them."""
     file, figures = tmp_path / "cluster.toml", tmp_path / "run.json"
-    file.write_text("[router]\nlocal_prefill_tokens = 7\n[lanes]\nbeat_s = 0.7\n")
+    file.write_text("[router]\nlocal_prefill_tokens = 7\n[lanes]\nheartbeat_s = 0.7\n")
     answer(*SMALL, "--config", str(file), "--set", "worker.max_num_seqs=9", "--json", str(figures))
     told = json.loads(figures.read_text())["settings"]
     assert (told["router"]["local_prefill_tokens"], told["worker"]["max_num_seqs"], told["index"]) == (7, 9, "memory")
