@@ -102,11 +102,9 @@ def _simulate(
         finally:  # also what a cluster that does not start has done
             chronicle.begin()
         keep()
-        start_s = loop.time()
-        loop.after = invariants.after_event
-        timeline = SimulationTimeline(
-            deployment, period_s=max(session.due_s for session in sessions) / NUM_SAMPLES + 0.1
-        )
+        start_s, loop.after = loop.time(), invariants.after_event
+        last_due_s = max(session.due_s for session in sessions)
+        timeline = SimulationTimeline(deployment, period_s=last_due_s / NUM_SAMPLES + 0.1)
         trouble = Trouble(deployment, clients, seed=config.seed)
         if watch is not None:
             watch(lambda: RunProgress(num_ended=len(clients.records), at_s=loop.time() - start_s))
