@@ -16,13 +16,15 @@ from router.config import RouterConfig
 from router.dispatch.chooser import Routing
 from router.grammar.checker import GrammarChecks
 from router.http.pace import Pace
+from router.http.sse import SseWriter
 from router.jobs import FleetView, Generate
 from router.metrics import RequestMetrics, Track
 from router.replicas.peers import Siblings
+from router.streaming.token_sink import TokenSink, compiled
 from router.text.chat_template import ChatTemplate, Message
 from router.text.model_card import ModelCard
 from router.text.sampling_request import Ask, check_length
-from router.text.text_stream import Piece, Say, Tally, answer
+from router.text.text_stream import Piece, Tally, answer
 from router.text.tokenizer import Tokenizer
 from router.text.tool_call_formats import ToolFormat
 
@@ -58,6 +60,24 @@ class Gateway:
     def ready(self) -> bool:
         """Would a request be served, whichever process gets it?"""
         return self.siblings.settled and self.fleet.ready()
+
+    def _sinks(self, ask: Ask, track: Track, writer: SseWriter | None) -> Sequence[TokenSink]:
+        if compiled() is None:
+            return []
+        sinks = [
+            TokenSink(
+                self.tokenizer.vocabulary.texts,
+                track.times(index),
+                self.pace,
+                writer.events(index) if writer is not None else None,
+                skip_special_tokens=ask.skip_special_tokens,
+                stops=ask.stop,
+            )
+            for index in range(len(ask.jobs))
+        ]
+        if writer is not None:
+            writer.sinks = sinks
+        return sinks
 
     def check_model(self, name: str) -> None:
         """Raises UnknownModel."""
@@ -126,41 +146,32 @@ class Gateway:
         return await self.tokenizer.encode_rendered(rendered)
 
     async def answer(
-        self, ask: Ask, track: Track, tally: Tally | None = None, say: Say | None = None
+        self,
+        ask: Ask,
+        track: Track,
+        tally: Tally | None = None,
+        *,
+        is_plain: bool = False,
+        writer: SseWriter | None = None,
     ) -> AsyncGenerator[Piece, None]:
-        """The ask's pieces as they come, without what `say` has taken, measured, counted in `tally` and put to its
-        tenant's account. Closing it early closes every job. Raises RateLimited."""
+        """The ask's pieces as they come, measured, counted in `tally` and put to its tenant's account. Of an answer
+        that `is_plain` only the text is of interest: a `TokenSink` takes what it can, and writes it by the `writer`
+        ahead of the pieces, if there is one. Closing it early closes every job. Raises RateLimited."""
         reception, pace, counted = self.reception, self.pace, tally or Tally(ask)
-        limited = ask.tenant.tokens_per_min is not None
-
-        def note(index: int, text: str, num_tokens: int, now: float) -> None:
-            track.waited(index, num_tokens, now)
-            settled(index, text, num_tokens, now)
-
-        def settled(index: int, text: str, num_tokens: int, now: float) -> None:
-            track.wrote(index, num_tokens, now)
-            counted.said(num_tokens)
-            if limited:
-                reception.wrote(ask.tenant, num_tokens)
-
+        sinks = self._sinks(ask, track, writer) if is_plain and not ask.silent else []
         track.tenant = ask.tenant.name
-        if say is not None and say.shortcut is not None:
-            say.shortcut.gaps = track.gaps
         async with reception.present(ask.tenant, ask.request_id, sum(map(len, ask.prompts))):
             self.routing.records.open(ask.jobs)
             error: BaseException | None = None
             try:
-                told = answer(
-                    self.generate, ask, self.tokenizer.vocabulary, None if say is None else say.under(note, settled)
-                )
-                async with aclosing(told) as pieces:
+                async with aclosing(answer(self.generate, ask, self.tokenizer.vocabulary, sinks)) as pieces:
                     with pace.running():
                         async for piece in pieces:
                             track.saw(piece)
                             counted.add(piece)
                             reception.wrote(ask.tenant, piece.num_tokens)
                             yield piece
-                            if pace.gap_s and say is None:  # else its voice takes care of that
+                            if pace.gap_s and not sinks:  # else the sinks see to it
                                 await asyncio.sleep(pace.gap_s)
             except BaseException as failed:
                 error = failed
@@ -191,6 +202,8 @@ def open_gateway(
 ) -> Gateway:
     """Reads tokenizer, chat template and defaults from the checkpoint. Raises Misconfigured."""
     tokenizer = Tokenizer.load(config.model_path)
+    if compiled() is not None:
+        _ = tokenizer.vocabulary.texts  # before the first request, which would wait for them
     template = ChatTemplate.load(config.model_path, tokenizer.named_tokens, tokenizer.added_tokens)
     return Gateway(
         card=ModelCard.load(config.model_path, config.model_name, max_model_len=max_model_len),

@@ -7,7 +7,7 @@ A request with n > 1 is n jobs that share a prompt. Strings end here: dispatch a
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
 from protos.value import Value
 from protos.values import FinishReason, Logprobs, Profile, SamplingParams, WorkerInfo, WorkerLoad, WorkerStats
-from router.streaming.shortcut import Note, Shortcut
+from router.streaming.token_sink import TokenSink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,50 +68,14 @@ class TokenDelta(Value, frozen=True, kw_only=True):
     num_prompt_computed: int = 0
 
 
-Take = Callable[[Sequence[int], float], bool]
-"""Takes new tokens of a job at a time (the loop's clock). False: it has taken nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tap:
-    """Past the deltas, by plain calls (docs/adr/0019): for tokens of which everything before has been taken.
-
-    For ids and nothing else: the first token, an end and logprobs are deltas. What `take` refuses becomes a delta as
-    well. `note` is told of tokens that the `shortcut` has taken, which is open only after `take` has taken one, and
-    until anything but `take` concerns the job.
-    """
-
-    take: Take
-    note: Note
-    shortcut: Shortcut | None = None
-
-    def under(self, note: Note | None = None, clear: Callable[[], bool] | None = None) -> Tap:
-        """For the layer below: it takes while the way is `clear`, and `note` learns of all that was taken."""
-        take_above, note_above = self.take, self.note
-
-        def take(token_ids: Sequence[int], now: float) -> bool:
-            if (clear is not None and not clear()) or not take_above(token_ids, now):
-                return False
-            if note is not None:
-                note(token_ids, now)
-            return True
-
-        def both(token_ids: Sequence[int], now: float) -> None:
-            note_above(token_ids, now)
-            if note is not None:
-                note(token_ids, now)
-
-        return Tap(take, both, self.shortcut)
-
-
 class Generate(Protocol):
     """Runs a job. Closing the generator early (a client that left, a stop string found) aborts it on every worker.
 
-    Whoever passes a `tap` gets some tokens by it; it may see none. Raises BatonError: NoWorkers, Overloaded, WorkerLost
-    and the like, before or after the first delta.
+    A `sink` takes plain tokens ahead of the deltas that account for them. Raises BatonError: NoWorkers, Overloaded,
+    WorkerLost and the like, before or after the first delta.
     """
 
-    def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]: ...
+    def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]: ...
 
 
 class WorkerView(Protocol):

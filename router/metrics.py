@@ -13,7 +13,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protos.errors import BatonError, Cancelled, Internal
-from router.streaming.itl_histogram import AnswerGaps, TokenGaps
+from router.streaming.itl_histogram import ChoiceTimes, ItlHistogram
 from router.text.text_stream import Piece, Usage
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0)
@@ -70,7 +70,7 @@ class Endpoint:
         labels = self.labels = (name, metrics.model)
         self._requests = metrics.requests
         self._answered: dict[str, Counter] = {}
-        self.gaps = TokenGaps(_GAP_SECONDS)
+        self.itl = ItlHistogram(_GAP_SECONDS)
         self.in_flight = metrics.in_flight.labels(*labels)
         self.ttft = metrics.ttft.labels(*labels)
         self.tpot = metrics.tpot.labels(*labels)
@@ -95,7 +95,7 @@ class _GapCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         itl = HistogramMetricFamily("baton_itl_seconds", "Time between two tokens of an answer", labels=_LABELS)
         for endpoint in self._endpoints.values():
-            itl.add_metric(endpoint.labels, endpoint.gaps.buckets(), endpoint.gaps.sum_s)
+            itl.add_metric(endpoint.labels, endpoint.itl.buckets(), endpoint.itl.sum_s)
         yield itl
 
     def describe(self) -> Iterable[Metric]:
@@ -110,40 +110,34 @@ class Track:
         self._metrics = metrics
         self._clock = asyncio.get_running_loop().time
         self._start = self._clock()
-        self._spans: dict[int, tuple[float, float, int]] = {}
+        self._choices: dict[int, ChoiceTimes] = {}
+        self._has_begun = False
         self._generated = metrics.generated_tokens
-        self.gaps = AnswerGaps(metrics.gaps, self._start)
         self.usage: Usage | None = None
         self.tenant = ""
         self.outcome = ""
         metrics.in_flight.inc()
 
+    def times(self, index: int) -> ChoiceTimes:
+        """Of a choice's tokens, also of those that its sink takes."""
+        if index not in self._choices:
+            self._choices[index] = ChoiceTimes(self._metrics.itl)
+        return self._choices[index]
+
     def saw(self, piece: Piece) -> None:
         """Notes a piece's tokens. Called once a piece, in order."""
         if not piece.num_tokens:
             return
-        now = self._clock()
-        if not self._spans:
+        now, times = self._clock(), self.times(piece.index)
+        if not self._has_begun:
+            self._has_begun = True
             self._metrics.ttft.observe(now - self._start)
-        if (span := self._spans.get(piece.index)) is None:
+        if not times.num_tokens:
             self._metrics.queue.observe(piece.queue_s)
-            self._spans[piece.index] = (now, now, piece.num_tokens)
-            self.gaps.last_s = now
-        else:
-            self.waited(piece.index, piece.num_tokens, now)
-            self._spans[piece.index] = (span[0], now, span[2] + piece.num_tokens)
+            times.begin(piece.num_tokens, now)
+        elif piece.num_tokens > piece.num_taken:
+            times.came(piece.num_tokens - piece.num_taken, now)
         self._generated.inc(piece.num_tokens)
-
-    def waited(self, index: int, num_tokens: int, now: float) -> None:
-        """Notes the gap before tokens of a choice that `saw` has noted before. Those of a short cut it has counted."""
-        self._metrics.gaps.add((now - self._spans[index][1]) / num_tokens, num_tokens)
-
-    def wrote(self, index: int, num_tokens: int, now: float) -> None:
-        """Notes more tokens of a choice that `saw` has noted before."""
-        first, _, count = self._spans[index]
-        self._spans[index] = (first, now, count + num_tokens)
-        self.gaps.last_s = now
-        self._generated.inc(num_tokens)
 
     def count(self, usage: Usage) -> None:
         """Notes the prompt's tokens, once the whole answer is there."""
@@ -164,9 +158,9 @@ class Track:
         if error is not None:
             return
         self._metrics.e2e.observe(self._clock() - self._start)
-        for first, last, count in self._spans.values():
-            if count > 1:
-                self._metrics.tpot.observe((last - first) / (count - 1))
+        for times in self._choices.values():
+            if times.num_tokens > 1:
+                self._metrics.tpot.observe((times.last_s - times.first_s) / (times.num_tokens - 1))
         if self.usage is not None:
             self._metrics.prompt_length.observe(self.usage.prompt_tokens)
             self._metrics.answer_length.observe(self.usage.completion_tokens)

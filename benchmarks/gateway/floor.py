@@ -30,7 +30,7 @@ import uvloop
 from benchmarks.gateway.router import StreamClient
 from kvtransfer.native import load
 from protos import worker_pb2
-from router.http.response_writer import HttpProtocol
+from router.http.protocol import HttpProtocol
 
 CONNECTIONS, ROUNDS, PAUSE_S = 256, 150, 0.02
 REQUESTS = 2000

@@ -25,7 +25,7 @@ from router.config import RouterConfig
 from router.fleet.channels import Channels
 from router.gateway import open_gateway
 from router.grpc.service import GrpcFace
-from router.http.response_writer import HttpProtocol
+from router.http.protocol import HttpProtocol
 from router.metrics import RequestMetrics
 from router.prefix.registry import MEMORY, open_index
 from router.replicas.load_gossip import LoadGossip

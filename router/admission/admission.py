@@ -26,9 +26,10 @@ from router.admission.capacity import Overrun, Room, least_ttft_s, nobody_here, 
 from router.admission.fair_queue import Entry, FairQueue
 from router.admission.retry_queue import LEAST_MEASURED_S, Rate, Returning
 from router.config import RouterConfig
-from router.jobs import Generate, Job, Tap, TokenDelta
+from router.jobs import Generate, Job, TokenDelta
 from router.policies.table import CandidateTable
 from router.prefix.index import Match
+from router.streaming.token_sink import TokenSink
 
 LEAST_RETRY_S = 0.1
 HEADROOM = 0.02  # of a bound: what comes out on the edge of it is late one time in two
@@ -100,21 +101,16 @@ class Admission:
         self._line.weigh(weights)
         self._returning.weigh(weights)
 
-    async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
         """Raises Overloaded, with the time after which to come again, before the first delta; else as `Generate`."""
         entry = self._entry(job)
         job, expected_s = await self._enter(job, entry)
         # Counted before it is served, or a whole line of one tenant's would go before its first prompt has been read.
         self._line.charge(job.tenant, num_input=len(job.prompt_ids))
         let_s = loop_time()
-        charge, tenant = self._line.charge, job.tenant
-
-        def note(token_ids: Sequence[int], now: float) -> None:
-            charge(tenant, num_output=len(token_ids))
-
         told = False
         try:
-            async with aclosing(self._generate(job, None if tap is None else tap.under(note))) as deltas:
+            async with aclosing(self._generate(job, sink)) as deltas:
                 async for delta in deltas:
                     num_found = 0
                     if not told and delta.token_ids:

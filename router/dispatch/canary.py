@@ -20,9 +20,10 @@ from dataclasses import replace
 from enum import StrEnum
 
 from protos.errors import BatonError
-from router.jobs import Generate, Job, Tap, TokenDelta
+from router.jobs import Generate, Job, TokenDelta
 from router.policies.base import Decision, Policy, RequestView
 from router.policies.table import CandidateTable
+from router.streaming.token_sink import TokenSink
 
 log = logging.getLogger("baton.router")
 
@@ -65,8 +66,8 @@ class Canary:
         self._running: asyncio.Task[None] | None = None
         self.outcomes: Counter[str] = Counter()
 
-    def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
-        return self._twice(job) if self._is_due(job) else self._generate(job, tap)
+    def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+        return self._twice(job) if self._is_due(job) else self._generate(job, sink)
 
     async def settled(self) -> None:
         """Returns when no second run is under way."""

@@ -35,10 +35,11 @@ from router.dispatch.prefix_pull import PrefixPull, PrefixPulls
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Member
 from router.fleet.worker_client import Updates
-from router.jobs import Job, Tap, TokenDelta
+from router.jobs import Job, TokenDelta
 from router.policies.base import Decision, Policy
 from router.policies.table import CandidateTable
 from router.prefix.index import NO_MATCH
+from router.streaming.token_sink import TokenSink
 from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")
@@ -115,12 +116,11 @@ class Dispatcher:
         )
         self.num_resumed = 0
 
-    async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
         """Deltas of one job. Raises BatonError when it cannot be run, or not to its end."""
         record = self._chooser.record(job)
-        job_state = JobState(job, now=loop_time(), record=record)
+        job_state = JobState(job, now=loop_time(), record=record, sink=sink)
         record.note(EventKind.ADMITTED, loop_time())
-        through = _journaling(job_state, tap)
         try:
             while True:
                 attempt: Attempt | None = None
@@ -128,7 +128,7 @@ class Dispatcher:
                     if await self._suspects.turn(job_state.suspicion):
                         job_state.blocked_since_s = None
                     attempt = self._decide(job_state)
-                    async with aclosing(self._run(job_state, attempt, through)) as updates:
+                    async with aclosing(self._run(job_state, attempt)) as updates:
                         async for update in updates:
                             yield (delta := self._note(update, job_state, attempt))
                             if delta.finish_reason is not None:
@@ -224,14 +224,14 @@ class Dispatcher:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def _run(self, job_state: JobState, attempt: Attempt, tap: Tap | None) -> AsyncGenerator[SequenceUpdate, None]:
+    def _run(self, job_state: JobState, attempt: Attempt) -> AsyncGenerator[SequenceUpdate, None]:
         """What the attempt's workers say, as one sequence of updates."""
         if attempt.prefill is None:
-            return self._single_worker(job_state, attempt, attempt.decode, tap)
-        return self._disaggregated(job_state, attempt, attempt.prefill, attempt.decode, tap)
+            return self._single_worker(job_state, attempt, attempt.decode)
+        return self._disaggregated(job_state, attempt, attempt.prefill, attempt.decode)
 
     async def _single_worker(
-        self, job_state: JobState, attempt: Attempt, worker: Member, tap: Tap | None
+        self, job_state: JobState, attempt: Attempt, worker: Member
     ) -> AsyncGenerator[SequenceUpdate, None]:
         """One worker reads the prompt and writes the answer."""
         request_id = attempt.request_id
@@ -242,7 +242,7 @@ class Dispatcher:
             answer = worker.submit(job_state.request(request_id, pull=pull))
             job_state.record.note(EventKind.SUBMITTED, loop_time(), worker=worker.worker_id)
             place = MigrationTarget(worker=worker, request_id=request_id, updates=answer)
-            async with aclosing(self.moves.follow(job_state, place, attempt.depends_on, tap)) as updates:
+            async with aclosing(self.moves.follow(job_state, place, attempt.depends_on)) as updates:
                 async for update in updates:
                     finished = update.finish_reason is not None
                     yield update
@@ -251,7 +251,7 @@ class Dispatcher:
             attempt.end_pull()
 
     async def _disaggregated(
-        self, job_state: JobState, attempt: Attempt, prefill: Member, decode: Member, tap: Tap | None
+        self, job_state: JobState, attempt: Attempt, prefill: Member, decode: Member
     ) -> AsyncGenerator[SequenceUpdate, None]:
         """Prefill reads the prompt and makes the first token, decode the rest, with the KV that prefill pushes."""
         request_id = attempt.request_id
@@ -282,7 +282,7 @@ class Dispatcher:
             if answer is None:
                 return  # the first token was the last: `finally` gives the reservation back
             place = MigrationTarget(worker=decode, request_id=request_id, updates=answer)
-            async with aclosing(self.moves.follow(job_state, place, attempt.depends_on, tap)) as updates:
+            async with aclosing(self.moves.follow(job_state, place, attempt.depends_on)) as updates:
                 async for update in updates:
                     if not arrived:  # then prefill has nothing more to do, or to fail with
                         arrived = True
@@ -427,15 +427,3 @@ def _renewing(asked: ReserveRequest, decode: Member, lease_s: float) -> Iterator
         yield renewals
     finally:
         renewals.end()
-
-
-def _journaling(job_state: JobState, tap: Tap | None) -> Tap | None:
-    """The tap, with the job_state below it. What a trial, the first token or a failure makes of tokens, deltas do."""
-    if tap is None:
-        return None
-
-    def note(token_ids: Sequence[int], now: float) -> None:
-        job_state.output_ids += token_ids
-        job_state.record.took(len(token_ids), 0, now)
-
-    return tap.under(note, lambda: bool(job_state.output_ids) and not job_state.suspicion.crash_count)

@@ -10,6 +10,7 @@ from protos.chain import Chain
 from protos.values import GenerateRequest, SequenceUpdate, Ticket
 from router.dispatch.poison_requests import CrashHistory
 from router.jobs import Job, TokenDelta
+from router.streaming.token_sink import TokenSink
 from router.traces.request_trace import RequestTrace
 
 LEAST_PROGRESS = 16
@@ -23,8 +24,11 @@ class JobState:
     `session`: the conversation, once it has been found out.
     `record` is told of what happens."""
 
-    def __init__(self, job: Job, *, now: float, record: RequestTrace | None = None) -> None:
+    def __init__(
+        self, job: Job, *, now: float, record: RequestTrace | None = None, sink: TokenSink | None = None
+    ) -> None:
         self.job = job
+        self.sink = sink
         self.record = record or RequestTrace(job=job, received_s=now)
         self.read_since_s = now  # when a worker was given the prompt
         self._arrival_s = now
@@ -117,6 +121,11 @@ class JobState:
             pull=pull,
             tells_progress=job.tells_progress and not output_ids,
         )
+
+    @property
+    def may_skip_deltas(self) -> bool:
+        """May a sink take tokens? The first token, and every token of a job suspected of a crash, are deltas."""
+        return bool(self.output_ids) and not self.suspicion.crash_count
 
     def take(self, update: SequenceUpdate) -> TokenDelta:
         """Notes what an update brings; the delta has what is new in it."""

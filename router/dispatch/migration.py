@@ -23,7 +23,6 @@ from router.config import RouterConfig
 from router.dispatch.job_state import JobState
 from router.fleet.worker import Member
 from router.fleet.worker_client import Updates
-from router.jobs import Tap
 from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")
@@ -80,16 +79,15 @@ class Migrations:
         self._told: set[tuple[str, type[BatonError]]] = set()  # why sequences stay, since the last that moved
 
     async def follow(
-        self, job_state: JobState, place: MigrationTarget, depends_on: RestOn, tap: Tap | None = None
+        self, job_state: JobState, place: MigrationTarget, depends_on: RestOn
     ) -> AsyncGenerator[SequenceUpdate, None]:
         """All updates of a running sequence, wherever it goes; whoever takes one must have noted it in the job's state
-        before the next. Closed early, or failing, it ends the sequence everywhere but at its first place. What a place
-        says first, and all while a move is due or under way, is never tapped."""
+        before the next. Closed early, or failing, it ends the sequence everywhere but at its first place. The job's
+        sink gets nothing of a place's first update, nor while a move is due or under way."""
         here, again_s = place, 0.0
         left: MigrationTarget | None = None
         move: _Migration | None = None
 
-        through = None if tap is None else tap.under(clear=lambda: move is None and not here.worker.drains)
         try:
             while True:
                 update = await anext(here.updates)
@@ -110,7 +108,7 @@ class Migrations:
                     move, again_s = None, loop_time() + PAUSE_S
                     continue
                 yield update
-                here.updates.tap = through
+                here.updates.attach(job_state.sink if move is None and job_state.may_skip_deltas else None)
                 if update.finish_reason is not None:
                     if here is not place:
                         here.worker.release(here.request_id)
@@ -120,7 +118,7 @@ class Migrations:
                 if move is None and here.worker.drains and loop_time() >= again_s:
                     move = self._begin(job_state, here)
         finally:
-            here.updates.tap = None  # it knows where the sequence is: no circle is left for the collector
+            here.updates.attach(None)
             if move is not None:
                 move.end()
             if left is not None:

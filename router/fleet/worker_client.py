@@ -24,7 +24,6 @@ from protos import worker_pb2, worker_pb2_grpc
 from protos.errors import (
     BatonError,
     DeadlineExceeded,
-    Internal,
     InvalidRequest,
     Unauthenticated,
     Unavailable,
@@ -49,8 +48,7 @@ from protos.values import (
 )
 from protos.wire import PROTOBUF, ChannelEncoding, from_proto, raised, to_proto
 from router.fleet.channels import OpenChannel, open_channel
-from router.jobs import Tap
-from router.streaming.shortcut import Board, Shortcut
+from router.streaming.token_sink import SinkTable, TokenSink
 
 Value = TypeVar("Value")
 
@@ -62,23 +60,27 @@ MAX_TOGETHER_BYTES = 2**20
 class Updates:
     """What one worker says about one request, in order. Raises what the worker, or its loss, ended it with.
 
-    Whoever reads slower than the worker writes gets several updates joined to one, and catches up. Plain tokens go to
-    the `tap`, if there is one and the reader waits: then it has done with all that came before. After one of them its
-    short cut opens on the `board`, and closes with the next thing that is no plain token, or when it takes one no more.
+    A reader slower than the worker gets several updates joined to one, and catches up. While the
+    reader waits it has passed on all that came before: then an attached sink takes plain tokens.
     """
 
-    def __init__(self, request_id: str = "", number: int = 0, board: Board | None = None) -> None:
+    def __init__(self, request_id: str = "", number: int = 0, table: SinkTable | None = None) -> None:
         self.request_id = request_id
         self.number = number
-        self.tap: Tap | None = None
-        self._board = board
-        self._open: Shortcut | None = None
-        self._is_plain = False  # the tap has taken a token, and nothing has happened since
+        self._sink: TokenSink | None = None
+        self._table = table
         self._waiting: deque[SequenceUpdate | BatonError] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reader: asyncio.Future[None] | None = None
+        self._is_cancelled = False
         self._over = False
         self._heir: Updates | None = None
+
+    def attach(self, sink: TokenSink | None) -> None:
+        """To be called by the reader, between two updates: the sink is open while the reader waits for the next."""
+        if self._sink is not None and sink is None:
+            self._sink.close()
+        self._sink = sink
 
     def put(self, update: SequenceUpdate) -> None:
         if update.finish_reason is not FinishReason.ERROR:
@@ -87,37 +89,6 @@ class Updates:
             self.fail(WorkerLost(f"request {update.request_id} failed without a reason"))
         else:
             self.fail(raised(update.error))
-
-    def put_tokens(self, token_ids: Sequence[int], now: float) -> None:
-        """An update that says nothing else."""
-        tap, reader = self.tap, self._reader
-        if tap is not None and reader is not None and not reader.done():
-            try:
-                if self._by_shortcut(tap, token_ids, now):
-                    return
-                self._close()
-                if tap.take(token_ids, now):
-                    self._is_plain = True
-                    return
-            except Exception as bug:  # of one request: its worker's other ones go on
-                self._broken(bug)
-                return
-        self._add(SequenceUpdate(request_id=self.request_id, token_ids=tuple(token_ids)))
-
-    def settle(self) -> None:
-        """The layers above know what an open short cut has taken."""
-        try:
-            if self._open is not None:
-                self._open.settle()
-        except Exception as bug:
-            self._broken(bug)
-
-    def close(self) -> None:
-        """No short cut is open, and the layers above know what it has taken."""
-        try:
-            self._close()
-        except Exception as bug:
-            self._broken(bug)
 
     def fail(self, error: BatonError) -> None:
         if self._heir is not None:
@@ -133,6 +104,13 @@ class Updates:
                 heir.fail(item)
         self._waiting.clear()
 
+    def report(self) -> bool:
+        """Tokens that the sink has taken become an update, for the layers to account for; False if there are none."""
+        if self._sink is None or self._loop is None or not (token_ids := self._sink.report(self._loop.time())):
+            return False
+        self._put(SequenceUpdate(request_id=self.request_id, token_ids=token_ids))
+        return True
+
     def __aiter__(self) -> Updates:
         return self
 
@@ -141,10 +119,19 @@ class Updates:
             raise StopAsyncIteration
         waiting = self._waiting
         while not waiting:
+            if self._is_cancelled:
+                raise asyncio.CancelledError
             # Asking for the running loop is a system call in Python 3.11, and every token passes here.
             self._loop = self._loop or asyncio.get_running_loop()
             self._reader = self._loop.create_future()
-            await self._reader
+            if self._sink is not None and self._table is not None:
+                self._sink.open(self._table, self.number, self._loop.time())
+            try:
+                await self._reader
+            except asyncio.CancelledError:
+                if not self.report():
+                    raise
+                self._is_cancelled = True  # raised once the tokens that were taken are accounted for
         item = waiting.popleft()
         if isinstance(item, BatonError):
             self._over = True
@@ -154,37 +141,11 @@ class Updates:
         self._over = item.finish_reason is not None
         return item
 
-    def _by_shortcut(self, tap: Tap, token_ids: Sequence[int], now: float) -> bool:
-        """For tokens that the board has not taken: the short cut may not have been open, or not have known them."""
-        shortcut, board = tap.shortcut, self._board
-        if shortcut is None or board is None or len(token_ids) != 1:
-            return False
-        if self._open is not None:
-            return shortcut.learn(token_ids[0]) and board.retry(self.number, token_ids[0], now)
-        if not self._is_plain or board.is_shut or not shortcut.open(board, self.number, self, tap.note):
-            return False
-        self._open = shortcut
-        shortcut.learn(token_ids[0])
-        return board.retry(self.number, token_ids[0], now)
-
-    def _close(self) -> None:
-        self._is_plain = False
-        opened, self._open = self._open, None
-        if opened is not None:
-            opened.close()
-
-    def _broken(self, bug: Exception) -> None:
-        log.error(
-            "request %s failed for a reason of our own",
-            self.request_id,
-            exc_info=bug,
-            extra={"request": self.request_id},
-        )
-        self.tap = None
-        self.fail(Internal(f"tokens could not be passed on: {type(bug).__name__}"))
-
     def _add(self, item: SequenceUpdate | BatonError) -> None:
-        self.close()
+        self.report()
+        self._put(item)
+
+    def _put(self, item: SequenceUpdate | BatonError) -> None:
         self._waiting.append(item)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
@@ -237,7 +198,8 @@ class WorkerClient:
         self._open: dict[str, Updates] = {}
         self._numbered: dict[int, Updates] = {}  # the same ones
         self._numbers = count(1)
-        self._board = Board()
+        self._sinks = SinkTable()
+        self._is_draining = False
         self._late: set[asyncio.Task[Ticket]] = set()
         self._reads_further = False
         self._stream: Any = None
@@ -286,7 +248,7 @@ class WorkerClient:
 
     def submit(self, request: GenerateRequest) -> Updates:
         """Hands over a request. `release` or `abort` it when its updates are no longer of interest."""
-        updates = Updates(request.request_id, next(self._numbers), self._board)
+        updates = Updates(request.request_id, next(self._numbers), self._sinks)
         if self._lost is not None:
             updates.fail(WorkerLost(self._lost.message))
             return updates
@@ -298,7 +260,7 @@ class WorkerClient:
         """Stops listening to a request that needs nothing more."""
         if (updates := self._open.pop(request_id, None)) is not None:
             del self._numbered[updates.number]
-            updates.close()
+            updates.attach(None)
 
     def abort(self, request_id: str) -> None:
         """Ends a request and its reservation on the worker, whatever their state. No error if there are none."""
@@ -395,17 +357,21 @@ class WorkerClient:
     def _hand_out(self, step: StepMessage, now: float) -> None:
         numbered, numbers, token_ids = self._numbered, step.numbers, step.token_ids
         if step.load is not None:
-            self._board.shut(step.load.draining)  # sequences are to move: that is for deltas to begin
-        for place in self._board.deliver(numbers, token_ids, now):
+            self._is_draining = step.load.draining
+        left: Sequence[int] = range(len(numbers))
+        due: Sequence[int] = ()
+        if not self._is_draining:  # else sequences are to move, which begins between two updates
+            left, due = self._sinks.deliver(numbers, token_ids, now)
+        for place in left:
             if (updates := numbered.get(numbers[place])) is not None:  # else aborted meanwhile
-                updates.put_tokens((token_ids[place],), now)
+                updates.put(SequenceUpdate(request_id=updates.request_id, token_ids=(token_ids[place],)))
+        for place in due:
+            if (updates := numbered.get(numbers[place])) is not None:
+                updates.report()
         for update in step.updates:
             if (updates := self._open.get(update.request_id)) is None:
                 continue
-            if update.is_plain:
-                updates.put_tokens(update.token_ids, now)
-            else:
-                updates.put(update)
+            updates.put(update)
             if update.finish_reason is not None and update.finish_reason.is_last:
                 self.release(update.request_id)
 

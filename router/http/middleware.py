@@ -17,7 +17,7 @@ from router.auth.auth import Reception
 from router.auth.tenants import Tenant
 from router.http.access_log import CLIENT_LEFT, MAX_PATH, is_logged, log_access
 from router.http.errors import error_response, internal_error
-from router.http.response_writer import outlet_of
+from router.http.response_channel import channel_of
 
 log = logging.getLogger("baton.http")
 
@@ -173,14 +173,14 @@ class BodyLimit:
             return
         due_s = loop_time() + self._timeout_s
         seen, is_whole = 0, False
-        outlet = outlet_of(scope)
+        channel = channel_of(scope)
 
         async def limited() -> Message:
             nonlocal seen, is_whole
             if is_whole:  # from here on the client is only waited for to go away
                 return await receive()
             try:
-                if outlet is not None and outlet.has_all:  # as mostly: there is nothing to wait for
+                if channel is not None and channel.has_all:  # as mostly: there is nothing to wait for
                     message = await receive()
                 else:
                     async with asyncio.timeout_at(due_s):

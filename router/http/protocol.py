@@ -22,6 +22,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from protos.errors import BatonError, HeadersTooLarge, InvalidRequest, RequestTimeout, UriTooLong
 from router.http.access_log import MAX_PATH, is_logged, log_access
 from router.http.errors import error_response
+from router.http.response_channel import EXTENSION, CorkedTransport, ResponseChannel
+from router.streaming.token_sink import WriteState
 
 HEAD_S = 30.0
 LINGER_S = 30.0
@@ -40,9 +42,9 @@ _VERSIONS = ("1.0", "1.1")
 _HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]{0,5})?", re.ASCII)
 
 
-class Intake(HttpToolsProtocol):
-    """uvicorn's protocol with an end to everything that a client sends before it is answered, and an answer to what is
-    not a request."""
+class HttpProtocol(HttpToolsProtocol):
+    """For uvicorn's `http` setting: its protocol with an end to everything that a client sends before it is answered,
+    an answer to what is not a request, and a `ResponseChannel` in the scope of each request."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -56,16 +58,30 @@ class Intake(HttpToolsProtocol):
         self._refusal: BatonError | None = None  # nothing more is parsed; written once its turn has come
         self._lingers = False  # our side of the connection has ended
         self._patience: asyncio.TimerHandle | None = None
+        self._channels: list[ResponseChannel] = []  # of the requests in a pipeline: uvicorn tells the last one only
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._corked: Any = CorkedTransport(transport, self.loop, self._close)
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_wait()
         super().connection_lost(exc)
+        self._corked.state.block(WriteState.CLOSED)
+        for channel in self._channels:
+            channel.lost()
+
+    def pause_writing(self) -> None:
+        self._corked.state.block(WriteState.PAUSED)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._corked.state.unblock(WriteState.PAUSED)
+        super().resume_writing()
 
     def shutdown(self) -> None:
+        self._corked.flush()
         if self._lingers:
             self.transport.close()
         super().shutdown()
@@ -73,6 +89,7 @@ class Intake(HttpToolsProtocol):
     # -- what arrives --------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        self._corked.flush()  # before whatever this connection's next word is answered with
         if self._refusal is not None:
             return
         self._unset_keepalive_if_required()
@@ -148,9 +165,16 @@ class Intake(HttpToolsProtocol):
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
+            if before is None or before.response_complete:
+                self._channels.clear()
             self._unanswered.append(self.cycle)
             if self.scope["http_version"] == "1.0":
                 self.cycle.__class__ = _Unchunked
+            self.cycle.transport = self._corked
+            channel = ResponseChannel(self.cycle, self._corked)
+            self._channels.append(channel)
+            extensions: dict[str, Any] = self.cycle.scope.setdefault("extensions", {})
+            extensions[EXTENSION] = channel
 
     def on_body(self, body: bytes) -> None:
         self._num_framing_bytes -= len(body)
@@ -191,6 +215,8 @@ class Intake(HttpToolsProtocol):
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
+        for channel in self._channels:
+            channel.leave()
         cycle = self.cycle
         self._unanswered.popleft()
         super().on_response_complete()
@@ -201,6 +227,13 @@ class Intake(HttpToolsProtocol):
             # It was refused before its end had come: the rest is read and dropped.
             self._end_wait()
             self._patience = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _close(self) -> None:
+        """After an answer that is the connection's last one."""
+        if self._unanswered and self._unanswered[0].more_body:
+            self.linger()
+        else:
+            self.transport.close()
 
     def linger(self) -> None:
         """Ends our side of the connection; what the client still sends is dropped, for a while."""
@@ -259,8 +292,12 @@ class Intake(HttpToolsProtocol):
         else:
             cycle.disconnected = True
             cycle.message_event.set()
+        for channel in self._channels:
+            if channel.is_of(cycle):
+                channel.lost()
 
     def _write_refusal(self, error: BatonError) -> None:
+        self._corked.flush()
         if self.transport.is_closing():
             return
         if is_logged():

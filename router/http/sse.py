@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from math import inf
 from typing import Any, TypeVar
@@ -15,11 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from protos.errors import BatonError, Cancelled
 from router.http.errors import error_body, error_response, internal_error
-from router.http.pace import Pace
-from router.http.response_writer import Outlet, outlet_of
+from router.http.response_channel import ResponseChannel, channel_of
 from router.metrics import Track
-from router.streaming.shortcut import Shortcut
-from router.text.text_stream import Say
+from router.streaming.token_sink import TokenSink
 
 log = logging.getLogger("baton.http")
 
@@ -35,123 +33,59 @@ _STALL_LOOKS = 4  # so often in `stall_s` a stream's connection is looked at
 
 _T = TypeVar("_T")
 
-HOLE = "\0 text \0"
-
-
-class Way:
-    """One response's way past ASGI's layers. `sent_s`: when something was sent last, by the loop's clock."""
-
-    def __init__(self) -> None:
-        self.outlet: Outlet | None = None
-        self.shortcut: Shortcut | None = None
-        self.sent_s = 0.0
-
-    def put(self, chunk: bytes, now: float) -> bool:
-        """Sends events if the way is clear; False: they were not sent. No events at all only ask."""
-        if self.outlet is None or not self.outlet.write(chunk):
-            return False
-        if chunk:
-            self.sent_s = now
-        return True
+TEXT_PLACEHOLDER = "\0 text \0"
 
 
 def event(content: Any) -> bytes:
     return b"data: %b\n\n" % orjson.dumps(content)
 
 
-class Voice:
-    """Says the text of an answer's choices in events that are alike but for it: what is before and behind the `HOLE` in
-    a choice's content is written once. Each text is an event of its own, unless the gateway is late (`Pace`). The exit
-    of a choice that is alone."""
+class SseWriter:
+    """Events that are alike but for a choice's text: what is before and behind the `TEXT_PLACEHOLDER` in a choice's
+    content is encoded once. Its `sinks` write them to the channel, and while the gateway is late (`Pace`) they hold
+    texts back, which leave together."""
 
-    def __init__(self, content: Callable[[int], Any], way: Way, pace: Pace) -> None:
+    def __init__(self, content: Callable[[int], Any], channel: ResponseChannel | None) -> None:
         self._content = content
-        self._way = way
-        self._put = way.put
-        self._pace = pace
-        self._frames: dict[int, tuple[bytes, bytes]] = {}
-        self._held: dict[int, str] = {}
-        self._said_s = 0.0
+        self._channel = channel
+        self.sinks: Sequence[TokenSink] = ()
 
-    def speaker(self, num_choices: int) -> Say:
-        """What waits is written soon: it is taken only while the way is clear."""
-        if num_choices == 1 and self._way.shortcut is None:
-            self._way.shortcut = Shortcut(self._pace, self)
-        return Say(self.say, self._note, self._way.shortcut)
-
-    def end(self) -> None:
-        """Whatever waits is forgotten."""
-        if self._way.shortcut is not None:
-            self._way.shortcut.end()
-            self._way.shortcut = None  # it knows us: no circle is left for the collector
-        self._held.clear()
-
-    def say(self, index: int, text: str, num_tokens: int, now: float) -> bool:
-        if not text:
-            return True
-        gap_s = self._pace.gap_s
-        if not (gap_s or self._held):
-            return self._put(self._event(index, text), now)
-        if not self._put(b"", now):
-            return False
-        if not self._held:
-            self._pace.when_due(self._flush)
-        self._held[index] = self._held.get(index, "") + text
-        if now >= self._said_s + gap_s:
-            self._flush(now)
-        return True
+    def events(self, index: int) -> ChoiceEvents | None:
+        """Of one choice; None under a server without channels."""
+        return ChoiceEvents(self._content, index, self._channel) if self._channel is not None else None
 
     def held(self) -> bytes:
-        """The events that wait, which now do so no longer: they go before any other."""
-        events = b"".join([self._event(index, text) for index, text in self._held.items()])
-        self._held.clear()
-        return events
+        """The events of texts that sinks hold back: they go before any other."""
+        held = ((index, sink.held()) for index, sink in enumerate(self.sinks))
+        return b"".join([_framed(self._content, index, text) for index, text in held if text])
 
-    def _flush(self, now: float) -> bool:
-        """Whether there is anything left to be flushed later."""
-        if self._held and now >= self._said_s + self._pace.gap_s:
-            events = [self._event(index, text) for index, text in self._held.items()]
-            if self._put(b"".join(events), now):
-                self._said_s = now
-                self._held.clear()
-        return bool(self._held)
 
-    def _note(self, index: int, text: str, num_tokens: int, now: float) -> None:
-        self._way.sent_s = now
+class ChoiceEvents:
+    """Where the sink of one choice writes to."""
 
-    # -- an exit -------------------------------------------------------------------------------------------------------
+    def __init__(self, content: Callable[[int], Any], index: int, channel: ResponseChannel) -> None:
+        self._content = content
+        self._index = index
+        self._channel = channel
+        self.write, self.state = channel.write_alone, channel.state
+
+    def make_clear(self) -> bool:
+        self._channel.flush()
+        return self._channel.is_clear
 
     def frame(self) -> tuple[bytes, bytes]:
-        before, behind = self._frame(0)
-        return before + b'"', b'"' + behind
+        return _frame(self._content, self._index)
 
-    def descriptor(self) -> int | None:
-        outlet = self._way.outlet
-        return outlet.descriptor() if outlet is not None else None
 
-    def give_held(self) -> str | None:
-        outlet = self._way.outlet
-        return self._held.pop(0, "") if outlet is not None and outlet.is_empty() else None
+def _frame(content: Callable[[int], Any], index: int) -> tuple[bytes, bytes]:
+    before, hole, behind = event(content(index)).partition(orjson.dumps(TEXT_PLACEHOLDER)[1:-1])
+    assert hole, "the content has a place for text"
+    return before, behind
 
-    def take_back(self, held: bytes, rest: bytes) -> None:
-        if rest and self._way.outlet is not None:
-            self._way.outlet.finish(rest)
-        if held:
-            self._held[0] = orjson.loads(b'"%b"' % held)
-            self._pace.when_due(self._flush)
 
-    # ------------------------------------------------------------------------------------------------------------------
-
-    def _event(self, index: int, text: str) -> bytes:
-        before, behind = self._frame(index)
-        return before + orjson.dumps(text) + behind
-
-    def _frame(self, index: int) -> tuple[bytes, bytes]:
-        if index not in self._frames:
-            before, hole, behind = event(self._content(index)).partition(orjson.dumps(HOLE))
-            assert hole, "the content has a hole"
-            self._frames[index] = (before, behind)
-        return self._frames[index]
+def _framed(content: Callable[[int], Any], index: int, text: bytes) -> bytes:
+    before, behind = _frame(content, index)
+    return before + text + behind
 
 
 async def while_connected(scope: Scope, receive: Receive, work: Awaitable[_T]) -> _T:
@@ -183,8 +117,8 @@ async def while_connected(scope: Scope, receive: Receive, work: Awaitable[_T]) -
 @contextmanager
 def _watching(scope: Scope, receive: Receive, leave: Callable[[], None]) -> Iterator[None]:
     """A server of our own tells of a connection that is lost; any other is asked by a task."""
-    if (outlet := outlet_of(scope)) is not None:
-        with outlet.watched(leave):
+    if (channel := channel_of(scope)) is not None:
+        with channel.watched(leave):
             yield
         return
     gone = asyncio.create_task(_gone(receive))
@@ -210,10 +144,10 @@ class _StallWatch:
         self.has_stalled = False
 
     @contextmanager
-    def __call__(self, outlet: Outlet | None) -> Iterator[None]:
+    def __call__(self, channel: ResponseChannel | None) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        if outlet is not None and self._stall_s < inf:
-            self._timer = loop.call_later(self._stall_s / _STALL_LOOKS, self._look, loop, outlet)
+        if channel is not None and self._stall_s < inf:
+            self._timer = loop.call_later(self._stall_s / _STALL_LOOKS, self._look, loop, channel)
         try:
             yield
         finally:
@@ -224,15 +158,15 @@ class _StallWatch:
     def error(self) -> Cancelled:
         return Cancelled(f"the client has taken nothing for {self._stall_s:g} s")
 
-    def _look(self, loop: asyncio.AbstractEventLoop, outlet: Outlet) -> None:
-        (before, since_s), progress, now = self._progress, outlet.progress(), loop.time()
+    def _look(self, loop: asyncio.AbstractEventLoop, channel: ResponseChannel) -> None:
+        (before, since_s), progress, now = self._progress, channel.progress(), loop.time()
         if progress is None or progress != before:
             self._progress = (progress, now)
         elif now >= since_s + self._stall_s:
             self.has_stalled = True
-            outlet.abort()
+            channel.abort()
             return
-        self._timer = loop.call_later(self._stall_s / _STALL_LOOKS, self._look, loop, outlet)
+        self._timer = loop.call_later(self._stall_s / _STALL_LOOKS, self._look, loop, channel)
 
 
 class EventStream(Response):
@@ -248,16 +182,17 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: Callable[[Way], AsyncGenerator[bytes, None]],
+        events: Callable[[ResponseChannel | None], AsyncGenerator[bytes, None]],
         track: Track,
         *,
         keep_alive_s: float = inf,
         stall_s: float = inf,
     ) -> None:
-        """While the events' consumer waits for the next, they may go another way without being yielded."""
+        """While the next of the `events` is awaited, their generator may write to the channel itself."""
         super().__init__(media_type="text/event-stream")
-        self._way = Way()
-        self._events = events(self._way)
+        self._events = events
+        self._channel: ResponseChannel | None = None
+        self._sent_s = 0.0  # through ASGI
         self._track = track
         self._keep_alive_s = keep_alive_s
         self._stall_s = stall_s
@@ -268,15 +203,15 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error: BaseException | None = None
-        self._way.outlet = outlet_of(scope)
+        self._channel = channel_of(scope)
         try:
-            with self._kept_alive(send), self._stall_watch(self._way.outlet):
+            with self._kept_alive(send), self._stall_watch(self._channel):
                 await while_connected(scope, receive, self._send_all(send))
         except Cancelled as left:
             has_stalled = self._stall_watch.has_stalled
             error = self._stall_watch.error() if has_stalled else left
-            if has_stalled and self._way.outlet is not None:
-                self._way.outlet.abort()
+            if has_stalled and self._channel is not None:
+                self._channel.abort()
                 await asyncio.sleep(0)  # the server learns of it, and expects no end of the response
         except BatonError as failed:
             error = failed
@@ -293,21 +228,21 @@ class EventStream(Response):
             self._track.finish(error)
 
     async def _send_all(self, send: Send) -> None:
-        clock = asyncio.get_running_loop().time
-        async with aclosing(self._events) as events:
+        clock, channel = asyncio.get_running_loop().time, self._channel
+        async with aclosing(self._events(channel)) as events:
             async for chunk in events:
-                if self._started and self._way.put(chunk, clock()):
+                if self._started and channel is not None and channel.write(chunk, clock()):
                     continue
                 await self._begin(send)
-                self._way.sent_s = clock()
+                self._sent_s = clock()
                 await self._send(send, chunk)
         await send({"type": "http.response.body", "body": b""})
 
     async def _send(self, send: Send, chunk: bytes) -> None:
         """Waits for a client that reads too slowly. Raises Cancelled when that lasts `stall_s` under a server without
-        outlets, of whose connections nothing else is known: a client's sequences hold seats that others wait for."""
+        channels, of whose connections nothing else is known: a client's sequences hold seats that others wait for."""
         message = {"type": "http.response.body", "body": chunk, "more_body": True}
-        if self._stall_s == inf or self._way.outlet is not None:
+        if self._stall_s == inf or self._channel is not None:
             await send(message)
             return
         try:
@@ -321,9 +256,9 @@ class EventStream(Response):
     def _kept_alive(self, send: Send) -> Iterator[None]:
         """Most answers are shorter than `keep_alive_s`: until then there is a timer, and no task."""
         loop = asyncio.get_running_loop()
-        self._way.sent_s = loop.time()
+        self._sent_s = loop.time()
         if self._keep_alive_s < inf:
-            self._timer = loop.call_at(self._way.sent_s + self._keep_alive_s, self._look, loop, send)
+            self._timer = loop.call_at(self._sent_s + self._keep_alive_s, self._look, loop, send)
         try:
             yield
         finally:
@@ -334,10 +269,9 @@ class EventStream(Response):
                 self._commenting.cancel()
 
     def _look(self, loop: asyncio.AbstractEventLoop, send: Send) -> None:
-        way, now = self._way, loop.time()
-        if way.shortcut is not None:  # which says only now what it has sent, and must not write beside the comment
-            way.shortcut.interrupt()
-        due_s = way.sent_s + self._keep_alive_s
+        now, channel = loop.time(), self._channel
+        sent_s = self._sent_s if channel is None else max(self._sent_s, channel.state.sent_s)
+        due_s = sent_s + self._keep_alive_s
         if now >= due_s:
             due_s = now + self._keep_alive_s
             if self._commenting is None or self._commenting.done():
@@ -346,7 +280,7 @@ class EventStream(Response):
 
     async def _comment(self, loop: asyncio.AbstractEventLoop, send: Send) -> None:
         await self._begin(send)
-        self._way.sent_s = loop.time()
+        self._sent_s = loop.time()
         await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 
     async def _begin(self, send: Send) -> None:

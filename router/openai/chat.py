@@ -14,14 +14,15 @@ from starlette.responses import Response
 from router.gateway import Gateway, new_id
 from router.http.errors import json_response
 from router.http.middleware import name_of, tenant_of
-from router.http.sse import DONE, HOLE, EventStream, Voice, Way, event, while_connected
+from router.http.response_channel import ResponseChannel
+from router.http.sse import DONE, TEXT_PLACEHOLDER, EventStream, SseWriter, event, while_connected
 from router.metrics import Track
 from router.openai.logprobs import chat_logprobs, prompt_logprobs
 from router.openai.reply import progress_body, reply_head, usage_body
 from router.openai.schema import ChatBody, read_body, with_bound
 from router.openai.tool_calls import Calls, tooling_of
 from router.text.sampling_request import Ask, make_ask
-from router.text.text_stream import Heard, Piece, Tally
+from router.text.text_stream import Piece, Tally, collect
 
 
 async def chat_completions(gateway: Gateway, request: Request, track: Track) -> Response:
@@ -72,9 +73,8 @@ class _Chat:
         return not (body.logprobs or body.return_token_ids or body.continuous_usage or self._calls)
 
     async def whole(self, track: Track) -> dict[str, Any]:
-        heard = Heard(self._ask)
-        say = heard.speaker(self._gateway.pace) if self._is_plain else None
-        choices, usage = await heard.all(self._gateway.answer(self._ask, track, say=say))
+        pieces = self._gateway.answer(self._ask, track, is_plain=self._is_plain)
+        choices, usage = await collect(pieces, self._ask)
         track.count(usage)
         reply = reply_head(self._gateway, self._ask.request_id, "chat.completion")
         reply |= {"choices": [self._choice(one) for one in choices], "usage": usage_body(usage)}
@@ -97,27 +97,25 @@ class _Chat:
         }
         return choice | {"token_ids": whole.token_ids} if self._body.return_token_ids else choice
 
-    async def events(self, track: Track, way: Way) -> AsyncGenerator[bytes, None]:
+    async def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
         """A role for each choice, its text, its finish; then, if asked for, the usage of all."""
         tally = Tally(self._ask)
         head = reply_head(self._gateway, self._ask.request_id, "chat.completion.chunk")
         if self._body.include_usage:
             head["usage"] = None
-        voice = Voice(lambda index: head | self._chunk(index, {"content": HOLE}), way, self._gateway.pace)
-        say = voice.speaker(len(self._ask.jobs)) if self._is_plain else None
+        writer = SseWriter(lambda index: head | self._chunk(index, {"content": TEXT_PLACEHOLDER}), channel)
+        answer = self._gateway.answer(self._ask, track, tally, is_plain=self._is_plain, writer=writer)
         try:
-            async with aclosing(self._gateway.answer(self._ask, track, tally, say)) as pieces:
+            async with aclosing(answer) as pieces:
                 async for piece in pieces:
                     if self._body.continuous_usage:
                         head["usage"] = usage_body(tally.usage())
                     if chunks := [event(head | chunk) for chunk in self._chunks(piece)]:
-                        yield voice.held() + b"".join(chunks)
+                        yield writer.held() + b"".join(chunks)
         except Exception:
-            if held := voice.held():
+            if held := writer.held():
                 yield held
             raise
-        finally:
-            voice.end()
         usage = tally.usage()
         track.count(usage)
         if self._body.include_usage:

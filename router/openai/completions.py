@@ -17,14 +17,15 @@ from protos.values import Logprobs
 from router.gateway import Gateway, new_id
 from router.http.errors import json_response
 from router.http.middleware import name_of, tenant_of
-from router.http.sse import DONE, HOLE, EventStream, Voice, Way, event, while_connected
+from router.http.response_channel import ResponseChannel
+from router.http.sse import DONE, TEXT_PLACEHOLDER, EventStream, SseWriter, event, while_connected
 from router.metrics import Track
 from router.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from router.openai.reply import progress_body, reply_head, usage_body
 from router.openai.schema import CompletionBody, read_body, with_bound
 from router.text.detokenizer import Detokenizer
 from router.text.sampling_request import Ask, make_ask
-from router.text.text_stream import Heard, Piece, Tally
+from router.text.text_stream import Piece, Tally, collect
 from router.text.tokenizer import Tokenizer
 
 
@@ -95,42 +96,38 @@ class _Completion:
         return is_text and self._ask.n == self._num_told
 
     async def whole(self, track: Track) -> dict[str, Any]:
-        heard = Heard(self._ask)
-        say = heard.speaker(self._gateway.pace) if self._is_plain else None
-        choices, usage = await heard.all(self._gateway.answer(self._ask, track, say=say))
+        pieces = self._gateway.answer(self._ask, track, is_plain=self._is_plain)
+        choices, usage = await collect(pieces, self._ask)
         track.count(usage)
         if self._ask.n > self._num_told:
             choices = _best(choices, self._ask.n, self._num_told)
         reply = reply_head(self._gateway, self._ask.request_id, "text_completion")
         return reply | {"choices": [self._choice(one, opening=True) for one in choices], "usage": usage_body(usage)}
 
-    async def events(self, track: Track, way: Way) -> AsyncGenerator[bytes, None]:
+    async def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
         """Text as it comes, the finish with the last of it; then, if asked for, the usage of all."""
         tally = Tally(self._ask)
         head = reply_head(self._gateway, self._ask.request_id, "text_completion")
         if self._body.include_usage:
             head["usage"] = None
-        voice = Voice(
-            lambda index: head | {"choices": [self._choice(Piece(index=index, text=HOLE), opening=False)]},
-            way,
-            self._gateway.pace,
+        writer = SseWriter(
+            lambda index: head | {"choices": [self._choice(Piece(index=index, text=TEXT_PLACEHOLDER), opening=False)]},
+            channel,
         )
-        say = voice.speaker(len(self._ask.jobs)) if self._is_plain else None
+        answer = self._gateway.answer(self._ask, track, tally, is_plain=self._is_plain, writer=writer)
         try:
-            async with aclosing(self._gateway.answer(self._ask, track, tally, say)) as pieces:
+            async with aclosing(answer) as pieces:
                 async for piece in pieces:
                     if self._body.continuous_usage:
                         head["usage"] = usage_body(tally.usage())
                     if piece.num_prompt_computed:
-                        yield voice.held() + event(head | progress_body(self._ask, piece))
+                        yield writer.held() + event(head | progress_body(self._ask, piece))
                     if (choice := self._streamed(piece)) is not None:
-                        yield voice.held() + event(head | {"choices": [choice]})
+                        yield writer.held() + event(head | {"choices": [choice]})
         except Exception:
-            if held := voice.held():
+            if held := writer.held():
                 yield held
             raise
-        finally:
-            voice.end()
         usage = tally.usage()
         track.count(usage)
         if self._body.include_usage:

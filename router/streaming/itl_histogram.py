@@ -1,4 +1,4 @@
-"""How long clients wait between two tokens, as a histogram that compiled code counts in, too (`shortcut.c`)."""
+"""How long clients wait between two tokens: one histogram for all answers of an endpoint."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class _Counts(ctypes.Structure):
     )
 
 
-class TokenGaps:
-    """Gaps of all answers of an endpoint. `bounds` are the buckets' upper ends, in seconds."""
+class ItlHistogram:
+    """`bounds` are the buckets' upper ends, in seconds. Compiled code counts at `address`."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         assert len(bounds) <= MAX_BOUNDS
@@ -36,7 +36,7 @@ class TokenGaps:
         return float(self._counts.sum)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper end and how many gaps are no longer, as Prometheus has them."""
+        """Upper end and the number of gaps up to it, as Prometheus has them."""
         found, total = [], 0
         for bound, count in zip((*self._bounds, None), self._counts.counts, strict=False):
             total += count
@@ -44,11 +44,26 @@ class TokenGaps:
         return found
 
 
-class AnswerGaps:
-    """Those of one answer's only choice, between which `last_s` (by the loop's clock) is when its last token came."""
+class ChoiceTimes:
+    """When a choice's first and last token came, by the loop's clock, and how many came in all."""
 
-    __slots__ = ("last_s", "of_all")
+    __slots__ = ("first_s", "itl", "last_s", "num_tokens")
 
-    def __init__(self, of_all: TokenGaps, last_s: float) -> None:
-        self.of_all = of_all
+    def __init__(self, itl: ItlHistogram) -> None:
+        self.itl = itl
+        self.first_s = self.last_s = 0.0
+        self.num_tokens = 0
+
+    def begin(self, num_tokens: int, now: float) -> None:
+        self.first_s = self.last_s = now
+        self.num_tokens = num_tokens
+
+    def came(self, num_tokens: int, now: float) -> None:
+        """Tokens after the first ones, together."""
+        self.itl.add((now - self.last_s) / num_tokens, num_tokens)
+        self.took(num_tokens, now)
+
+    def took(self, num_tokens: int, last_s: float) -> None:
+        """Tokens of which a sink has counted the gaps."""
         self.last_s = last_s
+        self.num_tokens += num_tokens

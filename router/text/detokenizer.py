@@ -21,13 +21,10 @@ class Detokenizer:
         self._unfinished = False
         self.num_chars = 0
 
-    def peek(self, token_id: int) -> str | None:
-        """What `feed` would give; None where that, or what comes after it, depends on more than the token."""
-        if self._unfinished or self._leading_space:
-            return None
-        if token_id in self._hidden:
-            return ""
-        return self._vocabulary.whole_text(token_id)
+    @property
+    def is_clear(self) -> bool:
+        """Does the next token's text depend on the token alone?"""
+        return not (self._unfinished or self._leading_space)
 
     def feed(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is still unfinished."""

@@ -17,12 +17,12 @@ class StopStrings:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
-        self._beginnings = frozenset(stop[0] for stop in stops)
         self.found: str | None = None
 
-    def pass_by(self, text: str) -> bool:
-        """Whether `feed` would give the text back and remember nothing of it."""
-        return not self._stops or (not self._held and self._beginnings.isdisjoint(text))
+    @property
+    def is_clear(self) -> bool:
+        """Is nothing held back?"""
+        return not self._held
 
     def feed(self, text: str) -> str:
         """The text that may be shown now. After a stop string was `found` it must not be called again."""

@@ -6,14 +6,14 @@ Ask ──jobs──▶ Generate, one each ──TokenDelta──▶ Writer (det
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain
 
 from protos.values import FinishReason, Logprobs
-from router.jobs import Generate, Tap, TokenDelta
-from router.streaming.shortcut import Pacing, Shortcut
+from router.jobs import Generate, TokenDelta
+from router.streaming.token_sink import TokenSink
 from router.text.detokenizer import Detokenizer
 from router.text.sampling_request import Ask
 from router.text.stop_strings import StopStrings
@@ -24,8 +24,8 @@ from router.text.vocabulary import Vocabulary
 class Piece:
     """What one delta added to choice `index`. `text_offsets`: where in the choice's text each token begins.
 
-    `num_tokens` counts the tokens made, also those that are not shown. `finish_reason` ends the choice.
-    `num_prompt_computed`: as a `TokenDelta` has it.
+    `num_tokens` counts the tokens made, also those that are not shown; the choice's sink took `num_taken` of them as
+    they came. `finish_reason` ends the choice. `num_prompt_computed`: as a `TokenDelta` has it.
     """
 
     index: int
@@ -36,6 +36,7 @@ class Piece:
     prompt_logprobs: tuple[Logprobs, ...] = ()
     finish_reason: FinishReason | None = None
     num_tokens: int = 0
+    num_taken: int = 0
     num_cached_tokens: int = 0
     queue_s: float = 0.0
     num_prompt_computed: int = 0
@@ -48,34 +49,6 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Say:
-    """A `Tap` of text. Both are called with a choice, what it goes on with, of how many tokens, and the loop's clock:
-    `say` is asked to say it (False: it becomes a piece), `note` is told that the `shortcut` has done so."""
-
-    say: Callable[[int, str, int, float], bool]
-    note: Callable[[int, str, int, float], None]
-    shortcut: Shortcut | None = None
-
-    def under(
-        self, note: Callable[[int, str, int, float], None], settled: Callable[[int, str, int, float], None]
-    ) -> Say:
-        """For the layer below, whose `note` learns of what was said, and `settled` of what the short cut has said."""
-        say_above, note_above = self.say, self.note
-
-        def say(index: int, text: str, num_tokens: int, now: float) -> bool:
-            if not say_above(index, text, num_tokens, now):
-                return False
-            note(index, text, num_tokens, now)
-            return True
-
-        def both(index: int, text: str, num_tokens: int, now: float) -> None:
-            note_above(index, text, num_tokens, now)
-            settled(index, text, num_tokens, now)
-
-        return Say(say, both, self.shortcut)
 
 
 class Tally:
@@ -92,10 +65,6 @@ class Tally:
         if piece.num_tokens or piece.finish_reason:
             self._cached.setdefault(piece.index, piece.num_cached_tokens)
 
-    def said(self, num_tokens: int) -> None:
-        """A choice that has spoken before has gone on."""
-        self._num_tokens += num_tokens
-
     def usage(self) -> Usage:
         # Choices of one prompt find each other's blocks: what the first of them computed was not cached.
         by_prompt: dict[int, int] = {}
@@ -109,53 +78,30 @@ class Tally:
         )
 
 
-def answer(generate: Generate, ask: Ask, vocabulary: Vocabulary, say: Say | None = None) -> AsyncGenerator[Piece, None]:
-    """The pieces of all choices, each choice's in order, without what `say` has taken. Closing it early closes every
-    job.
+def answer(
+    generate: Generate, ask: Ask, vocabulary: Vocabulary, sinks: Sequence[TokenSink] = ()
+) -> AsyncGenerator[Piece, None]:
+    """The pieces of all choices, each choice's in order; what a choice's sink has written is counted in its pieces, and
+    not in their text. Closing it early closes every job.
 
     Raises what `generate` raises; the other choices are closed then.
     """
     if len(ask.jobs) == 1:
-        return _told(generate, ask, 0, vocabulary, say)
-    return _merged(lambda index, say: _told(generate, ask, index, vocabulary, say), len(ask.jobs), say)
-
-
-class Heard:
-    """An answer that is told whole, while it is said: what the pieces bring, and what goes past them."""
-
-    def __init__(self, ask: Ask) -> None:
-        self._tally, self._by_choice = Tally(ask), [list[Piece]() for _ in ask.jobs]
-        self._shortcut: Shortcut | None = None
-
-    def speaker(self, pace: Pacing) -> Say:
-        if len(self._by_choice) == 1:
-            self._shortcut = Shortcut(pace)
-        return Say(self._say, self._note, self._shortcut)
-
-    async def all(self, pieces: AsyncGenerator[Piece, None]) -> tuple[list[Piece], Usage]:
-        """All choices in order, each as one piece, and what they used."""
-        try:
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    self._tally.add(piece)
-                    self._by_choice[piece.index].append(piece)
-        finally:
-            if self._shortcut is not None:
-                self._shortcut.end()
-        return [_joined(index, parts) for index, parts in enumerate(self._by_choice)], self._tally.usage()
-
-    def _say(self, index: int, text: str, num_tokens: int, now: float) -> bool:
-        self._note(index, text, num_tokens, now)
-        return True
-
-    def _note(self, index: int, text: str, num_tokens: int, now: float) -> None:
-        self._tally.said(num_tokens)
-        self._by_choice[index].append(Piece(index=index, text=text, num_tokens=num_tokens))
+        return _told(generate, ask, 0, vocabulary, sinks[0] if sinks else None)
+    streams = [
+        _told(generate, ask, index, vocabulary, sinks[index] if sinks else None) for index in range(len(ask.jobs))
+    ]
+    return _merged(streams, sinks)
 
 
 async def collect(pieces: AsyncGenerator[Piece, None], ask: Ask) -> tuple[list[Piece], Usage]:
     """All choices in order, each as one piece, and what they used."""
-    return await Heard(ask).all(pieces)
+    tally, by_choice = Tally(ask), [list[Piece]() for _ in ask.jobs]
+    async with aclosing(pieces):
+        async for piece in pieces:
+            tally.add(piece)
+            by_choice[piece.index].append(piece)
+    return [_joined(index, parts) for index, parts in enumerate(by_choice)], tally.usage()
 
 
 def _joined(index: int, parts: Sequence[Piece]) -> Piece:
@@ -172,10 +118,10 @@ def _joined(index: int, parts: Sequence[Piece]) -> Piece:
 
 
 async def _told(
-    generate: Generate, ask: Ask, index: int, vocabulary: Vocabulary, say: Say | None
+    generate: Generate, ask: Ask, index: int, vocabulary: Vocabulary, sink: TokenSink | None
 ) -> AsyncGenerator[Piece, None]:
-    writer = Writer(ask, index, vocabulary)
-    async with aclosing(generate(ask.jobs[index], None if say is None else writer.tap(say))) as deltas:
+    writer = Writer(ask, index, vocabulary, sink)
+    async with aclosing(generate(ask.jobs[index], sink)) as deltas:
         async for delta in deltas:
             piece = writer.write(delta)
             yield piece
@@ -184,94 +130,81 @@ async def _told(
 
 
 async def _merged(
-    tell: Callable[[int, Say | None], AsyncGenerator[Piece, None]], count: int, say: Say | None
+    streams: Sequence[AsyncGenerator[Piece, None]], sinks: Sequence[TokenSink]
 ) -> AsyncGenerator[Piece, None]:
     arrived: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
-    waits = False  # for what comes: everything before it has been taken
-
-    def through(index: int, text: str, num_tokens: int, now: float) -> bool:
-        return say is not None and waits and arrived.empty() and say.say(index, text, num_tokens, now)
 
     async def pump(stream: AsyncGenerator[Piece, None]) -> None:
         async with aclosing(stream) as pieces:
             async for piece in pieces:
+                if sinks:
+                    sinks[piece.index].enqueue()
                 arrived.put_nowait(piece)
 
-    # No short cut: it would know nothing of what another choice has said before.
-    streams = [tell(index, None if say is None else Say(through, say.note)) for index in range(count)]
+    clock = asyncio.get_running_loop().time
     tasks = [asyncio.create_task(pump(stream)) for stream in streams]
     for task in tasks:
         task.add_done_callback(arrived.put_nowait)
     try:
         running = len(tasks)
         while running:
-            waits = True
             item = await arrived.get()
-            waits = False
             if isinstance(item, Piece):
                 yield item
+                if sinks:
+                    sinks[item.index].dequeue(clock())
             else:
                 item.result()
                 running -= 1
+    except asyncio.CancelledError:
+        await _ended(tasks)
+        while not arrived.empty():  # tokens that sinks have taken are accounted for
+            if isinstance(item := arrived.get_nowait(), Piece):
+                yield item
+        raise
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _ended(tasks)
+
+
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Writer:
     """Writes one choice: its tokens to text, up to the first stop string."""
 
-    def __init__(self, ask: Ask, index: int, vocabulary: Vocabulary) -> None:
+    def __init__(self, ask: Ask, index: int, vocabulary: Vocabulary, sink: TokenSink | None = None) -> None:
         self._ask = ask
         self._index = index
-        self._vocabulary = vocabulary
+        self._sink = sink
         self._min_tokens = ask.jobs[index].sampling.min_tokens
         self._detokenizer = Detokenizer(vocabulary, skip_special_tokens=ask.skip_special_tokens)
         self._stops = StopStrings(ask.stop, include=ask.include_stop_str_in_output)
         self._num_tokens = 0
 
-    def tap(self, say: Say) -> Tap:
-        """Has `say` take tokens whose text needs no more than a look, one at a time."""
-        detokenizer, stops, index, silent = self._detokenizer, self._stops, self._index, self._ask.silent
-        words = self._vocabulary.words(skip_special_tokens=self._ask.skip_special_tokens)
-        if say.shortcut is not None and words is not None:
-            say.shortcut.speak(words, self._ask.stop)
-
-        def take(token_ids: Sequence[int], now: float) -> bool:
-            if silent or len(token_ids) != 1:
-                return False
-            text = detokenizer.peek(token_ids[0])
-            if text is None or not stops.pass_by(text) or not say.say(index, text, 1, now):
-                return False
-            self._num_tokens += 1
-            detokenizer.num_chars += len(text)
-            return True
-
-        def note(token_ids: Sequence[int], now: float) -> None:
-            assert words is not None, "without words no short cut takes any"
-            text = words.text(token_ids)
-            self._num_tokens += len(token_ids)
-            detokenizer.num_chars += len(text)
-            say.note(index, text, len(token_ids), now)
-
-        return Tap(take, note, say.shortcut)
-
     def write(self, delta: TokenDelta) -> Piece:
         """The piece for a delta; tokens behind a stop string are left out, as if they had never been made."""
         text: list[str] = []
         offsets: list[int] = []
-        for token_id in delta.token_ids:
+        sink = self._sink
+        num_taken = sink.num_taken_of(len(delta.token_ids)) if sink is not None else 0
+        num_written = num_taken if sink is not None and sink.writes else 0
+        self._num_tokens += num_written
+        for token_id in delta.token_ids[num_written:]:
             offsets.append(self._detokenizer.num_chars)
             self._num_tokens += 1
-            is_last = delta.finish_reason is FinishReason.STOP and len(offsets) == len(delta.token_ids)
+            is_last = delta.finish_reason is FinishReason.STOP and num_written + len(offsets) == len(delta.token_ids)
             text.append(self._shown(token_id, is_last))
             if self._stops.found is not None:
                 break
         finish = FinishReason.STOP if self._stops.found is not None else delta.finish_reason
         if finish is not None:
             text.append(self._stops.flush())
-        count = len(offsets)
+        if sink is not None:
+            sink.is_clear = self._detokenizer.is_clear and self._stops.is_clear
+        count = num_written + len(offsets)
         shown = 0 if self._ask.silent else count
         return Piece(
             index=self._index,
@@ -282,6 +215,7 @@ class Writer:
             prompt_logprobs=delta.prompt_logprobs,
             finish_reason=FinishReason.LENGTH if finish and self._ask.silent else finish,
             num_tokens=shown,
+            num_taken=num_taken,
             num_cached_tokens=delta.num_cached_tokens,
             queue_s=delta.queue_s,
             num_prompt_computed=delta.num_prompt_computed,

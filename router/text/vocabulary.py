@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from protos.errors import UnsupportedModel
-from router.streaming.shortcut import Words, compiled
+from router.streaming.token_sink import TokenTexts
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -42,7 +42,7 @@ class Vocabulary:
     special: frozenset[int]
     leading_space: int = 0
     _texts: dict[int, str | None] = field(default_factory=dict, repr=False, compare=False)
-    _words: dict[bool, Words | None] = field(default_factory=dict, repr=False, compare=False)
+    _texts_of_all: list[TokenTexts] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> Vocabulary:
@@ -72,16 +72,12 @@ class Vocabulary:
             self._texts[token_id] = text
             return text
 
-    def words(self, *, skip_special_tokens: bool) -> Words | None:
-        """`whole_text` for compiled code, where there is any; special tokens say nothing if they are skipped."""
-        if skip_special_tokens not in self._words:
-            hidden = self.special if skip_special_tokens else frozenset[int]()
-
-            def text_of(token_id: int) -> str | None:
-                return "" if token_id in hidden else self.whole_text(token_id)
-
-            self._words[skip_special_tokens] = Words(text_of, len(self.token_bytes)) if compiled() else None
-        return self._words[skip_special_tokens]
+    @property
+    def texts(self) -> TokenTexts:
+        """`whole_text` of every token, for sinks. Made once: a second for a million tokens."""
+        if not self._texts_of_all:
+            self._texts_of_all.append(TokenTexts(map(self.whole_text, range(len(self.token_bytes))), self.special))
+        return self._texts_of_all[0]
 
 
 class _Steps:

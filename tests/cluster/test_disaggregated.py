@@ -23,13 +23,13 @@ from prefill_pool import service as prefill
 from prefill_pool.config import PrefillConfig
 from protos.values import SamplingParams, WorkerStats
 from router.build import build_router
-from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.fleet import Fleet
 from router.jobs import Job
 from router.prefix.memory import MemoryPrefixIndex
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, oracle_answers
+from tests.unit.router.fake_cluster import router_config
 from workers.batch import Batch, PendingStep
 from workers.config import RankId, WorkerConfig
 from workers.parallel.ranks import open_store
@@ -132,7 +132,7 @@ async def pair_of(
     role: PrefillConfig | None = None,
     **routing: Any,
 ) -> AsyncIterator[Pair]:
-    router = RouterConfig(model_path=folder, model_name="m", local_prefill_tokens=0, **routing)
+    router = router_config(folder, "m", local_prefill_tokens=0, **routing)
     built = build_router(router, gateway_id="test", index=MemoryPrefixIndex())
     fleet, pair = built.fleet, Pair(built.fleet, built.dispatcher)
     followers: list[threading.Thread] = []

@@ -19,8 +19,9 @@ from protos.errors import NotFound, WorkerLost
 from protos.values import FinishReason, Logprobs, Profile, TokenLogprob, WorkerInfo, WorkerLoad, WorkerStats
 from router.app import create_app
 from router.gateway import Gateway
-from router.http.response_writer import HttpProtocol
-from router.jobs import Job, Tap, TokenDelta
+from router.http.protocol import HttpProtocol
+from router.jobs import Job, TokenDelta
+from router.streaming.token_sink import TokenSink
 from router.text.chat_template import ChatTemplate
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer
@@ -134,7 +135,7 @@ class Scripted:
         self.began = asyncio.Event()
         self.idle = asyncio.Event()
 
-    async def __call__(self, job: Job, tap: Tap | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
         self.jobs.append(job)
         self.began.set()
         try:

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from benchmarks.gateway.router import read_streams
-from router.streaming.shortcut import compiled
+from router.streaming.token_sink import compiled
 
 ROOM = 65536
 """Bytes that `benchmarks/gateway/streams.c` reads at once."""

@@ -109,13 +109,13 @@ async def test_a_client_that_leaves_a_pipeline_leaves_all_of_its_requests() -> N
 async def test_a_head_is_not_waited_for_while_an_answer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_S", SOON_S)
     go_on, waited = asyncio.Event(), asyncio.Event()
-    late = protocol.Intake._late
+    late = protocol.HttpProtocol._late
 
-    def noted(self: protocol.Intake) -> None:
+    def noted(self: protocol.HttpProtocol) -> None:
         waited.set()
         late(self)
 
-    monkeypatch.setattr(protocol.Intake, "_late", noted)
+    monkeypatch.setattr(protocol.HttpProtocol, "_late", noted)
     generate = Scripted(lambda job: [go_on, *saying("hi")(job)])
     async with calling(generate=generate) as caller:
         caller.writer.write(WHOLE + LINE)  # the next request's head begins, and goes no further

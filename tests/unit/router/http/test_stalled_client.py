@@ -14,8 +14,9 @@ import uvloop
 from uvicorn.server import ServerState
 
 from protos.errors import Cancelled
-from router.http.response_writer import HttpProtocol
-from router.http.sse import EventStream, Way
+from router.http.protocol import HttpProtocol
+from router.http.response_channel import ResponseChannel
+from router.http.sse import EventStream
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -31,7 +32,7 @@ class Answer:
         self.is_closed = False
         self.ended = asyncio.Event()
 
-    async def events(self, way: Way) -> AsyncGenerator[bytes, None]:
+    async def events(self, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
         try:
             for _ in range(self._num_events):
                 yield self._event

@@ -12,7 +12,8 @@ import httpx
 import pytest
 import uvloop
 
-from router.http.response_writer import HttpProtocol, Outlet
+from router.http.protocol import HttpProtocol
+from router.http.response_channel import CorkedTransport, ResponseChannel
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
 
 
@@ -53,13 +54,15 @@ def test_nothing_is_written_to_a_connection_that_closes() -> None:
         cycle: Any = SimpleNamespace(
             transport=transport, flow=flow, disconnected=False, response_complete=False, chunked_encoding=True
         )
-        outlet = Outlet(cycle)
-        assert outlet.write(b"a")
-        assert outlet.write(b""), "it only asks"
+        corked = CorkedTransport(transport, asyncio.get_running_loop(), transport.close)
+        channel = ResponseChannel(cycle, corked)
+        assert channel.write(b"a", 1.0)
+        assert channel.is_clear
+        channel.flush()
         assert client.recv(99) == b"1\r\na\r\n"
         client.close()
         transport.close()
-        assert not outlet.write(b"b")
+        assert not channel.write(b"b", 2.0)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(body())

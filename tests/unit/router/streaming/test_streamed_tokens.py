@@ -1,50 +1,53 @@
-"""Tokens that go past the generators: the same, in the same order, once, whatever happens to workers and clients."""
+"""Tokens that sinks take: the same, in the same order, once, whatever happens to workers and clients."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import orjson
 import pytest
 
-from protos.errors import Internal
-from protos.values import FinishReason, SequenceUpdate
 from router.fleet.worker import WorkerState
 from router.fleet.worker_client import Updates
 from router.http.pace import Pace
-from router.http.response_writer import Outlet
-from router.http.sse import HOLE, EventStream, Voice, Way
-from router.jobs import Tap
+from router.http.response_channel import ResponseChannel
+from router.http.sse import ChoiceEvents, EventStream, SseWriter
+from router.streaming.itl_histogram import ChoiceTimes, ItlHistogram
+from router.streaming.token_sink import TokenSink, TokenTexts, WriteState, compiled
 from tests.unit.router.fake_cluster import PROMPT, Cluster, job, served
 from tests.unit.router.fake_worker import expected_tokens
 from tests.unit.router.scripted import byte_level
 
+pytestmark = pytest.mark.skipif(compiled() is None, reason="needs a C compiler")
+
 
 class Reader:
-    """Takes a job's tokens by its tap and by its deltas, in the order they come."""
+    """Reads a job whose sink takes every token that it may, or none; a token's text is its number."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes: bool = True) -> None:
+        texts = TokenTexts([f"{token_id}" if takes else None for token_id in range(2048)], frozenset())
         self.tokens: list[int] = []
-        self.num_tapped = 0
-        self.takes = True
-        self.tap = Tap(self.take, self.note)
+        self.num_taken = 0
+        self.state = WriteState()
+        self.sink = TokenSink(texts, ChoiceTimes(ItlHistogram(())), Pace(), self)
         self._more = asyncio.Event()
 
-    def take(self, token_ids: Sequence[int], now: float) -> bool:
-        if self.takes:
-            self.note(token_ids, now)
-        return self.takes
-
-    def note(self, token_ids: Sequence[int], now: float) -> None:
-        self.tokens += token_ids
-        self.num_tapped += len(token_ids)
+    def write(self, chunk: bytes) -> None:
+        self.num_taken += 1
+        self.tokens.append(int(chunk.split(b"\r\n")[1]))
         self._more.set()
 
+    def make_clear(self) -> bool:
+        return True
+
+    def frame(self) -> tuple[bytes, bytes]:
+        return b"", b""
+
     async def read(self, cluster: Cluster, max_tokens: int = 8) -> None:
-        async for delta in cluster.generate(job(max_tokens=max_tokens), self.tap):
-            self.tokens += delta.token_ids
+        async for delta in cluster.generate(job(max_tokens=max_tokens), self.sink):
+            self.tokens += delta.token_ids[self.sink.num_taken_of(len(delta.token_ids)) :]
             self._more.set()
 
     async def has(self, count: int) -> None:
@@ -61,33 +64,33 @@ async def two(make: Callable[..., Cluster]) -> Cluster:
     return cluster
 
 
-async def test_only_what_is_plain_is_tapped(two: Cluster) -> None:
+async def test_a_sink_takes_only_what_is_plain(two: Cluster) -> None:
     reader = Reader()
     await reader.read(two)
     assert reader.tokens == expected_tokens(PROMPT, 8)
-    assert 0 < reader.num_tapped <= 6, "the first and the last token are deltas"
+    assert 0 < reader.num_taken <= 6, "the first and the last token are deltas"
 
 
-async def test_a_tap_may_refuse_and_loses_nothing(two: Cluster) -> None:
-    reader = Reader()
-    reader.takes = False
+async def test_a_sink_may_refuse_and_loses_nothing(two: Cluster) -> None:
+    reader = Reader(takes=False)
     await reader.read(two)
     assert reader.tokens == expected_tokens(PROMPT, 8)
+    assert not reader.num_taken
 
 
-async def test_a_death_in_mid_answer_after_tapped_tokens(two: Cluster) -> None:
+async def test_a_death_in_mid_answer_after_taken_tokens(two: Cluster) -> None:
     dying, other, reader = two["c0"], two["c1"], Reader()
     dying.pause_after = 5
     reading = asyncio.create_task(reader.read(two))
     await reader.has(5)
     await dying.die()
     await reading
-    assert reader.num_tapped
+    assert reader.num_taken
     assert reader.tokens == expected_tokens(PROMPT, 8)
-    assert other.submitted[0].output_ids == tuple(expected_tokens(PROMPT, 5)), "tapped tokens are in the journal"
+    assert other.submitted[0].output_ids == tuple(expected_tokens(PROMPT, 5)), "taken tokens are in the journal"
 
 
-async def test_a_sequence_that_is_tapped_still_leaves_a_worker_that_drains(two: Cluster) -> None:
+async def test_a_sequence_whose_tokens_are_taken_still_leaves_a_worker_that_drains(two: Cluster) -> None:
     leaving, reader = two["c0"], Reader()
     leaving.pause_after = 3
     reading = asyncio.create_task(reader.read(two))
@@ -98,35 +101,6 @@ async def test_a_sequence_that_is_tapped_still_leaves_a_worker_that_drains(two: 
     await leaving.until(lambda: bool(leaving.moved))
     await reading
     assert reader.tokens == expected_tokens(PROMPT, 8)
-
-
-async def test_tokens_wait_for_a_reader_that_is_behind() -> None:
-    updates, reader = Updates("r"), Reader()
-    updates.tap = reader.tap
-    updates.put_tokens((1,), 0.0)
-    assert reader.tokens == [], "nobody waits for the next: what came before may not have been taken yet"
-    assert (await anext(updates)).token_ids == (1,)
-    waiting = asyncio.ensure_future(anext(updates))
-    await asyncio.sleep(0)
-    updates.put_tokens((2,), 0.0)
-    updates.put(SequenceUpdate(request_id="r", token_ids=(3,), finish_reason=FinishReason.STOP))
-    updates.put_tokens((4,), 0.0)
-    assert (await waiting).token_ids == (3,)
-    assert reader.tokens == [2]
-
-
-async def test_a_bug_in_a_tap_fails_its_own_request_alone() -> None:
-    updates = Updates("r")
-
-    def broken(token_ids: Sequence[int], now: float) -> bool:
-        raise KeyError("a bug")
-
-    updates.tap = Tap(broken, Reader().note)
-    waiting = asyncio.ensure_future(anext(updates))
-    await asyncio.sleep(0)
-    updates.put_tokens((1,), 0.0)
-    with pytest.raises(Internal, match="KeyError"):
-        await waiting
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
@@ -161,16 +135,15 @@ async def test_a_stream_says_what_the_whole_answer_says(two: Cluster, path: str,
 async def test_the_tokens_of_a_client_that_listens_go_straight_to_its_connection(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster, written, real = make(), list[bytes](), Outlet.write
+    cluster, opened, real = make(), list[bool](), ChoiceEvents.make_clear
     await cluster.add("c0")
     cluster["c0"].pause_after = 1
 
-    def note(outlet: Outlet, chunk: bytes) -> bool:
-        sent = real(outlet, chunk)
-        written.extend([chunk] * sent)
-        return sent
+    def note(events: ChoiceEvents) -> bool:
+        opened.append(real(events))
+        return opened[-1]
 
-    monkeypatch.setattr(Outlet, "write", note)
+    monkeypatch.setattr(ChoiceEvents, "make_clear", note)
     says = byte_level().vocabulary.whole_text
     prompt = next(one for one in range(4, 512) if all(says(token_id) for token_id in expected_tokens((one,), 8)))
     body = {"model": "tiny", "prompt": [prompt], "max_tokens": 8, "temperature": 0, "stream": True}
@@ -179,8 +152,9 @@ async def test_the_tokens_of_a_client_that_listens_go_straight_to_its_connection
         seen = [await anext(lines)]
         cluster["c0"].go()
         seen += [line async for line in lines]
-    assert written
-    assert set(b"".join(written).decode().split("\n\n")) <= {*seen, ""}
+    assert any(opened)
+    told = [orjson.loads(line.removeprefix("data: ")) for line in seen if line and not line.endswith("[DONE]")]
+    assert [one["choices"][0]["text"] for one in told] == [says(token_id) for token_id in expected_tokens((prompt,), 8)]
 
 
 @pytest.mark.parametrize("asked", [{"stream": True}, {"stream": True, "n": 2}, {}])
@@ -189,7 +163,9 @@ async def test_an_answer_leaves_nothing_for_the_collector(two: Cluster, asked: d
     body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}], **asked}
 
     def alive() -> int:
-        return sum(issubclass(type(one), EventStream | Voice | Outlet) for one in gc.get_objects())
+        return sum(
+            issubclass(type(one), EventStream | SseWriter | TokenSink | ResponseChannel) for one in gc.get_objects()
+        )
 
     async with served(two) as client:
         assert (await client.get("/health")).status_code == 200
@@ -207,28 +183,62 @@ async def test_an_answer_leaves_nothing_for_the_collector(two: Cluster, asked: d
             gc.enable()
 
 
-async def test_a_late_gateway_says_several_texts_at_once() -> None:
-    said: list[bytes] = []
-    pace, clear = Pace(), True
+def spoken() -> tuple[int, str]:
+    """A prompt whose first ten tokens are whole characters, and what they say."""
+    says = byte_level().vocabulary.whole_text
+    for prompt in range(4, 512):
+        texts = [text for one in expected_tokens((prompt,), 10) if (text := says(one)) is not None]
+        if len(texts) == 10 and texts[0] and texts[-1]:
+            return prompt, "".join(texts)
+    raise AssertionError("no prompt is like that")
 
-    class Watched(Way):
-        def put(self, chunk: bytes, now: float) -> bool:
-            said.extend([chunk] * (clear and chunk != b""))
-            return clear
 
-    voice = Voice(lambda index: {"i": index, "text": HOLE}, Watched(), pace)
-    assert voice.say(0, "a", 1, 10.0)
-    pace.gap_s = 0.05
-    with pace.running():
-        for text, now in (("b", 10.1), ("c", 10.11), ('"', 10.12), ("e", 10.16)):
-            assert voice.say(0, text, 1, now)
-        assert [orjson.loads(chunk.removeprefix(b"data: "))["text"] for chunk in said] == ["a", "b", 'c"e']
-        voice.say(0, "f", 1, 10.17)
-        assert orjson.loads(voice.held().removeprefix(b"data: ")) == {"i": 0, "text": "f"}
-        assert voice.held() == b"", "said once"
-        assert voice.say(0, "g", 1, 10.18)
-        clear = False  # the client reads too slowly: what comes is a delta, which waits for it
-        assert not voice.say(0, "h", 1, 10.19)
-        assert not voice.say(0, "h", 1, 11.0)
-        assert orjson.loads(voice.held().removeprefix(b"data: ")) == {"i": 0, "text": "g"}
-        assert not voice.say(0, "h", 1, 12.0)
+async def test_a_worker_dies_and_another_one_goes_on_after_all_that_was_written(
+    make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, reported, real = make(), list[int](), Updates.report
+
+    def report(updates: Updates) -> bool:
+        is_any = real(updates)
+        reported.extend([1] * is_any)
+        return is_any
+
+    monkeypatch.setattr(Updates, "report", report)
+    await cluster.add("c0", "c1")
+    other, dying = cluster["c0"], cluster["c1"]
+    prompt, told = spoken()
+    body = {"model": "tiny", "prompt": [prompt], "max_tokens": 20, "temperature": 0}
+    async with served(cluster) as client:
+        whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+        other.submitted.clear()
+        dying.go(10)
+        said, usage = "", None
+        asked = body | {"stream": True, "stream_options": {"include_usage": True}}
+        async with client.stream("POST", "/v1/completions", json=asked) as answer:
+            async for line in answer.aiter_lines():
+                if not line or line.endswith("[DONE]"):
+                    continue
+                event = orjson.loads(line.removeprefix("data: "))
+                usage = event["usage"]
+                said += "".join(choice["text"] for choice in event["choices"])
+                if said == told:
+                    await dying.die()
+    assert said == whole
+    assert usage is not None
+    assert usage["completion_tokens"] == 20
+    assert [one.output_ids for one in other.submitted] == [tuple(expected_tokens((prompt,), 10))]
+    assert reported, "a sink was open"
+
+
+async def test_a_client_that_leaves_while_a_sink_is_open(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0")
+    cluster["c0"].pause_after = 10
+    body = {"model": "tiny", "prompt": [spoken()[0]], "max_tokens": 20, "temperature": 0, "stream": True}
+    async with served(cluster) as client:
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            await anext(answer.aiter_lines())
+        await cluster["c0"].until(lambda: bool(cluster["c0"].aborted))
+        cluster["c0"].go()
+        await asyncio.sleep(0)
+    assert cluster["c0"].aborted

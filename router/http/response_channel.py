@@ -1,0 +1,168 @@
+"""The connection of one response: chunks after its head go to the transport, where ASGI's layers would only pass them
+on.
+
+    head, first chunk ── send ─▶ ASGI's layers ─▶ uvicorn ─┬─▶ CorkedTransport ─▶ transport
+    chunks after it ──── ResponseChannel.write ────────────┘
+    last chunk, end ──── send ─▶ ...
+
+`router.http.protocol.HttpProtocol` puts one into the scope of each request. Under any other server there is none, and
+every chunk goes through `send`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from router.streaming.token_sink import WriteState
+
+EXTENSION = "baton.response_channel"
+_TCP_INFO = struct.Struct("=24xI92xQ16xI")  # of Linux's struct tcp_info: unacked, bytes_acked, notsent_bytes
+_MAX_CORKED_BYTES = 64 * 1024
+
+
+class CorkedTransport:
+    """A transport whose writes within one turn of the event loop leave by one system call, unless they are large: a
+    head and its body are two writes of uvicorn's, a last event and the end of the response two more. `write_alone` is
+    for a time when nothing is kept."""
+
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, close: Callable[[], None]
+    ) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._close = close
+        self._parts: list[bytes] = []
+        self._num_bytes = 0
+        self.write_alone = transport.write
+        self.state = WriteState()
+        self.is_closing = transport.is_closing
+        self.get_extra_info = transport.get_extra_info
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            self._loop.call_soon(self.flush)
+            self.state.block(WriteState.CORKED)
+        self._parts.append(data)
+        self._num_bytes += len(data)
+        if self._num_bytes > _MAX_CORKED_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._parts:
+            together = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            self._parts.clear()
+            self._num_bytes = 0
+            self.state.unblock(WriteState.CORKED)
+            if not self.is_closing():
+                self._transport.write(together)
+
+    def abort(self) -> None:
+        self.state.block(WriteState.CLOSED)
+        self._parts.clear()
+        self._num_bytes = 0
+        self._transport.abort()
+
+    def close(self) -> None:
+        self.flush()
+        self.state.block(WriteState.CLOSED)
+        self._close()
+
+    def get_write_buffer_size(self) -> int:
+        return self._num_bytes + self._transport.get_write_buffer_size()
+
+
+class ResponseChannel:
+    """Chunks written here, and by `write_alone` while `state` blocks nothing, go past ASGI."""
+
+    def __init__(self, cycle: RequestResponseCycle, transport: CorkedTransport) -> None:
+        self._cycle = cycle
+        self._transport = transport
+        self._is_closing = transport.is_closing
+        self.flush = transport.flush
+        self.state, self.write_alone = transport.state, transport.write_alone
+        self._on_lost: Callable[[], None] | None = None
+
+    @contextmanager
+    def watched(self, on_lost: Callable[[], None]) -> Iterator[None]:
+        """`on_lost` is called if the connection is lost meanwhile."""
+        self._on_lost = on_lost
+        try:
+            if self._is_closing():
+                on_lost()
+            yield
+        finally:
+            self._on_lost = None
+
+    @property
+    def has_all(self) -> bool:
+        """Of the request's body."""
+        return not self._cycle.more_body
+
+    def is_of(self, cycle: RequestResponseCycle) -> bool:
+        return self._cycle is cycle
+
+    def lost(self) -> None:
+        self._cycle.disconnected = not self._cycle.response_complete
+        if self._on_lost is not None:
+            self._on_lost()
+
+    def leave(self) -> None:
+        """The scope, once the response is over: no circle is left for the collector."""
+        if self._cycle.response_complete:
+            self._cycle.scope["extensions"].pop(EXTENSION, None)
+
+    @property
+    def is_clear(self) -> bool:
+        """False before the head and after the end, on a connection that closes, and while the client reads too slowly:
+        then `send` has to wait for it."""
+        cycle = self._cycle
+        if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+            return False
+        return not self._is_closing()  # of requests in a pipeline uvicorn tells the last one only
+
+    def write(self, chunk: bytes, now: float) -> bool:
+        """False, and nothing is written, unless the channel `is_clear`. An empty chunk would be the response's end."""
+        if not self.is_clear:
+            return False
+        self._transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        self.state.sent_s = now
+        return True
+
+    def progress(self) -> int | None:
+        """A number that changes when the client's kernel takes bytes; None once it has taken all that was sent. A full
+        buffer of the transport shows a client that does not read too late: before that our own kernel takes more than
+        an answer has (2.6 MB on a loopback connection, and 250 bytes a token). Slow readers it shows wrongly, for it
+        empties only when a third of the kernel's is free."""
+        if self._is_closing():
+            return None
+        num_waiting = self._transport.get_write_buffer_size()
+        found = self._transport.get_extra_info("socket")
+        try:
+            info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            unacked, taken, unsent = _TCP_INFO.unpack(info)
+        except (AttributeError, OSError, struct.error):  # not Linux, or no TCP
+            return num_waiting or None
+        return int(taken) if unacked or unsent or num_waiting else None
+
+    def abort(self) -> None:
+        """Ends the connection at once: what it has not sent yet is dropped, by the kernel too, which would keep it for
+        many minutes for a client that does not read."""
+        if self._is_closing():
+            return
+        if (found := self._transport.get_extra_info("socket")) is not None:
+            with suppress(OSError):
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._transport.abort()
+
+
+def channel_of(scope: Mapping[str, Any]) -> ResponseChannel | None:
+    """None under a server without channels."""
+    found = (scope.get("extensions") or {}).get(EXTENSION)
+    return found if isinstance(found, ResponseChannel) else None
