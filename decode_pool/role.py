@@ -1,9 +1,9 @@
-"""The role of a worker that writes answers: takes over sequences with their KV, and hands them on when it must.
+"""The role of a decode worker: takes over sequences with their KV, and migrates them when it must.
 
-    reserve ─▶ ticket ─▶ KV arrives ─▶ admissible: the request adopts its blocks ─▶ decodes ─▶ move: goes on elsewhere
+    reserve ─▶ ticket ─▶ KV arrives ─▶ admissible: the request adopts its blocks ─▶ decodes ─▶ migrate: elsewhere
 
-A request without a ticket is served whole: short prompts, those that have lost their pair, and everything on a worker
-that has no other pool beside it.
+A request without a ticket is served whole: short prompts, requests that have lost their pair, and all requests where
+there is no other pool.
 """
 
 from __future__ import annotations
@@ -53,4 +53,4 @@ class DecodeRole(MovingRole):
         return Disposition.KEEP
 
     def launching(self, batch: Batch, now: float) -> None:
-        """A sequence that moves has its KV pushed between two steps: a token's is little."""
+        """Nothing: KV of a migration is pushed between two steps, and a token's is little."""

@@ -26,7 +26,7 @@ def open_worker(
     kind: WorkerRole = WorkerRole.DECODE,
     on_progress: Progress | None = None,
 ) -> WorkerParts:
-    """Rank 0. A COLOCATED worker is one that nobody reads prompts for: the same in all but its name. Raises as
+    """Rank 0. A COLOCATED worker differs in its name alone: no prefill worker computes prompts for it. Raises as
     `workers.build.open_rank` does."""
     parts, role = assembly.assemble(
         config,

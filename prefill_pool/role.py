@@ -1,14 +1,14 @@
-"""The role of a worker that reads prompts: pushes their KV to the decode worker that reserved blocks for it.
+"""The role of a prefill worker: pushes the KV of prompts to the decode worker that reserved blocks for it.
 
     admissible ── opens the lane ──▶ computing ── after_prefill: HOLD ──▶ held ── all offered ──▶ released
                                         │  tick: pushes what has become full  │
                                         │  launching: arms the last step, which pushes the rest layer by layer
-                                        └──── lane lost, lease over, abort ───┴──▶ failed, or forgotten
+                                        └──── lane lost, lease over, abort ───┴──▶ failed, or dropped
 
-While no decode worker is ready the worker stands in: it serves whole requests, and takes sequences over.
+While no decode worker is ready, a prefill worker serves whole requests and takes sequences over.
 
-The first token never waits for any of this. A prompt's first blocks may be pulled from another worker's cache. A lease
-runs only while something offered has not left: until then the gateway keeps the ticket.
+The first token never waits for a transfer. A prompt's first blocks may be pulled from another worker's cache. A lease
+runs only while blocks that were offered have not left: until then the gateway renews the ticket.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class PrefillRole(MovingRole):
         super().__init__(transfers, incoming, outgoing)
 
     def admissible(self, request: Request, now: float) -> bool:
-        """A request without a ticket is served to its end here, as is one whose KV was reserved for here: it comes from
-        a worker that drains, and goes on where no decode worker is left."""
+        """A request without a ticket is served to its end here, and so is one with blocks reserved here: it comes from
+        a worker that drains, while no decode worker is left."""
         if request.ticket is not None and self.takes_over(request.ticket):
             return self.incoming.adopted(request, request.ticket)
         if request.ticket is not None and not self.outgoing.begin(request, request.ticket, now):

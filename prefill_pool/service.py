@@ -1,4 +1,4 @@
-"""A prefill worker: the engine with the role that reads prompts for others, and its ends of the lanes."""
+"""A prefill worker: the engine with the prefill role, and its endpoints of the lanes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From settings to running parts: one rank of a worker, then, on rank 0, its engine.
+"""Builds one rank of a worker from its settings, then, on rank 0, the engine.
 
 config ── open_rank ──▶ LoadedRank on every rank ─┬─ rank 0: build_engine(rank, make_role) ──▶ Engine
                                             └─ others: follow_rank0(rank, transfer), until rank 0 stops or is lost
@@ -78,15 +78,15 @@ def device_of(config: WorkerConfig) -> str:
 
 
 def dtype_of(config: WorkerConfig, model: ModelConfig) -> str:
-    """What to compute in: what the checkpoint was saved in, float16 becoming bfloat16, unless told otherwise."""
+    """`worker.dtype`; with "auto" the checkpoint's own, bfloat16 in place of float16."""
     if config.dtype != "auto":
         return config.dtype
     return "float32" if model.dtype == "float32" else "bfloat16"
 
 
 def steps_in_flight_of(config: WorkerConfig) -> int:
-    """How many steps are launched ahead of the one that is told of: 1 where a device computes beside the host, 0 where
-    they share their cores (docs/adr/0010)."""
+    """How many steps are launched ahead: 1 where a device computes beside the host, 0 where they share their cores
+    (docs/adr/0010)."""
     if config.steps_in_flight is not None:
         return config.steps_in_flight
     return 1 if device_of(config) == "cuda" else 0
@@ -176,7 +176,7 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     layout = replace(layout, model=name, device=device)
     max_model_len = longest_sequence(model, config.max_model_len)
     decoder = _load(config, group, device, dtype, on_progress)
-    free_bytes = group.least([free_ram_bytes()])[0]  # all have looked before anybody takes some
+    free_bytes = group.least([free_ram_bytes()])[0]  # read on all ranks before any of them allocates
     num_slots = _num_slots(config, layout, free_bytes)
     free_bytes -= num_slots * rank_block_bytes(layout) * layout.tp
     num_blocks = _num_blocks(config, group, decoder, layout, device, max_model_len, free_bytes // layout.tp)
@@ -218,7 +218,8 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
 
 
 def _num_slots(config: WorkerConfig, layout: KVLayout, free_bytes: int) -> int:
-    """Blocks that the host tier keeps: as many as all ranks' shares fit into `host_kv_gib`, and that into RAM."""
+    """Blocks of the host tier: as many as fit into `host_kv_gib`, with all ranks' shares. Raises Misconfigured if that
+    exceeds the free RAM."""
     block_bytes = rank_block_bytes(layout) * layout.tp
     num_slots = int(config.host_kv_gib * 2**30) // block_bytes
     if config.host_kv_gib and not num_slots:
@@ -286,7 +287,7 @@ def _num_blocks(
     max_model_len: int,
     free_bytes: int,
 ) -> int:
-    """The same on all ranks: what the poorest can hold. `free_bytes` is a rank's share of the RAM."""
+    """The same on all ranks: the least that any of them can hold. `free_bytes` is a rank's share of the RAM."""
     if config.num_blocks is not None:
         return config.num_blocks
     block_bytes = rank_block_bytes(layout)
@@ -318,7 +319,7 @@ def _make_storage(layout: KVLayout, num_blocks: int, device: str, free_bytes: in
         f"{device}: lower num_blocks, memory_fraction or host_kv_gib",
         param="num_blocks",
     )
-    if device == "cpu" and num_bytes > free_bytes:  # Linux would promise the memory, and kill when it is used
+    if device == "cpu" and num_bytes > free_bytes:  # Linux would allocate it, and kill the process when it is used
         raise too_much
     try:
         return KVStorage(layout, num_blocks=num_blocks, device=device)
@@ -327,8 +328,8 @@ def _make_storage(layout: KVLayout, num_blocks: int, device: str, free_bytes: in
 
 
 def largest_batch(config: WorkerConfig, max_model_len: int, num_groups: int = 1) -> Batch:
-    """As much as the scheduler would ever put into one step, at the end of contexts as long as they get, with the
-    costliest sampling. All of it lies in block 0: what is computed does not matter, only what it takes."""
+    """The largest step that the scheduler can plan: at the end of the longest contexts, with the costliest sampling. It
+    measures memory alone, so all rows use block 0."""
     sample = Sample(params=SamplingParams(top_p=0.9, logprobs=0), index=0)
     rows: list[Row] = []
     budget = config.max_num_batched_tokens

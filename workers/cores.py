@@ -1,8 +1,8 @@
 """Which cores a rank's compute threads run on: distinct physical ones of one memory node, which no other rank has.
 
-A rank holds a locked file for each of its cores until it stops, or its process is gone: so the ranks of a host, of
-whatever worker or cluster, share its cores without a word to one another. Where fewer cores are free than there are
-threads nothing is bound: threads that wait behind one another are better left to the system.
+A rank holds a locked file for each of its cores until its process ends: so the ranks on a host, of any worker or
+cluster, divide its cores without messages. If fewer cores are free than there are threads, none is bound: the system
+schedules threads that share cores better.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("baton.worker")
 
 SYSFS = Path("/sys/devices/system")
 TRIES = 100
-"""To take a core: each fails only if another rank leaves that very core, or the last of all, in the same instant."""
+"""To claim a core: one fails only if another rank releases that core, or the last of all, in the same instant."""
 
 NUM_SPINS = 1000
 """26 us on an AMD EPYC. Of 0, 100, 1000, 3000, 10,000 and 30,000 the most that left a step beside two busy processes as
@@ -40,7 +40,7 @@ class Core:
 
 
 def read_cores(allowed: Collection[int], sysfs: Path = SYSFS) -> tuple[Core, ...]:
-    """The physical cores behind the CPUs in `allowed`, in order; a CPU of which nothing is told is one of its own."""
+    """The physical cores behind the CPUs in `allowed`, in order; a CPU without an entry counts as a core."""
     nodes = {
         cpu: node for node in _numbered(sysfs / "node", "node") for cpu in _list(sysfs / f"node/node{node}/cpulist")
     }

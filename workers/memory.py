@@ -1,4 +1,4 @@
-"""How much memory a machine has left. Read from the kernel, without torch: for whoever plans workers, too."""
+"""Free memory of the machine, read from the kernel. Without torch, so that a supervisor can read it, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the parts of steps began and how long they took: a ring of spans, filled only while somebody has asked for it.
+"""When the parts of steps began and how long they took: a ring of spans, filled only while it is recording.
 
     engine's thread   tick  plan  launch [forward  sample]  fetch  apply  tell    one after the other
     device            device                    by its own clock on a GPU; else from its launch, or from the end of the
@@ -44,12 +44,12 @@ class Timeline:
         return self._spans is not None
 
     def now(self) -> float:
-        """What spans' times are by."""
+        """By the clock of the spans' times."""
         return self._clock()
 
     def record(self, recording: bool | None = None) -> tuple[tuple[Span, ...], int]:
-        """The spans so far, by their ends, and how many older ones were dropped. Then begins anew (True), ends (False),
-        or goes on as before (None)."""
+        """Returns the spans so far, by their ends, and how many older ones were dropped. Then recording begins anew
+        (True), ends (False), or stays as it was (None)."""
         with self._lock:
             spans = self._spans
             taken = (tuple(spans), self._num_added - len(spans)) if spans is not None else ((), 0)
@@ -68,8 +68,8 @@ class Timeline:
         depth: int = 0,
         kv: KVPiece | None = None,
     ) -> AbstractContextManager[object]:
-        """Times what it is put around. `depth` counts steps in flight; rows and tokens are the batch's, if there is
-        one."""
+        """A context manager that records a span. `depth` counts steps in flight; rows and tokens are those of the
+        batch, if there is one."""
         if self._spans is None:
             return _UNSEEN
         return _Open(self, name, batch, step, num_rows, depth, kv)
@@ -86,7 +86,7 @@ class Timeline:
         depth: int = 0,
         kv: KVPiece | None = None,
     ) -> None:
-        """A span that was timed already."""
+        """Records a span whose times are known."""
         if self._spans is None:
             return
         num_tokens, num_read, num_attended = self._figures_of(batch)
@@ -108,7 +108,7 @@ class Timeline:
                 self._num_added += 1
 
     def _figures_of(self, batch: Batch | None) -> tuple[int, int, int]:
-        """Kept for the spans that follow: to count a large batch for each would make the step longer that is timed."""
+        """Cached for the batch's other spans: counting a large batch for each would lengthen the step."""
         if batch is None:
             return _NO_FIGURES
         known, figures = self._figures

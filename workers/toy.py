@@ -1,8 +1,8 @@
-"""A model one can compute by hand, for tests and simulators: the runner of an engine without tensors.
+"""A model that can be computed by hand, for tests and simulators: a runner without tensors.
 
-The KV of a position is one number that only its token and its position decide. The next token is decided by the
-runner's weight and by *all* numbers read back through the block table: a wrong table, a block that never arrived or
-came from elsewhere shows as a wrong token. Pools with different weights leave their signature on every token.
+The KV of a position is one number, a function of its token and its position. The next token is a function of the
+runner's weight and of *all* numbers read through the block table: a wrong table, or a block that never arrived or came
+from elsewhere, shows as a wrong token. With different weights in each pool, a token shows which pool made it.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Payload = npt.NDArray[np.int64]
 
 EMPTY = -1
 STRIDE = 1_000_003
-MODULUS = 65_521  # the largest prime of 16 bits: whoever keeps what blocks hold by the position keeps two bytes
+MODULUS = 65_521  # the largest prime of 16 bits: a position takes two bytes in the simulator
 
 
 def toy_token(kv: Sequence[int], *, weight: int, vocab_size: int, sample: Sample, mask: Mask | None = None) -> int:
     """The token after positions whose KV is `kv`: (weight + sum of (i + 1) * kv[i]) mod a prime, mod the vocabulary.
 
-    With a temperature, seed and index go in as well, as they would in sampling. Banned ids are stepped over, and so is
-    what the `mask` of a grammar does not allow.
+    With a temperature, seed and index count as well. Banned ids are skipped, and so are ids that the `mask` of a
+    grammar does not allow.
     """
     total = sum((i + 1) * value for i, value in enumerate(kv))
     return summed_token(total, weight=weight, vocab_size=vocab_size, sample=sample, mask=mask)
 
 
 def summed_token(total: int, *, weight: int, vocab_size: int, sample: Sample, mask: Mask | None = None) -> int:
-    """`toy_token`, from the sum of (i + 1) * kv[i]: whoever keeps sums by block need not look at every position."""
+    """`toy_token` from the sum of (i + 1) * kv[i], for the simulator, which keeps sums by block."""
     score = weight * STRIDE + total
     if sample.params.temperature > 0:
         score += sample.params.seed * 31 + sample.index * 17
@@ -80,8 +80,7 @@ def toy_tokens(
 
 
 class ToyRunner:
-    """`num_computed` counts the positions it has computed, `num_steps` the batches. `grammars` are for rows that have
-    one."""
+    """`num_computed` counts computed positions, `num_steps` batches. `grammars` are for rows that have one."""
 
     def __init__(self, weight: int, block_size: int, vocab_size: int, grammars: Grammars | None = None) -> None:
         self._grammars = grammars

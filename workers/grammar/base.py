@@ -1,4 +1,4 @@
-"""The seam between an engine and whatever keeps answers to their grammars. No torch, no library."""
+"""The seam between an engine and the library that keeps answers to their grammars. No torch."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ Mask = NDArray[np.int32]
 
 
 class Grammars(Protocol):
-    """Grammars of one model's answers. Called from the engine's thread only, which waits for none of them: what a
-    grammar may take long for is done beside it.
+    """Grammars of one model's answers. Called from the engine's thread only, and never blocks it: masks are computed on
+    other threads.
 
         begin ──▶ being made ──▶ ready ── allowed: the mask ──▶ a token is sampled ──▶ begin
-                      └────── too early ── allowed: None ──▶ late, until it is ready
+                      └────── too early ── allowed: None ──▶ pending, until ready
 
-    What may come next depends on a request's grammar and its output tokens alone: whoever goes on with a request, on
-    this worker or on another, at once or late, gets the same masks.
+    A mask depends on a request's grammar and its output tokens alone: a request that continues on another worker gets
+    the same masks.
     """
 
     listener: Callable[[], None]
-    """Called, from any thread, whenever something is ready."""
+    """Called, from any thread, whenever a mask is ready."""
 
     def begin(self, request_id: str, grammar: str, output_ids: tuple[int, ...]) -> None:
-        """The request will sample what comes after these tokens. A request that is new is `late` until that can be
-        said. Raises InvalidRequest where nothing can be constrained."""
+        """Begins to compute the mask of the token after `output_ids`; a new request is pending until it is ready.
+        Raises InvalidRequest if the model's answers cannot be constrained."""
         ...
 
     def pending(self) -> Collection[str]:
-        """Requests that had better not be planned: what they may say next will take its time. Asked once a step."""
+        """Requests that should not be planned, as their masks take long. Called once a step."""
         ...
 
     def allowed(self, request_id: str, sample: Sample) -> Mask | None:
-        """What may come after `sample.output_ids`: never nothing, and an end-of-sequence token only where the grammar
-        is fulfilled. None if it is not known yet: the request is late then. Raises InvalidRequest for a grammar that
-        cannot be followed (any further), or outputs that break it."""
+        """The mask of the token after `sample.output_ids`. It allows at least one token, and end-of-sequence only where
+        the grammar is fulfilled. None while it is pending. Raises InvalidRequest for a grammar that cannot be followed
+        (any further), or outputs that break it."""
         ...
 
     def release(self, request_ids: Collection[str]) -> None:
-        """They have ended here: nothing is kept of them. May name requests that are not known."""
+        """Drops requests that have ended here. Unknown ids are ignored."""
         ...
 
     def __len__(self) -> int:
-        """Requests that something is kept of."""
+        """Number of requests that have not been released."""
         ...
 
 
 def without(mask: Mask, banned_ids: Collection[int]) -> Mask:
-    """The mask without tokens that must not be chosen yet; as it is if nothing else were left: a grammar that is over
-    cannot wait for `min_tokens`."""
+    """The mask without banned tokens; unchanged if no token were left: a fulfilled grammar cannot wait for
+    `min_tokens`."""
     if not banned_ids:
         return mask
     ids = np.array(list(banned_ids))

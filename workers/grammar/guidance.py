@@ -48,14 +48,14 @@ log = logging.getLogger("baton.worker")
 MAX_COMPILED = 64
 MAX_COMPILED_CHARS = 2**20
 PATIENCE_S = 0.005
-"""So long a step waits for all its masks together, and no longer. What takes longer than that is slow."""
+"""A step waits at most this long for all its masks together. A mask that takes longer is slow."""
 MAX_MASK_S = 2.0
-"""Of a thread's own CPU time, for one mask: on a busy host a mask is not refused for what others do."""
+"""CPU time of a thread for one mask, so that a busy host does not cause refusals."""
 WATCH_S = 0.25
 LARGE_CHARS = 8192
-"""Of a grammar that keeps no smaller one waiting: a pattern of 26,000 took 0.7 s to compile, most of 8,000 0.1 s."""
+"""Longer grammars compile on threads of their own: a pattern of 26,000 took 0.7 s, most of 8,000 0.1 s."""
 NICE = 10
-"""Of threads that nobody's next token waits for: a tenth of the share of a core that a computing thread has."""
+"""Of threads that no next token waits for: a tenth of a computing thread's share of a core."""
 _TOO_LONG = (
     f"the answer cannot follow its grammar: choosing a token takes more than {MAX_MASK_S:g} s of CPU time (MAX_MASK_S)"
     ": make it less ambiguous, so that a text can be read in one way only, and let fewer rules nest and repeat"
@@ -184,14 +184,14 @@ class GuidanceGrammars:
         )
 
     def _waited(self, made: Future[Mask]) -> bool:
-        """Is it there before the step's patience is over?"""
+        """Waits for the mask within the step's remaining time. True if it is ready."""
         start_s = time.perf_counter()
         wait([made], timeout=max(0.0, self._patience_s))
         self._patience_s -= time.perf_counter() - start_s
         return made.done()
 
     def _give_up(self, gone: _Standing) -> None:
-        """What nobody has begun to compile, and nobody waits for, is not compiled."""
+        """Cancels the compilation of a grammar without users if it has not begun."""
         compiled = gone.compiled
         compiled.num_users -= 1
         if compiled.num_users or not compiled.matcher.cancel():
@@ -240,7 +240,7 @@ class GuidanceGrammars:
         self.listener()
 
     def end_overdue(self, max_s: float = MAX_MASK_S) -> None:
-        """Masks that a thread has spent so much on end their requests, and those that share their grammar."""
+        """Ends requests whose masks have taken `max_s` of CPU time, and those that share their grammars."""
         begun = list(self._making.items())
         for _, making in begun:
             if time.clock_gettime(making.clock) - making.since_s >= max_s:
@@ -272,7 +272,7 @@ class GuidanceGrammars:
         return any(mask[one // 32] >> (one % 32) & 1 for one in self._eos_ids)
 
     def _without_end(self, mask: Mask) -> Mask:
-        """Raises InvalidRequest for a grammar that asks for the token of the end by its number."""
+        """Raises InvalidRequest for a grammar that names the end-of-sequence token by its id."""
         kept = mask.copy()
         for one in self._eos_ids:
             kept[one // 32] &= ~np.array(1 << (one % 32), dtype=np.uint32).view(np.int32)
@@ -285,8 +285,8 @@ class GuidanceGrammars:
         return kept
 
     def _take(self, matcher: LLMatcher, token_ids: Sequence[int]) -> None:
-        """The library gives up the interpreter's lock for several matchers and not for one, so another goes along that
-        takes nothing. Without that a client's grammar could hold up the engine."""
+        """The library releases the GIL for several matchers but not for one, so an empty one is added. Otherwise a
+        client's grammar could hold up the engine."""
         assert self._tokenizer is not None
         if not hasattr(self._takers, "executor"):
             self._takers.executor = LLExecutor(1)
@@ -314,7 +314,7 @@ class GuidanceGrammars:
 
 
 def _newcomers(grammar: str) -> str:
-    """The threads for a grammar that is new."""
+    """The pool of threads for a new grammar."""
     return "large" if len(grammar) > LARGE_CHARS else "new"
 
 

@@ -1,7 +1,7 @@
-"""From a seat to a worker: what every pool does alike. A pool adds its role and its ends of the lanes.
+"""Assembles a worker, in the same way for each pool. A pool adds its role and its endpoints of the lanes.
 
-assemble   rank 0: meet the other ranks, read the model, make role and engine ──▶ WorkerParts, for a Worker
-follow     the others: meet, read, then do what rank 0 says until it stops or is lost
+assemble   rank 0: connect to the other ranks, read the model, make role and engine ──▶ WorkerParts, for a Worker
+follow     the others: connect, read, then do what rank 0 sends until it stops or is lost
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LaneEndpoints:
 
 
 MakeEndpoints = Callable[[LoadedRank, RankId, WakeUp], LaneEndpoints]
-"""Called on every rank at the same time. Lanes ring the bell when there is something to poll."""
+"""Called on every rank at the same time. Lanes notify the worker when there is something to poll."""
 
 
 def assemble(
@@ -54,8 +54,8 @@ def assemble(
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[WorkerParts, RoleT]:
     """Rank 0 of a worker, and its role. Blocks while the weights are read. Raises as `open_rank` does."""
-    assert rank_id.rank == 0, f"rank {rank_id.rank} follows"
-    fastest()  # compiled now, if it must be, and not under the first request
+    assert rank_id.rank == 0, f"rank {rank_id.rank} must call follow()"
+    fastest()  # compiled now, if need be, rather than during the first request
     store = open_store(rank_id.store_host, rank_id.store_port, key=rank_id.store_key) if rank_id.size > 1 else None
     group = _meet(config, rank_id, store)
     rank = open_rank(config, group, on_progress=on_progress)
@@ -117,7 +117,7 @@ def _meet(config: WorkerConfig, rank_id: RankId, store: RendezvousStore | None) 
 
 
 def lane_address(rank_id: RankId) -> LaneAddress:
-    """What this worker is called on its lanes; nobody is met there yet."""
+    """This worker on its lanes, before rank 0 has opened their rendezvous."""
     return LaneAddress(worker_id=rank_id.worker_id, incarnation=rank_id.incarnation, host=rank_id.host, port=0)
 
 

@@ -21,11 +21,11 @@ log = logging.getLogger("baton.worker")
 
 Result = TypeVar("Result")
 IDLE_TICK_S = 0.02
-"""How often leases and deadlines are looked at while nothing can run; arriving KV wakes the loop at once."""
+"""How often the role is ticked while nothing can run, for leases and deadlines; arriving KV wakes the loop at once."""
 
 
 class Turns(Protocol):
-    """Where an engine takes its turns, as its service sees it: on a thread (`EngineLoop`) or in simulated time."""
+    """The loop that steps an engine, as its service uses it: on a thread (`EngineLoop`) or in simulated time."""
 
     async def call(self, fn: Callable[[], Result]) -> Result:
         """Runs `fn` between two steps and returns, or raises, what it does."""
@@ -35,19 +35,20 @@ class Turns(Protocol):
         """Runs `fn` between two steps; it must not raise."""
         ...
 
-    def tell(self, fn: Callable[[StepMessage], None], message: StepMessage) -> None:
-        """From between two steps: have the event loop call `fn`, in order with what is published."""
+    def deliver(self, fn: Callable[[StepMessage], None], message: StepMessage) -> None:
+        """Called between two steps: the event loop calls `fn`, in order with published messages."""
         ...
 
     def health(self, now: float) -> Health: ...
 
 
 class EngineLoop:
-    """`publish` is called on the event loop, in step order, after every step that has something to say.
+    """Steps an engine while it has work.
 
-    `on_fault` is called there once if the engine breaks (a lost rank, no memory): nothing runs after that.
-    `stall_s` bounds a step: with work at hand and no step finished for so long, `health` says no. `ailing` says what
-    else keeps the worker from going on, "" if nothing does.
+    - `publish` is called on the event loop, in step order, after every step with updates or events;
+    - `on_fault` is called there once if the engine breaks (a lost rank, no memory): nothing runs after that;
+    - `stall_s`: with work and no finished step for so long, `health` is not healthy;
+    - `why_unhealthy` returns another reason for which the worker is unhealthy, or "".
     """
 
     def __init__(
@@ -58,20 +59,20 @@ class EngineLoop:
         publish: Callable[[StepMessage], None],
         on_fault: Callable[[BaseException], None],
         stall_s: float = 60.0,
-        ailing: Callable[[], str] = str,
+        why_unhealthy: Callable[[], str] = str,
     ) -> None:
         self._engine = engine
         self._clock = clock
         self._publish = publish
         self._on_fault = on_fault
-        self._ailing = ailing
+        self._why_unhealthy = why_unhealthy
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._stopping = False
         self._fault: BaseException | None = None
         self._progress = StepProgress(stall_s=stall_s, now=clock())
         self._awaiting_idle: list[asyncio.Future[None]] = []
-        self._told = engine.load()
+        self._published_load = engine.load()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         engine.listen(self.wake)
@@ -98,10 +99,10 @@ class EngineLoop:
         def run() -> None:
             try:
                 result = fn()
-            except Exception as error:  # belongs to the caller: the engine itself is intact
-                self._tell(_fail, future, error)
+            except Exception as error:  # the caller's: the engine is intact
+                self._call_on_loop(_fail, future, error)
             else:
-                self._tell(_succeed, future, result)
+                self._call_on_loop(_succeed, future, result)
 
         self.post(run)
         return await future
@@ -117,16 +118,16 @@ class EngineLoop:
         self._inbox.append(fn)
         self._wake.set()
 
-    def tell(self, fn: Callable[[StepMessage], None], message: StepMessage) -> None:
-        """From the engine's thread: have the event loop call `fn`, in order with what is published."""
-        self._tell(fn, message)
+    def deliver(self, fn: Callable[[StepMessage], None], message: StepMessage) -> None:
+        """Called on the engine's thread: the event loop calls `fn`, in order with published messages."""
+        self._call_on_loop(fn, message)
 
     def health(self, now: float) -> Health:
         if self._fault is not None:
             why = f"engine failed: {self._fault}"
             return Health(healthy=False, reason=why, since_last_step_s=self._progress.idle_s(now))
         health = self._progress.health(now)
-        if health.healthy and (why := self._ailing()):
+        if health.healthy and (why := self._why_unhealthy()):
             return Health(healthy=False, reason=why, since_last_step_s=self._progress.idle_s(now))
         return health
 
@@ -137,18 +138,18 @@ class EngineLoop:
                 while self._inbox:
                     self._inbox.popleft()()
                 self._turn()
-        except Exception as error:  # a fault of the machine: reported, and the worker ends with it
+        except Exception as error:  # a fault of the machine: the worker ends with it
             log.exception("the engine failed")
             self._fault = error
-            self._tell(self._on_fault, error)
+            self._call_on_loop(self._on_fault, error)
 
     def _turn(self) -> None:
         engine = self._engine
         if not engine.has_work():
             self._progress.resting()
-            self._say_idle()
+            self._publish_idle()
             while self._awaiting_idle:
-                self._tell(_succeed, self._awaiting_idle.pop(), None)
+                self._call_on_loop(_succeed, self._awaiting_idle.pop(), None)
             self._wake.wait()
             return
         self._progress.working(self._clock())
@@ -157,29 +158,29 @@ class EngineLoop:
         with engine.timeline.span("tell"):
             events = engine.drain_events()
             if updates or events:
-                self._told = engine.load()
-                self._tell(self._send, _message(updates, events, self._told))
+                self._published_load = engine.load()
+                self._call_on_loop(self._send, _message(updates, events, self._published_load))
         stepped = engine.num_steps != step or engine.num_in_flight > 0
         self._progress.turned(engine, stepped=stepped, now=self._clock())
         if not stepped:
             self._wake.wait(IDLE_TICK_S)
 
-    def _say_idle(self) -> None:
-        """The last step's load may be out of date: blocks were released, tickets ended since."""
+    def _publish_idle(self) -> None:
+        """Publishes the load if it has changed since the last step: blocks were released, tickets have ended."""
         load = self._engine.load()
-        if load != self._told:
-            self._told = load
-            self._tell(self._send, StepMessage(load=load))
+        if load != self._published_load:
+            self._published_load = load
+            self._call_on_loop(self._send, StepMessage(load=load))
 
     def _send(self, message: StepMessage) -> None:
         with self._engine.timeline.span("send", num_rows=len(message.updates)):
             self._publish(message)
 
-    def _tell(self, fn: Callable[..., None], *args: object) -> None:
+    def _call_on_loop(self, fn: Callable[..., None], *args: object) -> None:
         try:
             self._loop.call_soon_threadsafe(fn, *args)
         except RuntimeError:
-            log.debug("the event loop is closed: nobody is left to be told")
+            log.debug("the event loop is closed: a message is dropped")
 
 
 def _message(updates: Sequence[SequenceUpdate], events: KVEvents | None, load: WorkerLoad) -> StepMessage:

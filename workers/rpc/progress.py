@@ -1,4 +1,4 @@
-"""When a worker is stuck: with work at hand it finishes no step for too long. One rule, whoever takes the turns."""
+"""When a worker is stuck: it has work and finishes no step for too long. The same rule in a simulator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from workers.engine.engine import Engine
 
 
 class StepProgress:
-    """Told of every turn of an engine by whoever takes it (`EngineLoop`, or a simulator). Time is an argument."""
+    """`EngineLoop`, or a simulator's loop, calls it at every turn. Time is an argument."""
 
     def __init__(self, *, stall_s: float, now: float) -> None:
         self._stall_s = stall_s
@@ -15,17 +15,17 @@ class StepProgress:
         self._working = False
 
     def resting(self) -> None:
-        """There is nothing to do."""
+        """The engine has no work."""
         self._working = False
 
     def working(self, now: float) -> None:
-        """There is something to do."""
+        """The engine has work."""
         if not self._working:
             self._working, self._since_s = True, now
 
     def turned(self, engine: Engine, *, stepped: bool, now: float) -> None:
-        """In a turn a step ended or began, or none could. A ticket waits for others, for as long as they
-        renew it: that is no lack of progress."""
+        """After a turn, in which a step ended or began, or none could. A worker with tickets alone is not stuck: they
+        wait for other workers, and their leases are renewed."""
         if stepped or not engine.scheduler.has_requests():
             self._since_s = now
 

@@ -1,6 +1,6 @@
 """The worker's gRPC service: one token stream per gateway, one message per engine step, and control calls.
 
-A gateway's stream is also its lease: when it endpoints, whatever that gateway had asked for is aborted.
+A gateway's stream is also its lease: when it ends, all requests of that gateway are aborted.
 """
 
 from __future__ import annotations
@@ -45,40 +45,44 @@ MAX_BACKLOG_MESSAGES = 8192
 
 
 class GatewayStream:
-    """What one gateway is still to be told, and which requests are its own, until it has `ended`."""
+    """Messages on their way to one gateway, and its requests, until the stream has `ended`."""
 
     def __init__(self, gateway_id: str) -> None:
         self.gateway_id = gateway_id
         self.ended = False
         self.request_ids: dict[str, int] = {}  # oldest first, and their numbers
-        self.heard: set[str] = set()  # of them, those that it was told something of
+        self.updated: set[str] = set()  # requests of which it got an update
         self.queue: asyncio.Queue[StepMessage | None] = asyncio.Queue()
 
     def message(
         self, updates: Sequence[SequenceUpdate], events: tuple[KVEvents, ...], load: WorkerLoad | None
     ) -> StepMessage:
-        """Names by their numbers the requests that have one more token and nothing else to say."""
-        told, numbers, token_ids = list[SequenceUpdate](), list[int](), list[int]()
+        """Requests with one more token and nothing else are named by their numbers."""
+        others, numbers, token_ids = list[SequenceUpdate](), list[int](), list[int]()
         for update in updates:
             request_id = update.request_id
             number = self.request_ids.get(request_id, 0)
-            if number and request_id in self.heard and len(update.token_ids) == 1 and update.is_plain:
+            if number and request_id in self.updated and len(update.token_ids) == 1 and update.is_plain:
                 numbers.append(number)
                 token_ids += update.token_ids
             else:
-                told.append(update)
+                others.append(update)
                 if number:
-                    self.heard.add(request_id)
+                    self.updated.add(request_id)
         return StepMessage(
-            updates=tuple(told), events=events, load=load, numbers=tuple(numbers), token_ids=tuple(token_ids)
+            updates=tuple(others), events=events, load=load, numbers=tuple(numbers), token_ids=tuple(token_ids)
         )
 
     def send(self, message: StepMessage) -> bool:
-        """False, and its whole backlog dropped, for a gateway that does not read: it must not eat our memory."""
+        """False for a gateway that does not read: its whole backlog is dropped, so that it does not fill the memory."""
         if self.queue.qsize() < MAX_BACKLOG_MESSAGES:
             self.queue.put_nowait(message)
             return True
-        log.warning("gateway %s has left %s unread: cut off", self.gateway_id, counted(self.queue.qsize(), "message"))
+        log.warning(
+            "gateway %s has not read %s: its stream is closed, and it must connect again",
+            self.gateway_id,
+            counted(self.queue.qsize(), "message"),
+        )
         while not self.queue.empty():
             self.queue.get_nowait()
         self.queue.put_nowait(None)
@@ -86,8 +90,8 @@ class GatewayStream:
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """`reserve` is None on workers that do not receive KV; `leave` has the worker end once it is drained; by
-    `wall_clock` profiles of several workers line up. Lives on the event loop; the engine only through `loop`."""
+    """`reserve` is None on workers that do not receive KV; `leave` ends the worker once it is drained; `wall_clock`
+    aligns profiles of several workers. Lives on the event loop, and reaches the engine only through `loop`."""
 
     def __init__(
         self,
@@ -125,21 +129,21 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return self._loop
 
     def publish(self, message: StepMessage) -> None:
-        """Cuts one step's message into one for each gateway: its own updates, everybody's events and load."""
+        """Splits one step's message into one for each gateway: its own updates, with all events and the load."""
         updates: dict[GatewayStream, list[SequenceUpdate]] = {}
         for update in message.updates:
             owner = self._owners.get(update.request_id)
             if owner is not None:
                 updates.setdefault(owner, []).append(update)
         load = message.load
-        idle = load is not None and load.num_running + load.num_waiting == 0  # no later message would tell the others
+        idle = load is not None and load.num_running + load.num_waiting == 0  # the other gateways get no later message
         for stream in tuple(self._streams):
             own = updates.get(stream, ())
             if own or message.events or not message.updates or idle:
                 self._send(stream, stream.message(own, message.events, message.load))
         for update in message.updates:
-            # What becomes of KV on its way concerns the owner too: a request that is handed over stays its own until
-            # it is aborted, as the gateway does once the other worker has answered.
+            # The owner needs the outcome of a transfer, too: a request that is handed over stays its own until the
+            # gateway aborts it, which it does once the other worker has answered.
             if update.finish_reason is not None and update.finish_reason.is_last:
                 self._disown(update.request_id)
 
@@ -154,7 +158,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         if first is None or first.WhichOneof("message") != "hello":
             await abort_with(context, InvalidRequest("the first message of a stream must be `hello`", param="hello"))
         stream = GatewayStream(first.hello.gateway_id)
-        self._greet(stream, from_proto(Hello, first.hello))
+        self._admit(stream, from_proto(Hello, first.hello))
         reader = asyncio.create_task(self._read(messages, stream))
         try:
             while (message := await stream.queue.get()) is not None:
@@ -165,17 +169,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             reader.cancel()
             self._end(stream)
 
-    def _greet(self, stream: GatewayStream, hello: Hello) -> None:
-        """Taken on the engine's thread, so that the first events and the later ones meet without a gap."""
+    def _admit(self, stream: GatewayStream, hello: Hello) -> None:
+        """Reads the events on the engine's thread, so that none is lost between the first and the later ones."""
 
         def admit(message: StepMessage) -> None:
-            if stream.ended:  # during the step that came between
+            if stream.ended:  # during the step before this
                 return
             self._streams[stream] = None
             self._send(stream, message)
 
         def take() -> None:
-            self.loop.tell(admit, StepMessage(events=(self._engine.events_since(hello),), load=self._engine.load()))
+            self.loop.deliver(admit, StepMessage(events=(self._engine.events_since(hello),), load=self._engine.load()))
 
         self.loop.post(take)
 
@@ -183,13 +187,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         try:
             async for message in messages:
                 for one in (message, *message.further):
-                    self._hear(stream, one)
-        except ValueError as error:  # a text that no enum of ours knows: a peer of another version
-            log.error("gateway %s sent what this worker cannot read: %s", stream.gateway_id, error)
+                    self._dispatch(stream, one)
+        except ValueError as error:  # an unknown enum value: a peer of another version
+            log.error("gateway %s sent a message that this worker cannot read: %s", stream.gateway_id, error)
         finally:
             stream.queue.put_nowait(None)
 
-    def _hear(self, stream: GatewayStream, message: Any) -> None:
+    def _dispatch(self, stream: GatewayStream, message: Any) -> None:
         kind = message.WhichOneof("message")
         if kind == "submit":
             self._submit(stream, from_proto(GenerateRequest, message.submit))
@@ -198,7 +202,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         elif kind == "move":
             self._move(from_proto(MoveRequest, message.move))
         elif kind == "hello":
-            self._greet(stream, from_proto(Hello, message.hello))
+            self._admit(stream, from_proto(Hello, message.hello))
 
     def _submit(self, stream: GatewayStream, request: GenerateRequest) -> None:
         self._own(stream, request.request_id, request.number)
@@ -206,13 +210,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         def submit() -> None:
             try:
                 self._engine.submit(request, self._clock())
-            except Exception as error:  # answered to whoever asked; the engine is intact
+            except Exception as error:  # returned to the gateway; the engine is intact
                 if not isinstance(error, BatonError):
                     log.exception("request %s could not be submitted", request.request_id)
                 refused = SequenceUpdate(
                     request_id=request.request_id, finish_reason=FinishReason.ERROR, error=error_info(error)
                 )
-                self.loop.tell(self.publish, StepMessage(updates=(refused,)))
+                self.loop.deliver(self.publish, StepMessage(updates=(refused,)))
 
         self.loop.post(submit)
 
@@ -229,16 +233,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         def move() -> None:
             try:
                 self._engine.migrate(asked, self._clock())
-            except Exception as error:  # answered to whoever asked: the request goes on here
+            except Exception as error:  # returned to the gateway; the request continues here
                 if not isinstance(error, BatonError):
-                    log.exception("request %s could not be moved", asked.request_id)
+                    log.exception("request %s could not be migrated", asked.request_id)
                 stays = SequenceUpdate(request_id=asked.request_id, error=error_info(error))
-                self.loop.tell(self.publish, StepMessage(updates=(stays,)))
+                self.loop.deliver(self.publish, StepMessage(updates=(stays,)))
 
         self.loop.post(move)
 
     def _own(self, stream: GatewayStream, request_id: str, number: int = 0) -> None:
-        """The request lives with this stream, and no longer with an older one of a gateway that has come back."""
+        """The request belongs to this stream, no longer to an older one of the same gateway."""
         self._disown(request_id)
         self._owners[request_id] = stream
         stream.request_ids[request_id] = number
@@ -247,7 +251,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         owner = self._owners.pop(request_id, None)
         if owner is not None:
             owner.request_ids.pop(request_id, None)
-            owner.heard.discard(request_id)
+            owner.updated.discard(request_id)
             self._disowned.set()
 
     def _end(self, stream: GatewayStream) -> None:
@@ -274,22 +278,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             try:
                 return self._encoding.value(await self.loop.call(lambda: reserve(asked, self._clock())))
             except Exception:
-                if not was_owned:  # else it is a renewal that came too late: the request lives on
+                if not was_owned:  # else a renewal came too late: the request is still owned
                     self._disown(asked.request_id)
                 raise
-        except Exception as error:  # answered to whoever asked; what is not of our tree is logged there
+        except Exception as error:  # returned to the gateway; unexpected errors are logged there
             await abort_with(context, error)
 
     async def Share(self, request: Any, context: Any) -> Any:
         asked = from_proto(ShareRequest, request)
         try:
             num_blocks = await self.loop.call(lambda: self._engine.share(asked, self._clock()))
-        except Exception as error:  # answered to whoever asked; what is not of our tree is logged there
+        except Exception as error:  # returned to the gateway; unexpected errors are logged there
             await abort_with(context, error)
         return worker_pb2.ShareReply(num_blocks=num_blocks)
 
     def _own_reservation(self, asked: ReserveRequest) -> None:
-        """It ends with its gateway's stream, as a request does. Raises Unavailable where there is no such stream."""
+        """A reservation ends with its gateway's stream, as a request does. Raises Unavailable without such a stream."""
         if not asked.gateway_id:
             return
         own = (stream for stream in reversed(self._streams) if stream.gateway_id == asked.gateway_id)
@@ -306,33 +310,33 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     async def Drain(self, request: Any, context: Any) -> Any:
         if request.exit:
-            self._leave()  # first: who asked may not wait for a long step's end
+            self._leave()  # first: the caller may not wait for a long step's end
         num_left = await self.loop.call(self._drain)
         return worker_pb2.DrainReply(num_running=num_left)
 
     def _drain(self) -> int:
-        """On the engine's thread: what still runs, or is on its way. Never 0 before all is over."""
+        """On the engine's thread: the number of requests that are here; not 0 while a transfer goes on."""
         self._engine.drain()
         load = self._engine.load()
-        self.loop.tell(self._tell_load, StepMessage(load=load))
+        self.loop.deliver(self._send_load, StepMessage(load=load))
         return max(load.num_running + load.num_waiting, int(self._engine.has_work()))
 
     async def disowned(self) -> None:
-        """Returns when no gateway counts on this worker for any request: not even for KV that has left already."""
+        """Returns when no gateway owns a request here, not even one whose KV has left already."""
         while self._owners:
             self._disowned.clear()
             await self._disowned.wait()
 
     def unowned(self, request_ids: Iterable[str]) -> list[str]:
-        """Those that no gateway counts on here."""
+        """Those that no gateway owns here."""
         return [request_id for request_id in request_ids if request_id not in self._owners]
 
     def end_streams(self) -> None:
-        """Every gateway gets what it is still to be told, and then the end of its stream."""
+        """Ends each gateway's stream after the messages that are still queued."""
         for stream in tuple(self._streams):
             stream.queue.put_nowait(None)
 
-    def _tell_load(self, message: StepMessage) -> None:
+    def _send_load(self, message: StepMessage) -> None:
         for stream in tuple(self._streams):
             self._send(stream, message)
 
@@ -340,7 +344,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return to_proto(await self.loop.call(self._stats))
 
     async def Profile(self, request: Any, context: Any) -> Any:
-        """Answered also while a step does not end."""
+        """Answered also while a step hangs."""
         timeline = self._engine.timeline
         spans, num_dropped = timeline.record(request.recording if request.HasField("recording") else None)
         offset_s = self._wall_clock() - timeline.now()
@@ -353,8 +357,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
 
 def new_server(token: str = "") -> grpc.aio.Server:
-    """A server whose limits fit long prompts and whose pings find a dead gateway in seconds. With a `token` it answers
-    only calls that show it."""
+    """A server with limits that fit long prompts and pings that find a dead gateway in seconds. With a `token` it
+    answers only calls that have it."""
     return grpc.aio.server(
         interceptors=[TokenCheck(token)] if token else [],
         options=[

@@ -1,4 +1,4 @@
-"""Who may call a worker: whoever shows the token of its run. Every method asks for it, Health and Describe as well."""
+"""A worker answers only calls that carry the token of its run, Health and Describe included."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("baton.worker")
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers a call without the token with UNAUTHENTICATED, before anything of the call is read."""
+    """Answers a call without the token with UNAUTHENTICATED, before it reads anything of the call."""
 
     def __init__(self, token: str) -> None:
         ((_, value),) = token_metadata(token)
@@ -34,7 +34,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     async def _refuse(self, messages: Any, context: Any) -> None:
         level = logging.DEBUG if self._has_refused else logging.WARNING
         self._has_refused = True
-        log.log(level, "a call from %s did not show this run's token: it was refused", context.peer())
+        log.log(level, "refused a call from %s without this run's token", context.peer())
         await abort_with(
             context,
             Unauthenticated(

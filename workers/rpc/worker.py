@@ -1,4 +1,4 @@
-"""One worker process from the outside: an engine on its thread behind a gRPC server, started, waited for, stopped."""
+"""A worker: an engine on its thread behind a gRPC server."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LAST_WORDS_S = 1.0
 
 
 def no_tickets(now: float) -> Sequence[TicketStats]:
-    """What a worker that receives no KV says of its tickets."""
+    """The tickets of a worker that receives no KV."""
     return ()
 
 
 class WakeUp:
-    """What lanes ring when there is something to poll. Silent until a worker listens."""
+    """Lanes call `notify` when there is something to poll. Without effect until a worker has set the listener."""
 
     def __init__(self) -> None:
         self.listener: Callable[[], None] | None = None
@@ -40,8 +40,8 @@ class WakeUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """What a pool composes. `reserve` and `tickets` belong to a role that receives KV; `lanes` to one that moves it.
-    `close` frees ranks, lanes and stores; it is called last, from no engine's thread."""
+    """What a pool composes. `reserve` and `tickets` belong to a role that receives KV, `lanes` to one that moves it.
+    `close` frees ranks, lanes and stores; it is called last, when the engine's thread has ended."""
 
     info: WorkerInfo
     engine: Engine
@@ -77,10 +77,10 @@ class Worker:
         prepare: Callable[[], None] | None = None,
         supervised: Callable[[], None] = lambda: None,
     ) -> WorkerInfo:
-        """Serves on host:port (0: any free one) and says where. `prepare` runs on the engine's thread, before all else;
-        `supervised` whenever a supervisor has asked for the worker's health.
-        Raises Misconfigured when the port is taken, or the certificates by which `peers` know each other cannot be
-        read. Without a token in `peers` it answers every call."""
+        """Serves on host:port (0: any free one), and returns the info with the address. `prepare` runs first on the
+        engine's thread; `supervised` is called whenever a supervisor queries the worker's health. Without a token in
+        `peers` the worker answers every call. Raises Misconfigured when the port is taken, or the certificates of
+        `peers` cannot be read."""
         credentials = peers.server_credentials() if peers is not None else None
         server = new_server(peers.token if peers is not None else "")
         try:
@@ -106,7 +106,7 @@ class Worker:
             publish=servicer.publish,
             on_fault=self._fault,
             stall_s=self._stall_s,
-            ailing=lambda: why_unhealthy(self._parts.lanes()),
+            why_unhealthy=lambda: why_unhealthy(self._parts.lanes()),
         )
         servicer.attach(self._loop)
         self._parts.wake_up.listener = self._loop.wake
@@ -124,7 +124,7 @@ class Worker:
         await asyncio.shield(self._ended)
 
     def leave(self) -> None:
-        """Takes no new work; `wait` returns once nothing runs, and nothing is on its way, here. Idempotent."""
+        """Accepts no new work; `wait` returns once no request runs and no transfer goes on here. Idempotent."""
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave(), name=f"leaving of {self.info.worker_id}")
 
@@ -139,8 +139,8 @@ class Worker:
             self._ended.set_result(None)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Stops taking calls, lets open streams finish for `grace_s`, ends the engine, frees everything. Idempotent.
-        Streams of a worker that has left have ended already, and have a moment to say their last words."""
+        """Accepts no more calls, lets open streams finish for `grace_s`, ends the engine, frees everything. Idempotent.
+        The ended streams of a worker that has left get `LAST_WORDS_S` to send their last messages."""
         server, loop = self._server, self._loop
         self._server = self._loop = None
         has_left = self._leaving is not None and self._leaving.done()

@@ -1,5 +1,6 @@
-"""Repetition, presence and frequency penalties, applied where the logits are: with the token that the step before has
-sampled and nobody has seen yet. Legend: R rows, Q penalised rows, P pairs of one of these and a token id that it knows.
+"""Repetition, presence and frequency penalties, applied on the device, which has the token of the step before already.
+
+Legend: R rows, Q penalised rows, P pairs of one of these and a token id of its prompt or answer.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ Ints = NDArray[np.int64]
 
 
 def penalise(logits_RV: torch.Tensor, samples: Sequence[Sample], latest_R: torch.Tensor | None) -> None:
-    """In place. Repetition goes over prompt and output, as in transformers, the others over the output, as in OpenAI.
+    """In place. Repetition counts prompt and output, as in transformers; the others the output, as in OpenAI's API.
 
-    `latest_R` has, for a row that follows, the output token after those that its `Sample` knows, and NONE elsewhere.
+    `latest_R` has, for a row that depends on another, the output token after those of its `Sample`; NONE elsewhere.
     """
     rows = [row for row, one in enumerate(samples) if is_penalised(one.params)]
     if not rows:
@@ -81,7 +82,7 @@ class _Penalties:
 
 
 def _known(one: Sample) -> tuple[Ints, Ints]:
-    """The ids that count, each once, and how often each is in the output."""
+    """The distinct ids that count, and how often each is in the output."""
     output_ids, counts = np.unique(np.array(one.output_ids, dtype=np.int64), return_counts=True)
     if one.params.repetition_penalty == 1.0:
         return output_ids, counts

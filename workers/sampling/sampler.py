@@ -31,7 +31,7 @@ _NUCLEUS = 1024
 
 
 class Drawn:
-    """One token per row, on their way to the host; `ids_R` are those on the device, for the step that follows."""
+    """One token per row, on their way to the host; `ids_R` are those on the device, for the next step."""
 
     def __init__(self, ids_R: torch.Tensor, logprobs: Mapping[int, int], scores: TokenScores | None) -> None:
         self.ids_R = ids_R
@@ -55,7 +55,7 @@ def sample(
     latest_R: torch.Tensor | None = None,
     masks: Mapping[int, Mask] | None = None,
 ) -> Drawn:
-    """One token per row of the float32 logits, with the logprobs its parameters ask for. On a GPU nobody waits.
+    """One token per row of the float32 logits, with the logprobs of its parameters. Does not wait for a GPU.
 
     `latest_R` as in `penalties.penalise`; `masks` of the rows that have a grammar. Logprobs are those of the model: the
     log-softmax of the logits before penalties, bias, masks, temperature and filters.
@@ -75,7 +75,7 @@ def _adjust(
     logits_RV: torch.Tensor, samples: Sequence[Sample], latest_R: torch.Tensor | None, masks: Mapping[int, Mask]
 ) -> torch.Tensor:
     """Logits after bans, bias, penalties and masks: the same tensor when there are none, a copy otherwise."""
-    # A mask knows better what is banned: it never leaves nothing.
+    # Banned ids of rows with a grammar are in their masks, which always allow a token.
     banned = _pairs(samples, lambda one: ((token_id, 0.0) for token_id in one.banned_ids if not one.params.grammar))
     biased = _pairs(samples, lambda one: one.params.logit_bias)
     if not (banned or biased or masks or any(is_penalised(one.params) for one in samples)):
@@ -95,7 +95,7 @@ def _adjust(
 
 
 def _mask(logits_RV: torch.Tensor, masks: Mapping[int, Mask]) -> None:
-    """Leaves the masked rows, in place, what their masks allow."""
+    """Sets ids that the masks do not allow to -inf, in place."""
     if logits_RV.device.type != "cpu":
         _mask_on_device(logits_RV, masks)
         return
@@ -105,7 +105,7 @@ def _mask(logits_RV: torch.Tensor, masks: Mapping[int, Mask]) -> None:
 
 
 def _mask_on_device(logits_RV: torch.Tensor, masks: Mapping[int, Mask]) -> None:
-    """The same from packed masks, and nobody waits."""
+    """The same from packed masks, without waiting for the device."""
     device, vocab_size = logits_RV.device, logits_RV.shape[1]
     rows_C = to_device(np.array(list(masks)), device)
     words_CW = to_device(np.stack(list(masks.values())), device)

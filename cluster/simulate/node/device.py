@@ -1,4 +1,4 @@
-"""A simulated device: computes the toy model's tokens, and takes the time that the latency model says.
+"""A simulated device: computes the toy model's tokens in the time of the latency model.
 
 What a block holds is kept position by position, so that a block that was never sent, was given away too early or has
 two owners shows as a wrong token (`workers.toy`). A sequence is summed up in full whenever it comes to this device or
@@ -28,7 +28,7 @@ _NOTHING = RowOutput()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """A copy of some blocks on its way; `nbytes` is what real ones would weigh, `sums` are the blocks' own."""
+    """A copy of blocks in transfer; `nbytes` is the size of real ones, `sums` are those of the blocks."""
 
     content: Any  # uint16 [units, positions of a unit]
     nbytes: int
@@ -37,7 +37,7 @@ class Payload:
 
 @dataclass(slots=True)
 class DeviceWork:
-    """What a device has done: a step's time is shared out by tokens between prompts and answers."""
+    """What a device has computed. A step's time is divided by tokens between prompts and answers."""
 
     prompt_s: float = 0.0
     answer_s: float = 0.0
@@ -56,7 +56,7 @@ class DeviceWork:
         self.prompt_s += step_s * num_prompt / step.num_tokens
 
     def count_decode(self, num_rows: int, steps_s: Sequence[float]) -> None:
-        """Steps that make a token for each of so many answers."""
+        """Steps with a token for each of `num_rows` answers."""
         self.num_answer_tokens += num_rows * len(steps_s)
         for step_s in steps_s:
             self.answer_s += step_s * num_rows / num_rows  # to the last bit what `count` adds
@@ -64,7 +64,7 @@ class DeviceWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A step under way: over at `end_s`, which is when `fetch` lets its engine go on."""
+    """A pending step, over at `end_s`: `fetch` moves the device's clock there."""
 
     device: Device
     output: StepOutput
@@ -78,9 +78,9 @@ class Launched:
 class Device:
     """The pipeline of one engine (`workers.batch.Pipeline`) and its KV cache (`workers.transfer.rank_transfer.Blocks`).
 
-    `now_s` is the engine's own time: set before each of its turns, moved on by what it waits for. `slowness`
-    multiplies the time of steps that begin from now on, `chance` changes that of each. A `thorough` device keeps in
-    `began` the position that was computed first, by request.
+    `now_s` is the engine's own time: set before each of its turns, advanced when it waits. `slowness` multiplies the
+    time of steps from now on, `chance` changes that of each. A `thorough` device keeps in `began` the position that was
+    computed first, by request.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Device:
     # -- several steps at once -----------------------------------------------------------------------------------------
 
     def foresee(self, num_steps: int, *, in_flight: bool) -> list[float]:
-        """When so many more steps would be over, counted from the one `in_flight` if there is one."""
+        """The ends of so many further steps, counted from the one `in_flight` if there is one."""
         rows = self.last.rows
         num_rows, read = len(rows), sum([stop for stop, _ in self._totals.values()])  # each of them sampled
         end_s = max(self._free_s, self.now_s)
@@ -158,7 +158,7 @@ class Device:
         return [self._free_s, *self._ends_s[:-1]] if in_flight else self._ends_s
 
     def _launch_foreseen(self, batch: Batch) -> Launched:
-        """Steps that were foreseen, and of which no other has been launched since."""
+        """Steps that were foreseen after the last launch."""
         num_steps, rows = batch.num_steps, batch.rows
         steps_s, ends_s = self._steps_s[:num_steps], self._ends_s[:num_steps]
         assert len(steps_s) == num_steps, "a batch of several steps has not been foreseen"
@@ -207,7 +207,7 @@ class Device:
         return tuple(tokens), (stop, total - base - num_steps * stride)
 
     def _compute(self, batch: Batch) -> StepOutput:
-        """All rows write before any reads. A sequence that only went on by a token need not be read again."""
+        """All rows write before any reads. A sequence that has one more token is not summed up again."""
         rows = batch.rows
         added = [self._write(row, self._tokens(row)) for row in rows]
         totals: dict[str, tuple[int, int]] = {}
@@ -231,7 +231,7 @@ class Device:
         return StepOutput(rows=tuple(outputs))
 
     def _tokens(self, row: Row) -> Sequence[int]:
-        """With the one that the step before this has sampled."""
+        """With the token that the step before sampled."""
         if row.depends_on_row is None:
             return row.token_ids
         token_ids = self._output.rows[row.depends_on_row].token_ids
@@ -241,7 +241,7 @@ class Device:
     # -- what blocks hold ----------------------------------------------------------------------------------------------
 
     def read(self, cut: Cut, stage: Callable[[int], object]) -> Payload:
-        """A copy of whole blocks, whatever part of them is asked for: positions have no layers and no heads here."""
+        """A copy of whole blocks, also for a part of them: positions have no layers and no heads here."""
         content = self._content[list(cut.block_ids)].reshape(-1, cut.unit)
         share = len(cut.layers) / self._layout.num_layers * cut.unit / self._layout.block_size
         assert cut.units == range(len(content)), "all simulated workers have blocks of one size"
@@ -259,18 +259,18 @@ class Device:
         return self._content[list(block_ids)]
 
     def put(self, block_ids: Sequence[int], content: Any, sums: Sequence[int] | None = None) -> None:
-        """Overwrites whole blocks. `sums` are the new ones', or None if they are not known."""
+        """Overwrites whole blocks. `sums` are those of the new content, None if unknown."""
         ids, rows = list(block_ids), np.asarray(content)
         self._content[ids] = rows
         for block_id, total in zip(ids, rows.sum(axis=1).tolist() if sums is None else sums, strict=True):
             self._sums[block_id] = total
 
     def wait_until(self, when_s: float) -> None:
-        """What is launched from now on begins no sooner."""
+        """Steps launched from now on begin no sooner."""
         self._free_s = max(self._free_s, when_s)
 
     def _write(self, row: Row, token_ids: Sequence[int]) -> int | None:
-        """What was written, if it is one position. A block that is begun anew loses what an earlier owner left."""
+        """The value written, if it is one position. A block's first position clears what an earlier owner left."""
         size, start = self._block_size, row.start
         if len(token_ids) == 1:
             block_id, offset = row.block_ids[start // size], start % size
@@ -307,14 +307,14 @@ class Device:
 
 
 def _logprobs(row: Row) -> tuple[Logprobs, ...]:
-    """Of the prompt's positions after the row's: what a client can check is which token each is of."""
+    """Of the row's prompt targets: a client can check which token each is of."""
     return tuple(
         [Logprobs(chosen=TokenLogprob(token_id=target, logprob=-1.0), rank=1) for target in row.prompt_targets]
     )
 
 
 def weighed(token_ids: Sequence[int], start: int) -> Any:
-    """What `workers.toy` adds up for these tokens at positions from `start` on: (i + 1) * kv[i], int64."""
+    """The terms (i + 1) * kv[i] of `workers.toy` for these tokens at positions from `start` on, int64."""
     num = len(token_ids)
     positions = np.arange(start, start + num, dtype=np.int64)
     ids = np.frombuffer(pack(f"{num}q", *token_ids), dtype=np.int64)  # several times as fast as np.array

@@ -1,10 +1,10 @@
-"""An engine's turns in simulated time: what `workers.rpc.loop.EngineLoop` does on a thread, done by timers.
+"""An engine's loop in simulated time: timers do what `workers.rpc.loop.EngineLoop` does on a thread.
 
     wake ─▶ inbox ─▶ Engine.step ─▶ (the device's time passes) ─▶ publish, inbox ─▶ Engine.step ─▶ ...
 
-A leap: steps that are alike (`cluster.simulate.node.leaps`) are not taken one by one. When they would be over is
-foreseen; a batch whose rows take so many tokens is launched, and its tokens are published in one message, when the last
-of them is over, or when something comes from outside. Nothing that a gateway decides by can change meanwhile.
+A leap takes several steps that are alike (`cluster.simulate.node.leaps`) as one batch. The loop foresees when they end;
+it launches the batch and publishes its tokens, in one message, when the last step is over or something comes from
+outside. Nothing that a gateway decides by changes meanwhile.
 """
 
 from __future__ import annotations
@@ -32,24 +32,27 @@ from workers.rpc.progress import StepProgress
 
 Result = TypeVar("Result")
 
-LEAST_CALM = 3
-"""Steps told one by one after anything has happened: by then every gateway has forgotten what it sent here
-(`router.fleet.worker.STEPS_TO_SHOW`), and has heard of all that began."""
+MIN_CALM_STEPS = 3
+"""Steps that are published one by one after any change: by then no gateway counts what it sent here as unseen
+(`router.fleet.worker.STEPS_TO_SHOW`), and each has an update of every request that began."""
 
 
 _BUT_STEP = attrgetter(*(field.name for field in fields(WorkerLoad) if field.name != "step"))
 
 
 class SimulatedEngineLoop:
-    """`workers.rpc.loop.Turns`. `publish` is called with each step's message when the step is over.
+    """`workers.rpc.loop.Turns`. A frozen loop takes no turn and no call. `num_turns` grows with each change of state.
 
-    `move` lands the KV that has come and sends what can be sent: may a request begin, or end, by it? `go_on` does so as
-    an engine does that waits for its device. Frozen, it takes no turn and no call. The engine's clock is `skew_s`
-    ahead. `quiet_until` says until when, by the engine's clock, its role certainly does nothing unless something comes
-    from outside; without it there are no leaps. `gaps` hears of all tokens that are told of, and when the steps that
-    made them were over. `num_turns` grows with whatever changes the engine. One that leaps and `withholds` tells of an
-    answer's first tokens, and of the others with its end: nobody decides by them. A message takes half of
-    `round_trip_s` to a gateway.
+    - `publish` is called with each step's message when the step is over;
+    - `move` lands KV that has arrived and sends KV that can be sent; True if a request may begin or end by it;
+    - `advance_transfers` does so while the engine waits for its device;
+    - `skew_s`: how far the engine's clock is ahead;
+    - `quiet_until`: until when, by the engine's clock, its role does nothing unless something comes from outside;
+      without it there are no leaps;
+    - `gaps` records all published tokens, with the ends of their steps;
+    - `withholds`: a loop with leaps publishes an answer's first tokens, and the others with its end, since no decision
+      depends on them;
+    - `round_trip_s` to a gateway and back.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class SimulatedEngineLoop:
         *,
         publish: Callable[[StepMessage], None],
         move: Callable[[float], bool],
-        go_on: Callable[[float], None],
+        advance_transfers: Callable[[float], None],
         stall_s: float = 60.0,
         skew_s: float = 0.0,
         quiet_until: Callable[[], float] | None = None,
@@ -71,30 +74,30 @@ class SimulatedEngineLoop:
         self._device = device
         self._publish = publish
         self._move = move
-        self._go_on = go_on
+        self._advance_transfers = advance_transfers
         self._turning = False
         self.skew_s = skew_s
         self._quiet_until = quiet_until
         self._loop = running_loop()
         self._inbox: deque[Callable[[], None]] = deque()
         self._timer: Timer | None = None
-        self._updates: list[SequenceUpdate] = []  # of steps that nobody was told of
+        self._updates: list[SequenceUpdate] = []  # not published yet
         self._withholds = withholds and quiet_until is not None
         self._round_trip_s = round_trip_s
-        self._withheld: dict[str, list[SequenceUpdate]] = {}  # by requests that were told of
-        self._made: list[tuple[list[str], Sequence[float]]] = []  # whose tokens they brought, and when they were over
+        self._withheld: dict[str, list[SequenceUpdate]] = {}  # by request whose first tokens were published
+        self._made: list[tuple[list[str], Sequence[float]]] = []  # requests with a token a step, and ends of the steps
         self._gaps = gaps
         self._busy = False
-        self._reads = False  # does the step that is waited for read a prompt?
+        self._has_prefill = False  # does the step in progress compute a prompt?
         self._ahead_s: Sequence[float] = ()  # when the steps of a leap are over
         self._num_calm = 0
         self._num_rows = 0
         self._progress = StepProgress(stall_s=stall_s, now=self._loop.time())
-        self._told = engine.load()
+        self._published_load = engine.load()
         self._stopped = False
         self._frozen = False
         self.num_turns = 0
-        self.ticked_s = -math.inf  # when the engine's role was last told the time, by the engine's clock
+        self.ticked_s = -math.inf  # the last tick of the engine's role, by the engine's clock
 
     # -- as a service sees it ------------------------------------------------------------------------------------------
 
@@ -117,36 +120,35 @@ class SimulatedEngineLoop:
         self._inbox.append(fn)
         self.wake()
 
-    def tell(self, fn: Callable[[StepMessage], None], message: StepMessage) -> None:
+    def deliver(self, fn: Callable[[StepMessage], None], message: StepMessage) -> None:
         self._loop.call_soon(fn, message)
 
     def wake(self) -> None:
-        """Something outside the engine happened. Between two steps the next turn begins at once."""
+        """Something came from outside. Between two steps the next turn begins at once."""
         if self._stopped or self._frozen:
             return
-        self._rouse()
+        self._resume()
         self._num_calm = 0
 
-    def attend(self) -> None:
-        """KV has come or has left. During a step that only decodes it waits for the next turn. Otherwise it is moved on
-        at once: there is a turn, or a leap ends, only if a request may begin, or end, by it: of the rest no gateway is
-        told."""
-        if self._stopped or self._frozen or (self._busy and not self._reads):
+    def on_kv(self) -> None:
+        """KV has arrived or left. During a decode step it waits for the next turn. Otherwise transfers advance at once;
+        a turn begins, or a leap ends, only if a request may begin or end by it: the rest is not published."""
+        if self._stopped or self._frozen or (self._busy and not self._has_prefill):
             return
         if self._turning:
-            self._loop.call_soon(self.attend)
+            self._loop.call_soon(self.on_kv)
             return
         self.num_turns += 1
         now = self._loop.time()
         if self._busy:
-            self._go_on(now + self.skew_s)
+            self._advance_transfers(now + self.skew_s)
         elif self._move(now + self.skew_s):
-            self._rouse()
+            self._resume()
         elif not self._ahead_s and self._timer is None:
             self._rest()
 
-    def _rouse(self) -> None:
-        if self._cut():
+    def _resume(self) -> None:
+        if self._cut_leap():
             return
         self.flush()
         if not self._busy:
@@ -160,13 +162,13 @@ class SimulatedEngineLoop:
 
     @property
     def is_due(self) -> bool:
-        """Has something been asked of the engine that it has not done yet?"""
+        """Are there calls that the engine has not run yet?"""
         return bool(self._inbox)
 
     # -- its process ---------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """The process has ended: nothing is published any more."""
+        """The process has ended; nothing is published from now on."""
         self._stopped = True
         self._disarm()
 
@@ -211,7 +213,7 @@ class SimulatedEngineLoop:
         """The step in flight is over."""
         self._busy = False
         self._progress.turned(self._engine, stepped=True, now=self._loop.time())
-        self._tell()
+        self._publish_step()
         self._turn()
 
     def _turn(self) -> None:
@@ -227,7 +229,7 @@ class SimulatedEngineLoop:
             self._inbox.popleft()()
         if not self._engine.has_work():
             self._progress.resting()
-            self._say_idle()
+            self._publish_idle()
             return
         self._progress.working(self._loop.time())
         if self._leap():
@@ -238,35 +240,35 @@ class SimulatedEngineLoop:
             self._arm(end_s)
             return
         self._progress.turned(self._engine, stepped=False, now=self._loop.time())
-        self._tell()
+        self._publish_step()
         self._rest()
 
     def _rest(self) -> None:
-        """Nothing can be computed: looks again when the role may have something to do, in whole ticks from now."""
+        """Nothing can be computed: the next turn is when the role may have something to do, in whole ticks from now."""
         quiet_s = self._quiet_until() - self._loop.time() - self.skew_s if self._quiet_until is not None else 0.0
         num_ticks = max(1, math.ceil(quiet_s / IDLE_TICK_S)) if math.isfinite(quiet_s) else 1
         if self._timer is None:
             self._timer = self._loop.call_first(self._loop.time() + num_ticks * IDLE_TICK_S, self._due)
 
     def _step(self, start_s: float) -> float | None:
-        """One step of the engine from `start_s` on; when it is over, or None if there was nothing to compute. Its
-        state is the one after the step; until that is over nobody looks."""
+        """One step of the engine from `start_s` on; its end, or None if there was nothing to compute. The engine's
+        state is the one after the step, though it is not over yet."""
         engine, device = self._engine, self._device
         device.now_s = start_s
         num_steps, before = engine.num_steps, device.last if engine.num_in_flight else None
         self.ticked_s = start_s + self.skew_s
         updates = engine.step(self.ticked_s)
-        self._reads = (before or device.last).has_prefill
-        self._note(updates, (device.now_s,))
+        self._has_prefill = (before or device.last).has_prefill
+        self._record(updates, (device.now_s,))
         return device.now_s if engine.num_steps != num_steps or engine.num_in_flight else None
 
-    def _tell(self, *, shows: bool | None = None) -> None:
-        """What the steps since the last message have to say, as one message. With its load it `shows` that another step
-        is over, which a gateway may wait for; not needed where nobody does."""
+    def _publish_step(self, *, shows: bool | None = None) -> None:
+        """Publishes the updates and events since the last message, as one. With a load the message `shows` that another
+        step is over, for gateways that wait for it."""
         updates, self._updates = self._updates, []
         self._count_gaps()
         self._num_calm += 1
-        if not self._withholds:  # then whoever is told of an answer may still be told of its end
+        if not self._withholds:
             num_rows, self._num_rows = self._num_rows, len(self._device.last.rows)
             ended = any(update.finish_reason is not None or update.error is not None for update in updates)
             self._num_calm = 0 if ended or num_rows != self._num_rows else self._num_calm
@@ -275,23 +277,23 @@ class SimulatedEngineLoop:
             return
         if self._is_withholding:
             updates = self._sifted(updates)
-            if not updates and shows is None and self._num_calm > LEAST_CALM:
-                return self._say(events)
+            if not updates and shows is None and self._num_calm > MIN_CALM_STEPS:
+                return self._publish_load(events)
         if shows is not False:
-            self._told = self._engine.load()
+            self._published_load = self._engine.load()
         elif not updates and not events:
             return
-        told = self._told if shows is not False else None
+        told = self._published_load if shows is not False else None
         self._publish(StepMessage(updates=merged(updates), events=(events,) if events else (), load=told))
 
     @property
     def _is_withholding(self) -> bool:
-        """A worker that drains tells all: its answers move on with what was told of them."""
+        """Not while the worker drains: answers migrate with the tokens that were published."""
         return self._withholds and not self._engine.draining
 
     def _sifted(self, updates: Sequence[SequenceUpdate]) -> list[SequenceUpdate]:
-        """Without further tokens of answers that are told of already: they come with the end of the answer, or with
-        whatever else there is to say of it."""
+        """Without further tokens of answers whose first were published: those come with the next update of another
+        kind."""
         told: list[SequenceUpdate] = []
         withheld = self._withheld
         for update in updates:
@@ -310,15 +312,15 @@ class SimulatedEngineLoop:
             self._withheld = {one: kept for one, kept in withheld.items() if one in scheduler}
         return told
 
-    def _say(self, events: KVEvents | None) -> None:
-        """What gateways decide by, if it is another than they know."""
+    def _publish_load(self, events: KVEvents | None) -> None:
+        """Publishes events, and the load if more than its step changed."""
         load = self._engine.load()
-        if events or _BUT_STEP(load) != _BUT_STEP(self._told):
-            self._told = load
+        if events or _BUT_STEP(load) != _BUT_STEP(self._published_load):
+            self._published_load = load
             self._publish(StepMessage(events=(events,) if events else (), load=load))
 
-    def _note(self, updates: Sequence[SequenceUpdate], ends_s: Sequence[float]) -> None:
-        """Keeps what steps that were over at these times brought, until it is told."""
+    def _record(self, updates: Sequence[SequenceUpdate], ends_s: Sequence[float]) -> None:
+        """Keeps the updates of steps that end at these times until they are published."""
         self._updates += updates
         told = [update.request_id for update in updates if update.token_ids]
         if told and self._gaps is not None:
@@ -330,26 +332,25 @@ class SimulatedEngineLoop:
             for request_ids, ends_s in made:
                 self._gaps.made(request_ids, ends_s)
 
-    def _say_idle(self) -> None:
+    def _publish_idle(self) -> None:
         load = self._engine.load()
-        if load != self._told:
-            self._told = load
+        if load != self._published_load:
+            self._published_load = load
             self._publish(StepMessage(load=load))
 
     # -- leaps ---------------------------------------------------------------------------------------------------------
 
-    def _foreseen(self) -> list[float]:
-        """When the plain steps that come next are over, up to the first after which there is something to tell.
+    def _foresee(self) -> list[float]:
+        """The ends of the next steps that are alike, up to the first after which a load is to be published.
 
-        Empty while what happened last may still be felt: a gateway forgets what it has sent here, and knows that KV has
-        arrived, by messages of the steps that follow.
+        At most one soon after a change: gateways count the messages of the next steps (`MIN_CALM_STEPS`).
         """
         engine, device = self._engine, self._device
         num_in_flight = engine.num_in_flight
         num_steps = num_uniform(engine.scheduler, device.last, num_in_flight) if num_in_flight == engine.depth else 0
         if not num_steps:
             return []
-        if self._num_calm < LEAST_CALM:
+        if self._num_calm < MIN_CALM_STEPS:
             num_steps = 1
         now = self._loop.time()
         quiet_until_s = self._quiet_until() - self.skew_s if self._quiet_until is not None else now
@@ -363,72 +364,71 @@ class SimulatedEngineLoop:
     def _leap(self) -> bool:
         if self._quiet_until is None:
             return False
-        self._ahead_s = self._foreseen()
+        self._ahead_s = self._foresee()
         if self._ahead_s:
             self._arm(self._ahead_s[-1])
         return bool(self._ahead_s)
 
-    def _cut(self) -> bool:
-        """The leap ends with the step under way, and is taken at once when that is over, as if it had been taken now
-        and that step begun; unless somebody must hear of the steps before it. True also of a leap that is cut already.
-        """
+    def _cut_leap(self) -> bool:
+        """Cuts a leap to end with the step in progress, unless a gateway must get the steps before it now. True if
+        that is all there is to do, also for a leap that is cut already."""
         ahead_s = self._ahead_s
         if not ahead_s or self._busy:
             return bool(ahead_s)
         num_over = bisect_right(ahead_s, self._loop.time())
-        if not self._is_withholding or num_over == len(ahead_s) or self._shows(num_over):
+        if not self._is_withholding or num_over == len(ahead_s) or self._is_awaited(num_over):
             return False
         self._ahead_s = ahead_s[: num_over + 1]
-        self._go_on_until(ahead_s[num_over])
+        self._continue_until(ahead_s[num_over])
         return True
 
-    def _go_on_until(self, end_s: float) -> None:
-        """The plain step under way ends then, as any other."""
-        self._busy, self._reads = True, False
+    def _continue_until(self, end_s: float) -> None:
+        """The step in progress ends then, as any other."""
+        self._busy, self._has_prefill = True, False
         self._disarm()
         self._arm(end_s)
 
-    def _shows(self, num_over: int) -> bool:
-        """Does a gateway hear of the last of so many steps after it has sent what ends the leap?"""
+    def _is_awaited(self, num_over: int) -> bool:
+        """Does a gateway get the message of the last of so many steps after it has sent what ends the leap?"""
         return num_over > 0 and self._ahead_s[num_over - 1] > self._loop.time() - self._round_trip_s
 
     def flush(self) -> None:
-        """Takes the steps of a leap that are over by now, and begins the one under way, which ends as any other."""
+        """Takes the steps of a leap that are over by now, and begins the one in progress, which ends as any other."""
         ahead_s = self._ahead_s
         if not ahead_s:
             return
         self.num_turns += 1
         if self._busy:  # it was cut to these
             self._ahead_s = []
-            self._take(ahead_s)
+            self._take_steps(ahead_s)
             if len(ahead_s) > 1:
                 self._progress.turned(self._engine, stepped=True, now=ahead_s[-2])
             return
         num_over = bisect_right(ahead_s, self._loop.time())
-        shows = self._shows(num_over)
+        shows = self._is_awaited(num_over)
         self._ahead_s = []
         if num_over:
-            self._take(ahead_s[:num_over])
+            self._take_steps(ahead_s[:num_over])
             self._progress.turned(self._engine, stepped=True, now=ahead_s[num_over - 1])
         if num_over < len(ahead_s):
-            self._tell(shows=shows)
-            self._take(ahead_s[num_over : num_over + 1])
-            self._go_on_until(ahead_s[num_over])
+            self._publish_step(shows=shows)
+            self._take_steps(ahead_s[num_over : num_over + 1])
+            self._continue_until(ahead_s[num_over])
 
-    def _take(self, ends_s: Sequence[float]) -> None:
-        """The steps of a leap that are over then. With one in flight before them, the last that is launched is over
-        after them: a batch of its own."""
+    def _take_steps(self, ends_s: Sequence[float]) -> None:
+        """Takes steps of a leap, with these ends. With a step in flight, the last one launched ends after them: it is a
+        batch of its own."""
         engine, num_steps, updates = self._engine, len(ends_s), list[SequenceUpdate]()
         now = self._device.now_s + self.skew_s
         if engine.num_in_flight and num_steps > 1:
             updates += engine.advance(now, num_steps - 1)
             num_steps = 1
         updates += engine.advance(now, num_steps)
-        self._note(merged(updates), ends_s)
+        self._record(merged(updates), ends_s)
 
 
 def merged(updates: Sequence[SequenceUpdate]) -> tuple[SequenceUpdate, ...]:
-    """One update a request, that says what its updates say one after the other."""
+    """One update a request, with the tokens of all its updates."""
     by_request: dict[str, list[SequenceUpdate]] = {}
     for update in updates:
         by_request.setdefault(update.request_id, []).append(update)

@@ -21,7 +21,7 @@ class HostMemory:
         self._block_s = block_s
         self._slots: dict[int, Any] = {}
         self._loads: dict[int, tuple[Sequence[int], Sequence[int], float]] = {}  # slots, blocks, when it is over
-        self._untold: list[tuple[float, FinishedOnload]] = []
+        self._unreported: list[tuple[float, FinishedOnload]] = []
         self._link_free_s = 0.0
 
     def offload(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
@@ -31,11 +31,11 @@ class HostMemory:
         elapsed_s = len(slots) * self._block_s
         self._link_free_s = max(self._link_free_s, self._device.now_s) + elapsed_s
         self._loads[load_id] = (slots, block_ids, self._link_free_s)
-        self._untold.append((self._link_free_s, FinishedOnload(load_id=load_id, elapsed_s=elapsed_s)))
+        self._unreported.append((self._link_free_s, FinishedOnload(load_id=load_id, elapsed_s=elapsed_s)))
 
     def finished(self) -> Sequence[FinishedOnload]:
-        over = [loaded for end_s, loaded in self._untold if end_s <= self._device.now_s]
-        del self._untold[: len(over)]
+        over = [loaded for end_s, loaded in self._unreported if end_s <= self._device.now_s]
+        del self._unreported[: len(over)]
         return over
 
     def await_copy(self, load_id: int) -> None:

@@ -1,8 +1,7 @@
-"""The time between the tokens of each answer (ITL), as workers make them: also of tokens that one message tells of.
+"""The time between the tokens of each answer (ITL), by the ends of the workers' steps.
 
-They are counted when their worker tells of them, until the answer's client has gone: also those of an answer that fails
-in the end, and of a token that nobody heard of, as its worker's connection, or the other worker of its pair, was just
-lost. That answer's pause is then two gaps, one as long as a step.
+A gap counts when its token is published, until the answer's client has gone: also for an answer that fails in the end,
+and for a token that is lost with a connection or a worker. That answer's pause is then two gaps, one as long as a step.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ RESOLUTION = math.log(1.005)  # half a percent: percentiles are as exact as that
 
 
 class Gaps:
-    """Of all answers of a run. A pause in which an answer moves to another worker is a gap as any other."""
+    """The gaps of all answers of a run; the pause of a migration is one, too."""
 
     def __init__(self) -> None:
         self._last_s: dict[str, float] = {}  # of each attempt
@@ -26,11 +25,11 @@ class Gaps:
         self._max_s = 0.0
 
     def begun(self, job: str) -> None:
-        """Its tokens are waited for from now on."""
+        """A client waits for the job's tokens from now on."""
         self._attempts[job] = ""
 
     def made(self, request_ids: Sequence[str], ends_s: Sequence[float]) -> None:
-        """Steps that ended at these times brought each of these requests a token each."""
+        """Each step that ended at one of these times brought a token of each request."""
         first_s, last_s = ends_s[0], self._last_s
         befores_s = [last_s.get(request_id) for request_id in request_ids]
         last_s.update(dict.fromkeys(request_ids, ends_s[-1]))
@@ -43,16 +42,16 @@ class Gaps:
             self._count(after_s - before_s, num_awaited)
 
     def ended(self, job: str) -> None:
-        """Nobody waits for it any more: what is still made for it counts no more."""
+        """The client has gone: further tokens do not count."""
         self._last_s.pop(self._attempts.pop(job), None)
 
     def assert_idle(self) -> None:
-        """Nothing is kept of jobs that have ended."""
+        """No ended job has left anything."""
         assert not self._attempts, f"{len(self._attempts)} jobs have ended whose gaps are waited for"
         assert not self._last_s, f"the last tokens of {len(self._last_s)} attempts are kept, whose jobs have ended"
 
     def _count_each(self, first_s: float, request_ids: Sequence[str], befores_s: Sequence[float | None]) -> int:
-        """How many of them are waited for."""
+        """Returns for how many of them a client waits."""
         num_awaited, since_s = 0, dict[float, int]()
         for request_id, before_s in zip(request_ids, befores_s, strict=True):
             if before_s is None:
@@ -69,7 +68,7 @@ class Gaps:
         return num_awaited
 
     def _begin(self, job: str, request_id: str) -> float | None:
-        """Of an attempt that brings its first token: when the one before it brought its last."""
+        """At an attempt's first token: the time of the last token of the attempt before it."""
         before, self._attempts[job] = self._attempts[job], request_id
         return self._last_s.pop(before, None)
 

@@ -1,4 +1,4 @@
-"""Parts of a simulated worker that look at what they are told to do: what they see is gone an event later."""
+"""Parts of a simulated worker that check every call: a fault that they find is invisible an event later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.transfer.role import MovingRole
 
 
 class WatchedPool(BlockPool):
-    """No block may be handed out while a step in flight writes it, though its request has gone."""
+    """No block is freed while a step in flight writes it, even if its request has gone."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class WatchedPool(BlockPool):
 
 
 class WatchedEngine(Engine):
-    """Whoever is aborted has no ticket any more: nothing is reserved for it, nothing is pushed or on its way."""
+    """An aborted request has no ticket and no transfer left."""
 
     def __init__(self, *arguments: Any, sender: InprocSender, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -53,7 +53,7 @@ class WatchedEngine(Engine):
 
 
 class TicketWatch:
-    """Between two turns no ticket is live whose lease was over at the last tick, or whose lane has been lost."""
+    """Between two turns no ticket is left whose lease had ended at the last tick, or whose lane is lost."""
 
     def __init__(self, role: MovingRole, sender: InprocSender, receiver: InprocReceiver) -> None:
         self._role = role
@@ -61,7 +61,7 @@ class TicketWatch:
         self._receiver = receiver
 
     def check(self, ticked_s: float) -> None:
-        """`ticked_s`: what the role was told the time was."""
+        """`ticked_s`: time of the role's last tick."""
         until_s = self._role.next_deadline_s()
         assert until_s > ticked_s, f"a ticket is live {ticked_s - until_s:.3f} s after its lease"
         tickets = self._role.tickets(0.0)

@@ -40,9 +40,8 @@ LEAVE_LOOK_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What every worker of a simulated cluster has in common. `depth` as `workers.engine.engine.Engine` has it; blocks
-    of the host tier, if there are `host_blocks`, come at `host_bytes_per_s`. A gateway that missed more than
-    `kept_events` is told everything."""
+    """What all workers of a simulated cluster have in common. `depth` is that of the engine. Blocks of the host tier
+    are loaded at `host_bytes_per_s`. A gateway that missed more than `kept_events` gets a snapshot."""
 
     model: str
     layout: KVLayout
@@ -61,7 +60,7 @@ class Spec:
 
 
 class SimulatedWorker:
-    """One life of a worker, from `start` to `kill` or `close`. Lives on one event loop."""
+    """One life of a worker, from `start` to `kill`. Lives on one event loop."""
 
     def __init__(
         self,
@@ -107,7 +106,7 @@ class SimulatedWorker:
             self.device,
             publish=self.servicer.publish,
             move=self._move,
-            go_on=self._go_on,
+            advance_transfers=self._advance_transfers,
             stall_s=spec.stall_s,
             skew_s=skew_s,
             quiet_until=self._quiet_until if spec.leaping else None,
@@ -119,13 +118,13 @@ class SimulatedWorker:
         self._num_changes = 0
         self._changes_turn = 0  # when tickets last came or ended
         self.port: Port | None = None
-        self.has_left = False  # as it was told to
+        self.has_left = False  # after a drain with exit
         self._was_held_up = False  # frozen, or slowed
         self._leaving: asyncio.Task[None] | None = None
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
     def clock(self) -> float:
-        """This host's own: no two clocks agree."""
+        """The host's own clock, with its skew."""
         return self._loop.time() + self._skew_s
 
     @property
@@ -142,7 +141,7 @@ class SimulatedWorker:
 
     @property
     def held_up(self) -> bool:
-        """Is there a reason for which it may make no progress? Whatever holds up KV is its source's, or a lane's."""
+        """May it make no progress for a reason that is not its own? KV is held up by its source or by a lane."""
         waits = any(ticket.state != TicketState.ARRIVED for ticket in self.role.ledger.stats(0.0))
         return self._was_held_up or waits
 
@@ -151,7 +150,7 @@ class SimulatedWorker:
         return self.info
 
     def kill(self) -> None:
-        """The process ends between two instructions: peers hear of it from the kernel, nobody cleans up."""
+        """The process ends without any clean-up; its peers see closed connections."""
         if self.port is None or self.port.closed:
             return
         if self._leaving is not None and self._leaving is not asyncio.current_task():
@@ -169,14 +168,14 @@ class SimulatedWorker:
     async def _leave(self) -> None:
         """As `workers.rpc.worker.Worker` does."""
         await self.turns.call(self.engine.drain)
-        while self.alive and self.busy:  # noqa: ASYNC110 - it may be frozen, and tells nobody
+        while self.alive and self.busy:  # noqa: ASYNC110 - there is no event for it while frozen
             await asyncio.sleep(LEAVE_LOOK_S)
         await self.servicer.disowned()
         self.has_left = True
         self.kill()
 
     def freeze(self) -> None:
-        """The process is stopped by a signal: sockets stay open, nothing moves."""
+        """The process is stopped by a signal; its sockets stay open."""
         assert self.port is not None
         self._was_held_up = True
         self.turns.freeze()
@@ -188,12 +187,12 @@ class SimulatedWorker:
             self.turns.thaw()
 
     def reset(self) -> None:
-        """Its connections to gateways break; it lives on."""
+        """Breaks its connections to gateways."""
         assert self.port is not None
         self.port.reset()
 
     def spoil(self, change: Callable[[Any], Any] | None) -> None:
-        """What happens to messages on their way to gateways, from now on."""
+        """Changes messages to gateways from now on."""
         assert self.port is not None
         self.port.change = change
 
@@ -204,11 +203,11 @@ class SimulatedWorker:
         self.device.slowness = factor
 
     def jump(self, seconds: float) -> None:
-        """Its host's clock goes so much ahead at once."""
+        """The host's clock jumps ahead."""
         self.turns.flush()
         self._skew_s += seconds
         self.turns.skew_s += seconds
-        self.turns.attend()
+        self.turns.on_kv()
 
     def check_balance(self) -> None:
         """The cheap part of `check`."""
@@ -217,7 +216,7 @@ class SimulatedWorker:
         self._tickets.check(self.turns.ticked_s)
 
     def check(self) -> None:
-        """Between two steps: every block has the owners that are known of, and no others."""
+        """Between two steps: every reference to a block belongs to a request, an onload or a ticket."""
         self.role.ledger.check_integrity()
         self.engine.check_integrity([*self.role.ledger.reserved_ids(), *self.role.outgoing.shared_ids()])
         if not self.turns.is_due:
@@ -229,7 +228,7 @@ class SimulatedWorker:
             assert not unowned, f"{self.worker_id} holds {unowned[0]}, and no gateway counts on it"
 
     def assert_idle(self) -> None:
-        """Nobody uses this worker: nothing is held, nothing moves."""
+        """Nothing is held, and no transfer goes on."""
         self.role.ledger.assert_idle()
         self.engine.assert_idle()
 
@@ -286,8 +285,8 @@ class SimulatedWorker:
         return DecodeRole(self._transfers, pool, spec.layout, spec.decode)
 
     def _quiet_until(self) -> float:
-        """Tickets whose KV has not come are left alone until their leases end; whatever moves wants every turn. So does
-        what follows from a ticket's end: whoever waited for it is told in the turn after."""
+        """Until the first lease ends, if KV is only awaited. A transfer needs every turn, and so does the turn after a
+        ticket's end, which publishes it."""
         role = self.role
         if role.outgoing.busy() or role.incoming.has_failures() or self._transfers.is_moving():  # its lanes never idle
             return -math.inf
@@ -297,7 +296,7 @@ class SimulatedWorker:
         return -math.inf if self._changes_turn == self.turns.num_turns else self.role.ledger.next_deadline_s()
 
     def _move(self, now: float) -> bool:
-        """Lands what has come, and offers what there is room for again. May a request begin, or end, by it?"""
+        """Lands KV that has arrived, and sends KV that there is room for. True if a request may begin or end by it."""
         incoming = self.role.incoming
         before = incoming.num_settled
         incoming.receive(now)
@@ -306,12 +305,12 @@ class SimulatedWorker:
             return settled
         return self.role.outgoing.send(now) or settled
 
-    def _go_on(self, now: float) -> None:
+    def _advance_transfers(self, now: float) -> None:
         if self.role.is_behind():
             self.role.advance_transfers(now, self.engine.num_in_flight)
 
     def _ring(self) -> None:
-        self.turns.attend()
+        self.turns.on_kv()
 
     def _stats(self) -> WorkerStats:
         return WorkerStats(
