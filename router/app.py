@@ -1,4 +1,8 @@
-"""The HTTP face: routes, and the one place where an error becomes a response."""
+"""The HTTP face: routes, and the one place where an error becomes a response.
+
+Its routes are Starlette's, of a FastAPI application that serves /openapi.json: FastAPI's own would cost a short request
+as much as all that is done for it, and add nothing, for bodies and answers are read and written here.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,6 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
 
 from protos.errors import BatonError, InvalidRequest, NotFound
 from router.admin.routes import mount_admin
@@ -23,7 +26,6 @@ from router.admin.status import degraded, not_ready
 from router.dashboard.page import mount_page
 from router.gateway import Gateway
 from router.http.errors import error_body, error_response, json_response
-from router.http.hot_routes import Endpoint, Straight
 from router.http.middleware import REQUEST_ID, Authenticate, BodyLimit, HeadLimit, RequestId
 from router.http.sse import EventStream
 from router.metrics import Track
@@ -43,8 +45,9 @@ Generating = Callable[[Gateway, Request, Track], Awaitable[Response]]
 
 def create_app(gateway: Gateway) -> FastAPI:
     """The application for one model's gateway. Nothing runs in the background: it needs no start and no stop."""
-    app = Straight(title="Baton", layers=_layers(gateway))
-    app.go_straight(_generating_routes(app, gateway))
+    # The pages of documentation would load scripts from the network; /openapi.json is all they are made of.
+    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, middleware=_layers(gateway))
+    _generating_routes(app, gateway)
     app.add_exception_handler(BatonError, _refused)
     app.add_exception_handler(HTTPException, _unrouted)
     mount_page(app, gateway)
@@ -92,9 +95,7 @@ def _layers(gateway: Gateway) -> list[Middleware]:
     return layers
 
 
-def _generating_routes(app: FastAPI, gateway: Gateway) -> dict[str, Endpoint]:
-    """Each by its path."""
-
+def _generating_routes(app: FastAPI, gateway: Gateway) -> None:
     async def measured(endpoint: str, serve: Generating, request: Request) -> Response:
         track = request.scope["state"]["track"] = gateway.metrics.track(endpoint)
         try:
@@ -106,47 +107,44 @@ def _generating_routes(app: FastAPI, gateway: Gateway) -> dict[str, Endpoint]:
             track.finish()
         return response
 
-    @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await measured("chat.completions", chat_completions, request)
 
-    @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         return await measured("completions", completions, request)
 
-    return {"/v1/chat/completions": chat, "/v1/completions": complete}
+    app.add_route("/v1/chat/completions", chat, methods=["POST"])
+    app.add_route("/v1/completions", complete, methods=["POST"])
 
 
 def _asking_routes(app: FastAPI, gateway: Gateway) -> None:
-    @app.get("/v1/models")
-    async def models() -> Response:
+    async def models(request: Request) -> Response:
         return json_response(model_list(gateway))
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        return json_response(one_model(gateway, name))
+    async def model(request: Request) -> Response:
+        return json_response(one_model(gateway, request.path_params["name"]))
 
-    @app.post("/tokenize")
     async def to_tokens(request: Request) -> Response:
         return await tokenize(gateway, request)
 
-    @app.post("/detokenize")
     async def to_text(request: Request) -> Response:
         return await detokenize(gateway, request)
 
+    app.add_route("/v1/models", models)
+    app.add_route("/v1/models/{name:path}", model)
+    app.add_route("/tokenize", to_tokens, methods=["POST"])
+    app.add_route("/detokenize", to_text, methods=["POST"])
+
 
 def _operating_routes(app: FastAPI, gateway: Gateway) -> None:
-    @app.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         return json_response({"status": "ok"})
 
-    @app.get("/ready")
-    async def ready() -> Response:
+    async def ready(request: Request) -> Response:
         ready = gateway.ready()
         told = {"ready": ready, "reason": not_ready(gateway), "degraded": degraded(gateway)}
         return json_response(told, status=200 if ready else 503)
 
-    @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         registry = gateway.metrics.registry
         if from_sibling(request):
@@ -157,6 +155,10 @@ def _operating_routes(app: FastAPI, gateway: Gateway) -> None:
             registry.register(Merged(told))
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), media_type=content_type)
+
+    app.add_route("/health", health)
+    app.add_route("/ready", ready)
+    app.add_route("/metrics", metrics)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -169,8 +171,7 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, method, headers = request.url.path[:200], request.method, MutableHeaders(error.headers or {})
     if error.status_code == 405:
-        allowed = ", ".join(_methods(request))
-        headers["allow"] = allowed
+        allowed = headers["allow"] = ", ".join(sorted(headers["allow"].split(", ")))
         refusal: BatonError = InvalidRequest(f"{path} does not answer {method}: use {allowed}")
     elif error.status_code == 404:
         refusal = NotFound(
@@ -179,14 +180,3 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     else:
         refusal = InvalidRequest(str(error.detail))
     return json_response(error_body(refusal), status=error.status_code, headers=dict(headers))
-
-
-def _methods(request: Request) -> list[str]:
-    """What a path answers, over all its routes: Starlette's own refusal names those of the first one alone."""
-    routes, scope = request.app.routes, request.scope
-    found = [
-        method
-        for method in ("GET", "POST", "PUT", "PATCH", "DELETE")
-        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
-    ]
-    return ["GET", "HEAD", *found[1:]] if "GET" in found else found

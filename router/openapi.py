@@ -1,13 +1,13 @@
 """The API for machines, /openapi.json: every route with its body, its answers and every error it may answer with.
 
-    paths: FastAPI's, from the routes     bodies: router.openai.schema     answers: replies.py of openai/ and admin/
+    paths: the application's routes     bodies: router.openai.schema     answers: replies.py of openai/ and admin/
 
-FastAPI sees neither body nor answer: both are read and written by us, so that errors are ours and tokens are cheap.
 A test holds that every route has its line in OPERATIONS.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
+from starlette.routing import Route
 
 from router.admin import replies as admin
 from router.admin.requests import DEFAULT_COUNT, MAX_COUNT
@@ -67,7 +68,8 @@ WWW_AUTHENTICATE = {"required": True, "schema": {"type": "string", "const": "Bea
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """`errors` are statuses beside those that every route may answer with. `texts` are other media types of success,
-    `parameters` those that FastAPI does not know, or knows as the strings that they are read as."""
+    `parameters` are those
+    outside of the path."""
 
     summary: str
     reply: type[BaseModel] | None = None
@@ -147,6 +149,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
 }  # fmt: skip
 
 
+_REQUEST_NAME = "x-baton-request-id of an answer, the answer's own id, or that of a job"
+_NAMES = {"/admin/requests/{name}": _REQUEST_NAME, "/admin/requests/{name}/cache": _REQUEST_NAME}
+
 _UNTOLD = Operation(summary="Not described yet")
 
 
@@ -161,7 +166,8 @@ def describe(
 ) -> Schema:
     """The document for one model's gateway, whose chat template knows the `roles`. Where no key is needed one may still
     be sent."""
-    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    document = get_openapi(title=app.title, version=app.version, routes=())
+    document["paths"] = _paths(app)
     schemas: Schema = {}
     _schema(responses.ErrorReply, schemas, "serialization")
     for path, methods in document["paths"].items():
@@ -181,6 +187,25 @@ def describe(
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
     }
     return document
+
+
+def _paths(app: FastAPI) -> Schema:
+    """Of every route in the document, what its path says."""
+    paths: Schema = {}
+    for route in app.routes:
+        if not isinstance(route, Route) or not route.include_in_schema:
+            continue
+        path = route.path_format
+        parameters = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            | ({"description": _NAMES[path]} if path in _NAMES else {})
+            for name in route.param_convertors
+        ]
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            name = re.sub(r"\W", "_", f"{route.name}{path}_{method.lower()}")
+            told: Schema = {"operationId": name} | ({"parameters": parameters} if parameters else {})
+            paths.setdefault(path, {})[method.lower()] = told
+    return paths
 
 
 def _operation(operation: Operation, schemas: Schema, path: str) -> Schema:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
 
+from router.admin.door import AdminRoutes
 from router.gateway import Gateway
 from router.http.errors import json_response
 
 
-def add(admin: APIRouter, gateway: Gateway) -> None:
-    @admin.post("/workers/{worker_id}/drain")
-    async def drain(worker_id: str) -> Response:
+def add(admin: AdminRoutes, gateway: Gateway) -> None:
+    @admin.route("/workers/{worker_id}/drain", methods=["POST"])
+    async def drain(request: Request) -> Response:
+        worker_id = request.path_params["worker_id"]
         num_running = await gateway.fleet.drain(worker_id)
         return json_response({"worker_id": worker_id, "num_running": num_running}, status=202)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
 
+from router.admin.door import AdminRoutes
 from router.admin.status import held
 from router.gateway import Gateway
 from router.http.errors import json_response
@@ -14,9 +15,9 @@ from router.http.errors import json_response
 SILENT = {"tickets": None, "lanes": None, "tiers": None}
 
 
-def add(admin: APIRouter, gateway: Gateway) -> None:
-    @admin.get("/kv")
-    async def kv() -> Response:
+def add(admin: AdminRoutes, gateway: Gateway) -> None:
+    @admin.route("/kv")
+    async def kv(request: Request) -> Response:
         """`tickets`, `lanes` and `tiers` are null for a worker that does not say in time. Bytes of "in" tickets are
         memory that is kept from others; those of "out" tickets lie at their owner."""
         workers = gateway.fleet.status()

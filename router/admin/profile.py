@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import BatonError, UnsupportedParameter
 from protos.values import Profile
+from router.admin.door import AdminRoutes
 from router.gateway import Gateway
 from router.http.errors import json_response
 
 
-def add(admin: APIRouter, gateway: Gateway) -> None:
+def add(admin: AdminRoutes, gateway: Gateway) -> None:
     async def ask(worker_id: str, recording: bool | None) -> Profile | None:
         """None of one that does not answer: the others' steps are worth having."""
         try:
@@ -28,21 +28,11 @@ def add(admin: APIRouter, gateway: Gateway) -> None:
         pairs = zip(ids, profiles, strict=True)
         return json_response({"workers": [{"worker_id": worker_id, "profile": one} for worker_id, one in pairs]})
 
-    @admin.post("/profile")
-    async def begin(request: Request) -> Response:
-        """A recording under way begins anew: there is one, whoever asks. It answers with what that had."""
+    @admin.route("/profile", methods=["POST", "GET", "DELETE"])
+    async def profile(request: Request) -> Response:
+        """POST begins a recording, anew if one is under way, and answers with what that had; DELETE ends it."""
         await _refuse_parameters(request)
-        return await told(True)
-
-    @admin.get("/profile")
-    async def look(request: Request) -> Response:
-        await _refuse_parameters(request)
-        return await told(None)
-
-    @admin.delete("/profile")
-    async def end(request: Request) -> Response:
-        await _refuse_parameters(request)
-        return await told(False)
+        return await told({"POST": True, "DELETE": False}.get(request.method))
 
 
 async def _refuse_parameters(request: Request) -> None:

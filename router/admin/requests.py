@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import InvalidRequest, UnknownRequest
+from router.admin.door import AdminRoutes
 from router.gateway import Gateway
 from router.http.errors import json_response
 from router.traces.cache_misses import EvictionLog, explain
@@ -20,10 +20,8 @@ from router.traces.request_trace import RequestTrace, RequestTraces
 DEFAULT_COUNT = 50
 MAX_COUNT = 1000
 
-Name = Annotated[str, Path(description="x-baton-request-id of an answer, the answer's own id, or that of a job")]
 
-
-def add(admin: APIRouter, gateway: Gateway) -> None:
+def add(admin: AdminRoutes, gateway: Gateway) -> None:
     records, evictions, siblings = gateway.routing.records, gateway.routing.evictions, gateway.siblings
 
     def offset_s() -> float:
@@ -42,9 +40,9 @@ def add(admin: APIRouter, gateway: Gateway) -> None:
             )
         return json_response({"request_id": name, "jobs": known})
 
-    @admin.get("/requests")
-    async def recent(request: Request, limit: Annotated[str, Query()] = str(DEFAULT_COUNT)) -> Response:
-        count = _count(limit)
+    @admin.route("/requests")
+    async def recent(request: Request) -> Response:
+        count = _count(request.query_params.get("limit", str(DEFAULT_COUNT)))
         offset = offset_s()
         latest = [summary(one, offset) for one in records.recent(count)]
         if told := await siblings.ask(request):
@@ -52,15 +50,15 @@ def add(admin: APIRouter, gateway: Gateway) -> None:
             latest.sort(key=lambda one: one["received_at"], reverse=True)
         return json_response({"requests": latest[:count]})
 
-    @admin.get("/requests/{name:path}/cache")
-    async def cache(request: Request, name: Name) -> Response:
-        return await jobs(request, name, lambda one: _explained(one, records, evictions))
+    @admin.route("/requests/{name:path}/cache")
+    async def cache(request: Request) -> Response:
+        return await jobs(request, request.path_params["name"], lambda one: _explained(one, records, evictions))
 
-    @admin.get("/requests/{name:path}")
-    async def request(request: Request, name: Name) -> Response:
-        return await jobs(request, name, lambda one: whole(one, offset_s()))
+    @admin.route("/requests/{name:path}")
+    async def request(request: Request) -> Response:
+        return await jobs(request, request.path_params["name"], lambda one: whole(one, offset_s()))
 
-    @admin.get("/shadows")
+    @admin.route("/shadows")
     async def shadows(request: Request) -> Response:
         views = [shadow_view(one) for one in gateway.routing.shadows]
         if told := await siblings.ask(request):

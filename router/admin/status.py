@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import BatonError
 from protos.values import WorkerRole
+from router.admin.door import AdminRoutes
 from router.gateway import Gateway
 from router.http.errors import json_response
 from router.jobs import WorkerView
@@ -23,9 +24,9 @@ STAND_INS = {
 """What happens while a pool has no ready worker."""
 
 
-def add(admin: APIRouter, gateway: Gateway) -> None:
-    @admin.get("/status")
-    async def status() -> Response:
+def add(admin: AdminRoutes, gateway: Gateway) -> None:
+    @admin.route("/status")
+    async def status(request: Request) -> Response:
         told = {"model": gateway.card.name, "ready": gateway.ready(), "reason": not_ready(gateway)}
         workers = gateway.fleet.status()
         told["degraded"] = degraded(gateway)

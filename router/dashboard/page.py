@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 
 from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.responses import Response
 
 from router.gateway import Gateway
@@ -30,8 +31,7 @@ def mount_page(app: FastAPI, gateway: Gateway) -> None:
         "cache-control": "no-cache",
     }
 
-    @app.get("/")
-    async def page() -> Response:
+    async def page(request: Request) -> Response:
         told = {
             "style": style,
             "script": script,
@@ -40,6 +40,8 @@ def mount_page(app: FastAPI, gateway: Gateway) -> None:
             "asks_for_keys": str(not gateway.reception.roster.is_open).lower(),
         }
         return Response(_filled(template, told), media_type="text/html", headers=headers)
+
+    app.add_route("/", page)
 
 
 def _filled(template: str, told: dict[str, str]) -> str:

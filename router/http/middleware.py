@@ -94,7 +94,7 @@ class RequestId:
 
 def is_routine(scope: Scope, status: int) -> bool:
     """An open page, probes and scrapers ask every few seconds: their lines would hide the others."""
-    path, method = scope["path"], scope["state"].get("method") or scope["method"]
+    path, method = scope["path"], scope["method"]
     return method == "GET" and status < 400 and (path in _POLLED or path.startswith("/admin/"))
 
 
@@ -102,7 +102,7 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
     state, client = scope["state"], scope.get("client")
     tenant = state.get("tenant")
     log_access(
-        state.get("method") or scope["method"],
+        scope["method"],
         scope["raw_path"].decode("latin-1")[:MAX_PATH],
         status,
         seconds,
