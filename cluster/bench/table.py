@@ -18,7 +18,7 @@ def report_table(report: Report) -> RenderableType:
         parts.append(
             Text(
                 f"The load client sent 1 % of the requests {_ms(report.late_s.p99)} ms or more after their time: this "
-                "machine is too busy for this rate, so the load was less sharp than asked for.",
+                "machine is too busy for this rate, so the load was lower than --rate.",
                 "yellow",
             )
         )

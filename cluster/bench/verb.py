@@ -112,33 +112,38 @@ class BenchTarget:
 
 def bench(
     context: typer.Context,
-    url: Annotated[str, typer.Option(help="The root of an OpenAI-compatible server.")] = DEFAULT_URL,
-    model: Annotated[str, typer.Option(help="A served model; the first one if not given.")] = "",
+    url: Annotated[str, typer.Option(help="URL of an OpenAI-compatible server.")] = DEFAULT_URL,
+    model: Annotated[str, typer.Option(help="A served model. Default: the first one.")] = "",
     rate: Annotated[float | None, typer.Option(help="Requests a second, Poisson arrivals (open loop).")] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(help="Requests at once (closed loop; 8 if nothing is said).")
+    concurrency: Annotated[int | None, typer.Option(help="Requests at once (closed loop). Default: 8.")] = None,
+    num_requests: Annotated[
+        int | None, typer.Option(help="Number of requests. Default: 64, or all of a trace.")
     ] = None,
-    num_requests: Annotated[int | None, typer.Option(help="How many: 64, or all of a trace.")] = None,
     input_len: Annotated[str, typer.Option(help="Prompt tokens: 256, or uniform 100:200.")] = "256",
     output_len: Annotated[str, typer.Option(help="Answer tokens: 64, or uniform 32:96.")] = "64",
     trace: Annotated[Path | None, typer.Option(help="Lengths, arrivals and prefixes from a Mooncake trace.")] = None,
     trace_scale: Annotated[float, typer.Option(help="Multiply the trace's lengths.")] = 1.0,
     trace_speed: Annotated[float, typer.Option(help="Run the trace's time this many times as fast.")] = 1.0,
-    ttft_ms: Annotated[float | None, typer.Option(help="Objective: first token within.")] = None,
-    tpot_ms: Annotated[float | None, typer.Option(help="Objective: time per further token.")] = None,
-    temperature: Annotated[float, typer.Option(help="Of sampling; 0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of lengths and arrivals.")] = 0,
-    prompt_seed: Annotated[int | None, typer.Option(min=0, help="Of prompts' tokens; new for every run.")] = None,
-    vocab_size: Annotated[int | None, typer.Option(min=1, help="Token ids the model knows, if not a Baton.")] = None,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one request.")] = 600.0,
+    ttft_ms: Annotated[float | None, typer.Option(help="Objective: milliseconds to the first token.")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="Objective: milliseconds per further token.")] = None,
+    temperature: Annotated[float, typer.Option(help="Temperature of sampling; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of lengths and arrivals.")] = 0,
+    prompt_seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the prompts. Default: a new one for every run.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Size of the model's vocabulary, where the server is not Baton.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that one request may take.")] = 600.0,
     allow_failed: Annotated[
-        float, typer.Option(min=0, max=1, metavar="SHARE", help="Of requests that may fail with exit code 0.")
+        float, typer.Option(min=0, max=1, metavar="SHARE", help="Share of requests that may fail without exit code 1.")
     ] = 0.0,
     api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY", help="Sent as a bearer token.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures and hardware to this file.")] = None,
     profile: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the workers' steps.")] = None,
     admin_key: Annotated[
-        str, typer.Option(envvar="BATON_ADMIN_KEY", help="For --profile, where keys are asked for.")
+        str,
+        typer.Option(envvar="BATON_ADMIN_KEY", help="Administrator's key for --profile, where the server needs one."),
     ] = "",
 ) -> None:
     """Measure a running cluster, or any OpenAI-compatible server: TTFT, TPOT, ITL, E2E, throughput and goodput.
@@ -148,7 +153,7 @@ def bench(
     """
     if trace is not None:
         every = {one.name for one in context.command.params if one.name is not None}
-        options.refuse_others(context, "--trace FILE says how long requests are", every - {"input_len", "output_len"})
+        options.refuse_others(context, "--trace FILE has the lengths of requests", every - {"input_len", "output_len"})
     shape = BenchLoad(
         rate=rate, concurrency=concurrency, num_requests=num_requests, input_len=input_len, output_len=output_len,
         trace=trace, trace_scale=trace_scale, trace_speed=trace_speed, seed=seed,
@@ -170,7 +175,7 @@ def bench(
 
     records, dialect = asyncio.run(_measure(items, make_client, shape.at_once, profiling(profile, url, admin_key)))
     report = make_report(records, objective)
-    _tell(target, dialect, records, num_left_out, num_asked=len(items))
+    _print_notes(target, dialect, records, num_left_out, num_asked=len(items))
     Console().print(report_table(report))
     if json_file is not None:
         ran = _Ran(target=target, dialect=dialect, shape=shape, objective=objective, num_left_out=num_left_out)
@@ -249,7 +254,7 @@ def _bar(total: int) -> Iterator[Callable[[LoadProgress], None]]:
         yield tell
 
 
-def _tell(
+def _print_notes(
     target: BenchTarget, dialect: Dialect, records: Sequence[RequestRecord], num_left_out: int, *, num_asked: int
 ) -> None:
     """What somebody who reads the figures should know besides."""

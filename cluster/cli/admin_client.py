@@ -17,7 +17,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT = httpx.Timeout(10.0)
 
 AdminKey = Annotated[
-    str, typer.Option("--api-key", envvar="BATON_ADMIN_KEY", help="An administrator's, where keys are asked for.")
+    str,
+    typer.Option("--api-key", envvar="BATON_ADMIN_KEY", help="An administrator's key, where the gateway needs one."),
 ]
 
 

@@ -36,17 +36,15 @@ _TIMEOUT = httpx.Timeout(10.0, read=600.0)
 
 
 def chat(
-    url: Annotated[
-        str, typer.Option(help="A gateway's root, or that of another OpenAI-compatible server.")
-    ] = DEFAULT_URL,
-    model: Annotated[str, typer.Option(help="A served model; the first one if not given.")] = "",
-    system: Annotated[str, typer.Option(metavar="TEXT", help="What the model is told first.")] = "",
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; the model's own default if not given.")
+    url: Annotated[str, typer.Option(help="URL of a gateway or another OpenAI-compatible server.")] = DEFAULT_URL,
+    model: Annotated[str, typer.Option(help="A served model. Default: the first one.")] = "",
+    system: Annotated[str, typer.Option(metavar="TEXT", help="System message at the start of the conversation.")] = "",
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the model's own.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the likeliest tokens that have this share of the probability.")
     ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this share.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer; what the context holds if not given.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same answers again.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer. Default: what the context holds.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of sampling: the same one gives the same answers.")] = None,
     api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY", help="Sent as a bearer token.")] = "",
 ) -> None:
     """Talk to the model. /reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer."""

@@ -12,7 +12,7 @@ from protos.errors import BatonError
 
 @options.takes_settings("model")
 def config(given: options.GivenSettings) -> None:
-    """Prints every setting in force as TOML that --config reads back: of `baton up` if no file or model is given."""
+    """Print every setting in force as TOML for --config. Without a file or model: the settings of `baton up`."""
     is_of_demo = given.file is None and not given.flags
     settings = given.config(**DEMO if is_of_demo else {})
     typer.echo(to_toml(settings), nl=False)

@@ -23,22 +23,25 @@ Worker = Mapping[str, Any]
 
 
 def drain(
-    worker_id: Annotated[str, typer.Argument(metavar="[WORKER]", help="As `baton status` calls it.")] = "",
+    worker_id: Annotated[str, typer.Argument(metavar="[WORKER]", help="Its name in `baton status`.")] = "",
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Every worker at this address, as a host or pod ends.")
+        str,
+        typer.Option(
+            "--host", metavar="ADDRESS", help="Drain every worker at this address, before its host or pod ends."
+        ),
     ] = "",
-    url: Annotated[str, typer.Option(help="A gateway's root.")] = DEFAULT_URL,
+    url: Annotated[str, typer.Option(help="URL of a gateway.")] = DEFAULT_URL,
     replaced: Annotated[
-        bool, typer.Option("--replaced", help="Wait until its successor is ready too: one step of a rolling restart.")
+        bool, typer.Option("--replaced", help="Also wait until its successor is ready: one step of a rolling restart.")
     ] = False,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0.0, help="Seconds to wait; it drains on after.")
+        float, typer.Option("--timeout", min=0.0, help="Seconds to wait; the worker keeps draining after that.")
     ] = SUCCESSOR_S,
     api_key: AdminKey = "",
 ) -> None:
-    """Drains a worker and waits until it is gone. Running requests go on elsewhere with their KV; no client notices."""
+    """Drain a worker and wait until it has ended. Running requests move with their KV to other workers."""
     if bool(worker_id) == bool(host):
-        raise Misconfigured("drain: name a worker, or --host ADDRESS for every worker there: one of the two")
+        raise Misconfigured("drain: give either a worker, or --host ADDRESS for every worker there")
     with open_client(url, api_key) as client:
         if host:
             leaving = _workers_at(client, host)
@@ -51,7 +54,7 @@ def drain(
         for worker in leaving:
             _wait(
                 client, worker["worker_id"], _incarnation(worker),
-                replaced=replaced, timeout_s=timeout_s, tell=_teller(),
+                replaced=replaced, timeout_s=timeout_s, show=_printer(),
             )  # fmt: skip
 
 
@@ -77,7 +80,7 @@ def _wait(
     *,
     replaced: bool,
     timeout_s: float,
-    tell: Callable[[str], None],
+    show: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
@@ -90,13 +93,13 @@ def _wait(
         if own and worker is not None:
             moved = _moved(worker["load"])
         if gone and not replaced:
-            tell(f"{worker_id} has left{moved}")
+            show(f"{worker_id} has left{moved}")
             return
         if worker is not None and not own and worker["state"] == "ready":
-            tell(f"{worker_id} has been replaced{moved}")
+            show(f"{worker_id} has been replaced{moved}")
             return
         told = f"{worker_id} has left, its successor is on its way" if gone or worker is None else _progress(worker)
-        tell(told)
+        show(told)
         if clock() >= deadline:
             raise DeadlineExceeded(f"after {timeout_s:g} s: {told}. It drains on; `baton status` shows how far it is")
         sleep(PERIOD_S)
@@ -132,12 +135,12 @@ def _progress(worker: Worker) -> str:
     return f"{worker['worker_id']} is {worker['state']}: {left}"
 
 
-def _teller() -> Callable[[str], None]:
+def _printer() -> Callable[[str], None]:
     """One line that changes, on a terminal; else a line for each change."""
     said = ""
     on_terminal = sys.stdout.isatty()
 
-    def tell(line: str) -> None:
+    def show(line: str) -> None:
         nonlocal said
         if line == said:
             return
@@ -147,4 +150,4 @@ def _teller() -> Callable[[str], None]:
             typer.echo(line)
         said = line
 
-    return tell
+    return show

@@ -15,7 +15,7 @@ At = Annotated[list[str] | None, typer.Option("--worker", metavar="HOST:PORT", h
 
 @options.takes_settings("model", "served_name", "discovery", *options.GATEWAY, "worker.max_model_len", "peers.token")
 def gateway(given: options.GivenSettings, worker: At = None, log_format: options.Log = LogFormat.TEXT) -> None:
-    """Serves HTTP and gRPC until Ctrl-C, for the workers at the given addresses or announced in Redis."""
+    """Serve HTTP and gRPC until Ctrl-C, for the workers at the given addresses or announced in Redis."""
     import uvloop
 
     config = given.config()

@@ -17,7 +17,7 @@ def key(
     """Make an API key: stdout gets the key and nothing else, stderr the lines with its hash for the file of tenants.
     Baton keeps no key: this is the only time it is shown."""
     if admin == bool(tenant):
-        raise Misconfigured("key: name a tenant, or say --admin: a key is one or the other", param="tenant")
+        raise Misconfigured("key: give either a tenant, or --admin", param="tenant")
     if tenant and not is_name(tenant):
         raise Misconfigured(
             f"key: the name {tenant[:80]!r}: give 1 to 64 letters, digits, '_', '.', '@' or '-'", param="tenant"

@@ -29,7 +29,7 @@ VERBS: dict[str, Verb] = {
     "serve": Verb("cluster.cli.serve", "serve", "Gateway, prefill and decode workers, supervised.", SERVE),
     "config": Verb("cluster.cli.config", "config", "Print the settings in force, as a file for --config.", SERVE),
     "status": Verb("cluster.cli.status", "status", "Show pools, workers, load, KV and lanes.", USE),
-    "why": Verb("cluster.cli.why", "why", "Say why a request was routed as it was.", USE),
+    "why": Verb("cluster.cli.why", "why", "Show why a request was routed as it was.", USE),
     "drain": Verb("cluster.cli.drain", "drain", "Move a worker's requests elsewhere, and end it.", USE),
     "chat": Verb("cluster.cli.chat", "chat", "Talk to the model.", USE),
     "bench": Verb("cluster.bench.verb", "bench", "Measure it under load.", USE),
@@ -97,7 +97,7 @@ def _bound(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:g}"
 
 
-def _tell_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(f"baton {version('baton')}")
         raise typer.Exit
@@ -105,7 +105,7 @@ def _tell_version(asked: bool) -> None:
 
 def baton(
     asked: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_tell_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """A distributed LLM serving cluster: prefill and decode pools with the KV cache passed between them."""

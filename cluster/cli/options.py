@@ -27,7 +27,7 @@ Set = Annotated[
         "--set", metavar="NAME=VALUE", help="Any setting (docs/settings.md), as worker.prefill_chunk=256. Repeatable."
     ),
 ]
-Log = Annotated[LogFormat, typer.Option("--log-format", help="Lines for people, or JSON for machines.")]
+Log = Annotated[LogFormat, typer.Option("--log-format", help="Log lines as text, or as JSON.")]
 Colocated = Annotated[bool, typer.Option("--colocated", help="Workers that prefill and decode, instead of two pools.")]
 Workers = Annotated[
     int | None, typer.Option("--workers", help="Number of colocated workers; implies --colocated. Default: 1.")

@@ -24,13 +24,13 @@ log = logging.getLogger("baton.cluster")
 
 HEARTBEAT_S = 1.0
 Heartbeat = Annotated[
-    Path | None, typer.Option("--heartbeat", metavar="FILE", help="Touch it every second, for a liveness probe.")
+    Path | None, typer.Option("--heartbeat", metavar="FILE", help="Touch this file every second, for a liveness probe.")
 ]
 
 
 @options.takes_settings("model", "served_name", "discovery", *options.POOLS, "ray.address")
 def pools(given: options.GivenSettings, heartbeat: Heartbeat = None, log_format: options.Log = LogFormat.TEXT) -> None:
-    """Runs and supervises workers until Ctrl-C, for every `baton gateway` with the same --discovery."""
+    """Run and supervise workers until Ctrl-C, for every `baton gateway` with the same --discovery."""
     config, console = given.config(), terminal(log_format)
     if not asyncio.run(run_pools(config, console, heartbeat)):
         raise typer.Exit(130)
@@ -38,7 +38,7 @@ def pools(given: options.GivenSettings, heartbeat: Heartbeat = None, log_format:
 
 async def run_pools(config: ClusterConfig, console: Console, heartbeat: Path | None = None) -> bool:
     """Until a signal; whether everything was stopped in order. Raises BatonError."""
-    beating = asyncio.create_task(_beat(heartbeat), name="heartbeat") if heartbeat is not None else None
+    beating = asyncio.create_task(_keep_touching(heartbeat), name="heartbeat") if heartbeat is not None else None
     try:
         return await _run(config, console)
     finally:
@@ -46,7 +46,7 @@ async def run_pools(config: ClusterConfig, console: Console, heartbeat: Path | N
             beating.cancel()
 
 
-async def _beat(file: Path) -> None:
+async def _keep_touching(file: Path) -> None:
     """A file that grows old tells that this event loop hangs."""
     while True:
         _touch(file)
@@ -62,7 +62,10 @@ def _touch(file: Path) -> None:
 
 async def _run(config: ClusterConfig, console: Console) -> bool:
     if not config.discovery:
-        raise Misconfigured("nobody would find these workers: give --discovery redis://host:port", param="discovery")
+        raise Misconfigured(
+            "discovery is empty, so no gateway would find these workers: give --discovery redis://host:port",
+            param="discovery",
+        )
     config.peers.check()
     from cluster.discovery.redis import RedisAnnouncer, connect
 

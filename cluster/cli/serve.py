@@ -72,7 +72,7 @@ class ServedCluster:
             await self._pools.ready()
             await front.ready()
         self._serves = True
-        self._greet(front)
+        self._show_ready(front)
         ended = [asyncio.ensure_future(self._pools.wait()), asyncio.ensure_future(front.wait())]
         try:
             await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
@@ -98,7 +98,7 @@ class ServedCluster:
         await self._pools.end()
         self._listening.close()
 
-    def _greet(self, front: GatewayServer | GatewayProcesses) -> None:
+    def _show_ready(self, front: GatewayServer | GatewayProcesses) -> None:
         if not self._console.is_terminal:
             log.info("serving %s at %s, gRPC on port %d", front.model, front.url, front.grpc_port)
         if self._log_format is LogFormat.JSON:
@@ -132,15 +132,15 @@ async def run_deployment(config: ClusterConfig, console: Console, log_format: Lo
 
 @options.takes_settings("model", "served_name", *options.POOLS, *options.GATEWAY, "ray.address")
 def serve(given: options.GivenSettings, log_format: options.Log = LogFormat.TEXT) -> None:
-    """Serves a model until Ctrl-C: a gateway, and prefill and decode workers that Ray places and Baton supervises."""
+    """Serve a model until Ctrl-C: a gateway, and prefill and decode workers that Ray places and Baton supervises."""
     _serve(given, given.config(), log_format)
 
 
 @options.takes_settings("served_name", *options.POOLS, *options.GATEWAY, "ray.address")
 def up(given: options.GivenSettings, log_format: options.Log = LogFormat.TEXT) -> None:
-    """Serves the demo model that ships with Baton until Ctrl-C: `baton serve` with nothing to choose."""
+    """Serve the demo model that ships with Baton until Ctrl-C."""
     terminal(log_format)
-    _tell_unused(given.file, given.further)
+    _warn_unused(given.file, given.further)
     _serve(given, given.config(**DEMO | given.flags), log_format)
 
 
@@ -156,7 +156,7 @@ def _serve(given: options.GivenSettings, config: ClusterConfig, log_format: LogF
         raise typer.Exit(130)
 
 
-def _tell_unused(file: Path | None, further: Sequence[str]) -> None:
+def _warn_unused(file: Path | None, further: Sequence[str]) -> None:
     """A model of the file may be another verb's; one of `--set` is `baton up`'s own mistake. Raises Misconfigured."""
     for one in further:
         if "model" in (table := setting(one)):

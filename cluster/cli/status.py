@@ -33,9 +33,9 @@ Held = Sequence[tuple[str, Mapping[str, Any] | None]]
 
 
 def status(
-    url: Annotated[str, typer.Option(help="A gateway's root.")] = DEFAULT_URL,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything the gateway tells, as JSON.")] = False,
-    kv: Annotated[bool, typer.Option("--kv", help="Only who holds KV for whom: every ticket and every lane.")] = False,
+    url: Annotated[str, typer.Option(help="URL of a gateway.")] = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="The gateway's whole reply, as JSON.")] = False,
+    kv: Annotated[bool, typer.Option("--kv", help="Only KV: every ticket, lane and block tier.")] = False,
     api_key: AdminKey = "",
 ) -> None:
     """Show pools, workers, load, KV use, lanes and tickets of a running cluster."""

@@ -41,13 +41,13 @@ View = Mapping[str, Any]
 
 def why(
     request: Annotated[
-        str, typer.Argument(metavar="REQUEST", help="x-baton-request-id of an answer, or the answer's id.")
+        str, typer.Argument(metavar="REQUEST", help="The x-baton-request-id of an answer, or its id.")
     ] = "",
-    url: Annotated[str, typer.Option(help="The root of the gateway that gave the answer.")] = DEFAULT_URL,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything the gateway tells, as JSON.")] = False,
+    url: Annotated[str, typer.Option(help="URL of the gateway that gave the answer.")] = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="The gateway's whole reply, as JSON.")] = False,
     api_key: AdminKey = "",
 ) -> None:
-    """Say why a request went where it did, and why its prompt was not in a cache. Without REQUEST: list the latest."""
+    """Show why a request was routed as it was, and why its prompt was not cached. Without REQUEST: list the latest."""
     with open_client(url, api_key) as client:
         if not request:
             told = _fetch(client, f"/admin/requests?limit={RECENT}")

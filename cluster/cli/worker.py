@@ -26,9 +26,11 @@ from workers.config import RankId
 log = logging.getLogger("baton.cluster")
 
 Role = Annotated[WorkerRole, typer.Option("--role", help="What the worker does.")]
-At = Annotated[str, typer.Option("--host", help="Address to listen on, and to be reached by.")]
-OnPort = Annotated[int, typer.Option("--port", min=0, max=65535, help="Of the worker's gRPC service; 0: any free one.")]
-Id = Annotated[str, typer.Option("--id", help="The worker's name. Default: its role and a random word.")]
+At = Annotated[str, typer.Option("--host", help="Address to listen on, which others connect to.")]
+OnPort = Annotated[
+    int, typer.Option("--port", min=0, max=65535, help="Port of the worker's gRPC service; 0: any free one.")
+]
+Id = Annotated[str, typer.Option("--id", help="Name of the worker. Default: its role and a random word.")]
 
 
 @options.takes_settings(
@@ -42,7 +44,7 @@ def worker(
     worker_id: Id = "",
     log_format: options.Log = LogFormat.TEXT,
 ) -> None:
-    """Runs one worker until Ctrl-C and prints its address, for `baton gateway --worker`."""
+    """Run one worker until Ctrl-C and print its address, for `baton gateway --worker`."""
     config, console = given.config(), terminal(log_format)
     if config.worker.tp > 1:
         raise Misconfigured(
@@ -74,11 +76,11 @@ async def run_worker(config: ClusterConfig, orders: RankSpec, console: Console) 
     listen(orders.seat.host, orders.port).close()  # said here, and not after the weights have been read
     stop, rank = StopSignal(), LocalRank()
     rank.start(orders)
-    await stop.before(_tell(rank))
+    await stop.before(_print_events(rank))
     log.info("%s", stopped(await stop.patiently(rank.leave(config.supervision.grace_s))))
 
 
-async def _tell(rank: LocalRank) -> None:
+async def _print_events(rank: LocalRank) -> None:
     while True:
         for event in await rank.news():
             match event:

@@ -106,9 +106,9 @@ class StaticDiscovery:
         self._period_s = period_s
 
     async def follow(self, members: Members) -> None:
-        await asyncio.gather(*(self._meet(address, members) for address in self._addresses))
+        await asyncio.gather(*(self._join_identified(address, members) for address in self._addresses))
 
-    async def _meet(self, address: str, members: Members) -> None:
+    async def _join_identified(self, address: str, members: Members) -> None:
         """Waits for a worker that is still starting; from the first meeting on, members keep in touch themselves."""
         told = False
         while True:

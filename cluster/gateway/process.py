@@ -129,23 +129,23 @@ class GatewayProcess:
             self._told if orders.is_told else await discovery_of(orders.config, orders.addresses, front.channels)
         )
         self._control.send(ProcessUp(model=front.model, has_chat=front.has_chat))
-        telling = asyncio.create_task(self._tell_ready(), name="ready")
+        telling = asyncio.create_task(self._report_ready(), name="ready")
         try:
             await follow(front, found)
         finally:
             telling.cancel()
 
-    async def _tell_ready(self) -> None:
+    async def _report_ready(self) -> None:
         await self._front.ready()
         self._control.send(ProcessReady())
 
     async def _obey(self) -> None:
         while (message := await self._control.receive()) is not None:
-            self._hear(message)
+            self._handle(message)
         log.warning("the supervisor of gateway process %d is gone: it ends", self._orders.number)
         self._stop.asked.set()
 
-    def _hear(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case WorkerStarts() | WorkerJoined() | WorkerLeft() | ClusterDegraded():
                 self._told.hear(message)

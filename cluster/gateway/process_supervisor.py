@@ -106,7 +106,7 @@ class GatewayProcesses:
         self.url = url_of(listening, is_secure=bool(config.tls.cert))
         self.model = config.router.model_name
         self._has_chat = False
-        self._door = ConnectionHandoff(listening)
+        self._handoff = ConnectionHandoff(listening)
         self._keeper = Keeper(loop.time)
         self._scratch = Scratch(Path(tempfile.gettempdir()))  # nobody else may look into it
         self._log_format = log_format
@@ -115,7 +115,7 @@ class GatewayProcesses:
         self._workers: dict[str, str] = {}
         self._starting: dict[str, Successor] = {}
         self._degraded = ""
-        self._seats = [ProcessSlot(number, lifecycle.initial(loop.time())) for number in range(config.processes)]
+        self._slots = [ProcessSlot(number, lifecycle.initial(loop.time())) for number in range(config.processes)]
         self._tasks: list[asyncio.Task[None]] = []
         self._settled = False
         self._stopping = False
@@ -137,33 +137,35 @@ class GatewayProcesses:
             self._starting.pop(worker_id, None)
         else:
             self._starting[worker_id] = successor
-        self._tell(WorkerStarts(worker_id=worker_id, successor=successor))
+        self._broadcast(WorkerStarts(worker_id=worker_id, successor=successor))
 
     def join(self, address: str, *, worker_id: str) -> None:
         self._starting.pop(worker_id, None)
         self._workers[worker_id] = address
-        self._tell(WorkerJoined(worker_id=worker_id, address=address))
+        self._broadcast(WorkerJoined(worker_id=worker_id, address=address))
 
     async def leave(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
         self._starting.pop(worker_id, None)
-        self._tell(WorkerLeft(worker_id=worker_id))
+        self._broadcast(WorkerLeft(worker_id=worker_id))
 
     def set_degraded(self, reason: str) -> None:
         self._degraded = reason
-        self._tell(ClusterDegraded(reason=reason))
+        self._broadcast(ClusterDegraded(reason=reason))
 
     # -- the faces -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Returns when every process answers; raises the BatonError of one that never will."""
-        self._tasks = [asyncio.create_task(self._tend(seat), name=f"gateway {seat.number}") for seat in self._seats]
+        self._tasks = [
+            asyncio.create_task(self._keep_alive(slot), name=f"gateway {slot.number}") for slot in self._slots
+        ]
         await self._until_all("is_up")
 
     @property
     def serves(self) -> bool:
         """Would some process serve a request now?"""
-        return any(seat.is_ready for seat in self._seats)
+        return any(slot.is_ready for slot in self._slots)
 
     async def ready(self) -> None:
         """Returns once a request would be served by every process."""
@@ -178,14 +180,14 @@ class GatewayProcesses:
     async def stop(self, grace_s: float) -> None:
         """As `GatewayServer.stop`: what runs in any process has `grace_s`. Cancelled: all fails now."""
         self._stopping = True
-        self._door.shut()
-        self._tell(StopProcess(grace_s=grace_s))
+        self._handoff.shut()
+        self._broadcast(StopProcess(grace_s=grace_s))
         living = [task for task in self._tasks if not task.done()]
         try:
             if living and grace_s:
                 await asyncio.wait(living, timeout=grace_s + LAST_WORDS_S)
         finally:
-            self._tell(StopProcess(grace_s=0.0))
+            self._broadcast(StopProcess(grace_s=0.0))
             if living:
                 await asyncio.wait(living, timeout=LAST_WORDS_S)
             for task in living:
@@ -196,35 +198,35 @@ class GatewayProcesses:
 
     # -- supervising ---------------------------------------------------------------------------------------------------
 
-    async def _tend(self, seat: ProcessSlot) -> None:
+    async def _keep_alive(self, slot: ProcessSlot) -> None:
         while not self._stopping:
-            error = await self._live(seat)
+            error = await self._live(slot)
             if self._stopping:
                 return
             if error is None:
-                log.info("gateway process %d has left: the next one takes its place", seat.number)
-                seat.life = lifecycle.drained(seat.life, self._clock())
+                log.info("gateway process %d has left: the next one takes its place", slot.number)
+                slot.life = lifecycle.drained(slot.life, self._clock())
                 continue
-            seat.life = lifecycle.failed(seat.life, error, self._clock(), self._config.supervision)
+            slot.life = lifecycle.failed(slot.life, error, self._clock(), self._config.supervision)
             self._changed()
-            if seat.life.state is LifeState.FAILED_PERMANENTLY:
+            if slot.life.state is LifeState.FAILED_PERMANENTLY:
                 raise error
-            delay_s = seat.life.due_s - self._clock()
-            log.warning("gateway process %d: %s; starting it again in %.2g s", seat.number, error.message, delay_s)
+            delay_s = slot.life.due_s - self._clock()
+            log.warning("gateway process %d: %s; starting it again in %.2g s", slot.number, error.message, delay_s)
             await asyncio.sleep(delay_s)
-            seat.life = lifecycle.restarted(seat.life, self._clock())
+            slot.life = lifecycle.restarted(slot.life, self._clock())
 
-    async def _live(self, seat: ProcessSlot) -> BatonError | None:
+    async def _live(self, slot: ProcessSlot) -> BatonError | None:
         """One life of a process; what it ended with, None if it had served and then ended in order."""
         try:
-            process, control = await self._spawn(seat)
+            process, control = await self._spawn(slot)
         except OSError as error:
             return Unavailable(f"it cannot be started: {error.strerror or error}")
-        seat.pid, seat.error = process.pid, None
-        self._greet(seat, control)
+        slot.pid, slot.error = process.pid, None
+        self._begin(slot, control)
         tasks = [
-            asyncio.create_task(self._follow(seat, control)),
-            asyncio.create_task(self._beat(seat, control)),
+            asyncio.create_task(self._follow(slot, control)),
+            asyncio.create_task(self._watch_answers(slot, control)),
         ]
         ended = asyncio.create_task(process.wait())
         try:
@@ -238,22 +240,22 @@ class GatewayProcesses:
                 with suppress(ProcessLookupError):
                     process.kill()
             await asyncio.gather(ended, *tasks, return_exceptions=True)
-            self._forget(seat)
+            self._clear(slot)
             await control.close()
-        if seat.error is not None:
-            return seat.error
+        if slot.error is not None:
+            return slot.error
         code = process.returncode or 0
-        if code == 0 and seat.is_ready:
+        if code == 0 and slot.is_ready:
             return None
         return Unavailable(f"it ended with signal {-code}" if code < 0 else f"it ended with exit code {code}")
 
-    async def _spawn(self, seat: ProcessSlot) -> tuple[asyncio.subprocess.Process, MessageChannel]:
+    async def _spawn(self, slot: ProcessSlot) -> tuple[asyncio.subprocess.Process, MessageChannel]:
         """Raises OSError, and keeps nothing, when the machine has no room for another process."""
         ours, theirs = socket.socketpair()
         with theirs, ExitStack() as undo:
             undo.callback(ours.close)
-            inherited = (theirs, self._door.open(seat.number))
-            undo.callback(self._door.lose, seat.number)
+            inherited = (theirs, self._handoff.open(slot.number))
+            undo.callback(self._handoff.lose, slot.number)
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", PROGRAM, *(str(one.fileno()) for one in inherited),
                 pass_fds=[one.fileno() for one in inherited], stdin=asyncio.subprocess.DEVNULL,
@@ -261,18 +263,18 @@ class GatewayProcesses:
             undo.pop_all()
         return process, await MessageChannel.over(ours, CONTROL_MESSAGES)
 
-    def _forget(self, seat: ProcessSlot) -> None:
-        seat.control, seat.is_up, seat.is_leaving, seat.pid = None, False, False, 0
-        self._door.lose(seat.number)
-        self._keeper.lost(seat.number)
+    def _clear(self, slot: ProcessSlot) -> None:
+        slot.control, slot.is_up, slot.is_leaving, slot.pid = None, False, False, 0
+        self._handoff.lose(slot.number)
+        self._keeper.lost(slot.number)
 
-    def _greet(self, seat: ProcessSlot, control: MessageChannel) -> None:
+    def _begin(self, slot: ProcessSlot, control: MessageChannel) -> None:
         """BeginProcess is the first message."""
         control.send(
             BeginProcess(
                 config=replace(self._config, router=replace(self._config.router, grpc_port=self.grpc_port)),
-                number=seat.number,
-                count=len(self._seats),
+                number=slot.number,
+                count=len(self._slots),
                 folder=self._scratch.path,
                 log_format=self._log_format,
                 is_told=self._is_told,
@@ -284,64 +286,64 @@ class GatewayProcesses:
         for worker_id, successor in self._starting.items():
             control.send(WorkerStarts(worker_id=worker_id, successor=successor))
         control.send(ClusterDegraded(reason=self._degraded))
-        seat.control = control
+        slot.control = control
         self._changed()
 
-    async def _follow(self, seat: ProcessSlot, control: MessageChannel) -> None:
+    async def _follow(self, slot: ProcessSlot, control: MessageChannel) -> None:
         while (message := await control.receive()) is not None:
-            await self._hear(seat, control, message)
+            await self._handle(slot, control, message)
 
-    async def _hear(self, seat: ProcessSlot, control: MessageChannel, message: Message) -> None:
+    async def _handle(self, slot: ProcessSlot, control: MessageChannel, message: Message) -> None:
         match message:
             case ProcessUp(model=model, has_chat=has_chat):
                 self.model, self._has_chat = model, has_chat
-                seat.is_up = True
-                self._door.admit(seat.number)
+                slot.is_up = True
+                self._handoff.admit(slot.number)
                 self._changed()
             case ProcessReady():
-                seat.life = lifecycle.opened(seat.life, self._clock())
+                slot.life = lifecycle.opened(slot.life, self._clock())
                 self._changed()
             case ProcessFailed(error=error):
-                seat.error = raised(error)
+                slot.error = raised(error)
             case ProcessLeaving():
-                seat.is_leaving = True
-                self._door.dismiss(seat.number)
+                slot.is_leaving = True
+                self._handoff.dismiss(slot.number)
                 self._changed()
             case EnterTenant():
-                control.send(await self._keeper.decide(seat.number, message))
+                control.send(await self._keeper.decide(slot.number, message))
             case TokensSpent():
                 self._keeper.spent(message)
             case RequestEnded():
-                self._keeper.gone(seat.number, message)
+                self._keeper.gone(slot.number, message)
             case Pong():
-                seat.num_unanswered = 0
+                slot.num_unanswered = 0
 
-    async def _beat(self, seat: ProcessSlot, control: MessageChannel) -> None:
+    async def _watch_answers(self, slot: ProcessSlot, control: MessageChannel) -> None:
         """Returns when a process that was up does not answer any more: its event loop stands still."""
         config = self._config.supervision
-        seat.num_unanswered = 0
-        while seat.num_unanswered < config.max_failed_checks:
+        slot.num_unanswered = 0
+        while slot.num_unanswered < config.max_failed_checks:
             await asyncio.sleep(config.health_period_s)
-            if seat.is_up:
-                seat.num_unanswered += 1
+            if slot.is_up:
+                slot.num_unanswered += 1
                 control.send(Ping())
-        seat.error = Unavailable(f"it has not answered for {config.max_failed_checks * config.health_period_s:g} s")
+        slot.error = Unavailable(f"it has not answered for {config.max_failed_checks * config.health_period_s:g} s")
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        statuses = tuple(seat.status() for seat in self._seats)
-        self._settled = self._settled or all(seat.is_ready for seat in self._seats)
-        self._tell(ProcessStatuses(statuses=statuses, settled=self._settled))
+        statuses = tuple(slot.status() for slot in self._slots)
+        self._settled = self._settled or all(slot.is_ready for slot in self._slots)
+        self._broadcast(ProcessStatuses(statuses=statuses, settled=self._settled))
         self._change.notify()
 
-    def _tell(self, message: Message) -> None:
-        for seat in self._seats:
-            if seat.control is not None:
-                seat.control.send(message)
+    def _broadcast(self, message: Message) -> None:
+        for slot in self._slots:
+            if slot.control is not None:
+                slot.control.send(message)
 
     async def _until_all(self, are: str) -> None:
-        while not all(getattr(seat, are) for seat in self._seats):
+        while not all(getattr(slot, are) for slot in self._slots):
             turn = asyncio.ensure_future(self._change.wait())
             done, _ = await asyncio.wait([turn, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
             turn.cancel()

@@ -109,14 +109,14 @@ async def _serve(front: GatewayServer | GatewayProcesses, config: ClusterConfig,
         collect_rarely()
         await follow(front, await discovery_of(config, addresses, front.channels))
         return
-    telling = asyncio.create_task(_tell_ready(front), name="ready")
+    telling = asyncio.create_task(_report_ready(front), name="ready")
     try:
         await front.wait()
     finally:
         telling.cancel()
 
 
-async def _tell_ready(front: GatewayProcesses) -> None:
+async def _report_ready(front: GatewayProcesses) -> None:
     await front.ready()
     log.info("every gateway process is ready")
 

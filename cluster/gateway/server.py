@@ -140,7 +140,7 @@ class GatewayServer:
 
     @property
     def url(self) -> str:
-        assert self._listening is not None, "whoever accepts the connections knows the URL"
+        assert self._listening is not None, "the process that accepts connections has the URL"
         return url_of(self._listening, is_secure=self._is_secure)
 
     def example(self) -> str:

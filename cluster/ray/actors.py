@@ -42,7 +42,7 @@ class NodeActor:
         return address, free_port(address)
 
     async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int | ErrorInfo:
-        return await _told(self._start(name, environment, leader))
+        return await _returned(self._start(name, environment, leader))
 
     async def _start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
         own = ours(os.environ) | dict(environment)
@@ -55,16 +55,16 @@ class NodeActor:
         return await asyncio.to_thread(work)
 
     async def order(self, name: str, pid: int, orders: RankSpec) -> int | ErrorInfo:
-        return await _told(self._link(name, partial(RankLink.start, self._folder, name, pid, orders, _unknown)))
+        return await _returned(self._link(name, partial(RankLink.start, self._folder, name, pid, orders, _unknown)))
 
     async def attach(self, name: str, pid: int) -> int | ErrorInfo:
-        return await _told(self._link(name, partial(RankLink.attach, self._folder, name, pid, _unknown)))
+        return await _returned(self._link(name, partial(RankLink.attach, self._folder, name, pid, _unknown)))
 
     async def end(self, name: str, pid: int) -> None:
         end_process(self._folder, name, pid)
 
     async def news(self, name: str) -> Sequence[Event] | ErrorInfo:
-        return await _told(self._links[name].news())
+        return await _returned(self._links[name].news())
 
     async def stop(self, name: str) -> None:
         await self._links[name].stop()
@@ -252,7 +252,7 @@ def _unknown(pid: int) -> int | None:
     return None
 
 
-async def _told(work: Awaitable[Result]) -> Result | ErrorInfo:
+async def _returned(work: Awaitable[Result]) -> Result | ErrorInfo:
     try:
         return await work
     except (BatonError, OSError) as error:

@@ -230,7 +230,9 @@ async def _devices(group: Any, bundles: Sequence[Mapping[str, float]]) -> tuple[
     try:
         return tuple([await one for one in looking])
     except RayError as error:
-        raise WorkerLost(f"Ray does not say which GPUs it gives: {str(error).strip().splitlines()[-1]}") from error
+        raise WorkerLost(
+            f"Ray did not return the GPUs of the placement group: {str(error).strip().splitlines()[-1]}"
+        ) from error
 
 
 def _visible_devices() -> str:

@@ -101,7 +101,7 @@ class Pools:
         """Starts the supervisor, and with it Ray: seconds. Raises Misconfigured, Unavailable."""
         self._scratch = Scratch(short_folder())
         adopt_orphans()
-        self._tasks = [asyncio.create_task(self._tend(), name="supervisor"), asyncio.create_task(self._tick())]
+        self._tasks = [asyncio.create_task(self._keep_alive(), name="supervisor"), asyncio.create_task(self._tick())]
         await self._until(lambda: bool(self.plans))
 
     async def start(self, announcer: ClusterAnnouncer) -> None:
@@ -183,7 +183,7 @@ class Pools:
 
     # -- the supervisor ------------------------------------------------------------------------------------------------
 
-    async def _tend(self) -> None:
+    async def _keep_alive(self) -> None:
         num_failures = 0
         while True:
             begun_s = time.monotonic()
@@ -226,7 +226,10 @@ class Pools:
             channel.send(ProcessEnded(pid=pid, status=status))
         self._statuses.clear()
         self._channel, self._num_unanswered, self._has_begun, before = channel, 0, False, self._away
-        following, beating = asyncio.create_task(self._follow(channel)), asyncio.create_task(self._beat(channel))
+        following, beating = (
+            asyncio.create_task(self._follow(channel)),
+            asyncio.create_task(self._watch_answers(channel)),
+        )
         ended = asyncio.create_task(process.wait())
         try:
             await asyncio.wait([ended, beating], return_when=asyncio.FIRST_COMPLETED)
@@ -270,7 +273,7 @@ class Pools:
         if self.plans and not self._stopping:
             self._away = (reason, self._away[1] if self._away is not None else time.monotonic())
 
-    async def _beat(self, channel: MessageChannel) -> None:
+    async def _watch_answers(self, channel: MessageChannel) -> None:
         """Returns when a supervisor that has begun does not answer any more: its event loop stands still."""
         while self._num_unanswered < MAX_UNANSWERED:
             await asyncio.sleep(PING_S)
@@ -282,12 +285,12 @@ class Pools:
         while (message := await channel.receive()) is not None:
             self._has_begun = True
             try:
-                await self._hear(message)
+                await self._handle(message)
             except Exception:  # a supervisor that is not read from seems to hang, and would be killed
                 log.exception("what the supervisor has sent could not be acted on: %s", type(message).__name__)
             self._changed.notify()
 
-    async def _hear(self, message: object) -> None:
+    async def _handle(self, message: object) -> None:
         match message:
             case LogLine(name=name, level=level, message=line, fields=fields):
                 logging.getLogger(name).log(level, "%s", line, extra=fields)

@@ -265,7 +265,7 @@ class Supervisor:
         if self._views[plan.worker_id].info is not None:
             serves.set()
         living = asyncio.create_task(self._follow(plan, events, serves))
-        beating = asyncio.create_task(self._beat(plan.worker_id, serves))
+        beating = asyncio.create_task(self._watch_health(plan.worker_id, serves))
         try:
             await asyncio.wait([living, beating], return_when=asyncio.FIRST_COMPLETED)
             return (living if living.done() else beating).result()
@@ -281,7 +281,7 @@ class Supervisor:
         try:
             async with aclosing(events):
                 async for event in events:
-                    await self._note(plan, event)
+                    await self._apply(plan, event)
                     if isinstance(event, Serving):
                         serves.set()
         except BatonError as error:
@@ -295,13 +295,13 @@ class Supervisor:
         served = self._views[plan.worker_id].life.state is LifeState.SERVING
         return None if served else WorkerLost("it ended by itself")
 
-    async def _beat(self, worker_id: str, serves: asyncio.Event) -> BatonError:
+    async def _watch_health(self, worker_id: str, serves: asyncio.Event) -> BatonError:
         """Health means progress: a process that is there and gets nowhere is dead. Begins when the worker serves."""
         misses = 0
         await serves.wait()
         while True:
             info = self._views[worker_id].info
-            assert info is not None, f"{worker_id} serves and nobody knows where"
+            assert info is not None, f"{worker_id} serves without an address"
             await self._sleep(self._config.health_period_s)
             try:
                 await self._check_health(info.address)
@@ -311,7 +311,7 @@ class Supervisor:
                 if misses >= self._config.max_failed_checks:
                     return WorkerLost(f"it is not well: {error.message}")
 
-    async def _note(self, plan: WorkerPlan, event: Event) -> None:
+    async def _apply(self, plan: WorkerPlan, event: Event) -> None:
         worker_id = plan.worker_id
         view = self._views[worker_id]
         match event:

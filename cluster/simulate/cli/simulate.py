@@ -23,10 +23,10 @@ from cluster.cli import options
 from cluster.cli.status import PIPED_COLUMNS
 from cluster.config.config import ClusterConfig
 from cluster.simulate.cli.scenario import Scene, make_scene
-from cluster.simulate.cli.soak import replay_one, soak_clusters, tell_interrupted, told
+from cluster.simulate.cli.soak import replay_one, report_interrupted, soak_clusters
 from cluster.simulate.latency.registry import ROOFLINE, SOURCES
 from cluster.simulate.latency.shapes import DTYPES, GPUS, MODELS
-from cluster.simulate.results.files import Log, keep, tell_lost, write
+from cluster.simulate.results.files import Log, keep, report_lost, write
 from cluster.simulate.results.files import check as check_files
 from cluster.simulate.results.html import page
 from cluster.simulate.results.report import Summary, figures, summary_table
@@ -97,7 +97,7 @@ def simulate(
     trace_scale: Annotated[float, typer.Option(help="Multiplies the trace's lengths.")] = 1.0,
     trace_speed: Annotated[float, typer.Option(help="Run the trace's time this many times as fast.")] = 1.0,
     input_len: Annotated[str, typer.Option(help="Tokens of a generated prompt: 256 or 100:200.")] = "200:4000",
-    output_len: Annotated[str, typer.Option(help="Tokens of a generated answer.")] = "20:400",
+    output_len: Annotated[str, typer.Option(help="Tokens of a generated answer: 64 or 20:400.")] = "20:400",
     gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}, or a TOML file of your own.")] = "h100",
     model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}, or a config.json.")] = "llama-3-8b",
     dtype: Annotated[str | None, typer.Option(help=f"Of weights: {', '.join(DTYPES)}. Default: the model's.")] = None,
@@ -117,21 +117,31 @@ def simulate(
     gateways: Gateways = None,
     file: options.ConfigFile = None,
     further: options.Set = None,
-    calibration: Annotated[list[Path] | None, typer.Option(help="Bench profile, figures or steps. Repeatable.")] = None,
-    ttft_ms: Annotated[float | None, typer.Option(help="Objective: first token within; above 0.")] = None,
-    tpot_ms: Annotated[float | None, typer.Option(help="Objective: time per further token; above 0.")] = None,
+    calibration: Annotated[
+        list[Path] | None, typer.Option(help="File of `baton bench`: profile, figures or steps. Repeatable.")
+    ] = None,
+    ttft_ms: Annotated[float | None, typer.Option(help="Objective: milliseconds to the first token, above 0.")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="Objective: milliseconds per further token, above 0.")] = None,
     attainment: Annotated[float, typer.Option(min=0, max=1, help="Share of requests to meet it, to sweep.")] = 0.95,
     target: Targets = None,
     gpus: Gpus = None,
     usd_per_gpu_hour: Annotated[float | None, typer.Option(min=0, help="Default: an example price of the GPU.")] = None,
     fault: Annotated[list[str] | None, typer.Option(help=r"'AT KIND TARGET \[for S] \[by N]'. Repeatable.")] = None,
-    faults: Annotated[int, typer.Option(min=0, max=MAX_FAULTS, help="So many random faults.")] = 0,
-    audit_every: Annotated[int, typer.Option(min=0, help="Events between looks at all invariants; 0: at the end.")] = 0,
-    single_step: Annotated[bool, typer.Option("--single-step", help="Without leaps: the same, slower.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of load, faults and the order of ties.")] = 0,
-    sweep_all: Annotated[bool, typer.Option("--sweep", help="Every combination; the cheapest that is good.")] = False,
-    soak: Annotated[int | None, typer.Option(min=1, help="So many random clusters in random trouble.")] = None,
-    replay: Annotated[int | None, typer.Option(min=0, help="Run one of them again, by its seed.")] = None,
+    faults: Annotated[int, typer.Option(min=0, max=MAX_FAULTS, help="Number of random faults.")] = 0,
+    audit_every: Annotated[
+        int, typer.Option(min=0, help="Check all invariants after so many events; 0: at the end.")
+    ] = 0,
+    single_step: Annotated[
+        bool, typer.Option("--single-step", help="Simulate every step by itself: the same result, slower.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of load, faults and the order of simultaneous events.")] = 0,
+    sweep_all: Annotated[
+        bool, typer.Option("--sweep", help="Try every combination, and name the cheapest that meets the targets.")
+    ] = False,
+    soak: Annotated[
+        int | None, typer.Option(min=1, help="Simulate so many random clusters with random faults.")
+    ] = None,
+    replay: Annotated[int | None, typer.Option(min=0, help="Repeat one of --soak's clusters, by its seed.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures to this file.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots to this file.")] = None,
     events: Annotated[Path | None, typer.Option(help="Write the event log to this file.")] = None,
@@ -182,7 +192,7 @@ def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
         options.refuse_others(context, "--gpus N tries every number of workers", {*every} - counts)
     if context.params["trace"] is not None:
         made = {"workload", "rate", "input_len", "output_len"}
-        options.refuse_others(context, "--trace FILE says what is asked, and when", {*every} - made)
+        options.refuse_others(context, "--trace FILE has the requests and their times", {*every} - made)
     else:
         options.refuse_others(context, "without --trace FILE", {*every} - {"trace_scale", "trace_speed"})
     if (name := context.params["workload"]) in OF_OWN_LENGTHS:
@@ -207,9 +217,9 @@ def _once(
     errors = Console(stderr=True)
     if scene.latency is not None:
         errors.print(str(scene.latency), soft_wrap=True)
-    _tell_left_out(left_out, scene.room(config))
+    _warn_left_out(left_out, scene.room(config))
     start_s = time.perf_counter()
-    with Log(events) as log, told(events, json_file, html_file):
+    with Log(events) as log, ending_reported(events, json_file, html_file):
         outcome = _run(scene, config, sessions, errors, write=log.write)
     took_s = time.perf_counter() - start_s
     summary = scene.summary(choice, outcome, left_out)
@@ -224,7 +234,7 @@ def _once(
     lost = keep(log.check, partial(_write_json, json_file, _document(scene, command, trials)), write_page)
     Console().print(summary_table(summary))
     errors.print(f"{outcome.duration_s:,.0f} s of {choice} in {took_s:,.1f} s", style="dim", soft_wrap=True)
-    tell_lost(lost)
+    report_lost(lost)
 
 
 def _only(scene: Scene, choice: ClusterChoice, summary: Summary) -> SweepTrial:
@@ -244,10 +254,10 @@ def _sweep(
     possible, impossible = _possible(scene, every)
     room = max((scene.room(config) for config in possible.values()), key=lambda one: one.num_tokens)
     _, left_out = fitting(scene.sessions, room)
-    _tell_left_out(left_out, room)
+    _warn_left_out(left_out, room)
     trials = _try_all(scene, possible, targets, errors)
     if not trials:
-        tell_interrupted(0, len(possible))
+        report_interrupted(0, len(possible))
     best, command = cheapest(trials), shlex.join(["baton", *sys.argv[1:]])
     document = _document(scene, command, trials)
     marks = {
@@ -271,16 +281,16 @@ def _sweep(
     console.print(Text(scene.hardware))
     if impossible:
         those = f"{len(impossible):,} of {counted(len(every), 'cluster')} left out"
-        console.print(f"{those}: stderr and --json say why", style="yellow", highlight=False)
+        console.print(f"{those}: the reasons are on stderr and in --json", style="yellow", highlight=False)
     if left_out:
         console.print(f"{room.left_out(left_out)}: all clusters miss them", style="yellow", highlight=False)
     is_whole = len(trials) == len(possible)
     of_those = "" if is_whole else f"of the {len(trials):,} of {counted(len(possible), 'cluster')} done, "
     style = "yellow" if best is None else ""
     console.print(f"{of_those}{verdict(trials, targets)}", style=style, highlight=False, soft_wrap=True)
-    tell_lost(lost)
+    report_lost(lost)
     if not is_whole:
-        tell_interrupted(len(trials), len(possible))
+        report_interrupted(len(trials), len(possible))
     if best is None:
         raise typer.Exit(1)
 
@@ -360,7 +370,7 @@ def _run(
         return run_simulation(config, sessions, scene.schedule(config, sessions), write=write, watch=watch.begin)
 
 
-def _tell_left_out(left_out: Sequence[UserSession], room: SessionLimit) -> None:
+def _warn_left_out(left_out: Sequence[UserSession], room: SessionLimit) -> None:
     if left_out:
         warn(room.left_out(left_out))
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from cluster.bench.report import Objective
-from cluster.simulate.results.files import Log, keep, tell_lost
+from cluster.simulate.results.files import Log, keep, report_lost
 from cluster.simulate.results.report import summarise, summary_table
 from cluster.simulate.run import soak as soaking
 from cluster.simulate.run.progress import bars, warn
@@ -45,7 +45,7 @@ def soak_clusters(seeds: range) -> None:
                 errors.print(f"{num_done:,} of {len(seeds):,}, {num_broken} broken", highlight=False)
     Console().print(f"{counted(num_done, 'cluster')} in trouble, {num_broken} broken")
     if interrupted:
-        tell_interrupted(num_done, len(seeds))
+        report_interrupted(num_done, len(seeds))
     if num_broken:
         raise typer.Exit(1)
 
@@ -59,7 +59,7 @@ def _print_broken(errors: Console, seed: int, error: Exception) -> None:
         errors.print("".join(traceback.format_exception(error)), markup=False, highlight=False, soft_wrap=True)
 
 
-def tell_interrupted(num_done: int, num_asked: int) -> NoReturn:
+def report_interrupted(num_done: int, num_asked: int) -> NoReturn:
     """Raises Exit(130)."""
     warn(f"interrupted: {num_done:,} of {counted(num_asked, 'cluster')} done")
     raise typer.Exit(130)
@@ -71,15 +71,15 @@ def replay_one(seed: int, events: Path | None) -> None:
     console.print(f"cluster: {trial.cluster}", highlight=False, soft_wrap=True)
     for fault in trial.faults:
         console.print(f"fault: {fault}", highlight=False, soft_wrap=True)
-    with Log(events) as log, told(events):
+    with Log(events) as log, ending_reported(events):
         outcome = soaking.run(trial, write=log.write)
     lost = keep(log.check)
     console.print(summary_table(summarise(outcome, Objective(), cluster=trial.cluster)))
-    tell_lost(lost)
+    report_lost(lost)
 
 
 @contextmanager
-def told(events: Path | None, *unwritten: Path | None) -> Iterator[None]:
+def ending_reported(events: Path | None, *unwritten: Path | None) -> Iterator[None]:
     """A broken invariant is what was looked for: it is told, and ends with 1; Ctrl-C is told, with the files that are
     not written then, and ends with 130. Raises Exit, and whatever else ended the simulation as it is."""
     try:

@@ -88,7 +88,7 @@ class Calibrated:
     def __str__(self) -> str:
         steps = counted(self.num_points, "step")
         if self.error is None or self.worst is None:
-            off = "how far off it is cannot be told from so few: measure more, of different sizes"
+            off = "too few points to know its error: measure more, of different sizes"
         else:
             off = f"off by {self.error:.1%} on average, {self.worst:.1%} at most"
         scatter = f"; single ones scatter by {self.spread:.0%}, stalls take {self.stalled:.0%}" if self.ratios else ""

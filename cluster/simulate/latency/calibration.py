@@ -191,7 +191,7 @@ def _steps_of_profile(events: Sequence[dict[str, Any]]) -> list[MeasuredStep]:
             latest.pop(pid, None)
         elif event["name"] == "apply" and pid in ticks:
             if "num_read" not in (told := event["args"]):
-                raise ValueError("it was recorded before steps told what they read: record it again")
+                raise ValueError("it has no num_read, as older recordings have none: record it again")
             step = StepWork(*(float(told[name]) for name in ("num_rows", "num_tokens", "num_read", "num_attended")))
             latest[pid] = _Seen(step=step, begin=ticks.pop(pid), end=end)
             steps.append(latest[pid])

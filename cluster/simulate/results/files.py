@@ -45,7 +45,7 @@ def keep(*writes: Callable[[], None]) -> list[str]:
     return lost
 
 
-def tell_lost(lost: Sequence[str]) -> None:
+def report_lost(lost: Sequence[str]) -> None:
     """Raises Misconfigured for files that could not be written."""
     if lost:
         raise Misconfigured("; ".join(lost))

@@ -133,9 +133,7 @@ def asked(
     several = ", ".join(str(said) for said, each in nums.items() if each > 1)
     num = math.prod(nums.values())
     if num > 1 and not to_sweep:
-        raise Misconfigured(
-            f"{several}: {num:,} clusters are asked for: give one of each, or --sweep to compare them", param="sweep"
-        )
+        raise Misconfigured(f"{several}: {num:,} clusters: give one of each, or --sweep to compare them", param="sweep")
     if num > MAX_CLUSTERS:
         raise Misconfigured(
             f"{several}: --sweep would try {num:,} clusters: give at most {MAX_CLUSTERS:,}", param="sweep"
@@ -144,7 +142,7 @@ def asked(
     every = choices(prefill=counts[readers], decode=counts[writers], tp=counts[ranks], policies=names, **by_pool)
     if not every:
         raise Misconfigured(
-            f"{writers}: somebody must write the answers, so give at least 1; --workers N is N colocated workers, "
+            f"{writers}: give at least 1, as prefill workers write no answers; --workers N is N colocated workers, "
             "which read and write",
             param="decode",
         )

@@ -103,14 +103,14 @@ class Clients:
     `num_handed_over` whole answers were begun by the worker that read the prompt, and written on by another. `failures`
     are attempts of requests that have ended."""
 
-    def __init__(self, deployment: SimulatedDeployment, chronicle: SimulationLog, *, seed: int) -> None:
+    def __init__(self, deployment: SimulatedDeployment, event_log: SimulationLog, *, seed: int) -> None:
         self.records: list[RequestRecord] = []
         self.asked: dict[str, SimulatedRequest] = {}
         self.num_handed_over = 0
         self.failures: list[Failure] = []
         self.transfers = Transfers()
         self._deployment = deployment
-        self._chronicle = chronicle
+        self._event_log = event_log
         self._prompts = Prompts(seed=seed, vocab_size=VOCAB_SIZE, num_ids=PROMPT_IDS)
         self._loop = asyncio.get_running_loop()
         self._start_s = 0.0
@@ -152,7 +152,7 @@ class Clients:
         sent_s = self._loop.time()
         asked = self.asked[request_id] = SimulatedRequest(request_id=request_id, heard_s=sent_s)
         self._deployment.gaps.begun(request_id)
-        self._chronicle.note("asked", request_id, tokens=len(prompt_ids), gateway=gateway.name)
+        self._event_log.note("asked", request_id, tokens=len(prompt_ids), gateway=gateway.name)
         tokens: list[int] = []
         cached: list[int] = []
         job = self._job(request_id, turn, prompt_ids, tenant)
@@ -178,7 +178,7 @@ class Clients:
             self.transfers.count(travels, asked.times[0], asked.times[-1] - sent_s)
         self._note_failures(gateway, request_id)
         by = self._deciders(gateway, request_id)
-        self._chronicle.note("ended", request_id, tokens=len(tokens), error=error or "none", by=by)
+        self._event_log.note("ended", request_id, tokens=len(tokens), error=error or "none", by=by)
         self.records.append(
             RequestRecord(
                 index=index,
@@ -239,7 +239,7 @@ class Clients:
                         self._check_cached(gateway, job, delta.num_cached_tokens)
                         cached.append(delta.num_cached_tokens)
                         asked.times.append(now)
-                        self._chronicle.note("first token", job.request_id, by=self._deciders(gateway, job.request_id))
+                        self._event_log.note("first token", job.request_id, by=self._deciders(gateway, job.request_id))
                     else:
                         if len(asked.times) == 1:  # the first token may have been the last: then nobody takes over
                             by = self._deciders(gateway, job.request_id)

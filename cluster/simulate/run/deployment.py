@@ -113,10 +113,10 @@ class SimulatedDeployment:
     `served` those that have ended, `stuck` says which made no progress though nothing held them up. `num_made` counts
     all workers there ever were."""
 
-    def __init__(self, config: SimulationConfig, chronicle: SimulationLog, *, untroubled: bool = False) -> None:
+    def __init__(self, config: SimulationConfig, event_log: SimulationLog, *, untroubled: bool = False) -> None:
         self.config = config
         self._untroubled = untroubled
-        self.chronicle = chronicle
+        self.event_log = event_log
         self.network = Network(config.wire, random.Random(f"{config.seed} network"))
         self.lanes = Lanes(config.cards)
         self.store = Server() if config.shared_index else None
@@ -214,7 +214,7 @@ class SimulatedDeployment:
     async def restart_gateway(self, place: int) -> None:
         """Its process ends, and with it every answer under way; another one takes its place."""
         old = self.gateways[place]
-        self.chronicle.note("gateway lost", old.name)
+        self.event_log.note("gateway lost", old.name)
         await old.kill()
         fresh = self._open_gateway()
         self.gateways.pop()
@@ -229,7 +229,7 @@ class SimulatedDeployment:
         try:
             await client.drain(exit=True)
         except BatonError as error:
-            self.chronicle.note("drain not confirmed", worker.worker_id, error=error.code)
+            self.event_log.note("drain not confirmed", worker.worker_id, error=error.code)
         finally:
             await client.close()
 
@@ -249,7 +249,7 @@ class SimulatedDeployment:
             await asyncio.sleep(self.config.load_s)
             info = worker.start()
             self.workers[worker_id] = worker
-            self.chronicle.note("worker serves", worker_id, incarnation=incarnation)
+            self.event_log.note("worker serves", worker_id, incarnation=incarnation)
             yield Serving(info=info)
             await worker.ended
             if not worker.has_left:
@@ -257,7 +257,7 @@ class SimulatedDeployment:
         finally:
             self.workers.pop(worker_id, None)
             worker.kill()
-            self.chronicle.note("worker ended", worker_id, incarnation=incarnation)
+            self.event_log.note("worker ended", worker_id, incarnation=incarnation)
             lived_s = self._loop.time() - launched_s
             self.served.append(
                 WorkerLife(

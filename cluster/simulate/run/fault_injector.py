@@ -143,7 +143,7 @@ class Trouble:
         if why := self._why_not(fault):
             return self._pass_over(fault, at_s, why)
         self._note(fault, at_s)
-        self._deployment.chronicle.note("fault", fault.target, what=fault.kind)
+        self._deployment.event_log.note("fault", fault.target, what=fault.kind)
         match fault.kind:
             case Kind.GATEWAY_RESTART:
                 await self._deployment.restart_gateway(int(fault.target))
@@ -160,7 +160,7 @@ class Trouble:
 
     def _pass_over(self, fault: Fault, at_s: float, why: str) -> None:
         self._note(fault, at_s, why=why)
-        self._deployment.chronicle.note("fault passed over", fault.target, what=fault.kind)
+        self._deployment.event_log.note("fault passed over", fault.target, what=fault.kind)
 
     def _note(self, fault: Fault, at_s: float, *, why: str = "") -> None:
         self.happened.append(

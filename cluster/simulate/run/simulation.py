@@ -88,11 +88,11 @@ def _simulate(
 ) -> SimulationOutcome:
     """Whatever it makes, but for what it returns, it holds alone: it is gone when this has ended."""
     loop = VirtualLoop(seed=config.seed)
-    chronicle = SimulationLog(loop, write)
+    event_log = SimulationLog(loop, write)
 
     async def main() -> SimulationOutcome:
-        deployment = SimulatedDeployment(config, chronicle, untroubled=not faults)
-        clients = Clients(deployment, chronicle, seed=config.seed)
+        deployment = SimulatedDeployment(config, event_log, untroubled=not faults)
+        clients = Clients(deployment, event_log, seed=config.seed)
         invariants = Invariants(deployment, clients, forgetful=any(fault.kind is Kind.INDEX_LOST for fault in faults))
         loop.after = deployment.assert_no_faults
         if watch is not None:
@@ -100,7 +100,7 @@ def _simulate(
         try:
             await deployment.start()
         finally:  # also what a cluster that does not start has done
-            chronicle.begin()
+            event_log.begin()
         keep()
         start_s, loop.after = loop.time(), invariants.after_event
         last_due_s = max(session.due_s for session in sessions)
@@ -122,8 +122,8 @@ def _simulate(
             config=config,
             records=sorted(clients.records, key=lambda record: record.index),
             num_not_asked=sum(len(session.turns) for session in sessions) - len(clients.records),
-            fingerprint=chronicle.fingerprint,
-            num_events=chronicle.num_events,
+            fingerprint=event_log.fingerprint,
+            num_events=event_log.num_events,
             num_callbacks=loop.num_callbacks,
             duration_s=duration_s,
             served=deployment.served,
@@ -140,4 +140,4 @@ def _simulate(
     try:
         return run_virtually(main(), loop=loop)
     except KeyboardInterrupt:
-        raise Interrupted(chronicle.over_s) from None
+        raise Interrupted(event_log.over_s) from None

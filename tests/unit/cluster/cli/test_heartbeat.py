@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.pools import _beat
+from cluster.cli.pools import _keep_touching
 from tests.unit.cluster.virtual_time import run_virtually
 
 
@@ -16,7 +16,7 @@ def test_the_file_is_touched_at_once_and_again(tmp_path: Path) -> None:
     file = tmp_path / "alive"
 
     async def beats() -> tuple[bool, float]:
-        beating = asyncio.create_task(_beat(file))
+        beating = asyncio.create_task(_keep_touching(file))
         await asyncio.sleep(0.5)
         at_once = file.exists()
         os.utime(file, (0, 0))
@@ -31,7 +31,7 @@ def test_the_file_is_touched_at_once_and_again(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def beats() -> None:
-        beating = asyncio.create_task(_beat(tmp_path / "missing" / "alive"))
+        beating = asyncio.create_task(_keep_touching(tmp_path / "missing" / "alive"))
         await asyncio.sleep(1.5)
         assert not beating.done()
         beating.cancel()

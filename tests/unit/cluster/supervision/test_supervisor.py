@@ -75,7 +75,7 @@ class Stage:
     async def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]:
         life = Life(plan.worker_id, incarnation)
         self.lives.setdefault(plan.worker_id, []).append(life)
-        await self._note(f"launch {plan.worker_id}")
+        await self._apply(f"launch {plan.worker_id}")
         async for event in life.events():
             yield event
 
@@ -83,13 +83,13 @@ class Stage:
         self.starting_told.append(f"{worker_id} {successor.role} {successor.loaded:g}")
 
     async def announce(self, worker_id: str, address: str) -> None:
-        await self._note(f"announce {worker_id} {address}")
+        await self._apply(f"announce {worker_id} {address}")
 
     async def withdraw(self, worker_id: str) -> None:
-        await self._note(f"withdraw {worker_id}")
+        await self._apply(f"withdraw {worker_id}")
 
     async def close(self) -> None:
-        await self._note("close")
+        await self._apply("close")
 
     async def check_health(self, address: str) -> None:
         """As the test says; when it says nothing, nobody looks."""
@@ -98,11 +98,11 @@ class Stage:
 
     async def drain(self, address: str) -> None:
         """Until the test says that nothing runs there any more."""
-        await self._note(f"drain {address}")
+        await self._apply(f"drain {address}")
         await self.drained.wait()
 
     async def release(self, worker_id: str) -> None:
-        await self._note(f"release {worker_id}")
+        await self._apply(f"release {worker_id}")
 
     async def sleep(self, seconds: float) -> None:
         self.slept.append(round(seconds, 3))
@@ -116,7 +116,7 @@ class Stage:
         async with self.turn:
             await self.turn.wait_for(lambda: len(self.lives.get(worker_id, ())) == times)
 
-    async def _note(self, line: str) -> None:
+    async def _apply(self, line: str) -> None:
         async with self.turn:
             self.done.append(line)
             self.turn.notify_all()

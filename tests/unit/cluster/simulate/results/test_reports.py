@@ -61,7 +61,7 @@ def test_clusters_that_a_sweep_leaves_out_are_in_its_report(tmp_path: Path) -> N
     file = tmp_path / "swept.json"
     sweep = *SMALL, "--sweep", "--workers", "1:4", "--ttft-ms", "90000", "--json", str(file)
     told = answer(*sweep, "--fault", "0.1 kill colocated-2")
-    assert "2 of 4 clusters left out: stderr and --json say why\n" in told
+    assert "2 of 4 clusters left out: the reasons are on stderr and in --json\n" in told
     kept = json.loads(file.read_text())
     assert [one["cluster"]["decode"] for one in kept["left_out"]] == [1, 2]
     assert [run["cluster"]["decode"] for run in kept["runs"]] == [3, 4]

@@ -21,8 +21,8 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, number: int, kind: str = "") -
     """Ctrl-C when so many events of that kind have been told of."""
     note, left = SimulationLog.note, [number]
 
-    def note_and_interrupt(chronicle: SimulationLog, told: str, subject: str, **facts: object) -> None:
-        note(chronicle, told, subject, **facts)
+    def note_and_interrupt(event_log: SimulationLog, told: str, subject: str, **facts: object) -> None:
+        note(event_log, told, subject, **facts)
         if told.startswith(kind):
             left[0] -= 1
             if not left[0]:
@@ -106,8 +106,8 @@ from cluster.simulate.world.event_log import Chronicle
 
 note, left = Chronicle.note, [20]
 
-def note_and_end(chronicle, told, subject, **facts):
-    note(chronicle, told, subject, **facts)
+def note_and_end(event_log, told, subject, **facts):
+    note(event_log, told, subject, **facts)
     left[0] -= told.startswith("asked")
     if not left[0]:
         os.kill(os.getpid(), signal.SIGTERM)
