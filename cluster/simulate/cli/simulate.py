@@ -23,7 +23,7 @@ from cluster.cli import options
 from cluster.cli.status import PIPED_COLUMNS
 from cluster.config.config import ClusterConfig
 from cluster.simulate.cli.scenario import Scene, make_scene
-from cluster.simulate.cli.soak import replay_one, report_interrupted, soak_clusters
+from cluster.simulate.cli.soak import ending_reported, replay_one, report_interrupted, soak_clusters
 from cluster.simulate.latency.registry import ROOFLINE, SOURCES
 from cluster.simulate.latency.shapes import DTYPES, GPUS, MODELS
 from cluster.simulate.results.files import Log, keep, report_lost, write

@@ -143,7 +143,7 @@ def asked(
     if not every:
         raise Misconfigured(
             f"{writers}: give at least 1, as prefill workers write no answers; --workers N is N colocated workers, "
-            "which read and write",
+            "which prefill and decode",
             param="decode",
         )
     return every

@@ -300,7 +300,10 @@ def test_a_soak_goes_on_after_a_bug_and_prints_its_traceback(monkeypatch: pytest
         ),
         (("--set", "worker.tp=5000"), "worker.tp 5000: give numbers from 1 to 4096"),
         (("--policy", "slo,"), "--policy slo,: there is no policy ''"),
-        (("--prefill", "3", "--decode", "0"), "at least 1; --workers N is N colocated"),
+        (
+            ("--prefill", "3", "--decode", "0"),
+            "give at least 1, as prefill workers write no answers; --workers N is N colocated",
+        ),
         (("--input-len", "5:"), "--input-len 5:"),
         (("--trace", "none"), "leave --rate, --input-len, --output-len out"),
         (("--workload", "assistant"), "has its own lengths: leave --input-len, --output-len out"),
