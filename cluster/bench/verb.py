@@ -116,9 +116,7 @@ def bench(
     model: Annotated[str, typer.Option(help="A served model. Default: the first one.")] = "",
     rate: Annotated[float | None, typer.Option(help="Requests a second, Poisson arrivals (open loop).")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Requests at once (closed loop). Default: 8.")] = None,
-    num_requests: Annotated[
-        int | None, typer.Option(help="Number of requests. Default: 64, or all of a trace.")
-    ] = None,
+    num_requests: Annotated[int | None, typer.Option(help="Default: 64, or all of a trace.")] = None,
     input_len: Annotated[str, typer.Option(help="Prompt tokens: 256, or uniform 100:200.")] = "256",
     output_len: Annotated[str, typer.Option(help="Answer tokens: 64, or uniform 32:96.")] = "64",
     trace: Annotated[Path | None, typer.Option(help="Lengths, arrivals and prefixes from a Mooncake trace.")] = None,
@@ -128,22 +126,18 @@ def bench(
     tpot_ms: Annotated[float | None, typer.Option(help="Objective: milliseconds per further token.")] = None,
     temperature: Annotated[float, typer.Option(help="Temperature of sampling; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of lengths and arrivals.")] = 0,
-    prompt_seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of the prompts. Default: a new one for every run.")
-    ] = None,
-    vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Size of the model's vocabulary, where the server is not Baton.")
-    ] = None,
+    prompt_seed: Annotated[int | None, typer.Option(min=0, help="Seed of prompts. Default: a new one.")] = None,
+    vocab_size: Annotated[int | None, typer.Option(min=1, help="Vocabulary of a server that is not Baton.")] = None,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that one request may take.")] = 600.0,
     allow_failed: Annotated[
-        float, typer.Option(min=0, max=1, metavar="SHARE", help="Share of requests that may fail without exit code 1.")
+        float, typer.Option(min=0, max=1, metavar="SHARE", help="Requests that may fail with exit code 0.")
     ] = 0.0,
     api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY", help="Sent as a bearer token.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures and hardware to this file.")] = None,
     profile: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the workers' steps.")] = None,
     admin_key: Annotated[
         str,
-        typer.Option(envvar="BATON_ADMIN_KEY", help="Administrator's key for --profile, where the server needs one."),
+        typer.Option(envvar="BATON_ADMIN_KEY", help="Administrator's key, for --profile."),
     ] = "",
 ) -> None:
     """Measure a running cluster, or any OpenAI-compatible server: TTFT, TPOT, ITL, E2E, throughput and goodput.

@@ -117,9 +117,7 @@ def simulate(
     gateways: Gateways = None,
     file: options.ConfigFile = None,
     further: options.Set = None,
-    calibration: Annotated[
-        list[Path] | None, typer.Option(help="File of `baton bench`: profile, figures or steps. Repeatable.")
-    ] = None,
+    calibration: Annotated[list[Path] | None, typer.Option(help="Bench profile, figures or steps. Repeatable.")] = None,
     ttft_ms: Annotated[float | None, typer.Option(help="Objective: milliseconds to the first token, above 0.")] = None,
     tpot_ms: Annotated[float | None, typer.Option(help="Objective: milliseconds per further token, above 0.")] = None,
     attainment: Annotated[float, typer.Option(min=0, max=1, help="Share of requests to meet it, to sweep.")] = 0.95,
@@ -128,19 +126,11 @@ def simulate(
     usd_per_gpu_hour: Annotated[float | None, typer.Option(min=0, help="Default: an example price of the GPU.")] = None,
     fault: Annotated[list[str] | None, typer.Option(help=r"'AT KIND TARGET \[for S] \[by N]'. Repeatable.")] = None,
     faults: Annotated[int, typer.Option(min=0, max=MAX_FAULTS, help="Number of random faults.")] = 0,
-    audit_every: Annotated[
-        int, typer.Option(min=0, help="Check all invariants after so many events; 0: at the end.")
-    ] = 0,
-    single_step: Annotated[
-        bool, typer.Option("--single-step", help="Simulate every step by itself: the same result, slower.")
-    ] = False,
+    audit_every: Annotated[int, typer.Option(min=0, help="Events between two audits; 0: at the end.")] = 0,
+    single_step: Annotated[bool, typer.Option("--single-step", help="No leaps: same result, slower.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of load, faults and the order of simultaneous events.")] = 0,
-    sweep_all: Annotated[
-        bool, typer.Option("--sweep", help="Try every combination, and name the cheapest that meets the targets.")
-    ] = False,
-    soak: Annotated[
-        int | None, typer.Option(min=1, help="Simulate so many random clusters with random faults.")
-    ] = None,
+    sweep_all: Annotated[bool, typer.Option("--sweep", help="Every combination; name the cheapest.")] = False,
+    soak: Annotated[int | None, typer.Option(min=1, help="So many random clusters with faults.")] = None,
     replay: Annotated[int | None, typer.Option(min=0, help="Repeat one of --soak's clusters, by its seed.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures to this file.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots to this file.")] = None,
