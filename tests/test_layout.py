@@ -117,6 +117,21 @@ def test_files_and_functions_stay_small() -> None:
     report(offences())
 
 
+def test_class_names_exist_once() -> None:
+    """In the product, the benchmarks, the demo and the installer: a name means one thing wherever it is read."""
+    places: dict[str, list[str]] = {}
+    for path in files("*.py"):
+        if path.parts[0] in (*PACKAGES, "benchmarks", "demo", "deploy"):
+            for node in ast.walk(ast.parse((ROOT / path).read_text(), str(path))):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    report(
+        f"class {name} is in {' and '.join(where)}: give all but one a name that says what it is"
+        for name, where in sorted(places.items())
+        if len(where) > 1
+    )
+
+
 def test_folders_stay_small() -> None:
     modules = Counter(path.parent for path in files("*.py") if path.parts[0] in CAPPED and path.name != "__init__.py")
     report(

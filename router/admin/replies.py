@@ -115,7 +115,7 @@ class ChoiceView(Reply):
     measured: Measured | None
 
 
-class RequestView(RequestSummary):
+class RequestDetail(RequestSummary):
     """Each entry of `timeline` has `at_s`, `what`, and what belongs to it."""
 
     message: str
@@ -126,7 +126,7 @@ class RequestView(RequestSummary):
 
 class RequestReply(Reply):
     request_id: str
-    jobs: list[RequestView]
+    jobs: list[RequestDetail]
 
 
 class ExplainedJob(Reply):

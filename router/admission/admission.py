@@ -36,7 +36,7 @@ HEADROOM = 0.02  # of a bound: what comes out on the edge of it is late one time
 TOO_LATE = "no worker could begin with this request within its max_ttft_ms"
 
 
-class Fleet(Protocol):
+class AdmissionFleet(Protocol):
     """What admission must know of the fleet (`router.fleet.fleet.Fleet`)."""
 
     def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match: ...
@@ -72,7 +72,12 @@ class Admission:
     """A `Generate` before another one. `num_waiting` and `refused` are for metrics."""
 
     def __init__(
-        self, generate: Generate, *, fleet: Fleet, config: RouterConfig, weights: Mapping[str, float] | None = None
+        self,
+        generate: Generate,
+        *,
+        fleet: AdmissionFleet,
+        config: RouterConfig,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         self._generate = generate
         self._fleet = fleet

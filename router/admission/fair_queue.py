@@ -34,7 +34,7 @@ def _order(entry: Entry) -> tuple[float, int]:
 
 
 @dataclass(slots=True)
-class Row:
+class TenantQueue:
     """What waits of one tenant, earliest first, and how many tokens that are."""
 
     entries: list[Entry] = field(default_factory=list)
@@ -73,7 +73,7 @@ class FairQueue:
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
-        self._waiting: dict[int, dict[str, Row]] = {}  # priority -> tenant
+        self._waiting: dict[int, dict[str, TenantQueue]] = {}  # priority -> tenant
         self._served: dict[str, float] = {}
         self._last_served = 0.0
         self._size = 0
@@ -92,7 +92,7 @@ class FairQueue:
 
     def push(self, entry: Entry) -> None:
         self._lift(entry.tenant)
-        self._waiting.setdefault(entry.priority, {}).setdefault(entry.tenant, Row()).add(entry)
+        self._waiting.setdefault(entry.priority, {}).setdefault(entry.tenant, TenantQueue()).add(entry)
         self._size += 1
 
     def peek(self) -> Entry | None:
@@ -169,7 +169,7 @@ class FairQueue:
         num_entries = sum(len(row.entries) for row in rows)
         assert self._size == num_entries, f"{self._size} are said to wait, {num_entries} do"
 
-    def _backlog(self, tenants: Mapping[str, Row], tenant: str) -> float:
+    def _backlog(self, tenants: Mapping[str, TenantQueue], tenant: str) -> float:
         return self.served(tenant) + tenants[tenant].num_tokens / self._weights.get(tenant, 1.0)
 
     def _lift(self, tenant: str) -> None:

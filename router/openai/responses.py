@@ -37,7 +37,7 @@ class CompletionTokensDetails(Reply):
     rejected_prediction_tokens: int
 
 
-class Usage(Reply):
+class UsageReply(Reply):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -104,7 +104,7 @@ class ChatReply(Reply):
     model: str
     system_fingerprint: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: UsageReply
     prompt_logprobs: PromptLogprobs = []
     prompt_token_ids: list[int] = []
 
@@ -133,7 +133,7 @@ class CompletionReply(Reply):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: UsageReply
 
 
 class ModelReply(Reply):

@@ -21,7 +21,7 @@ from kvtransfer.transport import LaneLost, peer_name
 from protos.errors import BatonError
 from protos.values import BlockRemoved, Cleared, Hello, KVEvent, KVEvents
 from router.admission.admission import Admission, Turn
-from router.admission.fair_queue import Entry, FairQueue, Row
+from router.admission.fair_queue import Entry, FairQueue, TenantQueue
 from router.config import AdmissionConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.poison_requests import PoisonRequests
@@ -303,15 +303,17 @@ def test_turns_that_are_kept_of_those_who_have_gone_are_found(monkeypatch: pytes
 
 
 def test_a_line_that_counts_tokens_of_those_who_have_gone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    remove = Row.remove
+    remove = TenantQueue.remove
 
-    def remove_and_count_on(row: Row, entry: Entry) -> bool:
+    def remove_and_count_on(row: TenantQueue, entry: Entry) -> bool:
         num_tokens, removed = row.num_tokens, remove(row, entry)
         row.num_tokens = num_tokens
         return removed
 
-    seed = having("a line that somebody leaves to others", 3, Row, "remove", matters=lambda row, _: row.entries[1:])
-    monkeypatch.setattr(Row, "remove", remove_and_count_on)
+    seed = having(
+        "a line that somebody leaves to others", 3, TenantQueue, "remove", matters=lambda row, _: row.entries[1:]
+    )
+    monkeypatch.setattr(TenantQueue, "remove", remove_and_count_on)
     assert "wait in it" in broken_trial(seed)
 
 
