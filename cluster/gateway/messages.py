@@ -138,23 +138,9 @@ class RequestEnded:
 
 
 Message = (
-    BeginProcess
-    | WorkerStarts
-    | WorkerJoined
-    | WorkerLeft
-    | ClusterDegraded
-    | ProcessStatuses
-    | StopProcess
-    | Ping
-    | Pong
-    | ProcessUp
-    | ProcessReady
-    | ProcessFailed
-    | ProcessLeaving
-    | EnterTenant
-    | TenantEntered
-    | TokensSpent
+    BeginProcess | WorkerStarts | WorkerJoined | WorkerLeft | ClusterDegraded | ProcessStatuses | StopProcess | Ping
+    | Pong | ProcessUp | ProcessReady | ProcessFailed | ProcessLeaving | EnterTenant | TenantEntered | TokensSpent
     | RequestEnded
-)
+)  # fmt: skip
 
 CONTROL_MESSAGES = Messages({kind.__name__: kind for kind in get_args(Message)})

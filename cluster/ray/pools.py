@@ -1,7 +1,7 @@
 """The workers of a deployment, as the process sees them that serves or announces them: their supervisor is a process of
 its own, which this one starts, and starts again with the workers that live.
 
-tend:  spawn the supervisor ─▶ Planned ─▶ Viewed, Announced ... ─▶ it has ended: spawn the next one, which adopts them
+spawn the supervisor ─▶ Planned ─▶ Viewed, WorkerJoined ... ─▶ it has ended: spawn the next one, which adopts them
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from pathlib import Path
 
 from cluster.config.config import ClusterConfig, PoolsConfig
 from cluster.discovery.base import ClusterAnnouncer
-from cluster.gateway.messages import Ping, Pong, ProcessFailed
+from cluster.gateway.messages import Ping, Pong, ProcessFailed, WorkerJoined, WorkerLeft
 from cluster.process.channel import MessageChannel
 from cluster.process.reaper import Reaper, adopt_orphans
 from cluster.process.scratch_dir import Scratch, kill_users
 from cluster.ray.session import OURS, end_private_ray, short_folder
 from cluster.ray.supervisor_messages import (
     SUPERVISOR_MESSAGES,
-    Announced,
     Begin,
     Drain,
     Drained,
@@ -38,7 +37,6 @@ from cluster.ray.supervisor_messages import (
     StartupStep,
     StopWorkers,
     Viewed,
-    Withdrawn,
     WorkerRecorded,
     WorkersStopped,
     WorkerStarting,
@@ -328,12 +326,12 @@ class Pools:
                 self._starting[worker_id] = successor
                 if self._announcer is not None:
                     await self._announcer.starting(worker_id, successor)
-            case Announced(worker_id=worker_id, address=address):
+            case WorkerJoined(worker_id=worker_id, address=address):
                 self._addresses[worker_id] = address
                 self._starting.pop(worker_id, None)
                 if self._announcer is not None:
                     await self._announcer.announce(worker_id, address)
-            case Withdrawn(worker_id=worker_id):
+            case WorkerLeft(worker_id=worker_id):
                 for known in (self._addresses, self._starting, self._views, self._living, self._leaving):
                     known.pop(worker_id, None)
                 self._have_served.discard(worker_id)

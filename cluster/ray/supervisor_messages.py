@@ -1,7 +1,7 @@
 """What the process that serves and the supervisor's process send each other, over a pair of sockets that no other has.
 
 parent ─▶ supervisor     Begin, ProcessEnded, Resize, Drain, StopWorkers, Ping
-supervisor ─▶ parent     LogLine, Step, Planned, Record, Viewed, WorkerStarting, Announced, Withdrawn, RayAway,
+supervisor ─▶ parent     LogLine, Step, Planned, Record, Viewed, WorkerStarting, WorkerJoined, WorkerLeft, RayAway,
                          Failed, Resized, Drained, WorkersStopped, Pong
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.config.config import ClusterConfig, PoolsConfig
-from cluster.gateway.messages import Ping, Pong, ProcessFailed
+from cluster.gateway.messages import Ping, Pong, ProcessFailed, WorkerJoined, WorkerLeft
 from cluster.supervision.living import LivingWorker
 from cluster.supervision.placement import WorkerPlan
 from cluster.supervision.supervisor import SupervisedWorker
@@ -121,17 +121,6 @@ class WorkerStarting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Announced:
-    worker_id: str
-    address: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Withdrawn:
-    worker_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RayAway:
     """`reason` says what is wrong with Ray; "": it is there, and every worker has its place."""
 
@@ -143,7 +132,7 @@ SUPERVISOR_MESSAGES = Messages(
         kind.__name__: kind
         for kind in (
             Begin, ProcessEnded, Resize, Resized, Drain, StopWorkers, Ping, LogLine, StartupStep, Planned,
-            WorkerRecorded, Viewed, WorkerStarting, Announced, Withdrawn, RayAway, ProcessFailed, Drained,
+            WorkerRecorded, Viewed, WorkerStarting, WorkerJoined, WorkerLeft, RayAway, ProcessFailed, Drained,
             WorkersStopped, Pong,
         )
     }

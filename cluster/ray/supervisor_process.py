@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config.config import ClusterConfig, PoolsConfig
-from cluster.gateway.messages import Ping, Pong, ProcessFailed
+from cluster.gateway.messages import Ping, Pong, ProcessFailed, WorkerJoined, WorkerLeft
 from cluster.process.channel import MessageChannel
 from cluster.process.logs import FIELDS
 from cluster.process.scratch_dir import PREFIX, kill_users
@@ -37,7 +37,6 @@ from cluster.ray.places import ManyMachines, OneMachine, RayShares
 from cluster.ray.session import Machines
 from cluster.ray.supervisor_messages import (
     SUPERVISOR_MESSAGES,
-    Announced,
     Begin,
     Drain,
     Drained,
@@ -50,7 +49,6 @@ from cluster.ray.supervisor_messages import (
     StartupStep,
     StopWorkers,
     Viewed,
-    Withdrawn,
     WorkerRecorded,
     WorkersStopped,
     WorkerStarting,
@@ -83,10 +81,10 @@ class ParentAnnouncer:
         self._channel.send(WorkerStarting(worker_id=worker_id, successor=successor))
 
     async def announce(self, worker_id: str, address: str) -> None:
-        self._channel.send(Announced(worker_id=worker_id, address=address))
+        self._channel.send(WorkerJoined(worker_id=worker_id, address=address))
 
     async def withdraw(self, worker_id: str) -> None:
-        self._channel.send(Withdrawn(worker_id=worker_id))
+        self._channel.send(WorkerLeft(worker_id=worker_id))
 
     async def close(self) -> None:
         """Nothing is kept here."""

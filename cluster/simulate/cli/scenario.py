@@ -41,6 +41,7 @@ from router.prefix.registry import MEMORY
 
 DEFAULT_REQUESTS = 1000
 MAX_LANE_GBPS = 1e6
+_AS_GIVEN = ("model", "dtype", "expert_parallel", "nvlink", "gateways", "audit_every", "seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,21 +195,15 @@ def make_scene(given: Mapping[str, Any]) -> Scene:
     """From the values of `baton simulate`'s flags. Raises Misconfigured."""
     gpu, calibration = given["gpu"], given["calibration"] or ()
     return Scene(
+        **{name: given[name] for name in _AS_GIVEN},
         gpu=gpu,
-        model=given["model"],
-        dtype=given["dtype"],
-        expert_parallel=given["expert_parallel"],
         settings=_settings(given),
         latency=_latency(calibration),
         calibration=calibration,
         times=StepTimes(given["latency"]),
         lane_rate=_lane_rate(gpu, given["lane_gbps"]),
-        nvlink=given["nvlink"],
         usd_per_gpu_hour=_price(gpu, given["usd_per_gpu_hour"]),
-        gateways=given["gateways"],
         leaping=not given["single_step"],
-        audit_every=given["audit_every"],
-        seed=given["seed"],
         objective=Objective(ttft_s=_seconds(given["ttft_ms"]), tpot_s=_seconds(given["tpot_ms"])),
         sessions=_sessions(given),
         faults=[Fault.parse(text) for text in given["fault"] or ()],
