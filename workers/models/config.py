@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,18 +41,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationDefaults:
-    """What the checkpoint's authors recommend; None where they say nothing."""
-
-    do_sample: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Sizes and parts of a decoder. `windows` has one entry a layer. `dtype` is the one the weights were saved in.
 
@@ -80,8 +67,6 @@ class ModelConfig:
     max_model_len: int
     dtype: str
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    generation: GenerationDefaults
     quantization: Mapping[str, Any]  # config.json's quantization_config; empty: weights in floating point
 
     def kv_layout(self, *, block_size: int, dtype: str, tp: int = 1) -> KVLayout:
@@ -142,8 +127,6 @@ def read_config(path: str | Path) -> ModelConfig:
         max_model_len=_max_model_len(rope, sizes.max_position),
         dtype=config.text_or("dtype", config.text_or("torch_dtype", "float32")),
         eos_token_ids=_eos_ids(config, generation, sizes.vocab_size),
-        bos_token_id=config.integer_or("bos_token_id", None, minimum=0),
-        generation=_generation(generation),
         quantization=config.raw("quantization_config") or {},
     )
 
@@ -251,14 +234,3 @@ def _eos_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, 
         if token_id >= vocab_size:
             raise BadCheckpoint(f"{source.where}: eos_token_id {token_id} is outside the vocabulary of {vocab_size}")
     return tuple(dict.fromkeys(ids))
-
-
-def _generation(file: Fields) -> GenerationDefaults:
-    return GenerationDefaults(
-        do_sample=file.flag("do_sample") if "do_sample" in file else None,
-        temperature=file.number_or("temperature", None, above=-math.inf),
-        top_k=file.integer_or("top_k", None, minimum=0),
-        top_p=file.number_or("top_p", None),
-        min_p=file.number_or("min_p", None, above=-math.inf),
-        repetition_penalty=file.number_or("repetition_penalty", None),
-    )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from protos.errors import BadCheckpoint, UnsupportedModel
-from workers.models.config import GenerationDefaults, ModelConfig, read_config
+from workers.models.config import ModelConfig, read_config
 from workers.models.rope import Llama3Rope, Rope
 
 LLAMA: dict[str, Any] = {
@@ -66,7 +66,6 @@ def test_llama_3_1_as_meta_published_it(tmp_path: Path) -> None:
     )
     assert config.max_model_len == 131072
     assert config.eos_token_ids == (5, 7)
-    assert config.generation == GenerationDefaults(do_sample=True, temperature=0.6, top_p=0.9)
 
 
 @pytest.mark.parametrize(
