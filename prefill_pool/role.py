@@ -23,12 +23,12 @@ from workers.scheduling.request import Request
 from workers.scheduling.role import Disposition
 from workers.scheduling.scheduler import no_key
 from workers.transfer.receive import Incoming, ReservationLimits
-from workers.transfer.role import MovingRole
+from workers.transfer.role import TransferRole
 from workers.transfer.send import Outgoing
 from workers.transfer.transfer_leader import TransferLeader
 
 
-class PrefillRole(MovingRole):
+class PrefillRole(TransferRole):
     """`pool` is the engine's own, `layout` this worker's, `prefix_key` as the scheduler's. Not thread-safe: the
     engine's thread calls everything."""
 

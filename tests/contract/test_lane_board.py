@@ -80,7 +80,7 @@ def test_what_is_forgotten_is_gone_and_nothing_else(client: Client) -> None:
     for store in (one, stranger):
         store.set("1/here", "x")
         store.set("10/here", "x")
-    one.forget("1/")
+    one.delete("1/")
     assert not one.check(["1/here"])
     assert one.check(["10/here"])
     assert stranger.check(["1/here"])
@@ -88,9 +88,9 @@ def test_what_is_forgotten_is_gone_and_nothing_else(client: Client) -> None:
 
 def test_what_a_client_leaves_behind_is_said_when_it_is_gone(client: Client) -> None:
     killed, closed, other = client(), client(), client()
-    killed.leave_behind("0/gone", "rank 0")
-    closed.leave_behind("1/gone", "rank 1")
-    closed.leave_behind("", "")
+    killed.set_on_disconnect("0/gone", "rank 0")
+    closed.set_on_disconnect("1/gone", "rank 1")
+    closed.set_on_disconnect("", "")
     assert not other.check(["0/gone"])
     for store in (closed, killed):
         store.close()

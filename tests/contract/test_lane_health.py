@@ -252,7 +252,7 @@ def test_a_source_that_dies_while_the_lane_is_opened_is_gone_at_once(make_site: 
     receiver.expect(address("p0"), layout)
     at = receiver.address
     source = RendezvousStore(at.host, at.port, "p0#1>d0#1/", key=at.key.encode(), wait_s=PATIENCE_S)
-    source.leave_behind("0/gone", "rank 0 of 2")
+    source.set_on_disconnect("0/gone", "rank 0 of 2")
     source.set("0/here/0", "1")
     source.wait([f"0/here/{layout.tp}"])
     source.close()

@@ -88,7 +88,7 @@ def join(board: RendezvousServer) -> Iterator[Callable[[int], RendezvousStore]]:
     def join(rank: int) -> RendezvousStore:
         """As `Rendezvous` does."""
         stores.append(store := RendezvousStore("127.0.0.1", board.port, "lane/", key=board.key, wait_s=10.0))
-        store.leave_behind("0/gone", f"rank {rank} of 2")
+        store.set_on_disconnect("0/gone", f"rank {rank} of 2")
         return store
 
     yield join

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from workers.parallel.ranks import find_store, meet, open_store
+from workers.parallel.ranks import find_store, join_group, open_store
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +21,7 @@ def _sum_over_nccl(rank: int, port: int) -> tuple[float, list[int]]:
     os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
     torch.cuda.set_device(rank % torch.cuda.device_count())
     store = open_store("127.0.0.1", port, key=KEY) if rank == 0 else find_store("127.0.0.1", port, key=KEY)
-    group = meet(store, rank=rank, size=2, name="w0", device="cuda", timeout_s=60.0)
+    group = join_group(store, rank=rank, size=2, name="w0", device="cuda", timeout_s=60.0)
     total = group.all_reduce(torch.full((4,), rank + 1.0, device="cuda")).sum().item()
     lowest = group.least([rank, -rank])
     group.broadcast(b"done")
@@ -33,7 +33,7 @@ def _replay_over_nccl(rank: int, port: int) -> float:
     os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
     torch.cuda.set_device(rank % torch.cuda.device_count())
     store = open_store("127.0.0.1", port, key=KEY) if rank == 0 else find_store("127.0.0.1", port, key=KEY)
-    group = meet(store, rank=rank, size=2, name="w0", device="cuda", timeout_s=60.0)
+    group = join_group(store, rank=rank, size=2, name="w0", device="cuda", timeout_s=60.0)
     x = torch.full((4,), rank + 1.0, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -14,7 +14,7 @@ from protos.values import FinishReason, GenerateRequest, SamplingParams, Sequenc
 from workers.build import LoadedRank, build_engine, device_of, follow_rank0, make_transfer, open_rank
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine
-from workers.parallel.ranks import Leader, find_store, meet, open_store
+from workers.parallel.ranks import Leader, find_store, join_group, open_store
 from workers.scheduling.role import Colocated
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
@@ -41,7 +41,7 @@ def ranks_of(config: WorkerConfig) -> Iterator[list[LoadedRank]]:
     stores = [store, *(find_store("127.0.0.1", store.port, key=store.key) for _ in range(1, config.tp))]
 
     def open_one(rank: int) -> LoadedRank:
-        group = meet(stores[rank], rank=rank, size=config.tp, name="w0", device=device_of(config), timeout_s=30.0)
+        group = join_group(stores[rank], rank=rank, size=config.tp, name="w0", device=device_of(config), timeout_s=30.0)
         return open_rank(config, group)
 
     with ThreadPoolExecutor(config.tp) as pool:

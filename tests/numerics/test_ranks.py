@@ -35,7 +35,7 @@ from workers.parallel.operations import (
     TransferOperations,
     operations_of,
 )
-from workers.parallel.ranks import Leader, find_store, follow, for_followers, meet, open_store
+from workers.parallel.ranks import Leader, find_store, follow, for_followers, join_group, open_store
 from workers.runner.runner import TorchRunner
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.transfer_leader import TransferLeader
@@ -62,7 +62,7 @@ def groups(size: int, timeout_s: float = 30.0) -> Iterator[list[TensorParallel]]
     stores = [store, *(find_store("127.0.0.1", store.port, key=store.key) for _ in range(1, size))]
 
     def join(rank: int) -> TensorParallel:
-        return meet(stores[rank], rank=rank, size=size, name="test", device="cpu", timeout_s=timeout_s)
+        return join_group(stores[rank], rank=rank, size=size, name="test", device="cpu", timeout_s=timeout_s)
 
     with ThreadPoolExecutor(size) as pool:
         made = list(pool.map(join, range(size)))
@@ -110,7 +110,7 @@ def test_followers_do_what_the_leader_does_in_its_order() -> None:
 
 
 def test_a_leader_alone_tells_nobody() -> None:
-    group = meet(None, rank=0, size=1, name="test", device="cpu", timeout_s=1.0)
+    group = join_group(None, rank=0, size=1, name="test", device="cpu", timeout_s=1.0)
     leader = Leader(group)
     others: Any = leader.followers
     others.launch(object())  # what cannot travel does not have to
@@ -170,7 +170,7 @@ def test_a_strangers_pickle_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_all_that_rank_0_ever_says_has_its_types() -> None:
-    assert {"stop", "meet", *operations_of(RankOperations)} == set(RANK_MESSAGES.bodies)
+    assert {"stop", "lane_address", *operations_of(RankOperations)} == set(RANK_MESSAGES.bodies)
     for part, protocol in (
         (TorchRunner, StepOperations),
         (CpuCopies, CopyOperations),
@@ -240,7 +240,9 @@ def test_a_follower_that_hangs_is_a_fault_after_the_timeout() -> None:
 
 
 def _serve_in_a_process(port: int, key: bytes) -> None:
-    group = meet(find_store("127.0.0.1", port, key=key), rank=1, size=2, name="test", device="cpu", timeout_s=60.0)
+    group = join_group(
+        find_store("127.0.0.1", port, key=key), rank=1, size=2, name="test", device="cpu", timeout_s=60.0
+    )
     follow(group, [SimpleNamespace(run=lambda: None)], after_each=lambda: None, messages=MESSAGES)
 
 
@@ -251,7 +253,7 @@ def test_a_killed_follower_is_a_fault_at_once(phase: str) -> None:
         target=_serve_in_a_process, args=(store.port, store.key), daemon=True
     )
     process.start()
-    group = meet(store, rank=0, size=2, name="test", device="cpu", timeout_s=30.0)
+    group = join_group(store, rank=0, size=2, name="test", device="cpu", timeout_s=30.0)
     leader = Leader(group, MESSAGES)
     others: Any = leader.followers
     assert process.pid is not None
@@ -274,7 +276,7 @@ def test_a_killed_follower_is_a_fault_at_once(phase: str) -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     store = open_store("127.0.0.1", timeout_s=0.5)
     with pytest.raises(WorkerLost, match="not all 2 ranks of w0"):
-        meet(store, rank=0, size=2, name="w0", device="cpu", timeout_s=0.5)
+        join_group(store, rank=0, size=2, name="w0", device="cpu", timeout_s=0.5)
     port = store.port
     store.close()
     with pytest.raises(WorkerLost, match=f"no rank 0 at 127.0.0.1:{port}"):

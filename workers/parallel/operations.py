@@ -63,6 +63,6 @@ def operations_of(protocol: type) -> dict[str, Any]:
 
 
 STOP = "stop"
-MEET = "meet"
-MESSAGES = Messages({STOP: tuple[()], MEET: tuple[LaneAddress], **operations_of(RankOperations)})
+LANE_ADDRESS = "lane_address"
+MESSAGES = Messages({STOP: tuple[()], LANE_ADDRESS: tuple[LaneAddress], **operations_of(RankOperations)})
 """All that rank 0 sends to the other ranks, with the types of the arguments. Nothing else is read."""

@@ -25,7 +25,7 @@ from protos.errors import BatonError, UnreadableMessage, WorkerLost
 from protos.values import LaneAddress, SamplingParams
 from workers.batch import Batch, PendingStep, Pipeline, Row, Sample
 from workers.parallel.group import RankGroup, Solo, TensorParallel
-from workers.parallel.operations import MEET, MESSAGES, STOP, RankOperations
+from workers.parallel.operations import LANE_ADDRESS, MESSAGES, STOP, RankOperations
 
 log = logging.getLogger("baton.worker")
 
@@ -152,11 +152,11 @@ def follow(
 
 def share_address(group: TensorParallel, address: LaneAddress) -> LaneAddress:
     """Rank 0's address, on every rank. Raises as `follow` does."""
-    name, arguments = MESSAGES.decode(group.broadcast(MESSAGES.encode(MEET, (address,))))
-    if name != MEET:
+    name, arguments = MESSAGES.decode(group.broadcast(MESSAGES.encode(LANE_ADDRESS, (address,))))
+    if name != LANE_ADDRESS:
         raise UnreadableMessage(f"rank {group.rank} got {name!r} before the address at which its lanes meet")
-    met: LaneAddress = arguments[0]
-    return met
+    address_of_rank0: LaneAddress = arguments[0]
+    return address_of_rank0
 
 
 class HostedStore(RendezvousStore):
@@ -196,7 +196,7 @@ def find_store(host: str, port: int, *, key: bytes, timeout_s: float = 60.0) -> 
         time.sleep(_RETRY_S)
 
 
-def meet(
+def join_group(
     store: RendezvousStore | None, *, rank: int, size: int, name: str, device: str, timeout_s: float
 ) -> TensorParallel:
     """The group of a worker's ranks, once all have come. `store` is not needed, nor used, when there is one rank.

@@ -23,7 +23,7 @@ from workers.config import RankId, WorkerConfig
 from workers.kv.blocks import BlockPool
 from workers.models.loader import Progress
 from workers.parallel.group import TensorParallel
-from workers.parallel.ranks import Leader, find_store, meet, open_store, share_address
+from workers.parallel.ranks import Leader, find_store, join_group, open_store, share_address
 from workers.rpc.worker import WakeUp, WorkerParts
 from workers.scheduling.role import Role
 from workers.transfer.transfer_leader import TransferLeader
@@ -106,7 +106,7 @@ def lane_endpoints(config: LaneConfig, rank: LoadedRank, rank_id: RankId, wake_u
 
 def _meet(config: WorkerConfig, rank_id: RankId, store: RendezvousStore | None) -> TensorParallel:
     assert rank_id.size == 1 or rank_id.store_key, "the launcher gives all ranks of a worker one store_key"
-    return meet(
+    return join_group(
         store,
         rank=rank_id.rank,
         size=rank_id.size,

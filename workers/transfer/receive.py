@@ -178,7 +178,7 @@ class Incoming:
 
     def adopted(self, request: Request, ticket: Ticket) -> bool:
         """Has the request got the ticket's blocks now? If not it waits, or has failed: the next tick returns that."""
-        self._settle(ticket, request.num_tokens - 1)
+        self._truncate(ticket, request.num_tokens - 1)
         state = self.ledger.state(ticket.ticket_id, ticket.generation)
         if state is TicketState.ARRIVED:
             try:
@@ -221,7 +221,7 @@ class Incoming:
             self._pull_failed(request, self._fate(ticket))
         return True
 
-    def forget(self, request: Request) -> None:
+    def drop(self, request: Request) -> None:
         """The request has ended. Adopted blocks are no ticket's any more: the engine frees them."""
         self._failed.pop(request.request_id, None)
         for ticket in (request.ticket, request.pull):
@@ -272,7 +272,7 @@ class Incoming:
     def _live_sources(self) -> set[str]:
         return {ticket.owner for ticket in self.ledger.stats(0.0)}
 
-    def _settle(self, ticket: Ticket, num_tokens: int) -> None:
+    def _truncate(self, ticket: Ticket, num_tokens: int) -> None:
         """A sequence that grew while it moved has come with the KV of so many tokens. There was room for more."""
         reservation = self.ledger.reservation(ticket.ticket_id, ticket.generation)
         if reservation is not None and reservation.grows:

@@ -17,7 +17,7 @@ from workers.transfer.send import Outgoing
 from workers.transfer.transfer_leader import TransferLeader
 
 
-class MovingRole:
+class TransferRole:
     """Not thread-safe: the engine's thread calls everything."""
 
     def __init__(self, transfers: TransferLeader, incoming: Incoming, outgoing: Outgoing) -> None:
@@ -47,14 +47,14 @@ class MovingRole:
         return self.incoming.stats(now) + self.outgoing.stats(now)
 
     def migrate(self, request: Request, ticket: Ticket, now: float) -> None:
-        self.outgoing.move(request, ticket, now)
+        self.outgoing.migrate(request, ticket, now)
 
     def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Onload | None) -> int:
         return self.outgoing.share(ticket, hashes, now, coming)
 
     def drop(self, request: Request) -> None:
-        self.incoming.forget(request)
-        self.outgoing.forget(request)
+        self.incoming.drop(request)
+        self.outgoing.drop(request)
 
     def withdraw(self, request_id: str) -> bool:
         return self.incoming.withdraw(request_id) | self.outgoing.withdraw(request_id)
@@ -69,7 +69,7 @@ class MovingRole:
 
     def advance_transfers(self, now: float, num_in_flight: int) -> None:
         self.incoming.receive(now)
-        self.outgoing.go_on(now, num_in_flight)
+        self.outgoing.advance(now, num_in_flight)
 
     def busy(self) -> bool:
         return self.incoming.busy() or self.outgoing.busy() or self._transfers.busy()

@@ -147,7 +147,7 @@ class Outgoing:
             return True
         return False
 
-    def move(self, request: Request, ticket: Ticket, now: float) -> None:
+    def migrate(self, request: Request, ticket: Ticket, now: float) -> None:
         """The running sequence continues at the ticket's worker. A tick returns that it has moved, or stays."""
         try:
             if self._push_of(request) is not None:
@@ -201,7 +201,7 @@ class Outgoing:
 
     # -- what a role passes on -----------------------------------------------------------------------------------------
 
-    def forget(self, request: Request) -> None:
+    def drop(self, request: Request) -> None:
         """The request has ended: nothing of it is read any more, once `tick` has released it if it is HELD."""
         self._failed.pop(request.request_id, None)
         self._stayed.pop(request.request_id, None)
@@ -225,7 +225,7 @@ class Outgoing:
 
     def send(self, now: float, num_in_flight: int | None = None) -> bool:
         """Pushes what can be pushed. Did a push end, or fail, so that a tick returns something or blocks are free? The
-        engine's blocks are read here, in `go_on`, and where `launching` arms a step for it. `num_in_flight` steps do
+        engine's blocks are read here, in `advance`, and where `launching` arms a step for it. `num_in_flight` steps do
         not write what has been computed; None: any step may."""
         num_pushes = len(self._pushes)
         for push in (*self._pushes.values(), *self._leaving.values()):
@@ -240,10 +240,10 @@ class Outgoing:
         return len(self._pushes) < num_pushes or bool(self._moved)
 
     def is_behind(self) -> bool:
-        """Would `go_on` push something, now or once a lane has room?"""
+        """Would `advance` push something, now or once a lane has room?"""
         return any(_next_chunk(push) is not None for push in self._pushes.values())
 
-    def go_on(self, now: float, num_in_flight: int) -> None:
+    def advance(self, now: float, num_in_flight: int) -> None:
         """Pushes, during the wait for a step, what was computed before it. The next tick returns the outcome."""
         self._poll_sent(now)
         for push in self._pushes.values():

@@ -11,7 +11,7 @@ from protos.values import KVEvent, TicketStats
 from workers.engine.engine import Engine
 from workers.kv.blocks import BlockPool
 from workers.kv.host import HostPool
-from workers.transfer.role import MovingRole
+from workers.transfer.role import TransferRole
 
 
 class WatchedPool(BlockPool):
@@ -44,7 +44,7 @@ class WatchedEngine(Engine):
 
     def abort(self, request_ids: Collection[str]) -> int:
         num_known = super().abort(request_ids)
-        assert isinstance(self._role, MovingRole)
+        assert isinstance(self._role, TransferRole)
         left = [ticket.ticket_id for ticket in self._role.tickets(0.0) if ticket.ticket_id in request_ids]
         assert not left, f"{left[0]} was aborted, and has its ticket still"
         sent = [request_id for request_id in request_ids if self._sender.carries(request_id)]
@@ -55,7 +55,7 @@ class WatchedEngine(Engine):
 class TicketWatch:
     """Between two turns no ticket is left whose lease had ended at the last tick, or whose lane is lost."""
 
-    def __init__(self, role: MovingRole, sender: InprocSender, receiver: InprocReceiver) -> None:
+    def __init__(self, role: TransferRole, sender: InprocSender, receiver: InprocReceiver) -> None:
         self._role = role
         self._sender = sender
         self._receiver = receiver

@@ -334,7 +334,7 @@ class CollectiveReceiver:
         awaited = (parcel.lane.peer, chunk)
         if inbox is None or inbox.lane is not parcel.lane or self._unwanted[awaited]:
             self._unwanted -= Counter({awaited: 1})  # and forgets those at 0
-            self._settle(parcel)
+            self._unstage(parcel)
             if parcel.payload is not None:
                 self._staging.give(parcel.payload)
             return
@@ -352,10 +352,10 @@ class CollectiveReceiver:
         parcel = waiting.popleft()
         if not waiting:
             del self._staged[chunk]
-        self._settle(parcel)
+        self._unstage(parcel)
         return parcel.payload
 
-    def _settle(self, parcel: IncomingPayload) -> None:
+    def _unstage(self, parcel: IncomingPayload) -> None:
         parcel.lane.num_staged_bytes -= parcel.num_bytes
         self._changed.notify_all()
 

@@ -188,7 +188,7 @@ class Lane:
 
     def _meet(self, reasons: list[Exception]) -> LaneWire | None:
         try:
-            wire = self.meeting.meet(self._keep_waiting)
+            wire = self.meeting.connect(self._keep_waiting)
         except Exception as error:  # as in `_work`
             self._note(error, reasons)
             return None

@@ -252,7 +252,7 @@ class Rendezvous:
         self._store: RendezvousStore | None = None
         self._epoch = 0
 
-    def meet(self, keep_waiting: Callable[[float], None]) -> LaneWire:
+    def connect(self, keep_waiting: Callable[[float], None]) -> LaneWire:
         """Waits until every rank of both workers is here. `keep_waiting(seconds)` sleeps, or raises to end the wait."""
         try:
             self._store = store = self._connect()
@@ -292,9 +292,9 @@ class Rendezvous:
         if self._store is None:
             return
         with contextlib.suppress(OSError):  # the destination and its board are gone: its next life starts afresh
-            self._store.leave_behind("", "")
+            self._store.set_on_disconnect("", "")
             self._store.raise_to("epoch", self._epoch + 1)
-            self._store.forget(f"{self._epoch - 1}/")  # of this one, ranks may still be reading what was said
+            self._store.delete(f"{self._epoch - 1}/")  # of this one, ranks may still be reading what was said
         self._store.close()
         self._store = None
 
@@ -305,7 +305,7 @@ class Rendezvous:
     def _come(self) -> None:
         assert self._store is not None
         self._epoch = self._read_epoch(self._store)
-        self._store.leave_behind(f"{self._epoch}/gone", f"rank {self._rank} of {self._size}")
+        self._store.set_on_disconnect(f"{self._epoch}/gone", f"rank {self._rank} of {self._size}")
         self._store.set(f"{self._epoch}/here/{self._rank}", "1")
 
     def _read_epoch(self, store: RendezvousStore) -> int:

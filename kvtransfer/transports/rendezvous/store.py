@@ -47,7 +47,7 @@ class _What(IntEnum):
     GET = 1
     ADD = 2
     RAISE = 3  # to this number, if it is less
-    FORGET = 4  # every key that begins with this one
+    DELETE = 4  # every key that begins with this one
     WILL = 5  # to be set when this client's connection ends; an empty value revokes the last
 
 
@@ -218,7 +218,7 @@ class RendezvousServer:
                 raise ValueError("not a number")
             before, given = int(values.get(key, b"0")), _COUNT.unpack(value)[0]
             values[key] = b"%d" % (before + given if what is _What.ADD else max(before, given))
-        elif what is _What.FORGET:
+        elif what is _What.DELETE:
             for other in [other for other in values if other.startswith(key)]:
                 del values[other]
         return values.get(key)
@@ -315,13 +315,13 @@ class RendezvousStore(Store):
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
-    def leave_behind(self, key: str, value: str) -> None:
+    def set_on_disconnect(self, key: str, value: str) -> None:
         """What is set once this connection has ended, however that came about; "" revokes what was left last."""
         self._ask(_What.WILL, key, value.encode())
 
-    def forget(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         """Every key that begins like this."""
-        self._ask(_What.FORGET, key)
+        self._ask(_What.DELETE, key)
 
     def close(self) -> None:
         self._socket.close()

@@ -197,15 +197,15 @@ def test_a_worker_that_does_not_come_back_is_found(monkeypatch: pytest.MonkeyPat
 
 def test_a_prompt_that_is_held_for_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its worker is soon started again, for it has work and makes no progress: that is not how to let go."""
-    forget = Outgoing.forget
+    forget = Outgoing.drop
 
     def keep(outgoing: Outgoing, request: Request) -> None:
         forget(outgoing, request)
         if request.state is State.HELD:
             outgoing._released.clear()
 
-    seed = having("a held prompt that ends", 57, Outgoing, "forget", matters=lambda _, one: one.state is State.HELD)
-    monkeypatch.setattr(Outgoing, "forget", keep)
+    seed = having("a held prompt that ends", 57, Outgoing, "drop", matters=lambda _, one: one.state is State.HELD)
+    monkeypatch.setattr(Outgoing, "drop", keep)
     assert "and no gateway counts on it" in broken_trial(seed)
     assert "what did it hold?" in broken_trial(seed, audit_every=0)
 
