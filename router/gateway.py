@@ -23,8 +23,8 @@ from router.replicas.peers import Siblings
 from router.streaming.token_sink import TokenSink, compiled
 from router.text.chat_template import ChatTemplate, Message
 from router.text.model_card import ModelCard
-from router.text.sampling_request import Ask, check_length
-from router.text.text_stream import Piece, Tally, answer
+from router.text.sampling_request import TextRequest, check_length
+from router.text.text_stream import TextDelta, UsageCounter, answer
 from router.text.tokenizer import Tokenizer
 from router.text.tool_call_formats import ToolFormat
 
@@ -61,7 +61,7 @@ class Gateway:
         """Would a request be served, whichever process gets it?"""
         return self.siblings.settled and self.fleet.ready()
 
-    def _sinks(self, ask: Ask, track: Track, writer: SseWriter | None) -> Sequence[TokenSink]:
+    def _sinks(self, ask: TextRequest, track: Track, writer: SseWriter | None) -> Sequence[TokenSink]:
         if compiled() is None:
             return []
         sinks = [
@@ -147,17 +147,17 @@ class Gateway:
 
     async def answer(
         self,
-        ask: Ask,
+        ask: TextRequest,
         track: Track,
-        tally: Tally | None = None,
+        tally: UsageCounter | None = None,
         *,
         is_plain: bool = False,
         writer: SseWriter | None = None,
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[TextDelta, None]:
         """The ask's pieces as they come, measured, counted in `tally` and put to its tenant's account. Of an answer
         that `is_plain` only the text is of interest: a `TokenSink` takes what it can, and writes it by the `writer`
         ahead of the pieces, if there is one. Closing it early closes every job. Raises RateLimited."""
-        reception, pace, counted = self.reception, self.pace, tally or Tally(ask)
+        reception, pace, counted = self.reception, self.pace, tally or UsageCounter(ask)
         sinks = self._sinks(ask, track, writer) if is_plain and not ask.silent else []
         track.tenant = ask.tenant.name
         async with reception.present(ask.tenant, ask.request_id, sum(map(len, ask.prompts))):

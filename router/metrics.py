@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from protos.errors import BatonError, Cancelled, Internal
 from router.streaming.itl_histogram import ChoiceTimes, ItlHistogram
-from router.text.text_stream import Piece, Usage
+from router.text.text_stream import TextDelta, Usage
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
@@ -124,7 +124,7 @@ class Track:
             self._choices[index] = ChoiceTimes(self._metrics.itl)
         return self._choices[index]
 
-    def saw(self, piece: Piece) -> None:
+    def saw(self, piece: TextDelta) -> None:
         """Notes a piece's tokens. Called once a piece, in order."""
         if not piece.num_tokens:
             return

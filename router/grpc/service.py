@@ -28,8 +28,8 @@ from router.grammar.structure import json_grammar, regex_grammar
 from router.http.access_log import is_logged, log_access
 from router.http.middleware import REQUEST_ID, request_name
 from router.metrics import Track
-from router.text.sampling_request import Ask, Asked, make_ask
-from router.text.text_stream import Piece, Tally, Usage, collect
+from router.text.sampling_request import SamplingRequest, TextRequest, make_text_request
+from router.text.text_stream import TextDelta, Usage, UsageCounter, collect
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -145,7 +145,7 @@ class _Inference(pb_grpc.InferenceServicer):
             name = await _named(context)
             with self._measured("grpc.generate", name, context) as track:
                 ask = await self._ask(request, context, name)
-                tally = Tally(ask)
+                tally = UsageCounter(ask)
                 async with aclosing(self._gateway.answer(ask, track)) as pieces:
                     async for piece in pieces:
                         tally.add(piece)
@@ -226,7 +226,7 @@ class _Inference(pb_grpc.InferenceServicer):
         ]
         return pb.StatusReply(ready=self._gateway.ready(), model=self._gateway.card.name, workers=workers)
 
-    async def _ask(self, request: pb.GenerateRequest, context: Context, name: str) -> Ask:
+    async def _ask(self, request: pb.GenerateRequest, context: Context, name: str) -> TextRequest:
         tenant = self._tenant(context)
         self._gateway.check_model(request.model)
         asked = _asked(request)
@@ -242,7 +242,9 @@ class _Inference(pb_grpc.InferenceServicer):
                 [prompt] = await self._gateway.encode([request.text], split_special_tokens=_split(request))
             case _:
                 raise InvalidRequest("'prompt' is missing: give text or tokens", param="prompt")
-        return make_ask(asked, [prompt], self._gateway.card, request_id=new_id("grpc"), group_id=name, tenant=tenant)
+        return make_text_request(
+            asked, [prompt], self._gateway.card, request_id=new_id("grpc"), group_id=name, tenant=tenant
+        )
 
     def _tenant(self, context: Context) -> Tenant:
         """Raises Unauthenticated."""
@@ -304,10 +306,10 @@ _OPTIONAL = (
 )  # fmt: skip
 
 
-def _asked(request: pb.GenerateRequest) -> Asked:
+def _asked(request: pb.GenerateRequest) -> SamplingRequest:
     sampling = request.sampling
     given: dict[str, Any] = {field.name: value for field, value in sampling.ListFields() if field.name in _OPTIONAL}
-    return Asked(
+    return SamplingRequest(
         **given,
         n=request.n or 1,
         stop=tuple(request.stop),
@@ -336,7 +338,7 @@ def _grammar(sampling: pb.Sampling, form: str, *, compact: bool) -> str:
             return sampling.grammar
 
 
-def _chunk(piece: Piece) -> pb.GenerateChunk:
+def _chunk(piece: TextDelta) -> pb.GenerateChunk:
     return pb.GenerateChunk(
         index=piece.index,
         text=piece.text,
@@ -346,7 +348,7 @@ def _chunk(piece: Piece) -> pb.GenerateChunk:
     )
 
 
-def _choice(whole: Piece) -> pb.Choice:
+def _choice(whole: TextDelta) -> pb.Choice:
     return pb.Choice(
         index=whole.index,
         text=whole.text,

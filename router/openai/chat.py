@@ -21,8 +21,8 @@ from router.openai.logprobs import chat_logprobs, prompt_logprobs
 from router.openai.reply import progress_body, reply_head, usage_body
 from router.openai.schema import ChatBody, read_body, with_bound
 from router.openai.tool_calls import Calls, tooling_of
-from router.text.sampling_request import Ask, make_ask
-from router.text.text_stream import Piece, Tally, collect
+from router.text.sampling_request import TextRequest, make_text_request
+from router.text.text_stream import TextDelta, UsageCounter, collect
 
 
 async def chat_completions(gateway: Gateway, request: Request, track: Track) -> Response:
@@ -40,7 +40,7 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
         options=body.chat_template_kwargs,
         tools=tooling.shown,
     )
-    ask = make_ask(
+    ask = make_text_request(
         asked,
         [prompt],
         gateway.card,
@@ -59,7 +59,7 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
 class _Chat:
     """One conversation's turn, told whole or as events."""
 
-    def __init__(self, gateway: Gateway, body: ChatBody, ask: Ask, calls: Calls | None) -> None:
+    def __init__(self, gateway: Gateway, body: ChatBody, ask: TextRequest, calls: Calls | None) -> None:
         self._gateway = gateway
         self._body = body
         self._ask = ask
@@ -84,7 +84,7 @@ class _Chat:
             reply["prompt_token_ids"] = self._ask.prompts[0]
         return reply
 
-    def _choice(self, whole: Piece) -> dict[str, Any]:
+    def _choice(self, whole: TextDelta) -> dict[str, Any]:
         said: dict[str, Any] = {"content": whole.text}
         finish_reason: str | None = whole.finish_reason
         if self._calls is not None:
@@ -99,7 +99,7 @@ class _Chat:
 
     async def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
         """A role for each choice, its text, its finish; then, if asked for, the usage of all."""
-        tally = Tally(self._ask)
+        tally = UsageCounter(self._ask)
         head = reply_head(self._gateway, self._ask.request_id, "chat.completion.chunk")
         if self._body.include_usage:
             head["usage"] = None
@@ -122,7 +122,7 @@ class _Chat:
             yield event(head | {"choices": [], "usage": usage_body(usage)})
         yield DONE
 
-    def _chunks(self, piece: Piece) -> list[dict[str, Any]]:
+    def _chunks(self, piece: TextDelta) -> list[dict[str, Any]]:
         chunks = []
         if piece.num_prompt_computed:
             chunks.append(progress_body(self._ask, piece))
@@ -155,5 +155,5 @@ class _Chat:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return {"choices": [choice]}
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, piece: TextDelta) -> dict[str, Any] | None:
         return chat_logprobs(piece.logprobs, self._gateway.tokenizer) if self._body.logprobs else None

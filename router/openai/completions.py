@@ -24,8 +24,8 @@ from router.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from router.openai.reply import progress_body, reply_head, usage_body
 from router.openai.schema import CompletionBody, read_body, with_bound
 from router.text.detokenizer import Detokenizer
-from router.text.sampling_request import Ask, make_ask
-from router.text.text_stream import Piece, Tally, collect
+from router.text.sampling_request import TextRequest, make_text_request
+from router.text.text_stream import TextDelta, UsageCounter, collect
 from router.text.tokenizer import Tokenizer
 
 
@@ -38,7 +38,7 @@ async def completions(gateway: Gateway, request: Request, track: Track) -> Respo
         await gateway.grammars.check(grammar, param="structured_outputs")
         asked = replace(asked, grammar=grammar)
     prompts = await _prompts(gateway, body)
-    ask = make_ask(
+    ask = make_text_request(
         asked,
         [prompt.ids for prompt in prompts],
         gateway.card,
@@ -79,7 +79,7 @@ async def _prompts(gateway: Gateway, body: CompletionBody) -> list[_Prompt]:
 class _Completion:
     """The continuations of one request's prompts, told whole or as events."""
 
-    def __init__(self, gateway: Gateway, body: CompletionBody, ask: Ask, prompts: Sequence[_Prompt]) -> None:
+    def __init__(self, gateway: Gateway, body: CompletionBody, ask: TextRequest, prompts: Sequence[_Prompt]) -> None:
         self._gateway = gateway
         self._body = body
         self._ask = ask
@@ -106,12 +106,14 @@ class _Completion:
 
     async def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
         """Text as it comes, the finish with the last of it; then, if asked for, the usage of all."""
-        tally = Tally(self._ask)
+        tally = UsageCounter(self._ask)
         head = reply_head(self._gateway, self._ask.request_id, "text_completion")
         if self._body.include_usage:
             head["usage"] = None
         writer = SseWriter(
-            lambda index: head | {"choices": [self._choice(Piece(index=index, text=TEXT_PLACEHOLDER), opening=False)]},
+            lambda index: (
+                head | {"choices": [self._choice(TextDelta(index=index, text=TEXT_PLACEHOLDER), opening=False)]}
+            ),
             channel,
         )
         answer = self._gateway.answer(self._ask, track, tally, is_plain=self._is_plain, writer=writer)
@@ -134,7 +136,7 @@ class _Completion:
             yield event(head | {"choices": [], "usage": usage_body(usage)})
         yield DONE
 
-    def _streamed(self, piece: Piece) -> dict[str, Any] | None:
+    def _streamed(self, piece: TextDelta) -> dict[str, Any] | None:
         """A choice's next chunk, if there is something to say. The first waits until the prompt's logprobs are whole,
         which they are when the first token is there."""
         opening = piece.index not in self._opened
@@ -150,7 +152,7 @@ class _Completion:
             return self._choice(piece, opening=opening)
         return None
 
-    def _choice(self, piece: Piece, *, opening: bool) -> dict[str, Any]:
+    def _choice(self, piece: TextDelta, *, opening: bool) -> dict[str, Any]:
         """`opening`: the piece is the choice's first, where an echo and the prompt's ids have their place."""
         prompt, tokenizer = self._prompts[piece.index // self._num_told], self._gateway.tokenizer
         echoing = opening and bool(self._body.echo)
@@ -168,7 +170,7 @@ class _Completion:
                 choice["prompt_token_ids"] = prompt.ids
         return choice
 
-    def _logprobs(self, piece: Piece, prompt: _Prompt, *, echoing: bool) -> dict[str, Any] | None:
+    def _logprobs(self, piece: TextDelta, prompt: _Prompt, *, echoing: bool) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
         tokenizer = self._gateway.tokenizer
@@ -185,16 +187,16 @@ class _Completion:
         return columns.body()
 
 
-def _best(choices: Sequence[Piece], num_made: int, num_told: int) -> list[Piece]:
+def _best(choices: Sequence[TextDelta], num_made: int, num_told: int) -> list[TextDelta]:
     """Of each prompt's choices those whose tokens are the likeliest on average, best first, numbered anew."""
-    told: list[Piece] = []
+    told: list[TextDelta] = []
     for start in range(0, len(choices), num_made):
         ranked = sorted(choices[start : start + num_made], key=_likelihood, reverse=True)
         told += ranked[:num_told]
     return [replace(one, index=index) for index, one in enumerate(told)]
 
 
-def _likelihood(whole: Piece) -> float:
+def _likelihood(whole: TextDelta) -> float:
     """Of one whose worker did not say it: less than any other."""
     if not whole.logprobs:
         return -math.inf

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from router.gateway import Gateway
-from router.text.sampling_request import Ask
-from router.text.text_stream import Piece, Usage
+from router.text.sampling_request import TextRequest
+from router.text.text_stream import TextDelta, Usage
 
 
 def reply_head(gateway: Gateway, request_id: str, kind: str) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def reply_head(gateway: Gateway, request_id: str, kind: str) -> dict[str, Any]:
     }
 
 
-def progress_body(ask: Ask, piece: Piece) -> dict[str, Any]:
+def progress_body(ask: TextRequest, piece: TextDelta) -> dict[str, Any]:
     """How far a prompt is read, in a chunk without choices, as clients know it from that of the usage."""
     progress = {
         "index": piece.index,

@@ -31,7 +31,7 @@ from router.openai.unsupported_params import (
 )
 from router.openai.validation import TOO_DEEP, Body, FirstWrong, at_most, whole_ids
 from router.text.model_card import ModelCard
-from router.text.sampling_request import MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS, RANGES, Asked
+from router.text.sampling_request import MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS, RANGES, SamplingRequest
 
 MAX_OPTIONS = 64  # of a chat template
 MAX_TTFT_MS = "x-baton-max-ttft-ms"
@@ -142,7 +142,8 @@ class SamplingBody(Body):
         return bool(self.stream_options and self.stream_options.include_prefill_progress)
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of `Asked` that both APIs name alike; what was left out or null stays with its default."""
+        """The fields of `SamplingRequest` that both APIs name alike; what was left out or null stays with its
+        default."""
         given = {name: value for name in _ASKED if (value := getattr(self, name)) is not None}
         stop = () if self.stop is None else self.stop
         return given | {
@@ -239,7 +240,7 @@ class ChatBody(SamplingBody):
         json_schema_extra={"maxProperties": MAX_OPTIONS},
     )
 
-    def asked(self) -> Asked:
+    def asked(self) -> SamplingRequest:
         """Raises InvalidRequest where two parameters contradict each other."""
         self.check_stream()
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
@@ -252,7 +253,7 @@ class ChatBody(SamplingBody):
             limit, name = self.max_tokens, "max_tokens"
         if limit == 0:
             raise InvalidRequest(f"'{name}' has the value 0: it must be at least 1", param=name)
-        return Asked(
+        return SamplingRequest(
             **self.sampling(),
             max_tokens=limit,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
@@ -284,7 +285,7 @@ class CompletionBody(SamplingBody):
     split_special_tokens: bool | None = Field(default=None, description="true or false")
     logprobs: int | None = _ranged("logprobs", "an integer")
 
-    def asked(self) -> Asked:
+    def asked(self) -> SamplingRequest:
         """Raises InvalidRequest where two parameters contradict each other."""
         self.check_stream()
         num_told = 1 if self.n is None else self.n
@@ -301,7 +302,7 @@ class CompletionBody(SamplingBody):
             sampling["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         logprobs = 0 if self.logprobs is None and num_made > num_told else self.logprobs
         names = {} if self.best_of is None else {"n": "best_of"}
-        return Asked(**sampling | {"n": num_made}, max_tokens=self.max_tokens, logprobs=logprobs, names=names)
+        return SamplingRequest(**sampling | {"n": num_made}, max_tokens=self.max_tokens, logprobs=logprobs, names=names)
 
 
 class TokenizeBody(Body):
@@ -360,7 +361,7 @@ async def read_body(request: Request, kind: type[_Body], card: ModelCard) -> _Bo
     return parse_body(found, kind)
 
 
-def with_bound(asked: Asked, request: Request) -> Asked:
+def with_bound(asked: SamplingRequest, request: Request) -> SamplingRequest:
     """With the header's `max_ttft_ms`, for clients that cannot put one into the body; the body's wins."""
     told = request.headers.get(MAX_TTFT_MS)
     if told is None:

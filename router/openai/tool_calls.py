@@ -12,7 +12,7 @@ from protos.values import FinishReason
 from router.gateway import Gateway
 from router.openai.schema import ChatBody
 from router.openai.tools import AllowedTools, NamedTool
-from router.text.text_stream import Piece
+from router.text.text_stream import TextDelta
 from router.text.tool_call_formats import (
     CallDelta,
     CallReader,
@@ -127,7 +127,7 @@ class Calls:
         self._readers: dict[int, CallReader] = {}
         self._called: set[int] = set()
 
-    def deltas(self, piece: Piece) -> tuple[list[dict[str, Any]], str | None]:
+    def deltas(self, piece: TextDelta) -> tuple[list[dict[str, Any]], str | None]:
         """What a piece adds to its choice's message, and the choice's finish reason if it is the last."""
         if piece.index not in self._readers:
             self._readers[piece.index] = reader_of(self._form, self._names)
@@ -149,7 +149,7 @@ class Calls:
         begun = {"index": part.index, "id": new_call_id(self._form), "type": "function"}
         return {"tool_calls": [begun | {"function": {"name": part.name} | function}]}
 
-    def message(self, whole: Piece) -> tuple[dict[str, Any], str | None]:
+    def message(self, whole: TextDelta) -> tuple[dict[str, Any], str | None]:
         """Content and calls of a whole answer, and its finish reason."""
         deltas, finish_reason = self.deltas(whole)
         content = "".join(delta.get("content", "") for delta in deltas)

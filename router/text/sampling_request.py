@@ -1,6 +1,6 @@
 """What a client asked for, over HTTP or gRPC, checked against the model and turned into jobs.
 
-    Asked (every field optional) + prompts + ModelCard ──▶ Ask (jobs, seeds drawn, stop strings)
+    SamplingRequest (every field optional) + prompts + ModelCard ──▶ TextRequest (jobs, seeds drawn, stop strings)
 
 Every range is written down once, here, and named in the error of whoever leaves it.
 """
@@ -47,7 +47,7 @@ _OF_TOKENS = ("logprobs", "prompt_logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SamplingRequest:
     """None: the client did not say. `max_tokens` 0 asks for no answer at all (echo).
 
     `names` are the client's names for fields that it knows under another one (`top_logprobs`).
@@ -82,7 +82,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class TextRequest:
     """Choice i is `jobs[i]`; prompt p has the choices p*n ... p*n + n - 1. A `silent` ask wants no token shown."""
 
     request_id: str
@@ -100,8 +100,8 @@ class Ask:
         return tuple(job.prompt_ids for job in self.jobs[:: self.n])
 
 
-def make_ask(
-    asked: Asked,
+def make_text_request(
+    asked: SamplingRequest,
     prompts: Sequence[tuple[int, ...]],
     card: ModelCard,
     *,
@@ -109,7 +109,7 @@ def make_ask(
     group_id: str = "",
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS,
     tenant: Tenant = NOBODY,
-) -> Ask:
+) -> TextRequest:
     """Raises InvalidRequest or ContextLengthExceeded. `default_max_tokens` None: as many as the context holds.
 
     `request_id` is the answer's name, `group_id` the request's, where it has another one.
@@ -138,7 +138,7 @@ def make_ask(
         for number, prompt in enumerate(prompts)
         for choice in range(asked.n)
     )
-    return Ask(
+    return TextRequest(
         request_id=request_id,
         jobs=jobs,
         n=asked.n,
@@ -175,7 +175,7 @@ def check_length(
     )
 
 
-def _sampling(asked: Asked, card: ModelCard, *, seed: int, max_tokens: int) -> SamplingParams:
+def _sampling(asked: SamplingRequest, card: ModelCard, *, seed: int, max_tokens: int) -> SamplingParams:
     """The client's word first, then the model's makers', then neutral."""
     temperature = card.temperature if asked.temperature is None else asked.temperature
     top_p = card.top_p if asked.top_p is None else asked.top_p
@@ -203,7 +203,7 @@ def _sampling(asked: Asked, card: ModelCard, *, seed: int, max_tokens: int) -> S
     )
 
 
-def _max_tokens(asked: Asked, num_prompt: int, longest: int, default: int | None) -> int:
+def _max_tokens(asked: SamplingRequest, num_prompt: int, longest: int, default: int | None) -> int:
     """A request for no tokens still runs for one, which is thrown away: the prompt's logprobs need a pass."""
     if asked.max_tokens is not None:
         return max(asked.max_tokens, 1)
@@ -219,7 +219,7 @@ def _seed(seed: int, choice: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _check(asked: Asked, prompts: Sequence[tuple[int, ...]], card: ModelCard) -> None:
+def _check(asked: SamplingRequest, prompts: Sequence[tuple[int, ...]], card: ModelCard) -> None:
     for name, (low, high) in RANGES.items():
         value = getattr(asked, name)
         if value is not None and not low <= value <= high and not (name == "max_tokens" and value == 0):
@@ -248,7 +248,7 @@ def _check(asked: Asked, prompts: Sequence[tuple[int, ...]], card: ModelCard) ->
             raise _outside("min_tokens", asked.min_tokens, f"at most max_tokens, which is {room}")
 
 
-def _check_stops(asked: Asked) -> None:
+def _check_stops(asked: SamplingRequest) -> None:
     if len(asked.stop) > MAX_STOPS:
         raise InvalidRequest(f"'stop' has {len(asked.stop)} strings: it must have at most {MAX_STOPS}", param="stop")
     for stop in asked.stop:
@@ -257,7 +257,7 @@ def _check_stops(asked: Asked) -> None:
             raise InvalidRequest(f"'stop' has {told}: each must have 1 to {MAX_STOP_CHARS}", param="stop")
 
 
-def _check_grammar(asked: Asked, card: ModelCard) -> None:
+def _check_grammar(asked: SamplingRequest, card: ModelCard) -> None:
     if asked.ignore_eos:
         told = (
             "'ignore_eos' is true and the answer's form is asked for, which says where it ends: leave one of them out"
@@ -268,7 +268,7 @@ def _check_grammar(asked: Asked, card: ModelCard) -> None:
         raise InvalidRequest(told, param=asked.names.get("grammar", "grammar"))
 
 
-def _check_tokens(asked: Asked, card: ModelCard) -> None:
+def _check_tokens(asked: SamplingRequest, card: ModelCard) -> None:
     highest = card.vocab_size - 1
     if len(asked.logit_bias) > MAX_BIASES:
         raise _outside("logit_bias", f"{len(asked.logit_bias)} entries", f"at most {MAX_BIASES} entries")

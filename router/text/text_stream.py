@@ -1,6 +1,6 @@
-"""An ask's jobs, run and told as text: the one way from tokens to words, for chat, completions and gRPC.
+"""Runs the jobs of a request and turns their tokens to text: the one way for chat, completions and gRPC.
 
-Ask ──jobs──▶ Generate, one each ──TokenDelta──▶ Writer (detokenise, stop strings) ──Piece──▶ merged, as they come
+TextRequest ──jobs──▶ Generate, one each ──TokenDelta──▶ ChoiceText (detokenise, stop strings) ──TextDelta──▶ merged
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from protos.values import FinishReason, Logprobs
 from router.jobs import Generate, TokenDelta
 from router.streaming.token_sink import TokenSink
 from router.text.detokenizer import Detokenizer
-from router.text.sampling_request import Ask
+from router.text.sampling_request import TextRequest
 from router.text.stop_strings import StopStrings
 from router.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TextDelta:
     """What one delta added to choice `index`. `text_offsets`: where in the choice's text each token begins.
 
     `num_tokens` counts the tokens made, also those that are not shown; the choice's sink took `num_taken` of them as
@@ -51,16 +51,16 @@ class Usage:
     cached_tokens: int
 
 
-class Tally:
+class UsageCounter:
     """Counts what an ask used, piece by piece."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: TextRequest) -> None:
         self._n = ask.n
         self._prompts = ask.prompts
         self._cached: dict[int, int] = {}
         self._num_tokens = 0
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TextDelta) -> None:
         self._num_tokens += piece.num_tokens
         if piece.num_tokens or piece.finish_reason:
             self._cached.setdefault(piece.index, piece.num_cached_tokens)
@@ -79,24 +79,25 @@ class Tally:
 
 
 def answer(
-    generate: Generate, ask: Ask, vocabulary: Vocabulary, sinks: Sequence[TokenSink] = ()
-) -> AsyncGenerator[Piece, None]:
+    generate: Generate, ask: TextRequest, vocabulary: Vocabulary, sinks: Sequence[TokenSink] = ()
+) -> AsyncGenerator[TextDelta, None]:
     """The pieces of all choices, each choice's in order; what a choice's sink has written is counted in its pieces, and
     not in their text. Closing it early closes every job.
 
     Raises what `generate` raises; the other choices are closed then.
     """
     if len(ask.jobs) == 1:
-        return _told(generate, ask, 0, vocabulary, sinks[0] if sinks else None)
+        return _text_deltas(generate, ask, 0, vocabulary, sinks[0] if sinks else None)
     streams = [
-        _told(generate, ask, index, vocabulary, sinks[index] if sinks else None) for index in range(len(ask.jobs))
+        _text_deltas(generate, ask, index, vocabulary, sinks[index] if sinks else None)
+        for index in range(len(ask.jobs))
     ]
     return _merged(streams, sinks)
 
 
-async def collect(pieces: AsyncGenerator[Piece, None], ask: Ask) -> tuple[list[Piece], Usage]:
+async def collect(pieces: AsyncGenerator[TextDelta, None], ask: TextRequest) -> tuple[list[TextDelta], Usage]:
     """All choices in order, each as one piece, and what they used."""
-    tally, by_choice = Tally(ask), [list[Piece]() for _ in ask.jobs]
+    tally, by_choice = UsageCounter(ask), [list[TextDelta]() for _ in ask.jobs]
     async with aclosing(pieces):
         async for piece in pieces:
             tally.add(piece)
@@ -104,8 +105,8 @@ async def collect(pieces: AsyncGenerator[Piece, None], ask: Ask) -> tuple[list[P
     return [_joined(index, parts) for index, parts in enumerate(by_choice)], tally.usage()
 
 
-def _joined(index: int, parts: Sequence[Piece]) -> Piece:
-    return Piece(
+def _joined(index: int, parts: Sequence[TextDelta]) -> TextDelta:
+    return TextDelta(
         index=index,
         text="".join(part.text for part in parts),
         token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
@@ -117,10 +118,10 @@ def _joined(index: int, parts: Sequence[Piece]) -> Piece:
     )
 
 
-async def _told(
-    generate: Generate, ask: Ask, index: int, vocabulary: Vocabulary, sink: TokenSink | None
-) -> AsyncGenerator[Piece, None]:
-    writer = Writer(ask, index, vocabulary, sink)
+async def _text_deltas(
+    generate: Generate, ask: TextRequest, index: int, vocabulary: Vocabulary, sink: TokenSink | None
+) -> AsyncGenerator[TextDelta, None]:
+    writer = ChoiceText(ask, index, vocabulary, sink)
     async with aclosing(generate(ask.jobs[index], sink)) as deltas:
         async for delta in deltas:
             piece = writer.write(delta)
@@ -130,11 +131,11 @@ async def _told(
 
 
 async def _merged(
-    streams: Sequence[AsyncGenerator[Piece, None]], sinks: Sequence[TokenSink]
-) -> AsyncGenerator[Piece, None]:
-    arrived: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
+    streams: Sequence[AsyncGenerator[TextDelta, None]], sinks: Sequence[TokenSink]
+) -> AsyncGenerator[TextDelta, None]:
+    arrived: asyncio.Queue[TextDelta | asyncio.Task[None]] = asyncio.Queue()
 
-    async def pump(stream: AsyncGenerator[Piece, None]) -> None:
+    async def pump(stream: AsyncGenerator[TextDelta, None]) -> None:
         async with aclosing(stream) as pieces:
             async for piece in pieces:
                 if sinks:
@@ -149,7 +150,7 @@ async def _merged(
         running = len(tasks)
         while running:
             item = await arrived.get()
-            if isinstance(item, Piece):
+            if isinstance(item, TextDelta):
                 yield item
                 if sinks:
                     sinks[item.index].dequeue(clock())
@@ -159,7 +160,7 @@ async def _merged(
     except asyncio.CancelledError:
         await _ended(tasks)
         while not arrived.empty():  # tokens that sinks have taken are accounted for
-            if isinstance(item := arrived.get_nowait(), Piece):
+            if isinstance(item := arrived.get_nowait(), TextDelta):
                 yield item
         raise
     finally:
@@ -172,10 +173,10 @@ async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Writer:
+class ChoiceText:
     """Writes one choice: its tokens to text, up to the first stop string."""
 
-    def __init__(self, ask: Ask, index: int, vocabulary: Vocabulary, sink: TokenSink | None = None) -> None:
+    def __init__(self, ask: TextRequest, index: int, vocabulary: Vocabulary, sink: TokenSink | None = None) -> None:
         self._ask = ask
         self._index = index
         self._sink = sink
@@ -184,7 +185,7 @@ class Writer:
         self._stops = StopStrings(ask.stop, include=ask.include_stop_str_in_output)
         self._num_tokens = 0
 
-    def write(self, delta: TokenDelta) -> Piece:
+    def write(self, delta: TokenDelta) -> TextDelta:
         """The piece for a delta; tokens behind a stop string are left out, as if they had never been made."""
         text: list[str] = []
         offsets: list[int] = []
@@ -206,7 +207,7 @@ class Writer:
             sink.is_clear = self._detokenizer.is_clear and self._stops.is_clear
         count = num_written + len(offsets)
         shown = 0 if self._ask.silent else count
-        return Piece(
+        return TextDelta(
             index=self._index,
             text="" if self._ask.silent else "".join(text),
             token_ids=delta.token_ids[:shown],

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from protos.errors import ContextLengthExceeded, InvalidRequest
 from router.text.model_card import ModelCard
-from router.text.sampling_request import MAX_CHOICES, MAX_STOPS, Ask, Asked, make_ask
+from router.text.sampling_request import MAX_CHOICES, MAX_STOPS, SamplingRequest, TextRequest, make_text_request
 
 CARD = ModelCard(
     name="m",
@@ -25,8 +25,10 @@ CARD = ModelCard(
 PROMPT = tuple(range(10))
 
 
-def asking(prompts: list[tuple[int, ...]] | None = None, default: int | None = 16, **asked: Any) -> Ask:
-    return make_ask(Asked(**asked), prompts or [PROMPT], CARD, request_id="r", default_max_tokens=default)
+def asking(prompts: list[tuple[int, ...]] | None = None, default: int | None = 16, **asked: Any) -> TextRequest:
+    return make_text_request(
+        SamplingRequest(**asked), prompts or [PROMPT], CARD, request_id="r", default_max_tokens=default
+    )
 
 
 def test_the_models_makers_decide_what_the_client_leaves_open() -> None:

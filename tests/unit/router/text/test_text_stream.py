@@ -12,20 +12,20 @@ from protos.errors import WorkerLost
 from protos.values import FinishReason
 from router.jobs import Job, TokenDelta
 from router.text.model_card import ModelCard
-from router.text.sampling_request import Ask, Asked, make_ask
-from router.text.text_stream import Piece, Tally, Usage, answer, collect
+from router.text.sampling_request import SamplingRequest, TextRequest, make_text_request
+from router.text.text_stream import TextDelta, Usage, UsageCounter, answer, collect
 from tests.unit.router.scripted import Scripted, byte_level, ids_of, saying, token_deltas, tokenizer_end
 
 END = tokenizer_end(byte_level())
 CARD = ModelCard(name="m", max_model_len=1000, vocab_size=512, eos_token_ids=frozenset({END}))
 
 
-def asking(num_prompts: int = 1, **asked: Any) -> Ask:
+def asking(num_prompts: int = 1, **asked: Any) -> TextRequest:
     given = {"max_tokens": 100} | asked
-    return make_ask(Asked(**given), [(1, 2, 3, 4)] * num_prompts, CARD, request_id="r")
+    return make_text_request(SamplingRequest(**given), [(1, 2, 3, 4)] * num_prompts, CARD, request_id="r")
 
 
-async def told(generate: Scripted, ask: Ask) -> tuple[list[Piece], Usage]:
+async def told(generate: Scripted, ask: TextRequest) -> tuple[list[TextDelta], Usage]:
     return await collect(answer(generate, ask, byte_level().vocabulary), ask)
 
 
@@ -144,10 +144,10 @@ async def test_when_one_choice_fails_the_others_are_closed() -> None:
 
 def test_cached_tokens_are_those_nobody_computed() -> None:
     """The second choice finds what the first has just computed: the prompt was not cached."""
-    tally = Tally(asking(num_prompts=2, n=2))
+    tally = UsageCounter(asking(num_prompts=2, n=2))
 
     def seen(index: int, cached: int) -> None:
-        tally.add(Piece(index=index, num_tokens=1, num_cached_tokens=cached))
+        tally.add(TextDelta(index=index, num_tokens=1, num_cached_tokens=cached))
 
     for index, cached in enumerate([0, 4, 2, 4]):
         seen(index, cached)
