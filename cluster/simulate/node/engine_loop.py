@@ -418,13 +418,13 @@ class SimulatedEngineLoop:
     def _take_steps(self, ends_s: Sequence[float]) -> None:
         """Takes steps of a leap, with these ends. With a step in flight, the last one launched ends after them: it is a
         batch of its own."""
-        engine, num_steps, updates = self._engine, len(ends_s), list[SequenceUpdate]()
+        engine, num_steps = self._engine, len(ends_s)
         now = self._device.now_s + self.skew_s
-        if engine.num_in_flight and num_steps > 1:
-            updates += engine.advance(now, num_steps - 1)
-            num_steps = 1
-        updates += engine.advance(now, num_steps)
-        self._record(merged(updates), ends_s)
+        if not engine.num_in_flight or num_steps == 1:
+            self._record(engine.advance(now, num_steps), ends_s)
+            return
+        updates = zip(engine.advance(now, num_steps - 1), engine.advance(now), strict=True)  # of the same requests
+        self._record([replace(b, token_ids=a.token_ids + b.token_ids) for a, b in updates], ends_s)
 
 
 def merged(updates: Sequence[SequenceUpdate]) -> tuple[SequenceUpdate, ...]:
