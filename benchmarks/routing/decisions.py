@@ -78,7 +78,7 @@ def _met(number: int, num_workers: int) -> Member:
     member = Member(f"worker-{number}", "nowhere:0")
     role = WorkerRole.PREFILL if number < num_workers // 2 else WorkerRole.DECODE
     layout = SimpleNamespace(block_size=BLOCK_SIZE, block_bytes=2**23)
-    member.met(
+    member.connected(
         cast(Any, SimpleNamespace(role=role, layout=layout, incarnation=1)), cast(Any, SimpleNamespace(lost=False))
     )
     member.enter(WorkerState.READY, now=0.0)

@@ -201,8 +201,9 @@ def _timeline(events: Sequence[View]) -> Sheet:
 
 def _cache(miss: View) -> Iterator[RenderableType]:
     yield Text(
-        f"cache of {miss['reader']}: {miss['num_found']} of {miss['num_blocks']} blocks of {miss['block_size']} tokens "
-        f"found, {miss['num_expected']} expected"
+        f"cache of {miss['prefill_worker']}: "
+        f"{miss['num_found']} of {miss['num_blocks']} blocks of {miss['block_size']} tokens found, "
+        f"{miss['num_expected']} expected"
         + (f", {miss['num_expected_on_host']} of them in host memory" if miss["num_expected_on_host"] else "")
     )
     for finding in miss["findings"]:

@@ -241,7 +241,7 @@
   function cacheOf(miss) {
     const host = miss.num_expected_on_host ? `, ${count(miss.num_expected_on_host)} of them in host memory` : "";
     return [
-      node("p", {}, `cache of ${miss.reader}: ${count(miss.num_found)} of ${count(miss.num_blocks)} blocks of ${miss.block_size} tokens found, ${count(miss.num_expected)} expected${host}`),
+      node("p", {}, `cache of ${miss.prefill_worker}: ${count(miss.num_found)} of ${count(miss.num_blocks)} blocks of ${miss.block_size} tokens found, ${count(miss.num_expected)} expected${host}`),
       node("ul", {}, ...miss.findings.map((one) => node("li", {}, node("strong", {}, one.reason), `: ${one.explanation}`))),
     ];
   }

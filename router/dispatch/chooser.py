@@ -120,26 +120,28 @@ class Chooser:
         record.took(num_tokens, num_cached_tokens, now)
         if first and record.choices:
             choice = record.choices[-1]
-            reader = choice.reader
+            prefill_worker = choice.prefill_worker
             self._fleet.predictor.saw_first_token(
-                reader.worker_id,
-                reader.role,
-                num_tokens=reader.queued_prefill_tokens + choice.view.num_tokens - reader.num_cached_tokens,
+                prefill_worker.worker_id,
+                prefill_worker.role,
+                num_tokens=prefill_worker.queued_prefill_tokens
+                + choice.view.num_tokens
+                - prefill_worker.num_cached_tokens,
                 seconds=max(0.0, now - choice.at_s - choice.estimate.load_s),
                 now=now,
-                on_idle=reader.num_requests == 0,
+                on_idle=prefill_worker.num_requests == 0,
             )
 
     def arrived(self, record: RequestTrace) -> None:
-        """A writer goes on with KV that a reader sent."""
+        """A decode worker goes on with KV that a prefill worker sent."""
         now, timestamps = loop_time(), record.timestamps
         record.arrived(now)
         if timestamps.prefilled_s is None or not record.choices:
             return
         choice = record.choices[-1]
         self._fleet.predictor.saw_transfer(
-            choice.reader.worker_id,
-            choice.writer.worker_id,
+            choice.prefill_worker.worker_id,
+            choice.decode_worker.worker_id,
             num_bytes=handed_bytes(choice.view, choice.candidates.only(choice.decision.decode)).item(),
             seconds=max(0.0, now - timestamps.prefilled_s - choice.estimate.tpot_s),
             now=now,
@@ -153,11 +155,11 @@ class Chooser:
         num_tokens = timestamps.num_tokens - (timestamps.num_tokens_at_arrival or 1)
         if len(record.choices) != 1 or since is None or timestamps.last_s is None or num_tokens < LEAST_TOKENS:
             return
-        writer = record.choices[-1].writer
+        decode_worker = record.choices[-1].decode_worker
         self._fleet.predictor.saw_answer(
-            writer.worker_id,
-            writer.role,
-            num_sequences=writer.num_requests + 1,
+            decode_worker.worker_id,
+            decode_worker.role,
+            num_sequences=decode_worker.num_requests + 1,
             num_tokens=timestamps.num_tokens,
             seconds=(timestamps.last_s - since) / num_tokens,
             now=now,

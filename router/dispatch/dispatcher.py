@@ -50,9 +50,9 @@ RENEWALS_A_LEASE = 3
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Attempt:
-    """One try of a job on one worker or one pair. `prefill` is None where `decode` works alone; `pull` is what
-    the reader had better fetch than compute. A sequence that has moved rests on other `members`. `is_reserved`: the
-    decode worker of a pair has blocks for it."""
+    """One try of a job on one worker or one pair. `prefill` is None where `decode` serves both halves; `pull` is the
+    prefix that the prefill worker fetches instead of computing it. A sequence that has moved depends on other
+    `members`. `is_reserved`: the decode worker of a pair has blocks for it."""
 
     request_id: str
     generation: int
@@ -63,7 +63,7 @@ class Attempt:
     is_reserved: bool = False
 
     @property
-    def reader(self) -> Member:
+    def prefill_worker(self) -> Member:
         return self.prefill or self.decode
 
     @property
@@ -79,7 +79,7 @@ class Attempt:
     @property
     def refuser(self) -> Member:
         """The worker that has no room, when the attempt is refused: of a pair the decode worker is asked first."""
-        return self.reader if self.is_reserved else self.decode
+        return self.prefill_worker if self.is_reserved else self.decode
 
     def end_pull(self) -> None:
         """Once: whoever calls it again finds none."""
@@ -111,7 +111,7 @@ class Dispatcher:
         self._line = asyncio.Lock()
         self.moves = Migrations(self._elsewhere, gateway_id=fleet.gateway_id, config=config)
         self.pulls = PrefixPulls(fleet, lease_s=config.dispatch.ticket_lease_s)
-        self._suspects = PoisonRequests(
+        self._poison = PoisonRequests(
             max_worker_crashes=config.dispatch.max_worker_crashes, patience_s=config.admission.max_queue_s
         )
         self.num_resumed = 0
@@ -125,7 +125,7 @@ class Dispatcher:
             while True:
                 attempt: Attempt | None = None
                 try:
-                    if await self._suspects.turn(job_state.suspicion):
+                    if await self._poison.turn(job_state.crashes):
                         job_state.blocked_since_s = None
                     attempt = self._decide(job_state)
                     async with aclosing(self._run(job_state, attempt)) as updates:
@@ -137,17 +137,17 @@ class Dispatcher:
                 except BatonError as error:
                     await self._recover(error, job_state, attempt)
         finally:
-            self._suspects.leave(job_state.suspicion)
+            self._poison.drop(job_state.crashes)
 
     def _note(self, update: SequenceUpdate, job_state: JobState, attempt: Attempt) -> TokenDelta:
         """What is new in an update, which everything that learns from answers has noted."""
         chooser, record = self._chooser, job_state.record
         first = not job_state.output_ids
-        delta = job_state.take(update)
-        if job_state.suspicion.crash_count:
-            self._suspects.progressed(job_state.suspicion, len(job_state.output_ids))
+        delta = job_state.append(update)
+        if job_state.crashes.crash_count:
+            self._poison.progressed(job_state.crashes, len(job_state.output_ids))
         if first and delta.token_ids:
-            self._fleet.count_read(attempt.reader, len(job_state.job.prompt_ids), delta.num_cached_tokens)
+            self._fleet.count_read(attempt.prefill_worker, len(job_state.job.prompt_ids), delta.num_cached_tokens)
         if delta.token_ids:
             chooser.took(record, len(delta.token_ids), delta.num_cached_tokens)
         if delta.finish_reason is not None:
@@ -162,7 +162,7 @@ class Dispatcher:
 
     def assert_idle(self) -> None:
         """No job is tried apart, and none waits in line for room."""
-        self._suspects.assert_idle()
+        self._poison.assert_idle()
         assert not self._line.locked(), "somebody waits in line for room after all jobs have ended"
 
     # -- deciding ------------------------------------------------------------------------------------------------------
@@ -176,43 +176,45 @@ class Dispatcher:
         decision = self._chooser.choose(job_state, candidates)
         job_state.know_cached(int(candidates.num_cached_tokens.max()))
         request_id, generation = job_state.next_attempt()
-        reader = fleet.member(decision.prefill or decision.decode)
-        pull = self.pulls.choose(job_state, request_id, generation, reader, candidates)
+        prefill_worker = fleet.member(decision.prefill or decision.decode)
+        pull = self.pulls.choose(job_state, request_id, generation, prefill_worker, candidates)
         attempt = Attempt(
             request_id=request_id,
             generation=generation,
-            prefill=reader if decision.prefill is not None else None,
+            prefill=prefill_worker if decision.prefill is not None else None,
             decode=fleet.member(decision.decode),
             pull=pull,
         )
-        known = int(candidates.only(reader.worker_id).num_cached_tokens.item())
+        known = int(candidates.only(prefill_worker.worker_id).num_cached_tokens.item())
         num_cached = pull.num_tokens if pull is not None else known
-        job_state.unread.setdefault(reader.worker_id, known // (fleet.block_size or 1))
+        job_state.unread.setdefault(prefill_worker.worker_id, known // (fleet.block_size or 1))
         num_blocks = -(-job_state.num_tokens // (fleet.block_size or 1))
         attempt.decode.route(request_id, 0, num_blocks)
-        self._give(reader, request_id, job_state.num_tokens - num_cached, num_blocks)
-        fleet.given(reader.worker_id, job_state.num_tokens - num_cached, num_blocks)
-        if attempt.decode is not reader:
+        self._give(prefill_worker, request_id, job_state.num_tokens - num_cached, num_blocks)
+        fleet.given(prefill_worker.worker_id, job_state.num_tokens - num_cached, num_blocks)
+        if attempt.decode is not prefill_worker:
             fleet.given(attempt.decode.worker_id, 0, num_blocks)
         # The decode worker of a pair is not expected to hold anything yet: a sibling would stay there as a short
         # remainder, before any KV has come, and have the whole prompt computed by the wrong pool.
-        hashes = job_state.hashes(attempt.reader.block_size or 1)
+        hashes = job_state.hashes(attempt.prefill_worker.block_size or 1)
         fleet.index.expect(
-            attempt.reader.worker_id, hashes, until=loop_time() + self._config.dispatch.speculative_prefix_ttl_s
+            attempt.prefill_worker.worker_id, hashes, until=loop_time() + self._config.dispatch.speculative_prefix_ttl_s
         )
         return attempt
 
-    def _give(self, reader: Member, request_id: str, num_tokens: int, num_blocks: int) -> None:
-        """So many tokens to compute: they count as the reader's from now on."""
-        reader.route(request_id, num_tokens, num_blocks)
-        if reader.role is not None:
-            beside = reader.load.num_running + reader.load.num_waiting
-            self._fleet.predictor.routed(reader.worker_id, reader.role, num_tokens, beside=beside, now=loop_time())
+    def _give(self, prefill_worker: Member, request_id: str, num_tokens: int, num_blocks: int) -> None:
+        """So many tokens to compute: they count as the prefill worker's from now on."""
+        prefill_worker.route(request_id, num_tokens, num_blocks)
+        if prefill_worker.role is not None:
+            beside = prefill_worker.load.num_running + prefill_worker.load.num_waiting
+            self._fleet.predictor.routed(
+                prefill_worker.worker_id, prefill_worker.role, num_tokens, beside=beside, now=loop_time()
+            )
 
     def _elsewhere(self, job_state: JobState, besides: Member) -> Member:
         """Where a sequence that is written by a worker had better go on. Raises NoWorkers."""
-        writers = self._candidates(job_state).decode_pool
-        candidates = writers.besides((besides.worker_id,))
+        decode_workers = self._candidates(job_state).decode_pool
+        candidates = decode_workers.besides((besides.worker_id,))
         if besides.worker_id in candidates.workers.places or not len(candidates):
             raise NoWorkers(f"no other worker than {besides.worker_id} can write")
         return self._fleet.member(self._chooser.choose(job_state, candidates).decode)
@@ -325,7 +327,7 @@ class Dispatcher:
         now, config = loop_time(), self._config
         job_state.record.failed(error, now)
         job_state.failed_again()
-        is_explained = isinstance(error, WorkerLost) and self._suspects.are_tried
+        is_explained = isinstance(error, WorkerLost) and self._poison.are_tried
         if job_state.blocked_since_s is None or is_explained:
             job_state.blocked_since_s = now
         deadline = job_state.blocked_since_s + self._patience_s(job_state)
@@ -342,7 +344,7 @@ class Dispatcher:
             await self._fleet.wait(until=deadline)
             return
         if isinstance(error, WorkerLost) and (life := attempt.lost()) is not None:
-            await self._suspects.lost(job_state.job.request_id, job_state.suspicion, life, len(job_state.output_ids))
+            await self._poison.lost(job_state.job.request_id, job_state.crashes, life, len(job_state.output_ids))
         log.info(
             "%s goes on elsewhere, after %d tokens: %s", attempt.request_id, len(job_state.output_ids), error,
             extra={"request": attempt.request_id},

@@ -34,7 +34,7 @@ class JobState:
         self._arrival_s = now
         self.output_ids: list[int] = []
         self.num_failures = 0
-        self.suspicion = CrashHistory()
+        self.crashes = CrashHistory()
         self._num_tokens_at_failure = 0
         self.blocked_since_s: float | None = None
         self.failed: set[str] = set()
@@ -125,9 +125,9 @@ class JobState:
     @property
     def may_skip_deltas(self) -> bool:
         """May a sink take tokens? The first token, and every token of a job suspected of a crash, are deltas."""
-        return bool(self.output_ids) and not self.suspicion.crash_count
+        return bool(self.output_ids) and not self.crashes.crash_count
 
-    def take(self, update: SequenceUpdate) -> TokenDelta:
+    def append(self, update: SequenceUpdate) -> TokenDelta:
         """Notes what an update brings; the delta has what is new in it."""
         first = not self.output_ids and bool(update.token_ids)
         repeated = self._num_prompt_logprobs - self._num_heard

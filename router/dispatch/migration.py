@@ -96,7 +96,7 @@ class Migrations:
                     left = None
                     depends_on((here.worker,))
                 if update.finish_reason is FinishReason.MOVED:
-                    if update.token_ids:  # a slow reader gets the last ones joined to the word that it has moved
+                    if update.token_ids:  # a slow client gets the last ones with the news of the move
                         yield replace(update, finish_reason=None)
                     here, left = self._take_over(job_state, here, move), here
                     depends_on((left.worker, here.worker))

@@ -68,39 +68,39 @@ class PoisonRequests:
         """Is a job of the line the likely reason for a loss?"""
         return bool(self._line)
 
-    async def lost(self, job_id: str, suspicion: CrashHistory, life: Life, num_tokens: int) -> None:
+    async def lost(self, job_id: str, crashes: CrashHistory, life: Life, num_tokens: int) -> None:
         """A worker was lost with the job on it, which has `num_tokens` of its answer. Returns when it is known where
         the job stands, for it to await its `turn`; raises RequestKillsWorkers when it is not tried again."""
-        was_tried = suspicion.batch is not None
-        self.leave(suspicion)
-        if num_tokens > suspicion.num_tokens:
-            suspicion.crash_count = suspicion.num_rounds = 0
-        suspicion.crash_count += 1
-        suspicion.num_tokens = num_tokens
-        if suspicion.crash_count < self._max_kills:
+        was_tried = crashes.batch is not None
+        self.drop(crashes)
+        if num_tokens > crashes.num_tokens:
+            crashes.crash_count = crashes.num_rounds = 0
+        crashes.crash_count += 1
+        crashes.num_tokens = num_tokens
+        if crashes.crash_count < self._max_kills:
             return
-        suspicion.num_rounds += was_tried
+        crashes.num_rounds += was_tried
         loss = self._losses.setdefault(life, _WorkerLoss())
         while len(self._losses) > MAX_LOSSES:
             self._losses.popitem(last=False)
         loss.num_jobs += 1
-        loss.jobs.append(suspicion)
+        loss.jobs.append(crashes)
         try:
             await asyncio.sleep(PAUSE_S)
         finally:
-            loss.jobs.remove(suspicion)
-        if loss.num_jobs == 1 or suspicion.num_rounds > MAX_ROUNDS:
-            raise self._rejection(job_id, suspicion, life)
+            loss.jobs.remove(crashes)
+        if loss.num_jobs == 1 or crashes.num_rounds > MAX_ROUNDS:
+            raise self._rejection(job_id, crashes, life)
         if not loss.is_divided:
             loss.is_divided = True
-            self._divide([suspicion, *loss.jobs])
-        elif suspicion.batch is None:  # it came forward late
-            self._divide([suspicion])
+            self._divide([crashes, *loss.jobs])
+        elif crashes.batch is None:  # it came forward late
+            self._divide([crashes])
 
-    async def turn(self, suspicion: CrashHistory) -> bool:
+    async def turn(self, crashes: CrashHistory) -> bool:
         """Returns when the job may be tried: at once unless others are tried before it. Whether it had to wait."""
         waited = False
-        while (batch := suspicion.batch) is not None and not any(batch is one for one in self._tried()):
+        while (batch := crashes.batch) is not None and not any(batch is one for one in self._tried()):
             waited, num_moves = True, self._moved.count
             try:
                 async with asyncio.timeout(self._patience_s):
@@ -111,17 +111,17 @@ class PoisonRequests:
                     self._moved.notify()
         return waited
 
-    def progressed(self, suspicion: CrashHistory, num_tokens: int) -> None:
+    def progressed(self, crashes: CrashHistory, num_tokens: int) -> None:
         """The answer has so many tokens now."""
-        if num_tokens > suspicion.num_tokens:
-            self.leave(suspicion)
+        if num_tokens > crashes.num_tokens:
+            self.drop(crashes)
 
-    def leave(self, suspicion: CrashHistory) -> None:
+    def drop(self, crashes: CrashHistory) -> None:
         """The job is not tried any more: it goes on, has ended, or was lost. More than once is no error."""
-        batch, suspicion.batch = suspicion.batch, None
+        batch, crashes.batch = crashes.batch, None
         if batch is None:
             return
-        batch.discard(suspicion)
+        batch.discard(crashes)
         if not batch:
             place = next(place for place, one in enumerate(self._line) if one is batch)
             del self._line[place]
@@ -137,18 +137,18 @@ class PoisonRequests:
     def _divide(self, jobs: Sequence[CrashHistory]) -> None:
         middle = len(jobs) // 2
         for half in (set(jobs[:middle]), set(jobs[middle:])):
-            for suspicion in half:
-                suspicion.batch = half
+            for crashes in half:
+                crashes.batch = half
             if half:
                 self._line.append(half)
 
     def _tried(self) -> Sequence[set[CrashHistory]]:
         return self._line[: self._num_tried]
 
-    def _rejection(self, job_id: str, suspicion: CrashHistory, life: Life) -> RequestKillsWorkers:
+    def _rejection(self, job_id: str, crashes: CrashHistory, life: Life) -> RequestKillsWorkers:
         self.num_rejected += 1
         return RequestKillsWorkers(
-            f"request {job_id} was running on {suspicion.crash_count} workers when they died, "
+            f"request {job_id} was running on {crashes.crash_count} workers when they died, "
             f"the last of them {life[0]}: "
             "it is not tried again. Their logs say what they died of; please report it"
         )

@@ -1,6 +1,6 @@
 """Fetches a prompt's first blocks from a worker that has them cached, when that takes less time than computing them.
 
-    decide: reader r has 2 blocks, h has 40 ── cheaper? ─▶ r: reserve 38 ─▶ h: share, says how many it still has
+    decide: prefill worker r has 2 blocks, h has 40 ── cheaper? ─▶ r: reserve 38 ─▶ h: share, says how many it still has
                                                                          ─▶ r: submit(pull): waits, and reads the rest
 
 Whatever fails on the way costs a computation and nothing else: it is logged and counted with its reason.
@@ -50,8 +50,8 @@ def measured_bytes_per_s(load: WorkerLoad) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullingWorker:
-    """A reader that has the first `num_cached` tokens of a sequence, all but `num_on_host` of them on its device:
-    loading those takes it `load_s`."""
+    """A prefill worker that has the first `num_cached` tokens of a sequence, all but `num_on_host` of them on its
+    device; loading the others takes `load_s`."""
 
     num_cached: int
     tokens_per_s: float
@@ -60,21 +60,21 @@ class PullingWorker:
     load_s: float = 0.0
 
 
-def best_holder(holders: Sequence[PrefixHolder], reader: PullingWorker) -> PrefixHolder | None:
-    """Whom a reader had best pull from; None if it had better load what its host has, and compute the rest.
+def best_holder(holders: Sequence[PrefixHolder], prefill_worker: PullingWorker) -> PrefixHolder | None:
+    """The best worker to pull from; None if loading from the own host and computing the rest takes less.
 
     A pull of n tokens takes OVERHEAD_S + load_s + n * bytes_per_token / bytes_per_s, computing them n / tokens_per_s.
-    It begins after what the reader's device has: its host's blocks are not loaded then. The largest gain wins; a reader
-    whose speed is not known yet computes, and it will be.
+    It begins after the tokens on the prefill worker's device; its host's blocks are not loaded then. The largest gain
+    wins. A prefill worker of unknown speed computes, and its speed is measured by that.
     """
-    if reader.tokens_per_s <= 0:
+    if prefill_worker.tokens_per_s <= 0:
         return None
-    num_on_device = reader.num_cached - reader.num_on_host
+    num_on_device = prefill_worker.num_cached - prefill_worker.num_on_host
 
     def gain_s(holder: PrefixHolder) -> float:
         num_moved = max(0, holder.num_tokens - num_on_device)
-        spared_s = reader.load_s + (holder.num_tokens - reader.num_cached) / reader.tokens_per_s
-        moved_s = num_moved * reader.bytes_per_token / holder.bytes_per_s
+        spared_s = prefill_worker.load_s + (holder.num_tokens - prefill_worker.num_cached) / prefill_worker.tokens_per_s
+        moved_s = num_moved * prefill_worker.bytes_per_token / holder.bytes_per_s
         return spared_s - GAIN * (OVERHEAD_S + holder.load_s + moved_s)
 
     best = max(holders, key=gain_s, default=None)
@@ -88,17 +88,17 @@ def pull_id(request_id: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixPull:
-    """The first `num_tokens` of an attempt's tokens are to go from the holder to the reader."""
+    """The first `num_tokens` of an attempt's tokens are to go from the holder to the prefill worker."""
 
     request_id: str
     generation: int
-    reader: Member
+    prefill_worker: Member
     holder: Member
     num_tokens: int
 
     def end(self) -> None:
         """Gives back what is left of it. What the request has taken over is its own."""
-        self.reader.abort(self.request_id)
+        self.prefill_worker.abort(self.request_id)
         self.holder.abort(self.request_id)
 
 
@@ -112,27 +112,29 @@ class PrefixPulls:
         self.failures: Counter[str] = Counter()
 
     def choose(
-        self, job_state: JobState, request_id: str, generation: int, reader: Member, candidates: CandidateTable
+        self, job_state: JobState, request_id: str, generation: int, prefill_worker: Member, candidates: CandidateTable
     ) -> PrefixPull | None:
-        """What the reader of an attempt, one of the candidates, had best fetch, and from whom. Nothing, when logprobs
-        of the prompt are asked for: these are computed."""
-        if reader.info is None or (job_state.job.sampling.prompt_logprobs is not None and not job_state.output_ids):
+        """The prefix that the prefill worker of an attempt fetches, and from which worker; None if it fetches none, as
+        for a request with logprobs of the prompt, which must be computed."""
+        if prefill_worker.info is None or (
+            job_state.job.sampling.prompt_logprobs is not None and not job_state.output_ids
+        ):
             return None
         if not (caching := candidates.caching):
             return None
-        layout, most = reader.info.layout, job_state.num_tokens - 1
+        layout, most = prefill_worker.info.layout, job_state.num_tokens - 1
         holders = [
             holder
             for worker_id in caching
-            if worker_id != reader.worker_id
+            if worker_id != prefill_worker.worker_id
             for holder in self._holders(candidates.candidate(worker_id), most, layout.block_size)
         ]
-        own = candidates.candidate(reader.worker_id)
+        own = candidates.candidate(prefill_worker.worker_id)
         puller = PullingWorker(
             num_cached=own.num_cached_tokens,
             num_on_host=own.num_host_tokens,
-            load_s=load_s(candidates.only(reader.worker_id)).item(),
-            tokens_per_s=reader.load.prefill_tokens_per_s,
+            load_s=load_s(candidates.only(prefill_worker.worker_id)).item(),
+            tokens_per_s=prefill_worker.load.prefill_tokens_per_s,
             bytes_per_token=layout.block_bytes / layout.block_size,
         )
         best = best_holder(holders, puller)
@@ -141,7 +143,7 @@ class PrefixPulls:
         return PrefixPull(
             request_id=pull_id(request_id),
             generation=generation,
-            reader=reader,
+            prefill_worker=prefill_worker,
             holder=self._fleet.member(best.worker_id),
             num_tokens=best.num_tokens,
         )
@@ -160,10 +162,10 @@ class PrefixPulls:
                 )
 
     async def fetch(self, job_state: JobState, pull: PrefixPull) -> Ticket | None:
-        """A reservation on the reader into which the holder pushes; None when the reader had better begin to compute.
-        Whoever asks ends the pull in any case."""
+        """A reservation on the prefill worker into which the holder pushes; None when the prefill worker had better
+        begin to compute. The caller ends the pull in any case."""
         try:
-            ticket = await pull.reader.reserve(self._reservation(job_state, pull))
+            ticket = await pull.prefill_worker.reserve(self._reservation(job_state, pull))
             block_size = pull.holder.block_size or ticket.layout.block_size
             hashes = tuple(job_state.hashes(block_size)[: -(-pull.num_tokens // block_size)])
             num_blocks = await pull.holder.connection().share(ShareRequest(ticket=ticket, hashes=hashes))

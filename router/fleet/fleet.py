@@ -129,7 +129,7 @@ class Fleet:
         self._table.remove(self._members.pop(worker_id))
         del self._again[worker_id]
         self._feed.drop(worker_id)
-        self.predictor.forget(worker_id)
+        self.predictor.drop(worker_id)
         self._changed.notify()
         keeper = self._keepers.pop(worker_id)
         keeper.cancel()
@@ -173,7 +173,7 @@ class Fleet:
         name = f"elsewhere {self._num_elsewhere}"
         member.route_elsewhere(name, num_tokens, num_blocks)
         loop = asyncio.get_running_loop()
-        loop.call_later(ELSEWHERE_S, member.forget, name)
+        loop.call_later(ELSEWHERE_S, member.drop_routed, name)
         if num_tokens:
             beside = member.load.num_running + member.load.num_waiting
             self.predictor.routed(worker_id, member.role, num_tokens, beside=beside, now=loop.time())
@@ -345,10 +345,10 @@ class Fleet:
             self._admit(member, info)
             hello = self._feed.hello(member.worker_id, info.incarnation)
             watch = asyncio.create_task(self._watch(member, client))
-            member.met(info, client)  # from here to `run`'s first statement nobody else has a turn
+            member.connected(info, client)  # from here to `run`'s first statement nobody else has a turn
             await client.run(hello, lambda step: self._receive(member, client, step))
         finally:
-            member.parted()
+            member.disconnected()
             self._feed.lost(member.worker_id)
             if watch is not None:
                 watch.cancel()
@@ -405,9 +405,9 @@ class Fleet:
                     hello.next_seq,
                     extra=_of(member),
                 )
-                client.greet(hello)
+                client.send_hello(hello)
         before = member.load
-        if not member.hear(step) and member.state in (WorkerState.READY, WorkerState.DRAINING):
+        if not member.apply_step(step) and member.state in (WorkerState.READY, WorkerState.DRAINING):
             return  # nobody would decide otherwise than before
         if step.load is None:
             return

@@ -120,7 +120,7 @@ class Member:
             raise WorkerLost(f"worker {self.worker_id} {what} {self.state}: {self.reason}")
         return self.client
 
-    def met(self, info: WorkerInfo, client: WorkerClient) -> None:
+    def connected(self, info: WorkerInfo, client: WorkerClient) -> None:
         """A handshake went well. A new life of the worker starts without load."""
         if self.info is None or self.info.incarnation != info.incarnation:
             self.load = WorkerLoad()
@@ -128,7 +128,7 @@ class Member:
         self.info, self.client = info, client
         self.changed()
 
-    def parted(self) -> None:
+    def disconnected(self) -> None:
         """Its connection has ended."""
         self.client = None
         self.changed()
@@ -160,7 +160,7 @@ class Member:
         self._routed[name] = RoutedWork(num_tokens, num_blocks, since_step=self._num_steps)
         self.changed()
 
-    def forget(self, name: str) -> None:
+    def drop_routed(self, name: str) -> None:
         """What a decision sent here counts no more."""
         if self._routed.pop(name, None) is not None:
             self.changed()
@@ -187,13 +187,13 @@ class Member:
 
     def release(self, request_id: str) -> None:
         """Nothing more is expected from a request, and nothing has to be ended."""
-        self.forget(request_id)
+        self.drop_routed(request_id)
         if self.client is not None:
             self.client.release(request_id)
 
     def abort(self, request_id: str) -> None:
         """Ends a request here, whatever its state."""
-        self.forget(request_id)
+        self.drop_routed(request_id)
         if self.client is not None:
             self.client.abort(request_id)
 
@@ -202,7 +202,7 @@ class Member:
         if (routed := self._routed.get(request_id)) is not None:
             routed.since_step = self._num_steps
 
-    def hear(self, step: StepMessage) -> bool:
+    def apply_step(self, step: StepMessage) -> bool:
         """Takes a step's load, and forgets routed work that it shows. Does anything but the step's number change?"""
         num_routed = len(self._routed)
         if num_routed:

@@ -215,7 +215,7 @@ class WorkerClient:
     async def run(self, hello: Hello, receive: Callable[[StepMessage], None]) -> NoReturn:
         """Holds the token stream until it is lost, then raises WorkerLost. `receive` gets each message after its
         updates have been handed out. Nothing is submitted before this runs: Hello comes first."""
-        self.greet(hello)
+        self.send_hello(hello)
         clock = asyncio.get_running_loop().time
         self._stream = self._stub.Stream(self._outgoing())
         error: BatonError = WorkerLost(f"the worker at {self.address} ended its stream")
@@ -242,7 +242,7 @@ class WorkerClient:
 
     # -- the token path ------------------------------------------------------------------------------------------------
 
-    def greet(self, hello: Hello) -> None:
+    def send_hello(self, hello: Hello) -> None:
         """Says which KV events are wanted next: first of all, and again when some are missing."""
         self._outbox.put_nowait(worker_pb2.ToWorker(hello=to_proto(hello)))
 

@@ -59,7 +59,7 @@ class ErrorTracker:
     def __init__(self) -> None:
         self.so_far = PredictionErrors()
 
-    def heard(self, seconds: float, expected: float, *, sure: bool) -> float:
+    def observe(self, seconds: float, expected: float, *, sure: bool) -> float:
         """What is to be learned of an observation: the time itself, or the nearest that is no outlier."""
         before, error = self.so_far, seconds - expected
         share = max(1 / (before.num_observed + 1), 1 - 0.5 ** (1 / HALF_COUNT))
@@ -85,7 +85,7 @@ class LinearFit:
         """What was expected, and counts as predicted, is what `line(prior)` says before this."""
         self._observed.age(now)
         expected = self.line(prior)(amount)
-        seconds = self.errors.heard(seconds, expected, sure=self.sure)
+        seconds = self.errors.observe(seconds, expected, sure=self.sure)
         if prior.fixed_s and not self.sure:
             seconds = min(seconds, FAR * expected)  # memory is touched and code is loaded by the first
         self._observed.add(1, amount, seconds, amount * amount, amount * seconds)
@@ -136,13 +136,13 @@ class SlowdownFactor:
         self.errors = ErrorTracker()
         # 1, seconds taken, expected, off the mean; of those expected the part by the amount; reported slowness
         self._observed = Decayed(6, half_life_s=HALF_LIFE_S, half_count=HALF_COUNT)
-        self._told = 1.0
+        self._reported = 1.0
 
-    def tell(self, slower: float) -> None:
+    def set_slowness(self, slower: float) -> None:
         """The worker's word on its speed, of which lines count what is a difference. What it took under another word is
         taken as it would be now where they count this one differently, or they would count what was learned again."""
-        share = counted(slower) / counted(self._told)
-        self._told = slower
+        share = counted(slower) / counted(self._reported)
+        self._reported = slower
         weight, took_s, expected_s, off_s, each_s, reported = self._observed.sums
         if share != 1.0 and weight:
             since = slower * weight / reported
@@ -153,12 +153,12 @@ class SlowdownFactor:
         """What was expected, and counts as predicted, is what `of(line)` says before this. Nothing is learned from it
         about the worker while its pool's line is still off itself."""
         if not learn:
-            self.errors.heard(seconds, self.of(line)(amount), sure=False)
+            self.errors.observe(seconds, self.of(line)(amount), sure=False)
             return
         observed, expected_s = self._observed, line(amount)
         observed.age(now)
-        seconds = self.errors.heard(seconds, self.of(line)(amount), sure=observed.sums[0] >= SURE)
-        observed.add(1, seconds, expected_s, 0.0, line.each_s * amount, self._told)
+        seconds = self.errors.observe(seconds, self.of(line)(amount), sure=observed.sums[0] >= SURE)
+        observed.add(1, seconds, expected_s, 0.0, line.each_s * amount, self._reported)
         observed.sums[3] += abs(seconds - self._mean * expected_s)
 
     def of(self, line: Line) -> Line:
@@ -209,12 +209,12 @@ class Predictor:
     def features(self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float) -> WorkerFeatures[float]:
         """Stays the same while the worker's load does and `changed` does not name it."""
         speeds, measured = self._speeds[role], load.transfer_bytes > 0
-        speeds.tell(worker_id, load.prefill_tokens_per_s)
-        self._overheads[role].met(worker_id)
+        speeds.report(worker_id, load.prefill_tokens_per_s)
+        self._overheads[role].add(worker_id)
         prefill = self._prefill.get(worker_id)
         step = None if role is WorkerRole.COLOCATED else self._step.get(worker_id)
         if prefill is not None:
-            prefill.tell(speeds.slower(worker_id))
+            prefill.set_slowness(speeds.slower(worker_id))
         lane = Line(each_s=load.transfer_s / load.transfer_bytes) if measured else _UNKNOWN
         transfer = self._transfer.get(worker_id)
         fitted = transfer.line(lane) if transfer is not None and measured else lane
@@ -296,7 +296,7 @@ class Predictor:
 
     @property
     def lanes(self) -> Mapping[str, LaneLatencies]:
-        """By reader and writer, of those measured. It goes on changing."""
+        """By prefill_id and decode_id, of those measured. It goes on changing."""
         return self._lanes
 
     def errors(self) -> Mapping[str, tuple[PredictionErrors, PredictionErrors]]:
@@ -344,18 +344,18 @@ class Predictor:
         pool.observe(num_sequences, seconds, prior=STEP, now=now)
         self.answer_tokens += (num_tokens - self.answer_tokens) / HALF_COUNT
 
-    def saw_transfer(self, reader: str, writer: str, *, num_bytes: float, seconds: float, now: float) -> None:
+    def saw_transfer(self, prefill_id: str, decode_id: str, *, num_bytes: float, seconds: float, now: float) -> None:
         """An answer was held up by so much, for KV of so many bytes."""
-        if self._prior_of(reader) is not None and (known := self._prior_of(writer)) is not None:
+        if self._prior_of(prefill_id) is not None and (known := self._prior_of(decode_id)) is not None:
             prior = known.transfer
-            lane = self._fits_of_lanes.setdefault(reader, {}).setdefault(writer, LinearFit())
+            lane = self._fits_of_lanes.setdefault(prefill_id, {}).setdefault(decode_id, LinearFit())
             lane.observe(num_bytes, seconds, prior=prior, now=now)
-            self._lanes.setdefault(reader, LaneLatencies()).set(writer, lane.line(prior))
-            self._transfer.setdefault(writer, LinearFit()).observe(num_bytes, seconds, prior=prior, now=now)
-            self._changed[writer] = None
+            self._lanes.setdefault(prefill_id, LaneLatencies()).set(decode_id, lane.line(prior))
+            self._transfer.setdefault(decode_id, LinearFit()).observe(num_bytes, seconds, prior=prior, now=now)
+            self._changed[decode_id] = None
         self._all_lanes.observe(num_bytes, seconds, prior=TRANSFER, now=now)
 
-    def forget(self, worker_id: str) -> None:
+    def drop(self, worker_id: str) -> None:
         """A worker has left, with its lanes."""
         self._prefill.pop(worker_id, None)
         self._step.pop(worker_id, None)
@@ -364,15 +364,15 @@ class Predictor:
         self._priors.pop(worker_id, None)
         self._changed.pop(worker_id, None)
         for role in WorkerRole:
-            self._recent[role].forget(worker_id)
-            self._speeds[role].forget(worker_id)
-            self._overheads[role].left(worker_id)
+            self._recent[role].drop(worker_id)
+            self._speeds[role].drop(worker_id)
+            self._overheads[role].drop(worker_id)
         for known in (self._fits_of_lanes, self._lanes):
             known.pop(worker_id, None)
-        for reader in [reader for reader, fits in self._fits_of_lanes.items() if fits.pop(worker_id, None)]:
-            self._lanes[reader].drop(worker_id)
-            if not self._lanes[reader]:
-                del self._lanes[reader], self._fits_of_lanes[reader]
+        for prefill_id in [prefill_id for prefill_id, fits in self._fits_of_lanes.items() if fits.pop(worker_id, None)]:
+            self._lanes[prefill_id].drop(worker_id)
+            if not self._lanes[prefill_id]:
+                del self._lanes[prefill_id], self._fits_of_lanes[prefill_id]
 
     # ------------------------------------------------------------------------------------------------------------------
 

@@ -20,26 +20,26 @@ class PrefillSpeeds:
     """Of one pool's workers, in tokens a second."""
 
     def __init__(self) -> None:
-        self._told: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
         self._mean: float | None = 0.0
         self._last_mean = 0.0
         self._kinds: dict[str, int] = {}  # as of the last time that `slower` was asked
         self._between = (0.0, math.inf)  # a mean that is neither at its ends nor beyond changes nobody's kind
 
-    def tell(self, worker_id: str, speed: float) -> None:
+    def report(self, worker_id: str, speed: float) -> None:
         """0 is none yet."""
-        if speed and self._told.get(worker_id) != speed:
-            self._told[worker_id], self._mean = speed, None
+        if speed and self._reported.get(worker_id) != speed:
+            self._reported[worker_id], self._mean = speed, None
 
     def of(self, worker_id: str) -> float:
         """What it told last, 0 if it never has."""
-        return self._told.get(worker_id, 0.0)
+        return self._reported.get(worker_id, 0.0)
 
     @property
     def mean(self) -> float:
         """Of those that have told theirs; 0 if nobody has."""
         if self._mean is None:
-            self._mean = self._last_mean = sum(self._told.values()) / len(self._told) if self._told else 0.0
+            self._mean = self._last_mean = sum(self._reported.values()) / len(self._reported) if self._reported else 0.0
         return self._mean
 
     def slower(self, worker_id: str) -> float:
@@ -59,7 +59,7 @@ class PrefillSpeeds:
         self._between = (0.0, math.inf)
         found = []
         for worker_id, before in self._kinds.items():
-            speed = self._told[worker_id]
+            speed = self._reported[worker_id]
             if (kind := _kind(mean / speed)) != before:
                 found.append(worker_id)
             self._sort(worker_id, speed, kind)
@@ -74,9 +74,9 @@ class PrefillSpeeds:
             min(high, (slow, math.inf, fast)[kind]),
         )
 
-    def forget(self, worker_id: str) -> None:
+    def drop(self, worker_id: str) -> None:
         self._kinds.pop(worker_id, None)
-        if self._told.pop(worker_id, None) is not None:
+        if self._reported.pop(worker_id, None) is not None:
             self._mean = None
 
 

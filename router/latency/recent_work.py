@@ -39,7 +39,7 @@ class RecentWork:
             self._given[worker_id] = (share * sum(others) / len(others) if others else 0.0, at)
         return self._given[worker_id]
 
-    def forget(self, worker_id: str) -> None:
+    def drop(self, worker_id: str) -> None:
         """A worker has left."""
         self._given.pop(worker_id, None)
 

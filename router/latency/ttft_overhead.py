@@ -20,24 +20,24 @@ class TtftOverhead:
 
     def __init__(self) -> None:
         self._readers: dict[str, None] = {}
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._least_s = self._before_s = math.inf  # in this period, and in the one before it
         self._num_least = self._num_before = self._num_observed = 0
         self._known_s = 0.0
         self._since_s = self._last_s = 0.0
 
-    def met(self, worker_id: str) -> None:
+    def add(self, worker_id: str) -> None:
         """One of those that read, perhaps a new one."""
         if worker_id not in self._readers:
             self._readers[worker_id] = None
-            self._forget()
+            self._reset()
 
-    def left(self, worker_id: str) -> None:
+    def drop(self, worker_id: str) -> None:
         if worker_id in self._readers:
             del self._readers[worker_id]
-            self._forget()
+            self._reset()
 
     def observe(self, seconds: float, *, reading_s: float, now: float) -> None:
         """A first token came after so long, of which its reading should take so much. Where that is the larger part

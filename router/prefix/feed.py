@@ -2,7 +2,7 @@
 
 worker ── its own stream ──────────▶ receive ─┐
                                               ├─▶ one cursor a worker ─▶ index      whoever comes first is applied
-other gateways ── Redis, if any ───▶ hear_of ─┘
+other gateways ── Redis, if any ───▶ receive_shared ─┘
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Peers(Protocol):
     async def close(self) -> None: ...
 
     def join(self, feed: Feed) -> None:
-        """From now on what others heard goes to `feed.hear_of`."""
+        """From now on what others heard goes to `feed.receive_shared`."""
         ...
 
     def met(self, worker_id: str) -> None:
@@ -101,7 +101,7 @@ class Feed:
         self.num_gaps += 1
         return Hello(gateway_id=self._gateway_id, incarnation=news.incarnation, next_seq=news.next_seq)
 
-    def hear_of(self, worker_id: str, message: KVEvents) -> bool:
+    def receive_shared(self, worker_id: str, message: KVEvents) -> bool:
         """Applies what a worker said to another gateway. False, and nothing has changed, where events are missing."""
         cursor = self._cursors.get(worker_id) or EventCursor()
         news = cursor.accept(message)

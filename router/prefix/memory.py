@@ -131,7 +131,7 @@ class MemoryPrefixIndex:
             for block in blocks:
                 self._unset(block, slot, tier)
             blocks.clear()
-        self._expected.forget(slot)
+        self._expected.drop(slot)
 
     def _unset(self, block: BlockHash, slot: int, tier: Tier) -> None:
         held = self._held[tier]
@@ -172,7 +172,7 @@ class _Expected:
         else:
             del self.masks[block]
 
-    def forget(self, slot: int) -> None:
+    def drop(self, slot: int) -> None:
         for block in [block for owner, block in self._until if owner == slot]:
             self.remove(slot, block)
 

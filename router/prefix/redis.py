@@ -255,7 +255,7 @@ class RedisPrefixIndex:
             snapshot, position = found
             known = self._feed.position(worker_id)
             if worker_id not in self._scribes and (snapshot.incarnation, snapshot.first_seq) > known:
-                self._feed.hear_of(worker_id, snapshot)
+                self._feed.receive_shared(worker_id, snapshot)
             return position
         except UNREADABLE as error:
             self._leave_out(f"the blocks of worker {worker_id!r}", error)
@@ -290,7 +290,7 @@ class RedisPrefixIndex:
         """False where events before it are missing."""
         assert self._feed is not None
         try:
-            return self._feed.hear_of(entry.worker_id, entry.message())
+            return self._feed.receive_shared(entry.worker_id, entry.message())
         except UNREADABLE as error:
             self._leave_out(f"events of worker {entry.worker_id!r}", error)
             return True

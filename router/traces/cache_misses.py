@@ -100,7 +100,7 @@ class CacheMissReport:
     missing is number `num_found`. Of those expected some were in host memory. `findings` has the most telling reason
     first."""
 
-    reader: str
+    prefill_worker: str
     block_size: int
     num_blocks: int
     num_expected: int
@@ -112,15 +112,15 @@ class CacheMissReport:
 def explain(record: RequestTrace, records: RequestTraces, evictions: EvictionLog) -> CacheMissReport:
     """Of a job that was decided on; its first token may be still to come."""
     choice = record.reading
-    reader, block_size = choice.reader, choice.view.block_size
+    prefill_worker, block_size = choice.prefill_worker, choice.view.block_size
     read = record.timestamps.first_s is not None
     found = record.timestamps.num_cached_tokens // block_size
     return CacheMissReport(
-        reader=reader.worker_id,
+        prefill_worker=prefill_worker.worker_id,
         block_size=block_size,
         num_blocks=record.num_prompt_tokens // block_size,
-        num_expected=reader.num_cached_tokens // block_size,
-        num_expected_on_host=-(-reader.num_host_tokens // block_size),
+        num_expected=prefill_worker.num_cached_tokens // block_size,
+        num_expected_on_host=-(-prefill_worker.num_host_tokens // block_size),
         num_found=found,
         findings=tuple(_findings(record, choice, found, records, evictions)) if read else (_not_read(),),
     )
@@ -162,39 +162,48 @@ def _findings(
 
 
 def _not_loaded(choice: DecisionRecord, found: int) -> Iterator[MissReason]:
-    """A block of the reader's host that was computed all the same."""
-    reader, size = choice.reader, choice.view.block_size
-    on_device = (reader.num_cached_tokens - reader.num_host_tokens) // size
-    if on_device <= found < reader.num_cached_tokens // size:
+    """A block of the prefill worker's host that was computed all the same."""
+    prefill_worker, size = choice.prefill_worker, choice.view.block_size
+    on_device = (prefill_worker.num_cached_tokens - prefill_worker.num_host_tokens) // size
+    if on_device <= found < prefill_worker.num_cached_tokens // size:
         explanation = (
-            f"{reader.worker_id} held block {found} in host memory alone and did not load it: computing took less, or "
-            f"it had to leave before its turn"
+            f"{prefill_worker.worker_id} held block {found} in host memory alone and did not load it: "
+            f"computing took less, or the block was evicted before its turn"
         )
         yield MissReason(
-            reason=MissKind.NOT_LOADED, explanation=explanation, worker=reader.worker_id, tier=Tier.HOST.name.lower()
+            reason=MissKind.NOT_LOADED,
+            explanation=explanation,
+            worker=prefill_worker.worker_id,
+            tier=Tier.HOST.name.lower(),
         )
 
 
 def _behind(choice: DecisionRecord, found: int) -> Iterator[MissReason]:
-    expected = (choice.reader.num_cached_tokens - choice.reader.num_host_tokens) // choice.view.block_size
+    expected = (
+        choice.prefill_worker.num_cached_tokens - choice.prefill_worker.num_host_tokens
+    ) // choice.view.block_size
     if expected > found:
         explanation = (
-            f"the index had {choice.reader.worker_id} hold {expected} blocks, it held {found}: blocks were expected "
-            f"of a request that had just been routed there, or events of evictions were still on their way"
+            f"the index had {choice.prefill_worker.worker_id} hold {expected} blocks, it held {found}: blocks were "
+            f"expected of a request that had just been routed there, or events of evictions were still on their way"
         )
-        yield MissReason(reason=MissKind.EVENTS_BEHIND, explanation=explanation, worker=choice.reader.worker_id)
+        yield MissReason(reason=MissKind.EVENTS_BEHIND, explanation=explanation, worker=choice.prefill_worker.worker_id)
 
 
 def _elsewhere(choice: DecisionRecord, found: int) -> Iterator[MissReason]:
     """A candidate that might have read the prompt and had more of it."""
-    reader, size = choice.reader, choice.view.block_size
-    rivals = [one for one in choice.candidates if one.role is reader.role and one.worker_id != reader.worker_id]
+    prefill_worker, size = choice.prefill_worker, choice.view.block_size
+    rivals = [
+        one
+        for one in choice.candidates
+        if one.role is prefill_worker.role and one.worker_id != prefill_worker.worker_id
+    ]
     others = [one for one in rivals if one.num_cached_tokens // size > found]
     if not others:
         return
     best = max(others, key=lambda one: one.num_cached_tokens)
     costs = {scored.worker_id: scored.total for scored in choice.decision.scores}
-    had, got = costs.get(best.worker_id), costs.get(reader.worker_id)
+    had, got = costs.get(best.worker_id), costs.get(prefill_worker.worker_id)
     unit, scale = cost_unit(choice.decision.policy)
     cost = ""
     if had is not None and got is not None:
@@ -205,10 +214,10 @@ def _elsewhere(choice: DecisionRecord, found: int) -> Iterator[MissReason]:
 
 
 def _evicted(choice: DecisionRecord, block: BlockHash, found: int, evictions: EvictionLog) -> Iterator[MissReason]:
-    reader = choice.reader.worker_id
-    if removals := evictions.removals(reader, block, before=choice.at_s):
-        explanation = f"{reader} held block {found} and evicted it {_when(removals, choice.at_s)}"
-        yield _eviction(explanation, removals, choice.at_s, reader)
+    prefill_worker = choice.prefill_worker.worker_id
+    if removals := evictions.removals(prefill_worker, block, before=choice.at_s):
+        explanation = f"{prefill_worker} held block {found} and evicted it {_when(removals, choice.at_s)}"
+        yield _eviction(explanation, removals, choice.at_s, prefill_worker)
 
 
 def _when(removals: Sequence[tuple[float, Tier]], now: float) -> str:
@@ -260,7 +269,7 @@ def _had_before(
     nearest: RequestTrace, choice: DecisionRecord, found: int, block: BlockHash, evictions: EvictionLog
 ) -> MissReason:
     """An earlier request had the block: where it was read, and what happened there."""
-    name, where, then = nearest.job.group_id, nearest.reading.reader.worker_id, nearest.received_s
+    name, where, then = nearest.job.group_id, nearest.reading.prefill_worker.worker_id, nearest.received_s
     ago_s = choice.at_s - then
     if removals := evictions.removals(where, block, before=choice.at_s):
         gone = _when(removals, choice.at_s)
@@ -270,9 +279,9 @@ def _had_before(
         gone_s = choice.at_s - at_s
         explanation = f"request {name} had it read on {where}, which has forgotten its cache or begun a new life since"
         return MissReason(reason=MissKind.CLEARED, explanation=explanation, worker=where, request=name, ago_s=gone_s)
-    if where != choice.reader.worker_id:
+    if where != choice.prefill_worker.worker_id:
         explanation = (
-            f"request {name} had it read on {where} {ago_s:.1f} s before, this one on {choice.reader.worker_id}"
+            f"request {name} had it read on {where} {ago_s:.1f} s before, this one on {choice.prefill_worker.worker_id}"
         )
         return MissReason(
             reason=MissKind.READ_ELSEWHERE, explanation=explanation, worker=where, request=name, ago_s=ago_s

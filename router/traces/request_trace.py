@@ -77,11 +77,11 @@ class DecisionRecord:
         return self.candidates.candidate(worker_id)
 
     @property
-    def reader(self) -> Candidate:
+    def prefill_worker(self) -> Candidate:
         return self.candidate(self.decision.prefill or self.decision.decode)
 
     @property
-    def writer(self) -> Candidate:
+    def decode_worker(self) -> Candidate:
         return self.candidate(self.decision.decode)
 
 
@@ -122,7 +122,7 @@ class RequestTrace:
 
     @property
     def reading(self) -> DecisionRecord:
-        """The decision whose reader made the first token; while there is no token, the latest."""
+        """The decision whose prefill worker made the first token; while there is no token, the latest."""
         first_s = self.timestamps.first_s
         before = (one for one in reversed(self.choices) if first_s is None or one.at_s <= first_s)
         return next(before, self.choices[0])
@@ -154,7 +154,7 @@ class RequestTrace:
         self.note(EventKind.PREFILLED, now)
 
     def arrived(self, now: float) -> None:
-        """The writer goes on: the KV is there."""
+        """The decode worker goes on: the KV is there."""
         self.timestamps.arrived_s = now
         self.timestamps.num_tokens_at_arrival = self.timestamps.num_tokens
         self.note(EventKind.KV_ARRIVED, now)

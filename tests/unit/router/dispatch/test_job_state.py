@@ -25,20 +25,20 @@ def update(*token_ids: int, prompt: int = 0, said: int = 0, cached: int = 0) -> 
 def test_prompt_logprobs_told_again_are_new_from_where_they_broke_off() -> None:
     journal = JobState(job(prompt_logprobs=0), now=0.0)
     journal.next_attempt()
-    told = [*journal.take(update(prompt=10)).prompt_logprobs]
+    told = [*journal.append(update(prompt=10)).prompt_logprobs]
     journal.next_attempt()
-    told += journal.take(update(prompt=6)).prompt_logprobs
-    told += journal.take(update(prompt=20, said=6)).prompt_logprobs
-    told += journal.take(update(5, prompt=29, said=20)).prompt_logprobs
+    told += journal.append(update(prompt=6)).prompt_logprobs
+    told += journal.append(update(prompt=20, said=6)).prompt_logprobs
+    told += journal.append(update(5, prompt=29, said=20)).prompt_logprobs
     assert told == [logprob(token) for token in PROMPT[1:]]
 
 
 def test_a_move_under_way_is_no_second_telling() -> None:
     journal = JobState(job(prompt_logprobs=0), now=0.0)
     assert journal.next_attempt() == ("r.1", 1)
-    told = [*journal.take(update(prompt=10)).prompt_logprobs]
+    told = [*journal.append(update(prompt=10)).prompt_logprobs]
     assert journal.next_id() == ("r.2", 2)
-    delta = journal.take(update(5, prompt=29, said=10, cached=16))
+    delta = journal.append(update(5, prompt=29, said=10, cached=16))
     told += delta.prompt_logprobs
     assert told == [logprob(token) for token in PROMPT[1:]]
     assert delta.num_cached_tokens == 16
@@ -49,26 +49,26 @@ def test_an_attempt_goes_on_after_what_the_client_has() -> None:
     journal = JobState(job(prompt_logprobs=0, logprobs=2), now=0.0)
     assert journal.next_attempt() == ("r.1", 1)
     assert journal.request("r.1").sampling.prompt_logprobs == 0
-    delta = journal.take(update(5, cached=16))
+    delta = journal.append(update(5, cached=16))
     assert (delta.token_ids, delta.finish_reason, delta.num_cached_tokens) == ((5,), None, 16)
     assert journal.next_attempt() == ("r.2", 2)
     request = journal.request("r.2", more=(6,))
     assert (request.prompt_ids, request.output_ids) == (PROMPT, (5, 6))
     assert (request.sampling.prompt_logprobs, request.sampling.logprobs) == (None, 2)
-    assert journal.take(update(6, cached=24)).num_cached_tokens == 0
+    assert journal.append(update(6, cached=24)).num_cached_tokens == 0
     assert journal.token_ids == (*PROMPT, 5, 6)
 
 
 def test_waiting_is_told_with_the_first_token_only() -> None:
     journal = JobState(job(), now=10.0)
     journal.read_since_s = 10.5
-    assert [journal.take(update(token)).queue_s for token in (1, 2)] == [0.5, 0.0]
+    assert [journal.append(update(token)).queue_s for token in (1, 2)] == [0.5, 0.0]
 
 
 def test_hashes_cover_what_was_emitted() -> None:
     journal = JobState(job(prompt_ids=PROMPT[:15]), now=0.0)
     assert journal.hashes(8) == chain_hashes(PROMPT[:15], 8)
-    journal.take(update(9))
+    journal.append(update(9))
     assert journal.hashes(8) == chain_hashes((*PROMPT[:15], 9), 8)
     assert journal.hashes(4) == chain_hashes((*PROMPT[:15], 9), 4)
 
@@ -79,4 +79,4 @@ def test_what_a_failed_attempt_left_behind_is_not_called_cached(num_attempts: in
     for num_cached in (8, 28)[:num_attempts]:  # the second time, the first attempt's own blocks are among them
         journal.know_cached(num_cached)
         journal.next_attempt()
-    assert journal.take(update(1, cached=20)).num_cached_tokens == told
+    assert journal.append(update(1, cached=20)).num_cached_tokens == told

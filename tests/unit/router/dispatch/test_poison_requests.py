@@ -31,19 +31,19 @@ class Worker:
 
     async def serve(self, name: str) -> str:
         """What a dispatcher does for a job: "done", or "condemned"."""
-        suspicion = CrashHistory()
+        crashes = CrashHistory()
         try:
             while True:
-                await self.suspects.turn(suspicion)
+                await self.suspects.turn(crashes)
                 life = self.num_deaths
                 if await self._runs(name):
-                    self.suspects.progressed(suspicion, 1)
+                    self.suspects.progressed(crashes, 1)
                     return "done"
-                await self.suspects.lost(name, suspicion, ("w", life), 0)
+                await self.suspects.lost(name, crashes, ("w", life), 0)
         except RequestKillsWorkers:
             return "condemned"
         finally:
-            self.suspects.leave(suspicion)
+            self.suspects.drop(crashes)
 
     async def _runs(self, name: str) -> bool:
         """Until its next token, or the worker's death. Jobs that begin in one turn of the loop run together."""
@@ -121,10 +121,10 @@ async def test_who_is_under_no_suspicion_waits_for_nobody(suspects: PoisonReques
     waiting = asyncio.create_task(suspects.turn(jobs["b"]))
     await asyncio.sleep(0)
     assert not waiting.done()
-    suspects.leave(held)
-    suspects.leave(held)
+    suspects.drop(held)
+    suspects.drop(held)
     assert await waiting
-    suspects.leave(jobs["b"])
+    suspects.drop(jobs["b"])
 
 
 def begin_times(*, count: int, each_s: float, patience_s: float) -> list[float]:
@@ -138,12 +138,12 @@ def begin_times(*, count: int, each_s: float, patience_s: float) -> list[float]:
         one_at_a_time, clock = asyncio.Lock(), asyncio.get_running_loop().time
         start_s = clock()
 
-        async def attempt(suspicion: CrashHistory) -> None:
-            await suspects.turn(suspicion)
+        async def attempt(crashes: CrashHistory) -> None:
+            await suspects.turn(crashes)
             began.append(clock() - start_s)
             async with one_at_a_time:
                 await asyncio.sleep(each_s)
-            suspects.progressed(suspicion, 1)
+            suspects.progressed(crashes, 1)
 
         await asyncio.gather(*map(attempt, jobs.values()))
         suspects.assert_idle()
@@ -171,14 +171,14 @@ def test_a_new_line_is_tried_from_one_batch_on_however_many_were_tried_at_last()
             await struck_out(suspects, {name: earlier[name] for name in pair})
         await asyncio.gather(*map(suspects.turn, earlier.values()))  # all four are tried by now
         for name in ("r1", "r2", "r3", "r0"):
-            suspects.leave(earlier[name])
+            suspects.drop(earlier[name])
         later = {name: CrashHistory() for name in ("innocent", "poison")}
         await struck_out(suspects, later)
         turns = [asyncio.create_task(suspects.turn(one)) for one in later.values()]
         await asyncio.sleep(1.0)
         assert [one.done() for one in turns] == [True, False]
         for one in later.values():
-            suspects.leave(one)
+            suspects.drop(one)
         await asyncio.gather(*turns)
 
     run_virtually(main(), loop=VirtualLoop())

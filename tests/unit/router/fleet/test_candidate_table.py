@@ -111,7 +111,7 @@ def test_only_those_that_take_work_and_are_trusted_are_offered() -> None:
     assert names(0.1) == ("p0", "d1"), "a pool's last is offered whatever it does"
     assert names(60.0) == ("p0", "d0", "d1")
     members[2].enter(WorkerState.DRAINING, now=0.0)
-    members[1].parted()
+    members[1].disconnected()
     assert names(60.0) == ("p0",)
     offers.remove(members[0])
     assert names(60.0) == ()
@@ -124,7 +124,7 @@ def test_who_comes_back_with_another_role_is_offered_in_that_one() -> None:
     for member in (first, other):
         offers.add(member)
     assert offers.candidates(NO_MATCH, 10, SIZE, now=0.0).workers.roles == (WorkerRole.PREFILL, WorkerRole.DECODE)
-    first.parted()
+    first.disconnected()
     first.info, first.client = met("w0", WorkerRole.COLOCATED).info, other.client
     first.changed()
     assert offers.candidates(NO_MATCH, 10, SIZE, now=1.0).workers.roles == (WorkerRole.COLOCATED, WorkerRole.DECODE)

@@ -237,7 +237,7 @@ async def test_a_worker_that_moved_is_found_at_its_new_address(cluster: Cluster)
 
 def test_routed_work_counts_until_the_load_shows_it() -> None:
     member = Member("w", "here:1")
-    member.hear(StepMessage(load=WorkerLoad(step=5)))
+    member.apply_step(StepMessage(load=WorkerLoad(step=5)))
     for request_id, num_tokens in (("a", 100), ("b", 10), ("c", 1)):
         member.route(request_id, num_tokens)
     member._told("a")
@@ -245,7 +245,7 @@ def test_routed_work_counts_until_the_load_shows_it() -> None:
 
     def queued(step: StepMessage | None) -> int:
         if step is not None:
-            member.hear(step)
+            member.apply_step(step)
         return sum(routed.num_tokens for routed in member._routed.values())
 
     assert queued(None) == 111

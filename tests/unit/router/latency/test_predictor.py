@@ -141,7 +141,7 @@ def test_a_worker_that_left_is_forgotten_with_its_lanes() -> None:
     predictor.saw_answer("d0", DECODE, num_sequences=4, num_tokens=100, seconds=0.03, now=1.0)
     assert {reader: lanes.keys() for reader, lanes in predictor.lanes.items()} == {"p0": {"d0"}}
     assert predictor.errors()["d0"][1].num_observed == 1
-    predictor.forget("d0")
+    predictor.drop("d0")
     predictor.saw_transfer("p0", "d0", num_bytes=1e6, seconds=0.5, now=2.0)  # what it did is heard after it has left
     predictor.saw_answer("d0", DECODE, num_sequences=4, num_tokens=100, seconds=0.03, now=2.0)
     predictor.saw_first_token("d0", DECODE, num_tokens=4, seconds=0.03, now=2.0)
@@ -315,10 +315,10 @@ def test_what_came_to_first_tokens_once_is_forgotten_with_time_and_with_other_re
     cold_start(2 * began)
     for name in ("p0", "d0"):
         predicted(predictor, name, PREFILL if name == "p0" else DECODE, load, now=2 * began)
-    predictor.forget("d0")
+    predictor.drop("d0")
     assert overhead_s(2 * began) == 4.0, "it reads nothing"
     predicted(predictor, "p1", PREFILL, load, now=2 * began)
     assert overhead_s(2 * began) == 0.0
     cold_start(2 * began)
-    predictor.forget("p1")
+    predictor.drop("p1")
     assert overhead_s(2 * began) == 0.0

@@ -114,7 +114,7 @@ async def test_a_block_of_the_host_that_was_computed_all_the_same_is_told(past: 
     past.read()
     record = past.read(found=2, p0=4)
     choice = record.choices[-1]
-    hosting = replace(choice.reader, num_host_tokens=2 * SIZE - 1)
+    hosting = replace(choice.prefill_worker, num_host_tokens=2 * SIZE - 1)
     record.choices[-1] = replace(choice, candidates=CandidateTable.of([hosting, choice.candidates[1]]))
     miss = explain(record, past.records, past.evictions)
     assert (miss.num_expected, miss.num_expected_on_host) == (4, 2)
@@ -152,7 +152,7 @@ async def test_the_worker_that_read_the_prompt_is_asked_not_one_that_failed_or_f
     record.timestamps.first_s = 3.0
     past.decide_again(record, by="p1", at_s=2.0)  # p0 failed before it had read
     past.decide_again(record, by="p0", at_s=4.0)  # and p1 after its first tokens
-    assert explain(record, past.records, past.evictions).reader == "p1"
+    assert explain(record, past.records, past.evictions).prefill_worker == "p1"
 
 
 async def test_another_salt_is_told(past: Past) -> None:

@@ -105,7 +105,7 @@ def broken_trial(seed: int, **more: Any) -> str:
 
 def test_a_seed_that_has_lost_its_situation_is_told_with_what_it_had() -> None:
     with pytest.raises(AssertionError, match="seed 0 of the soak no longer has three moons: give one that has"):
-        having("three moons", 0, Member, "forget", matters=lambda member, name: False)
+        having("three moons", 0, Member, "drop_routed", matters=lambda member, name: False)
 
 
 def test_a_block_that_is_freed_while_a_step_writes_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,13 +165,13 @@ def test_somebody_in_line_who_has_gone_is_found(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_work_that_counts_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = having("work that was routed", 0, Member, "forget", matters=lambda member, name: name in member._routed)
-    monkeypatch.setattr(Member, "forget", lambda member, name: None)
+    seed = having("work that was routed", 0, Member, "drop_routed", matters=lambda member, name: name in member._routed)
+    monkeypatch.setattr(Member, "drop_routed", lambda member, name: None)
     assert "on their way to" in broken_trial(seed)
 
 
 def test_work_of_another_process_that_counts_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget = Member.forget
+    forget = Member.drop_routed
 
     def is_elsewhere(member: Member, name: str) -> bool:
         return name.startswith("elsewhere") and name in member._routed
@@ -180,8 +180,8 @@ def test_work_of_another_process_that_counts_for_ever_is_found(monkeypatch: pyte
         if not name.startswith("elsewhere"):
             forget(member, name)
 
-    seed = having("work that a sibling gave", 0, Member, "forget", matters=is_elsewhere)
-    monkeypatch.setattr(Member, "forget", forget_own)
+    seed = having("work that a sibling gave", 0, Member, "drop_routed", matters=is_elsewhere)
+    monkeypatch.setattr(Member, "drop_routed", forget_own)
     assert "on their way to" in broken_trial(seed)
 
 
