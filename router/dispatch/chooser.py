@@ -106,7 +106,7 @@ class Chooser:
         return decision
 
     def _session(self, job_state: JobState, hashes: Chain, candidates: CandidateTable) -> str:
-        """Found once for a job: a prompt that is tried again is not asked more often."""
+        """Found once for a job: a retry does not count as another prompt."""
         if job_state.session is None:
             job_state.session = self._sessions.of(hashes, len(candidates.prompt_pool))
         return job_state.session

@@ -44,7 +44,7 @@ from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")
 
-RETRY_AFTER_S = 1.0  # what a client is told when the worker did not say
+RETRY_AFTER_S = 1.0  # for a client, where the worker gave none
 RENEWALS_A_LEASE = 3
 
 
@@ -78,11 +78,11 @@ class Attempt:
 
     @property
     def refuser(self) -> Member:
-        """The worker that has no room, when the attempt is refused: of a pair the decode worker is asked first."""
+        """The worker that has no room, when the attempt is refused: of a pair the decode worker comes first."""
         return self.prefill_worker if self.is_reserved else self.decode
 
     def end_pull(self) -> None:
-        """Once: whoever calls it again finds none."""
+        """A second call does nothing."""
         pull, self.pull = self.pull, None
         if pull is not None:
             pull.end()
@@ -163,7 +163,7 @@ class Dispatcher:
     def assert_idle(self) -> None:
         """No job is tried apart, and none waits in line for room."""
         self._poison.assert_idle()
-        assert not self._line.locked(), "somebody waits in line for room after all jobs have ended"
+        assert not self._line.locked(), "a job waits in line for room after all jobs have ended"
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class Dispatcher:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def _run(self, job_state: JobState, attempt: Attempt) -> AsyncGenerator[SequenceUpdate, None]:
-        """What the attempt's workers say, as one sequence of updates."""
+        """The updates of the attempt's workers, in one sequence."""
         if attempt.prefill is None:
             return self._single_worker(job_state, attempt, attempt.decode)
         return self._disaggregated(job_state, attempt, attempt.prefill, attempt.decode)
@@ -306,7 +306,7 @@ class Dispatcher:
         return ticket
 
     def _reservation(self, job_state: JobState, attempt: Attempt, prefill: Member) -> ReserveRequest:
-        """Asks for blocks for all that prefill will read: after a failure that is the prompt and what was emitted."""
+        """For the blocks of all that prefill computes: after a failure the prompt and the tokens emitted so far."""
         if prefill.info is None:
             raise WorkerLost(f"worker {prefill.worker_id} was never met")
         return ReserveRequest(
@@ -371,7 +371,7 @@ class Dispatcher:
 
     async def _wait_for_room(self, job_state: JobState, attempt: Attempt, deadline: float) -> None:
         """Returns at once while each pool has a worker that has not refused yet; else jobs wait in line, and each
-        change of a load lets one of them ask again, so that a full pool is not drowned in questions."""
+        change of a load lets one of them try again, so that a full pool is not flooded with requests."""
         job_state.full.add(attempt.refuser.worker_id)
         offered = self._fleet.candidates(NO_MATCH, 1)
         pools = [set(pool.workers.worker_ids) for pool in (offered.prefill_pool, offered.decode_pool) if len(pool)]

@@ -1,4 +1,4 @@
-"""What the client of one job has already, so that any worker can go on from there and nothing is said twice."""
+"""What the client of one job has already: any worker can continue from there, and no token is sent twice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class JobState:
     bound how long the job is tried; `failed` and `full` are workers to keep away from.
     `unread`: blocks that readers had cached when attempts chose them that ended before it was read.
     `session`: the conversation, once it has been found out.
-    `record` is told of what happens."""
+    `record` notes what happens."""
 
     def __init__(
         self, job: Job, *, now: float, record: RequestTrace | None = None, sink: TokenSink | None = None

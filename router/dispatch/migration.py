@@ -1,7 +1,7 @@
 """Moves running sequences away from workers that drain, with their KV, while their clients go on reading.
 
     tokens of a ──▶ a drains: b reserves room, a pushes while it goes on ──▶ a: MOVED ──▶ b goes on ──▶ tokens of b
-                             └── nobody has room, or a lane fails: it stays on a, and is asked again after a pause
+                             └── no worker has room, or a lane fails: it stays on a, until another try after a pause
 
 Every token is said once: a stops at MOVED, and b is told of all tokens that were said before it. When a or b is lost,
 or the KV never comes, the job goes on as after any failure: its dispatcher sends prompt and tokens elsewhere.
@@ -35,12 +35,12 @@ Choose = Callable[[JobState, Member], Member]
 """Where a sequence that a worker writes had better go on. Raises NoWorkers when there is no other."""
 
 RestOn = Callable[[Sequence[Member]], None]
-"""Is told which workers a sequence needs, when it has moved: whatever it fails with from then on is theirs."""
+"""Called with the workers that a sequence needs after a migration: later failures are theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationTarget:
-    """Where a sequence runs, and what is said about it there."""
+    """The worker that a sequence runs on, and its updates from there."""
 
     worker: Member
     request_id: str
@@ -58,7 +58,7 @@ class _Migration:
         self.task: asyncio.Task[None] | None = None
 
     def end(self, *, adopted: bool = False) -> None:
-        """Whatever it has reserved is given back, unless the sequence has it."""
+        """Gives back its reservation, unless the sequence has it."""
         self.over.set()
         if self.task is not None:
             self.task.cancel()
@@ -132,7 +132,7 @@ class Migrations:
         return move
 
     async def _arrange(self, job_state: JobState, here: MigrationTarget, move: _Migration) -> None:
-        """Finds room elsewhere and tells the worker to go there; holds its place in the line until that is over."""
+        """Finds room elsewhere and requests the migration; holds its place in the line until that is over."""
         async with self._gates.setdefault(here.worker, asyncio.Semaphore(MAX_MOVES_AT_ONCE)):
             try:
                 to = self._choose(job_state, here.worker)
@@ -168,7 +168,9 @@ class Migrations:
     def _take_over(self, job_state: JobState, here: MigrationTarget, move: _Migration | None) -> MigrationTarget:
         """The worker has stopped: the next one goes on as soon as the rest of the KV is there."""
         if move is None or move.to is None or move.ticket is None:
-            raise TransferFailed(f"worker {here.worker.worker_id} let go of {here.request_id}: nobody had asked it to")
+            raise TransferFailed(
+                f"worker {here.worker.worker_id} ended {here.request_id} as migrated, without a request to migrate it"
+            )
         updates = move.to.submit(job_state.request(move.request_id, ticket=move.ticket))
         here.updates.forward_failures_to(updates)  # until the KV has come, the loss of the one is the other's as well
         move.end(adopted=True)

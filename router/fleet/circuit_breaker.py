@@ -15,7 +15,7 @@ SUCCESSES = 2
 FIRST_PAUSE_S = 2.0
 MAX_PAUSE_S = 30.0
 RECENT_S = 60.0
-"""A failure that is older counts no more when a sibling tells one. Longer than any pause: who fails trials is heard."""
+"""A failure that is older than this does not count beside one that a sibling publishes. Longer than any pause."""
 
 
 class CircuitBreaker:

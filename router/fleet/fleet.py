@@ -38,7 +38,7 @@ log = logging.getLogger("baton.router")
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
 STATE_LINE = "worker %s at %s is %s%s"
-"""What is logged of a worker's new state, by every process that hears it."""
+"""Logged of a worker's new state by every process."""
 ELSEWHERE_S = 1.0  # that work of a sibling counts for, if the worker's load does not show it sooner
 
 
@@ -143,13 +143,13 @@ class Fleet:
 
     @property
     def block_size(self) -> int | None:
-        """Tokens in the blocks that prompts are hashed in: those of the first worker; None while nobody was met."""
+        """Tokens in the blocks that prompts are hashed in: those of the first worker; None before the first worker."""
         reference = self._reference()
         return reference.layout.block_size if reference is not None else None
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's KV; 0 while nobody was met."""
+        """Bytes of a block's KV; 0 before the first worker."""
         reference = self._reference()
         return reference.layout.block_bytes if reference is not None else 0
 
@@ -160,12 +160,12 @@ class Fleet:
         return self._members[worker_id]
 
     def given(self, worker_id: str, num_tokens: int, num_blocks: int) -> None:
-        """A worker is about to be given so many tokens to read and blocks to hold: the siblings hear of it."""
+        """Publishes the work that a worker is about to be given: tokens to prefill, blocks to hold."""
         if self.publish_load is not None:
             self.publish_load(worker_id, num_tokens, num_blocks)
 
     def given_elsewhere(self, worker_id: str, num_tokens: int, num_blocks: int) -> None:
-        """A sibling says so. It counts until the worker's load shows it."""
+        """Work published by a sibling. It counts until the worker's load shows it."""
         member = self._members.get(worker_id)
         if member is None or member.role is None or not member.takes_work:
             return
@@ -180,7 +180,7 @@ class Fleet:
 
     def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match:
         """What each worker has of a sequence, in blocks of `block_size`; `hashes` gives its chain in blocks of any
-        size. Every worker is asked for in blocks of its own; smaller ones that fill none of ours do not count.
+        size. Every worker is matched in blocks of its own; smaller ones that fill none of ours do not count.
         """
         size = self.block_size or 1
         matched = self.index.match(hashes(size), now=now)
@@ -196,7 +196,7 @@ class Fleet:
         return self._table.candidates(matched, num_tokens, self.block_size or 1, now=now)
 
     def loads(self) -> CandidateTable:
-        """Workers that take new work, for whoever looks at their load alone, and keeps nothing of it."""
+        """Workers that take new work, with their load alone. Changes with the fleet: read it, do not keep it."""
         return self._table.loads()
 
     def overhead_s(self) -> float:
@@ -220,7 +220,7 @@ class Fleet:
 
     @property
     def shares_index(self) -> bool:
-        """False while other gateways should hear of its prefix index, and do not."""
+        """False while the prefix index does not reach the other gateways that should share it."""
         return self._peers is None or not self._peers.trouble
 
     async def wait(self, *, until: float) -> None:
@@ -245,7 +245,7 @@ class Fleet:
         return self._feed.position(worker_id)
 
     async def stats(self, worker_id: str) -> WorkerStats:
-        """Tickets and lanes, asked of the worker itself. Raises WorkerLost."""
+        """Tickets and lanes, from the worker itself. Raises WorkerLost."""
         return await self.member(worker_id).connection().stats()
 
     async def profile(self, worker_id: str, recording: bool | None = None) -> Profile:
@@ -271,7 +271,7 @@ class Fleet:
             ) from error
 
     def blame(self, worker_ids: Iterable[str]) -> None:
-        """A request failed on these workers, for a reason that may be theirs. The siblings hear of it."""
+        """A request failed on these workers, for a reason that may be theirs. Published to the siblings."""
         for worker_id in worker_ids:
             if (member := self._members.get(worker_id)) is not None:
                 self._doubt(member, member.breaker.failed(loop_time()))
@@ -345,7 +345,7 @@ class Fleet:
             self._admit(member, info)
             hello = self._feed.hello(member.worker_id, info.incarnation)
             watch = asyncio.create_task(self._watch(member, client))
-            member.connected(info, client)  # from here to `run`'s first statement nobody else has a turn
+            member.connected(info, client)  # from here to `run`'s first statement no other task runs
             await client.run(hello, lambda step: self._receive(member, client, step))
         finally:
             member.disconnected()
@@ -375,7 +375,7 @@ class Fleet:
                     "start both with the same setting",
                     param=name,
                 )
-        # Two that fit the first need not fit one another: blocks of 4, 8 and 12. Those of one layout are asked once.
+        # Two layouts that fit the first need not fit each other: blocks of 4, 8 and 12.
         others = {other.layout: other.worker_id for other in self._here(besides=member)}
         for layout, worker_id in others.items():
             require_compatible(info.worker_id, info.layout, worker_id, layout)
@@ -438,7 +438,7 @@ class Fleet:
         if state in (WorkerState.READY, WorkerState.INCOMPATIBLE):
             self.successors.arrived(member.worker_id)
         if member.state is WorkerState.LEFT:
-            log.info("worker %s at %s has left, as it was told to", member.worker_id, member.address, extra=_of(member))
+            log.info("worker %s at %s has drained and left", member.worker_id, member.address, extra=_of(member))
         elif not was is state is WorkerState.LOST:  # that it is not back yet either is no news
             log.log(
                 logging.INFO if state in (WorkerState.READY, WorkerState.DRAINING) else logging.WARNING,

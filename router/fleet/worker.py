@@ -3,7 +3,7 @@
 joining ──▶ ready ⇄ draining          ready: takes new work; draining: finishes what it has
    ▲          │
    └── lost ◀─┘   incompatible: answers, but cannot work with the rest; never routed to
-                  left: gone as it was told to, after draining, until its successor is met, or has not come for long
+                  left: gone after draining, until its successor comes, or has not come for long
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from router.fleet.circuit_breaker import CircuitBreaker
 from router.fleet.worker_client import Updates, WorkerClient
 from router.policies.table import LoadRow
 
-SUCCEEDED = "as it was told to; its successor is due"
+SUCCEEDED = "drained; its successor is due"
 SUCCESSOR_S = 600.0  # as long as `baton drain` waits: large weights take minutes
-UNSUCCEEDED = f"it left as it was told to, and no successor has come for {SUCCESSOR_S / 60:g} minutes"
-STEPS_TO_SHOW = 2  # a step that was running when a request arrived says nothing of it; the one after that does
+UNSUCCEEDED = f"it has drained, and no successor has come for {SUCCESSOR_S / 60:g} minutes"
+STEPS_TO_SHOW = 2  # a step that was running when a request arrived does not show it; the step after that does
 
 
 class WorkerState(StrEnum):
@@ -46,7 +46,7 @@ class WorkerState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """What can be said about a worker. `reason` tells why it is lost, has left, is incompatible or still joining. Of
+    """What is known of a worker. `reason` is why it is lost, has left, is incompatible or still joining. Of
     its cached blocks, `num_host_blocks` are in host memory, some of them on the device as well."""
 
     worker_id: str
@@ -62,8 +62,8 @@ class WorkerStatus:
 
 @dataclass(slots=True)
 class RoutedWork:
-    """Work on its way to a worker: tokens to read, blocks to hold. `since_step` is how many steps the worker had
-    told of when it was told."""
+    """Work on its way to a worker: tokens to prefill, blocks to hold. `since_step` is the number of steps that
+    the worker had reported when it got the work."""
 
     num_tokens: int
     num_blocks: int = 0
@@ -87,7 +87,7 @@ class Member:
         self.breaker = CircuitBreaker()
         self.on_change: Callable[[Member, None], None] | None = None
         self._routed: dict[str, RoutedWork] = {}
-        self._num_steps = 0  # that were told of
+        self._num_steps = 0  # reported
         self._left_s: float | None = None
 
     def changed(self) -> None:
@@ -134,8 +134,8 @@ class Member:
         self.changed()
 
     def enter(self, state: WorkerState, reason: str = "", *, now: float) -> bool:
-        """Whether anything changed. One that drained, and is not reached now, has left: so it was told. It is lost like
-        others once its successor has not come for `SUCCESSOR_S`."""
+        """Whether anything changed. One that drained, and is not reached now, has left. It is lost like others
+        once its successor has not come for `SUCCESSOR_S`."""
         if state is not WorkerState.LOST:
             self._left_s = None
         elif self.state is WorkerState.DRAINING:
@@ -156,7 +156,7 @@ class Member:
         self.changed()
 
     def route_elsewhere(self, name: str, num_tokens: int, num_blocks: int) -> None:
-        """Another process of this gateway sent a request here; it is as good as told."""
+        """Another process of this gateway sent a request here: the worker has it."""
         self._routed[name] = RoutedWork(num_tokens, num_blocks, since_step=self._num_steps)
         self.changed()
 
@@ -166,13 +166,13 @@ class Member:
             self.changed()
 
     async def reserve(self, request: ReserveRequest) -> Ticket:
-        """Raises what the worker says, or WorkerLost."""
+        """Raises the worker's error, or WorkerLost."""
         ticket = await self.connection().reserve(request)
         self._told(request.request_id)
         return ticket
 
     async def renew(self, request: ReserveRequest) -> None:
-        """Extends the lease of a reservation made here. Raises what the worker says, or WorkerLost."""
+        """Extends the lease of a reservation made here. Raises the worker's error, or WorkerLost."""
         await self.connection().renew(request)
 
     def submit(self, request: GenerateRequest) -> Updates:
@@ -182,7 +182,7 @@ class Member:
         return updates
 
     def move(self, request: MoveRequest) -> None:
-        """Raises WorkerLost when there is no connection; what comes of it is told in the request's updates."""
+        """Raises WorkerLost when there is no connection; the outcome comes with the request's updates."""
         self.connection().move(request)
 
     def release(self, request_id: str) -> None:
@@ -198,7 +198,7 @@ class Member:
             self.client.abort(request_id)
 
     def _told(self, request_id: str) -> None:
-        """The worker knows of the request now: its load will show it."""
+        """The worker has the request now: its load will show it."""
         if (routed := self._routed.get(request_id)) is not None:
             routed.since_step = self._num_steps
 
@@ -243,7 +243,7 @@ class Member:
         )
 
     def status(self, num_cached_blocks: int, num_host_blocks: int, successor: str = "") -> WorkerStatus:
-        """`successor` tells of the process that is about to take its place; "" where there is none."""
+        """`successor` describes the process that is about to take its place; "" where there is none."""
         return WorkerStatus(
             worker_id=self.worker_id,
             address=self.address,

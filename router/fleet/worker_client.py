@@ -58,7 +58,7 @@ MAX_TOGETHER_BYTES = 2**20
 
 
 class Updates:
-    """What one worker says about one request, in order. Raises what the worker, or its loss, ended it with.
+    """One worker's updates of one request, in order. Raises the error that the worker, or its loss, ended it with.
 
     A reader slower than the worker gets several updates joined to one, and catches up. While the
     reader waits it has passed on all that came before: then an attached sink takes plain tokens.
@@ -243,7 +243,7 @@ class WorkerClient:
     # -- the token path ------------------------------------------------------------------------------------------------
 
     def send_hello(self, hello: Hello) -> None:
-        """Says which KV events are wanted next: first of all, and again when some are missing."""
+        """Requests KV events from a sequence number on: at the beginning, and again when some are missing."""
         self._outbox.put_nowait(worker_pb2.ToWorker(hello=to_proto(hello)))
 
     def submit(self, request: GenerateRequest) -> Updates:
@@ -269,7 +269,7 @@ class WorkerClient:
             self._outbox.put_nowait(worker_pb2.ToWorker(abort=worker_pb2.AbortRequest(request_ids=[request_id])))
 
     def move(self, request: MoveRequest) -> None:
-        """A running request is to go on elsewhere: its updates will say that it has MOVED, or why it stays."""
+        """A running request is to go on elsewhere: its updates report that it has MOVED, or why it stays."""
         if self._lost is None:
             self._outbox.put_nowait(worker_pb2.ToWorker(move=to_proto(request)))
 
@@ -302,7 +302,7 @@ class WorkerClient:
             raise
 
     async def renew(self, request: ReserveRequest) -> None:
-        """Asks again for what `reserve` got, which renews its lease. Cancelled, it leaves the reservation alone."""
+        """Repeats the call of `reserve`, which renews the lease. Cancelled, it leaves the reservation alone."""
         await self._call(self._stub.Reserve, self._encoding.value(request), self._control_timeout_s)
 
     async def share(self, request: ShareRequest) -> int:
@@ -342,7 +342,7 @@ class WorkerClient:
         self.abort(request_id)
 
     async def _outgoing(self) -> AsyncIterator[worker_pb2.ToWorker]:
-        """What was said while a message was on its way leaves with the next: a message costs more than its words."""
+        """Requests made while a message is on its way leave with the next: each message has a fixed cost."""
         outbox = self._outbox
         while (message := await outbox.get()) is not None:
             num_bytes = message.ByteSize() if outbox.qsize() else 0

@@ -31,7 +31,7 @@ class PredictionCollector(Collector):
     def _errors(self) -> Iterable[Metric]:
         labels = ("worker", "what")
         error = GaugeMetricFamily(
-            "baton_prediction_error_seconds", "Measured less predicted, lately, whatever the sign", labels=labels
+            "baton_prediction_error_seconds", "Absolute difference of measured and predicted, lately", labels=labels
         )
         bias = GaugeMetricFamily("baton_prediction_bias_seconds", "Measured less predicted, lately", labels=labels)
         count = CounterMetricFamily("baton_predictions", "Predictions that were measured", labels=labels)

@@ -1,14 +1,14 @@
 """What a worker will take, learned from what it took: seconds to a first token, between tokens, and until KV is there.
 
-    measured by the worker (its load) ─┐
-    observed of all its pool ── Fit ───┴─▶ Line ── observed of it: Pace ──▶ Expectation ──▶ Candidate ──▶ policies
+    measured by the worker (its load) ──────┐
+    observed of its pool ── LinearFit ──────┴─▶ Line ── observed of it: SlowdownFactor ──▶ CandidateTable ──▶ policies
                                                         └─▶ errors ──▶ `baton_prediction_*`
 
-What is known of one worker alone is its standing, a column of numbers that changes with its load and with what is
-observed of it; pools' fits change with every request. Both together, for all workers at once, are what is expected.
+The features of a worker are a column of numbers that changes with its load and with what is observed of it; the fits
+of its pool change with every request. `predict` combines both for all workers at once.
 
-What was observed lately counts: half after `HALF_LIFE_S`, or `HALF_COUNT` newer observations. One that is far off is
-drawn near before it counts, so that a stall is no lesson and a change of pace is one soon. Pure: time is an argument.
+An observation counts half after `HALF_LIFE_S`, or after `HALF_COUNT` newer ones. An outlier is moved near the line
+before it counts: a stall teaches little, a change of speed is learned soon. Pure: time is an argument.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from router.policies.table import ROLES, CandidateTable, Floats, LaneLatencies, 
 HALF_LIFE_S = 300.0
 HALF_COUNT = 32
 TRUST = 2.0  # observations that outweigh what was believed before them
-SURE = 8.0  # observations after which an outlier is known as one, and a pool well enough to tell its workers apart
-DOUBT = 1.5  # errors of its mean by which a worker must differ from its pool to be believed to
+SURE = 8.0  # observations after which outliers can be recognised, and workers distinguished from their pool
+DOUBT = 1.5  # standard errors by which a worker must differ from its pool
 OUTLIER = 4.0  # mean errors off the line
-FAR = 10.0  # times as long as believed: the most that one of the first observations says
+FAR = 10.0  # times as long as expected: the most that one of the first observations counts
 
-# Of a cluster that nothing is known of: neither a laptop nor the largest card, and wrong for a few requests only.
+# Before the first observations: between a laptop and the largest GPU, and corrected after a few requests.
 PREFILL = Line(fixed_s=0.005, each_s=1e-4)
 STEP = Line(fixed_s=0.02, each_s=1e-4)
 TRANSFER = Line(fixed_s=0.0, each_s=1e-9)
@@ -54,13 +54,13 @@ class PredictionErrors:
 
 
 class ErrorTracker:
-    """Keeps the errors of one prediction, and knows an outlier by them."""
+    """The errors of one prediction, by which outliers are recognised."""
 
     def __init__(self) -> None:
         self.so_far = PredictionErrors()
 
     def observe(self, seconds: float, expected: float, *, sure: bool) -> float:
-        """What is to be learned of an observation: the time itself, or the nearest that is no outlier."""
+        """The seconds to learn from: those observed, or the nearest that are no outlier."""
         before, error = self.so_far, seconds - expected
         share = max(1 / (before.num_observed + 1), 1 - 0.5 ** (1 / HALF_COUNT))
         size = min(abs(error), 2 * OUTLIER * before.mean_s) if sure else abs(error)
@@ -79,10 +79,10 @@ class LinearFit:
     def __init__(self) -> None:
         self.errors = ErrorTracker()
         self._observed = Decayed(5, half_life_s=HALF_LIFE_S, half_count=HALF_COUNT)  # 1, x, y, xx, xy
-        self._known: tuple[Line, Line] | None = None  # what `line` last said, and to which prior
+        self._known: tuple[Line, Line] | None = None  # a prior, and its `line`
 
     def observe(self, amount: float, seconds: float, *, prior: Line, now: float) -> None:
-        """What was expected, and counts as predicted, is what `line(prior)` says before this."""
+        """The prediction that the observation is compared with is `line(prior)` before this call."""
         self._observed.age(now)
         expected = self.line(prior)(amount)
         seconds = self.errors.observe(seconds, expected, sure=self.sure)
@@ -93,12 +93,12 @@ class LinearFit:
 
     @property
     def known(self) -> bool:
-        """Has anything been observed?"""
+        """Whether anything was observed."""
         return self._observed.sums[0] > 0
 
     @property
     def sure(self) -> bool:
-        """Has so much been observed lately that what is far off is an exception?"""
+        """Whether so much was observed lately that an outlier is an exception."""
         return self._observed.sums[0] >= SURE
 
     def line(self, prior: Line) -> Line:
@@ -119,7 +119,7 @@ class LinearFit:
         spread = weight * xx - x * x
         each = (weight * xy - x * y) / spread if spread > 0 else 0.0
         fixed = (y - each * x) / weight
-        if each < 0:  # amounts have told nothing: as was believed of them, as many times longer as all took
+        if each < 0:  # amounts explain nothing: the prior, scaled to the mean
             ratio = y / (weight * prior(x / weight)) if prior(x / weight) > 0 else 0.0
             return Line(fixed_s=prior.fixed_s * ratio, each_s=prior.each_s * ratio)
         if fixed < 0:
@@ -128,9 +128,9 @@ class LinearFit:
 
 
 class SlowdownFactor:
-    """How many times longer one worker takes than `line` says, lately. One number is learned from few observations, and
-    none is believed that could be chance: then all that is cheap would go to one worker of several of one kind, and a
-    conversation would leave the prefix it has."""
+    """How many times longer than `line` one worker took lately. One number is learned from few observations; a
+    difference that could be chance does not count: it would send all cheap requests to one of several equal workers,
+    and a conversation away from its cached prefix."""
 
     def __init__(self) -> None:
         self.errors = ErrorTracker()
@@ -139,8 +139,8 @@ class SlowdownFactor:
         self._reported = 1.0
 
     def set_slowness(self, slower: float) -> None:
-        """The worker's word on its speed, of which lines count what is a difference. What it took under another word is
-        taken as it would be now where they count this one differently, or they would count what was learned again."""
+        """The slowness that the worker's own measurement implies. Lines already count it where it is a difference, so
+        past observations are rescaled: otherwise the difference would count twice."""
         share = counted(slower) / counted(self._reported)
         self._reported = slower
         weight, took_s, expected_s, off_s, each_s, reported = self._observed.sums
@@ -150,8 +150,8 @@ class SlowdownFactor:
             self._observed.sums = [weight, took_s * since, expected_s, off_s * since, each_s * share, slower * weight]
 
     def observe(self, amount: float, seconds: float, *, line: Line, now: float, learn: bool = True) -> None:
-        """What was expected, and counts as predicted, is what `of(line)` says before this. Nothing is learned from it
-        about the worker while its pool's line is still off itself."""
+        """The prediction that the observation is compared with is `of(line)` before this call. With `learn` False,
+        while the pool's line is not reliable yet, only the error is kept."""
         if not learn:
             self.errors.observe(seconds, self.of(line)(amount), sure=False)
             return
@@ -167,14 +167,14 @@ class SlowdownFactor:
 
     @property
     def ratio(self) -> float:
-        """1 while nothing has been observed, or what was may as well be chance."""
+        """1 while nothing was observed, or the difference could be chance."""
         weight, _, expected_s, off_s, *_ = self._observed.sums
         if not expected_s:
             return 1.0
         above, error = self._mean - 1, off_s / expected_s / math.sqrt(weight)
         if abs(above) <= DOUBT * error:
             return 1.0
-        return 1 + above * (1 - (DOUBT * error / above) ** 2)  # Breiman's garrote: what is certain is kept whole
+        return 1 + above * (1 - (DOUBT * error / above) ** 2)  # Breiman's garrote: certain differences count in full
 
     @property
     def _mean(self) -> float:
@@ -184,7 +184,7 @@ class SlowdownFactor:
 
 
 class Predictor:
-    """The fits of all workers and lanes. A worker that nobody has measured counts as its pool does."""
+    """The fits of all workers and lanes. A worker without observations counts as its pool does."""
 
     def __init__(self) -> None:
         self._prefill: dict[str, SlowdownFactor] = {}

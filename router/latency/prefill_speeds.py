@@ -1,7 +1,7 @@
-"""How fast workers read prompts, by their own word, and which of them are slower than their pool by more than chance.
+"""How fast workers compute prompts by their own reports, and which of them are slower than their pool beyond chance.
 
-What a worker tells is an average over its latest steps, with what any step costs in it: it seems slow to whoever reads
-the rest of prompts that it has cached, or has met a stall. So only what is far from the pool's mean is a difference.
+A report is an average over the worker's latest steps, with the fixed cost of a step: a worker that computes the ends of
+cached prompts, or had a stall, seems slow. So only a speed far from the pool's mean counts as a difference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PrefillSpeeds:
         self._reported: dict[str, float] = {}
         self._mean: float | None = 0.0
         self._last_mean = 0.0
-        self._kinds: dict[str, int] = {}  # as of the last time that `slower` was asked
+        self._kinds: dict[str, int] = {}  # as of the last call of `slower`
         self._between = (0.0, math.inf)  # a mean that is neither at its ends nor beyond changes nobody's kind
 
     def report(self, worker_id: str, speed: float) -> None:
@@ -32,19 +32,19 @@ class PrefillSpeeds:
             self._reported[worker_id], self._mean = speed, None
 
     def of(self, worker_id: str) -> float:
-        """What it told last, 0 if it never has."""
+        """The latest report; 0 before the first."""
         return self._reported.get(worker_id, 0.0)
 
     @property
     def mean(self) -> float:
-        """Of those that have told theirs; 0 if nobody has."""
+        """Of all reported speeds; 0 before the first."""
         if self._mean is None:
             self._mean = self._last_mean = sum(self._reported.values()) / len(self._reported) if self._reported else 0.0
         return self._mean
 
     def slower(self, worker_id: str) -> float:
-        """How many times slower than the mean it is by its word; 1 if that is not known. By the mean that was asked for
-        last: told anew by each worker in turn, it would be computed for each."""
+        """How many times slower than the mean the worker reports to be; 1 if unknown. By the mean as last computed: a
+        new mean for each worker that reports would cost too much."""
         speed = self.of(worker_id)
         slower = self._last_mean / speed if speed and self._last_mean else 1.0
         if speed:
@@ -52,7 +52,7 @@ class PrefillSpeeds:
         return slower
 
     def crossed(self) -> Sequence[str]:
-        """Those that were asked for and are of another kind by now, for what others have told; each is named once."""
+        """Workers whose kind has changed with the speeds of others since `slower` was last called; each once."""
         mean, (low, high) = self.mean, self._between
         if not mean or low < mean < high:
             return ()

@@ -1,4 +1,4 @@
-"""What comes to every first token besides the reading of its prompt: a bound below it cannot be met by anybody."""
+"""What every first token takes besides its prefill: no worker can meet a limit below it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class TtftOverhead:
             self._reset()
 
     def observe(self, seconds: float, *, reading_s: float, now: float) -> None:
-        """A first token came after so long, of which its reading should take so much. Where that is the larger part
-        the rest is chance in the speed: it says nothing."""
+        """A first token came after `seconds`, of which prefill should take `reading_s`. Where that is the larger part,
+        the rest is noise of the speed and does not count."""
         beside_s = seconds - reading_s
         if reading_s > beside_s:
             return

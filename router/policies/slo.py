@@ -1,16 +1,16 @@
 """The default: the pair whose first token comes soonest and whose tokens follow fastest, without making others late.
 
-Every cost is in seconds. Reading: `overhead`, `queue`, `load` (of what is in host memory) and `compute` add up to the
+Every cost is in seconds. Prefill: `overhead`, `queue`, `load` (of what is in host memory) and `compute` add up to the
 predicted time to the first token.
-`displaced` is what computing costs others. A second of it evicts blocks that others would find. Once every reader has a
-queue, it also delays the requests behind the prompt, about as many as the reader has:
+`displaced` is what computing costs others. A second of it evicts blocks that others would find. Once every worker
+has a queue, it also delays the requests behind the prompt, about as many as the worker has:
 `compute x (DISPLACED + requests x shortest queue / mean queue)` (the externality of a job in a queue: Haviv and Ritov,
 "Externalities, tangible externalities, and queue disciplines", Management Science 44, 1998).
-While some reader has no queue, the next prompt goes there and is not delayed.
-`imbalance` keeps the work that readers are sent near their mean.
-Writing: `decode` is what the answer takes, and what it adds to the answers beside it; `shortage` the wait for blocks.
-Beyond an objective a second counts `LATE` times more (`late_ttft`, `late_tpot`), and beyond what the request itself
-allows `OVERDUE` times, as long as somebody can keep it: what is late everywhere goes where it costs least.
+While some prefill worker has no queue, the next prompt goes there and is not delayed.
+`imbalance` keeps the work of prefill workers near its mean.
+Decode: `decode` is what the answer takes, and what it adds to the answers beside it; `shortage` the wait for blocks.
+Beyond an objective a second counts `LATE` times more (`late_ttft`, `late_tpot`), beyond the request's own limit
+`OVERDUE` times, unless every worker would be late: then the request goes where it costs least.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from router.policies.table import CandidateTable, Floats
 # Tried on Mooncake's synthetic trace (benchmarks/routing/trace.py): hits and time to the first token, 4 and 16 workers.
 DISPLACED = 3.0  # seconds that others lose by a second of computing on an idle worker: by what it evicts
 GUARD = 0.2  # by this share above its pool's mean, a worker's cache attracts nothing any more
-SETTLING = 4.0  # requests of this size
+SETTLING = 4.0  # requests of this size, added to the mean: the first requests are no imbalance
 LATE = 4.0
-OVERDUE = 1000.0  # who was let in with a bound is answered within it
-TOLERANCE = 0.05  # costs are predictions: what differs less is equal
+OVERDUE = 1000.0  # a request that was admitted with a limit is answered within it
+TOLERANCE = 0.05  # costs are predictions: smaller differences do not count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,32 +99,31 @@ def decode_rank(objectives: Objectives) -> Rank:
 
 
 def _congestion(candidates: CandidateTable) -> float:
-    """0 while some reader has no queue, 1 when all queues are equally long: the shortest queue over the mean."""
+    """0 while some worker has no queue, 1 when all queues are equally long: the shortest queue over the mean."""
     queues = candidates.queued_prefill_tokens
     total = _sum(queues)
     return float(queues.min()) * len(queues) / total if total else 0.0
 
 
 def _late(seconds: Floats, objective_s: float) -> Floats:
-    """Beyond the objective, as long as somebody keeps it."""
+    """Seconds beyond the objective; none of them count where no worker keeps it."""
     kept = seconds.min() <= objective_s
     return np.maximum(0.0, seconds - objective_s) if kept else np.zeros(len(seconds))
 
 
 def _excess(view: RequestView, candidates: CandidateTable) -> Floats:
-    """By which share each one's recent work, for the speed it is believed to have, is above its pool's mean; 0 for
-    those below."""
+    """The share by which each worker's recent work, for its predicted speed, is above its pool's mean; 0 below it."""
     each_s = candidates.prefill_time.each_s
     mean_s = _sum(each_s) / len(each_s)
     work = candidates.recent_tokens * each_s / mean_s if mean_s else candidates.recent_tokens
     mean = _sum(work) / len(work)
-    settled = mean + SETTLING * view.num_tokens  # the first requests are no imbalance
+    settled = mean + SETTLING * view.num_tokens
     excess: Floats = np.maximum(0.0, work - mean) / settled
     return excess
 
 
 def _sum(values: Floats) -> float:
-    """One after the other: the same on every processor, unlike numpy's own."""
+    """In order: the same result on every processor, unlike numpy's own sum."""
     return float(np.cumsum(values)[-1])
 
 

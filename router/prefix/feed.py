@@ -16,7 +16,7 @@ from router.prefix.index import PrefixIndex
 
 
 class Peers(Protocol):
-    """Other gateways, with whom what workers say is shared. Called on the event loop; never blocks it."""
+    """Other gateways, with which workers' events are shared. Called on the event loop; never blocks it."""
 
     @property
     def trouble(self) -> str:
@@ -35,28 +35,28 @@ class Peers(Protocol):
     async def close(self) -> None: ...
 
     def join(self, feed: Feed) -> None:
-        """From now on what others heard goes to `feed.receive_shared`."""
+        """From now on events of other gateways go to `feed.receive_shared`."""
         ...
 
     def met(self, worker_id: str) -> None:
-        """The worker itself is going to say what it has."""
+        """A connection to the worker is open: it sends its events to this gateway."""
         ...
 
     def heard(self, worker_id: str, message: KVEvents) -> None:
-        """The worker itself said this, and it has been applied."""
+        """The worker sent this, and it has been applied."""
         ...
 
     def lost(self, worker_id: str) -> None:
-        """The worker says nothing any more."""
+        """The connection to the worker is closed."""
         ...
 
 
 Observe = Callable[[str, Sequence[KVEvent]], None]
-"""Hears of a worker's events after they have been applied."""
+"""Called with a worker's events after they have been applied."""
 
 
 class Feed:
-    """Applies every worker's events to `index`, and says what to ask a worker for when some are missing.
+    """Applies every worker's events to `index`, and requests those that are missing.
 
     `num_gaps` counts the times events of a worker were missing.
     """
@@ -86,7 +86,7 @@ class Feed:
         return Hello(gateway_id=self._gateway_id, incarnation=cursor.incarnation, next_seq=cursor.next_seq)
 
     def receive(self, worker_id: str, message: KVEvents) -> Hello | None:
-        """Applies what a worker says. Where events are missing, nothing changes and the Hello to close the gap with
+        """Applies a worker's message. Where events are missing, nothing changes and the Hello to close the gap with
         comes back, once per gap: the worker replays them or sends a snapshot, and what follows fits again."""
         news = self._cursors[worker_id].accept(message)
         if not isinstance(news, Gap):
@@ -102,7 +102,7 @@ class Feed:
         return Hello(gateway_id=self._gateway_id, incarnation=news.incarnation, next_seq=news.next_seq)
 
     def receive_shared(self, worker_id: str, message: KVEvents) -> bool:
-        """Applies what a worker said to another gateway. False, and nothing has changed, where events are missing."""
+        """Applies a worker's message to another gateway. False, and nothing has changed, where events are missing."""
         cursor = self._cursors.get(worker_id) or EventCursor()
         news = cursor.accept(message)
         if isinstance(news, Gap):
@@ -112,7 +112,7 @@ class Feed:
         return True
 
     def position(self, worker_id: str) -> tuple[int, int]:
-        """Incarnation of a worker, and number of the event that is expected next; (0, 0) when nothing was heard."""
+        """Incarnation of a worker, and number of the event that is expected next; (0, 0) before the first."""
         cursor = self._cursors.get(worker_id)
         return (cursor.incarnation, cursor.next_seq) if cursor is not None else (0, 0)
 

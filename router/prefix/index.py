@@ -1,4 +1,4 @@
-"""The seam between routing and whatever remembers which worker caches which block."""
+"""The seam between routing and the index of which worker caches which block."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PrefixIndex(Protocol):
         ...
 
     def expect(self, worker_id: str, hashes: Sequence[BlockHash], *, until: float) -> None:
-        """Counts a whole chain as on the device until then: the worker was just given this prompt and will say so
+        """Counts a whole chain as on the device until then: the worker was just given this prompt and will report it
         itself soon.
 
         A `BlockRemoved` of the device or `Cleared` of the worker ends the expectation as well.
@@ -70,14 +70,14 @@ class PrefixIndex(Protocol):
         ...
 
     def num_blocks(self, worker_id: str) -> int:
-        """Blocks the worker has said it holds, in either tier."""
+        """Blocks that the worker has reported, in either tier."""
         ...
 
     def num_on_host(self, worker_id: str) -> int:
-        """Blocks the worker has said it holds on its host, some of them on the device as well."""
+        """Blocks that the worker has reported on its host, some of them on the device as well."""
         ...
 
     def blocks(self, worker_id: str) -> tuple[BlockStored, ...]:
-        """What the worker has said it holds, as chains of one tier each, every parent before its children: applied to
-        an empty index, they say the same."""
+        """The worker's reported blocks as chains of one tier each, every parent before its children: applied to
+        an empty index, they give the same index."""
         ...

@@ -1,4 +1,4 @@
-"""The prefix index that any number of gateways share: matched in this process's memory, told to the others by Redis.
+"""The prefix index that any number of gateways share: matched in this process's memory, published through Redis.
 
     worker ══ its own stream ══▶ every gateway ──▶ its local index                 the truth, with or without Redis
                                  the one that has the worker's lease ──▶ Redis     events, and snapshots of its blocks
@@ -35,7 +35,7 @@ TICKS_A_LEASE = 3
 PAUSE_S = 0.5
 MAX_PAUSE_S = 4.0
 WARM_S = 3.0
-LEAST_BEFORE_SNAPSHOT = 4096  # blocks told since the last one
+LEAST_BEFORE_SNAPSHOT = 4096  # blocks published since the last one
 MAX_EXPECTED_WAITING = 256
 NOT_YET = "the prefix index in Redis has not been read yet"
 TROUBLES = (RedisError, OSError, TimeoutError)
@@ -44,7 +44,7 @@ UNREADABLE = (LookupError, ValueError, TypeError, ArithmeticError, AssertionErro
 
 @dataclass(slots=True)
 class Scribe:
-    """A worker that this gateway hears itself. While `writing`, `told` is what it said and Redis has not got yet;
+    """A worker with a connection to this gateway. While `writing`, `told` are its events that Redis has not got yet;
     `num_since` blocks were written after the last snapshot, when the stream had `read_then` entries behind it."""
 
     writing: bool = False
@@ -120,7 +120,7 @@ class RedisPrefixIndex:
     def blocks(self, worker_id: str) -> tuple[BlockStored, ...]:
         return self.local.blocks(worker_id)
 
-    # -- what the feed tells -------------------------------------------------------------------------------------------
+    # -- called by the feed --------------------------------------------------------------------------------------------
 
     def join(self, feed: Feed) -> None:
         self._feed = feed
@@ -147,21 +147,21 @@ class RedisPrefixIndex:
         self._scribes.pop(worker_id, None)
 
     def writes_for(self, worker_id: str) -> bool:
-        """Whether Redis has from this gateway all that the worker said, but for what is on its way."""
+        """Whether Redis has all of the worker's events from this gateway, except those on their way."""
         scribe = self._scribes.get(worker_id)
         return scribe is not None and scribe.writing and not scribe.snapshot_due
 
     # -- sharing -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        assert self._feed is not None, "somebody must be fed"
+        assert self._feed is not None, "`join` comes first"
         self._task = asyncio.create_task(self._run(), name="prefix index in Redis")
         with suppress(TimeoutError):
             async with asyncio.timeout(self.warm_s):
                 await self._warmed.wait()
 
     async def close(self) -> None:
-        """Gives its leases to whoever wants them, if Redis can be told."""
+        """Releases its leases, if Redis can be reached."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -228,7 +228,7 @@ class RedisPrefixIndex:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     async def _warm(self) -> None:
-        """Every worker's snapshot, and what was told since."""
+        """Every worker's snapshot, and the events since."""
         places = await self._store.ends()
         first = places.events
         for worker_id in await self._worker_ids():
@@ -282,7 +282,7 @@ class RedisPrefixIndex:
                     self.local.expect(entry.worker_id, entry.hashes, until=now + entry.for_s)
                 continue
             if (entry.incarnation, entry.first_seq + entry.num_events) <= self._feed.position(entry.worker_id):
-                continue  # the worker itself has said so
+                continue  # known from the worker itself
             if not self._heard_of(entry) and entry.worker_id not in self._scribes:
                 await self._load(entry.worker_id)
 
@@ -320,7 +320,7 @@ class RedisPrefixIndex:
                     await self._news.wait()
 
     async def _tick(self) -> None:
-        """Renews leases, takes those that are free, and forgets workers that nobody hears any more."""
+        """Renews leases, takes those that are free, and drops workers without a gateway."""
         self._lost.update(await self._store.renew([name for name, one in self._scribes.items() if one.writing]))
         lost, self._lost = self._lost, set()
         for worker_id in lost:
@@ -329,7 +329,7 @@ class RedisPrefixIndex:
         waiting = [name for name, scribe in self._scribes.items() if not scribe.writing]
         for worker_id, holder in (await self._store.holders(waiting)).items():
             if worker_id in lost and holder is None:
-                self._interrupted("Redis has forgotten what it was told")
+                self._interrupted("Redis has lost the published index")
             elif worker_id in lost and holder != self._store.gateway_id:
                 log.warning("%s is not written for by this gateway any more but by %s", worker_id, holder)
             if holder in (None, self._store.gateway_id):
@@ -344,7 +344,7 @@ class RedisPrefixIndex:
             scribe.writing = scribe.snapshot_due = True
 
     async def _bury(self) -> None:
-        """Removes workers that nobody has written for during a lease: their own has ended, and no successor came."""
+        """Removes workers for which no gateway has written during a lease: they are gone, and no successor came."""
         assert self._feed is not None
         now = loop_time()
         known = {*self._feed.worker_ids, *await self._worker_ids()} - self._scribes.keys()

@@ -87,8 +87,8 @@ end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventEntry:
-    """An entry of the stream of events: what `gateway` heard from a worker; decoded when it is wanted. One without
-    events says that there is a snapshot."""
+    """An entry of the stream of events: events that a worker sent to `gateway`; decoded when used. One without
+    events announces a snapshot."""
 
     gateway: str
     worker_id: str
@@ -146,7 +146,7 @@ class Store:
     # -- writing for a worker ------------------------------------------------------------------------------------------
 
     async def acquire(self, worker_id: str, incarnation: int) -> bool:
-        """Whether this gateway now writes for the worker: nobody else does, nobody has heard of a later life of it."""
+        """Whether this gateway now writes for the worker: no other gateway does, or knows a later life of it."""
         keys = (self._lease(worker_id), self._blocks(worker_id))
         return bool(await self._client.eval(ACQUIRE, 2, *keys, self.gateway_id, _sortable(incarnation), self._lease_ms))
 
@@ -193,7 +193,7 @@ class Store:
         return dict(zip(worker_ids, named, strict=True))
 
     async def snapshot(self, worker_id: str) -> tuple[KVEvents, str] | None:
-        """A worker's blocks, and where in the stream what it said later begins."""
+        """A worker's blocks, and the position in the stream from which later events follow."""
         found: dict[bytes, bytes] = await self._client.hgetall(self._blocks(worker_id))
         if not found:
             return None
@@ -206,7 +206,7 @@ class Store:
         return snapshot, found[b"position"].decode()
 
     async def tidy(self, worker_id: str) -> None:
-        """Forgets a worker that nobody writes for."""
+        """Drops a worker for which no gateway writes."""
         keys = (self._lease(worker_id), self._blocks(worker_id), self.root + "workers")
         await self._client.eval(TIDY, 3, *keys, worker_id)
 

@@ -62,7 +62,10 @@ class RedisUrl:
         told: dict[str, Any] = {
             name: value for name, value in self.options.items() if not name.startswith("sentinel_")
         } | {"username": self.username, "password": self.password, "socket_timeout": timeout_s}
-        told |= {"socket_connect_timeout": timeout_s, "retry": Retry(NoBackoff(), 0)}  # who calls has a loop of its own
+        told |= {
+            "socket_connect_timeout": timeout_s,
+            "retry": Retry(NoBackoff(), 0),
+        }  # the caller has a loop of its own
         if self.kind == "cluster":
             nodes = [ClusterNode(host, port) for host, port in self.hosts]
             return RedisCluster(startup_nodes=nodes, ssl=self.tls, **told)
@@ -72,7 +75,7 @@ class RedisUrl:
                 for name, value in self.options.items()
                 if name.startswith("sentinel_")
             } | {name: value for name, value in told.items() if name.startswith(("ssl", "socket"))}
-            make: Any = Sentinel  # redis-py does not say its types
+            make: Any = Sentinel  # redis-py has no types here
             sentinel = make(self.hosts, sentinel_kwargs={"ssl": self.tls, **watch}, ssl=self.tls, **told)
             client: Redis = sentinel.master_for(self.service, db=self.db)
             return client
@@ -133,7 +136,7 @@ def _hosts(told: str, kind: str, setting: str) -> tuple[tuple[str, int], ...]:
         hosts.append((host, port))
     if len(hosts) > 1 and not kind:
         raise Misconfigured(
-            f"{setting}: {len(hosts)} hosts: one server has one; for more, say redis+sentinel or redis+cluster",
+            f"{setting}: {len(hosts)} hosts: one server has one host; for several, write redis+sentinel:// or redis+cluster://",
             param=setting,
         )
     return tuple(hosts)

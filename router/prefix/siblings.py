@@ -25,7 +25,7 @@ from router.replicas.peers import expectations_socket
 
 log = logging.getLogger("baton.router")
 
-MAX_BLOCKS = 4096  # of a prompt that siblings are told of: 64 kB
+MAX_BLOCKS = 4096  # of a prompt, published to siblings: 64 kB
 _HEAD = struct.Struct("!dH")
 _MAX_BYTES = _HEAD.size + 2**16 + MAX_BLOCKS * BLOCK_HASH_BYTES
 
@@ -86,7 +86,7 @@ class SiblingPrefixIndex:
         self._datagrams.close()
 
     def join(self, feed: Feed) -> None:
-        """Events need no help: every process hears every worker."""
+        """Events are not published: every process has its own connection to every worker."""
 
     def met(self, worker_id: str) -> None: ...
 

@@ -50,7 +50,7 @@ _FUNCTIONS: Functions = {
 
 
 class TablePrefixIndex:
-    """`PrefixIndex` for up to 4,096 workers. Raises Internal where there is no compiler: ask `compiled` before."""
+    """`PrefixIndex` for up to 4,096 workers. Raises Internal where there is no compiler: check `compiled` before."""
 
     def __init__(self) -> None:
         library = compiled()

@@ -1,1 +1,1 @@
-"""Gateway processes behind one port, and what they tell each other."""
+"""Gateway processes behind one port, and their messages to each other."""

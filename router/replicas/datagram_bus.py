@@ -1,4 +1,4 @@
-"""What gateway processes behind one port tell each other over Unix sockets: datagrams, and nobody waits for anybody.
+"""Messages between gateway processes behind one port: datagrams over Unix sockets; sending never waits.
 
 One that finds no room waits in a short line; one that finds nobody is lost.
 """
@@ -19,7 +19,7 @@ AT_ONCE = 64  # read in one turn of the event loop
 
 class DatagramBus:
     """Those of process `number`, whose socket is at that place of `paths`: `start` and `close` it on its event loop.
-    `hear` is given what siblings say, of at most `max_bytes`."""
+    `hear` is called with siblings' messages of at most `max_bytes`."""
 
     def __init__(self, paths: Sequence[str], number: int, *, max_bytes: int, hear: Callable[[bytes], None]) -> None:
         self._path = paths[number]
@@ -30,7 +30,7 @@ class DatagramBus:
 
     @property
     def num_dropped(self) -> int:
-        """Could not be told to one of them."""
+        """Messages that could not be sent."""
         return sum(way.num_dropped for way in self._ways)
 
     def send(self, told: bytes) -> None:
@@ -56,7 +56,7 @@ class DatagramBus:
 
 
 class DatagramPeer:
-    """To one sibling, whatever life it is in."""
+    """To one sibling, across its restarts."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -91,7 +91,7 @@ class DatagramPeer:
             asyncio.get_running_loop().remove_writer(self._end)
 
     def _try(self, told: bytes) -> bool:
-        """False when there is no room now. What a sibling that is gone is told is lost."""
+        """False when there is no room now. Messages to a sibling that is gone are lost."""
         for _ in range(2):  # the second time to its next life
             try:
                 self._end = self._end or _connected(self._path)

@@ -1,5 +1,5 @@
-"""What gateway processes behind one port tell each other of the work that they have just given to workers, and of
-workers that failed what they were given.
+"""Gateway processes behind one port publish to each other the work that they have just given to workers, and failures
+of workers.
 
     decided ─▶ a datagram to each sibling ─▶ counts as routed there, until the worker's own load shows it
     failed ──▶ a datagram to each sibling ─▶ counts for a while as failed there, with all that failed here in a row

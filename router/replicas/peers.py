@@ -1,4 +1,4 @@
-"""The other gateway processes behind the same port: who they are, and what they say to a question about all of them.
+"""The other gateway processes behind the same port: their addresses, and their answers to questions about all of them.
 
     client ── GET /admin/requests/r ──▶ process 1: not mine ══ Unix sockets ══▶ processes 0 and 2: mine ──▶ one answer
 
@@ -26,7 +26,7 @@ _PASSED_ON = ("authorization", "accept")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessStatus:
-    """A gateway process as its supervisor sees it. `reason` tells why it is not ready; `pid` is 0 of one that waits to
+    """A gateway process as its supervisor sees it. `reason` is why it is not ready; `pid` is 0 of one that waits to
     be started again."""
 
     number: int
@@ -65,7 +65,7 @@ class Siblings:
 
     async def ask(self, request: Request) -> Mapping[int, Any]:
         """What each sibling answers to the same GET, from JSON, by its number: without those that know nothing of it
-        (404), and those that do not answer in time. Empty where a sibling asks."""
+        (404), and those that do not answer in time. Empty for a sibling's request."""
         if self.alone or from_sibling(request):
             return {}
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")

@@ -23,7 +23,7 @@ _NONE: Mapping[BlockHash, float] = {}
 
 
 class EvictionLog:
-    """Blocks that workers said they removed from a tier, with the time they said so: `capacity` of them. Those of a
+    """The last `capacity` blocks that workers removed from a tier, with the time of the event. Those of a
     worker that has removed none for longest, such as one that has left, are forgotten first."""
 
     def __init__(self, capacity: int = MAX_LOSSES) -> None:
@@ -128,7 +128,8 @@ def explain(record: RequestTrace, records: RequestTraces, evictions: EvictionLog
 
 def _not_read() -> MissReason:
     return MissReason(
-        reason=MissKind.NOT_READ, explanation="the prompt has not been read yet: no worker has said what it found"
+        reason=MissKind.NOT_READ,
+        explanation="the prompt has not been computed yet: no worker has reported its cache hits",
     )
 
 
@@ -242,7 +243,7 @@ def _eviction(
 def _history(
     record: RequestTrace, choice: DecisionRecord, found: int, records: RequestTraces, evictions: EvictionLog
 ) -> Iterator[MissReason]:
-    """What earlier requests tell of the block."""
+    """Reasons from earlier requests with the block."""
     nearest, common = _nearest(record, records)
     if nearest is not None and common > found and nearest.choices:
         yield _had_before(nearest, choice, found, record.chain[found], evictions)
@@ -286,7 +287,7 @@ def _had_before(
         return MissReason(
             reason=MissKind.READ_ELSEWHERE, explanation=explanation, worker=where, request=name, ago_s=ago_s
         )
-    explanation = f"request {name} had it {ago_s:.1f} s before on the same worker, which has not said that it cached it"
+    explanation = f"request {name} had it {ago_s:.1f} s before on the same worker, which has not reported it as cached"
     return MissReason(reason=MissKind.EVENTS_BEHIND, explanation=explanation, worker=where, request=name, ago_s=ago_s)
 
 

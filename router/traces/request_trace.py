@@ -1,4 +1,4 @@
-"""What became of recent requests, for whoever asks: every decision with all its costs, and a timeline. Bounded.
+"""Recent requests for `baton why` and /admin: every decision with all its costs, and a timeline. Bounded.
 
 face: open ──▶ Record ◀── note, chose, took, end: the dispatcher, as it goes
                  └─▶ Records.find, Records.recent: /admin/requests
@@ -102,7 +102,7 @@ class Timestamps:
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestTrace:
     """One job's story, written by the event loop it runs on. `chain` has the hashes of its prompt's full blocks, empty
-    where they are not kept any more; `opening` tells what the first block says whatever the tenant's salt."""
+    where they are not kept any more; `opening` is the hash of the first block without the tenant's salt."""
 
     job: Job  # without its prompt once it has ended
     received_s: float
@@ -175,7 +175,7 @@ class RequestTrace:
 
 
 class RequestTraces:
-    """The last `capacity` requests. A request is known by the name its client was told (`x-baton-request-id`), by the
+    """The last `capacity` requests. A request is known by its client's name for it (`x-baton-request-id`), by the
     name of its answer, and by that of each of its jobs."""
 
     def __init__(self, capacity: int = 1024) -> None:
@@ -198,7 +198,7 @@ class RequestTraces:
                 self._forget(self._ring.popleft())
 
     def close(self, jobs: Iterable[Job], error: BaseException | None) -> None:
-        """Nobody waits for these any more: those without an end have this one."""
+        """Ends these jobs, unless they have ended."""
         outcome, message = _outcome(error)
         for job in jobs:
             if (record := self._record(job)) is not None:

@@ -148,7 +148,7 @@ async def test_a_cluster_that_cannot_serve_says_why() -> None:
 
 
 async def test_who_was_told_to_leave_is_not_called_lost_and_a_pool_without_workers_is_named() -> None:
-    reason = "as it was told to; its successor is due"
+    reason = "drained; its successor is due"
     fleet = Crew(Worker(worker_id="prefill-0", state="left", reason=reason, info=PREFILL))
     async with (
         serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url,

@@ -156,14 +156,14 @@ async def test_a_worker_that_was_told_to_leave_is_not_called_lost(
             await cluster.fleet.drain("c0")
         member, now = cluster.fleet.member("c0"), asyncio.get_running_loop().time()
         assert not member.enter(WorkerState.LOST, "Connection refused", now=now), "nothing new"
-    assert reason(cluster, "c0") == "as it was told to; its successor is due"
+    assert reason(cluster, "c0") == "drained; its successor is due"
     told = [record.getMessage() for record in caplog.records]
-    assert sum("has left, as it was told to" in line for line in told) == 1
+    assert sum("has drained and left" in line for line in told) == 1
     assert not any("is lost" in line for line in told)
     for later_s in (600.0, 900.0):
         member.enter(WorkerState.LOST, "Connection refused", now=now + later_s)
         assert member.state is WorkerState.LOST
-        assert member.reason == "it left as it was told to, and no successor has come for 10 minutes"
+        assert member.reason == "it has drained, and no successor has come for 10 minutes"
 
 
 async def test_that_a_worker_is_lost_is_told_once(
