@@ -39,7 +39,7 @@ class CanaryOutcome(StrEnum):
 
 
 def by_one_worker(policy: Policy) -> Policy:
-    """The policy's choice of a worker, which reads the prompt itself."""
+    """The policy's choice of a worker, which serves both halves."""
 
     def decide(view: RequestView, candidates: CandidateTable) -> Decision:
         return replace(policy(view, candidates.decode_pool), prefill=None)

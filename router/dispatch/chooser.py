@@ -28,24 +28,24 @@ from router.traces.cache_misses import EvictionLog
 from router.traces.request_trace import DecisionRecord, RequestTrace, RequestTraces
 from router.traces.shadow import ShadowPolicy
 
-LEAST_TOKENS = 4  # of an answer whose pace is worth learning from
+LEAST_TOKENS = 4  # of an answer from whose pace the predictor learns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """What is known of routing beyond the present: the records, what caches have lost, policies that only watch."""
+    """What a router keeps of its decisions: traces of requests, evictions, and shadow policies."""
 
     records: RequestTraces = field(default_factory=RequestTraces)
     evictions: EvictionLog = field(default_factory=EvictionLog)
     shadows: tuple[ShadowPolicy, ...] = ()
 
     def observe(self, worker_id: str, events: Sequence[KVEvent]) -> None:
-        """For the feed of the index to call."""
+        """Called by the feed of the index."""
         self.evictions.observe(worker_id, events, loop_time())
 
 
 def routing_of(config: RouterConfig) -> Routing:
-    """Raises Misconfigured for a policy that does not exist, in the shadow, too."""
+    """Raises Misconfigured for a policy that does not exist, also for a shadow policy."""
     check_names(config)
     shadows = tuple(ShadowPolicy(name, policy_of(config, name)) for name in shadow_names(config))
     return Routing(records=RequestTraces(config.decision_history_size), shadows=shadows)
@@ -114,7 +114,7 @@ class Chooser:
     # -- what came of it -----------------------------------------------------------------------------------------------
 
     def took(self, record: RequestTrace, num_tokens: int, num_cached_tokens: int) -> None:
-        """Tokens went to the client; the first of them teach how fast prompts are read."""
+        """Tokens went to the client; the first of them show how fast prompts are computed."""
         now = loop_time()
         first = record.timestamps.first_s is None
         record.took(num_tokens, num_cached_tokens, now)
@@ -148,7 +148,7 @@ class Chooser:
         )
 
     def ended(self, record: RequestTrace, outcome: str, message: str = "") -> None:
-        """The last word on a job. The pace of an answer teaches, unless it was written in several places."""
+        """The end of a job. The predictor learns from the pace of its answer, unless several workers decoded it."""
         now, timestamps = loop_time(), record.timestamps
         record.end(outcome, now, message)
         since = timestamps.arrived_s if timestamps.arrived_s is not None else timestamps.first_s

@@ -212,7 +212,7 @@ class Dispatcher:
             )
 
     def _elsewhere(self, job_state: JobState, besides: Member) -> Member:
-        """Where a sequence that is written by a worker had better go on. Raises NoWorkers."""
+        """The worker to which a sequence migrates from `besides`. Raises NoWorkers."""
         decode_workers = self._candidates(job_state).decode_pool
         candidates = decode_workers.besides((besides.worker_id,))
         if besides.worker_id in candidates.workers.places or not len(candidates):
@@ -235,7 +235,7 @@ class Dispatcher:
     async def _single_worker(
         self, job_state: JobState, attempt: Attempt, worker: Member
     ) -> AsyncGenerator[SequenceUpdate, None]:
-        """One worker reads the prompt and writes the answer."""
+        """One worker computes the prompt and decodes the answer."""
         request_id = attempt.request_id
         finished = False
         try:
@@ -255,7 +255,7 @@ class Dispatcher:
     async def _disaggregated(
         self, job_state: JobState, attempt: Attempt, prefill: Member, decode: Member
     ) -> AsyncGenerator[SequenceUpdate, None]:
-        """Prefill reads the prompt and makes the first token, decode the rest, with the KV that prefill pushes."""
+        """Prefill computes the prompt and the first token, decode the rest, with the KV that prefill pushes."""
         request_id = attempt.request_id
         answer: Updates | None = None
         arrived = finished = False
@@ -388,8 +388,8 @@ class Dispatcher:
 
 
 class LeaseRenewal:
-    """Keeps a reservation while its prefix is fetched, and its prompt waits and is read, however long that takes, until
-    `end`. What the prompt is read with, as soon as there is that, fails with TransferFailed when a renewal does."""
+    """Renews a reservation until `end`: while its prefix is fetched and its prompt waits and is computed. When a
+    renewal fails, the attached updates of the prefill fail with TransferFailed."""
 
     def __init__(self, asked: ReserveRequest, decode: Member, lease_s: float) -> None:
         self._reading: Updates | None = None

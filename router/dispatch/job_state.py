@@ -83,7 +83,7 @@ class JobState:
         self._num_tokens_at_failure = len(self.output_ids)
 
     def next_attempt(self) -> tuple[str, int]:
-        """The `next_id` of an attempt, which reads the prompt from its start."""
+        """The `next_id` of an attempt, which computes the prompt from its start."""
         self._num_attempts += 1
         self._num_heard = 0
         return self.next_id()
@@ -96,7 +96,7 @@ class JobState:
 
     def know_cached(self, num_tokens: int) -> None:
         """So many tokens were cached somewhere when the first attempt was decided. What an attempt that failed has left
-        behind is nobody's gain: the client is told of no more than these."""
+        behind is not a gain: the client is told of no more than these."""
         if self._num_cached is None:
             self._num_cached = num_tokens
 

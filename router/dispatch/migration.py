@@ -1,4 +1,4 @@
-"""Moves running sequences away from workers that drain, with their KV, while their clients go on reading.
+"""Moves running sequences away from workers that drain, with their KV, without a gap for their clients.
 
     tokens of a ──▶ a drains: b reserves room, a pushes while it goes on ──▶ a: MOVED ──▶ b goes on ──▶ tokens of b
                              └── no worker has room, or a lane fails: it stays on a, until another try after a pause
@@ -32,7 +32,7 @@ MAX_MOVES_AT_ONCE = 8  # from one worker: the fewer, the sooner each of them is 
 PAUSE_S = 0.5
 
 Choose = Callable[[JobState, Member], Member]
-"""Where a sequence that a worker writes had better go on. Raises NoWorkers when there is no other."""
+"""The worker to which a sequence migrates. Raises NoWorkers when there is no other."""
 
 RestOn = Callable[[Sequence[Member]], None]
 """Called with the workers that a sequence needs after a migration: later failures are theirs."""

@@ -200,7 +200,7 @@ class Fleet:
         return self._table.loads()
 
     def overhead_s(self) -> float:
-        """What lately came to every first token, besides the reading of its prompt; 0 while that is not known."""
+        """What every first token took lately besides its prefill; 0 while unknown."""
         now, roles = loop_time(), dict.fromkeys(self.loads().prompt_pool.workers.roles)
         return min((self.predictor.overhead_s(role, now=now) for role in roles), default=0.0)
 
@@ -294,11 +294,11 @@ class Fleet:
             )
             self.totals[member.role].num_pauses += 1
 
-    def count_read(self, reader: Member, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """A prompt has been read: so much of it came from the reader's cache."""
-        if reader.role is not None:
-            self.totals[reader.role].num_prompt_tokens += num_prompt_tokens
-            self.totals[reader.role].num_cached_tokens += num_cached_tokens
+    def count_read(self, prefill_worker: Member, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A prompt has been computed, but for the cached tokens."""
+        if prefill_worker.role is not None:
+            self.totals[prefill_worker.role].num_prompt_tokens += num_prompt_tokens
+            self.totals[prefill_worker.role].num_cached_tokens += num_cached_tokens
 
     # -- keeping in touch ----------------------------------------------------------------------------------------------
 

@@ -23,8 +23,8 @@ GAUGES: tuple[tuple[str, str, Callable[[WorkerLoad], float]], ...] = (
 )  # fmt: skip
 
 COUNTERS: tuple[tuple[str, str, Callable[[PoolTotals], float]], ...] = (
-    ("prompt_tokens", "Prompt tokens of jobs read in this pool", lambda totals: totals.num_prompt_tokens),
-    ("prefix_hit_tokens", "Of those, found in the reader's prefix cache", lambda totals: totals.num_cached_tokens),
+    ("prompt_tokens", "Prompt tokens of jobs that this pool computed", lambda totals: totals.num_prompt_tokens),
+    ("prefix_hit_tokens", "Of those, found in its prefix cache", lambda totals: totals.num_cached_tokens),
     ("transfer_bytes", "KV bytes sent or received", lambda totals: totals.transfer_bytes),
     ("transfer_seconds", "Seconds KV spent on its way", lambda totals: totals.transfer_s),
     (

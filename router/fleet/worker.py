@@ -151,7 +151,7 @@ class Member:
     # -- work under way ------------------------------------------------------------------------------------------------
 
     def route(self, request_id: str, num_tokens: int, num_blocks: int = 0) -> None:
-        """A decision sent a request here, with so many tokens to read. Counted until the worker's load shows it."""
+        """A decision sent a request here, with so many tokens to prefill. Counted until the worker's load shows it."""
         self._routed[request_id] = RoutedWork(num_tokens, num_blocks)
         self.changed()
 

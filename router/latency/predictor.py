@@ -290,8 +290,7 @@ class Predictor:
         )
 
     def overhead_s(self, role: WorkerRole, *, now: float) -> float:
-        """What no first token of such workers has come without lately, though they were idle, besides the reading; 0
-        while it is unknown."""
+        """What every first token took lately on idle workers of that role, besides its prefill; 0 while unknown."""
         return self._overheads[role].at(now)
 
     @property
@@ -310,7 +309,7 @@ class Predictor:
         }
 
     def routed(self, worker_id: str, role: WorkerRole, num_tokens: int, *, beside: int, now: float) -> None:
-        """A worker was given a request of which it reads so many tokens, beside so many that are there."""
+        """A worker was given a request with `num_tokens` to prefill, `beside` so many requests."""
         self._recent[role].give(worker_id, num_tokens + self._slowed_tokens(role, beside), now=now)
         self._changed[worker_id] = None
 
@@ -319,7 +318,7 @@ class Predictor:
     def saw_first_token(
         self, worker_id: str, role: WorkerRole, *, num_tokens: float, seconds: float, now: float, on_idle: bool = False
     ) -> None:
-        """A first token came so long after its decision; until then the worker had so many tokens to read. `on_idle`:
+        """A first token came `seconds` after its decision; the worker had `num_tokens` to prefill before it. `on_idle`:
         it had no other request when it was given this one."""
         pool = self._pools[role][0]
         if (prior := self._prior_of(worker_id)) is not None:
@@ -335,7 +334,7 @@ class Predictor:
     def saw_answer(
         self, worker_id: str, role: WorkerRole, *, num_sequences: float, num_tokens: int, seconds: float, now: float
     ) -> None:
-        """The tokens of an answer, written among so many sequences, were so many seconds apart."""
+        """The tokens of an answer, decoded among so many sequences, were `seconds` apart."""
         pool = self._pools[role][1]
         if (prior := self._prior_of(worker_id)) is not None:
             pace = self._step.setdefault(worker_id, SlowdownFactor())
@@ -345,7 +344,7 @@ class Predictor:
         self.answer_tokens += (num_tokens - self.answer_tokens) / HALF_COUNT
 
     def saw_transfer(self, prefill_id: str, decode_id: str, *, num_bytes: float, seconds: float, now: float) -> None:
-        """An answer was held up by so much, for KV of so many bytes."""
+        """An answer waited `seconds` for KV of `num_bytes`."""
         if self._prior_of(prefill_id) is not None and (known := self._prior_of(decode_id)) is not None:
             prior = known.transfer
             lane = self._fits_of_lanes.setdefault(prefill_id, {}).setdefault(decode_id, LinearFit())
@@ -377,13 +376,13 @@ class Predictor:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _slowed_tokens(self, role: WorkerRole, beside: int) -> float:
-        """How many tokens could be read in the time that one more answer costs those beside it. Who reads and writes
-        may be busy with prompts that it has cached; what a lone conversation finds on an idle worker costs nobody."""
-        reading, stepping = self._pools[role]
-        each_s = reading.line(PREFILL).each_s
+        """The prompt tokens that could be computed in the time that one more answer costs those beside it. 0 where
+        prefill and decode have workers of their own: only a colocated worker's answers slow down its prefill."""
+        prefill, step = self._pools[role]
+        each_s = prefill.line(PREFILL).each_s
         if role is not WorkerRole.COLOCATED or not each_s:
             return 0.0
-        return self.answer_tokens * stepping.line(STEP).each_s * beside / each_s
+        return self.answer_tokens * step.line(STEP).each_s * beside / each_s
 
     def _offer(self, workers: WorkerSet, priors: Floats) -> None:
         if workers is not self._offered[0]:

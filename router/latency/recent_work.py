@@ -1,4 +1,4 @@
-"""How much work the workers of one pool were given lately, so that it can be kept even. Pure: time is an argument."""
+"""The work that each worker of a pool was given lately, by which `slo` keeps it even. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 from router.policies.slo import GUARD
 
 RECENT_S = 300.0  # after which work counts half
-RECENT_EACH = 80  # or after so many newer requests for each worker: the busier a pool, the sooner it is even again
+RECENT_EACH = 80  # or after this many newer requests for each worker: a busy pool is even again sooner
 
 
 class RecentWork:
-    """Work is in tokens to be read. Its clock counts halvings: time makes it go on, and so does each request."""
+    """Work is in prompt tokens. The clock counts halvings: it advances with time and with each request."""
 
     def __init__(self) -> None:
-        self._given: dict[str, tuple[float, float]] = {}  # work, and when it counted as much
+        self._given: dict[str, tuple[float, float]] = {}  # work, as of which time of the clock
         self._halvings = 0.0
         self._now = 0.0
 
@@ -29,9 +29,9 @@ class RecentWork:
         self._given[worker_id] = (before * kept(self._halvings - at) + work, self._halvings)
 
     def of(self, worker_id: str, *, now: float) -> tuple[float, float]:
-        """A worker's, and at which time of the clock it counted as much. A newcomer counts as if it had had so much
-        less than the others that these are `GUARD` above their mean: it is not owed what they did before it came, and
-        what they have cached does not keep everything away from it."""
+        """A worker's work, and the time of the clock as of which it is. A new worker starts with a share of the mean
+        work, so that the pool does not send everything to it; the others are then `GUARD` above the mean, so that their
+        caches do not keep all requests away from it."""
         if worker_id not in self._given:
             at = self.clock(now)
             others = [work * kept(at - was) for work, was in self._given.values()]
@@ -45,18 +45,18 @@ class RecentWork:
 
 
 def whole(work: float, at: float) -> tuple[float, float]:
-    """The same work as of the last whole halving: what is left of it at any time is then a power of two, and a factor
-    that is the same for all (`since_whole`)."""
+    """The same work as of the last whole halving. What is left of it at any time is then a power of two times a factor
+    that all workers share (`since_whole`)."""
     before = math.floor(at)
     return work / kept(at - before), float(before)
 
 
 def since_whole(clock: float) -> tuple[float, int]:
-    """What is left of work as of the last whole halving, and which one that was."""
+    """The share that is left of work as of the last whole halving, and the number of that halving."""
     before = math.floor(clock)
     return kept(clock - before), before
 
 
 def kept(halvings: float) -> float:
-    """What is left of one after so many of them."""
+    """The share that is left after so many halvings."""
     return float(0.5**halvings)

@@ -6,12 +6,12 @@ import math
 
 
 class TtftOverhead:
-    """The least that lately came to a first token on an idle worker beside the reading of its prompt: steps, calls, the
-    gateway itself. It is not known (0) before `ENOUGH` observations; it rises when so many of two periods say so.
+    """The least that a first token on an idle worker took lately besides its prefill: steps, calls, the gateway itself.
+    Unknown (0) before `ENOUGH` observations; it rises after as many in two periods.
 
-    For every two periods without any it becomes less by half: what was far from possible is not let through at once
-    because nobody has asked, and what was refused, which is never observed, is tried again. Another reader may be
-    faster: once one has come or left nothing is known.
+    It is halved for every two periods without observations: refused requests are never observed, so that a limit that
+    was refused is tried again some time later. Another prefill worker may be faster: it is unknown again once one has
+    come or gone.
     """
 
     PERIOD_S = 60.0
@@ -19,7 +19,7 @@ class TtftOverhead:
     KEPT = 0.5
 
     def __init__(self) -> None:
-        self._readers: dict[str, None] = {}
+        self._workers: dict[str, None] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -29,14 +29,14 @@ class TtftOverhead:
         self._since_s = self._last_s = 0.0
 
     def add(self, worker_id: str) -> None:
-        """One of those that read, perhaps a new one."""
-        if worker_id not in self._readers:
-            self._readers[worker_id] = None
+        """A worker of the pool, perhaps a new one."""
+        if worker_id not in self._workers:
+            self._workers[worker_id] = None
             self._reset()
 
     def drop(self, worker_id: str) -> None:
-        if worker_id in self._readers:
-            del self._readers[worker_id]
+        if worker_id in self._workers:
+            del self._workers[worker_id]
             self._reset()
 
     def observe(self, seconds: float, *, reading_s: float, now: float) -> None:

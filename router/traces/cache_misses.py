@@ -67,7 +67,7 @@ class EvictionLog:
 
 
 class MissKind(StrEnum):
-    NOT_READ = "not read yet"
+    NOT_COMPUTED = "not computed yet"
     NOT_KEPT = "not kept"
     NOTHING_MISSING = "nothing missing"
     SHORT = "shorter than a block"
@@ -76,7 +76,7 @@ class MissKind(StrEnum):
     ELSEWHERE = "cached elsewhere"
     EVICTED = "evicted"
     CLEARED = "cleared"
-    READ_ELSEWHERE = "read elsewhere"
+    COMPUTED_ELSEWHERE = "computed elsewhere"
     OTHER_SALT = "other salt"
     NEVER_STORED = "never stored"
 
@@ -96,7 +96,7 @@ class MissReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMissReport:
-    """The prompt of one job against the cache of the worker that read it. Blocks are full ones; the first that was
+    """The prompt of one job against the cache of the worker that computed it. Blocks are full ones; the first that was
     missing is number `num_found`. Of those expected some were in host memory. `findings` has the most telling reason
     first."""
 
@@ -122,13 +122,13 @@ def explain(record: RequestTrace, records: RequestTraces, evictions: EvictionLog
         num_expected=prefill_worker.num_cached_tokens // block_size,
         num_expected_on_host=-(-prefill_worker.num_host_tokens // block_size),
         num_found=found,
-        findings=tuple(_findings(record, choice, found, records, evictions)) if read else (_not_read(),),
+        findings=tuple(_findings(record, choice, found, records, evictions)) if read else (_not_computed(),),
     )
 
 
-def _not_read() -> MissReason:
+def _not_computed() -> MissReason:
     return MissReason(
-        reason=MissKind.NOT_READ,
+        reason=MissKind.NOT_COMPUTED,
         explanation="the prompt has not been computed yet: no worker has reported its cache hits",
     )
 
@@ -192,7 +192,7 @@ def _behind(choice: DecisionRecord, found: int) -> Iterator[MissReason]:
 
 
 def _elsewhere(choice: DecisionRecord, found: int) -> Iterator[MissReason]:
-    """A candidate that might have read the prompt and had more of it."""
+    """A candidate of the same pool that had more of the prompt."""
     prefill_worker, size = choice.prefill_worker, choice.view.block_size
     rivals = [
         one
@@ -269,23 +269,24 @@ def _history(
 def _had_before(
     nearest: RequestTrace, choice: DecisionRecord, found: int, block: BlockHash, evictions: EvictionLog
 ) -> MissReason:
-    """An earlier request had the block: where it was read, and what happened there."""
+    """An earlier request had the block: the worker that computed it, and what happened there."""
     name, where, then = nearest.job.group_id, nearest.reading.prefill_worker.worker_id, nearest.received_s
     ago_s = choice.at_s - then
     if removals := evictions.removals(where, block, before=choice.at_s):
         gone = _when(removals, choice.at_s)
-        explanation = f"request {name} had it read on {where} {ago_s:.1f} s before, and {where} evicted it {gone}"
+        explanation = f"request {name} had it computed on {where} {ago_s:.1f} s before, and {where} evicted it {gone}"
         return _eviction(explanation, removals, choice.at_s, where, name)
     if (at_s := evictions.cleared_s(where, since=then, before=choice.at_s)) is not None:
         gone_s = choice.at_s - at_s
-        explanation = f"request {name} had it read on {where}, which has forgotten its cache or begun a new life since"
+        explanation = (
+            f"request {name} had it computed on {where}, which has forgotten its cache or begun a new life since"
+        )
         return MissReason(reason=MissKind.CLEARED, explanation=explanation, worker=where, request=name, ago_s=gone_s)
     if where != choice.prefill_worker.worker_id:
-        explanation = (
-            f"request {name} had it read on {where} {ago_s:.1f} s before, this one on {choice.prefill_worker.worker_id}"
-        )
+        here = choice.prefill_worker.worker_id
+        explanation = f"request {name} had it computed on {where} {ago_s:.1f} s before, this one on {here}"
         return MissReason(
-            reason=MissKind.READ_ELSEWHERE, explanation=explanation, worker=where, request=name, ago_s=ago_s
+            reason=MissKind.COMPUTED_ELSEWHERE, explanation=explanation, worker=where, request=name, ago_s=ago_s
         )
     explanation = f"request {name} had it {ago_s:.1f} s before on the same worker, which has not reported it as cached"
     return MissReason(reason=MissKind.EVENTS_BEHIND, explanation=explanation, worker=where, request=name, ago_s=ago_s)

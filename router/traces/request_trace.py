@@ -36,7 +36,7 @@ class EventKind(StrEnum):
     RESERVED = "blocks reserved"
     SUBMITTED = "prompt sent"
     FIRST_TOKEN = "first token"
-    PREFILLED = "prompt read"
+    PREFILLED = "prompt computed"
     KV_ARRIVED = "KV arrived"
     PULLED = "prefix pulled"
     MOVED = "moved with its KV"
@@ -101,8 +101,8 @@ class Timestamps:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestTrace:
-    """One job's story, written by the event loop it runs on. `chain` has the hashes of its prompt's full blocks, empty
-    where they are not kept any more; `opening` is the hash of the first block without the tenant's salt."""
+    """One job's events and decisions, written by the event loop it runs on. `chain` has the hashes of its prompt's full
+    blocks, empty where they are not kept any more; `opening` is the hash of the first block without a salt."""
 
     job: Job  # without its prompt once it has ended
     received_s: float
@@ -149,7 +149,7 @@ class RequestTrace:
         timestamps.num_tokens += num_tokens
 
     def prefilled(self, now: float) -> None:
-        """The prompt has been read; its KV is on its way."""
+        """The prompt has been computed; its KV is on its way."""
         self.timestamps.prefilled_s = now
         self.note(EventKind.PREFILLED, now)
 

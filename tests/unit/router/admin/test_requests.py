@@ -30,8 +30,8 @@ async def test_a_request_tells_its_candidates_costs_choice_and_story(make: Calla
     assert choice["measured"]["ttft_s"] - choice["expected"]["ttft_s"] == choice["measured"]["ttft_error_s"]
     story = [event["what"] for event in job["timeline"]]
     assert story == [
-        "received", "admitted", "decided", "blocks reserved", "prompt sent", "prompt read", "first token", "KV arrived",
-        "last token", "ended",
+        "received", "admitted", "decided", "blocks reserved", "prompt sent", "prompt computed", "first token",
+        "KV arrived", "last token", "ended",
     ]  # fmt: skip
     assert [event["at_s"] for event in job["timeline"]] == sorted(event["at_s"] for event in job["timeline"])
 

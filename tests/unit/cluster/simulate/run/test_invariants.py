@@ -282,8 +282,8 @@ def test_answers_that_wait_for_each_others_blocks_for_ever_are_found(monkeypatch
 
 
 def test_a_trial_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = having("a trial", 9, PoisonRequests, "leave", matters=lambda _, suspicion: suspicion.batch is not None)
-    monkeypatch.setattr(PoisonRequests, "leave", lambda *_: None)
+    seed = having("a trial", 9, PoisonRequests, "drop", matters=lambda _, suspicion: suspicion.batch is not None)
+    monkeypatch.setattr(PoisonRequests, "drop", lambda *_: None)
     assert "jobs are still tried" in broken_trial(seed)
 
 
