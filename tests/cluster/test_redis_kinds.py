@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 
 from kvtransfer.hashing import chain_hashes
 from protos.values import BlockStored, KVEvents
-from router.prefix.redis_store import Store, StreamPositions
+from router.prefix.redis_store import EventEntry, PromptEntry, Store, StreamPositions
 from router.prefix.redis_url import parse
 from tests.cluster.redis_server import RedisServer
 
@@ -48,7 +48,7 @@ async def everything_works(url: str) -> None:
         assert found is not None
         assert found[0].events == TOLD.events
         entries = await one.read(StreamPositions(), wait=True)
-        assert [type(entry).__name__ for entry in entries] == ["Told", "Told", "Expected"]
+        assert [type(entry) for entry in entries] == [EventEntry, EventEntry, PromptEntry]
         assert (await one.ends()).events != "0-0"
         await one.release("w")
         await one.tidy("w")

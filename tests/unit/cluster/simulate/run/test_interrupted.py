@@ -102,9 +102,9 @@ def test_a_sweep_that_is_interrupted_tells_what_is_done(tmp_path: Path, monkeypa
 TERMINATED = """
 import os, signal
 from cluster.cli.main import main
-from cluster.simulate.world.event_log import Chronicle
+from cluster.simulate.world.event_log import SimulationLog
 
-note, left = Chronicle.note, [20]
+note, left = SimulationLog.note, [20]
 
 def note_and_end(event_log, told, subject, **facts):
     note(event_log, told, subject, **facts)
@@ -112,7 +112,7 @@ def note_and_end(event_log, told, subject, **facts):
     if not left[0]:
         os.kill(os.getpid(), signal.SIGTERM)
 
-Chronicle.note = note_and_end
+SimulationLog.note = note_and_end
 main()
 """
 
