@@ -52,6 +52,17 @@ def _what_is_logged() -> Iterator[None]:
     ours.setLevel(level)
 
 
+@pytest.fixture(autouse=True)
+def _signal_handlers() -> Iterator[None]:
+    """A command that a test calls installs handlers of signals, and a closed uvloop loop leaves them: Ctrl-C would
+    not reach the tests after it."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler and handler is not None:
+            signal.signal(number, handler)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the gpu tests on a machine without one; pytest's summary line counts them as deselected."""
     if HAS_GPU:

@@ -116,7 +116,9 @@ class Deployed:
         """Asks again and again; fails when it does not come true in time."""
         deadline = time.monotonic() + timeout_s
         while not holds():
-            assert time.monotonic() < deadline, f"it did not come true within {timeout_s} s:\n{self.log}"
+            assert time.monotonic() < deadline, (
+                f"it did not come true within {timeout_s} s; running: {self.processes()}\n{self.log}"
+            )
 
     def metric(self, name: str, pool: str) -> float:
         told = httpx.get(f"{self.url}/metrics", timeout=10.0).text

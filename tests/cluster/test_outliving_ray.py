@@ -194,7 +194,7 @@ def test_a_worker_that_is_killed_after_all_that_is_started_again(cluster: Deploy
 def test_a_killed_cluster_leaves_nothing(cluster: Deployed) -> None:
     """The last of this file: workers, supervisor and Ray end with the process that has started it all."""
     os.kill(cluster.process.pid, signal.SIGKILL)
-    cluster.wait_until(lambda: cluster.processes() == {}, timeout_s=20.0)
+    cluster.wait_until(lambda: cluster.processes() == {}, timeout_s=HEALED_S)
 
 
 def kill(cluster: Deployed, kind: str, workers: Mapping[str, int], chance: random.Random) -> int:
