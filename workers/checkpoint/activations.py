@@ -1,0 +1,59 @@
+"""How a checkpoint rounds the inputs of its quantised products, where it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+_LARGEST = {"int8": 127.0, "fp8": 448.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationRounding:
+    """Inputs become levels times a scale: of each token (`group` None), of each `group` inputs of a token, or one
+    static `scale` with a `zero`. With tensor parallelism a rank scales its own share of a token's inputs.
+
+    A dynamic scale is the largest magnitude / 127 for int8 (compressed-tensors divides by 127.5, vLLM's kernels by 127)
+    and / 448 for fp8. Inputs of at least `outliers_from` stay as they are (LLM.int8(): here of each row alone, so that
+    an answer does not depend on its batch).
+    """
+
+    levels: Literal["int8", "fp8"]
+    group: int | None = None
+    scale: float | None = None
+    zero: int = 0
+    outliers_from: float | None = None
+
+    def rounded(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Levels [T, I] and scales [T, 1], or [T, I] where groups have their own; float32. The input is their product,
+        outliers apart, whose levels are zero."""
+        x_TI = x_TI.float()
+        if self.outliers_from is not None:
+            x_TI = torch.where(x_TI.abs() < self.outliers_from, x_TI, 0.0)
+        if self.scale is not None:
+            scale = torch.full((x_TI.shape[0], 1), self.scale, device=x_TI.device)
+        elif self.group is None:
+            scale = self._scales(x_TI.abs().amax(dim=1, keepdim=True))
+        else:
+            groups = torch.split(x_TI.abs(), self.group, dim=1)
+            scale = torch.cat([self._scales(part.amax(1, keepdim=True)).expand_as(part) for part in groups], dim=1)
+        return self._levels(x_TI / scale), scale
+
+    def outliers(self, x_TI: torch.Tensor) -> torch.Tensor | None:
+        """Inputs that are multiplied unrounded, zero elsewhere; None where there are none."""
+        if self.outliers_from is None:
+            return None
+        found = torch.where(x_TI.abs() >= self.outliers_from, x_TI, 0.0)
+        return found if found.any() else None
+
+    def _scales(self, largest: torch.Tensor) -> torch.Tensor:
+        scale = largest / _LARGEST[self.levels]
+        return torch.where(scale > 0, scale, 1.0)
+
+    def _levels(self, x_TI: torch.Tensor) -> torch.Tensor:
+        if self.levels == "fp8":
+            return x_TI.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float()
+        least = -128 if self.scale is not None else -127
+        return (x_TI.round() + self.zero).clamp(least, 127) - self.zero
