@@ -35,7 +35,7 @@ from router.openai.models import model_list, one_model
 from router.openai.tokens import detokenize, tokenize
 from router.openapi import describe
 from router.replicas.merged_metrics import Merged, families_of
-from router.replicas.peers import from_sibling
+from router.replicas.peers import from_other_process
 from router.text.chat_template import ROLES
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -67,7 +67,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         )
 
     def document() -> dict[str, Any]:
-        roster = gateway.reception.roster
+        roster = gateway.access.roster
         return described(not roster.is_open, bool(roster.admin_keys))
 
     app.openapi = document  # type: ignore[method-assign]  # FastAPI's own way of changing it
@@ -79,7 +79,7 @@ def _layers(gateway: Gateway) -> list[Middleware]:
     layers = [
         Middleware(RequestId),
         Middleware(HeadLimit, max_bytes=MAX_HEAD_BYTES),
-        Middleware(Authenticate, reception=gateway.reception),
+        Middleware(Authenticate, access=gateway.access),
         Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s),
     ]
     if gateway.cors_origins:
@@ -147,10 +147,10 @@ def _operating_routes(app: FastAPI, gateway: Gateway) -> None:
 
     async def metrics(request: Request) -> Response:
         registry = gateway.metrics.registry
-        if from_sibling(request):
+        if from_other_process(request):
             return json_response(families_of(registry))
-        if not gateway.siblings.alone:
-            told = {gateway.siblings.number: families_of(registry), **await gateway.siblings.ask(request)}
+        if not gateway.processes.alone:
+            told = {gateway.processes.number: families_of(registry), **await gateway.processes.ask(request)}
             registry = CollectorRegistry()
             registry.register(Merged(told))
         encode, content_type = choose_encoder(request.headers.get("accept", ""))

@@ -22,7 +22,6 @@ from router.fleet.channels import OpenChannel, open_channel
 from router.fleet.fleet import Fleet
 from router.fleet.metrics import FleetCollector
 from router.latency.metrics import PredictionCollector
-from router.policies.base import Policy
 from router.policies.registry import policy_of
 from router.prefix.feed import Peers
 from router.prefix.index import PrefixIndex
@@ -39,10 +38,6 @@ class Router:
     dispatcher: Dispatcher
     canary: Canary
     admission: Admission
-
-    def dispatcher_by(self, policy: Policy) -> Dispatcher:
-        """A dispatcher over the same fleet that decides by another policy, with records of its own."""
-        return Dispatcher(fleet=self.fleet, policy=policy, config=self.config, routing=Routing())
 
     async def close(self) -> None:
         await self.canary.close()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protos.errors import InvalidRequest, UnknownModel
-from router.auth.auth import Reception
+from router.auth.auth import AccessControl
 from router.config import RouterConfig
 from router.dispatch.chooser import Routing
 from router.grammar.checker import GrammarChecks
@@ -19,7 +19,7 @@ from router.http.pace import Pace
 from router.http.sse import SseWriter
 from router.jobs import FleetView, Generate
 from router.metrics import RequestMetrics, Track
-from router.replicas.peers import Siblings
+from router.replicas.peers import PeerProcesses
 from router.streaming.token_sink import TokenSink, compiled
 from router.text.chat_template import ChatTemplate, Message
 from router.text.model_card import ModelCard
@@ -42,10 +42,10 @@ class Gateway:
     generate: Generate
     fleet: FleetView
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    reception: Reception = field(default_factory=Reception)
+    access: AccessControl = field(default_factory=AccessControl)
     routing: Routing = field(default_factory=Routing)
     pace: Pace = field(default_factory=Pace)
-    siblings: Siblings = field(default_factory=Siblings)
+    processes: PeerProcesses = field(default_factory=PeerProcesses)
     max_body_bytes: int = 16 * 2**20
     body_timeout_s: float = 60.0
     keep_alive_s: float = 15.0
@@ -59,7 +59,7 @@ class Gateway:
 
     def ready(self) -> bool:
         """Would a request be served, whichever process gets it?"""
-        return self.siblings.settled and self.fleet.ready()
+        return self.processes.settled and self.fleet.ready()
 
     def _sinks(self, ask: TextRequest, track: Track, writer: SseWriter | None) -> Sequence[TokenSink]:
         if compiled() is None:
@@ -157,10 +157,10 @@ class Gateway:
         """The ask's pieces as they come, measured, counted in `tally` and put to its tenant's account. Of an answer
         that `is_plain` only the text is of interest: a `TokenSink` takes what it can, and writes it by the `writer`
         ahead of the pieces, if there is one. Closing it early closes every job. Raises RateLimited."""
-        reception, pace, counted = self.reception, self.pace, tally or UsageCounter(ask)
+        access, pace, counted = self.access, self.pace, tally or UsageCounter(ask)
         sinks = self._sinks(ask, track, writer) if is_plain and not ask.silent else []
         track.tenant = ask.tenant.name
-        async with reception.present(ask.tenant, ask.request_id, sum(map(len, ask.prompts))):
+        async with access.present(ask.tenant, ask.request_id, sum(map(len, ask.prompts))):
             self.routing.records.open(ask.jobs)
             error: BaseException | None = None
             try:
@@ -169,7 +169,7 @@ class Gateway:
                         async for piece in pieces:
                             track.saw(piece)
                             counted.add(piece)
-                            reception.wrote(ask.tenant, piece.num_tokens)
+                            access.wrote(ask.tenant, piece.num_tokens)
                             yield piece
                             if pace.gap_s and not sinks:  # else the sinks see to it
                                 await asyncio.sleep(pace.gap_s)
@@ -181,7 +181,7 @@ class Gateway:
                 usage = counted.usage()
                 track.used(usage)
                 if usage.completion_tokens:
-                    reception.served(
+                    access.served(
                         ask.tenant,
                         num_prompt=usage.prompt_tokens,
                         num_cached=usage.cached_tokens,
@@ -195,9 +195,9 @@ def open_gateway(
     generate: Generate,
     fleet: FleetView,
     metrics: RequestMetrics | None = None,
-    reception: Reception | None = None,
+    access: AccessControl | None = None,
     routing: Routing | None = None,
-    siblings: Siblings | None = None,
+    processes: PeerProcesses | None = None,
     max_model_len: int | None = None,
 ) -> Gateway:
     """Reads tokenizer, chat template and defaults from the checkpoint. Raises Misconfigured."""
@@ -215,9 +215,9 @@ def open_gateway(
         generate=generate,
         fleet=fleet,
         metrics=metrics or RequestMetrics(),
-        reception=reception or Reception(),
+        access=access or AccessControl(),
         routing=routing or Routing(),
-        siblings=siblings or Siblings(),
+        processes=processes or PeerProcesses(),
         max_body_bytes=config.http.max_body_bytes,
         body_timeout_s=config.http.body_timeout_s,
         keep_alive_s=config.http.keep_alive_s,

@@ -18,13 +18,13 @@ MAX_STEPS_IN_FLIGHT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """What bounds a step and who has a seat in it."""
+    """Bounds of a step and of the batch."""
 
     max_num_batched_tokens: int = setting(2048, "Tokens of one step.", least=1)
-    max_num_seqs: int = setting(64, "Sequences that a step computes; more take turns.", least=1)
+    max_num_seqs: int = setting(64, "Sequences in a step; more share time slices.", least=1)
     prefill_chunk: int = setting(512, "Tokens of one prompt in a step.", unit="tokens", least=1)
     max_waiting: int = setting(1024, "Requests that have not begun; more are refused.", least=1)
-    time_slice_s: float = setting(10.0, "Turn of a sequence where more than max_num_seqs have begun.", above=0)
+    time_slice_s: float = setting(10.0, "Time slice of a sequence while more than max_num_seqs have begun.", above=0)
 
     def step_limits(self) -> dict[str, Any]:
         """Of the same values, for another configuration that has them."""
@@ -48,7 +48,7 @@ class WorkerConfig(StepLimits):
     The KV cache has `num_blocks` blocks, by default as many as fit into `memory_fraction` of a GPU's memory, model and
     activations included (0.9), or of the RAM free at the start, the cache alone (0.2: workers share a host).
     On a CPU host tier and cache are the same memory, and a larger cache serves better.
-    A sequence that gives up its seat keeps its KV.
+    A sequence that is paused for another one's time slice keeps its KV.
     """
 
     model: str = field(metadata={"help": "Folder of a Hugging Face checkpoint.", "unit": "path"})

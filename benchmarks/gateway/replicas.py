@@ -34,11 +34,11 @@ from router.policies.registry import policy_of
 from router.policies.table import Candidate, CandidateTable
 from router.prefix.feed import Feed, Peers
 from router.prefix.index import PrefixIndex
+from router.prefix.multiprocess import MultiprocessPrefixIndex
 from router.prefix.redis import RedisPrefixIndex
 from router.prefix.redis_store import Store
 from router.prefix.redis_url import parse
 from router.prefix.registry import local_index
-from router.prefix.siblings import SiblingPrefixIndex
 from workers.kv.blocks import BlockPool
 
 BLOCK_SIZE = 16
@@ -184,7 +184,7 @@ async def hit_rate(
 
 def _index(url: str, number: int, count: int, seed: int, folder: Path | None) -> tuple[PrefixIndex, Peers | None]:
     if folder is not None:
-        near = SiblingPrefixIndex(local_index(), folder=folder, number=number, count=count)
+        near = MultiprocessPrefixIndex(local_index(), folder=folder, number=number, count=count)
         return near, near
     gateway_id = f"g{number}"
     if not url:

@@ -161,10 +161,10 @@ MUTANTS = (
         new="        known = job_state.token_ids  # of the last",
     ),
     Mutant(
-        name="off by one: a batch has a seat too many",
+        name="off by one: a batch has a sequence too many",
         module="workers.scheduling.scheduler",
-        old="        return len(self._running) + self.onloads.num_seats < self.config.max_num_seqs\n",
-        new="        return len(self._running) + self.onloads.num_seats <= self.config.max_num_seqs\n",
+        old="        return len(self._running) + self.onloads.num_batch_slots < self.config.max_num_seqs\n",
+        new="        return len(self._running) + self.onloads.num_batch_slots <= self.config.max_num_seqs\n",
     ),
     # -- cached tokens and tenants -------------------------------------------------------------------------------------
     Mutant(

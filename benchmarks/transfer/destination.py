@@ -123,9 +123,9 @@ def _told(parent: Connection) -> Iterator[None]:
 
 
 def _receive_raw(parent: Connection, order: Order) -> None:
-    board = RendezvousServer("127.0.0.1", key=RAW_KEY)
-    parent.send(board.port)
-    group, store = raw_group(board.port, 1, order.device)
+    server = RendezvousServer("127.0.0.1", key=RAW_KEY)
+    parent.send(server.port)
+    group, store = raw_group(server.port, 1, order.device)
     buffer_B = torch.zeros(max(map(max, order.rounds)), dtype=torch.uint8, device=order.device)
     for sizes in order.rounds:
         with _told(parent):
@@ -133,7 +133,7 @@ def _receive_raw(parent: Connection, order: Order) -> None:
                 move_raw(group.recv, buffer_B[:size], 0)
     del group
     store.close()
-    board.close()
+    server.close()
 
 
 def _receive_lanes(parent: Connection, order: Order) -> None:

@@ -1,1 +1,1 @@
-"""The load client: asks any OpenAI-compatible server for completions and measures what its users would feel."""
+"""The load client: sends completions to any OpenAI-compatible server and measures what its users would notice."""

@@ -1,4 +1,5 @@
-"""Asks one completion of an OpenAI-compatible server and notes what came when; finds out first what it understands."""
+"""Sends one completion request to an OpenAI-compatible server and records its events; first tries which extensions the
+server supports."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ REFUSED = (400, 404, 415, 422, 501)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """What is asked beyond OpenAI's own parameters, each given up when the server refuses it.
+    """Parameters beyond OpenAI's own. Each is dropped when the server refuses it.
 
-    Without `prompt_ids` prompts are words, and their lengths approximate; without `ignore_eos` answers may be shorter;
-    without `return_token_ids` an event counts as one token until the usage, without which it remains so, says more.
+    Without `prompt_ids` prompts are words, and their lengths approximate. Without `ignore_eos` answers may be shorter.
+    Without `return_token_ids` an event counts as one token until the server sends its usage.
     """
 
     return_token_ids: bool = True
@@ -38,8 +39,8 @@ class Dialect:
 
 
 class CompletionClient:
-    """`temperature` 0 unless told otherwise; `further` parameters go into every request. `clock` and `start_s` give a
-    record its seconds."""
+    """`temperature` defaults to 0; `further` parameters go into every request. A record's seconds are `clock` less
+    `start_s`."""
 
     def __init__(
         self,
@@ -65,10 +66,10 @@ class CompletionClient:
         self.dialect = dialect or Dialect()
 
     async def learn(self, num_prompt: int) -> None:
-        """Sends a small request, giving up whatever the server refuses. It warms up the way there, too.
+        """Sends a small request and drops each extension that the server refuses. It also warms up the server.
 
-        Raises InvalidRequest with the server's words when it refuses the plainest of requests, Unavailable when it
-        gives no answer.
+        Raises InvalidRequest with the server's message if it refuses even a plain request, Unavailable if it does not
+        answer.
         """
         probe = WorkloadItem(index=0, spans=(PrefixSpan(key=(2, 0), num_tokens=num_prompt),), num_output=2)
         while True:
@@ -84,7 +85,7 @@ class CompletionClient:
             self.dialect = replace(self.dialect, **{(named or left)[0]: False})
 
     def prepare(self, item: WorkloadItem) -> bytes:
-        """The request as it goes over the wire, made before its time has come."""
+        """The request's bytes, prepared before it is due."""
         dialect = self.dialect
         body = dict(self._sampling, max_tokens=item.num_output)
         body["prompt"] = self._prompts.ids(item.spans) if dialect.prompt_ids else self._prompts.text(item.spans)
@@ -98,7 +99,7 @@ class CompletionClient:
         return b"%s%d\r\n\r\n%s" % (self._head, len(encoded), encoded)
 
     async def ask(self, item: WorkloadItem, request: bytes, *, start_s: float) -> RequestRecord:
-        """Never raises but for being cancelled: what went wrong is in the record."""
+        """Raises only when cancelled: an error is stored in the record."""
         answer = _Answer()
         sent_s: float | None = None
         connection: Connection | None = None
@@ -143,7 +144,7 @@ _SPELLED = {
 
 
 class _Answer:
-    """What has come of an answer so far."""
+    """The part of an answer that has arrived."""
 
     def __init__(self) -> None:
         self.arrivals: list[float] = []
@@ -151,14 +152,14 @@ class _Answer:
         self.num_cached: int | None = None
         self.ended = False
         self._finished = False
-        self._num_told: int | None = None
+        self._num_reported: int | None = None
         self._num_ids = 0
         self._error: tuple[str, str] | None = None
 
     @property
     def num_output(self) -> int:
-        """The server's count; before it, or without it, ours."""
-        return self._num_told if self._num_told is not None else self._num_ids or len(self.arrivals)
+        """The server's token count, or the client's own while the server has sent none."""
+        return self._num_reported if self._num_reported is not None else self._num_ids or len(self.arrivals)
 
     def receive(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":
@@ -178,18 +179,18 @@ class _Answer:
     def _take(self, choice: Mapping[str, Any], now: float) -> None:
         ids = choice.get("token_ids")
         self._finished = self._finished or bool(choice.get("finish_reason"))
-        if ids is None or ids:  # an event that says it has no tokens is none of theirs
+        if ids is None or ids:  # an event with an empty list of tokens counts none
             self.arrivals.append(now)
             self._num_ids += len(ids or ())
 
     def _count(self, usage: Mapping[str, Any]) -> None:
         self.num_prompt = usage.get("prompt_tokens", self.num_prompt)
-        self._num_told = usage.get("completion_tokens", self._num_told)
+        self._num_reported = usage.get("completion_tokens", self._num_reported)
         details = usage.get("prompt_tokens_details") or {}
         self.num_cached = details.get("cached_tokens", self.num_cached)
 
     def outcome(self, reply: HttpReply) -> tuple[str, str]:
-        """Error code and message, both "" for a whole answer."""
+        """Error code and message, both "" for a complete answer."""
         if reply.status != 200:
             return _refusal(reply)
         if self._error is not None:
@@ -200,18 +201,18 @@ class _Answer:
 
 
 def _refusal(reply: HttpReply) -> tuple[str, str]:
-    told = bytes(reply.body).decode("utf-8", "replace")
+    message = bytes(reply.body).decode("utf-8", "replace")
     code = f"http_{reply.status}"
     try:
         error = orjson.loads(reply.body)["error"]
-        code, told = str(error.get("code") or code), str(error["message"])
+        code, message = str(error.get("code") or code), str(error["message"])
     except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
         pass
-    return code, f"HTTP {reply.status}: {told[:500]}"
+    return code, f"HTTP {reply.status}: {message[:500]}"
 
 
 def _head(endpoint: HttpEndpoint, api_key: str) -> bytes:
-    """All of a request up to the value of its last header, Content-Length."""
+    """The request's bytes up to the value of its last header, Content-Length."""
     host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
     lines = [
         f"POST {endpoint.path}/v1/completions HTTP/1.1",

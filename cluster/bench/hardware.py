@@ -1,4 +1,4 @@
-"""What a figure was measured with: without it, a figure says nothing."""
+"""The hardware that a figure was measured on; it is stored with every report."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _gpus() -> tuple[str, ...]:
         return ()
     query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
-    return tuple(line.strip() for line in told.splitlines() if line.strip())
+    return tuple(line.strip() for line in output.splitlines() if line.strip())

@@ -1,6 +1,6 @@
-"""A lean HTTP/1.1 client for streams: an event is timed when its bytes arrive, not when a task gets to look at them.
+"""A small HTTP/1.1 client for streams. It timestamps an event when its bytes arrive, not when a task resumes.
 
-General clients spend more on a chunk than the server does, and two cores are often shared with it.
+General clients spend more CPU on a chunk than the server does, and often share two cores with it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from cluster.cli.admin_client import root_of
 
 MAX_ERROR_BYTES = 65536
 MAX_IDLE_S = 2.0
-"""Servers close idle connections, after 5 s at the earliest; one that does so just now would fail a request."""
+"""Idle connections are closed after this time. Servers close theirs after 5 s or more, and a request sent at that
+moment would fail."""
 
 _RETRY_AFTER = {b"retry-after": 1.0, b"retry-after-ms": 0.001}
 
 OnEvent = Callable[[bytes, float], None]
-"""Is given an event's data and when it came."""
+"""Called with an event's data and its arrival time."""
 
 
 class Opener(Protocol):
@@ -59,7 +60,8 @@ class HttpEndpoint:
 
 @dataclass(slots=True)
 class HttpReply:
-    """`status` and, unless it was 200, the beginning of the body. `retry_after_s` is when to come again, if it said."""
+    """`status`, and the beginning of the body unless the status is 200. `retry_after_s` is from the Retry-After
+    header."""
 
     status: int = 0
     body: bytearray = field(default_factory=bytearray)
@@ -81,7 +83,7 @@ class Connection(asyncio.Protocol):
         self.reusable = True
 
     def send(self, request: bytes, on_event: OnEvent) -> asyncio.Future[HttpReply]:
-        """Done when the answer has ended; fails with ConnectionError or httptools' error when it breaks off."""
+        """Resolves when the answer has ended; fails with ConnectionError or httptools' error if it is cut off."""
         assert self._transport is not None
         assert self._done is None, "the last answer has not ended"
         self._parser = httptools.HttpResponseParser(self)
@@ -92,7 +94,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def busy(self) -> bool:
-        """An answer has not ended."""
+        """True while an answer is incomplete."""
         return self._done is not None
 
     def abort(self) -> None:
@@ -100,13 +102,13 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # -- asyncio's calls -----------------------------------------------------------------------------------------------
+    # -- called by asyncio ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none by name
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from asyncio's
 
     def data_received(self, data: bytes) -> None:
-        if self._done is None:  # the server speaks out of turn
+        if self._done is None:  # the server sent data without a request
             self.abort()
             return
         self._now = self._clock()
@@ -120,13 +122,13 @@ class Connection(asyncio.Protocol):
         self.reusable = False
         self._end(ConnectionResetError(f"the server closed the connection{f': {exc}' if exc else ''}"))
 
-    # -- the parser's calls --------------------------------------------------------------------------------------------
+    # -- called by the parser ------------------------------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
         unit_s = _RETRY_AFTER.get(name.lower())
-        if unit_s is not None and value.isdigit() and len(value) < 16:  # else a date, or no time anybody waits
-            told = int(value) * unit_s
-            self._reply.retry_after_s = min(told, self._reply.retry_after_s or told)  # whole seconds are rounded up
+        if unit_s is not None and value.isdigit() and len(value) < 16:  # a date, or longer than a client would wait
+            wait_s = int(value) * unit_s
+            self._reply.retry_after_s = min(wait_s, self._reply.retry_after_s or wait_s)  # whole seconds are rounded up
 
     def on_headers_complete(self) -> None:
         self._reply.status = self._parser.get_status_code()
@@ -157,7 +159,7 @@ class Connection(asyncio.Protocol):
 
 
 class Connections:
-    """As many as there are requests at once: none waits for another's. Idle ones are used again."""
+    """Opens a connection for each request that runs at the same time; reuses idle ones."""
 
     def __init__(self, open_one: Opener, clock: Callable[[], float]) -> None:
         self._open = open_one
@@ -174,7 +176,7 @@ class Connections:
         return await self._open(lambda: Connection(self._clock))
 
     def give_back(self, connection: Connection) -> None:
-        """One in the middle of an answer is closed, which tells the server to stop."""
+        """Closes a connection whose answer is incomplete, so that the server stops generating."""
         if connection.reusable and not connection.busy:
             self._idle.append((connection, self._clock()))
         else:

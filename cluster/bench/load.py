@@ -1,6 +1,6 @@
-"""Sends requests when their time has come (open loop) or when one has ended (closed loop), a task for each.
+"""Sends each request in a task of its own, at its due time (open loop) or when another one has ended (closed loop).
 
-An open loop never waits for answers: a slow server meets the same load as a fast one.
+An open loop never waits for answers: a slow server gets the same load as a fast one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cluster.bench.workload import WorkloadItem
 
 
 class LoadClient(Protocol):
-    """`prepare` is called ahead of time; `ask` never raises but for being cancelled."""
+    """`prepare` is called ahead of the due time; `ask` raises only when cancelled."""
 
     def prepare(self, item: WorkloadItem) -> bytes: ...
 
@@ -24,7 +24,7 @@ class LoadClient(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgress:
-    """What has happened so far; `last` is the record that has just been made, if any."""
+    """Progress of a run; `last` is the newest record, if there is one."""
 
     num_sent: int
     num_ended: int
@@ -38,9 +38,10 @@ async def run_load(
     concurrency: int | None = None,
     tell: Callable[[LoadProgress], None] = lambda _: None,
 ) -> list[RequestRecord]:
-    """Records in the order of items. `concurrency` bounds the requests at once; None: only arrivals matter.
+    """Returns records in the order of items. `concurrency` bounds concurrent requests; None: only due times matter.
 
-    Cancelled, it ends what runs and returns the records there are: a long run can be stopped and still be read.
+    When cancelled, it cancels the running requests and returns the records so far, so that a long run can be stopped
+    early.
     """
     return await _Run(client, concurrency, tell).through(items)
 
@@ -71,7 +72,7 @@ class _Run:
         request = self._client.prepare(item)
         if self._room is not None:
             await self._room.acquire()
-        # Even when it is late: answers that have come must be read before more is asked.
+        # Yields even when late: answers that have arrived are processed before the next request is sent.
         await asyncio.sleep(0 if item.due_s is None else max(0.0, self._start_s + item.due_s - self._loop.time()))
         group.create_task(self._one(item, request))
         self._num_sent += 1

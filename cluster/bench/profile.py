@@ -1,9 +1,8 @@
-"""`baton bench --profile`: what the workers did meanwhile, as a Chrome trace (chrome://tracing, ui.perfetto.dev).
+"""`baton bench --profile`: the workers' steps during the run as a Chrome trace (chrome://tracing, ui.perfetto.dev).
 
-a process a worker    threads: engine (tick, plan, launch, fetch, apply, tell; KV gather, KV scatter), device,
-                      event loop (send, encode), one for each lane ("KV to decode-0", "KV from prefill-0")
-                      counters: rows and tokens of each step
-a process of requests from sent to the last token, with a mark at the first
+a process per worker  threads: engine (tick, plan, launch, fetch, apply, tell; KV gather, KV scatter), device, event
+loop (send, encode), one for each lane ("KV to decode-0", "KV from prefill-0") counters: rows and tokens of each step
+one more process      requests from sent to the last token, with a mark at the first
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from protos.errors import Misconfigured
 from protos.hints import unusable
 
 Mark = Callable[[Sequence[RequestRecord], float], None]
-"""Told what became of the requests, and when their time began in seconds since 1970."""
+"""Called with the requests' outcomes and the start of their clock in seconds since 1970."""
 Event = dict[str, Any]
 
 _THREADS = ("engine", "device", "event loop")
@@ -34,10 +33,10 @@ _LANES = {"KV send": "KV to", "KV receive": "KV from"}
 
 @contextmanager
 def profiling(path: Path | None, url: str, api_key: str) -> Iterator[Mark]:
-    """Workers record while this is open, and the file is written when it closes; without a path nothing happens.
+    """Records the workers' steps while open, and writes the file when it closes. Without a path it does nothing.
 
-    Raises Misconfigured when the file cannot be written, Unauthenticated or Forbidden without an administrator's key,
-    Unavailable when nobody answers, NotFound where the server is no Baton gateway.
+    Raises Misconfigured if the file cannot be written, Unauthenticated or Forbidden without an administrator's key,
+    Unavailable if the server does not answer, NotFound if it is no Baton gateway.
     """
     requests: list[Event] = []
     if path is None:
@@ -56,8 +55,8 @@ def profiling(path: Path | None, url: str, api_key: str) -> Iterator[Mark]:
 
 
 def chrome_trace(workers: Sequence[Mapping[str, Any]], requests: Sequence[Event] = ()) -> dict[str, Any]:
-    """The trace's JSON object, from what /admin/profile tells of each worker and events with `ts` in seconds since
-    1970. Times of the trace are microseconds since the first event."""
+    """The trace as a JSON object, from the workers' answers to /admin/profile and from events with `ts` in seconds
+    since 1970. Times in the trace are microseconds since the first event."""
     known = [(one["worker_id"], one["profile"]) for one in workers if one["profile"] is not None]
     starts = [span["start_s"] + profile["wall_offset_s"] for _, profile in known for span in profile["spans"]]
     origin_s = min([*starts, *(event["ts"] for event in requests)], default=0.0)
@@ -75,8 +74,8 @@ def chrome_trace(workers: Sequence[Mapping[str, Any]], requests: Sequence[Event]
 
 
 class _LaneRows:
-    """Where the spans of lanes go. Pieces from several ranks come at the same time: spans that overlap get rows of
-    their own, for a viewer draws only what lies within or beside one another."""
+    """Assigns rows to the spans of lanes. Chunks of several ranks overlap in time; a viewer draws only spans that nest
+    or follow one another, so overlapping spans get rows of their own."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[str, int], float] = {}
@@ -98,7 +97,7 @@ class _LaneRows:
 
 
 def _steps(span: Mapping[str, Any], pid: int, shift_s: float, rows: _LaneRows) -> Iterator[Event]:
-    """A span, and, of the device's, how much was in the step: 0 once it is over."""
+    """A span; for a span of the device also the step's rows and tokens, 0 once it is over."""
     start, end = _micros(span["start_s"] + shift_s), _micros(span["start_s"] + span["duration_s"] + shift_s)
     args = {name: span[name] for name in _TOLD if span.get(name)}
     if span.get("kv"):
@@ -117,19 +116,19 @@ def _described(kv: Mapping[str, Any]) -> Mapping[str, Any]:
         first, count = kv[f"first_{what}"], kv[f"num_{what}s"]
         return str(first) if count == 1 else f"{first}-{first + count - 1}"
 
-    told = {"peer": kv["peer"], "ticket": kv["ticket_id"], "blocks": of("block"), "layers": of("layer")}
+    args = {"peer": kv["peer"], "ticket": kv["ticket_id"], "blocks": of("block"), "layers": of("layer")}
     hidden = {"hidden_ms": round(kv["hidden_s"] * 1000, 3)} if kv["hidden_s"] else {}
-    return told | {"bytes": kv["num_bytes"]} | hidden
+    return args | {"bytes": kv["num_bytes"]} | hidden
 
 
 def _requests(records: Sequence[RequestRecord], start_s: float) -> Iterator[Event]:
-    """Of each request that got tokens: its begin, its first token, its end."""
+    """Spans of the requests that got tokens: start, first token, end."""
     for record in records:
         if record.sent_s is None or not record.arrivals_s:
             continue
         event = {"name": f"request {record.index}", "cat": "request", "id": record.index, "pid": 0, "tid": 0}
-        asked = {"prompt_tokens": record.num_prompt, "output_tokens": record.num_output, "error": record.error}
-        yield event | {"ph": "b", "ts": start_s + record.sent_s, "args": asked}
+        args = {"prompt_tokens": record.num_prompt, "output_tokens": record.num_output, "error": record.error}
+        yield event | {"ph": "b", "ts": start_s + record.sent_s, "args": args}
         yield event | {"name": "first token", "ph": "n", "ts": start_s + record.arrivals_s[0]}
         yield event | {"ph": "e", "ts": start_s + record.arrivals_s[-1]}
 
@@ -162,15 +161,15 @@ def _say_missing(workers: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _say_hidden(workers: Sequence[Mapping[str, Any]]) -> None:
-    """What part of the time that KV travelled was hidden behind the prompts' computation."""
+    """The share of KV transfer time that was hidden behind the prompts' computation."""
     spans = [span for one in workers if one["profile"] is not None for span in one["profile"]["spans"]]
     sent = [span for span in spans if span["name"] == "KV send"]
     travelled_s = sum(span["duration_s"] for span in sent)
     if travelled_s > 0:
         num_bytes = sum(span["kv"]["num_bytes"] for span in sent)
         hidden = sum(span["kv"]["hidden_s"] for span in sent) / travelled_s
-        told = f"KV: {num_bytes / 1e6:,.1f} MB in {travelled_s * 1000:,.1f} ms on lanes, {hidden:.0%} of it"
-        Console(stderr=True, soft_wrap=True).print(f"{told} while its prompt was still computed", highlight=False)
+        summary = f"KV: {num_bytes / 1e6:,.1f} MB in {travelled_s * 1000:,.1f} ms on lanes, {hidden:.0%} of it"
+        Console(stderr=True, soft_wrap=True).print(f"{summary} while its prompt was still computed", highlight=False)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Tokens for spans, the same for the same seed on every machine; and words for servers that take no token ids."""
+"""Token ids for spans, equal for equal seeds on every machine; and words for servers that take no token ids."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ WORDS = (
 
 
 class Prompts:
-    """`vocab_size` ids there are, if known; the outer tenths, where special tokens live, are left out. Prompts are made
-    of at most `num_ids` of the others."""
+    """Draws from `vocab_size` token ids, if known, without the first and last tenth, where special tokens are. Prompts
+    use at most `num_ids` of the rest."""
 
     def __init__(self, *, seed: int, vocab_size: int | None, num_ids: int | None = None) -> None:
         size = vocab_size or MIN_VOCAB
         self._low, self._high = size // 10, size - size // 10
         if num_ids is not None:
             self._high = min(self._high, self._low + num_ids)
-        self._ids = np.arange(self._low, self._high).astype(object)  # prompts share these numbers, not copies of them
+        self._ids = np.arange(self._low, self._high).astype(object)  # shared by all prompts
         self._seed = seed
-        self._stream = lru_cache(maxsize=4096)(self._draw)  # a trace's shared blocks come again and again
+        self._stream = lru_cache(maxsize=4096)(self._draw)  # caches the tokens of a trace's shared blocks
 
     def ids(self, spans: Sequence[PrefixSpan]) -> list[int]:
         found: list[int] = []
@@ -38,11 +38,11 @@ class Prompts:
         return found
 
     def text(self, spans: Sequence[PrefixSpan]) -> str:
-        """A common word a token, which is about a token a word."""
+        """One common word for each token; most tokenizers make about one token of it."""
         return " ".join(WORDS[token % len(WORDS)] for token in self.ids(spans))
 
     def _draw(self, key: Key, num_tokens: int) -> list[int]:
-        # Philox's stream is part of numpy's promise of stability, unlike that of default_rng.
+        # numpy guarantees that Philox's stream is stable, unlike that of default_rng.
         bits = np.random.Philox(np.random.SeedSequence((self._seed, *key)))
         places = (bits.random_raw(num_tokens) % np.uint64(self._high - self._low)).view(np.int64)
         found: list[int] = self._ids.take(places).tolist()

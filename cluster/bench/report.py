@@ -1,10 +1,10 @@
-"""From what was seen of each request to the figures of a run: pure arithmetic over values, no clock of its own.
+"""Computes the figures of a run from its records: pure arithmetic, no clock.
 
     sent          first token      ...      last token
       ├── TTFT ──────┤├─ITL─┤├─ITL─┤├─ITL─┤      TPOT = (last - first) / (n - 1)
       └──────────────────── E2E ───────────┘
 
-docs/benchmarking.md has the definitions in words.
+docs/benchmarking.md defines them in words.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from protos.errors import Misconfigured
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request. Seconds are since the start of the run, by a clock that never goes back.
+    """The record of one request. Seconds are since the start of the run, by a monotonic clock.
 
-    `due_s` is when it should have been sent (None where nothing said when), `sent_s` when it was: None if it never
-    came to that. `arrivals_s` has the arrival of each event that brought tokens. `num_cached` is None where the server
-    does not tell. `status` is HTTP's, 0 where none came. `error` is "" for a whole answer, else a stable code.
-    `retry_after_s` is what whoever refused it said, None if nothing; `ended_s` when the last word had come.
+    - `due_s`: when it should have been sent; None in a closed loop
+    - `sent_s`: when it was sent; None if it was not
+    - `arrivals_s`: arrival of each event with tokens
+    - `num_cached`: None if the server does not report it
+    - `status`: of HTTP; 0 without an answer
+    - `error`: "" for a complete answer, else a stable code
+    - `retry_after_s`: from a refusal's Retry-After, if it had one
+    - `ended_s`: arrival of the end of the answer
     """
 
     index: int
@@ -43,29 +47,29 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Sent to first token."""
+        """Seconds from sent to the first token."""
         return self._since_sent(0)
 
     @property
     def e2e_s(self) -> float | None:
-        """Sent to last token."""
+        """Seconds from sent to the last token."""
         return self._since_sent(-1)
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of a token after the first; None for an answer of fewer than two."""
+        """Mean seconds per token after the first; None for fewer than two tokens."""
         if self.num_output < 2 or not self.arrivals_s:
             return None
         return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.num_output - 1)
 
     @property
     def gaps_s(self) -> Iterable[float]:
-        """Between events that brought tokens: what a reader sees stutter (ITL)."""
+        """Seconds between events with tokens (ITL)."""
         return (after - before for before, after in pairwise(self.arrivals_s))
 
     @property
     def late_s(self) -> float | None:
-        """How long after its time the load client, not the server, sent it."""
+        """Seconds by which the load client sent the request late."""
         return None if self.due_s is None or self.sent_s is None else self.sent_s - self.due_s
 
     def _since_sent(self, event: int) -> float | None:
@@ -76,7 +80,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What an answer must keep to be good; None: that does not matter."""
+    """The TTFT and TPOT that a good answer keeps; None: not required."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -91,7 +95,7 @@ class Objective:
         return self.ttft_s is not None or self.tpot_s is not None
 
     def met(self, record: RequestRecord) -> bool:
-        """A failed request never meets it; an answer of one token has no TPOT to miss."""
+        """False for a failed request; an answer of one token has no TPOT to exceed."""
         if record.error or record.ttft_s is None:
             return False
         in_time = self.ttft_s is None or record.ttft_s <= self.ttft_s
@@ -100,7 +104,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """How values are spread; percentiles are interpolated between the two nearest values."""
+    """A distribution; percentiles are interpolated linearly between neighbouring values."""
 
     num: int
     mean: float
@@ -112,11 +116,11 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A run's figures. Rates are per second of `duration_s`: from the first request sent to the last token come.
+    """A run's figures. Rates are per second of `duration_s`: from the first request sent to the last token received.
 
-    Times, token counts and rates are of whole answers only; failures are counted in `errors`, by code.
-    `goodput` (answers a second that met the objective) and `good_share` (of all requests) are None without one,
-    `cached_share` (of prompt tokens) where the server does not tell.
+    Times, token counts and rates include complete answers only; `errors` counts failures by code. `goodput` (answers a
+    second that met the objective) and `good_share` (of all requests) are None without an objective, `cached_share` (of
+    prompt tokens) is None if the server does not report it.
     """
 
     num_requests: int
@@ -170,7 +174,7 @@ def make_report(records: Sequence[RequestRecord], objective: Objective) -> Repor
 
 
 def spread(values: Iterable[float | None]) -> Percentiles | None:
-    """None where there is nothing to be spread."""
+    """None for no values."""
     known = sorted(value for value in values if value is not None)
     if not known:
         return None
@@ -185,7 +189,7 @@ def spread(values: Iterable[float | None]) -> Percentiles | None:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of values in ascending order, at least one; linear between neighbours, as numpy does it."""
+    """Percentile of ascending values, at least one; linear between neighbours, like numpy's default."""
     place = (len(ordered) - 1) * percent / 100
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)

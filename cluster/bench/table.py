@@ -9,7 +9,7 @@ from rich.text import Text
 from cluster.bench.report import Percentiles, Report
 
 LATE_S = 0.01
-"""Sent this much after its time (p99), the load client itself is at its limit."""
+"""If this many seconds or more pass between due and sent (p99), the load client itself is the bottleneck."""
 
 
 def report_table(report: Report) -> RenderableType:

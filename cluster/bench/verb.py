@@ -1,4 +1,4 @@
-"""`baton bench`: from flags to a workload, through the load, to a table and a file."""
+"""`baton bench`: turns flags into a workload, sends it, and prints a table or writes a file."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchLoad:
-    """What the flags say about the load. Raises Misconfigured for what contradicts itself.
+    """The flags that describe the load. Raises Misconfigured if they contradict each other.
 
-    Runs of one `seed` are alike; of one `prompt_seed` they have the same prompts, which the last run left in the
-    server's prefix cache.
+    Runs with the same `seed` have the same lengths and arrivals. Runs with the same `prompt_seed` have the same
+    prompts, which the previous run left in the server's prefix cache.
     """
 
     rate: float | None
@@ -79,7 +79,7 @@ class BenchLoad:
 
     @property
     def at_once(self) -> int | None:
-        """Requests at once, or None where arrivals rule."""
+        """Concurrent requests; None in an open loop."""
         if self.rate is None and self.concurrency is None and self.trace is None:
             return DEFAULT_CONCURRENCY
         return self.concurrency
@@ -102,7 +102,7 @@ class BenchLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchTarget:
-    """Who is measured. `vocab_size` and `workers` are known of Baton's own gateways."""
+    """The server under test. `vocab_size` and `workers` are known for Baton's gateways only."""
 
     url: str
     model: ServedModel
@@ -142,8 +142,8 @@ def bench(
 ) -> None:
     """Measure a running cluster, or any OpenAI-compatible server: TTFT, TPOT, ITL, E2E, throughput and goodput.
 
-    Exits with 1 if a request failed or was refused: the figures are of answered requests only, and flatter a server
-    that refuses. A run that is meant to overload it says so with --allow-failed.
+    Exits with 1 if a request failed or was refused: figures count complete answers only, and flatter a server that
+    refuses. For a run that overloads the server on purpose, pass --allow-failed.
     """
     if trace is not None:
         every = {one.name for one in context.command.params if one.name is not None}
@@ -178,30 +178,30 @@ def bench(
 
 
 def _has_failed(report: Report, allowed: float) -> bool:
-    """Whether more than a share of `allowed` of the requests failed, or all did; says so on stderr if any did."""
+    """Whether more than `allowed` of the requests failed, or all did; prints failures on stderr."""
     num_failed = report.num_requests - report.num_completed
     failed = num_failed > allowed * report.num_requests or not report.num_completed
     if num_failed:
         outcome = (
             "exit code 1; --allow-failed SHARE accepts some" if failed else f"--allow-failed {allowed:g} accepts it"
         )
-        told = (
+        summary = (
             f"{num_failed:,} of {counted(report.num_requests, 'request')} failed or were refused; the times above are"
         )
         Console(stderr=True, soft_wrap=True).print(
-            f"{told} of the other {report.num_completed:,}: {outcome}", style="red" if failed else "yellow"
+            f"{summary} of the other {report.num_completed:,}: {outcome}", style="red" if failed else "yellow"
         )
     return failed
 
 
 def find_target(url: str, model: str, api_key: str) -> BenchTarget:
-    """Raises Unavailable when nobody answers, NotFound for a model that is not served."""
+    """Raises Unavailable if the server does not answer, NotFound for a model that is not served."""
     with open_client(url, api_key) as client:
         served = find_model(client, model)
         try:
             workers = get_json(client, "/admin/status")["workers"]
         except (BatonError, LookupError, TypeError):
-            workers = []  # somebody else's server
+            workers = []  # not a Baton gateway
     infos = [worker["info"] for worker in workers if worker.get("info")]
     return BenchTarget(
         url=url,
@@ -251,7 +251,7 @@ def _bar(total: int) -> Iterator[Callable[[LoadProgress], None]]:
 def _print_notes(
     target: BenchTarget, dialect: Dialect, records: Sequence[RequestRecord], num_left_out: int, *, num_asked: int
 ) -> None:
-    """What somebody who reads the figures should know besides."""
+    """Remarks printed under the figures."""
     errors = Console(stderr=True, soft_wrap=True)
     errors.print(f"{target.model.name} at {target.url}", highlight=False)
     if dialect.given_up:
@@ -271,7 +271,7 @@ def _print_notes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ran:
-    """Everything a figure depends on."""
+    """The settings and hardware that the figures depend on."""
 
     target: BenchTarget
     dialect: Dialect
@@ -296,14 +296,14 @@ class _Ran:
 
 
 def check_writable(path: Path | None, flag: str = "json") -> None:
-    """Before a long run, whose figures would be lost. Leaves no new file. Raises Misconfigured."""
+    """Checks before a long run that the file can be written. Leaves no new file. Raises Misconfigured."""
     if path is None:
         return
     try:
         was_there = path.exists()
         path.open("ab").close()
         if not was_there:
-            Path(os.path.realpath(path)).unlink()  # of a link to nothing yet, what has just been made
+            Path(os.path.realpath(path)).unlink()  # the link pointed to no file: remove the one just created
     except OSError as error:
         raise Misconfigured(f"--{flag} {path}: {unusable(error, to_write=True)}", param=flag) from error
 

@@ -1,6 +1,7 @@
-"""What is asked, and when: a list of values made from lengths, a rate and a seed, or from a recorded trace.
+"""The requests of a run and when to send them: values made from lengths, a rate and a seed, or from a recorded trace.
 
-A prompt is a row of spans. Spans of one key begin with the same tokens, so equal leading spans are a shared prefix.
+A prompt is a row of spans. Spans with the same key begin with the same tokens, so equal leading spans are a shared
+prefix.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from protos.errors import Misconfigured
 from protos.hints import unusable
 
 TRACE_BLOCK = 512
-"""Tokens of a prompt that one of a trace's hash_ids stands for."""
+"""Prompt tokens that one of a trace's hash_ids stands for."""
 MAX_FACTOR = 1e6
 _TRACE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 _GIVE_ALL = f"give {', '.join(_TRACE_FIELDS[:-1])} and {_TRACE_FIELDS[-1]}"
@@ -35,7 +36,7 @@ class PrefixSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadItem:
-    """One request; `due_s` after the start, or None: as soon as there is room."""
+    """One request; sent `due_s` after the start, or (None) when a slot is free."""
 
     index: int
     spans: tuple[PrefixSpan, ...]
@@ -74,7 +75,7 @@ class Lengths:
 
 
 def synthetic(num_requests: int, *, prompts: Lengths, outputs: Lengths, seed: int) -> list[WorkloadItem]:
-    """Prompts that share nothing."""
+    """Prompts that share no prefix."""
     rng = random.Random(seed)
     return [
         WorkloadItem(
@@ -85,7 +86,7 @@ def synthetic(num_requests: int, *, prompts: Lengths, outputs: Lengths, seed: in
 
 
 def with_poisson_arrivals(items: Sequence[WorkloadItem], rate: float, seed: int) -> list[WorkloadItem]:
-    """The same requests, `rate` a second on average with exponential gaps, the first at once."""
+    """The same requests at `rate` a second on average with exponential gaps; the first is due immediately."""
     if not rate > 0:
         raise Misconfigured(f"--rate {rate}: give requests a second, above 0", param="rate")
     rng = random.Random(f"{seed} arrivals")
@@ -127,7 +128,7 @@ def read_trace(path: Path, *, limit: int | None = None, scale: float = 1.0, spee
 
 
 def _traced(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
-    """The trace's lines, checked, in order of time."""
+    """The trace's lines, checked, by time."""
     before = -float("inf")
     try:
         with path.open(encoding="utf-8") as lines:
@@ -154,9 +155,9 @@ def _checked(text: str, where: str) -> dict[str, Any]:
     try:
         line = json.loads(text)
     except ValueError as error:
-        said = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        fault = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise Misconfigured(
-            f"{where}: {text.strip()[:40]!r} is no JSON ({said}): give an object", param="trace"
+            f"{where}: {text.strip()[:40]!r} is no JSON ({fault}): give an object", param="trace"
         ) from None
     if (why := _unusable(line)) is not None:
         raise Misconfigured(f"{where}: {why}", param="trace")
@@ -164,7 +165,7 @@ def _checked(text: str, where: str) -> dict[str, Any]:
 
 
 def _unusable(line: Any) -> str | None:
-    """Why a line cannot be a request: the field, its value, and what it should be."""
+    """Why a line is no valid request: the field, its value, and what is allowed."""
     if not isinstance(line, dict):
         return f"{str(line)[:40]!r} is no object: {_GIVE_ALL}"
     for name in _TRACE_FIELDS:
@@ -201,7 +202,8 @@ def _spans(line: dict[str, Any], scale: float) -> tuple[PrefixSpan, ...]:
 
 
 def fitting(items: Sequence[WorkloadItem], max_model_len: int | None) -> tuple[list[WorkloadItem], int]:
-    """The requests that the model's context can hold, and how many it cannot. Raises Misconfigured if none is left."""
+    """The requests that fit into the model's context, and the number of those that do not. Raises Misconfigured if none
+    fits."""
     if max_model_len is None:
         return list(items), 0
     kept = [item for item in items if item.num_prompt + item.num_output <= max_model_len]

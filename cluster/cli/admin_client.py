@@ -1,4 +1,4 @@
-"""A server that runs already, as the verbs that only ask see it: status, chat and bench."""
+"""The client of a running server for the verbs that only query it: status, chat and bench."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ AdminKey = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """`max_model_len` is None where the server does not tell."""
+    """`max_model_len` is None if the server does not report it."""
 
     name: str
     max_model_len: int | None = None
 
 
 def root_of(url: str) -> str:
-    """Raises Misconfigured for what is no HTTP address. A trailing /v1 is taken off."""
+    """Parses a server's URL. Raises Misconfigured if it is no HTTP URL. A trailing /v1 is removed."""
     try:
         parts = httpx.URL(url)
     except httpx.InvalidURL:
@@ -42,8 +42,8 @@ def root_of(url: str) -> str:
 
 
 def open_client(url: str, api_key: str = "") -> httpx.Client:
-    """For one server. Of what the environment names, proxies are left aside, and authorities of certificates
-    (SSL_CERT_FILE, SSL_CERT_DIR) trusted."""
+    """Opens a client for one server. It trusts certificate authorities named in the environment (SSL_CERT_FILE,
+    SSL_CERT_DIR) and ignores proxies named there."""
     root = root_of(url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     trusted = _authorities() if root.startswith("https:") else True
@@ -51,7 +51,7 @@ def open_client(url: str, api_key: str = "") -> httpx.Client:
 
 
 def _authorities() -> ssl.SSLContext:
-    """Raises Misconfigured for a file or folder that is not there, which OpenSSL passes over."""
+    """Raises Misconfigured for a missing file or folder, which OpenSSL would ignore."""
     for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
         where = os.environ.get(name, "")
         if where and not any(Path(one).exists() for one in where.split(os.pathsep)):
@@ -60,7 +60,8 @@ def _authorities() -> ssl.SSLContext:
 
 
 def get_json(client: httpx.Client, path: str) -> Any:
-    """Raises Unavailable when nobody answers, NotFound where there is no such page, else what the server says."""
+    """Raises Unavailable if the server does not answer, NotFound if it has no such page, else the error that the server
+    sent."""
     try:
         response = client.get(path)
         if response.status_code == 404:
@@ -86,13 +87,13 @@ def find_model(client: httpx.Client, name: str = "") -> ServedModel:
 
 
 def raise_for_error(response: httpx.Response) -> None:
-    """Raises the typed error of a response that has been read, if it is one."""
+    """Raises the typed error of a response that has been read, if its status is an error."""
     if response.is_error:
         raise error_of(response.text, response.status_code)
 
 
 def _check_admitted(response: httpx.Response) -> None:
-    """Raises what a page says to a wrong key or none, with what to do about it."""
+    """Raises the server's error for a missing or wrong key, and adds how to give one."""
     is_admin = response.request.url.path.startswith("/admin")
     if response.status_code == 401 or (response.status_code == 403 and is_admin):
         error = error_of(response.text, response.status_code)
@@ -101,10 +102,10 @@ def _check_admitted(response: httpx.Response) -> None:
 
 
 def error_of(body: str, status: int) -> BatonError:
-    """From OpenAI's format of errors, or, where it is none, from the status alone."""
+    """The error of an OpenAI-style body, or one made from the status."""
     try:
-        told = httpx.Response(status, text=body).json()["error"]
-        return error_from_code(str(told.get("code")), str(told["message"]), param=told.get("param"))
+        body_error = httpx.Response(status, text=body).json()["error"]
+        return error_from_code(str(body_error.get("code")), str(body_error["message"]), param=body_error.get("param"))
     except (ValueError, LookupError, TypeError, AttributeError):
         return Unavailable(f"the server answered {status}: {body[:200].strip() or 'nothing'}")
 

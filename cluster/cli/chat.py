@@ -1,4 +1,4 @@
-"""`baton chat`: a conversation in the terminal, streamed. Reads questions from a pipe too, one a line."""
+"""`baton chat`: a conversation in the terminal, streamed. Also reads questions from a pipe, one a line."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from protos.errors import BatonError, ContextLengthExceeded, Unavailable
 
 HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer"
 RESERVED_SHARE = 1 / 4
-"""Of the context, kept free for the next answer."""
+"""Share of the context that is kept free for the next answer."""
 BYTES_PER_TOKEN = 3
 MESSAGE_TOKENS = 8
-"""What a template puts round a message, guessed."""
+"""Estimated tokens that a chat template adds to a message."""
 _TIMEOUT = httpx.Timeout(10.0, read=600.0)
 
 
@@ -65,7 +65,7 @@ class ChatExchange:
 
 
 class Conversation:
-    """What was said and what of it still fits: the oldest exchanges are forgotten first, `system` never."""
+    """The messages that still fit the context: the oldest exchanges are dropped first, `system` never."""
 
     def __init__(self, system: str, max_model_len: int | None) -> None:
         self._system = system
@@ -77,19 +77,19 @@ class Conversation:
         return _guess(self._system) + sum(exchange.num_tokens for exchange in self.exchanges)
 
     def messages(self, question: str) -> list[dict[str, str]]:
-        said = [{"role": "system", "content": self._system}] if self._system else []
+        sent = [{"role": "system", "content": self._system}] if self._system else []
         for exchange in self.exchanges:
-            said.append({"role": "user", "content": exchange.question})
-            said.append({"role": "assistant", "content": exchange.answer})
-        return [*said, {"role": "user", "content": question}]
+            sent.append({"role": "user", "content": exchange.question})
+            sent.append({"role": "assistant", "content": exchange.answer})
+        return [*sent, {"role": "user", "content": question}]
 
     def add(self, question: str, answer: str, num_tokens: int | None) -> None:
-        """`num_tokens` of the whole conversation, if the server has told."""
+        """`num_tokens`: of the whole conversation, if the server has reported it."""
         cost = _guess(question) + _guess(answer) if num_tokens is None else max(0, num_tokens - self.num_tokens)
         self.exchanges.append(ChatExchange(question=question, answer=answer, num_tokens=cost))
 
     def make_room(self, question: str) -> int:
-        """Forgets what would leave no room for the question and an answer; how many exchanges that were."""
+        """Drops the oldest exchanges until the question and an answer fit. Returns the number dropped."""
         if self._max_model_len is None:
             return 0
         limit = self._max_model_len * (1 - RESERVED_SHARE)
@@ -99,7 +99,7 @@ class Conversation:
         return num_forgotten
 
     def forget(self) -> bool:
-        """The oldest exchange; False when there is none."""
+        """Drops the oldest exchange; False if there is none."""
         if not self.exchanges:
             return False
         del self.exchanges[0]
@@ -111,7 +111,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """A part of an answer; the last ones tell why it ended, and the tokens of the whole conversation."""
+    """A part of an answer; the last parts have the finish reason and the tokens of the whole conversation."""
 
     text: str = ""
     finish_reason: str = ""
@@ -124,7 +124,8 @@ class Asker:
         self._body = {"model": served.name, "stream": True, "stream_options": {"include_usage": True}, **sampling}
 
     def __call__(self, messages: list[dict[str, str]]) -> Generator[Said, None, None]:
-        """Parts as they come. Raises BatonError, also in the middle. Closing it tells the server to stop."""
+        """Yields parts as they arrive. Raises BatonError, also in the middle. Closing it makes the server stop
+        generating."""
         body = self._body | {"messages": messages}
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=body, timeout=_TIMEOUT) as response:
@@ -137,7 +138,7 @@ class Asker:
 
 
 def _parts(lines: Iterable[str]) -> Iterator[Said]:
-    """Of server-sent events. Raises the error that one of them is, or Unavailable for a stream without an end."""
+    """Parts from server-sent events. Raises the error in an event, or Unavailable for a stream without an end."""
     finished = False
     for line in lines:
         data = line.removeprefix("data:").strip()
@@ -160,7 +161,8 @@ def _parts(lines: Iterable[str]) -> Iterator[Said]:
 
 
 class Terminal:
-    """Asks, prints and keeps. With a person at the other end a failed question is told; from a pipe it also counts."""
+    """Sends a question, prints the answer and appends both. A failed question is printed; from a pipe it also sets the
+    exit code."""
 
     def __init__(self, conversation: Conversation, ask: Asker, console: Console) -> None:
         self._conversation = conversation
@@ -170,7 +172,7 @@ class Terminal:
         self._whole = True
 
     def run(self, source: Any) -> bool:
-        """Until the end of `source`, a text stream. False if a question from a pipe was not answered."""
+        """Runs until the end of the text stream `source`. False if a question from a pipe failed."""
         self._person = source.isatty()
         if self._person:
             self._note(HELP)
@@ -204,12 +206,12 @@ class Terminal:
             self._note(error.message, style="red")
 
     def _answer(self, question: str) -> None:
-        said, reason, num_tokens = [], "", None
+        texts, reason, num_tokens = [], "", None
         parts = self._ask(self._conversation.messages(question))
         heard = _interruptible(parts) if self._person else parts
         try:
             for part in heard:
-                said.append(part.text)
+                texts.append(part.text)
                 self._console.print(Text(_harmless(part.text)), end="", soft_wrap=True)
                 reason = part.finish_reason or reason
                 num_tokens = part.num_tokens if part.num_tokens is not None else num_tokens
@@ -220,24 +222,25 @@ class Terminal:
         finally:
             heard.close()
             parts.close()
-            if any(said):
+            if any(texts):
                 self._console.print()
         if reason == "length":
             self._note("cut off: as long as it may be")
         elif reason == "stopped":
             self._note("stopped")
-        if any(said):
-            self._conversation.add(question, "".join(said), num_tokens)
+        if any(texts):
+            self._conversation.add(question, "".join(texts), num_tokens)
 
     def _forgot(self, num: int) -> None:
         self._note(f"the context is full: forgot the oldest {'exchange' if num == 1 else f'{num} exchanges'}")
 
-    def _note(self, told: str, style: str = "dim") -> None:
-        self._console.print(Text(f"({told})", style), soft_wrap=True)
+    def _note(self, note: str, style: str = "dim") -> None:
+        self._console.print(Text(f"({note})", style), soft_wrap=True)
 
 
 def _typed(console: Console) -> Iterator[str]:
-    """Lines of a person, with editing and history where Python has them. Ctrl-C here only gives up the line."""
+    """Lines typed by a person, with editing and history where Python has readline. Ctrl-C drops the current line
+    only."""
     with suppress(ImportError):
         import readline  # noqa: F401  # its import is its effect
     while True:
@@ -251,8 +254,8 @@ def _typed(console: Console) -> Iterator[str]:
 
 
 def _interruptible(parts: Iterator[Said]) -> Generator[Said, None, None]:
-    """Ctrl-C is raised where the next part is waited for, and only there: a console that is interrupted while it prints
-    may show what it had shown once more, or nothing from then on."""
+    """Raises Ctrl-C only where the next part is awaited. A console that is interrupted while it prints may print a line
+    twice, or nothing more."""
     waits = met = False
 
     def meet(number: int, frame: object) -> None:
@@ -278,10 +281,10 @@ def _interruptible(parts: Iterator[Said]) -> Generator[Said, None, None]:
 
 
 def _guess(text: str) -> int:
-    """Tokens of a message whose tokens nobody has counted; none of no message."""
+    """The tokens of a message, estimated unless known; 0 for no message."""
     return len(text.encode()) // BYTES_PER_TOKEN + MESSAGE_TOKENS if text else 0
 
 
 def _harmless(text: str) -> str:
-    """Without the characters with which a model could command the terminal."""
+    """Removes control characters, with which a model could send commands to the terminal."""
     return "".join(one for one in text if one.isprintable() or one in "\n\t")

@@ -1,4 +1,4 @@
-"""`baton config`: what the file and the flags come to."""
+"""`baton config`: the settings that result from the file and the flags."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def config(given: options.GivenSettings) -> None:
     if given.flags:
         try:
             settings.check_model()
-        except BatonError as error:  # the file may be for another machine
+        except BatonError as error:  # the configuration may be meant for another machine
             typer.echo(f"baton: {error.message}: so it cannot be served from here", err=True)

@@ -1,4 +1,4 @@
-"""`baton drain WORKER`: a worker takes no new work, what runs on it moves elsewhere or finishes, and then it ends.
+"""`baton drain WORKER`: a worker takes no new work, its requests migrate or finish, and then its process ends.
 
 `baton drain --host ADDRESS` drains every worker of a host or pod that is about to end.
 """
@@ -59,7 +59,7 @@ def drain(
 
 
 def _workers_at(client: httpx.Client, host: str) -> list[Worker]:
-    """Those that could still have work."""
+    """Drained workers that may still have work."""
     workers = get_json(client, "/admin/status")["workers"]
     here = (worker for worker in workers if worker["address"].rpartition(":")[0].strip("[]") == host)
     return [worker for worker in here if worker["state"] in ("ready", "draining")]
@@ -84,12 +84,12 @@ def _wait(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Returns when the incarnation is gone. Raises DeadlineExceeded."""
+    """Returns when that incarnation has ended. Raises DeadlineExceeded."""
     deadline, moved = clock() + timeout_s, ""
     while True:
         worker = _worker(client, worker_id)
         own = worker is not None and _incarnation(worker) == incarnation
-        gone = not own or worker is None or worker["state"] in ("lost", "left", "joining")
+        gone = not own or worker is None or worker["state"] in ("lost", "drained", "joining")
         if own and worker is not None:
             moved = _moved(worker["load"])
         if gone and not replaced:
@@ -98,10 +98,10 @@ def _wait(
         if worker is not None and not own and worker["state"] == "ready":
             show(f"{worker_id} has been replaced{moved}")
             return
-        told = f"{worker_id} has left, its successor is on its way" if gone or worker is None else _progress(worker)
-        show(told)
+        line = f"{worker_id} has left, its successor is on its way" if gone or worker is None else _progress(worker)
+        show(line)
         if clock() >= deadline:
-            raise DeadlineExceeded(f"after {timeout_s:g} s: {told}. It drains on; `baton status` shows how far it is")
+            raise DeadlineExceeded(f"after {timeout_s:g} s: {line}. It drains on; `baton status` shows how far it is")
         sleep(PERIOD_S)
 
 
@@ -118,13 +118,13 @@ def _worker(client: httpx.Client, worker_id: str) -> Worker | None:
 
 
 def _incarnation(worker: Worker) -> int:
-    """0 of a worker that was never met."""
+    """0 for a worker that the gateway never connected to."""
     return int(worker["info"]["incarnation"]) if worker["info"] else 0
 
 
 def _moved(load: Mapping[str, Any]) -> str:
-    """How many went on elsewhere, from the last thing a worker said; nothing if some were still running then: what
-    became of them it did not come to say."""
+    """The number of migrated requests in the worker's last report; nothing if it reported running requests, as their
+    outcome is unknown."""
     is_last = not load["num_running"] + load["num_waiting"]
     return f": {load['num_moved']} moved on" if is_last and load["num_moved"] else ""
 
@@ -136,18 +136,18 @@ def _progress(worker: Worker) -> str:
 
 
 def _printer() -> Callable[[str], None]:
-    """One line that changes, on a terminal; else a line for each change."""
-    said = ""
+    """On a terminal one line that changes, else a line for each change."""
+    shown = ""
     on_terminal = sys.stdout.isatty()
 
     def show(line: str) -> None:
-        nonlocal said
-        if line == said:
+        nonlocal shown
+        if line == shown:
             return
         if on_terminal:
             typer.echo(f"\r\x1b[K{line}", nl=not line.startswith(f"{line.split()[0]} is "))
         else:
             typer.echo(line)
-        said = line
+        shown = line
 
     return show

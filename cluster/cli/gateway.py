@@ -1,4 +1,4 @@
-"""`baton gateway`: the router alone, for workers that others start. As many replicas as one likes."""
+"""`baton gateway`: the router alone, for workers started elsewhere. Any number of replicas may run."""
 
 from __future__ import annotations
 

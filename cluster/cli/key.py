@@ -1,4 +1,4 @@
-"""`baton key`: a new API key on stdout, once, and the lines that let it in on stderr."""
+"""`baton key`: prints a new API key on stdout, and its entry for the file of tenants on stderr."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def key(
     tenant: Annotated[str, typer.Argument(metavar="[TENANT]", help="Whose key it will be.")] = "",
     admin: Annotated[bool, typer.Option("--admin", help="A key for /admin, of no tenant.")] = False,
 ) -> None:
-    """Make an API key: stdout gets the key and nothing else, stderr the lines with its hash for the file of tenants.
-    Baton keeps no key: this is the only time it is shown."""
+    """Make an API key. stdout gets the key, stderr its entry with the hash for the file of tenants. Baton stores no
+    key: it is shown only this once."""
     if admin == bool(tenant):
         raise Misconfigured("key: give either a tenant, or --admin", param="tenant")
     if tenant and not is_name(tenant):

@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 class Verb(NamedTuple):
     module: str
     function: str
-    told: str
+    help: str
     panel: str
 
 
@@ -45,17 +45,17 @@ MEASURING = ("bench", "simulate")
 
 
 def make_app(arguments: Sequence[str]) -> typer.Typer:
-    """The verb that `arguments` call is imported; of the others the line in the help is enough."""
+    """Imports the verb in `arguments`; other verbs need only their line of help."""
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(baton)
     for name, verb in VERBS.items():
         function = _loaded(verb) if name in arguments[:1] else _not_called
-        app.command(name, cls=_Command, short_help=verb.told, rich_help_panel=verb.panel)(function)
+        app.command(name, cls=_Command, short_help=verb.help, rich_help_panel=verb.panel)(function)
     return app
 
 
 class _Command(TyperCommand):
-    """Who gives an option a value that it cannot have reads which value, and what to give, in one line."""
+    """Reports an option's invalid value in one line: the value and what is allowed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from protos.errors import Misconfigured
@@ -67,18 +67,18 @@ class _Command(TyperCommand):
             if wrong is None or error.param is None:
                 raise
             flag, (first, *_) = error.param.opts[0], wrong()
-            told = f"{flag} {shlex.quote(str(first['input']))}: {_fix(first, _range(error.param))}"
-            raise Misconfigured(told, param=flag.lstrip("-")) from error
+            message = f"{flag} {shlex.quote(str(first['input']))}: {_fix(first, _range(error.param))}"
+            raise Misconfigured(message, param=flag.lstrip("-")) from error
 
 
 def _range(param: Any) -> str | None:
-    """Of an option with both bounds."""
+    """For an option with both bounds."""
     low, high = getattr(param, "min", None), getattr(param, "max", None)
     return None if low is None or high is None else f"give a number from {_bound(low)} to {_bound(high)}"
 
 
 def _fix(wrong: Mapping[str, Any], bounded: str | None) -> str:
-    """Of one of pydantic's errors, which say what should be, but in their own words and with one bound of two."""
+    """Rewrites a pydantic error, which names only one of two bounds."""
     bounds = wrong.get("ctx", {})
     match wrong["type"]:
         case "int_parsing" | "int_from_float":
@@ -97,8 +97,8 @@ def _bound(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:g}"
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"baton {version('baton')}")
         raise typer.Exit
 
@@ -121,21 +121,21 @@ def _not_called() -> None:
 
 
 def main() -> None:
-    """Exits with 0, 1 (it could not go on), 2 (a setting or flag is wrong), 130 (it was stopped by force), or 143 (a
-    measurement was ended by SIGTERM)."""
-    # Read at gRPC's import; else it tells of every fork of Ray's and of every connection that a stop ends.
+    """Returns 0, 1 (it failed), 2 (a setting or flag is wrong), 130 (stopped by force) or 143 (a measurement was ended
+    by SIGTERM)."""
+    # Read when gRPC is imported; without it gRPC logs every fork of Ray and every connection that a stop closes.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     if sys.argv[1:2] in ([verb] for verb in MEASURING):
         _measure(sys.argv[1:])
     try:
         _run(sys.argv[1:])
-    except KeyboardInterrupt:  # so early that no verb has taken over Ctrl-C yet: nothing was started
+    except KeyboardInterrupt:  # before a verb has replaced the handler of Ctrl-C: nothing has been started
         sys.exit(130)
 
 
 def _measure(arguments: Sequence[str]) -> NoReturn:
-    """SIGTERM costs nobody what has been measured so far."""
+    """On SIGTERM, prints what has been measured so far."""
     from cluster.process.signals import INTERRUPTED, Termination
 
     termination, code = Termination(), 0
@@ -161,6 +161,6 @@ def _run(arguments: Sequence[str]) -> None:
             raise
         from cluster.process.logs import lead_nowhere
 
-        lead_nowhere(sys.stdout)  # else what is left for it fails once more at the exit
+        lead_nowhere(sys.stdout)  # else the buffered output would fail again at the exit
         print(f"baton: {error.filename or 'stdout'}: {os.strerror(error.errno)}: make room there", file=sys.stderr)
         sys.exit(1)

@@ -1,4 +1,5 @@
-"""The flags of settings, made from their declarations, and how they become a ClusterConfig: file below, flags above."""
+"""The flags of settings, made from their declarations, and the ClusterConfig made from flags and a file; flags take
+precedence."""
 
 from __future__ import annotations
 
@@ -45,24 +46,24 @@ Verb = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenSettings:
-    """Of a command line: tables, with only what was given, over those of `file`."""
+    """Tables of the settings given on the command line, over those of `file`."""
 
     file: Path | None
     further: list[str]
     flags: Table
-    workers: int | None = None  # of --workers without --colocated
+    workers: int | None = None  # --workers without --colocated
 
     def config(self, **over: Any) -> ClusterConfig:
-        """`over` are flags, too. Raises Misconfigured."""
-        said, flags = read_file(self.file) if self.file is not None else {}, merge(self.flags, over)
+        """`over` has flags, too. Raises Misconfigured."""
+        in_file, flags = read_file(self.file) if self.file is not None else {}, merge(self.flags, over)
         for one in self.further:
             flags = merge(flags, setting(one))
-        return make_blaming(self.file, said, flags, _make)
+        return make_blaming(self.file, in_file, flags, _make)
 
 
 def takes_settings(*paths: str) -> Callable[[Verb], Verb]:
-    """A verb with a flag for the setting at each path, --config and --set. It is called with a GivenSettings and what
-    other parameters it has."""
+    """Makes a verb with --config, --set and a flag for the setting at each path. The verb is called with a
+    GivenSettings and its other parameters."""
 
     def with_flags(verb: Verb) -> Verb:
         flags = {path.replace(".", "_"): path for path in paths}
@@ -95,19 +96,19 @@ def takes_settings(*paths: str) -> Callable[[Verb], Verb]:
 
 
 def option(path: str) -> Any:
-    """The flag of a setting, for a parameter that is None where the flag is not given."""
+    """A setting's flag. The parameter is None if the flag is not given."""
     declared = declared_settings()[path].setting
     default = declared.default
     if isinstance(default, bool):
         default = "yes" if default else "no"
     elif isinstance(default, float):
         default = number(default)
-    told = f" Default: {default}." if default not in ("", None) else ""
+    suffix = f" Default: {default}." if default not in ("", None) else ""
     name = "--" + (declared.flag or declared.name).replace("_", "-")
     is_number = declared.kind in (int, float)
     return typer.Option(
         f"{name}/--no-{name[2:]}" if declared.kind is bool else name,
-        help=declared.help + told,
+        help=declared.help + suffix,
         metavar=declared.unit.upper() or None,
         envvar=declared.variable or None,
         show_envvar=bool(declared.variable),
@@ -121,14 +122,14 @@ def _kind(path: str) -> Any:
 
 
 def pools(apart: Mapping[str, Any], colocated: bool, workers: int | None) -> Table:
-    """The [pools] table. One kind of cluster on the command line replaces the other kind in the file."""
+    """The [pools] table. Flags for one kind of cluster replace the other kind in the file."""
     if colocated or workers is not None:
         return {"prefill": 0, "decode": 0, **apart, "colocated": 1 if workers is None else workers}
     return {**apart, "colocated": 0} if apart.keys() & {"prefill", "decode"} else dict(apart)
 
 
 def refuse_others(context: typer.Context, why: str, taken: Collection[str]) -> None:
-    """Raises Misconfigured for flags that would be dropped."""
+    """Raises Misconfigured for flags that would have no effect."""
     given = [
         parameter.opts[0]
         for parameter in context.command.params
@@ -148,7 +149,7 @@ def _make(tables: Table) -> ClusterConfig:
 
 
 def _flags(values: Mapping[str, Any]) -> Table:
-    """The tables of what was given."""
+    """Nested tables of the given settings."""
     given: Table = {}
     for path, value in values.items():
         if value is not None:

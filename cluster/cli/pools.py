@@ -1,4 +1,4 @@
-"""`baton pools`: the workers and their supervisor alone, announced in Redis to any number of gateways."""
+"""`baton pools`: workers and their supervisor without a gateway, announced in Redis to any number of gateways."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pools(given: options.GivenSettings, heartbeat: Heartbeat = None, log_format:
 
 
 async def run_pools(config: ClusterConfig, console: Console, heartbeat: Path | None = None) -> bool:
-    """Until a signal; whether everything was stopped in order. Raises BatonError."""
+    """Runs until a signal. Returns whether everything was stopped in order. Raises BatonError."""
     beating = asyncio.create_task(_keep_touching(heartbeat), name="heartbeat") if heartbeat is not None else None
     try:
         return await _run(config, console)
@@ -47,7 +47,7 @@ async def run_pools(config: ClusterConfig, console: Console, heartbeat: Path | N
 
 
 async def _keep_touching(file: Path) -> None:
-    """A file that grows old tells that this event loop hangs."""
+    """Touches a file: if the file grows old, this event loop hangs."""
     while True:
         _touch(file)
         await asyncio.sleep(HEARTBEAT_S)

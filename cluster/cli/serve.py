@@ -58,7 +58,7 @@ class ServedCluster:
         self._serves = False
 
     async def run(self) -> None:
-        """Until cancelled; raises BatonError when it cannot start, or a part of it cannot go on."""
+        """Runs until cancelled. Raises BatonError if it cannot start, or if a part of it cannot continue."""
         with self._bars:
             preparing = asyncio.create_task(self._pools.prepare())
             try:
@@ -84,7 +84,7 @@ class ServedCluster:
                 task.cancel()
 
     async def stop(self) -> None:
-        """In order, and as patiently as the configuration says; cancelled, it leaves the rest to `end`."""
+        """Stops in order, within the configured times. If cancelled, it leaves the rest to `end`."""
         grace_s = self._config.supervision.grace_s if self._serves else 0.0
         log.info("%s; Ctrl-C again stops at once", stopping(grace_s))
         if self._front is not None:
@@ -92,7 +92,7 @@ class ServedCluster:
         await self._pools.stop()
 
     async def end(self) -> None:
-        """What must happen in any case: no process is left after it."""
+        """Always runs last: it leaves no process behind."""
         if self._front is not None:
             await self._front.stop(0.0)
         await self._pools.end()
@@ -102,7 +102,7 @@ class ServedCluster:
         if not self._console.is_terminal:
             log.info("serving %s at %s, gRPC on port %d", front.model, front.url, front.grpc_port)
         if self._log_format is LogFormat.JSON:
-            return  # who reads that finds it in the log, and may read stdout as the same stream
+            return  # a reader of both stdout and stderr finds it in the log
         plan, counts = self._pools.plans[0], self._config.pools.counts()
         pools = " + ".join(f"{count} {role}" for role, count in counts.items() if count)
         ResultConsole().say(
@@ -113,7 +113,7 @@ class ServedCluster:
 
 
 async def run_deployment(config: ClusterConfig, console: Console, log_format: LogFormat = LogFormat.TEXT) -> bool:
-    """Serves until a signal; whether it was stopped in order. Raises BatonError."""
+    """Serves until a signal. Returns whether it was stopped in order. Raises BatonError."""
     config.check_model()
     check_feasible(config)
     check_files(config)
@@ -157,7 +157,7 @@ def _serve(given: options.GivenSettings, config: ClusterConfig, log_format: LogF
 
 
 def _warn_unused(file: Path | None, further: Sequence[str]) -> None:
-    """A model of the file may be another verb's; one of `--set` is `baton up`'s own mistake. Raises Misconfigured."""
+    """Drops a model in the file, which may be for another verb; refuses one in `--set`. Raises Misconfigured."""
     for one in further:
         if "model" in (table := setting(one)):
             raise Misconfigured(
@@ -165,8 +165,8 @@ def _warn_unused(file: Path | None, further: Sequence[str]) -> None:
                 f"{shlex.quote(str(table['model']))}`",
                 param="model",
             )
-    said = read_file(file) if file is not None else {}
-    if unused := [name for name in DEMO if name in said and said[name] != DEMO[name]]:
+    in_file = read_file(file) if file is not None else {}
+    if unused := [name for name in DEMO if name in in_file and in_file[name] != DEMO[name]]:
         log.warning(
             "--config %s: no effect here: %s: `baton up` serves the demo model; `baton serve --config %s` serves the "
             "file's", shlex.quote(str(file)), ", ".join(unused), shlex.quote(str(file)),

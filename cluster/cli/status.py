@@ -17,19 +17,19 @@ from protos.hints import counted
 
 POOLS = ("prefill", "decode", "colocated")
 STYLES = {
-    "ready": "green", "draining": "yellow", "joining": "yellow", "left": "yellow", "lost": "red", "incompatible": "red",
-    "quarantined": "red", "stuck": "red",
+    "ready": "green", "draining": "yellow", "joining": "yellow", "drained": "yellow", "lost": "red",
+    "incompatible": "red", "quarantined": "red", "stuck": "red",
 }  # fmt: skip
 HERE = ("ready", "draining")
-"""States of workers that tell of their load: what others last told of it is no news."""
+"""States in which a worker reports its load; in other states its last report is stale."""
 
 PIPED_COLUMNS = 160
-SHORT = 40  # a reason that is longer is told below the table
-LONG = 140  # of which so much is shown: --json has all of it
+SHORT = 40  # a longer reason is printed below the table
+LONG = 140  # longer reasons are cut here: --json has all of them
 
 Worker = Mapping[str, Any]
 Held = Sequence[tuple[str, Mapping[str, Any] | None]]
-"""What each worker holds; None of one that could not be asked."""
+"""What each worker holds; None for a worker that did not answer."""
 
 
 def status(
@@ -39,28 +39,28 @@ def status(
     api_key: AdminKey = "",
 ) -> None:
     """Show pools, workers, load, KV use, lanes and tickets of a running cluster."""
-    told = fetch_status(url, api_key, "/admin/kv" if kv else "/admin/status")
+    answer = fetch_status(url, api_key, "/admin/kv" if kv else "/admin/status")
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json.dumps(answer, indent=2))
     else:
-        shown = kv_tables(told) if kv else status_tables(told, url)
+        shown = kv_tables(answer) if kv else status_tables(answer, url)
         Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS).print(shown)
 
 
 def fetch_status(url: str, api_key: str = "", path: str = "/admin/status") -> dict[str, Any]:
-    """Raises Unavailable when there is no cluster, NotFound when it is something else."""
+    """Raises Unavailable if no cluster answers, NotFound if another server does."""
     with open_client(url, api_key) as client:
         status: dict[str, Any] = get_json(client, path)
         return status
 
 
-def kv_tables(told: Mapping[str, Any]) -> RenderableType:
-    """Everything /admin/kv tells, for people."""
-    held: Held = [(one["worker_id"], one if one["tickets"] is not None else None) for one in told["workers"]]
+def kv_tables(state_of_kv: Mapping[str, Any]) -> RenderableType:
+    """Prints /admin/kv as tables."""
+    held: Held = [(one["worker_id"], one if one["tickets"] is not None else None) for one in state_of_kv["workers"]]
     silent = [worker_id for worker_id, one in held if one is None]
-    reserved, oldest = _bytes(told["num_bytes_reserved"]), _duration(told["oldest_s"])
+    reserved, oldest = _bytes(state_of_kv["num_bytes_reserved"]), _duration(state_of_kv["oldest_s"])
     parts: list[RenderableType] = [
-        Text(f"{counted(told['num_tickets'], 'ticket')}, {reserved} reserved, the oldest for {oldest}"),
+        Text(f"{counted(state_of_kv['num_tickets'], 'ticket')}, {reserved} reserved, the oldest for {oldest}"),
         *([Text(f"no answer from {', '.join(silent)}", "red")] if silent else []),
     ]
     for table in (_tickets(held), _lanes(held), _tiers(held)):
@@ -70,7 +70,7 @@ def kv_tables(told: Mapping[str, Any]) -> RenderableType:
 
 
 def status_tables(status: Mapping[str, Any], url: str) -> RenderableType:
-    """Everything /admin/status tells, for people. Empty tables are left out."""
+    """Prints /admin/status as tables, without empty ones."""
     workers: Sequence[Worker] = sorted(status["workers"], key=_place)
     held = [(worker["worker_id"], status["kv"].get(worker["worker_id"])) for worker in workers]
     tables = (_pools(workers), _workers(workers), _lanes(held), _tickets(held))
@@ -128,7 +128,7 @@ def _pools(workers: Sequence[Worker]) -> Sheet:
 
 
 def _moved(loads: Sequence[Mapping[str, Any]]) -> str:
-    """KV sent or received; of a pool that pushes what it computes, also how much of that time was hidden."""
+    """KV sent or received; for prefill pools also the share of that time that computation hid."""
     travelled_s, hidden_s = (sum(load[name] for load in loads) for name in ("transfer_s", "transfer_hidden_s"))
     hidden = f" ({hidden_s / travelled_s:.0%} hidden)" if hidden_s else ""
     return _bytes(sum(load["transfer_bytes"] for load in loads)) + hidden
@@ -154,10 +154,10 @@ def _workers(workers: Sequence[Worker]) -> Sheet:
     for worker in workers:
         info = worker["info"] or {}
         reason = worker["reason"] if len(worker["reason"]) <= SHORT else ""
-        told = f"{worker['state']}: {reason}" if reason else worker["state"]
+        state = f"{worker['state']}: {reason}" if reason else worker["state"]
         table.add_row(
             worker["worker_id"],
-            Text(told, STYLES.get(worker["state"], "")),
+            Text(state, STYLES.get(worker["state"], "")),
             worker["address"],
             str(info.get("process_id") or "-"),
             info.get("device", "?"),
@@ -179,7 +179,7 @@ def _load(worker: Worker) -> list[str]:
 
 
 def _cached(worker: Worker) -> str:
-    """Blocks, and how many of them are in host memory."""
+    """Cached blocks, and how many of them are in host memory."""
     host = f" ({worker['num_host_blocks']:,} host)" if worker.get("num_host_blocks") else ""
     return f"{worker['num_cached_blocks']:,}{host}"
 
@@ -205,9 +205,9 @@ def _tiers(held: Held) -> Sheet:
         "Blocks", "worker", "tier", "in use", "cached", "hits", "evicted", "loaded", spare=("loaded", "evicted")
     )
     for worker_id, tier in _each(held, "tiers"):
-        told = [f"{tier[name]:,}" for name in ("num_cached", "num_hit_tokens", "num_evicted", "num_loaded")]
-        told[1] += " tokens"
-        table.add_row(worker_id, tier["tier"], _share(tier["num_used"], tier["num_blocks"]), *told)
+        cells_of = [f"{tier[name]:,}" for name in ("num_cached", "num_hit_tokens", "num_evicted", "num_loaded")]
+        cells_of[1] += " tokens"
+        table.add_row(worker_id, tier["tier"], _share(tier["num_used"], tier["num_blocks"]), *cells_of)
     return table
 
 

@@ -1,4 +1,4 @@
-"""Tables that fit a terminal: names and figures are never broken; what does not fit is left out, and that is said."""
+"""Tables that fit a terminal: names and figures are never broken; columns that do not fit are dropped with a note."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 GAP = 2  # between columns
-PROSE = 16  # a column of prose is not made narrower than so much
+PROSE = 16  # a column of prose is not made narrower than this
 
 
 class Sheet:
-    """A table that is narrowed in this order: headers wrap at spaces, then prose does, then `spare` columns go, the
-    first named first, and at last every record is told line by line.
+    """A table that shrinks in this order: headers wrap at spaces; prose wraps; `spare` columns are dropped, the first
+    one first; records are printed as a line for each field.
 
-    `left`: columns that are aligned left, not right; `prose`: those of which the text may wrap.
+    `left`: columns that are aligned left, not right; `prose`: columns whose text may wrap.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class Sheet:
             if widths is not None:
                 yield self._table(widths)
                 if left_out:
-                    told = ", ".join(" ".join(name.split()) for name in self._columns if name in left_out)
-                    yield Text(f"a wider terminal, or --json, also shows {told}", "dim")
+                    names = ", ".join(" ".join(name.split()) for name in self._columns if name in left_out)
+                    yield Text(f"a wider terminal, or --json, also shows {names}", "dim")
                 return
         yield from self._records()
 
     def _fit(self, places: Sequence[int], room: int) -> Mapping[int, int] | None:
-        """The width of each column; None when they do not fit."""
+        """The width of each column; None if they do not fit."""
         cells = {place: max((row[place].cell_len for row in self._rows), default=0) for place in places}
         headers = {place: [Text(line).cell_len for line in self._columns[place].split("\n")] for place in places}
         words = {place: [Text(word).cell_len for word in self._columns[place].split()] for place in places}
         room -= GAP * (len(places) - 1)
-        for told in (headers, words):
-            widths = {place: max(cells[place], *told[place], 0) for place in places}
+        for lengths in (headers, words):
+            widths = {place: max(cells[place], *lengths[place], 0) for place in places}
             excess = sum(widths.values()) - room
             if excess <= 0:
                 return widths

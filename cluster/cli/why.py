@@ -1,4 +1,5 @@
-"""`baton why REQUEST`: where a request went, what every other way would have cost, how it went, what was not cached."""
+"""`baton why REQUEST`: the route of a request, the predicted cost of every alternative, the measured times, and its
+cache misses."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from router.policies.base import cost_figure, cost_unit
 PIPED_COLUMNS = 160
 RECENT = 20
 
-# Of slo's costs (docs/routing.md). The lowest total is chosen.
+# Terms of slo's costs (docs/routing.md). The lowest total is chosen.
 MEANINGS = {
     "overhead": "what every first token takes there",
     "queue": "prompts before this one",
@@ -50,16 +51,16 @@ def why(
     """Show why a request was routed as it was, and why its prompt was not cached. Without REQUEST: list the latest."""
     with open_client(url, api_key) as client:
         if not request:
-            told = _fetch(client, f"/admin/requests?limit={RECENT}")
-            _say(told, recent_table(told["requests"]), as_json=as_json)
+            fetched = _fetch(client, f"/admin/requests?limit={RECENT}")
+            _say(fetched, recent_table(fetched["requests"]), as_json=as_json)
             return
         path = f"/admin/requests/{quote(request, safe='')}"
-        told = {**_fetch(client, path), "cache": _fetch(client, f"{path}/cache")["jobs"]}
-    _say(told, explanation(told), as_json=as_json)
+        fetched = {**_fetch(client, path), "cache": _fetch(client, f"{path}/cache")["jobs"]}
+    _say(fetched, explanation(fetched), as_json=as_json)
 
 
 def _fetch(client: httpx.Client, path: str) -> Any:
-    """Raises what the gateway says (UnknownRequest, Forbidden), or Unavailable."""
+    """Raises the gateway's error (UnknownRequest, Forbidden), or Unavailable."""
     try:
         response = client.get(path)
         raise_for_error(response)
@@ -68,9 +69,9 @@ def _fetch(client: httpx.Client, path: str) -> Any:
         raise no_answer(client, error) from error
 
 
-def _say(told: View, shown: RenderableType, *, as_json: bool) -> None:
+def _say(answer: View, shown: RenderableType, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json.dumps(answer, indent=2))
     else:
         Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS).print(shown)
 
@@ -99,11 +100,11 @@ def recent_table(requests: Sequence[View]) -> RenderableType:
     return table
 
 
-def explanation(told: View) -> RenderableType:
-    """All that is told of one request, job by job."""
-    misses = {one["job"]: one["miss"] for one in told["cache"]}
+def explanation(answer: View) -> RenderableType:
+    """Everything the gateway recorded of one request, by job."""
+    misses = {one["job"]: one["miss"] for one in answer["cache"]}
     parts: list[RenderableType] = []
-    for job in told["jobs"]:
+    for job in answer["jobs"]:
         parts += ["", _headline(job)] if parts else [_headline(job)]
         for choice in job["choices"]:
             parts += ["", _decision(choice), _costs(choice)]
@@ -124,29 +125,32 @@ def _headline(job: View) -> Text:
     if job["ttft_s"] is not None:
         figures += f"; TTFT {_seconds(job['ttft_s'])}, from its arrival at the gateway"
     style = "green" if job["outcome"] in ("stop", "length") else "yellow" if not job["outcome"] else "red"
-    told = Text.assemble((job["request_id"], "bold"), f" ({job['job']}): ", (state, style), f". {figures}")
-    return told.append(f"\n{job['message']}") if job["message"] else told
+    heading = Text.assemble((job["request_id"], "bold"), f" ({job['job']}): ", (state, style), f". {figures}")
+    return heading.append(f"\n{job['message']}") if job["message"] else heading
 
 
 def _decision(choice: View) -> Text:
-    way = f"{choice['prefill']} reads, {choice['decode']} writes" if choice["prefill"] else f"{choice['decode']} alone"
+    way = (
+        f"{choice['prefill']} prefills, {choice['decode']} decodes"
+        if choice["prefill"]
+        else f"{choice['decode']} alone"
+    )
     reason = f" ({choice['single_worker']})" if choice["single_worker"] else ""
     lines = _predicted("decision to first token", "ttft_s", choice), _predicted("between tokens", "tpot_s", choice)
-    told = "".join(f"\n  {line}" for line in lines)
-    return Text.assemble(f"after {_seconds(choice['at_s'])}, {choice['policy']}: ", (way, "bold"), f"{reason}{told}")
+    details = "".join(f"\n  {line}" for line in lines)
+    return Text.assemble(f"after {_seconds(choice['at_s'])}, {choice['policy']}: ", (way, "bold"), f"{reason}{details}")
 
 
 def _predicted(what: str, name: str, choice: View) -> str:
-    """A decision after a failure had its first token before it, and one that failed has no figures: these are left
-    out."""
+    """Leaves out decisions without a figure: those after the first token, and those that failed."""
     expected, measured = choice["expected"], (choice["measured"] or {}).get(name)
     load = f" (load {_seconds(expected['load_s'])})" if name == "ttft_s" and expected["num_host_tokens"] else ""
-    told = f"{what} {_seconds(expected[name])}{load} expected"
-    return f"{told}, {_seconds(measured)} measured" if measured is not None else told
+    expectation = f"{what} {_seconds(expected[name])}{load} expected"
+    return f"{expectation}, {_seconds(measured)} measured" if measured is not None else expectation
 
 
 def _costs(choice: View) -> Sheet:
-    """Every candidate's total and terms; the readers' and the writers' differ."""
+    """Every candidate's total and terms, in one table for prefill and one for decode."""
     names = list(dict.fromkeys(name for one in choice["scores"] for name in _terms(one)))
     cached = {one["worker_id"]: _cached(one) for one in choice["candidates"]}
     named, scale = cost_unit(choice["policy"])
@@ -166,7 +170,7 @@ def _costs(choice: View) -> Sheet:
 
 
 def _meanings(choices: Sequence[View]) -> Iterator[Text]:
-    """Of the columns that are there."""
+    """The columns that have values."""
     names = {name for choice in choices for one in choice["scores"] for name in _terms(one)}
     for name, meaning in MEANINGS.items():
         if name in names:
@@ -174,13 +178,13 @@ def _meanings(choices: Sequence[View]) -> Iterator[Text]:
 
 
 def _cached(candidate: View) -> str:
-    """Tokens, and how many of them only its host has."""
+    """Cached tokens, and how many of them are only in host memory."""
     host = f" ({candidate['num_host_tokens']:,} host)" if candidate["num_host_tokens"] else ""
     return f"{candidate['num_cached_tokens']:,}{host}"
 
 
 def _terms(scored: View) -> Mapping[str, float]:
-    """One column for the prefill, by whichever worker."""
+    """Adds up the columns of prefill, one for each prefill worker, in one."""
     return {"prefill" if name.startswith("prefill by ") else name: cost for name, cost in scored["terms"].items()}
 
 

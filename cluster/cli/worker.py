@@ -58,7 +58,7 @@ def worker(
         worker=config.worker,
         prefill=config.prefill,
         decode=config.decode,
-        seat=RankId(
+        rank_id=RankId(
             worker_id=worker_id or f"{role}-{secrets.token_hex(3)}",
             incarnation=time.time_ns() // 1_000_000,
             host=host,
@@ -70,10 +70,10 @@ def worker(
 
 
 async def run_worker(config: ClusterConfig, orders: RankSpec, console: Console) -> None:
-    """Until a signal. Raises the BatonError that the worker ends with."""
+    """Runs until a signal. Raises the BatonError with which the worker ended."""
     config.check_model()
     config.peers.check()
-    listen(orders.seat.host, orders.port).close()  # said here, and not after the weights have been read
+    listen(orders.rank_id.host, orders.port).close()  # fails before the weights are read if the port is taken
     stop, rank = StopSignal(), LocalRank()
     rank.start(orders)
     await stop.before(_print_events(rank))

@@ -1,7 +1,7 @@
-"""How gateways learn of workers: the supervisor announces, a gateway follows. The router's `Fleet` is a `Members`.
+"""How gateways learn of workers: the supervisor announces them, a gateway follows. The router's `Fleet` is a `Members`.
 
-supervisor ── announce ─▶ DirectAnnouncer ─────────── starting / join / leave ──▶ Members          one process
-supervisor ── announce ─▶ RedisAnnouncer ═▶ Redis ═▶ RedisDiscovery ── starting / join / leave ──▶ Members     several
+supervisor ── announce ─▶ DirectAnnouncer ────────── starting, add / remove_worker ──▶ Members          one process
+supervisor ── announce ─▶ RedisAnnouncer ═▶ Redis ═▶ RedisDiscovery ── the same ─────▶ Members          several
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ log = logging.getLogger("baton.discovery")
 
 
 class Members(Protocol):
-    """Who is told. Joining again with another address means that the worker has moved."""
+    """The workers that a gateway knows. Adding one again with another address moves it."""
 
     def starting(self, worker_id: str, successor: Successor | None) -> None:
-        """A process of the worker is being started, or (None) is not announced any more. Ends with `join`."""
+        """A process of the worker is being started, or (None) no longer announced. Ends with `add_worker`."""
         ...
 
-    def join(self, address: str, *, worker_id: str) -> None: ...
+    def add_worker(self, address: str, *, worker_id: str) -> None: ...
 
-    async def leave(self, worker_id: str) -> None: ...
+    async def remove_worker(self, worker_id: str) -> None: ...
 
     def set_degraded(self, reason: str) -> None:
         """What is wrong with the cluster behind the workers, for `degraded`; "" when nothing is."""
@@ -34,15 +34,15 @@ class Members(Protocol):
 
 
 class Announcer(Protocol):
-    """The supervisor's side. Never fails: what cannot be said now is said as soon as it can be."""
+    """The supervisor's side. Never fails: an announcement that cannot be made now is made as soon as possible."""
 
     async def starting(self, worker_id: str, successor: Successor) -> None:
-        """A process of the worker is being started; called again as it reads its weights. Gateways let running answers
-        wait for it until the worker is announced or withdrawn, or this announcer is silent."""
+        """A process of the worker is being started; called again while it reads its weights. Gateways let running
+        answers wait for it until the worker is announced or withdrawn, or until this announcer falls silent."""
         ...
 
     async def announce(self, worker_id: str, address: str) -> None:
-        """The worker lives at this address (host:port) now; also after a restart."""
+        """The worker serves at this address (host:port), also after a restart."""
         ...
 
     async def withdraw(self, worker_id: str) -> None:
@@ -53,15 +53,15 @@ class Announcer(Protocol):
 
 
 class ClusterAnnouncer(Announcer, Protocol):
-    """Also announces what is wrong with the cluster behind the workers."""
+    """Also announces faults of the cluster behind the workers, such as a silent Ray."""
 
     async def set_degraded(self, reason: str) -> None:
-        """For people, beside what else is wrong; "" when nothing is."""
+        """`reason` is shown to people beside other faults; "" when the cluster is whole."""
         ...
 
 
 class Discovery(Protocol):
-    """A gateway's side. `trouble` says why what it knows may be old; "" while it is current."""
+    """A gateway's side. `trouble` is why its list of workers may be stale; "" while it is current."""
 
     @property
     def trouble(self) -> str: ...
@@ -72,7 +72,7 @@ class Discovery(Protocol):
 
 
 class DirectAnnouncer:
-    """Supervisor and gateway are one process: whoever is announced has joined."""
+    """For a supervisor and a gateway in one process: passes announcements on directly."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
@@ -81,10 +81,10 @@ class DirectAnnouncer:
         self._members.starting(worker_id, successor)
 
     async def announce(self, worker_id: str, address: str) -> None:
-        self._members.join(address, worker_id=worker_id)
+        self._members.add_worker(address, worker_id=worker_id)
 
     async def withdraw(self, worker_id: str) -> None:
-        await self._members.leave(worker_id)
+        await self._members.remove_worker(worker_id)
 
     async def set_degraded(self, reason: str) -> None:
         self._members.set_degraded(reason)
@@ -94,7 +94,7 @@ class DirectAnnouncer:
 
 
 class StaticDiscovery:
-    """Workers at addresses that somebody wrote down. `identify` asks the one at an address for its id."""
+    """Workers at configured addresses. `identify` requests the worker's id from an address."""
 
     trouble = ""
 
@@ -109,16 +109,16 @@ class StaticDiscovery:
         await asyncio.gather(*(self._join_identified(address, members) for address in self._addresses))
 
     async def _join_identified(self, address: str, members: Members) -> None:
-        """Waits for a worker that is still starting; from the first meeting on, members keep in touch themselves."""
-        told = False
+        """Waits for a worker that is still starting; once it is added, `members` keep the connection themselves."""
+        warned = False
         while True:
             try:
                 worker_id = await self._identify(address)
             except BatonError as error:
-                if not told:
+                if not warned:
                     log.warning("waiting for a worker at %s: %s", address, error.message)
-                told = True
+                warned = True
                 await asyncio.sleep(self._period_s)
             else:
-                members.join(address, worker_id=worker_id)
+                members.add_worker(address, worker_id=worker_id)
                 return

@@ -332,7 +332,7 @@ class RedisDiscovery:
                 members.starting(worker_id, successor)
         for worker_id in self._starting.keys() - found.keys():
             if worker_id in served:
-                members.join(served[worker_id], worker_id=worker_id)
+                members.add_worker(served[worker_id], worker_id=worker_id)
                 self._known[worker_id] = served[worker_id]
             else:
                 members.starting(worker_id, None)
@@ -345,7 +345,7 @@ class RedisDiscovery:
             if (before := self._known.get(worker_id)) != address:
                 self._known[worker_id] = address
                 self._unlearn(before, found)
-                members.join(address, worker_id=worker_id)
+                members.add_worker(address, worker_id=worker_id)
         for worker_id in self._known.keys() - found.keys():
             since_s = self._missing_since_s.setdefault(worker_id, now)
             if worker_id == withdrawn or now - since_s >= self._lease_s:
@@ -353,7 +353,7 @@ class RedisDiscovery:
                 del self._missing_since_s[worker_id]
                 self._unlearn(address, found)
                 log.info("worker %s is not announced any more", worker_id, extra={"worker": worker_id})
-                await members.leave(worker_id)
+                await members.remove_worker(worker_id)
 
     def _unlearn(self, address: str | None, found: Mapping[str, str]) -> None:
         """Drops the token of an address where no worker lives now."""

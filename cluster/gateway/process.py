@@ -45,7 +45,7 @@ from protos.errors import BatonError
 from protos.wire import error_info
 from router.fleet.fleet import STATE_LINE
 from router.prefix.registry import MEMORY
-from router.replicas.peers import Siblings
+from router.replicas.peers import PeerProcesses
 
 log = logging.getLogger("baton.cluster")
 
@@ -69,9 +69,9 @@ class ToldDiscovery:
                 case WorkerStarts(worker_id=worker_id, successor=successor):
                     members.starting(worker_id, successor)
                 case WorkerJoined(worker_id=worker_id, address=address):
-                    members.join(address, worker_id=worker_id)
+                    members.add_worker(address, worker_id=worker_id)
                 case WorkerLeft(worker_id=worker_id):
-                    await members.leave(worker_id)
+                    await members.remove_worker(worker_id)
                 case ClusterDegraded(reason=reason):
                     members.set_degraded(reason)
 
@@ -85,7 +85,7 @@ class GatewayProcess:
         self._control = control
         self._stop = StopSignal()
         self._grace_s = config.supervision.grace_s
-        self._siblings = Siblings(folder=orders.folder, number=orders.number, count=orders.count)
+        self._processes = PeerProcesses(folder=orders.folder, number=orders.number, count=orders.count)
         self._told = ToldDiscovery()
         # Without Redis the supervisor keeps tenants' limits; what waits in line is each process's own, in equal parts.
         self._limits = KeptLimits(control) if config.index == MEMORY else None
@@ -97,7 +97,7 @@ class GatewayProcess:
             tls=config.tls,
             peers=config.peers,
             index=config.index,
-            siblings=self._siblings,
+            processes=self._processes,
             limits=self._limits,
         )
         self._threshold = ConnectionReceiver(end, self._take)
@@ -150,7 +150,7 @@ class GatewayProcess:
             case WorkerStarts() | WorkerJoined() | WorkerLeft() | ClusterDegraded():
                 self._told.hear(message)
             case ProcessStatuses(statuses=statuses, settled=settled):
-                self._siblings.statuses, self._siblings.settled = statuses, settled
+                self._processes.statuses, self._processes.settled = statuses, settled
             case TenantEntered() if self._limits is not None:
                 self._limits.answered(message)
             case Ping():

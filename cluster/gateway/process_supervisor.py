@@ -139,12 +139,12 @@ class GatewayProcesses:
             self._starting[worker_id] = successor
         self._broadcast(WorkerStarts(worker_id=worker_id, successor=successor))
 
-    def join(self, address: str, *, worker_id: str) -> None:
+    def add_worker(self, address: str, *, worker_id: str) -> None:
         self._starting.pop(worker_id, None)
         self._workers[worker_id] = address
         self._broadcast(WorkerJoined(worker_id=worker_id, address=address))
 
-    async def leave(self, worker_id: str) -> None:
+    async def remove_worker(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
         self._starting.pop(worker_id, None)
         self._broadcast(WorkerLeft(worker_id=worker_id))

@@ -17,7 +17,7 @@ from cluster.process.fd_limit import raise_limit
 from cluster.process.ports import example, url_of
 from protos.tls import FaceTls, PeerTls
 from router.app import create_app
-from router.auth.auth import Reception
+from router.auth.auth import AccessControl
 from router.auth.limits import TenantLimits
 from router.auth.registry import open_limits
 from router.build import build_router
@@ -29,7 +29,7 @@ from router.http.protocol import HttpProtocol
 from router.metrics import RequestMetrics
 from router.prefix.registry import MEMORY, open_index
 from router.replicas.load_gossip import LoadGossip
-from router.replicas.peers import ForSiblings, Siblings, http_socket
+from router.replicas.peers import PeerProcesses, SingleProcessApp, http_socket
 
 LAST_WORDS_S = 1.0  # for an error to reach a client that was cut off
 DATE_PERIOD_S = 1.0
@@ -96,15 +96,15 @@ class GatewayServer:
         tls: FaceTls,
         peers: PeerTls,
         index: str = MEMORY,
-        siblings: Siblings | None = None,
+        processes: PeerProcesses | None = None,
         limits: TenantLimits | None = None,
     ) -> None:
         tls.check()
         self._is_secure, self._asks_for_keys = bool(tls.cert), bool(config.tenants)
-        self._siblings = siblings or Siblings()
+        self._processes = processes or PeerProcesses()
         gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
         prefixes, self._others = open_index(
-            index, model=config.model_name, gateway_id=gateway_id, siblings=self._siblings
+            index, model=config.model_name, gateway_id=gateway_id, processes=self._processes
         )
         self.channels = Channels(peers)
         metrics = RequestMetrics(model=config.model_name)
@@ -115,7 +115,7 @@ class GatewayServer:
         )  # fmt: skip
         self.fleet, admission = router.fleet, router.admission
         self._shared_load = self._share_load()
-        reception = self._reception = Reception(
+        access = self._access = AccessControl(
             Path(config.tenants) if config.tenants else None,
             limits=limits or open_limits(index, model=config.model_name),
             registry=self.registry,
@@ -123,9 +123,9 @@ class GatewayServer:
         )
         self._generate = Cutoff(admission)
         gateway = self._gateway = open_gateway(
-            config, generate=self._generate, fleet=self.fleet, metrics=metrics, reception=reception,
+            config, generate=self._generate, fleet=self.fleet, metrics=metrics, access=access,
             routing=router.routing,
-            siblings=self._siblings, max_model_len=max_model_len,
+            processes=self._processes, max_model_len=max_model_len,
         )  # fmt: skip
         self.model = gateway.card.name
         self.has_chat = gateway.template is not None
@@ -184,23 +184,23 @@ class GatewayServer:
 
     def _share_load(self) -> LoadGossip | None:
         """With the other processes behind the same port, if there are any."""
-        siblings = self._siblings
-        if siblings.folder is None:
+        processes = self._processes
+        if processes.folder is None:
             return None
         fleet = self.fleet
         shared = LoadGossip(
-            folder=siblings.folder, number=siblings.number, count=siblings.count,
+            folder=processes.folder, number=processes.number, count=processes.count,
             take=fleet.given_elsewhere, blame=fleet.blame_elsewhere,
         )  # fmt: skip
         fleet.publish_load, fleet.publish_failure = shared.tell, shared.publish_failure
         return shared
 
     async def _listen_to_siblings(self) -> None:
-        folder = self._siblings.folder
+        folder = self._processes.folder
         if folder is None:
             return
-        settings, loop = _settings(ForSiblings(self._app)), asyncio.get_running_loop()
-        path = _free(http_socket(folder, self._siblings.number))
+        settings, loop = _settings(SingleProcessApp(self._app)), asyncio.get_running_loop()
+        path = _free(http_socket(folder, self._processes.number))
         self._local = await loop.create_unix_server(lambda: self._http.protocol(settings), path)
 
     async def wait(self) -> None:
@@ -238,9 +238,9 @@ class GatewayServer:
                 task.cancel()
             await asyncio.wait(stopping)
             await self._router.close()
-            await self._reception.close()
+            await self._access.close()
             self._gateway.grammars.close()
-            await self._siblings.close()
+            await self._processes.close()
             if self._others is not None:
                 await self._others.close()
             if self._shared_load is not None:

@@ -208,7 +208,7 @@ class RankLauncher:
         told = ", ".join(map(str, pids))
         log.info("%s: runs in process %s", plan.worker_id, told, extra={"worker": plan.worker_id})
 
-    def _orders(self, plan: WorkerPlan, seat: RankId) -> RankSpec:
+    def _orders(self, plan: WorkerPlan, rank_id: RankId) -> RankSpec:
         config = self._config
         return RankSpec(
             role=plan.role,
@@ -216,7 +216,7 @@ class RankLauncher:
             prefill=config.prefill,
             decode=config.decode,
             peers=config.peers,
-            seat=seat,
+            rank_id=rank_id,
             grace_s=config.supervision.grace_s,
         )
 

@@ -45,7 +45,7 @@ class RankSpec:
     worker: WorkerConfig
     prefill: PrefillConfig
     decode: DecodeConfig
-    seat: RankId
+    rank_id: RankId
     port: int = 0
     peers: PeerTls = field(default_factory=PeerTls)
     grace_s: float = 0.0
@@ -126,10 +126,10 @@ class LocalRank:
 
     async def _run(self, orders: RankSpec) -> None:
         try:
-            await (self._lead(orders) if orders.seat.rank == 0 else self._follow(orders))
+            await (self._lead(orders) if orders.rank_id.rank == 0 else self._follow(orders))
         except Exception as error:  # whatever it is, the supervisor has to hear of it
             if not isinstance(error, BatonError):
-                log.exception("rank %d of %s broke", orders.seat.rank, orders.seat.worker_id)
+                log.exception("rank %d of %s broke", orders.rank_id.rank, orders.rank_id.worker_id)
             self._note(Ended(error=error_info(error)))
         else:
             self._note(Ended())
@@ -158,7 +158,7 @@ class LocalRank:
         worker = self._worker = Worker(parts)
         try:
             info = await worker.start(
-                orders.seat.host, orders.port, peers=orders.peers, prepare=cores.bind, supervised=self._supervised
+                orders.rank_id.host, orders.port, peers=orders.peers, prepare=cores.bind, supervised=self._supervised
             )
             self._note(Serving(info=info))
             serving = asyncio.ensure_future(worker.wait())
@@ -197,7 +197,7 @@ class LocalRank:
 
 def _claim(orders: RankSpec) -> Cores:
     """The cores on which this rank's threads compute; none where a GPU does."""
-    device, asked, rank = orders.worker.device, orders.worker.bind_cores, orders.seat.rank
+    device, asked, rank = orders.worker.device, orders.worker.bind_cores, orders.rank_id.rank
     if "torch" not in sys.modules and (device == "cpu" or (device == "auto" and not _has_gpu_driver())):
         num_threads = os.environ.get("OMP_NUM_THREADS", "")
         if not num_threads.isdigit():
@@ -224,11 +224,11 @@ def _open_worker(orders: RankSpec, on_progress: Progress) -> WorkerParts:
         case WorkerRole.PREFILL:
             from prefill_pool.service import open_worker as open_prefill
 
-            return open_prefill(orders.worker, orders.seat, orders.prefill, on_progress=on_progress)
+            return open_prefill(orders.worker, orders.rank_id, orders.prefill, on_progress=on_progress)
         case WorkerRole.DECODE | WorkerRole.COLOCATED:
             from decode_pool.service import open_worker as open_decode
 
-            return open_decode(orders.worker, orders.seat, orders.decode, kind=orders.role, on_progress=on_progress)
+            return open_decode(orders.worker, orders.rank_id, orders.decode, kind=orders.role, on_progress=on_progress)
 
 
 def _follow_worker(orders: RankSpec) -> None:
@@ -245,11 +245,11 @@ def _follow(orders: RankSpec) -> None:
         case WorkerRole.PREFILL:
             from prefill_pool.service import follow as follow_prefill
 
-            follow_prefill(orders.worker, orders.seat)
+            follow_prefill(orders.worker, orders.rank_id)
         case WorkerRole.DECODE | WorkerRole.COLOCATED:
             from decode_pool.service import follow as follow_decode
 
-            follow_decode(orders.worker, orders.seat)
+            follow_decode(orders.worker, orders.rank_id)
 
 
 def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:

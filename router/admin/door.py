@@ -20,13 +20,13 @@ class AdminRoutes:
 
     def __init__(self, app: FastAPI, gateway: Gateway) -> None:
         self._app = app
-        self._reception = gateway.reception
+        self._access = gateway.access
 
     def route(self, path: str, *, methods: Sequence[str] = ("GET",)) -> Callable[[Endpoint], Endpoint]:
         def added(endpoint: Endpoint) -> Endpoint:
             @wraps(endpoint)
             async def guarded(request: Request) -> Response:
-                self._reception.check_admin(request.headers.get("authorization"))
+                self._access.check_admin(request.headers.get("authorization"))
                 return await endpoint(request)
 
             self._app.add_route(f"/admin{path}", guarded, methods=list(methods))

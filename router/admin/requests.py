@@ -22,16 +22,16 @@ MAX_COUNT = 1000
 
 
 def add(admin: AdminRoutes, gateway: Gateway) -> None:
-    records, evictions, siblings = gateway.routing.records, gateway.routing.evictions, gateway.siblings
+    records, evictions, processes = gateway.routing.records, gateway.routing.evictions, gateway.processes
 
     def offset_s() -> float:
         return ahead_s(gateway.wall_clock, asyncio.get_running_loop().time)
 
     async def jobs(request: Request, name: str, view: Callable[[RequestTrace], Mapping[str, Any] | None]) -> Response:
-        """Of this process and of its siblings: clients may call several requests alike."""
+        """Of all gateway processes: clients may give several requests one id."""
         known = [told for one in records.find(name) if (told := view(one)) is not None]
         found = bool(records.find(name))
-        for reply in (await siblings.ask(request)).values():
+        for reply in (await processes.ask(request)).values():
             known, found = [*known, *reply["jobs"]], True
         if not found:
             raise UnknownRequest(
@@ -45,7 +45,7 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
         count = _count(request.query_params.get("limit", str(DEFAULT_COUNT)))
         offset = offset_s()
         latest = [summary(one, offset) for one in records.recent(count)]
-        if told := await siblings.ask(request):
+        if told := await processes.ask(request):
             latest += [one for reply in told.values() for one in reply["requests"]]
             latest.sort(key=lambda one: one["received_at"], reverse=True)
         return json_response({"requests": latest[:count]})
@@ -61,7 +61,7 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
     @admin.route("/shadows")
     async def shadows(request: Request) -> Response:
         views = [shadow_view(one) for one in gateway.routing.shadows]
-        if told := await siblings.ask(request):
+        if told := await processes.ask(request):
             replies = [views, *(reply["shadows"] for reply in told.values())]
             views = [shadows_together(same) for same in zip(*replies, strict=True)]
         return json_response({"shadows": views})

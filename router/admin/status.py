@@ -32,19 +32,21 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
         told["degraded"] = degraded(gateway)
         said = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
         kv = {worker.worker_id: one for worker, one in zip(workers, said, strict=True)}
-        return json_response(told | {"workers": workers, "kv": kv, "processes": gateway.siblings.statuses})
+        return json_response(told | {"workers": workers, "kv": kv, "processes": gateway.processes.statuses})
 
 
 def degraded(gateway: Gateway) -> str:
     """What is wrong although requests may be served; "" when nothing is."""
-    told = (gateway.fleet.degraded(), gateway.reception.trouble, gateway.siblings.trouble, missing(gateway))
+    told = (gateway.fleet.degraded(), gateway.access.trouble, gateway.processes.trouble, missing(gateway))
     return "; ".join(filter(None, told))
 
 
 def not_ready(gateway: Gateway) -> str:
     """Why a request would not be served now; "" when it would."""
     if gateway.fleet.ready():
-        return "" if gateway.siblings.settled else gateway.siblings.trouble or "not every gateway process is ready yet"
+        return (
+            "" if gateway.processes.settled else gateway.processes.trouble or "not every gateway process is ready yet"
+        )
     workers = gateway.fleet.status()
     away = [one for one in workers if one.state != "ready"]
     told = [_said(one) for one in away]
@@ -52,8 +54,8 @@ def not_ready(gateway: Gateway) -> str:
 
 
 def missing(gateway: Gateway, workers: Sequence[WorkerView] | None = None) -> str:
-    """Who is away although requests are served: a whole pool, and workers never met, of whatever pool they are; "" when
-    nobody is. `workers` is the caller's own look at the fleet, if it has one."""
+    """The pools without a ready worker and the workers never connected to, while requests are served; "" when there
+    are none. `workers` is the fleet's status, if the caller has it already."""
     if not gateway.fleet.ready():
         return ""
     if workers is None:
@@ -69,12 +71,11 @@ def missing(gateway: Gateway, workers: Sequence[WorkerView] | None = None) -> st
 
 
 def _said(worker: WorkerView) -> str:
-    what = "has" if worker.state == "left" else "is"
-    return f"{worker.worker_id} {what} {worker.state}{f' ({worker.reason})' if worker.reason else ''}"
+    return f"{worker.worker_id} is {worker.state}{f' ({worker.reason})' if worker.reason else ''}"
 
 
 async def held(gateway: Gateway, worker_id: str) -> dict[str, Any] | None:
-    """What a worker holds, for others too, and its ways to them; None of one that does not say in time."""
+    """A worker's tickets, lanes and tiers of blocks; None if it does not answer in time."""
     try:
         async with asyncio.timeout(STATS_TIMEOUT_S):
             stats = await gateway.fleet.stats(worker_id)

@@ -1,4 +1,4 @@
-"""Who is asking, and may it: keys become tenants, tenants' limits are kept, and what they used is counted."""
+"""Access control: API keys identify tenants, tenants' limits are enforced, and their tokens are counted."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from router.auth.tenants import NOBODY, Roster, Tenant, read_roster
 log = logging.getLogger("baton.router")
 
 LOOK_S = 2.0
-"""How often the file of tenants is looked at: a key that was taken back lets nobody in after that."""
+"""How often the file of tenants is checked for changes. A revoked key works for at most this long."""
 
 
-class Reception:
-    """One gateway's. `path` is the file of tenants; without one everybody may ask for everything.
+class AccessControl:
+    """A gateway's access control. `path` is the file of tenants; without one every request is allowed.
 
-    Raises Misconfigured at the start for a file it cannot read. One that turns bad later changes nothing but a metric
-    and the log: the last good one counts.
+    The constructor raises Misconfigured for an unreadable file. If the file becomes bad later, the last good version
+    stays in force; a metric and the log report it.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Reception:
 
     @asynccontextmanager
     async def present(self, tenant: Tenant, request_id: str, num_prompt_tokens: int) -> AsyncGenerator[None, None]:
-        """For as long as a request of the tenant is here. Raises RateLimited."""
+        """Counts a request against the tenant's limits while it runs. Raises RateLimited."""
         now = loop_time()
         try:
             await self._limits.enter(tenant, request_id, num_prompt_tokens, now)
@@ -86,12 +86,12 @@ class Reception:
             self._limits.leave(tenant, request_id)
 
     def wrote(self, tenant: Tenant, num_tokens: int) -> None:
-        """The tenant was given so many tokens of an answer, which count against its limit from now on."""
+        """Counts tokens of an answer that were sent to the tenant against its limit."""
         if tenant.tokens_per_min is not None:
             self._limits.spend(tenant, num_tokens, loop_time())
 
     def served(self, tenant: Tenant, *, num_prompt: int, num_cached: int, num_output: int) -> None:
-        """An answer to the tenant has ended. Of so many prompt tokens the KV was there before."""
+        """Counts a finished answer in the metrics. `num_cached` of the prompt tokens were not computed."""
         for kind, count in (("input", num_prompt - num_cached), ("cached", num_cached), ("output", num_output)):
             self._tokens.labels(tenant.name, kind).inc(count)
 
@@ -100,7 +100,7 @@ class Reception:
         return self._limits.trouble
 
     async def close(self) -> None:
-        """The last call."""
+
         await self._limits.close()
 
     def _key(self, authorization: str | None) -> str:
@@ -111,7 +111,7 @@ class Reception:
         return key.strip()
 
     def _look(self) -> None:
-        """Reads the file again when it has changed."""
+        """Reads the file again if it has changed."""
         now = loop_time()
         if self._path is None or now - self._looked_s < LOOK_S:
             return
@@ -130,7 +130,7 @@ class Reception:
         self._changed(self.roster)
 
     def _stamp(self) -> tuple[int, int, int] | None:
-        """What changes when the file does, also when it is replaced by another of the same size."""
+        """Differs after any change of the file, also after its replacement by a file of the same size."""
         if self._path is None:
             return None
         try:

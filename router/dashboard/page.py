@@ -37,7 +37,7 @@ def mount_page(app: FastAPI, gateway: Gateway) -> None:
             "script": script,
             "model": escape(gateway.card.name),
             "has_chat": str(gateway.template is not None).lower(),
-            "asks_for_keys": str(not gateway.reception.roster.is_open).lower(),
+            "asks_for_keys": str(not gateway.access.roster.is_open).lower(),
         }
         return Response(_filled(template, told), media_type="text/html", headers=headers)
 

@@ -187,7 +187,7 @@
   // -- why a request went where it went -------------------------------------------------------------------------------
 
   function way(choice) {
-    return choice.prefill ? `${choice.prefill} reads, ${choice.decode} writes` : `${choice.decode} alone${choice.single_worker ? ` (${choice.single_worker})` : ""}`;
+    return choice.prefill ? `${choice.prefill} prefills, ${choice.decode} decodes` : `${choice.decode} alone${choice.single_worker ? ` (${choice.single_worker})` : ""}`;
   }
 
   // A decision after a failure had its first token before it, and one that failed has no figures: these are left out.

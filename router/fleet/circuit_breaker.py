@@ -1,11 +1,11 @@
-"""Keeps work away from a worker that is there, answers for its health, and fails what it is given. Pure.
+"""Pauses routing to a worker that is reachable and healthy but fails its requests. Pure.
 
 closed ── MAX_FAILURES in a row ──▶ open ── its pause is over ──▶ on trial ── SUCCESSES in a row ──▶ closed
                                      ▲                               │
                                      └─────────── a failure ─────────┘   the pause doubles, up to MAX_PAUSE_S
 
-Siblings, which give the same worker work, tell how often it has failed them in a row. That counts as well while it is
-recent: all of it together must be MAX_FAILURES, on trial as well. A success of theirs shows in that they begin at one.
+Other gateway processes publish how often the worker has failed them in a row. Recent failures of all processes are
+added up, also on trial: MAX_FAILURES together open the breaker. A process that had a success begins again at one.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ SUCCESSES = 2
 FIRST_PAUSE_S = 2.0
 MAX_PAUSE_S = 30.0
 RECENT_S = 60.0
-"""A failure that is older than this does not count beside one that a sibling publishes. Longer than any pause."""
+"""Age at which a failure no longer counts together with other processes' failures. Longer than any pause."""
 
 
 class CircuitBreaker:
-    """One worker's."""
+    """The circuit breaker of one worker."""
 
     def __init__(self) -> None:
         self.failures = 0
-        """Of our own, in a row."""
+        """In a row, in this process."""
         self._failed_s = 0.0
-        self._told: dict[int, tuple[int, float]] = {}  # by sibling: its own in a row, and when it said so
+        self._published: dict[int, tuple[int, float]] = {}  # by process: its failures in a row, and when published
         self._successes = 0
         self._until_s: float | None = None
         self._pause_s = FIRST_PAUSE_S
 
     def allows(self, now: float) -> bool:
-        """May the worker be given work? On trial it may: what fails there goes on elsewhere."""
+        """Whether the worker may get requests. On trial it may: a request that fails resumes on another worker."""
         return self._until_s is None or now >= self._until_s
 
     def failed(self, now: float) -> bool:
-        """A request failed there, for a reason that may be the worker's. Does a pause begin with it?"""
+        """Counts a request that failed for a reason that may be the worker's. True if a pause begins."""
         self._successes = 0
         self.failures += 1
         self._failed_s = now
@@ -43,18 +43,18 @@ class CircuitBreaker:
             return False
         return self._pause(now)
 
-    def failed_elsewhere(self, now: float, *, sibling: int, in_row: int) -> bool:
-        """A sibling's request failed there, its `in_row`-th without a success. Does a pause begin with it?"""
-        self._told[sibling] = in_row, now
+    def failed_elsewhere(self, now: float, *, process: int, in_row: int) -> bool:
+        """Counts another process's failure, its `in_row`-th without a success. True if a pause begins."""
+        self._published[process] = in_row, now
         own = self.failures if now - self._failed_s < RECENT_S else 0
         if own + self._elsewhere(now) < MAX_FAILURES:
             return False
         return self._pause(now)
 
     def succeeded(self) -> None:
-        """A request got tokens from there."""
+        """A request got tokens from the worker."""
         self.failures = 0
-        self._told.clear()
+        self._published.clear()
         if self._until_s is None:
             return
         self._successes += 1
@@ -62,18 +62,18 @@ class CircuitBreaker:
             self.reset()
 
     def reset(self) -> None:
-        """It is another worker now, or has proved itself."""
+        """Forgets all failures: the worker has restarted, or has passed its trial."""
         self.failures = self._successes = 0
-        self._told.clear()
+        self._published.clear()
         self._until_s, self._pause_s = None, FIRST_PAUSE_S
 
     def _elsewhere(self, now: float) -> int:
-        return sum(in_row for in_row, told_s in self._told.values() if now - told_s < RECENT_S)
+        return sum(in_row for in_row, published_s in self._published.values() if now - published_s < RECENT_S)
 
     def _pause(self, now: float) -> bool:
         if self._until_s is not None:
             if now < self._until_s:
-                return False  # it was given before the pause began
+                return False  # the request was sent before the pause began
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
         self._until_s = now + self._pause_s
         return True

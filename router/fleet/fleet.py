@@ -39,7 +39,7 @@ FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
 STATE_LINE = "worker %s at %s is %s%s"
 """Logged of a worker's new state by every process."""
-ELSEWHERE_S = 1.0  # that work of a sibling counts for, if the worker's load does not show it sooner
+ELSEWHERE_S = 1.0  # how long another process's work counts, unless the worker's load includes it sooner
 
 
 @dataclass(slots=True)
@@ -90,21 +90,21 @@ class Fleet:
         self.notices: list[Callable[[], str]] = []  # more of what `degraded` tells
         self.publish_load: Callable[[str, int, int], None] | None = None  # (worker, tokens, blocks): work given to it
         self.publish_failure: Callable[[str, int], None] | None = (
-            None  # (worker, its failures in a row), to the siblings
+            None  # (worker, its failures in a row), to the other gateway processes
         )
         self._num_elsewhere = 0
         self._behind = ""  # what is wrong with the cluster behind the workers
         self.num_turned_away = 0  # jobs that wait because no worker had room for them, though it seemed so
 
-    # -- who belongs ---------------------------------------------------------------------------------------------------
+    # -- workers -------------------------------------------------------------------------------------------------------
 
     def starting(self, worker_id: str, successor: Successor | None) -> None:
         """A process of the worker is being started: running answers that no worker can take wait for it."""
         if self.successors.starting(worker_id, successor):
             self._changed.notify()
 
-    def join(self, address: str, *, worker_id: str) -> None:
-        """A worker lives at this address. Known already: it is tried again at once, at its new address if it moved."""
+    def add_worker(self, address: str, *, worker_id: str) -> None:
+        """Adds a worker that serves at this address. A known worker is connected to again, at its new address."""
         member = self._members.get(worker_id)
         if member is None or member.address != address or member.state is not WorkerState.READY:
             self.successors.joined(worker_id)
@@ -121,8 +121,8 @@ class Fleet:
                 member.client.lose(WorkerLost(f"worker {worker_id} has moved to {address}"))
         self._again[worker_id].set()
 
-    async def leave(self, worker_id: str) -> None:
-        """A worker is no more: what runs on it fails with WorkerLost, and goes on elsewhere. An unknown one is fine."""
+    async def remove_worker(self, worker_id: str) -> None:
+        """Removes a worker. Its requests fail with WorkerLost and resume on other workers. Ignores an unknown one."""
         self.successors.arrived(worker_id)
         if worker_id not in self._members:
             return
@@ -137,7 +137,7 @@ class Fleet:
 
     async def close(self) -> None:
         for worker_id in tuple(self._members):
-            await self.leave(worker_id)
+            await self.remove_worker(worker_id)
 
     # -- what is offered -----------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class Fleet:
             self.publish_load(worker_id, num_tokens, num_blocks)
 
     def given_elsewhere(self, worker_id: str, num_tokens: int, num_blocks: int) -> None:
-        """Work published by a sibling. It counts until the worker's load shows it."""
+        """Work published by another gateway process. It counts until the worker's load includes it."""
         member = self._members.get(worker_id)
         if member is None or member.role is None or not member.takes_work:
             return
@@ -271,18 +271,18 @@ class Fleet:
             ) from error
 
     def blame(self, worker_ids: Iterable[str]) -> None:
-        """A request failed on these workers, for a reason that may be theirs. Published to the siblings."""
+        """A request failed on these workers and may fail there again. Published to the other gateway processes."""
         for worker_id in worker_ids:
             if (member := self._members.get(worker_id)) is not None:
                 self._doubt(member, member.breaker.failed(loop_time()))
                 if self.publish_failure is not None:
                     self.publish_failure(worker_id, member.breaker.failures)
 
-    def blame_elsewhere(self, worker_id: str, sibling: int, in_row: int) -> None:
-        """A request of that sibling failed there, its `in_row`-th without a success."""
+    def blame_elsewhere(self, worker_id: str, process: int, in_row: int) -> None:
+        """A request of that gateway process failed on the worker, its `in_row`-th without a success."""
         if (member := self._members.get(worker_id)) is not None:
             now = loop_time()
-            self._doubt(member, member.breaker.failed_elsewhere(now, sibling=sibling, in_row=in_row))
+            self._doubt(member, member.breaker.failed_elsewhere(now, process=process, in_row=in_row))
 
     def _doubt(self, member: Member, paused: bool) -> None:
         self._table.doubt(member)
@@ -437,7 +437,7 @@ class Fleet:
             return
         if state in (WorkerState.READY, WorkerState.INCOMPATIBLE):
             self.successors.arrived(member.worker_id)
-        if member.state is WorkerState.LEFT:
+        if member.state is WorkerState.DRAINED:
             log.info("worker %s at %s has drained and left", member.worker_id, member.address, extra=_of(member))
         elif not was is state is WorkerState.LOST:  # that it is not back yet either is no news
             log.log(

@@ -29,7 +29,7 @@ from router.fleet.circuit_breaker import CircuitBreaker
 from router.fleet.worker_client import Updates, WorkerClient
 from router.policies.table import LoadRow
 
-SUCCEEDED = "drained; its successor is due"
+SUCCEEDED = "its successor is due"
 SUCCESSOR_S = 600.0  # as long as `baton drain` waits: large weights take minutes
 UNSUCCEEDED = f"it has drained, and no successor has come for {SUCCESSOR_S / 60:g} minutes"
 STEPS_TO_SHOW = 2  # a step that was running when a request arrived does not show it; the step after that does
@@ -40,13 +40,13 @@ class WorkerState(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     LOST = "lost"
-    LEFT = "left"
+    DRAINED = "drained"
     INCOMPATIBLE = "incompatible"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """What is known of a worker. `reason` is why it is lost, has left, is incompatible or still joining. Of
+    """What is known of a worker. `reason` is why it is lost, drained, incompatible or still joining. Of
     its cached blocks, `num_host_blocks` are in host memory, some of them on the device as well."""
 
     worker_id: str
@@ -116,8 +116,7 @@ class Member:
     def connection(self) -> WorkerClient:
         """Raises WorkerLost when there is none."""
         if self.client is None:
-            what = "has" if self.state is WorkerState.LEFT else "is"
-            raise WorkerLost(f"worker {self.worker_id} {what} {self.state}: {self.reason}")
+            raise WorkerLost(f"worker {self.worker_id} is {self.state}: {self.reason}")
         return self.client
 
     def connected(self, info: WorkerInfo, client: WorkerClient) -> None:
@@ -134,15 +133,15 @@ class Member:
         self.changed()
 
     def enter(self, state: WorkerState, reason: str = "", *, now: float) -> bool:
-        """Whether anything changed. One that drained, and is not reached now, has left. It is lost like others
-        once its successor has not come for `SUCCESSOR_S`."""
+        """Whether anything changed. A draining worker whose connection ends is
+        `drained`; it is `lost` if no successor has come within `SUCCESSOR_S`."""
         if state is not WorkerState.LOST:
             self._left_s = None
         elif self.state is WorkerState.DRAINING:
             self._left_s = now
         if self._left_s is not None:
             is_due = now < self._left_s + SUCCESSOR_S
-            state, reason = (WorkerState.LEFT, SUCCEEDED) if is_due else (state, UNSUCCEEDED)
+            state, reason = (WorkerState.DRAINED, SUCCEEDED) if is_due else (state, UNSUCCEEDED)
         changed = (state, reason) != (self.state, self.reason)
         self.state, self.reason = state, reason
         self.changed()
@@ -258,5 +257,5 @@ class Member:
 
 
 def _without_key(info: WorkerInfo | None) -> WorkerInfo | None:
-    """What may be shown of a worker: not the key of its lanes' board."""
+    """What may be shown of a worker: not the key of its rendezvous server."""
     return info and replace(info, lane=replace(info.lane, key=""))

@@ -207,7 +207,7 @@ class _Inference(pb_grpc.InferenceServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         try:
-            self._gateway.reception.check_admin(_authorization(context))
+            self._gateway.access.check_admin(_authorization(context))
         except Exception as error:
             await abort_with(context, error)
         fleet = self._gateway.fleet
@@ -248,7 +248,7 @@ class _Inference(pb_grpc.InferenceServicer):
 
     def _tenant(self, context: Context) -> Tenant:
         """Raises Unauthenticated."""
-        return self._gateway.reception.identify(_authorization(context))
+        return self._gateway.access.identify(_authorization(context))
 
 
 def _split(request: pb.GenerateRequest | pb.TokenizeRequest) -> bool | None:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protos.errors import HeadersTooLarge, PayloadTooLarge, RequestTimeout, Unauthenticated
 from protos.event_loop import loop_time
-from router.auth.auth import Reception
+from router.auth.auth import AccessControl
 from router.auth.tenants import Tenant
 from router.http.access_log import CLIENT_LEFT, MAX_PATH, is_logged, log_access
 from router.http.errors import error_response, internal_error
@@ -88,7 +88,7 @@ class RequestId:
             await error_response(internal_error())(scope, receive, named)
         finally:
             status = status or CLIENT_LEFT
-            if is_logged() and not scope["state"].get("sibling") and not is_routine(scope, status):
+            if is_logged() and not scope["state"].get("other_process") and not is_routine(scope, status):
                 _log(scope, status, clock() - begun_s)
 
 
@@ -136,14 +136,14 @@ class Authenticate:
     Health, metrics and the API's description are open; /admin has a door of its own.
     """
 
-    def __init__(self, app: ASGIApp, *, reception: Reception) -> None:
+    def __init__(self, app: ASGIApp, *, access: AccessControl) -> None:
         self._app = app
-        self._reception = reception
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(("/v1/", "/tokenize", "/detokenize")):
             try:
-                tenant = self._reception.identify(header_of(scope, b"authorization"))
+                tenant = self._access.identify(header_of(scope, b"authorization"))
             except Unauthenticated as error:
                 await error_response(error)(scope, receive, send)
                 return

@@ -8,9 +8,9 @@ from kvtransfer import hashing
 from router.prefix.feed import Peers
 from router.prefix.index import PrefixIndex
 from router.prefix.memory import MemoryPrefixIndex
-from router.prefix.siblings import SiblingPrefixIndex
+from router.prefix.multiprocess import MultiprocessPrefixIndex
 from router.prefix.table import TablePrefixIndex, compiled
-from router.replicas.peers import Siblings
+from router.replicas.peers import PeerProcesses
 
 log = logging.getLogger("baton.router")
 
@@ -25,14 +25,16 @@ def local_index() -> PrefixIndex:
 
 
 def open_index(
-    where: str, *, model: str, gateway_id: str, siblings: Siblings | None = None
+    where: str, *, model: str, gateway_id: str, processes: PeerProcesses | None = None
 ) -> tuple[PrefixIndex, Peers | None]:
     """The index, and the gateways it is shared with: through Redis where `where` is a URL, else ("memory") with the
-    sibling processes on this machine, if there are any. Raises Misconfigured."""
+    other gateway processes on this machine, if there are any. Raises Misconfigured."""
     if where == MEMORY:
-        if siblings is None or siblings.folder is None:
+        if processes is None or processes.folder is None:
             return local_index(), None
-        near = SiblingPrefixIndex(local_index(), folder=siblings.folder, number=siblings.number, count=siblings.count)
+        near = MultiprocessPrefixIndex(
+            local_index(), folder=processes.folder, number=processes.number, count=processes.count
+        )
         return near, near
     from router.prefix.redis import RedisPrefixIndex
     from router.prefix.redis_store import Store

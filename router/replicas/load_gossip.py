@@ -1,12 +1,11 @@
-"""Gateway processes behind one port publish to each other the work that they have just given to workers, and failures
-of workers.
+"""Gateway processes behind one port publish the work that they route to workers, and workers' failures, to each other.
 
-    decided ─▶ a datagram to each sibling ─▶ counts as routed there, until the worker's own load shows it
-    failed ──▶ a datagram to each sibling ─▶ counts for a while as failed there, with all that failed here in a row
+    decided ─▶ a datagram to each process ─▶ counts as routed, until the worker's own load includes it
+    failed ──▶ a datagram to each process ─▶ counts for a while, together with that process's own failures in a row
 
-Workers say what they have after each step only. Between two steps every process would choose the same idle worker.
-A datagram says: (given, tokens to read, blocks to hold, worker), or (failed, how often in a row, who says so, worker).
-One that is lost costs a choice that is a little worse.
+Workers publish their load after each step only. Between two steps every process would choose the same idle worker.
+A datagram is (given, tokens to prefill, blocks to hold, worker) or (failed, failures in a row, process, worker).
+A lost datagram makes one decision slightly worse.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MOST = 2**32 - 1
 Take = Callable[[str, int, int], None]
 """(worker, tokens to read, blocks to hold)"""
 Blame = Callable[[str, int, int], None]
-"""(worker, sibling, its failures in a row)"""
+"""(worker, gateway process, its failures in a row)"""
 
 
 class LoadGossip:
@@ -56,8 +55,8 @@ class LoadGossip:
         kind, *numbers = _HEAD.unpack_from(told)
         worker_id = told[_HEAD.size :].decode()
         if kind == _FAILED:
-            in_row, sibling = numbers
-            self._blame(worker_id, sibling, in_row)
+            in_row, process = numbers
+            self._blame(worker_id, process, in_row)
         else:
             num_tokens, num_blocks = numbers
             self._take(worker_id, num_tokens, num_blocks)

@@ -1,8 +1,8 @@
-"""The other gateway processes behind the same port: their addresses, and their answers to questions about all of them.
+"""The other gateway processes behind the same port: their sockets, and their answers to requests about all processes.
 
     client ── GET /admin/requests/r ──▶ process 1: not mine ══ Unix sockets ══▶ processes 0 and 2: mine ──▶ one answer
 
-A question that came from a sibling is never passed on.
+A request that came from another process is answered for this process alone, and not forwarded.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _PASSED_ON = ("authorization", "accept")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessStatus:
-    """A gateway process as its supervisor sees it. `reason` is why it is not ready; `pid` is 0 of one that waits to
-    be started again."""
+    """A gateway process as its supervisor sees it. `reason` is why it is not ready; `pid` is 0 while it waits to be
+    restarted."""
 
     number: int
     pid: int
@@ -35,10 +35,10 @@ class ProcessStatus:
     reason: str = ""
 
 
-class Siblings:
-    """Process `number` of `count`. Each has its socket in `folder`; without one there are no siblings.
+class PeerProcesses:
+    """Process `number` of `count`. Each process has its socket in `folder`; without a folder there is one process.
 
-    `settled`: all of them were ready once. Until then none of them says that it is.
+    `settled`: all processes have been ready once. Until then none reports that it is ready.
     """
 
     def __init__(self, *, folder: Path | None = None, number: int = 0, count: int = 1) -> None:
@@ -56,22 +56,21 @@ class Siblings:
 
     @property
     def trouble(self) -> str:
-        """Which process does not serve at present, and why; "" when all do."""
+        """The processes that are not ready, with their reasons; "" when all are ready."""
         away = [one for one in self.statuses if one.state != "ready"]
-        told = [
+        return "; ".join(
             f"gateway process {one.number} is {one.state}{f' ({one.reason})' if one.reason else ''}" for one in away
-        ]
-        return "; ".join(told)
+        )
 
     async def ask(self, request: Request) -> Mapping[int, Any]:
-        """What each sibling answers to the same GET, from JSON, by its number: without those that know nothing of it
-        (404), and those that do not answer in time. Empty for a sibling's request."""
-        if self.alone or from_sibling(request):
+        """Sends the same GET to every other process. Returns the JSON answers by process number, without processes
+        that answer 404 or not in time. Empty for a request that came from another process."""
+        if self.alone or from_other_process(request):
             return {}
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-        told = await asyncio.gather(*(self._ask(number, target, headers) for number in self._clients))
-        return {number: one for number, one in zip(self._clients, told, strict=True) if one is not None}
+        replies = await asyncio.gather(*(self._ask(number, target, headers) for number in self._clients))
+        return {number: reply for number, reply in zip(self._clients, replies, strict=True) if reply is not None}
 
     async def close(self) -> None:
         for client in self._clients.values():
@@ -86,19 +85,19 @@ class Siblings:
         return response.json() if response.status_code == 200 else None
 
 
-class ForSiblings:
-    """The application as siblings see it: it answers for this process alone."""
+class SingleProcessApp:
+    """The application as other processes call it: it answers for this process alone."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})["sibling"] = True
+        scope.setdefault("state", {})["other_process"] = True
         await self._app(scope, receive, send)
 
 
-def from_sibling(request: Request) -> bool:
-    return bool(getattr(request.state, "sibling", False))
+def from_other_process(request: Request) -> bool:
+    return bool(getattr(request.state, "other_process", False))
 
 
 def http_socket(folder: Path, number: int) -> str:
@@ -115,4 +114,4 @@ def expectations_socket(folder: Path, number: int) -> str:
 
 def _client(path: str) -> httpx.AsyncClient:
     transport = httpx.AsyncHTTPTransport(uds=path)
-    return httpx.AsyncClient(transport=transport, base_url="http://sibling", timeout=TIMEOUT_S, trust_env=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://process", timeout=TIMEOUT_S, trust_env=False)

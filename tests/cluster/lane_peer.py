@@ -26,7 +26,7 @@ from workers.transfer.rank_transfer import RankTransfer
 
 ON = "cpu"
 OVER: Preference = "auto"
-KEY = "of every board of these tests"
+KEY = "of every rendezvous server of these tests"
 LAYOUT = KVLayout.dense(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 
 

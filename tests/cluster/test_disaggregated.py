@@ -104,16 +104,18 @@ async def start(
 ) -> tuple[Worker, list[threading.Thread]]:
     """Ranks above 0 follow in threads of this process."""
     port = _free_port() if config.tp > 1 else 0
-    seats = [
+    rank_ids = [
         RankId(
             worker_id=worker_id, incarnation=1, rank=rank, size=config.tp, store_port=port, store_key=b"of these ranks"
         )
         for rank in range(config.tp)
     ]
-    followers = [threading.Thread(target=service.follow, args=(config, seat), daemon=True) for seat in seats[1:]]
+    followers = [
+        threading.Thread(target=service.follow, args=(config, rank_id), daemon=True) for rank_id in rank_ids[1:]
+    ]
     for follower in followers:
         follower.start()
-    worker = Worker(await asyncio.to_thread(service.open_worker, config, seats[0], *pool))
+    worker = Worker(await asyncio.to_thread(service.open_worker, config, rank_ids[0], *pool))
     await worker.start("127.0.0.1")
     return worker, followers
 
@@ -142,7 +144,7 @@ async def pair_of(
     ):
         pair.workers[worker_id], more = await start(service, worker_id, config, *pool)
         followers += more
-        fleet.join(pair.workers[worker_id].info.address, worker_id=worker_id)
+        fleet.add_worker(pair.workers[worker_id].info.address, worker_id=worker_id)
     clock = asyncio.get_running_loop().time
     while len([one for one in fleet.status() if one.state == "ready"]) < 2:
         await fleet.wait(until=clock() + 30)

@@ -68,12 +68,12 @@ class Cluster:
         self.incarnation += 1
         role = WorkerRole(worker_id.partition("-")[0])
         open_worker: Any = prefill.open_worker if role is WorkerRole.PREFILL else partial(decode.open_worker, kind=role)
-        seat = RankId(worker_id=worker_id, incarnation=self.incarnation)
+        rank_id = RankId(worker_id=worker_id, incarnation=self.incarnation)
         config = config_for(self.folder, num_blocks=NUM_BLOCKS)
-        worker = Worker(await asyncio.to_thread(open_worker, config, seat))
+        worker = Worker(await asyncio.to_thread(open_worker, config, rank_id))
         await worker.start("127.0.0.1")
         self.workers[worker_id] = worker
-        self.fleet.join(worker.info.address, worker_id=worker_id)
+        self.fleet.add_worker(worker.info.address, worker_id=worker_id)
         await self.until_ready(worker)
 
     async def until_ready(self, worker: Worker) -> None:
@@ -183,7 +183,7 @@ async def test_a_sequence_moves_to_a_worker_of_another_tensor_parallelism(checkp
         undisturbed = [await client.answer() for client in await ask_all(cluster)]
         split, followers = await start(decode, "decode-1", config_for(checkpoint, num_blocks=NUM_BLOCKS, tp=2))
         cluster.workers["decode-1"] = split
-        cluster.fleet.join(split.info.address, worker_id="decode-1")
+        cluster.fleet.add_worker(split.info.address, worker_id="decode-1")
         await cluster.until_ready(split)
         clients = await ask_all(cluster)
         await cluster.fleet.drain("decode-1")

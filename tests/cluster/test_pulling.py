@@ -13,6 +13,7 @@ from router.policies.base import Decision, RequestView
 from router.policies.table import CandidateTable
 from tests.cluster.test_disaggregated import PROMPTS
 from tests.cluster.test_draining import Cluster, checkpoint, cluster_of
+from tests.unit.router.fake_cluster import dispatcher_with
 
 pytestmark = pytest.mark.cluster
 
@@ -29,7 +30,7 @@ def reading_at(cluster: Cluster, worker_id: str, prefill: str | None = None) -> 
     def decide(view: RequestView, candidates: CandidateTable) -> Decision:
         return Decision(policy="chosen", prefill=prefill, decode=worker_id)
 
-    return cluster.router.dispatcher_by(decide)
+    return dispatcher_with(cluster.router, decide)
 
 
 async def answer(generate: Dispatcher, request_id: str, prompt: tuple[int, ...] = PROMPT) -> tuple[list[int], int]:

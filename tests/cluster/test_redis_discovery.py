@@ -51,13 +51,13 @@ class Members:
             self.successors[worker_id] = successor
         self._notify()
 
-    def join(self, address: str, *, worker_id: str) -> None:
+    def add_worker(self, address: str, *, worker_id: str) -> None:
         self.successors.pop(worker_id, None)
         self.joins.append(f"{worker_id} {address}")
         self.addresses[worker_id] = address
         self._notify()
 
-    async def leave(self, worker_id: str) -> None:
+    async def remove_worker(self, worker_id: str) -> None:
         del self.addresses[worker_id]
         self.left.append(worker_id)
         self._notify()
@@ -149,9 +149,9 @@ async def test_a_gateway_learns_a_runs_token_with_each_address_before_the_worker
     told: list[tuple[str, ...]] = []
 
     class Joins(Members):
-        def join(self, address: str, *, worker_id: str) -> None:
+        def add_worker(self, address: str, *, worker_id: str) -> None:
             told.append((worker_id, address))
-            super().join(address, worker_id=worker_id)
+            super().add_worker(address, worker_id=worker_id)
 
     members = Joins()
     ours = RedisAnnouncer(await connect(redis.url), token="a-token-of-this-run", lease_s=LEASE_S)

@@ -33,7 +33,7 @@ async def gateway(index: str, address: str = "") -> AsyncIterator[GatewayServer]
     await front.start()
     try:
         if address:
-            front.fleet.join(address, worker_id="w")
+            front.fleet.add_worker(address, worker_id="w")
             await front.ready()
         yield front
     finally:

@@ -109,7 +109,7 @@ async def test_clients_are_served_over_tls_by_a_worker_behind_it(files: Files, m
         front = GatewayServer(config, listening, tls=files.face, peers=files.peers)
         await front.start()
         try:
-            front.fleet.join(address, worker_id="w")
+            front.fleet.add_worker(address, worker_id="w")
             await front.ready()
             assert front.url.startswith("https://")
             asked = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}

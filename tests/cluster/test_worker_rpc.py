@@ -43,7 +43,7 @@ from tests.cluster.toy_worker import (
     parts_of,
     tokens,
 )
-from workers.rpc.loop import EngineLoop
+from workers.rpc.loop import ThreadedEngineLoop
 from workers.rpc.server import MAX_BACKLOG_MESSAGES, WorkerServicer
 from workers.rpc.worker import Worker, WorkerParts
 from workers.toy import ToyRunner, toy_tokens
@@ -367,7 +367,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off_and_its_requests_end() ->
     servicer = WorkerServicer(
         info=parts.info, engine=parts.engine, clock=time.monotonic, stats=lambda: pytest.fail("nobody asked")
     )
-    loop = EngineLoop(parts.engine, clock=time.monotonic, publish=servicer.publish, on_fault=lambda error: None)
+    loop = ThreadedEngineLoop(parts.engine, clock=time.monotonic, publish=servicer.publish, on_fault=lambda error: None)
     servicer.attach(loop)
     loop.start()
     messages: asyncio.Queue[Any] = asyncio.Queue()

@@ -37,7 +37,7 @@ class Lane:
     """All ranks of a lane of `num_sources` to `num_destinations`, each with a link to every rank of the other side."""
 
     def __init__(self, num_sources: int, num_destinations: int) -> None:
-        self.board = RendezvousServer("127.0.0.1")
+        self.server = RendezvousServer("127.0.0.1")
         self.size = num_sources + num_destinations
         self.sources = tuple(range(num_sources))
         self.destinations = tuple(range(num_sources, self.size))
@@ -60,11 +60,11 @@ class Lane:
             links.close()
         for store in self._stores:
             store.close()
-        self.board.close()
+        self.server.close()
 
     def _meeting(self, rank: int, preference: Preference) -> Meeting:
         self._stores.append(
-            store := RendezvousStore("127.0.0.1", self.board.port, "lane/", key=self.board.key, wait_s=CONFIG.stall_s)
+            store := RendezvousStore("127.0.0.1", self.server.port, "lane/", key=self.server.key, wait_s=CONFIG.stall_s)
         )
         sends = rank in self.sources
         return Meeting(
@@ -263,11 +263,11 @@ def test_who_says_no_hello_is_a_stranger() -> None:
 
 
 class Deaf(RendezvousStore):
-    """Is cut off from the board once the ranks have proved what they share."""
+    """Is cut off from the server once the ranks have proved what they share."""
 
     def get(self, key: str) -> bytes:
         if "/verdict/" in key:
-            raise ConnectionError("the board is gone")
+            raise ConnectionError("the rendezvous server is gone")
         return super().get(key)
 
 

@@ -75,19 +75,19 @@ def test_one_that_never_ends_is_not_awaited_without_end() -> None:
 
 
 @pytest.fixture
-def board() -> Iterator[RendezvousServer]:
-    board = RendezvousServer("127.0.0.1")
-    yield board
-    board.close()
+def server() -> Iterator[RendezvousServer]:
+    server = RendezvousServer("127.0.0.1")
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def join(board: RendezvousServer) -> Iterator[Callable[[int], RendezvousStore]]:
+def join(server: RendezvousServer) -> Iterator[Callable[[int], RendezvousStore]]:
     stores: list[RendezvousStore] = []
 
     def join(rank: int) -> RendezvousStore:
         """As `Rendezvous` does."""
-        stores.append(store := RendezvousStore("127.0.0.1", board.port, "lane/", key=board.key, wait_s=10.0))
+        stores.append(store := RendezvousStore("127.0.0.1", server.port, "lane/", key=server.key, wait_s=10.0))
         store.set_on_disconnect("0/gone", f"rank {rank} of 2")
         return store
 
@@ -99,14 +99,14 @@ def join(board: RendezvousServer) -> Iterator[Callable[[int], RendezvousStore]]:
 @pytest.mark.parametrize(
     ("happens", "reason"),
     [
-        (lambda board, other: other.close(), "rank 1 of 2 hung up"),
-        (lambda board, other: other.raise_to("epoch", 1), "another rank has left"),
-        (lambda board, other: board.close(), "board of the destination is gone"),
+        (lambda server, other: other.close(), "rank 1 of 2 hung up"),
+        (lambda server, other: other.raise_to("epoch", 1), "another rank has left"),
+        (lambda server, other: server.close(), "the destination's rendezvous server is gone"),
     ],
     ids=["killed", "left", "destination killed"],
 )
 def test_who_waits_hears_of_a_peer_that_dies(
-    board: RendezvousServer,
+    server: RendezvousServer,
     join: Callable[[int], RendezvousStore],
     happens: Callable[[RendezvousServer, RendezvousStore], None],
     reason: str,
@@ -116,6 +116,6 @@ def test_who_waits_hears_of_a_peer_that_dies(
     require_here(store, 0)
     group = NcclGroup(FakeNccl(num_looks=10**9), lambda: require_here(store, 0))
     coming = group.recv(BYTES, 1, 0)
-    happens(board, other)
+    happens(server, other)
     with pytest.raises(RuntimeError, match=reason):
         coming.wait(NEVER)

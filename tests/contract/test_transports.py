@@ -291,7 +291,7 @@ def test_staging_is_bounded_at_both_ends(over: str) -> None:
     site.close()
 
 
-def test_a_lane_that_is_never_met_leaves_nothing_on_the_board(over: str) -> None:
+def test_a_lane_that_is_never_met_leaves_nothing_on_the_server(over: str) -> None:
     site = Site(over, LaneConfig(heartbeat_s=0.05))
     sender, receiver, ticket = meet(site)
     push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
@@ -300,7 +300,7 @@ def test_a_lane_that_is_never_met_leaves_nothing_on_the_board(over: str) -> None
     for _ in range(3):
         sender.close()
         site.until(lambda: not receiver.lanes())
-        sizes.append(receiver._board.num_values)  # type: ignore[attr-defined]
+        sizes.append(receiver._server.num_values)  # type: ignore[attr-defined]
         sender = site.sender(address("p0"))
         receiver.expect(sender.address, LAYOUT)
         push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
@@ -319,7 +319,7 @@ def test_ranks_that_wait_meet_those_that_come_after_one_has_left(over: str) -> N
     ticket = replace(ticket_for(leader), layout=layout)
     lonely = site.sender(address("p0"), layout=layout)
     lonely.open(ticket)
-    while leader._board.num_values < 4:  # type: ignore[attr-defined]  # the epoch, and three who wait for the fourth
+    while leader._server.num_values < 4:  # type: ignore[attr-defined]  # the epoch, and three who wait for the fourth
         threading.Event().wait(0.01)
     lonely.close()
     for rank in range(2):

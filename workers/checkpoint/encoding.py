@@ -1,4 +1,4 @@
-"""The seam between a linear layer and the format of its weight: an `WeightEncoding` makes the layer's `Matrix`.
+"""The seam between a linear layer and the format of its weight: a `WeightEncoding` makes the layer's `Matrix`.
 
     checkpoint ── WeightSource ──▶ Slot ── Matrix.slots ◀── WeightEncoding.matrix(context, share) ◀── linear layer
 

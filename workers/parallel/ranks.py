@@ -164,15 +164,15 @@ class HostedStore(RendezvousStore):
     lost packet delays the start by five seconds."""
 
     def __init__(self, host: str, port: int, *, key: bytes, timeout_s: float) -> None:
-        board = RendezvousServer(host, port, key=key)
-        super().__init__(host, board.port, "", key=board.key, wait_s=timeout_s)
-        self.port = board.port
-        self.key = board.key
-        self._board = board
+        server = RendezvousServer(host, port, key=key)
+        super().__init__(host, server.port, "", key=server.key, wait_s=timeout_s)
+        self.port = server.port
+        self.key = server.key
+        self._server = server
 
     def close(self) -> None:
         super().close()
-        self._board.close()
+        self._server.close()
 
 
 def open_store(host: str, port: int = 0, *, key: bytes = b"", timeout_s: float = 60.0) -> HostedStore:

@@ -24,8 +24,8 @@ IDLE_TICK_S = 0.02
 """How often the role is ticked while nothing can run, for leases and deadlines; arriving KV wakes the loop at once."""
 
 
-class Turns(Protocol):
-    """The loop that steps an engine, as its service uses it: on a thread (`EngineLoop`) or in simulated time."""
+class EngineLoop(Protocol):
+    """Steps an engine, on a thread (`ThreadedEngineLoop`) or in simulated time. The gRPC service calls it."""
 
     async def call(self, fn: Callable[[], Result]) -> Result:
         """Runs `fn` between two steps and returns, or raises, what it does."""
@@ -42,7 +42,7 @@ class Turns(Protocol):
     def health(self, now: float) -> Health: ...
 
 
-class EngineLoop:
+class ThreadedEngineLoop:
     """Steps an engine while it has work.
 
     - `publish` is called on the event loop, in step order, after every step with updates or events;

@@ -7,7 +7,7 @@ from workers.engine.engine import Engine
 
 
 class StepProgress:
-    """`EngineLoop`, or a simulator's loop, calls it at every turn. Time is an argument."""
+    """`ThreadedEngineLoop`, or a simulator's loop, calls it at every turn. Time is an argument."""
 
     def __init__(self, *, stall_s: float, now: float) -> None:
         self._stall_s = stall_s

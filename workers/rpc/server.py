@@ -35,7 +35,7 @@ from protos.values import (
 )
 from protos.wire import PROTOBUF, ChannelEncoding, error_info, from_proto, to_proto
 from workers.engine.engine import Engine
-from workers.rpc.loop import Turns
+from workers.rpc.loop import EngineLoop
 from workers.rpc.token import TokenCheck
 
 log = logging.getLogger("baton.worker")
@@ -118,13 +118,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._streams: dict[GatewayStream, None] = {}  # oldest first
         self._owners: dict[str, GatewayStream] = {}
         self._disowned = asyncio.Event()
-        self._loop: Turns | None = None
+        self._loop: EngineLoop | None = None
 
-    def attach(self, loop: Turns) -> None:
+    def attach(self, loop: EngineLoop) -> None:
         self._loop = loop
 
     @property
-    def loop(self) -> Turns:
+    def loop(self) -> EngineLoop:
         assert self._loop is not None, "attach() comes before the first call"
         return self._loop
 

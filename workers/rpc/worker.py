@@ -15,7 +15,7 @@ from protos.errors import Misconfigured, WorkerLost
 from protos.tls import PeerTls, listen
 from protos.values import LaneStats, TicketStats, WorkerInfo, WorkerStats
 from workers.engine.engine import Engine
-from workers.rpc.loop import EngineLoop
+from workers.rpc.loop import ThreadedEngineLoop
 from workers.rpc.server import Reserve, WorkerServicer, new_server
 
 LAST_WORDS_S = 1.0
@@ -62,7 +62,7 @@ class Worker:
         self._clock = clock
         self._stall_s = stall_s
         self._server: grpc.aio.Server | None = None
-        self._loop: EngineLoop | None = None
+        self._loop: ThreadedEngineLoop | None = None
         self._servicer: WorkerServicer | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -100,7 +100,7 @@ class Worker:
             supervised=supervised,
         )
         self._servicer = servicer
-        self._loop = EngineLoop(
+        self._loop = ThreadedEngineLoop(
             self._parts.engine,
             clock=self._clock,
             publish=servicer.publish,

@@ -30,7 +30,7 @@ class Onloads:
         self._pool = pool
         self._num_begun = 0
         self._copying: dict[int, Onload] = {}  # not done, in the order they began
-        self._seats: set[Request] = set()
+        self._batch_slots: set[Request] = set()
         self._unmeasured: dict[int, int] = {}  # number of blocks by load id
 
     def __len__(self) -> int:
@@ -38,9 +38,9 @@ class Onloads:
         return len(self._copying)
 
     @property
-    def num_seats(self) -> int:
-        """Requests that are to run once their blocks are here."""
-        return len(self._seats)
+    def num_batch_slots(self) -> int:
+        """Slots of the batch kept for requests whose blocks are being loaded."""
+        return len(self._batch_slots)
 
     def num_on_host(self, hashes: Sequence[BlockHash]) -> int:
         """Leading blocks of the chain that are on the host."""
@@ -74,7 +74,7 @@ class Onloads:
         first = request.num_computed // self._pool.block_size
         parent = request.hashes[first - 1] if first else b""
         load = self._copy(slots, request.block_ids[first : first + len(slots)], request.hashes[first:], parent)
-        self._seats.add(request)
+        self._batch_slots.add(request)
         load.request, request.onload = request, load
 
     def _copy(
@@ -144,7 +144,7 @@ class Onloads:
         if request.num_preemptions == 0:
             self._pool.hit(request.num_computed - num_loaded)
         request.onload = None
-        self._seats.discard(request)
+        self._batch_slots.discard(request)
         num_recomputed = self.num_on_host(hashes[request.num_computed // self._pool.block_size :])
         if num_recomputed and self._pool.host is not None:
             self._pool.host.recomputed(num_recomputed * self._pool.block_size)
@@ -152,7 +152,7 @@ class Onloads:
     def drop(self, request: Request) -> bool:
         """The request goes. True if its blocks are released later, when its onload is done."""
         load, request.onload = request.onload, None
-        self._seats.discard(request)
+        self._batch_slots.discard(request)
         if load is None or load.done:
             return False
         load.request = None

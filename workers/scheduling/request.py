@@ -26,7 +26,7 @@ from workers.batch import is_penalised
 
 
 class State(Enum):
-    WAITING = auto()  # not admitted yet, preempted, or without its seat for a while
+    WAITING = auto()  # not admitted yet, preempted, or paused for a time slice
     RUNNING = auto()  # has blocks, is in the batch
     HELD = auto()  # computed; a transfer still reads its blocks
     FINISHED = auto()
@@ -38,7 +38,7 @@ class Request:
 
     `hashes` are the chained hashes of the full blocks of prompt and output known so far; `num_sealed` of them are
     registered in the pool as cached prefix. `rank` orders requests: the smallest goes first, the largest is preempted
-    first. A request with `adopted` has blocks that came with a reservation, or that it kept when it gave up its seat.
+    first. A request with `adopted` has blocks that came with a reservation, or that it kept when it was paused.
     """
 
     request_id: str
@@ -52,7 +52,7 @@ class Request:
     text_only: bool = False  # no stop ids, logprobs, penalties or grammar: all its decode steps are alike
     arrival_s: float = 0.0
     since_s: float = 0.0  # when it began to wait, or to run
-    lacks_seat: bool = False  # waits because `max_num_seqs` others run
+    awaits_slot: bool = False  # waits because `max_num_seqs` others run
     rank: tuple[float, int] = (0.0, 0)
     output_ids: list[int] = field(default_factory=list)
     state: State = State.WAITING

@@ -4,7 +4,7 @@
                ▲                                            │   └─── apply: the role answers HOLD ──▶ HELD ── release ─▶
                └──────── plan: another needs its blocks ────┘
 
-A request whose first blocks are on the host keeps waiting, with all its blocks and a seat, until they are loaded
+A request whose first blocks are on the host keeps waiting, with all its blocks and a batch slot, until they are loaded
 (`workers.scheduling.onloads`). If no other request computes meanwhile, it starts at once and the device waits.
 
 `plan` fills a step: first every sequence that decodes, one token each; then prompts under way; then new requests, as
@@ -45,7 +45,7 @@ from workers.scheduling.pending_blocks import PendingBlocks
 from workers.scheduling.request import Request, State
 from workers.scheduling.role import Disposition, Role
 from workers.scheduling.step_rows import extend, may_follow, next_row
-from workers.scheduling.turns import give_up_seat, take_seat, yielding
+from workers.scheduling.time_slicing import enter_batch, leave_batch, sequences_to_pause
 
 
 def no_key(num_prompt: int) -> bytes:
@@ -187,7 +187,7 @@ class Scheduler:
         A batch of several steps must have all it needs: every running request decodes, none ends before the last step,
         and there are blocks for all of them."""
         self.onloads.poll()
-        if self._waiting and (leaving := yielding(self._running, self._waiting, self.pool, self.config, now)):
+        if self._waiting and (leaving := sequences_to_pause(self._running, self._waiting, self.pool, self.config, now)):
             if self._in_flight:
                 return None  # a step in flight has their rows
             for request in leaving:
@@ -236,8 +236,8 @@ class Scheduler:
                 continue
             if budget == 0:
                 continue
-            if not self._is_seated(request):
-                request.lacks_seat = True
+            if not self._has_batch_slot(request):
+                request.awaits_slot = True
                 continue
             if self._blocked and not request.block_ids:
                 continue
@@ -254,15 +254,15 @@ class Scheduler:
         if self._blocked and not self._running and not self._in_flight and not len(self.onloads):
             self._break_tie()
 
-    def _is_seated(self, request: Request) -> bool:
-        """Is there a seat for it (`max_num_seqs`)? A request has one since its onload began."""
+    def _has_batch_slot(self, request: Request) -> bool:
+        """Whether the batch has room for the request (`max_num_seqs`). A request keeps its slot from its onload on."""
         if request.onload is not None:
             return request.onload.done
-        return len(self._running) + self.onloads.num_seats < self.config.max_num_seqs
+        return len(self._running) + self.onloads.num_batch_slots < self.config.max_num_seqs
 
     def _break_tie(self) -> None:
-        """Requests that adopted blocks and each lack another one would wait for each other for ever: the last in rank
-        gives up its own, and recomputes them when it is admitted."""
+        """Requests that adopted blocks and each lack another one would deadlock. The last in rank releases its blocks
+        and recomputes them when it is admitted."""
         adopted = [request for request in self._waiting if request.adopted]
         if len(adopted) > 1:
             self._unqueue(adopted[-1])
@@ -335,7 +335,7 @@ class Scheduler:
         if not request.adopted:
             self.onloads.start(request, request.hashes[: self._num_cacheable(request)])
         request.num_planned = request.num_computed
-        take_seat(request, now)
+        enter_batch(request, now)
         insort(self._running, request, key=_rank)
         self._pending.add(request, self._uncomputed(request))
         self._seal(request)
@@ -373,7 +373,7 @@ class Scheduler:
         """From the batch to the end of the queue, with its blocks."""
         self._unqueue(request)
         self._pending.discard(request, request.hashes[request.num_sealed :])
-        give_up_seat(request, self.config, now)
+        leave_batch(request, self.config, now)
         insort(self._waiting, request, key=_rank)
 
     def _row(self, request: Request, num_tokens: int, num_steps: int = 1) -> Row:
@@ -515,7 +515,9 @@ class Scheduler:
             assert all(a.rank < b.rank for a, b in pairwise(queue)), "a queue is out of order"
         held = [request for request in self._requests.values() if request.state is State.HELD]
         assert len(held) + len(self._waiting) + len(self._running) == len(self._requests)
-        assert len(self._running) + self.onloads.num_seats <= self.config.max_num_seqs, "a batch has a seat too many"
+        assert len(self._running) + self.onloads.num_batch_slots <= self.config.max_num_seqs, (
+            "a batch has a sequence too many"
+        )
         references = Counter(reserved_ids)
         references.update(block_id for step in self._in_flight for freed in step.freed for block_id in freed)
         references.update(self.onloads.held_ids())

@@ -1,4 +1,4 @@
-"""An engine's loop in simulated time: timers do what `workers.rpc.loop.EngineLoop` does on a thread.
+"""An engine's loop in simulated time: timers do what `workers.rpc.loop.ThreadedEngineLoop` does on a thread.
 
     wake ─▶ inbox ─▶ Engine.step ─▶ (the device's time passes) ─▶ publish, inbox ─▶ Engine.step ─▶ ...
 
@@ -41,7 +41,7 @@ _BUT_STEP = attrgetter(*(field.name for field in fields(WorkerLoad) if field.nam
 
 
 class SimulatedEngineLoop:
-    """`workers.rpc.loop.Turns`. A frozen loop takes no turn and no call. `num_turns` grows with each change of state.
+    """An `EngineLoop`. A frozen loop takes no turn and no call. `num_turns` grows with each change of state.
 
     - `publish` is called with each step's message when the step is over;
     - `move` lands KV that has arrived and sends KV that can be sent; True if a request may begin or end by it;

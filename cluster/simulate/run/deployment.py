@@ -195,7 +195,7 @@ class SimulatedDeployment:
             gateway.fleet.publish_load = partial(self._tell_siblings, gateway)
             gateway.fleet.publish_failure = partial(self._tell_failure, gateway)
         for worker in self.workers.values():
-            gateway.fleet.join(worker.info.address, worker_id=worker.worker_id)
+            gateway.fleet.add_worker(worker.info.address, worker_id=worker.worker_id)
         return gateway
 
     def _tell_siblings(self, gateway: SimulatedGateway, worker_id: str, num_tokens: int, num_blocks: int) -> None:
@@ -291,11 +291,11 @@ class SimulatedDeployment:
 
     async def announce(self, worker_id: str, address: str) -> None:
         for gateway in self.gateways:
-            gateway.fleet.join(address, worker_id=worker_id)
+            gateway.fleet.add_worker(address, worker_id=worker_id)
 
     async def withdraw(self, worker_id: str) -> None:
         for gateway in self.gateways:
-            await gateway.fleet.leave(worker_id)
+            await gateway.fleet.remove_worker(worker_id)
 
     async def close(self) -> None:
         """There is nothing to be closed."""

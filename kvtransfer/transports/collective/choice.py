@@ -1,10 +1,10 @@
-"""Which links a lane gets: the best that all of its ranks have proved to reach, found out anew whenever they meet.
+"""Chooses a lane's links: the fastest that all of its ranks have proved to reach. Repeated whenever the lane opens.
 
-    destination rank   opens a listener ── door/<rank> ──▶ board            admits, shows ─▶ verdict/<rank> ─▶ board
-    source rank                        board ──▶ knocks ── came/... ──▶ proves         ─▶ verdict/<rank> ─▶ board
+    destination rank   opens a listener ── door/<rank> ──▶ store            admits, shows ─▶ verdict/<rank> ─▶ store
+    source rank                        store ──▶ knocks ── came/... ──▶ proves         ─▶ verdict/<rank> ─▶ store
 
-Names of hosts prove nothing, so none is compared: a source shares the destination's memory if it has changed it. All
-verdicts are read by all ranks, so all of them choose alike. What was asked for and cannot be had is refused.
+Host names prove nothing, so none is compared: a source shares the destination's memory if it can change it. Every rank
+reads all verdicts, so all choose alike. A configured link that cannot be had is refused.
 """
 
 from __future__ import annotations

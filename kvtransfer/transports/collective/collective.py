@@ -196,15 +196,15 @@ class CollectiveReceiver:
         self._transport = transport
         self._layout = layout
         self._wake = wake
-        self._board = None
+        self._server = None
         if transport.rank == 0 and address.port == 0:
-            self._board = RendezvousServer(address.host, key=address.key.encode())
+            self._server = RendezvousServer(address.host, key=address.key.encode())
             address = LaneAddress(
                 worker_id=address.worker_id,
                 incarnation=address.incarnation,
                 host=address.host,
-                port=self._board.port,
-                key=self._board.key.decode(),
+                port=self._server.port,
+                key=self._server.key.decode(),
             )
         self.address = address
         self._staging = Staging(device=transport.device, max_bytes=transport.config.max_staged_bytes)
@@ -297,8 +297,8 @@ class CollectiveReceiver:
             self._changed.notify_all()
         end_all(ending)
         self._staged.clear()
-        if self._board is not None:
-            self._board.close()
+        if self._server is not None:
+            self._server.close()
 
     def _open(self, source: LaneAddress, source_layout: KVLayout) -> Inbox:
         transport, config = self._transport, self._transport.config

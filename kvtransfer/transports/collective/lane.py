@@ -224,7 +224,7 @@ class Lane:
         self._deadline_s = time.monotonic() + self._config.connect_timeout_s
 
     def _may_try_again(self) -> bool:
-        """A peer that does not answer may do so later; one whose board is closed is gone."""
+        """A peer that does not answer may do so later; one whose rendezvous server is closed is gone."""
         return not self.closing.wait(_RETRY_S) and time.monotonic() < self._deadline_s
 
     def _make_thread(self, target: Callable[..., None], *args: object) -> threading.Thread:

@@ -1,6 +1,6 @@
 """One lane's process groups: how its ranks meet, and how a header and a payload go from one to another.
 
-    source ranks 0 .. m-1, destination ranks m .. m+n-1, meeting at the destination's board under
+    source ranks 0 .. m-1, destination ranks m .. m+n-1, meeting at the destination's rendezvous server under
 
         <source peer>><destination peer>/epoch     an integer; a rank that leaves a lane raises it
         <source peer>><destination peer>/<epoch>/  here/<rank> of each rank that has come, then the groups' own keys;
@@ -283,7 +283,7 @@ class Rendezvous:
             raise WireBroken("another rank gave this lane up while it was opened")
 
     def moved_on(self) -> bool:
-        """Has some rank of this lane left it? Raises WireBroken when the destination's board is gone."""
+        """Has some rank of this lane left it? Raises WireBroken when the destination's rendezvous server is gone."""
         assert self._store is not None
         return self._read_epoch(self._store) != self._epoch
 
@@ -291,7 +291,7 @@ class Rendezvous:
         """Raises the lane's epoch: all of its ranks connect again."""
         if self._store is None:
             return
-        with contextlib.suppress(OSError):  # the destination and its board are gone: its next life starts afresh
+        with contextlib.suppress(OSError):  # the destination and its server are gone: its next life starts afresh
             self._store.set_on_disconnect("", "")
             self._store.raise_to("epoch", self._epoch + 1)
             self._store.delete(f"{self._epoch - 1}/")  # of this one, ranks may still be reading what was said
@@ -312,7 +312,7 @@ class Rendezvous:
         try:
             return store.add("epoch", 0)
         except OSError as error:
-            raise _broken("the board of the destination is gone", error) from error
+            raise _broken("the destination's rendezvous server is gone", error) from error
 
     def _wire(self, store: RendezvousStore) -> LaneWire:
         links = open_links(

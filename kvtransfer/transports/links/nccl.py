@@ -61,14 +61,14 @@ def open_nccl(
 
 
 def require_here(store: RendezvousStore, epoch: int) -> None:
-    """Raises RuntimeError when a rank of the lane has died, or has left it, or the board is gone with its worker."""
+    """Raises RuntimeError when a rank of the lane has died or left it, or when the rendezvous server is gone."""
     try:
         if store.check([gone := f"{epoch}/gone"]):
             raise RuntimeError(f"{store.get(gone).decode()} hung up")
         if store.add("epoch", 0) != epoch:
             raise RuntimeError("another rank has left this lane")
     except OSError as error:
-        raise RuntimeError(f"the board of the destination is gone: {error}") from error
+        raise RuntimeError(f"the destination's rendezvous server is gone: {error}") from error
 
 
 class NcclGroup:

@@ -268,7 +268,7 @@ class ShmListener:
 
     @property
     def notice(self) -> bytes:
-        """What sources are to know; for the lane's board."""
+        """What sources are to know; for the lane's rendezvous store."""
         return self._name + self._token
 
     def accept(self, source_ranks: Iterable[int], timeout_s: float) -> dict[int, ShmLink]:

@@ -1,7 +1,7 @@
-"""Where the ranks of lanes find each other: small values by key, over TCP, as a torch.distributed store.
+"""The rendezvous of the ranks of lanes: small values by key, over TCP, as a torch.distributed store.
 
 torch's own TCPStore looks up the name of each client in DNS, in the server too: one lost DNS packet delays every lane
-for five seconds. This one uses addresses only, refuses at once when no server is there, and can delete keys. A client
+for five seconds. This store uses addresses only, fails immediately without a server, and can delete keys. A client
 that does not prove that it has the server's key (`rendezvous.key`) can neither read nor write.
 """
 
@@ -36,7 +36,7 @@ _LONGEST_POLL_S = 0.005
 _LOOK_S = 0.05
 _PAUSE_S = 0.2
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_CLAIMS = 3  # the board also closes a connection whose place another stranger takes before its claim is read
+_CLAIMS = 3  # the server also closes a connection whose place another stranger takes before its claim is read
 MAX_LANES = 1024
 MAX_STRANGERS = 64
 """Connections that have not proved to have the key. One more, and the oldest is closed."""
@@ -55,8 +55,8 @@ class RendezvousServer:
     """The server: one thread, all values in memory. Binds to `host` only; `port` 0 takes any free port.
     Clients need its `key`, a random one unless it is given.
 
-    A lane is what its keys have before the first "/". Of at most `MAX_LANES` something is known: those that were asked
-    for last. A live lane reads its keys several times a minute.
+    The part of a key before the first "/" names its lane. The server keeps the `MAX_LANES` lanes that were read last.
+    A live lane reads its keys several times a minute.
     """
 
     def __init__(self, host: str, port: int = 0, *, key: bytes = b"") -> None:
@@ -64,7 +64,7 @@ class RendezvousServer:
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((host, port), family=family)
         self.port: int = self._listener.getsockname()[1]
-        self._lanes: OrderedDict[bytes, dict[bytes, bytes]] = OrderedDict()  # the one asked for last comes last
+        self._lanes: OrderedDict[bytes, dict[bytes, bytes]] = OrderedDict()  # least recently read first
         self._clients: dict[socket.socket, _Client] = {}
         self._strangers: dict[socket.socket, bytes] = {}  # and the nonce that each was sent, oldest first
         self._has_refused = False
@@ -74,7 +74,7 @@ class RendezvousServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._stop, stopped = socket.socketpair()
         self._selector.register(stopped, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, args=(stopped,), name="lane board", daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=(stopped,), name="lane rendezvous", daemon=True)
         self._thread.start()
 
     @property
@@ -164,7 +164,11 @@ class RendezvousServer:
         self._has_refused = True
         with suppress(OSError):
             host = stranger.getpeername()[0]
-            log.log(level, "a connection from %s to the board of lanes did not have its key: it was closed", host)
+            log.log(
+                level,
+                "a connection from %s did not have the key of the rendezvous server: it was closed",
+                host,
+            )
 
     def _dismiss(self, stranger: socket.socket) -> None:
         self._selector.unregister(stranger)
@@ -243,7 +247,7 @@ class RendezvousStore(Store):
     """A client of a server, under a prefix. Every fault of the connection is an OSError, and so is each later call;
     WrongKey is one of them.
 
-    `wait_s` bounds the wait for what others are to say, `answer_s` that for the board itself. While it waits it calls
+    `wait_s` bounds the wait for what others are to say, `answer_s` that for the server itself. While it waits it calls
     `look` now and then, which may raise to end that. torch calls the methods from threads of its own. Keep the object
     alive as long as a process group made with it.
     """
@@ -276,13 +280,15 @@ class RendezvousStore(Store):
         return connection
 
     def _prove(self, key: bytes) -> None:
-        board_nonce, nonce = self._receive(rendezvous_key.NONCE_BYTES), rendezvous_key.new_nonce()
-        self._socket.sendall(rendezvous_key.claim(key, board_nonce, nonce))
+        server_nonce, nonce = self._receive(rendezvous_key.NONCE_BYTES), rendezvous_key.new_nonce()
+        self._socket.sendall(rendezvous_key.claim(key, server_nonce, nonce))
         try:
             answer = self._receive(rendezvous_key.MAC_BYTES)
         except ConnectionError as error:
-            raise WrongKey("the board closed the connection: it has another key, or is of another version") from error
-        rendezvous_key.check(key, board_nonce, nonce, answer)
+            raise WrongKey(
+                "the rendezvous server closed the connection: it has another key, or is of another version"
+            ) from error
+        rendezvous_key.check(key, server_nonce, nonce, answer)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(_What.SET, key, value.encode() if isinstance(value, str) else bytes(value))
@@ -343,6 +349,6 @@ class RendezvousStore(Store):
         while len(received) < length:
             piece = self._socket.recv(length - len(received))
             if not piece:
-                raise ConnectionError("the board is gone")
+                raise ConnectionError("the rendezvous server is gone")
             received += piece
         return received

@@ -14,15 +14,16 @@ import httpx
 from protos.event_loop import Changed
 from protos.settings import settings_of
 from protos.values import SamplingParams, StepMessage, WorkerRole
-from router.build import build_router
+from router.build import Router, build_router
 from router.config import RouterConfig
 from router.dispatch.canary import by_one_worker
+from router.dispatch.chooser import Routing
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Member, WorkerState
 from router.fleet.worker_client import WorkerClient
 from router.jobs import Job, TokenDelta
-from router.policies.base import Decision, RequestView
+from router.policies.base import Decision, Policy, RequestView
 from router.policies.registry import policy_of
 from router.policies.table import CandidateTable
 from router.prefix.memory import MemoryPrefixIndex
@@ -78,6 +79,11 @@ def router_config(model_path: Path, model_name: str, **settings: Any) -> RouterC
     return made
 
 
+def dispatcher_with(router: Router, policy: Policy) -> Dispatcher:
+    """A dispatcher over the same fleet that decides by `policy`, with records of its own."""
+    return Dispatcher(fleet=router.fleet, policy=policy, config=router.config, routing=Routing())
+
+
 class Cluster:
     """`workers` by id, of a `kind`; the first letter of an id says the role."""
 
@@ -99,17 +105,17 @@ class Cluster:
         def decide(view: RequestView, candidates: CandidateTable) -> Decision:
             return Decision(policy="chosen", prefill=prefill, decode=worker_id)
 
-        self.generate = self.router.dispatcher_by(decide)
+        self.generate = dispatcher_with(self.router, decide)
 
     def alone(self) -> Dispatcher:
         """A router of its own that lets one worker do everything."""
-        return self.router.dispatcher_by(by_one_worker(policy_of(self.config)))
+        return dispatcher_with(self.router, by_one_worker(policy_of(self.config)))
 
     async def add(self, *worker_ids: str, wait: bool = True, **info: Any) -> None:
         for worker_id in worker_ids:
             worker = self.kind(worker_id, ROLES[worker_id[0]], self.workers, **info)
             await worker.start()
-            self.fleet.join(worker.address, worker_id=worker_id)
+            self.fleet.add_worker(worker.address, worker_id=worker_id)
         if wait:
             for worker_id in worker_ids:
                 await self.until_state(worker_id, WorkerState.READY)

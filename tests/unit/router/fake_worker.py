@@ -63,7 +63,7 @@ class Sequence:
         self.num_made = 0
 
 
-LANE_KEY = "of the board of lanes"
+LANE_KEY = "of the rendezvous server of lanes"
 
 
 class FakeWorker:

@@ -14,7 +14,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
-from router.auth.auth import LOOK_S, Reception
+from router.auth.auth import LOOK_S, AccessControl
 from router.auth.tenants import hash_of, new_key
 from router.grpc.service import GrpcFace
 from router.metrics import RequestMetrics
@@ -48,7 +48,7 @@ async def visiting(
     path: Path | None, script: Script | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Scripted]]:
     generate, metrics = Scripted(script or saying("hi")), RequestMetrics()
-    gateway = make_gateway(generate, metrics=metrics, reception=Reception(path, registry=metrics.registry))
+    gateway = make_gateway(generate, metrics=metrics, access=AccessControl(path, registry=metrics.registry))
     async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False, timeout=60) as client:
         yield client, generate
 
@@ -192,7 +192,7 @@ async def test_a_bound_that_is_none_is_refused(told: str) -> None:
 
 async def test_grpc_asks_for_the_same_keys(tenants: Path) -> None:
     generate = Scripted(saying("hi"))
-    face = GrpcFace(make_gateway(generate, reception=Reception(tenants)), host="127.0.0.1", port=0)
+    face = GrpcFace(make_gateway(generate, access=AccessControl(tenants)), host="127.0.0.1", port=0)
     port = await face.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from protos.errors import DeadlineExceeded, NoWorkers, Overloaded
 from protos.values import WorkerLoad
-from router.auth.auth import Reception
+from router.auth.auth import AccessControl
 from router.auth.tenants import hash_of
 from router.fleet.worker import WorkerState, WorkerStatus
 from router.openapi import OPERATIONS
@@ -160,7 +160,7 @@ async def test_keys_are_as_described(tmp_path: Path) -> None:
     path, key = tmp_path / "tenants.toml", "sk-baton-acme"
     path.write_text(f'admin_keys = ["{hash_of("sk-baton-admin")}"]\n[tenants.acme]\nkeys = ["{hash_of(key)}"]\n')
     bearing = {"authorization": f"Bearer {key}"}
-    async with visiting(reception=Reception(path)) as visitor:
+    async with visiting(access=AccessControl(path)) as visitor:
         for (method, path_), operation in OPERATIONS.items():
             described = visitor.document["paths"][path_][method]
             assert described.get("security") == ([{"key": []}] if 401 in operation.errors else None)

@@ -164,7 +164,7 @@ def test_threads_without_cores_of_their_own_do_not_spin_on_those_of_others(
         "from workers.config import RankId, WorkerConfig\n"
         "orders = RankSpec(\n"
         "    role=WorkerRole.DECODE, worker=WorkerConfig(model='m', device=sys.argv[2], bind_cores=sys.argv[1]),\n"
-        "    prefill=PrefillConfig(), decode=DecodeConfig(), seat=RankId(worker_id='d0', incarnation=1),\n"
+        "    prefill=PrefillConfig(), decode=DecodeConfig(), rank_id=RankId(worker_id='d0', incarnation=1),\n"
         ")\n"
         "_claim(orders)\n"
         "print(json.dumps([os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules]))\n"

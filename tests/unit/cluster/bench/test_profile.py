@@ -17,7 +17,7 @@ from cluster.bench.profile import chrome_trace
 from cluster.cli.main import make_app
 from protos.errors import Misconfigured, Unauthenticated
 from protos.values import KVPiece, Profile, Span, WorkerRole
-from router.auth.auth import Reception
+from router.auth.auth import AccessControl
 from router.auth.tenants import hash_of
 from tests.unit.cluster.cli.test_status import info
 from tests.unit.router.scripted import Crew, Scripted, Worker, make_gateway, saying, serving
@@ -52,7 +52,7 @@ def crew() -> Crew:
 
 
 async def bench(fleet: Crew, *flags: str, tenants: Path | None = None) -> Result:
-    gateway = make_gateway(Scripted(saying("abcdefgh")), fleet=fleet, reception=Reception(tenants))
+    gateway = make_gateway(Scripted(saying("abcdefgh")), fleet=fleet, access=AccessControl(tenants))
     async with serving(gateway) as url:
         arguments = ["bench", "--url", url, *LOAD, *flags]
         runner = CliRunner(env={"COLUMNS": "100"})

@@ -96,7 +96,7 @@ async def test_a_worker_that_is_not_there_is_named() -> None:
 async def test_every_worker_of_a_host_that_ends_is_drained_and_no_other() -> None:
     """What a pod does before it ends: it knows its own address only."""
     here = Worker(worker_id="prefill-0", address="10.0.0.7:9000", info=INFO)
-    gone = replace(here, worker_id="decode-1", state="left")
+    gone = replace(here, worker_id="decode-1", state="drained")
     fleet = Crew(here, replace(here, worker_id="decode-0", address="10.0.0.71:9000"), gone)
     result = await drain(fleet, "--host", "10.0.0.7", "--timeout", "0")
     assert fleet.drained == ["prefill-0"]

@@ -148,8 +148,8 @@ async def test_a_cluster_that_cannot_serve_says_why() -> None:
 
 
 async def test_who_was_told_to_leave_is_not_called_lost_and_a_pool_without_workers_is_named() -> None:
-    reason = "drained; its successor is due"
-    fleet = Crew(Worker(worker_id="prefill-0", state="left", reason=reason, info=PREFILL))
+    reason = "its successor is due"
+    fleet = Crew(Worker(worker_id="prefill-0", state="drained", reason=reason, info=PREFILL))
     async with (
         serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url,
         httpx.AsyncClient(timeout=60) as client,
@@ -157,7 +157,7 @@ async def test_who_was_told_to_leave_is_not_called_lost_and_a_pool_without_worke
         served = (await client.get(f"{url}/ready")).json()
         fleet.is_ready = False
         refused = (await client.get(f"{url}/ready")).json()
-    away = f"prefill-0 has left ({reason})"
+    away = f"prefill-0 is drained ({reason})"
     assert served["degraded"] == f"no prefill worker is ready, the others read prompts themselves meanwhile: {away}"
     assert (refused["reason"], refused["degraded"]) == (away, "")
 

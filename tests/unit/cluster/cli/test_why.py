@@ -62,7 +62,7 @@ async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str]) -> Non
     finally:
         await cluster.close()
     assert "mine" in listed
-    assert f"p0 reads, {job['decode']} writes" in told
+    assert f"p0 prefills, {job['decode']} decodes" in told
     for word in (
         "compute",
         "transfer",

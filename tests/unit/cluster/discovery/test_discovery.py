@@ -24,10 +24,10 @@ class Joined:
     def starting(self, worker_id: str, successor: Successor | None) -> None:
         self.successors[worker_id] = successor
 
-    def join(self, address: str, *, worker_id: str) -> None:
+    def add_worker(self, address: str, *, worker_id: str) -> None:
         self.addresses[worker_id] = address
 
-    async def leave(self, worker_id: str) -> None:
+    async def remove_worker(self, worker_id: str) -> None:
         self.addresses.pop(worker_id, None)
 
 

@@ -249,11 +249,11 @@ async def test_a_gateway_process_knows_what_the_supervisor_is_starting() -> None
         def starting(self, worker_id: str, successor: Successor | None) -> None:
             heard.append((worker_id, successor))
 
-        def join(self, address: str, *, worker_id: str) -> None:
+        def add_worker(self, address: str, *, worker_id: str) -> None:
             heard.append((worker_id, address))
             done.set()
 
-        async def leave(self, worker_id: str) -> None:
+        async def remove_worker(self, worker_id: str) -> None:
             raise AssertionError(worker_id)
 
     loading, discovery = Successor(role=WorkerRole.DECODE, loaded=0.5), ToldDiscovery()

@@ -20,7 +20,7 @@ from workers.cores import Core, Cores
 CORE = Core(cpu=min(os.sched_getaffinity(0)), node=0)
 ORDERS = RankSpec(
     role=WorkerRole.DECODE, worker=WorkerConfig(model="m"), prefill=PrefillConfig(), decode=DecodeConfig(),
-    seat=RankId(worker_id="d0", incarnation=1),
+    rank_id=RankId(worker_id="d0", incarnation=1),
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from workers.config import RankId, WorkerConfig
 
 ORDERS = RankSpec(
     role=WorkerRole.DECODE, worker=WorkerConfig(model="m", bind_cores="off"), prefill=PrefillConfig(),
-    decode=DecodeConfig(), seat=RankId(worker_id="d0", incarnation=1),
+    decode=DecodeConfig(), rank_id=RankId(worker_id="d0", incarnation=1),
 )  # fmt: skip
 HOLDER = """
 import fcntl, sys

@@ -25,7 +25,7 @@ from kvtransfer.hashing import chain_hashes
 from protos.values import BlockRemoved, BlockStored, Tier
 from router.admission.admission import Refused
 from router.admission.metrics import AdmissionCollector
-from router.auth.auth import Reception
+from router.auth.auth import AccessControl
 from router.auth.tenants import Tenant, hash_of
 from router.fleet.metrics import FleetCollector
 from router.fleet.worker import WorkerState
@@ -110,7 +110,7 @@ async def test_what_it_is_told_never_becomes_html() -> None:
 
 async def test_the_page_needs_no_key_and_the_data_do(tmp_path: Path) -> None:
     (tmp_path / "tenants.toml").write_text(TENANTS)
-    gateway = make_gateway(Scripted(saying("hi")), reception=Reception(tmp_path / "tenants.toml"))
+    gateway = make_gateway(Scripted(saying("hi")), access=AccessControl(tmp_path / "tenants.toml"))
     async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False, timeout=60) as client:
         page = await client.get("/")
         assert page.status_code == 200
@@ -162,7 +162,7 @@ TOLD = [
     r"d1 \| lost: .* \| cpu \| 127.0.0.1:\d+( \| -){6} \|", r"running \| .* \| running \| 30 \| .* \| d0 \|",
     r"ended \| .* \| length \| 30 \| 0 \| 6 \| .* \| p0 \| d0 \|", "Forget the key",
 ]  # fmt: skip
-WHY = [".*: p0 reads, d0 writes; decision to first token .*", "cache of p0: 0 of 7 blocks .*"]
+WHY = [".*: p0 prefills, d0 decodes; decision to first token .*", "cache of p0: 0 of 7 blocks .*"]
 DOOR, WRONG = "Whoever wants to see this cluster needs a key.", "This key opens no /admin.*"
 
 
@@ -176,7 +176,7 @@ async def story(cluster: Cluster, writer: str, directory: Path, href: str = "") 
     if shutil.which("node") is None or await node("--print", "typeof fetch") != "function\n":
         pytest.skip("there is no node that has fetch, in which the page's script would run: version 18 does")
     (directory / "tenants.toml").write_text(TENANTS)
-    async with operating(cluster, reception=Reception(directory / "tenants.toml")) as (client, _):
+    async with operating(cluster, access=AccessControl(directory / "tenants.toml")) as (client, _):
         client.headers["authorization"] = f"Bearer {ACME}"
         assert (await ask(client, "ended")).status_code == 200
         assert (await client.post("/v1/completions", json={"model": "tiny"})).status_code == 400

@@ -222,7 +222,7 @@ async def test_a_worker_that_leaves_hands_its_requests_on(two_pairs: Cluster) ->
     two_pairs["d0"].pause_after = 1
     deltas = two_pairs.generate(job())
     seen = [await anext(deltas), await anext(deltas)]
-    await two_pairs.fleet.leave("d0")
+    await two_pairs.fleet.remove_worker("d0")
     seen += [delta async for delta in deltas]
     assert tokens(seen) == expected_tokens(PROMPT, 8)
     with pytest.raises(WorkerLost, match="d0 has left"):

@@ -44,7 +44,7 @@ async def test_silence_is_noticed(
 ) -> None:
     process, address = elsewhere
     cluster = make(max_attempts=1, control_timeout_s=600.0)
-    cluster.fleet.join(address, worker_id="c0")
+    cluster.fleet.add_worker(address, worker_id="c0")
     await cluster.until_state("c0", WorkerState.READY)
     deltas = cluster.generate(job())
     await anext(deltas)

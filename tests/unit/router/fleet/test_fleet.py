@@ -40,7 +40,7 @@ async def test_ready_means_a_request_would_be_served(make: Callable[..., Cluster
     for worker_id in ("p0", "d0"):  # either serves whole requests while the other is away
         await cluster.add(worker_id)
         assert cluster.fleet.ready()
-        await cluster.fleet.leave(worker_id)
+        await cluster.fleet.remove_worker(worker_id)
         assert not cluster.fleet.ready()
 
 
@@ -151,12 +151,12 @@ async def test_a_worker_that_was_told_to_leave_is_not_called_lost(
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="baton.router"):
         await cluster["c0"].die()
-        await cluster.until_state("c0", WorkerState.LEFT)
+        await cluster.until_state("c0", WorkerState.DRAINED)
         with pytest.raises(WorkerLost, match="c0 is already on its way out"):
             await cluster.fleet.drain("c0")
         member, now = cluster.fleet.member("c0"), asyncio.get_running_loop().time()
         assert not member.enter(WorkerState.LOST, "Connection refused", now=now), "nothing new"
-    assert reason(cluster, "c0") == "drained; its successor is due"
+    assert reason(cluster, "c0") == "its successor is due"
     told = [record.getMessage() for record in caplog.records]
     assert sum("has drained and left" in line for line in told) == 1
     assert not any("is lost" in line for line in told)
@@ -197,7 +197,7 @@ async def test_a_worker_may_leave_in_the_moment_it_is_lost(make: Callable[..., C
     cluster = make()
     await cluster.add("c0")
     cluster.fleet.member("c0").connection().lose(WorkerLost("no progress"))
-    left, _ = await asyncio.wait([asyncio.create_task(cluster.fleet.leave("c0"))], timeout=30)
+    left, _ = await asyncio.wait([asyncio.create_task(cluster.fleet.remove_worker("c0"))], timeout=30)
     assert left
     assert not cluster.fleet.status()
 
@@ -229,7 +229,7 @@ async def test_a_worker_that_moved_is_found_at_its_new_address(cluster: Cluster)
     await cluster["d0"].die()
     moved = FakeWorker("d0", cluster["d0"].role, cluster.workers)
     await moved.start()
-    cluster.fleet.join(moved.address, worker_id="d0")
+    cluster.fleet.add_worker(moved.address, worker_id="d0")
     await cluster.until(lambda: bool(moved.hellos) and cluster.state("d0") is WorkerState.READY)  # not ready as before
     assert tokens(await collect(cluster, job())) == expected_tokens(PROMPT, 8)
     assert len(moved.submitted) == 1

@@ -60,7 +60,7 @@ async def test_a_running_answer_waits_for_the_worker_that_is_being_started(make:
     [away] = cluster.fleet.status()
     assert away.reason.endswith("; its successor is starting, 30% of its weights read")
     await cluster["c0"].restart()
-    cluster.fleet.join(cluster["c0"].address, worker_id="c0")
+    cluster.fleet.add_worker(cluster["c0"].address, worker_id="c0")
     assert await answer.rest == expected_tokens(PROMPT, 8)
     assert not len(cluster.fleet.successors)
     assert [one.reason for one in cluster.fleet.status()] == [""]
@@ -71,11 +71,11 @@ async def test_an_answer_waits_between_the_announcement_and_the_first_meeting(ma
     answer = await Answer.begun(cluster)
     cluster.fleet.starting("c0", LOADING)
     await answer.loses_its_worker()
-    cluster.fleet.join("127.0.0.1:1", worker_id="c0")  # nothing answers there yet
+    cluster.fleet.add_worker("127.0.0.1:1", worker_id="c0")  # nothing answers there yet
     await cluster.until(lambda: cluster.state("c0") is WorkerState.LOST)
     assert not answer.rest.done()
     await cluster["c0"].restart()
-    cluster.fleet.join(cluster["c0"].address, worker_id="c0")
+    cluster.fleet.add_worker(cluster["c0"].address, worker_id="c0")
     assert await answer.rest == expected_tokens(PROMPT, 8)
 
 

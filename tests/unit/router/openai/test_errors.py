@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from protos.errors import DeadlineExceeded
-from router.auth.auth import Reception
+from router.auth.auth import AccessControl
 from router.auth.tenants import hash_of
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving, talking
 
@@ -21,7 +21,7 @@ COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hello"}
 async def test_a_key_that_is_not_for_this_is_denied(tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     path.write_text(f'admin_keys = ["{hash_of("sk-baton-admin")}"]\n[tenants.acme]\nkeys = ["{hash_of(KEY)}"]\n')
-    gateway = make_gateway(Scripted(saying("hi")), reception=Reception(path))
+    gateway = make_gateway(Scripted(saying("hi")), access=AccessControl(path))
     async with (
         serving(gateway) as url,
         openai.DefaultAsyncHttpxClient(verify=False) as http,

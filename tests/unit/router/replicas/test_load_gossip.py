@@ -31,7 +31,7 @@ async def test_what_one_process_gives_to_a_worker_and_what_fails_there_counts_fo
     here, there = make(), make()
     await here.add("c0", "c1")
     for worker in here.workers.values():
-        there.fleet.join(worker.address, worker_id=worker.worker_id)
+        there.fleet.add_worker(worker.address, worker_id=worker.worker_id)
     await there.until(lambda: len(queued(there.fleet)) == 2)
     ends = [
         LoadGossip(

@@ -18,16 +18,16 @@ from router.dispatch.chooser import routing_of
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.metrics import FleetCollector
 from router.policies.registry import policy_of
-from router.replicas.peers import ForSiblings, ProcessStatus, Siblings, http_socket
+from router.replicas.peers import PeerProcesses, ProcessStatus, SingleProcessApp, http_socket
 from tests.unit.router.fake_cluster import Cluster
 from tests.unit.router.operating import ask
 from tests.unit.router.scripted import make_gateway
 
 
 @asynccontextmanager
-async def process(cluster: Cluster, siblings: Siblings) -> AsyncIterator[httpx.AsyncClient]:
+async def process(cluster: Cluster, processes: PeerProcesses) -> AsyncIterator[httpx.AsyncClient]:
     """A gateway that its siblings reach over its socket, and clients as if they had come through the port."""
-    assert siblings.folder is not None
+    assert processes.folder is not None
     routing = routing_of(cluster.config)
     generate = Dispatcher(fleet=cluster.fleet, policy=policy_of(cluster.config), config=cluster.config, routing=routing)
     loop = asyncio.get_running_loop()
@@ -35,22 +35,23 @@ async def process(cluster: Cluster, siblings: Siblings) -> AsyncIterator[httpx.A
         generate,
         fleet=cluster.fleet,
         routing=routing,
-        siblings=siblings,
+        processes=processes,
         wall_clock=lambda: 1_700_000_000 + loop.time(),  # goes on: processes are asked one after the other
     )
     gateway.metrics.registry.register(FleetCollector(cluster.fleet))
     app = create_app(gateway)
-    config = uvicorn.Config(ForSiblings(app), lifespan="off", http="httptools", log_config=None)
+    config = uvicorn.Config(SingleProcessApp(app), lifespan="off", http="httptools", log_config=None)
     config.load()
     state, protocol = ServerState(), cast("Any", config.http_protocol_class)
     server = await loop.create_unix_server(
-        lambda: protocol(config=config, server_state=state, app_state={}), http_socket(siblings.folder, siblings.number)
+        lambda: protocol(config=config, server_state=state, app_state={}),
+        http_socket(processes.folder, processes.number),
     )
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
             yield client
     finally:
-        await siblings.close()
+        await processes.close()
         server.close()
         await server.wait_closed()
 
@@ -58,7 +59,7 @@ async def process(cluster: Cluster, siblings: Siblings) -> AsyncIterator[httpx.A
 async def test_any_process_tells_of_all_of_them(make: Callable[..., Cluster], tmp_path: Path) -> None:
     cluster = make(shadow_policy="least_loaded")
     await cluster.add("c0")
-    all_three = [Siblings(folder=tmp_path, number=number, count=3) for number in range(3)]
+    all_three = [PeerProcesses(folder=tmp_path, number=number, count=3) for number in range(3)]
     async with AsyncExitStack() as stack:
         first, second = [await stack.enter_async_context(process(cluster, one)) for one in all_three[:2]]
         assert (await first.get("/ready")).status_code == 503

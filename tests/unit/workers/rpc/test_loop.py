@@ -10,7 +10,7 @@ import pytest
 from protos.values import StepMessage
 from tests.unit.workers.harness import ToyEngine, ask, by_hand
 from workers.rpc import loop as loop_module
-from workers.rpc.loop import EngineLoop
+from workers.rpc.loop import ThreadedEngineLoop
 from workers.scheduling.role import Colocated
 
 
@@ -36,7 +36,7 @@ async def test_it_never_dozes_with_a_step_in_flight(depth: int, monkeypatch: pyt
     def fail(error: BaseException) -> None:
         raise error
 
-    engine_loop = EngineLoop(toy.engine, clock=asyncio.get_running_loop().time, publish=publish, on_fault=fail)
+    engine_loop = ThreadedEngineLoop(toy.engine, clock=asyncio.get_running_loop().time, publish=publish, on_fault=fail)
     engine_loop.start()
     await engine_loop.call(lambda: toy.submit(ask("r", range(10), 6)))
     await asyncio.wait_for(ended.wait(), 60)
@@ -49,7 +49,7 @@ async def test_it_never_dozes_with_a_step_in_flight(depth: int, monkeypatch: pyt
 async def test_a_worker_that_only_waits_for_a_long_prompt_of_another_one_is_healthy() -> None:
     now = [0.0]
     toy = ToyEngine(role=Expecting())
-    engine_loop = EngineLoop(
+    engine_loop = ThreadedEngineLoop(
         toy.engine, clock=lambda: now[0], publish=lambda message: None, on_fault=lambda error: None, stall_s=60.0
     )
     engine_loop.start()

@@ -1,4 +1,4 @@
-"""The board where lanes meet: what a torch.distributed store must do, and what strangers must not."""
+"""The rendezvous server of lanes: what a torch.distributed store must do, and what strangers must not."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Client = Callable[..., RendezvousStore]
 
 
 @pytest.fixture
-def board() -> Iterator[RendezvousServer]:
-    board = RendezvousServer("127.0.0.1")
-    yield board
-    board.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "lane board"]
+def server() -> Iterator[RendezvousServer]:
+    server = RendezvousServer("127.0.0.1")
+    yield server
+    server.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "lane rendezvous"]
 
 
 @pytest.fixture
-def client(board: RendezvousServer) -> Iterator[Client]:
+def client(server: RendezvousServer) -> Iterator[Client]:
     stores: list[RendezvousStore] = []
 
     def connect(prefix: str = "lane/") -> RendezvousStore:
-        stores.append(store := RendezvousStore("127.0.0.1", board.port, prefix, key=board.key, wait_s=10.0))
+        stores.append(store := RendezvousStore("127.0.0.1", server.port, prefix, key=server.key, wait_s=10.0))
         return store
 
     yield connect
@@ -109,7 +109,7 @@ def test_a_wait_ends_when_a_look_finds_that_it_is_in_vain(client: Client) -> Non
         store.get("never")
 
 
-def test_lanes_that_nobody_asks_for_are_forgotten_in_the_end(board: RendezvousServer, client: Client) -> None:
+def test_lanes_that_nobody_asks_for_are_forgotten_in_the_end(server: RendezvousServer, client: Client) -> None:
     """A worker that is restarted again and again leaves something behind each time."""
     kept = client("p0#0>d0#1/")
     kept.set("epoch", "7")
@@ -118,10 +118,10 @@ def test_lanes_that_nobody_asks_for_are_forgotten_in_the_end(board: RendezvousSe
         other.set(f"p0#{life + 1}>d0#1/epoch", "1")
         if life % 100 == 0:
             assert kept.check(["epoch"]), "it is asked for now and then"
-    assert board.num_values == MAX_LANES
+    assert server.num_values == MAX_LANES
 
 
-def test_a_board_without_descriptors_serves_on_and_does_not_spin(
+def test_a_server_without_descriptors_serves_on_and_does_not_spin(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = client()
@@ -149,7 +149,7 @@ def test_a_board_without_descriptors_serves_on_and_does_not_spin(
 @pytest.mark.parametrize(
     "noise",
     [
-        b"GET / HTTP/1.1\r\nHost: board\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: server\r\n\r\n",
         b"\xff" * 64,
         b"\x00\xff\xff\xff\x7f\x00\x00\x00\x00",
         b"\x09" + b"\x00" * 8,
@@ -159,12 +159,12 @@ def test_a_board_without_descriptors_serves_on_and_does_not_spin(
     ids=["http", "noise", "huge", "unknown verb", "half a number", "nothing"],
 )
 def test_a_client_that_says_nonsense_is_shown_out_and_the_others_served_on(
-    board: RendezvousServer, client: Client, noise: bytes
+    server: RendezvousServer, client: Client, noise: bytes
 ) -> None:
     store = client()
     store.set("key", "kept")
-    with socket.create_connection(("127.0.0.1", board.port), 10.0) as stranger:
-        stranger.sendall(claim(board.key, stranger.recv(NONCE_BYTES), bytes(NONCE_BYTES)))
+    with socket.create_connection(("127.0.0.1", server.port), 10.0) as stranger:
+        stranger.sendall(claim(server.key, stranger.recv(NONCE_BYTES), bytes(NONCE_BYTES)))
         assert len(stranger.recv(100)) == MAC_BYTES
         stranger.sendall(noise)
         stranger.shutdown(socket.SHUT_WR)
@@ -180,7 +180,7 @@ def test_a_number_that_is_none_costs_the_connection_only(client: Client) -> None
     assert other.get("word") == b"no number"
 
 
-def test_a_board_that_did_not_answer_in_time_is_not_asked_again() -> None:
+def test_a_server_that_did_not_answer_in_time_is_not_asked_again() -> None:
     """Its late answer would be taken for that to the next question."""
     with socket.create_server(("127.0.0.1", 0)) as slow:
         with ThreadPoolExecutor(1) as pool:
@@ -198,9 +198,9 @@ def test_a_board_that_did_not_answer_in_time_is_not_asked_again() -> None:
             store.get("another")
 
 
-def test_a_closed_board_is_an_error_at_once(board: RendezvousServer, client: Client) -> None:
+def test_a_closed_server_is_an_error_at_once(server: RendezvousServer, client: Client) -> None:
     store = client()
-    board.close()
+    server.close()
     with pytest.raises(OSError, match=r"gone|reset|[Bb]roken"):
         store.add("epoch", 0)
     with pytest.raises(ConnectionRefusedError):
@@ -211,14 +211,14 @@ def test_a_closed_board_is_an_error_at_once(board: RendezvousServer, client: Cli
 
 
 def test_a_client_with_another_key_is_refused_and_can_tell_why(
-    board: RendezvousServer, caplog: pytest.LogCaptureFixture
+    server: RendezvousServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
         with pytest.raises(WrongKey, match="it has another key"):
-            RendezvousStore("127.0.0.1", board.port, "lane/", key=b"guessed", wait_s=1.0)
+            RendezvousStore("127.0.0.1", server.port, "lane/", key=b"guessed", wait_s=1.0)
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert [record.getMessage() for record in warnings] == [
-        "a connection from 127.0.0.1 to the board of lanes did not have its key: it was closed"
+        "a connection from 127.0.0.1 did not have the key of the rendezvous server: it was closed"
     ], "a scan must not fill the log"
 
 
@@ -232,10 +232,10 @@ def test_a_client_with_another_key_is_refused_and_can_tell_why(
     ],
     ids=["nothing", "a request", "zeros", "http"],
 )
-def test_a_stranger_neither_reads_nor_writes(board: RendezvousServer, client: Client, spoken: bytes) -> None:
+def test_a_stranger_neither_reads_nor_writes(server: RendezvousServer, client: Client, spoken: bytes) -> None:
     store = client("")
     store.set("key", b"kept")
-    with socket.create_connection(("127.0.0.1", board.port)) as stranger:
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:
         assert len(stranger.recv(100)) == NONCE_BYTES
         stranger.sendall(spoken)
         stranger.shutdown(socket.SHUT_WR)
@@ -243,19 +243,19 @@ def test_a_stranger_neither_reads_nor_writes(board: RendezvousServer, client: Cl
     assert store.get("key") == b"kept"
 
 
-def test_a_claim_that_was_overheard_is_of_no_use_again(board: RendezvousServer) -> None:
-    with socket.create_connection(("127.0.0.1", board.port)) as honest:
-        spoken = claim(board.key, honest.recv(NONCE_BYTES), bytes(NONCE_BYTES))
+def test_a_claim_that_was_overheard_is_of_no_use_again(server: RendezvousServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as honest:
+        spoken = claim(server.key, honest.recv(NONCE_BYTES), bytes(NONCE_BYTES))
         honest.sendall(spoken)
         assert len(honest.recv(100)) == MAC_BYTES
-    with socket.create_connection(("127.0.0.1", board.port)) as thief:
+    with socket.create_connection(("127.0.0.1", server.port)) as thief:
         thief.recv(NONCE_BYTES)
         thief.sendall(spoken)
         assert thief.recv(100) == b""
 
 
-def test_strangers_who_say_nothing_keep_nobody_out(board: RendezvousServer, client: Client) -> None:
-    strangers = [socket.create_connection(("127.0.0.1", board.port)) for _ in range(MAX_STRANGERS + 1)]
+def test_strangers_who_say_nothing_keep_nobody_out(server: RendezvousServer, client: Client) -> None:
+    strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(MAX_STRANGERS + 1)]
     try:
         assert len(strangers[0].recv(NONCE_BYTES)) == NONCE_BYTES
         assert strangers[0].recv(100) == b"", "the oldest makes room"
@@ -280,7 +280,7 @@ def test_a_client_whose_place_a_stranger_took_before_its_claim_was_read_comes_ag
                     made.result().close()
 
 
-def test_a_client_finds_out_a_stranger_that_took_the_boards_port() -> None:
+def test_a_client_finds_out_a_stranger_that_took_the_servers_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, ThreadPoolExecutor(1) as pool:
         made = pool.submit(
             RendezvousStore, "127.0.0.1", taken.getsockname()[1], "lane/", key=b"secret", wait_s=1.0, answer_s=10.0
@@ -290,5 +290,5 @@ def test_a_client_finds_out_a_stranger_that_took_the_boards_port() -> None:
             connection.sendall(bytes(NONCE_BYTES))
             assert b"secret" not in connection.recv(CLAIM_BYTES)
             connection.sendall(bytes(MAC_BYTES))
-            with pytest.raises(WrongKey, match="the board does not have the key"):
+            with pytest.raises(WrongKey, match="the rendezvous server does not have the key"):
                 made.result()

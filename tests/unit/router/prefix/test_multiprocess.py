@@ -7,26 +7,26 @@ from pathlib import Path
 
 from protos.chain import Chain
 from router.prefix.memory import MemoryPrefixIndex
-from router.prefix.siblings import MAX_BLOCKS, SiblingPrefixIndex
+from router.prefix.multiprocess import MAX_BLOCKS, MultiprocessPrefixIndex
 from router.replicas.datagram_bus import MAX_WAITING
 
 PROMPT = Chain(bytes(range(1, 65)))
 FOREVER_S = 3600.0
 
 
-def made(folder: Path, number: int) -> SiblingPrefixIndex:
-    return SiblingPrefixIndex(MemoryPrefixIndex(), folder=folder, number=number, count=3)
+def made(folder: Path, number: int) -> MultiprocessPrefixIndex:
+    return MultiprocessPrefixIndex(MemoryPrefixIndex(), folder=folder, number=number, count=3)
 
 
-def expected(index: SiblingPrefixIndex, hashes: Chain = PROMPT, after_s: float = 0.0) -> int:
+def expected(index: MultiprocessPrefixIndex, hashes: Chain = PROMPT, after_s: float = 0.0) -> int:
     return index.match(hashes, now=asyncio.get_running_loop().time() + after_s).blocks.get("w", 0)
 
 
-def route(index: SiblingPrefixIndex, hashes: Chain = PROMPT) -> None:
+def route(index: MultiprocessPrefixIndex, hashes: Chain = PROMPT) -> None:
     index.expect("w", hashes, until=asyncio.get_running_loop().time() + FOREVER_S)
 
 
-async def until(index: SiblingPrefixIndex, num_heard: int) -> None:
+async def until(index: MultiprocessPrefixIndex, num_heard: int) -> None:
     while index.num_heard < num_heard:  # noqa: ASYNC110 - it comes over a socket
         await asyncio.sleep(0)
 

@@ -1,4 +1,4 @@
-"""More sequences than seats: a short answer does not wait for as long as the long ones before it take."""
+"""More sequences than batch slots: a short answer does not wait until the long ones before it have ended."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_sequence_gets_on_within_its_turns_however_many_there_are() -> Non
     toy.finish()
 
 
-def test_nobody_gives_up_a_seat_while_nobody_waits_or_the_turn_is_not_over() -> None:
+def test_no_sequence_is_paused_while_none_waits_or_the_time_slice_is_not_over() -> None:
     toy = ToyEngine(max_num_seqs=2, time_slice_s=TURN)
     toy.submit(*(ask(f"r{n}", [n], max_tokens=LONG) for n in range(2)))
     for _ in range(3 * TURN):

@@ -1,11 +1,11 @@
-"""The prefix index of one gateway process of several on a machine: siblings of a burst meet without Redis.
+"""The prefix index of several gateway processes on one machine: equal prefixes of a burst meet without Redis.
 
     worker ══ its own stream ══▶ every process ──▶ its local index
     a prompt was routed ─▶ expect ─▶ local index
-                                └─▶ a datagram to each sibling ─▶ its local index        for a few seconds
+                                └─▶ a datagram to each other process ─▶ its local index        for a few seconds
 
-A datagram says: (seconds, worker, hashes). One that finds no room waits in a short line; one that finds nobody is lost,
-which costs a hit at most.
+A datagram is (seconds, worker, hashes). While a process's socket is full its datagrams wait in a short queue. A
+datagram to a process that is gone is lost, which costs one prefix hit at most.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from router.replicas.peers import expectations_socket
 
 log = logging.getLogger("baton.router")
 
-MAX_BLOCKS = 4096  # of a prompt, published to siblings: 64 kB
+MAX_BLOCKS = 4096  # of a prompt, published to other processes: 64 kB
 _HEAD = struct.Struct("!dH")
 _MAX_BYTES = _HEAD.size + 2**16 + MAX_BLOCKS * BLOCK_HASH_BYTES
 
 
-class SiblingPrefixIndex:
+class MultiprocessPrefixIndex:
     """`PrefixIndex` and `Peers` of process `number` of `count`, on one event loop. `start` and `close` it.
 
-    `num_heard` prompts that siblings routed were taken over, `num_dropped` could not be told to one of them.
+    `num_heard` counts prompts received from other processes, `num_dropped` prompts that could not be sent to one.
     """
 
     trouble = ""
@@ -77,7 +77,7 @@ class SiblingPrefixIndex:
     def blocks(self, worker_id: str) -> tuple[BlockStored, ...]:
         return self.local.blocks(worker_id)
 
-    # -- siblings ------------------------------------------------------------------------------------------------------
+    # -- other processes -----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         self._datagrams.start()
@@ -94,9 +94,9 @@ class SiblingPrefixIndex:
 
     def lost(self, worker_id: str) -> None: ...
 
-    def _hear(self, told: bytes) -> None:
-        seconds, length = _HEAD.unpack_from(told)
+    def _hear(self, datagram: bytes) -> None:
+        seconds, length = _HEAD.unpack_from(datagram)
         start = _HEAD.size + length
         until = loop_time() + seconds
-        self.local.expect(told[_HEAD.size : start].decode(), Chain(told[start:]), until=until)
+        self.local.expect(datagram[_HEAD.size : start].decode(), Chain(datagram[start:]), until=until)
         self.num_heard += 1
