@@ -39,7 +39,7 @@ from protos.values import GenerateRequest, SamplingParams
 from workers.attention.registry import attention_for
 from workers.build import LoadedRank, build_engine
 from workers.checkpoint.encoding import LayerContext
-from workers.checkpoint.registry import encodings_of
+from workers.checkpoint.encodings.floats import only_floats
 from workers.config import SchedulerConfig, WorkerConfig
 from workers.engine.engine import Engine
 from workers.kernels.base import kernels_for
@@ -167,7 +167,7 @@ def random_rank(config: WorkerConfig, model: ModelConfig, device: str) -> Loaded
             dtype=DTYPES["bfloat16"],
             parallel=Solo(),
             kernels=kernels_for(device),
-            encodings=encodings_of({}),
+            encodings=only_floats,
         ),
     )
     for slot in decoder.slots():

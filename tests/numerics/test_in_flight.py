@@ -17,7 +17,7 @@ from tests.numerics.engines import answer, colocated, oracle_answers
 from workers.attention.base import AttentionInputs, CosSin
 from workers.batch import Batch, Row, Sample
 from workers.checkpoint.encoding import LayerContext
-from workers.checkpoint.registry import encodings_of
+from workers.checkpoint.encodings.floats import only_floats
 from workers.config import WorkerConfig
 from workers.grammar.base import Mask
 from workers.kernels import reference
@@ -119,7 +119,7 @@ def test_no_launch_looks_at_what_the_device_computes(checkpoint: Checkpoint, mon
     config = read_config(folder)
     monkeypatch.setattr("workers.sampling.sampler._choose", lambda logits_RV, samples: logits_RV.argmax(dim=-1))
     context = LayerContext(
-        device="meta", dtype=torch.float32, parallel=Solo(), kernels=reference, encodings=encodings_of({})
+        device="meta", dtype=torch.float32, parallel=Solo(), kernels=reference, encodings=only_floats
     )
     attention = Valueless()
     runner = TorchRunner(Decoder(config, context), attention, block_size=16, grammars=Everything())

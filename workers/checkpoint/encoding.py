@@ -8,8 +8,8 @@ needs, lists the checkpoint's tensors that fill it, and multiplies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -96,7 +96,38 @@ class LayerContext:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def matrix(self, share: WeightShare, *, gated: bool = False) -> Matrix:
-        """The matrix of a linear layer. Projections that are fused have one encoding."""
+        """The matrix of a linear layer: of one encoding, or one for each projection where their encodings differ."""
         encodings = [self.encodings(projection.name) for projection in share.projections]
-        assert all(encoding is encodings[0] for encoding in encodings), f"{share.projections} differ in their encoding"
-        return encodings[0].matrix(self, share, gated=gated)
+        if all(encoding is encodings[0] for encoding in encodings):
+            return encodings[0].matrix(self, share, gated=gated)
+        parts = [
+            encoding.matrix(self, replace(share, projections=(projection,)))
+            for encoding, projection in zip(encodings, share.projections, strict=True)
+        ]
+        return SideBySide(parts, self.kernels, gated=gated)
+
+
+class SideBySide:
+    """Matrices of one input, their outputs beside one another."""
+
+    def __init__(self, parts: Sequence[Matrix], kernels: Kernels, *, gated: bool = False) -> None:
+        self.parts = tuple(parts)
+        self._kernels = kernels
+        self._gated = gated
+
+    @property
+    def tiled(self) -> TiledWeight | None:
+        return None
+
+    def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        y_TO = torch.cat([part(x_TI) for part in self.parts], dim=1)
+        y_TO = y_TO if bias_O is None else y_TO + bias_O
+        return self._kernels.silu_mul(y_TO) if self._gated else y_TO
+
+    def pack(self) -> None:
+        for part in self.parts:
+            part.pack()
+
+    def slots(self) -> Iterator[Slot]:
+        for part in self.parts:
+            yield from part.slots()

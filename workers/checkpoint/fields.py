@@ -45,6 +45,9 @@ class Fields:
     def has_null(self, key: str) -> bool:
         return key in self._data and self._data[key] is None
 
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._data)
+
     def raw(self, key: str) -> Any:
         return self._data.get(key)
 

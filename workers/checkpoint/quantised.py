@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -51,8 +52,8 @@ class GroupValues:
         size = self.groups_per_block
         factors = None
         if self.factor_OG is not None:
-            factors = self.factor_OG[:, blocks.start * size : blocks.stop * size]
-        return GroupValues(value_OB=self.value_OB[:, blocks], factor_OG=factors)
+            factors = self.factor_OG[:, blocks.start * size : blocks.stop * size].contiguous()
+        return GroupValues(value_OB=self.value_OB[:, blocks].contiguous(), factor_OG=factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +140,12 @@ class QuantisedWeight:
             zero=self.zero if isinstance(self.zero, int) else self.zero[rows],
         )
 
+    def in_groups_from(self, first: int) -> QuantisedWeight:
+        """This weight, whose codes are of inputs [first, first + I) of a layer and whose groups are all of the layer's
+        groups, with only those that it has inputs of."""
+        offset, groups = self._groups_touched(first, self.num_columns)
+        return replace(self, group_offset=offset, **groups)
+
     def cut_inputs(self, start: int, size: int) -> QuantisedWeight:
         """The columns of inputs [start, start + size), which become inputs 0 to size. Groups and blocks that the cut
         goes through stay whole."""
@@ -148,20 +155,20 @@ class QuantisedWeight:
         if self.group_starts is not None:
             starts = (self.group_starts - start).clamp(0, size)
             return replace(self, codes_OW=codes, num_inputs=size, group_starts=starts)
+        offset, groups = self._groups_touched(self.group_offset + start, size)
+        return replace(self, codes_OW=codes, num_inputs=size, group_offset=offset, **groups)
+
+    def _groups_touched(self, first: int, size: int) -> tuple[int, dict[str, Any]]:
+        """Of columns [first, first + size) behind the first group's start: their `group_offset`, and what changes."""
         per_block = self.scale.groups_per_block
         width = self.group_size * per_block
-        first, last = self.group_offset + start, self.group_offset + start + size
-        blocks = slice(first // width, -(-last // width))
+        blocks = slice(first // width, -(-(first + size) // width))
         groups = slice(blocks.start * per_block, blocks.stop * per_block)
-        return replace(
-            self,
-            codes_OW=codes,
-            num_inputs=size,
-            group_offset=first - blocks.start * width,
-            scale=self.scale.blocks(blocks),
-            minimum=None if self.minimum is None else self.minimum.blocks(blocks),
-            zero=self.zero if isinstance(self.zero, int) else self.zero[:, groups],
-        )
+        return first - blocks.start * width, {
+            "scale": self.scale.blocks(blocks),
+            "minimum": None if self.minimum is None else self.minimum.blocks(blocks),
+            "zero": self.zero if isinstance(self.zero, int) else self.zero[:, groups].contiguous(),
+        }
 
     def _cut_ordered(self, start: int, size: int) -> QuantisedWeight:
         """Keeps every group: an order spreads a range of inputs over all of them."""

@@ -1,4 +1,4 @@
-"""Which source opens a checkpoint, and which encodings its config.json names. Naming one loads nothing heavy."""
+"""Which source opens a checkpoint, and which encodings its config names. Naming one loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from protos.errors import UnsupportedModel
 from workers.checkpoint.fields import Fields
+from workers.checkpoint.formats.base import WeightFormat
 from workers.checkpoint.safetensors import check_safetensors, open_safetensors
 from workers.checkpoint.source import WeightSource
 
 if TYPE_CHECKING:
     from workers.checkpoint.encoding import WeightEncodings
 
-_ENCODINGS: Mapping[str | None, str] = {None: "workers.checkpoint.encodings.floats:encodings"}
-"""By `quant_method`, None where config.json has none: a function from the quantization_config to `WeightEncodings`."""
+_FLOATS = "workers.checkpoint.encodings.floats:encodings"
+
+_FORMATS: Mapping[str, str] = {
+    "gptq": "workers.checkpoint.formats.gptq:read_gptq",
+}
+"""By `quant_method`: a function from the quantization_config's `Fields` to a `WeightFormat`."""
+
+_BESIDE = "quantize_config.json"  # AutoGPTQ's, without a quantization_config in config.json
 
 
 def check_weights(folder: Path) -> None:
@@ -30,22 +37,32 @@ def open_source(folder: Path) -> AbstractContextManager[WeightSource]:
     return open_safetensors(folder)
 
 
-def require_known_encoding(config: Fields) -> None:
-    """Raises UnsupportedModel when the weights are quantised in a way that is not served."""
+def read_format(config: Fields, folder: Path) -> WeightFormat | None:
+    """How the weights are quantised, None where they are in floating point.
+
+    Raises UnsupportedModel where it is not served, BadCheckpoint where a field is wrong.
+    """
+    given = config.inner("quantization_config")
     if config.raw("quantization_config") is None:
-        return
-    method = config.inner("quantization_config").raw("quant_method")
-    if method is None or method not in _ENCODINGS:
+        if not (folder / _BESIDE).exists():
+            return None
+        given = Fields.of_file(folder / _BESIDE)
+        method: Any = given.text_or("quant_method", "gptq")
+    else:
+        method = given.raw("quant_method") or given.raw("method")
+    if not isinstance(method, str) or method not in _FORMATS:
         raise UnsupportedModel(
-            f"{config.where}: its weights are quantised (quantization_config{f', {method}' if method else ''}), which "
-            "is not supported: weights in bfloat16, float16 or float32 are served. Give --model the checkpoint that it "
-            "was made from (its model card names the base model), or write one with transformers: "
+            f"{given.where}: the weights are quantised by quant_method {method!r}, which is not served: "
+            f"served are {', '.join(_FORMATS)}, and weights in bfloat16, float16 or float32. Give --model the "
+            "checkpoint that it was made from (its model card names the base model), or write one with transformers: "
             "AutoModelForCausalLM.from_pretrained(folder).dequantize().save_pretrained(other_folder)",
             param="quantization_config",
         )
+    found: WeightFormat = resolve_name(_FORMATS[method])(given)
+    return found
 
 
-def encodings_of(quantization: Mapping[str, Any]) -> WeightEncodings:
-    """Of a checkpoint with this quantization_config (empty: none), which `require_known_encoding` has let through."""
-    found: WeightEncodings = resolve_name(_ENCODINGS[quantization.get("quant_method")])(quantization)
+def encodings_of(weight_format: WeightFormat | None, source: WeightSource) -> WeightEncodings:
+    """Of the checkpoint's linear weights: which tensors are stored decides where the config leaves it open."""
+    found: WeightEncodings = resolve_name(weight_format.encodings if weight_format else _FLOATS)(weight_format, source)
     return found

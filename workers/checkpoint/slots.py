@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,8 @@ class Slot:
     """`target` takes its length of dimension `dim` of the tensor `name`, from index `start` on.
 
     `shape` is the whole tensor's in the checkpoint, `dtypes` are those it may be stored as, by safetensors' names.
+    `check` raises BadCheckpoint or UnsupportedModel for values that cannot be served; it is given the file and
+    tensor for the message, and the filled target, before any tensor without a check is read.
     """
 
     name: str
@@ -24,6 +26,7 @@ class Slot:
     dim: int = 0
     start: int = 0
     dtypes: frozenset[str] = FLOATS
+    check: Callable[[str, torch.Tensor], None] | None = None
 
     @property
     def part(self) -> slice:

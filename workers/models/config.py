@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from protos.values import ITEM_BYTES, KVLayout
 from workers.checkpoint.fields import Fields
-from workers.checkpoint.registry import require_known_encoding
+from workers.checkpoint.formats.base import WeightFormat
+from workers.checkpoint.registry import read_format
 from workers.models.families.base import Family
 from workers.models.families.registry import family_of
 from workers.models.families.windows import Windows
@@ -38,6 +37,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "residual_multiplier": (1, 1.0),
     "rope_interleaved": (False,),
 }
+
+_MAX_LAYERS, _MAX_HEAD = 4096, 65536  # more is damage, and what is made for each would not end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class ModelConfig:
     max_model_len: int
     dtype: str
     eos_token_ids: tuple[int, ...]
-    quantization: Mapping[str, Any]  # config.json's quantization_config; empty: weights in floating point
+    weight_format: WeightFormat | None  # None: in floating point
 
     def kv_layout(self, *, block_size: int, dtype: str, tp: int = 1) -> KVLayout:
         return KVLayout.dense(
@@ -127,7 +128,7 @@ def read_config(path: str | Path) -> ModelConfig:
         max_model_len=_max_model_len(rope, sizes.max_position),
         dtype=config.text_or("dtype", config.text_or("torch_dtype", "float32")),
         eos_token_ids=_eos_ids(config, generation, sizes.vocab_size),
-        quantization=config.raw("quantization_config") or {},
+        weight_format=read_format(config, folder),
     )
 
 
@@ -194,10 +195,14 @@ class _Sizes:
         head_dim = config.integer_or("head_dim", family.head_dim or hidden_size // num_heads)
         if head_dim % 2:
             raise UnsupportedModel(f"{config.where}: head_dim {head_dim} is odd: rope turns pairs", param="head_dim")
+        num_layers = config.integer("num_hidden_layers")
+        for field, value, most in (("num_hidden_layers", num_layers, _MAX_LAYERS), ("head_dim", head_dim, _MAX_HEAD)):
+            if value > most:
+                raise BadCheckpoint(f"{config.where}: {field} is {value}, it can be {most} at most", param=field)
         return cls(
             vocab_size=config.integer("vocab_size"),
             hidden_size=hidden_size,
-            num_layers=config.integer("num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -206,7 +211,6 @@ class _Sizes:
 
 
 def _refuse_unknown_parts(config: Fields, family: Family) -> None:
-    require_known_encoding(config)
     for key, harmless in _NEUTRAL.items():
         if key not in family.reads and key in config and config.raw(key) not in harmless:
             raise UnsupportedModel(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from workers.checkpoint.registry import encodings_of, open_source
 from workers.checkpoint.slots import Slot
 from workers.checkpoint.source import WeightSource
 from workers.kernels.base import kernels_for
-from workers.models.config import read_config
+from workers.models.config import ModelConfig, read_config
 from workers.models.decoder import Decoder
 from workers.parallel.group import Solo, TensorParallel
 
@@ -49,17 +50,23 @@ def load_model(
             dtype=_DTYPES[dtype],
             parallel=parallel or Solo(),
             kernels=kernels_for(device),
-            encodings=encodings_of(config.quantization),
+            encodings=encodings_of(config.weight_format, source),
         )
+        _check(folder, config, context, source)
         decoder = Decoder(config, context)
-        slots = list(decoder.slots())
-        _check(folder, slots, source, config.tied_embeddings)
-        _fill(slots, source, on_progress or (lambda done, total: None))
+        _fill(folder, list(decoder.slots()), source, on_progress or (lambda done, total: None))
     return decoder
 
 
-def _check(folder: Path, slots: list[Slot], source: WeightSource, tied: bool) -> None:
+def _check(folder: Path, config: ModelConfig, context: LayerContext, source: WeightSource) -> None:
+    """Lists the slots on a device without memory: a config.json that the files contradict must not allocate."""
     names = frozenset(source.names())
+    if config.num_layers > len(names):
+        raise BadCheckpoint(
+            f"{folder} has {len(names)} tensors, config.json makes it {config.num_layers} layers: config.json belongs "
+            "to another checkpoint, or a shard is missing"
+        )
+    slots = list(Decoder(config, replace(context, device="meta")).slots())
     if missing := sorted({slot.name for slot in slots} - names):
         raise BadCheckpoint(
             f"{folder} lacks {len(missing)} tensors, the first is {missing[0]!r}: config.json belongs to another "
@@ -74,7 +81,7 @@ def _check(folder: Path, slots: list[Slot], source: WeightSource, tied: bool) ->
                 f"{folder}: tensor {slot.name!r} is stored as {stored.dtype}, which config.json does not name: "
                 f"it must be one of {', '.join(sorted(slot.dtypes))}"
             )
-    ignored = {"lm_head.weight"} if tied else set()
+    ignored = {"lm_head.weight"} if config.tied_embeddings else set()
     unexpected = sorted(
         name for name in names - {slot.name for slot in slots} - ignored if not name.endswith("rotary_emb.inv_freq")
     )
@@ -82,11 +89,15 @@ def _check(folder: Path, slots: list[Slot], source: WeightSource, tied: bool) ->
         log.warning("%s: %d tensors are not used, such as %s", folder, len(unexpected), ", ".join(unexpected[:5]))
 
 
-def _fill(slots: list[Slot], source: WeightSource, on_progress: Progress) -> None:
+def _fill(folder: Path, slots: list[Slot], source: WeightSource, on_progress: Progress) -> None:
+    """Tensors whose values may be refused come first."""
+    slots = sorted(slots, key=lambda slot: slot.check is None)
     sizes = [source.describe(slot.name).num_bytes * slot.target.numel() // math.prod(slot.shape) for slot in slots]
     total, done = sum(sizes), 0
     on_progress(done, total)
     for slot, size in zip(slots, sizes, strict=True):
         slot.target.copy_(source.read(slot.name, slot.dim, slot.part))
+        if slot.check is not None:
+            slot.check(f"{folder}: tensor {slot.name!r}", slot.target)
         done += size
         on_progress(done, total)

@@ -8,14 +8,15 @@ Legend: T tokens, I inputs, O outputs, F half of them: those of a gate and as ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from workers.checkpoint.encoding import LayerContext, Matrix, WeightEncodings, WeightShare
+from workers.checkpoint.encoding import LayerContext, Matrix, WeightEncoding, WeightEncodings, WeightShare
+from workers.checkpoint.formats.base import WeightFormat
 from workers.checkpoint.slots import Slot
+from workers.checkpoint.source import WeightSource
 from workers.kernels.base import Kernels
 from workers.kernels.cpu.products import TiledWeight, can_tile
 
@@ -104,10 +105,15 @@ class FloatEncoding:
         return GatedFloatMatrix(weight_OI, context.kernels, slots) if gated else FloatMatrix(weight_OI, slots)
 
 
-def encodings(_: Mapping[str, Any]) -> WeightEncodings:
-    """Every linear layer's is the same."""
-    floats = FloatEncoding()
-    return lambda name: floats
+FLOAT_ENCODING = FloatEncoding()
+
+
+def only_floats(_: str) -> WeightEncoding:
+    return FLOAT_ENCODING
+
+
+def encodings(_: WeightFormat | None, __: WeightSource) -> WeightEncodings:
+    return only_floats
 
 
 def _slots(weight_OI: torch.Tensor, share: WeightShare) -> Iterator[Slot]:

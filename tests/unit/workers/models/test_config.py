@@ -122,7 +122,7 @@ def test_the_context_is_as_long_as_the_scaling_carries(scaling: dict[str, Any], 
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -147,8 +147,8 @@ def test_what_is_not_served_is_refused_by_name(change: dict[str, Any], named: st
     ("change", "way_on"),
     [
         ({"architectures": ["GemmaForCausalLM"]}, r"Llama 2 and 3, Mistral, Qwen2.*Give --model a checkpoint of one"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(quantization_config, awq\).*dequantize\(\)"),
-        ({"quantization_config": {}}, r"quantised \(quantization_config\).*the checkpoint that it was made from"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, r"quantised by quant_method 'aqlm'.*dequantize\(\)"),
+        ({"quantization_config": {}}, "quant_method None.*the checkpoint that it was made from"),
     ],
 )
 def test_what_is_not_served_comes_with_the_way_on(change: dict[str, Any], way_on: str, tmp_path: Path) -> None:

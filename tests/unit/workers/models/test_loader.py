@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from workers.checkpoint.encoding import LayerContext
-from workers.checkpoint.registry import encodings_of
+from workers.checkpoint.encodings.floats import only_floats
 from workers.kernels.base import kernels_for
 from workers.models.config import read_config
 from workers.models.decoder import Decoder
@@ -43,7 +43,7 @@ def write_config(folder: Path, **changes: object) -> None:
 def expected_tensors(folder: Path) -> Tensors:
     """One random tensor for each that config.json makes necessary."""
     context = LayerContext(
-        device="cpu", dtype=torch.float32, parallel=Solo(), kernels=kernels_for("cpu"), encodings=encodings_of({})
+        device="cpu", dtype=torch.float32, parallel=Solo(), kernels=kernels_for("cpu"), encodings=only_floats
     )
     slots = Decoder(read_config(folder), context).slots()
     return {slot.name: torch.randn(slot.shape) for slot in slots}

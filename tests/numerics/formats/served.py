@@ -1,0 +1,73 @@
+"""Writes quantised checkpoints of tiny models. The oracles are transformers models with the dequantised weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.numerics.checkpoints import make_checkpoint
+from tests.numerics.conftest import assert_close, random_tokens
+from tests.numerics.paged import PagedRun, in_chunks
+from tests.numerics.test_tensor_parallel import on_ranks
+from workers.models.loader import load_model
+from workers.parallel.group import TensorParallel
+
+Encoded = tuple[dict[str, torch.Tensor], torch.Tensor]
+Encode = Callable[[str, torch.Tensor], Encoded | None]
+"""Of a layer's name and float weight [O, I]: the stored tensors by suffix, and the weight that they stand for; None
+leaves the layer in floating point."""
+
+
+def write_quantised(
+    family: str,
+    folder: Path,
+    encode: Encode,
+    config: dict[str, Any] | None,
+    *,
+    head: bool = False,
+    beside: dict[str, object] | None = None,
+    **overrides: Any,
+) -> Any:
+    """The oracle. `config` becomes config.json's quantization_config, `beside` are other files."""
+    oracle: Any = make_checkpoint(family, folder, **overrides)
+    tensors = {}
+    state = oracle.state_dict()
+    for name, weight in state.items():
+        layer = name.removesuffix(".weight")
+        linear = layer.endswith("_proj") or (head and layer == "lm_head")
+        encoded = encode(layer, weight) if linear and name.endswith(".weight") else None
+        if encoded is None:
+            if name != "lm_head.weight" or not oracle.config.tie_word_embeddings:
+                tensors[name] = weight.clone()
+            continue
+        stored, dequantised = encoded
+        tensors |= {f"{layer}.{suffix}": tensor.contiguous() for suffix, tensor in stored.items()}
+        weight.copy_(dequantised)
+    save_file(tensors, folder / "model.safetensors")
+    file = folder / "config.json"
+    extra = {} if config is None else {"quantization_config": config}
+    file.write_text(json.dumps(json.loads(file.read_text()) | extra))
+    for name, content in (beside or {}).items():
+        (folder / name).write_text(json.dumps(content))
+    return oracle
+
+
+@torch.no_grad()
+def assert_served(folder: Path, oracle: Any, *, tp: int = 1) -> None:
+    """A whole prompt, and a second that goes on from the cache, have the oracle's logits on every rank."""
+    whole, tokens = random_tokens(33, seed=1), random_tokens(21)
+
+    def program(group: TensorParallel) -> list[torch.Tensor]:
+        run = PagedRun(load_model(folder, parallel=group))
+        return [run.step([("whole", whole, 33)])[0], in_chunks(run, tokens, [16, 3], prompt_len=19)]
+
+    for logits in on_ranks(tp, program):
+        for ours, ids in zip(logits, (whole, tokens), strict=True):
+            theirs = oracle(torch.tensor([ids])).logits[0]
+            assert_close(ours, theirs)
+            assert torch.equal(ours.argmax(dim=1), theirs.argmax(dim=1))

@@ -1,0 +1,143 @@
+"""GPTQ against checkpoints encoded by the format's rules, served in float32."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from protos.errors import BadCheckpoint, UnsupportedModel
+from tests.numerics.conftest import random_tokens
+from tests.numerics.engines import GREEDY, answer, colocated, oracle_answers
+from tests.numerics.formats.gptq_encoder import gptq, gptq_config
+from tests.numerics.formats.served import Encoded, assert_served, write_quantised
+from workers.config import WorkerConfig
+from workers.models.config import read_config
+from workers.models.loader import load_model
+
+UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "config", "tp", "overrides"),
+    [
+        ("llama", {}, {}, 1, UNTIED),
+        ("llama", {"act_order": True}, {"desc_act": True}, 2, TIED),
+        ("llama", {"bits": 3, "symmetric": True}, {"bits": 3, "sym": True}, 2, UNTIED),
+        ("mistral", {"bits": 8, "version": 2}, {"bits": 8, "checkpoint_format": "gptq_v2"}, 2, UNTIED),
+        ("mistral", {"bits": 3, "act_order": True}, {"bits": 3, "desc_act": True}, 1, UNTIED),
+        ("qwen2", {"group_size": -1, "bare": True}, {"group_size": -1}, 2, TIED),
+        ("qwen2", {"bits": 2, "symmetric": True}, {"bits": 2, "sym": True}, 1, UNTIED),
+        ("qwen3", {"group_size": 64, "bare": True, "version": 2}, {"group_size": 64, "format": "gptq_v2"}, 2, UNTIED),
+    ],
+    ids=["plain", "act-order-tp2", "3-bit-tp2", "v2-8-bit-tp2", "3-bit-act-order", "one-group-tp2", "2-bit", "v2-tp2"],
+)
+def test_logits_are_those_of_the_dequantised_weights(
+    family: str, sizes: dict[str, Any], config: dict[str, Any], tp: int, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    oracle = write_quantised(family, tmp_path, gptq(**sizes), gptq_config(**config), **overrides)
+    assert_served(tmp_path, oracle, tp=tp)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_layers_may_differ_and_the_head_may_be_quantised(tp: int, tmp_path: Path) -> None:
+    """`dynamic`: k_proj has other bits than q and v, up_proj is stored as floats, gate is not."""
+
+    def encode(name: str, weight: torch.Tensor) -> Encoded | None:
+        if name.endswith("up_proj"):
+            return None
+        bits, size = (8, 16) if name.endswith("k_proj") else (4, 32)
+        return gptq(bits, size, act_order=name.endswith("v_proj"))(name, weight)
+
+    dynamic = {r"+:.*\.k_proj": {"bits": 8, "group_size": 16}, r"-:.*up_proj.*": {}}
+    config = gptq_config(dynamic=dynamic, lm_head=True, desc_act=True)
+    oracle = write_quantised("llama", tmp_path, encode, config, head=True, vocab_size=161)
+    assert_served(tmp_path, oracle, tp=tp)
+
+
+def test_a_config_beside_config_json_is_read(tmp_path: Path) -> None:
+    config = {key: value for key, value in gptq_config().items() if key != "quant_method"}
+    oracle = write_quantised("llama", tmp_path, gptq(), None, beside={"quantize_config.json": config})
+    assert_served(tmp_path, oracle)
+    found = read_config(tmp_path).weight_format
+    assert found is not None
+    assert found.label == "gptq-int4-g32"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_greedy_tokens_are_the_oracles_cold_cached_and_preempted(tp: int, tmp_path: Path) -> None:
+    oracle = write_quantised("qwen3", tmp_path, gptq(act_order=True), gptq_config(desc_act=True), seed=2)
+    prompts = [random_tokens(length, seed=length) for length in (5, 20, 25)]
+    expected = oracle_answers(oracle, prompts, 32)
+    config = WorkerConfig(model=str(tmp_path), tp=tp, prefill_chunk=16, num_blocks=6, max_model_len=64, device="cpu")
+    with colocated(config) as engine:
+        for _ in range(2):
+            answers = answer(engine, prompts, replace(GREEDY, max_tokens=32))
+            assert [one.token_ids for one in answers] == expected
+        assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"bits": 5}, r"config\.json: quantization_config: bits is 5.*2, 3, 4, 8"),
+        ({"checkpoint_format": "marlin"}, r"checkpoint_format is 'marlin'.*'gptq' and 'gptq_v2'"),
+        ({"format": "gptq_p"}, r"format is 'gptq_p'"),
+        ({"is_marlin_format": True}, "is_marlin_format is True"),
+        ({"dynamic": {"(a+)+$": {}}}, "may have 512 letters"),
+        ({"dynamic": {"[": {}}}, "no regular expression"),
+        ({"dynamic": {"x": {"bits": 6}}}, "bits is 6"),
+        ({"group_size": 0}, "'group_size' is 0"),
+        ({"bits": "four"}, "'bits' is 'four'"),
+    ],
+)
+def test_what_is_not_served_is_named_before_a_weight_is_read(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    write_quantised("llama", tmp_path, gptq(), gptq_config(**changes))
+    with pytest.raises((UnsupportedModel, BadCheckpoint), match=named):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("tp_part", [slice(None), slice(0, 4)])
+def test_zeros_of_all_ones_are_refused_by_name(tp_part: slice, tmp_path: Path) -> None:
+    write_quantised("llama", tmp_path, gptq(), gptq_config())
+    change(tmp_path, "model.layers.1.mlp.up_proj.qzeros", lambda words: words[0, tp_part].fill_(-1))
+    progress: list[int] = []
+    with pytest.raises(UnsupportedModel, match=r"up_proj\.qzeros' has zero points whose 4 bits are all ones.*gptq_v2"):
+        load_model(tmp_path, on_progress=lambda done, total: progress.append(2 * done > total))
+    assert not any(progress)
+
+
+def test_groups_out_of_range_are_refused(tmp_path: Path) -> None:
+    write_quantised("llama", tmp_path, gptq(), gptq_config())
+    change(tmp_path, "model.layers.0.self_attn.k_proj.g_idx", lambda groups: groups[3].fill_(7))
+    with pytest.raises(BadCheckpoint, match=r"k_proj\.g_idx' has groups 0 to 7, and 2 groups of 32"):
+        load_model(tmp_path)
+
+
+def test_sizes_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
+    write_quantised("llama", tmp_path, gptq(), gptq_config(group_size=16))
+    with pytest.raises(BadCheckpoint, match=r"tensor '.*qzeros' is \(2, 8\), config\.json makes it \(4, 8\)"):
+        load_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 1 << 40, "head_dim": 16}))
+    with pytest.raises(BadCheckpoint, match=r"config\.json makes it"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1 << 40}))
+    with pytest.raises(BadCheckpoint, match=f"num_hidden_layers is {1 << 40}, it can be 4096 at most"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4096}))
+    with pytest.raises(BadCheckpoint, match=r"config\.json makes it 4096 layers"):
+        load_model(tmp_path)
+
+
+def change(folder: Path, name: str, edit: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors[name])
+    save_file(tensors, folder / "model.safetensors")

@@ -1,0 +1,113 @@
+"""GPTQ: `qweight` is packed along the inputs, `qzeros` along the outputs, `g_idx` is the group of each input.
+
+w[k, n] = scales[g_idx[k], n] * (q[k, n] - z[g_idx[k], n]), with z = stored + 1 in version 1. The words are a dense
+stream of bits in every width. Legend: I inputs, O outputs, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from protos.errors import BadCheckpoint, UnsupportedModel
+from workers.checkpoint.bit_stream import select_columns, unpack_bits
+from workers.checkpoint.encoding import WeightEncoding, WeightEncodings
+from workers.checkpoint.encodings.floats import FLOAT_ENCODING
+from workers.checkpoint.encodings.quantised import QuantisedEncoding
+from workers.checkpoint.encodings.stored import StoredTensors, bytes_of_words, covering_words
+from workers.checkpoint.formats.gptq import GPTQFormat
+from workers.checkpoint.quantised import GroupValues, QuantisedWeight, sort_by_group
+from workers.checkpoint.slots import Slot
+from workers.checkpoint.source import WeightSource
+
+
+def encodings(weight_format: GPTQFormat, source: WeightSource) -> WeightEncodings:
+    """Layers without a `qweight` are floats."""
+    names = frozenset(source.names())
+
+    @cache
+    def quantised(sizes: GPTQFormat) -> WeightEncoding:
+        return QuantisedEncoding(
+            lambda projection, share, device: GPTQWeight(StoredTensors(projection, share, device, source), sizes)
+        )
+
+    def encoding_of(name: str) -> WeightEncoding:
+        if f"{name}.qweight" not in names and f"{name}.weight" in names:
+            return FLOAT_ENCODING
+        return quantised(weight_format.of_layer(name))
+
+    return encoding_of
+
+
+class GPTQWeight:
+    """Words that hold several outputs or inputs are read whole, and cut when they are converted. Scales and zeros of
+    all groups are read: with act-order a range of inputs has some of each group."""
+
+    def __init__(self, stored: StoredTensors, sizes: GPTQFormat) -> None:
+        share, total_outputs, bits = stored.share, stored.projection.total, sizes.bits
+        self._stored, self._sizes = stored, sizes
+        self._group_size = min(sizes.group_size or share.total_inputs, share.total_inputs)
+        self._num_groups = -(-share.total_inputs // self._group_size)
+        input_words, skipped = covering_words(stored.inputs, bits)
+        self._skipped_inputs = skipped if stored.by_inputs else 0
+        zero_words, self._skipped_zeros = covering_words(stored.outputs, bits)
+        shape = -(-share.total_inputs * bits // 32), total_outputs
+        cut = (0, input_words) if stored.by_inputs else (1, stored.outputs)
+        self._qweight = stored.words("qweight", shape, dim=cut[0], part=cut[1])
+        zeros = self._num_groups, -(-total_outputs * bits // 32)
+        self._qzeros = stored.words("qzeros", zeros, dim=1, part=zero_words, check=self._check_zeros)
+        self._scales = stored.floats("scales", (self._num_groups, total_outputs), dim=1, part=stored.outputs)
+        self._g_idx: torch.Tensor | None = None
+        if "g_idx" in stored:
+            self._g_idx = stored.words("g_idx", (share.total_inputs,), part=stored.inputs, check=self._check_groups)
+
+    def slots(self) -> Iterator[Slot]:
+        return iter(self._stored.slots)
+
+    def weights(self) -> Sequence[QuantisedWeight]:
+        bits, inputs = self._sizes.bits, self._stored.inputs
+        stream = bytes_of_words(self._qweight.T)
+        last = self._skipped_inputs + len(inputs)
+        codes = select_columns(stream, bits, slice(self._skipped_inputs, last), last)
+        weight = QuantisedWeight(
+            bits=bits,
+            codes_OW=codes,
+            num_inputs=len(inputs),
+            scale=GroupValues(value_OB=self._scales.T.contiguous()),
+            group_size=self._group_size,
+            zero=(self._stored_zeros(self._qzeros) + self._sizes.zero_offset).T.contiguous(),
+        )
+        if self._g_idx is not None and not torch.equal(self._g_idx, self._regular_groups()):
+            codes, order, starts = sort_by_group(codes, bits, self._g_idx.long(), self._num_groups)
+            return [replace(weight, codes_OW=codes, order_I=order, group_starts=starts)]
+        return [weight.in_groups_from(inputs.start)]
+
+    def _regular_groups(self) -> torch.Tensor:
+        inputs = self._stored.inputs
+        places = torch.arange(inputs.start, inputs.stop, dtype=torch.int32, device=self._qweight.device)
+        return places // self._group_size
+
+    def _stored_zeros(self, words: torch.Tensor) -> torch.Tensor:
+        """uint8 [G, O] of the share's outputs."""
+        last = self._skipped_zeros + len(self._stored.outputs)
+        return unpack_bits(bytes_of_words(words), self._sizes.bits, last)[:, self._skipped_zeros :]
+
+    def _check_zeros(self, where: str, words: torch.Tensor) -> None:
+        """Version 1 stores a zero of 0 as all ones, which readers take for 0, for 2**bits, or carry into the next."""
+        bits = self._sizes.bits
+        if self._sizes.zero_offset and bool((self._stored_zeros(words) == 2**bits - 1).any()):
+            raise UnsupportedModel(
+                f"{where} has zero points whose {bits} bits are all ones: version 1 of GPTQ's format does not say "
+                "whether that is 0 or 2**bits. Quantise the model again with checkpoint_format 'gptq_v2'"
+            )
+
+    def _check_groups(self, where: str, groups_I: torch.Tensor) -> None:
+        least, largest = (int(edge) for edge in groups_I.aminmax())
+        if least < 0 or largest >= self._num_groups:
+            raise BadCheckpoint(
+                f"{where} has groups {least} to {largest}, and {self._num_groups} groups of {self._group_size} inputs "
+                "are stored: the file is damaged, or group_size belongs to another checkpoint"
+            )

@@ -1,0 +1,132 @@
+"""The matrix of every quantised format: raw tensors until `pack`, then `QuantisedWeight`s that it multiplies with.
+
+Legend: T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from workers.checkpoint.encoding import LayerContext, Matrix, Projection, WeightShare
+from workers.checkpoint.quantised import QuantisedWeight, joined
+from workers.checkpoint.slots import Slot
+from workers.kernels.base import Kernels
+from workers.kernels.cpu.products import TiledWeight
+
+
+class StoredWeight(Protocol):
+    """One projection's share as the checkpoint stores it."""
+
+    def slots(self) -> Iterator[Slot]:
+        """One for each stored tensor; their targets are this value's."""
+        ...
+
+    def weights(self) -> Sequence[QuantisedWeight]:
+        """What the filled targets become: one weight, or several of other inputs, whose products are added up."""
+        ...
+
+
+class StoredLayout(Protocol):
+    """Allocates, on `device`, what a share of a projection takes in one format. Raises UnsupportedModel."""
+
+    def __call__(self, projection: Projection, share: WeightShare, device: str) -> StoredWeight: ...
+
+
+class QuantisedEncoding:
+    def __init__(self, layout: StoredLayout) -> None:
+        self._layout = layout
+
+    def matrix(self, context: LayerContext, share: WeightShare, *, gated: bool = False) -> Matrix:
+        stored = [self._layout(projection, share, context.device) for projection in share.projections]
+        return QuantisedMatrix(stored, context.kernels, padding=share.padding, gated=gated)
+
+
+class QuantisedMatrix:
+    """Projections of the same form become one weight; others stay side by side."""
+
+    def __init__(
+        self, stored: Sequence[StoredWeight], kernels: Kernels, *, padding: int = 0, gated: bool = False
+    ) -> None:
+        self._stored = tuple(stored)
+        self._kernels = kernels
+        self._padding = padding
+        self._gated = gated
+        self._parts: list[Sequence[QuantisedWeight]] = []
+
+    @property
+    def tiled(self) -> TiledWeight | None:
+        return None
+
+    @property
+    def parts(self) -> Sequence[Sequence[QuantisedWeight]]:
+        """Once packed: beside one another the outputs' parts, of each the weights whose products are added up."""
+        return self._parts
+
+    def slots(self) -> Iterator[Slot]:
+        assert self._stored, "packed weights cannot be read back"
+        for stored in self._stored:
+            yield from stored.slots()
+
+    def pack(self) -> None:
+        """Frees the raw tensors, each projection's as soon as it is converted."""
+        waiting, self._stored = list(self._stored), ()
+        parts: list[Sequence[QuantisedWeight]] = []
+        while waiting:
+            parts.append(waiting.pop(0).weights())
+        if parts and all(len(part) == 1 for part in parts):
+            whole = joined([part[0] for part in parts])
+            parts = parts if whole is None else [[whole]]
+        self._parts = parts or self._parts
+
+    def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        if self._stored:
+            self.pack()
+        outputs = [sum_of_products(part, x_TI) for part in self._parts]
+        y_TO = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        if self._padding:
+            y_TO = F.pad(y_TO, (0, self._padding))
+        y_TO = (y_TO if bias_O is None else y_TO + bias_O).to(x_TI.dtype)
+        return self._kernels.silu_mul(y_TO) if self._gated else y_TO
+
+
+def sum_of_products(weights: Sequence[QuantisedWeight], x_TI: torch.Tensor) -> torch.Tensor:
+    """[T, O], float32."""
+    first, *others = (product(weight, x_TI) for weight in weights)
+    for other in others:
+        first += other
+    return first
+
+
+def product(weight: QuantisedWeight, x_TI: torch.Tensor) -> torch.Tensor:
+    """x W^T, [T, O], float32: the reference path, on any device. Dequantises one tile of outputs at a time.
+
+    Where the checkpoint rounds activations the sums are made in float64, which is exact for integer levels.
+    """
+    if weight.order_I is not None:
+        x_TI = x_TI[:, weight.order_I]
+    rounding = weight.activations
+    if rounding is None:
+        x_TI = x_TI.float()
+        tiles = [F.linear(x_TI, weight.columns(rows)) for rows in weight.row_tiles()]
+        return torch.cat(tiles, dim=1)
+    levels_TI, scale = rounding.rounded(x_TI)
+    outliers_TI = rounding.outliers(x_TI)
+    one_scale = scale.shape[1] == 1
+    given_TI = (levels_TI if one_scale else levels_TI * scale).double()
+    exact = weight.scale.num_groups == 1 and weight.minimum is None
+    tiles = []
+    for rows in weight.row_tiles():
+        if exact:
+            y_TO = F.linear(given_TI, weight.levels(rows).double()) * weight.scale.of_groups(rows).double().T
+        else:
+            y_TO = F.linear(given_TI, weight.columns(rows).double())
+        if one_scale:
+            y_TO = y_TO * scale.double()
+        if outliers_TI is not None:
+            y_TO = y_TO + F.linear(outliers_TI.double(), weight.columns(rows).double())
+        tiles.append(y_TO.float())
+    return torch.cat(tiles, dim=1)
