@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 _FLOATS = "workers.checkpoint.encodings.floats:encodings"
 
 _FORMATS: Mapping[str, str] = {
+    "awq": "workers.checkpoint.formats.awq:read_awq",
     "gptq": "workers.checkpoint.formats.gptq:read_gptq",
 }
 """By `quant_method`: a function from the quantization_config's `Fields` to a `WeightFormat`."""
 
-_BESIDE = "quantize_config.json"  # AutoGPTQ's, without a quantization_config in config.json
+_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files of older checkpoints without a quantization_config in config.json, and whose they are if they do not say."""
 
 
 def check_weights(folder: Path) -> None:
@@ -43,13 +45,13 @@ def read_format(config: Fields, folder: Path) -> WeightFormat | None:
     Raises UnsupportedModel where it is not served, BadCheckpoint where a field is wrong.
     """
     given = config.inner("quantization_config")
+    method: Any = given.raw("quant_method") or given.raw("method")
     if config.raw("quantization_config") is None:
-        if not (folder / _BESIDE).exists():
+        beside = [file for file in _BESIDE if (folder / file).exists()]
+        if not beside:
             return None
-        given = Fields.of_file(folder / _BESIDE)
-        method: Any = given.text_or("quant_method", "gptq")
-    else:
-        method = given.raw("quant_method") or given.raw("method")
+        given = Fields.of_file(folder / beside[0])
+        method = given.raw("quant_method") or _BESIDE[beside[0]]
     if not isinstance(method, str) or method not in _FORMATS:
         raise UnsupportedModel(
             f"{given.where}: the weights are quantised by quant_method {method!r}, which is not served: "

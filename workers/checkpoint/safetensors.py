@@ -40,7 +40,8 @@ class SafetensorsSource:
         return StoredTensor(shape=shape, dtype=dtype, num_bytes=math.prod(shape) * _BITS.get(dtype, 8) // 8)
 
     def read(self, name: str, dim: int, part: slice) -> torch.Tensor:
-        tensor: torch.Tensor = self._tensors[name][(*[slice(None)] * dim, part)]
+        stored = self._tensors[name]
+        tensor: torch.Tensor = stored[(*[slice(None)] * dim, part)] if stored.get_shape() else stored[...]
         return tensor
 
 

@@ -30,6 +30,8 @@ class Slot:
 
     @property
     def part(self) -> slice:
+        if not self.shape:
+            return slice(None)
         return slice(self.start, self.start + self.target.shape[self.dim])
 
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 
 import torch
 
 from protos.errors import BadCheckpoint, UnsupportedModel
 from workers.checkpoint.bit_stream import select_columns, unpack_bits
-from workers.checkpoint.encoding import WeightEncoding, WeightEncodings
-from workers.checkpoint.encodings.floats import FLOAT_ENCODING
-from workers.checkpoint.encodings.quantised import QuantisedEncoding
+from workers.checkpoint.encoding import WeightEncodings
+from workers.checkpoint.encodings.quantised import encodings_where
 from workers.checkpoint.encodings.stored import StoredTensors, bytes_of_words, covering_words
 from workers.checkpoint.formats.gptq import GPTQFormat
 from workers.checkpoint.quantised import GroupValues, QuantisedWeight, sort_by_group
@@ -25,21 +23,7 @@ from workers.checkpoint.source import WeightSource
 
 
 def encodings(weight_format: GPTQFormat, source: WeightSource) -> WeightEncodings:
-    """Layers without a `qweight` are floats."""
-    names = frozenset(source.names())
-
-    @cache
-    def quantised(sizes: GPTQFormat) -> WeightEncoding:
-        return QuantisedEncoding(
-            lambda projection, share, device: GPTQWeight(StoredTensors(projection, share, device, source), sizes)
-        )
-
-    def encoding_of(name: str) -> WeightEncoding:
-        if f"{name}.qweight" not in names and f"{name}.weight" in names:
-            return FLOAT_ENCODING
-        return quantised(weight_format.of_layer(name))
-
-    return encoding_of
+    return encodings_where("qweight", source, weight_format.of_layer, GPTQWeight)
 
 
 class GPTQWeight:

@@ -5,17 +5,30 @@ Legend: T tokens, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cache
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from workers.checkpoint.encoding import LayerContext, Matrix, Projection, WeightShare
+from workers.checkpoint.encoding import (
+    LayerContext,
+    Matrix,
+    Projection,
+    WeightEncoding,
+    WeightEncodings,
+    WeightShare,
+)
+from workers.checkpoint.encodings.floats import FLOAT_ENCODING
+from workers.checkpoint.encodings.stored import StoredTensors
 from workers.checkpoint.quantised import QuantisedWeight, joined
 from workers.checkpoint.slots import Slot
+from workers.checkpoint.source import WeightSource
 from workers.kernels.base import Kernels
 from workers.kernels.cpu.products import TiledWeight
+
+Settings = TypeVar("Settings", bound=Hashable)
 
 
 class StoredWeight(Protocol):
@@ -43,6 +56,31 @@ class QuantisedEncoding:
     def matrix(self, context: LayerContext, share: WeightShare, *, gated: bool = False) -> Matrix:
         stored = [self._layout(projection, share, context.device) for projection in share.projections]
         return QuantisedMatrix(stored, context.kernels, padding=share.padding, gated=gated)
+
+
+def encodings_where(
+    suffix: str,
+    source: WeightSource,
+    settings_of: Callable[[str], Settings],
+    make: Callable[[StoredTensors, Settings], StoredWeight],
+) -> WeightEncodings:
+    """Layers NAME with a tensor NAME.suffix are stored as their settings say, others with NAME.weight are floats: the
+    files decide, since a config names what it leaves out in several ways. Layers of equal settings share an encoding.
+    """
+    names = source.names()
+
+    @cache
+    def quantised(settings: Settings) -> WeightEncoding:
+        return QuantisedEncoding(
+            lambda projection, share, device: make(StoredTensors(projection, share, device, source), settings)
+        )
+
+    def encoding_of(name: str) -> WeightEncoding:
+        if f"{name}.{suffix}" not in names and f"{name}.weight" in names:
+            return FLOAT_ENCODING
+        return quantised(settings_of(name))
+
+    return encoding_of
 
 
 class QuantisedMatrix:

@@ -1,0 +1,65 @@
+"""AWQ against checkpoints encoded by the format's rules, served in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.errors import BadCheckpoint, UnsupportedModel
+from tests.numerics.formats.awq_encoder import awq
+from tests.numerics.formats.served import assert_served, write_quantised
+from workers.models.config import read_config
+
+CONFIG: dict[str, Any] = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 32,
+    "zero_point": True,
+    "version": "gemm",
+    "modules_to_not_convert": ["lm_head"],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "group_size", "tp", "overrides"),
+    [
+        ("llama", 32, 2, {"tie_word_embeddings": True}),
+        ("mistral", -1, 1, {}),
+        ("qwen2", 16, 2, {"tie_word_embeddings": False}),
+        ("qwen3", 32, 1, {}),
+    ],
+)
+def test_logits_are_those_of_the_dequantised_weights(
+    family: str, group_size: int, tp: int, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    oracle = write_quantised(family, tmp_path, awq(group_size), CONFIG | {"group_size": group_size}, **overrides)
+    assert_served(tmp_path, oracle, tp=tp)
+
+
+def test_the_older_config_file_is_read(tmp_path: Path) -> None:
+    older = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    oracle = write_quantised("llama", tmp_path, awq(), None, beside={"quant_config.json": older})
+    assert_served(tmp_path, oracle)
+    found = read_config(tmp_path).weight_format
+    assert found is not None
+    assert found.label == "awq-int4-g32"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"version": "gemv"}, r"config\.json: quantization_config: version is 'gemv'.*Quantise the model again"),
+        ({"version": "gemv_fast"}, "version is 'gemv_fast'"),
+        ({"version": "marlin"}, "version is 'marlin'"),
+        ({"backend": "llm-awq"}, "backend is 'llm-awq'"),
+        ({"zero_point": False}, "zero_point is False"),
+        ({"bits": 8}, "bits is 8"),
+        ({"group_size": -2}, "'group_size' is -2"),
+    ],
+)
+def test_what_is_not_served_is_named(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    write_quantised("llama", tmp_path, lambda name, weight: None, CONFIG | changes)
+    with pytest.raises((UnsupportedModel, BadCheckpoint), match=named):
+        read_config(tmp_path)
