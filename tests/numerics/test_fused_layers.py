@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.paged import PagedRun
-from workers.kernels.cpu.build import native_tiles
+from workers.checkpoint.encoding import LayerContext, Matrix, SideBySide, WeightShare
+from workers.checkpoint.encodings.floats import FloatEncoding
+from workers.kernels.cpu.build import native
 from workers.models.decoder import Decoder
 from workers.models.loader import load_model
 
-pytestmark = pytest.mark.skipif(native_tiles() is None, reason="no AMX here: layers run one by one")
+pytestmark = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler: layers run one by one")
 
 
 def packed(folder: Path, family: str, dtype: str = "bfloat16", **overrides: Any) -> Decoder:
@@ -24,21 +27,32 @@ def packed(folder: Path, family: str, dtype: str = "bfloat16", **overrides: Any)
     return decoder
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
         ("llama", {}),
         ("llama", {"head_dim": 64, "tie_word_embeddings": True}),
+        ("llama", {"hidden_size": 80}),
         ("llama", {"hidden_size": 264, "intermediate_size": 300, "head_dim": 72}),
         ("llama", {"intermediate_size": 2048, "hidden_size": 2048}),
         ("qwen2", {"head_dim": 32}),
         ("qwen3", {"num_key_value_heads": 1}),
         ("mistral", {"head_dim": 32}),
     ],
-    ids=["small-heads", "tiles", "inputs-that-fill-no-tile", "rows-apart", "biases", "norms-of-heads", "windows"],
+    ids=[
+        "small-heads",
+        "tiles",
+        "few-inputs",
+        "inputs-that-fill-no-tile",
+        "rows-apart",
+        "biases",
+        "norms-of-heads",
+        "windows",
+    ],
 )
-def test_the_same_bits_as_layer_by_layer(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
-    decoder = packed(tmp_path, family, **overrides)
+def test_the_same_bits_as_layer_by_layer(tmp_path: Path, family: str, overrides: dict[str, Any], dtype: str) -> None:
+    decoder = packed(tmp_path, family, dtype, **overrides)
     runs = [PagedRun(decoder, fused=fused) for fused in (False, True)]
     assert runs[1].through is not None, "this model should have been fused"
     first = [("long", list(range(5, 75)), 70), ("short", [7, 8, 9], 3)]
@@ -54,7 +68,7 @@ def test_the_same_bits_as_layer_by_layer(tmp_path: Path, family: str, overrides:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "overrides"), [("float32", {}), ("bfloat16", {"attention_bias": True}), ("bfloat16", {"hidden_size": 80})]
+    ("dtype", "overrides"), [("float32", {"mlp_bias": True}), ("bfloat16", {"attention_bias": True})]
 )
 def test_what_compiled_layers_cannot_do_runs_layer_by_layer(
     tmp_path: Path, dtype: str, overrides: dict[str, Any]
@@ -62,10 +76,28 @@ def test_what_compiled_layers_cannot_do_runs_layer_by_layer(
     assert PagedRun(packed(tmp_path, "llama", dtype, **overrides), fused=True).through is None
 
 
+@pytest.mark.parametrize(("family", "overrides"), [("llama", {"hidden_size": 80}), ("qwen2", {"head_dim": 32})])
+def test_weights_side_by_side_give_the_same_bits(
+    tmp_path: Path, family: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the projections of a layer have different encodings; the gate is a pass of its own then."""
+    monkeypatch.setattr(LayerContext, "matrix", side_by_side)
+    decoder = packed(tmp_path, family, **overrides)
+    runs = [PagedRun(decoder, fused=fused) for fused in (False, True)]
+    assert runs[1].through is not None, "this model should have been fused"
+    for rows in ([("one", list(range(5, 75)), 70)], [("one", [76], 70), ("two", list(range(20, 50)), 30)]):
+        for one_by_one, fused in zip(*(run.step(rows) for run in runs), strict=True):
+            assert torch.equal(one_by_one, fused)
+
+
+def side_by_side(context: LayerContext, share: WeightShare, *, gated: bool = False) -> Matrix:
+    floats = FloatEncoding()
+    shares = [replace(share, projections=(projection,)) for projection in share.projections]
+    return SideBySide([floats.matrix(context, one) for one in shares], context.kernels, gated=gated)
+
+
 def test_nothing_is_compiled_for_an_attention_that_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: its workers neither wait for a compiler nor warn that there is none."""
     decoder = packed(tmp_path, "llama")
-    monkeypatch.setattr(
-        "workers.runner.fused_layers.native_tiles", lambda: pytest.fail("the CPU's kernels were asked for")
-    )
+    monkeypatch.setattr("workers.runner.fused_layers.native", lambda _: pytest.fail("the CPU's kernels were asked for"))
     assert PagedRun(decoder, attention="reference", fused=True).through is None

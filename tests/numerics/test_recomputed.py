@@ -12,9 +12,9 @@ from tests.numerics.filled import filled, normal
 from workers.attention.base import AttentionInputs, GroupTables
 from workers.attention.cpu import cpu_attention
 from workers.engine.engine import Engine
-from workers.kernels.cpu.build import native_tiles
+from workers.kernels.cpu.build import native
 
-pytestmark = pytest.mark.skipif(native_tiles() is None, reason="no AMX here")
+pytestmark = pytest.mark.skipif(native(torch.bfloat16) is None, reason="no C++ compiler")
 
 
 @pytest.mark.parametrize("window", [None, 5, 64, 100])

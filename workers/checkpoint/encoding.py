@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from workers.checkpoint.slots import Slot
 from workers.kernels.base import Kernels
+from workers.kernels.cpu.products import PackedWeight, SideBySideWeights
 from workers.parallel.group import TensorParallel
-
-if TYPE_CHECKING:
-    from workers.kernels.cpu.products import TiledWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +49,7 @@ class Matrix(Protocol):
     """y = x W^T (+ b), with the weight in some encoding. Filled through `slots`, then packed once, then called."""
 
     @property
-    def tiled(self) -> TiledWeight | None:
+    def packed_weight(self) -> PackedWeight | None:
         """The packed weight, where compiled layers can multiply with it (`workers.kernels.cpu.layers`)."""
         ...
 
@@ -114,19 +112,27 @@ class SideBySide:
         self.parts = tuple(parts)
         self._kernels = kernels
         self._gated = gated
+        self._packed: SideBySideWeights | None = None
 
     @property
-    def tiled(self) -> TiledWeight | None:
-        return None
+    def packed_weight(self) -> PackedWeight | None:
+        """Ungated, where each part has one."""
+        return self._packed
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        y_TO = torch.cat([part(x_TI) for part in self.parts], dim=1)
-        y_TO = y_TO if bias_O is None else y_TO + bias_O
+        if self._packed is not None:
+            y_TO = self._packed(x_TI, bias_O)
+        else:
+            y_TO = torch.cat([part(x_TI) for part in self.parts], dim=1)
+            y_TO = y_TO if bias_O is None else y_TO + bias_O
         return self._kernels.silu_mul(y_TO) if self._gated else y_TO
 
     def pack(self) -> None:
         for part in self.parts:
             part.pack()
+        weights = [part.packed_weight for part in self.parts]
+        found = [weight for weight in weights if weight is not None]
+        self._packed = SideBySideWeights(found) if len(found) == len(weights) else None
 
     def slots(self) -> Iterator[Slot]:
         for part in self.parts:

@@ -81,9 +81,9 @@ class Decoder:
             layer.pack()
         self._head.pack()
 
-    def tiled_weights(self) -> list[LayerWeights] | None:
-        """Of every layer, if all that each does can be done by compiled code on tiles. Once packed."""
-        found = [layer.tiled_weights() for layer in self._layers]
+    def packed_layers(self) -> list[LayerWeights] | None:
+        """Weights of every layer, once packed, if compiled code can do all that each of them does."""
+        found = [layer.packed() for layer in self._layers]
         weights = [layer for layer in found if layer is not None]
         return weights if len(weights) == len(found) else None
 
@@ -120,9 +120,9 @@ class _DecoderLayer:
         self._attention.pack()
         self._mlp.pack()
 
-    def tiled_weights(self) -> LayerWeights | None:
-        qkv, out = self._attention.tiled()
-        gate_up, down = self._mlp.tiled()
+    def packed(self) -> LayerWeights | None:
+        qkv, out = self._attention.packed_products()
+        gate_up, down = self._mlp.packed_products()
         if qkv is None or out is None or gate_up is None or down is None:
             return None
         return LayerWeights(

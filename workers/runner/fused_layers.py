@@ -8,7 +8,7 @@ import torch
 
 from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
 from workers.attention.cpu import NativeAttention
-from workers.kernels.cpu.build import Tiles, native_tiles
+from workers.kernels.cpu.build import native
 from workers.kernels.cpu.layers import CompiledLayers
 from workers.models.decoder import Decoder, Through
 
@@ -21,15 +21,15 @@ def fused_layers(decoder: Decoder, attention: AttentionBackend, notify: Callable
     """
     if not isinstance(attention, NativeAttention):
         return None
-    tiles, weights = native_tiles(), decoder.tiled_weights()
-    if tiles is None or weights is None:
+    kernels, weights = native(decoder.context.dtype), decoder.packed_layers()
+    if kernels is None or weights is None:
         return None
     layers = CompiledLayers(
-        tiles,
+        kernels,
         weights,
         tuple(attention.caches.values()),
         eps=decoder.config.norm_eps,
-        tiled=isinstance(attention.kernels, Tiles),
+        attention=attention.kernels,
     )
 
     def through(delta_TE: torch.Tensor, stream_TE: torch.Tensor, rotation: CosSin, inputs: AttentionInputs) -> None:

@@ -1,7 +1,7 @@
 """Floating-point weights: multiplied with as the checkpoint has them, or packed as this machine reads them fastest.
 
-Packed, a product reads each weight once, in order, and no step lays anything out anew. On processors with AMX the
-layout and the product are ours (`workers.kernels.cpu.products`), on other CPUs oneDNN's.
+Packed, a product reads each weight once, in order, and no step lays anything out anew. Layout and product are ours
+(`workers.kernels.cpu.products`), or oneDNN's where nothing can be compiled.
 
 Legend: T tokens, I inputs, O outputs, F half of them: those of a gate and as many to be multiplied with it.
 """
@@ -18,7 +18,7 @@ from workers.checkpoint.formats.base import WeightFormat
 from workers.checkpoint.slots import Slot
 from workers.checkpoint.source import WeightSource
 from workers.kernels.base import Kernels
-from workers.kernels.cpu.products import TiledWeight, can_tile
+from workers.kernels.cpu.products import PackedFloats, can_pack
 
 
 class FloatMatrix:
@@ -28,7 +28,7 @@ class FloatMatrix:
         self._slots = tuple(slots)
         self._weight_OI: torch.Tensor | None = weight_OI
         self._onednn: torch.Tensor | None = None
-        self._tiled: TiledWeight | None = None
+        self._packed: PackedFloats | None = None
         self._num_outputs = weight_OI.shape[0]
 
     @property
@@ -42,16 +42,16 @@ class FloatMatrix:
         return self._weight_OI
 
     @property
-    def tiled(self) -> TiledWeight | None:
-        """The weight, once it is packed for tiles."""
-        return self._tiled
+    def packed_weight(self) -> PackedFloats | None:
+        """The weight, once it is packed for compiled code."""
+        return self._packed
 
     def pack(self) -> None:
         """Once the weight is loaded, and for good. Does nothing where the machine has nothing to gain."""
         if self._weight_OI is None:
             return
-        if can_tile(self._weight_OI):
-            self._tiled = TiledWeight(self._weight_OI)
+        if can_pack(self._weight_OI):
+            self._packed = PackedFloats(self._weight_OI)
         elif _onednn_packs(self._weight_OI):
             self._onednn = torch.ops.mkldnn._reorder_linear_weight(self._weight_OI)
         else:
@@ -67,8 +67,8 @@ class FloatMatrix:
         self._slots = ()
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        if self._tiled is not None:
-            return self._tiled(x_TI, bias_O)
+        if self._packed is not None:
+            return self._packed(x_TI, bias_O)
         if self._onednn is None:
             return F.linear(x_TI, self.weight_OI, bias_O)
         if x_TI.shape[0] == 0:  # a chunk in the middle of a prompt wants no logits, and oneDNN refuses 0 rows
@@ -85,14 +85,14 @@ class GatedFloatMatrix(FloatMatrix):
         self._kernels = kernels
 
     def pack(self) -> None:
-        if self._weight_OI is not None and can_tile(self._weight_OI):
-            self._tiled = TiledWeight(self._weight_OI, gated=True)
+        if self._weight_OI is not None and can_pack(self._weight_OI):
+            self._packed = PackedFloats(self._weight_OI, gated=True)
             self._release()
         super().pack()
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         y_TO = super().__call__(x_TI, bias_O)
-        return y_TO if self._tiled is not None else self._kernels.silu_mul(y_TO)
+        return y_TO if self._packed is not None else self._kernels.silu_mul(y_TO)
 
 
 class FloatEncoding:

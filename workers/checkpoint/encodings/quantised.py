@@ -26,7 +26,7 @@ from workers.checkpoint.quantised import QuantisedWeight, joined
 from workers.checkpoint.slots import Slot
 from workers.checkpoint.source import WeightSource
 from workers.kernels.base import Kernels
-from workers.kernels.cpu.products import TiledWeight
+from workers.kernels.cpu.products import PackedWeight
 
 Settings = TypeVar("Settings", bound=Hashable)
 
@@ -96,7 +96,7 @@ class QuantisedMatrix:
         self._parts: list[Sequence[QuantisedWeight]] = []
 
     @property
-    def tiled(self) -> TiledWeight | None:
+    def packed_weight(self) -> PackedWeight | None:
         return None
 
     @property

@@ -70,7 +70,9 @@ def silu_mul(gate_up_TF2: torch.Tensor) -> torch.Tensor:
         return reference.silu_mul(gate_up_TF2)
     num_tokens, size = gate_up_TF2.shape
     out_TF = torch.empty(num_tokens, size // 2, dtype=gate_up_TF2.dtype)
-    kernels.silu_mul(gate_up_TF2.data_ptr(), out_TF.data_ptr(), num_tokens, size // 2, torch.get_num_threads())
+    kernels.silu_mul(
+        gate_up_TF2.data_ptr(), out_TF.data_ptr(), num_tokens, size // 2, size // 2, torch.get_num_threads()
+    )
     return out_TF
 
 

@@ -15,11 +15,10 @@
 #define HAS_TILES 1
 
 #include <immintrin.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <cstdlib>
+#include "scratch.h"
 
 namespace tiles {
 
@@ -77,29 +76,6 @@ class Registers {
 
   private:
     int upper_ = 0, lower_ = 0;
-};
-
-// A thread's own memory, kept from one call to the next, on pages so large that no access waits for their addresses.
-template <typename T>
-class Scratch {
-  public:
-    T* at_least(int64_t count) {
-        constexpr int64_t page = int64_t(1) << 21;
-        const int64_t num_bytes = (count * int64_t(sizeof(T)) + page - 1) / page * page;
-        if (num_bytes > num_bytes_) {
-            std::free(data_);
-            data_ = static_cast<T*>(std::aligned_alloc(page, num_bytes));
-            if (data_ == nullptr) std::abort();  // as the kernel would do when the memory is touched
-            madvise(data_, num_bytes, MADV_HUGEPAGE);
-            num_bytes_ = num_bytes;
-        }
-        return data_;
-    }
-    ~Scratch() { std::free(data_); }
-
-  private:
-    T* data_ = nullptr;
-    int64_t num_bytes_ = 0;
 };
 
 }  // namespace tiles

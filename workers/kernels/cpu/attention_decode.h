@@ -59,8 +59,8 @@ class Decoder {
     explicit Decoder(const Shape& shape)
         : shape_(shape), group_(int(shape.group())), width_(int(std::bit_ceil(uint64_t(group_)))),
           apart_(shape.block_size * shape.head_dim) {
-        static thread_local tiles::Scratch<float> floats;
-        static thread_local tiles::Scratch<bfloat16> halves;
+        static thread_local Scratch<float> floats;
+        static thread_local Scratch<bfloat16> halves;
         const int64_t heads = shape.num_kv_heads, lanes = (heads * width_ + 15) / 16 * 16, size = shape.head_dim;
         scores_ = floats.at_least(lanes * (chunk + 3) + heads * width_ * size);
         best_ = scores_ + lanes * chunk;

@@ -55,9 +55,9 @@ class Worker {
   public:
     Worker(const Shape& shape, int64_t num_blocks)
         : shape_(shape), depth_steps_(shape.head_dim / tiles::depth), value_tiles_(shape.head_dim / tiles::rows) {
-        static thread_local tiles::Scratch<bfloat16> halves;
-        static thread_local tiles::Scratch<float> floats;
-        static thread_local tiles::Scratch<int64_t> integers;
+        static thread_local Scratch<bfloat16> halves;
+        static thread_local Scratch<float> floats;
+        static thread_local Scratch<int64_t> integers;
         keys_ = halves.at_least((num_blocks + 2) * columns * shape.head_dim + 2 * chunk * shape.head_dim + 2 * tiles::size);
         values_ = keys_ + chunk * shape.head_dim;
         weights_ = values_ + chunk * shape.head_dim;

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -30,7 +30,8 @@ _SOURCES = {
     "elementwise.cpp": "-ffp-contract=off",  # rounded where torch rounds, to be equal to it
     "attention.cpp": "-ffp-contract=fast",
     "attention_tiles.cpp": "-ffp-contract=fast",
-    "products.cpp": "-ffp-contract=fast",
+    "products.cpp": "-ffp-contract=off",
+    "products_tiles.cpp": "-ffp-contract=fast",
     "layers.cpp": "",
 }
 
@@ -38,15 +39,17 @@ _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
     "rms_norm": (*[_P] * 3, *[_N] * 4, _F, _I),
     "add_rms_norm": (*[_P] * 5, *[_N] * 3, _F, _I),
-    "silu_mul": (*[_P] * 2, *[_N] * 2, _I),
+    "silu_mul": (*[_P] * 2, *[_N] * 3, _I),
     "rope_kv_write": (*[_P] * 3, *[_N] * 4, *[_P] * 6, *[_N] * 5, _I),
     "attend": (*[_P] * 7, *[_N] * 8, _F, _I),
+    "pack_panels": (*[_P] * 3, *[_N] * 2, _I),
+    "multiply_panels": (*[_P] * 3, *[_N] * 3, _I),
+    "run_layers": (_P, _N, _N, _P),
 }
 _OF_TILES = {
     "attend_tiles": _ARGUMENTS["attend"],
-    "pack_product": (*[_P] * 3, *[_N] * 2, _I),
-    "product": (*[_P] * 4, *[_N] * 5, *[_I] * 2),
-    "run_layers": (_P, _N, _N, _P),
+    "pack_tiles": _ARGUMENTS["pack_panels"],
+    "multiply_tiles": _ARGUMENTS["multiply_panels"],
 }
 _TIMEOUT_S = 120.0  # of one compilation
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -55,7 +58,8 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 class Native:
     """The compiled functions of one dtype, called with `Tensor.data_ptr()`, sizes and the number of threads.
 
-    elementwise.cpp and attention.cpp have their arguments. Nothing is checked: callers own shapes and strides.
+    elementwise.cpp, attention.cpp, products.cpp and layers.cpp have their arguments. Nothing is checked: callers own
+    shapes and strides.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: str) -> None:
@@ -67,20 +71,29 @@ class Native:
         self.silu_mul = getattr(library, f"silu_mul_{dtype}")
         self.rope_kv_write = getattr(library, f"rope_kv_write_{dtype}")
         self.attend = getattr(library, f"attend_{dtype}")
+        self.pack = getattr(library, f"pack_panels_{dtype}")
+        self.multiply = getattr(library, f"multiply_panels_{dtype}")
+        self.run_layers = getattr(library, f"run_layers_{dtype}")
 
 
 class Tiles:
-    """The compiled functions for processors with AMX, on bfloat16: products.cpp, attention_tiles.cpp and
-    layers.cpp have their arguments."""
+    """The compiled functions for processors with AMX, on bfloat16: products_tiles.cpp and attention_tiles.cpp have
+    their arguments."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _OF_TILES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
         self.attend = library.attend_tiles
-        self.pack_product = library.pack_product
-        self.product = library.product
-        self.run_layers = library.run_layers
+        self.pack = library.pack_tiles
+        self.multiply = library.multiply_tiles
+
+
+def address_of(function: Callable[..., None]) -> int:
+    """Of a compiled function, for a structure that names it."""
+    address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
+    assert address is not None
+    return address
 
 
 @cache

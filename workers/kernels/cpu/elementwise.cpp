@@ -43,12 +43,12 @@ void add_rms_norm(const T* x, const T* residual, const T* weight, T* normed, T* 
 }
 
 template <typename T>
-void silu_mul(const T* gate_up, T* out, int64_t num_tokens, int64_t size, int num_threads) {
+void silu_mul(const T* gate_up, T* out, int64_t num_tokens, int64_t size, int64_t out_stride, int num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_tokens * size > worth_a_thread)
     for (int64_t token = 0; token < num_tokens; token++) {
         const T* gate = gate_up + token * 2 * size;
         const T* up = gate + size;
-        T* to = out + token * size;
+        T* to = out + token * out_stride;
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) {
             float x = widen(gate[i]);
@@ -100,8 +100,9 @@ void rope_kv_write(const T* q, const T* k, const T* v, const int64_t* strides, c
                                           int num_threads) {                                                          \
         add_rms_norm(x, residual, weight, normed, stream, num_tokens, size, normed_stride, eps, num_threads);         \
     }                                                                                                                 \
-    extern "C" void silu_mul_##SUFFIX(const T* gate_up, T* out, int64_t num_tokens, int64_t size, int num_threads) {  \
-        silu_mul(gate_up, out, num_tokens, size, num_threads);                                                        \
+    extern "C" void silu_mul_##SUFFIX(const T* gate_up, T* out, int64_t num_tokens, int64_t size, int64_t out_stride, \
+                                      int num_threads) {                                                              \
+        silu_mul(gate_up, out, num_tokens, size, out_stride, num_threads);                                            \
     }                                                                                                                 \
     extern "C" void rope_kv_write_##SUFFIX(                                                                           \
         const T* q, const T* k, const T* v, int64_t q_stride, int64_t k_stride, int64_t v_stride,                     \

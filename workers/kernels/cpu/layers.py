@@ -1,4 +1,4 @@
-"""A decoder's layers in one call of compiled code (layers.cpp), where all of their products are on tiles.
+"""A decoder's layers in one call of compiled code (layers.cpp), where all of their weights are packed for it.
 
 Ten calls a layer, with what Python and torch do around them, took 0.17 ms; a step of a model of 24 layers 4 ms. The
 functions are the same, and so is every bit. Legend: T tokens, E hidden size, D head dim, O outputs.
@@ -12,19 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.kernels.cpu.build import Tiles
+from workers.kernels.cpu.build import Native, Tiles, address_of
 from workers.kernels.cpu.memory import apart, empty_rows
-from workers.kernels.cpu.products import TiledWeight
+from workers.kernels.cpu.products import PackedProduct, ProductPart
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TiledProduct:
-    """`bias` as the weight packs it."""
-
-    weight: TiledWeight
-    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +24,12 @@ class LayerWeights:
     """Of one layer; norms of queries and keys, [D], where the model has them. `window` counts the token itself."""
 
     attention_norm_E: torch.Tensor
-    qkv: TiledProduct
+    qkv: PackedProduct
     head_norms: tuple[torch.Tensor, torch.Tensor] | None
-    out: TiledProduct
+    out: PackedProduct
     mlp_norm_E: torch.Tensor
-    gate_up: TiledProduct
-    down: TiledProduct
+    gate_up: PackedProduct
+    down: PackedProduct
     window: int | None
 
 
@@ -52,7 +44,7 @@ class RowTables:
 
 
 class _Product(ctypes.Structure):
-    _fields_ = (("packed", _P), ("bias", _P), ("num_outputs", _N), ("num_inputs", _N))
+    _fields_ = (("parts", ctypes.POINTER(ProductPart)), ("num_parts", _N))
 
 
 class _Layer(ctypes.Structure):
@@ -71,37 +63,43 @@ class _StepArguments(ctypes.Structure):
         *((name, _P) for name in ("cos", "sin", "slots", "query_starts", "context_lens", "tables")),
         *((name, _N) for name in ("table_stride", "num_rows")),
         *((name, _P) for name in ("delta", "stream", "spare", "normed", "qkv", "q_normed", "k_normed", "turned",
-                                  "attended", "inner")),
-        *((name, _N) for name in ("normed_stride", "heads_stride", "inner_stride", "has_tiled_attention",
-                                  "num_threads")),
+                                  "attended", "wide", "inner")),
+        *((name, _N) for name in ("normed_stride", "heads_stride", "inner_stride")),
+        ("attend", _P),
+        ("num_threads", _N),
     )  # fmt: skip
 
 
 class CompiledLayers:
-    """`caches` has keys and values of each layer, [NB, K, BS, D]. `tiled` chooses the attention on tiles, which wants
-    head sizes that are multiples of 32."""
+    """`caches` has keys and values of each layer, [NB, K, BS, D], which `attention` has the kernel for."""
 
     def __init__(
         self,
-        tiles: Tiles,
+        kernels: Native,
         weights: Sequence[LayerWeights],
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
         *,
         eps: float,
-        tiled: bool,
+        attention: Native | Tiles,
     ) -> None:
-        self._tiles = tiles
-        self._kept = tuple(weights), tuple(caches)  # the structures hold only their addresses
+        self._kernels = kernels
         self._first = weights[0]
+        self._dtype = caches[0][0].dtype
         _, self._num_kv_heads, block_size, self._head_dim = caches[0][0].shape
         self._num_heads = self._first.qkv.weight.num_outputs // self._head_dim - 2 * self._num_kv_heads
         self._hidden_size = len(self._first.attention_norm_E)
         self._sizes = _StepArguments(
             hidden_size=self._hidden_size, num_heads=self._num_heads, num_kv_heads=self._num_kv_heads,
             head_dim=self._head_dim, block_size=block_size, eps=eps, scale=self._head_dim**-0.5,
-            has_tiled_attention=tiled,
+            attend=address_of(attention.attend),
         )  # fmt: skip
-        self._layers = (_Layer * len(weights))(*map(_layer, weights, caches))
+        products = [_products(layer) for layer in weights]
+        self._layers = (_Layer * len(weights))(*map(_layer, weights, products, caches))
+        self._kept = tuple(weights), products, tuple(caches)  # the structures hold only their addresses
+        self._gates_apart = any(not gate_up[0].gated for _, _, gate_up, _ in products)
+        self._depths = [
+            max(part.num_inputs for parts in column for part in parts) for column in zip(*products, strict=True)
+        ]
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -113,10 +111,10 @@ class CompiledLayers:
         rotation: tuple[torch.Tensor, torch.Tensor],
         rows: RowTables,
     ) -> CompiledStep:
-        """A step of contiguous bfloat16 rows, which it changes in place."""
+        """A step of contiguous rows of the cache's dtype, which it changes in place."""
         for part in (delta_TE, stream_TE):
             assert part.is_contiguous()
-            assert part.dtype == torch.bfloat16
+            assert part.dtype == self._dtype
         cos_TP, sin_TP = (part.contiguous() for part in rotation)
         buffers = self._buffers(len(delta_TE))
         step = _StepArguments.from_buffer_copy(self._sizes)
@@ -130,7 +128,7 @@ class CompiledLayers:
         for name, tensor in tensors.items():
             setattr(step, name, tensor.data_ptr())
 
-        return CompiledStep(self._tiles, self._layers, step, tuple(tensors.values()))
+        return CompiledStep(self._kernels, self._layers, step, tuple(tensors.values()))
 
     def _buffers(self, num_tokens: int) -> dict[str, torch.Tensor]:
         """What a step's layers share. Rows that a product reads stand apart as it likes them, and end in as many zeros
@@ -138,25 +136,28 @@ class CompiledLayers:
         first, heads = self._first, self._num_heads * self._head_dim
 
         def plain(width: int) -> torch.Tensor:
-            return empty_rows(num_tokens, width, dtype=torch.bfloat16)
+            return empty_rows(num_tokens, width, dtype=self._dtype)
 
-        def read_by(product: TiledProduct, width: int) -> torch.Tensor:
-            depth = product.weight.depth
-            rows = empty_rows(num_tokens, depth, dtype=torch.bfloat16, stride=apart(depth, torch.bfloat16))
+        def read_by(width: int, *depths: int) -> torch.Tensor:
+            depth = max(width, *depths)
+            rows = empty_rows(num_tokens, depth, dtype=self._dtype, stride=apart(depth, self._dtype))
             if depth > width:
                 rows[:, width:] = 0
             return rows
 
+        qkv, out, gate_up, down = self._depths
         buffers = {
             "spare": plain(self._hidden_size),
-            "normed": read_by(first.qkv, self._hidden_size),
+            "normed": read_by(self._hidden_size, qkv, gate_up),
             "qkv": plain(first.qkv.weight.num_outputs),
-            "turned": read_by(first.out, heads),
-            "attended": read_by(first.out, heads),
-            "inner": read_by(first.down, first.gate_up.weight.num_outputs // 2),
+            "turned": read_by(heads, out),
+            "attended": read_by(heads, out),
+            "inner": read_by(first.gate_up.weight.num_outputs // 2, down),
         }
         if first.head_norms is not None:
             buffers |= {"q_normed": plain(heads), "k_normed": plain(self._num_kv_heads * self._head_dim)}
+        if self._gates_apart:
+            buffers["wide"] = plain(first.gate_up.weight.num_outputs)
         return buffers
 
 
@@ -165,38 +166,44 @@ class CompiledStep:
     cache."""
 
     def __init__(
-        self, tiles: Tiles, layers: ctypes.Array[_Layer], step: _StepArguments, kept: tuple[torch.Tensor, ...]
+        self, kernels: Native, layers: ctypes.Array[_Layer], step: _StepArguments, kept: tuple[torch.Tensor, ...]
     ) -> None:
-        self._tiles, self._layers, self._step = tiles, layers, step
+        self._kernels, self._layers, self._step = kernels, layers, step
         self._kept = kept  # the structure holds only their addresses
 
     def run(self, first: int, last: int) -> None:
         """Halves [first, last), which follow those that were run before."""
-        self._tiles.run_layers(self._layers, first, last, ctypes.byref(self._step))
+        self._kernels.run_layers(self._layers, first, last, ctypes.byref(self._step))
 
 
-def _layer(weights: LayerWeights, cache: tuple[torch.Tensor, torch.Tensor]) -> _Layer:
+_Parts = ctypes.Array[ProductPart]
+
+
+def _products(weights: LayerWeights) -> tuple[_Parts, _Parts, _Parts, _Parts]:
+    """Of queries, keys and values, of the attention's output, of gate and up, and of down."""
+    qkv, out, gate_up, down = map(_parts, (weights.qkv, weights.out, weights.gate_up, weights.down))
+    return qkv, out, gate_up, down
+
+
+def _parts(product: PackedProduct) -> _Parts:
+    parts = product.weight.parts(product.bias_O)
+    return (ProductPart * len(parts))(*parts)
+
+
+def _layer(weights: LayerWeights, products: Sequence[_Parts], cache: tuple[torch.Tensor, torch.Tensor]) -> _Layer:
     q_norm, k_norm = weights.head_norms or (None, None)
     keys, values = cache
+    qkv, out, gate_up, down = (_Product(parts=parts, num_parts=len(parts)) for parts in products)
     return _Layer(
         attention_norm=weights.attention_norm_E.data_ptr(),
         q_norm=None if q_norm is None else q_norm.data_ptr(),
         k_norm=None if k_norm is None else k_norm.data_ptr(),
         mlp_norm=weights.mlp_norm_E.data_ptr(),
-        qkv=_product(weights.qkv),
-        out=_product(weights.out),
-        gate_up=_product(weights.gate_up),
-        down=_product(weights.down),
+        qkv=qkv,
+        out=out,
+        gate_up=gate_up,
+        down=down,
         k_cache=keys.data_ptr(),
         v_cache=values.data_ptr(),
         window=weights.window or 0,
-    )
-
-
-def _product(product: TiledProduct) -> _Product:
-    return _Product(
-        packed=product.weight.packed.data_ptr(),
-        bias=None if product.bias is None else product.bias.data_ptr(),
-        num_outputs=product.weight.num_outputs,
-        num_inputs=product.weight.depth,
     )

@@ -1,279 +1,328 @@
-// Products y = x W^T with weights that are laid out once, on the tiles of AMX (amx.h).
+// Products y = x W^T with weights that are laid out once, for processors without tiles: AVX-512, AVX2, or any other.
 //
-// Packed, a weight is a row of panels: 32 outputs each, and of a panel for every 32 inputs two tiles, the right operands
-// of a step. A product of few rows is bound by memory: it walks over the panels once, in order, and asks for what comes
-// next a little ahead. A product of many rows is bound by the first-level cache: it cuts the inputs into `depth_steps`,
-// so that the part of a panel that all rows meet stays there, while the rows stream past it from the second level.
+// Packed, a weight is a row of panels of 32 outputs; a panel has all of its inputs one behind the other, bfloat16 in
+// pairs of two neighbouring ones. Rows are widened to float32, and stand in blocks as the registers take them:
 //
-//     few rows:    for each panel:                     for each block of 32 rows: all steps ──▶ finish
-//     many rows:   for each panel: for each part of it: for each block of 32 rows: its steps ──▶ sums; the last: finish
+//     few rows:    for each panel: all inputs ──▶ finish                                      (bound by memory)
+//     many rows:   for each panel: for each part of it, widened: for each block of rows ──▶ sums; the last: finish
 //
-// The sums of an output are taken in the same order either way: a row's product does not depend on who else is there.
-// A gated product has gate and up side by side in a panel and finishes with silu(gate) * up.
+// Each output is one sum, one input after the other, whichever way: a row's product does not depend on who else is there.
+// AVX512_BF16 multiplies pairs without widening them. A gated product has 16 of the gate, then their 16 of up in a panel.
 #include <algorithm>
+#include <bit>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
-#include "amx.h"
+#include "numbers.h"
+#include "products.h"
+#include "scratch.h"
 
-#ifdef HAS_TILES
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
 namespace {
 
-using tiles::fence;
+#if defined(__AVX512F__)
+constexpr int lanes = 16, most_rows = 12;  // rows of a block: with two vectors of outputs they fill the registers
+#elif defined(__AVX__)
+constexpr int lanes = 8, most_rows = 6;
+#else
+constexpr int lanes = 4, most_rows = 4;
+#endif
+constexpr int panel = 32;
+constexpr int wide_rows = lanes == 16 ? most_rows : 3;  // that meet a whole panel at once, the others half of it
+constexpr int64_t depth_part = 128;                     // inputs of a widened part: 16 KiB, half the first level
+constexpr int64_t most_read = 3 << 18;                  // bytes of rows that meet a panel while it is there
+constexpr int64_t worth_a_thread = 1 << 18;             // multiplications
 
-constexpr int panel = 32;                    // outputs of a panel, and rows of a block
-constexpr int step_size = 2 * tiles::size;   // bfloat16 of a panel for 32 inputs
-constexpr int sums_size = panel * panel;     // floats of a block's sums
-constexpr int64_t few_rows = 2 * panel;
-constexpr int64_t depth_steps = 16;          // 32 KiB of a panel, which the rows do not push out: they are not kept there
-constexpr int64_t most_read = 1 << 20;       // bytes of inputs that meet a panel while it is there: half the second level
-constexpr int64_t ahead = 1024;              // bytes, by measurement: more and less are both slower
-constexpr int64_t worth_a_thread = 1 << 18;  // multiplications
+typedef float Vector __attribute__((vector_size(lanes * 4), aligned(4)));
+typedef uint32_t Bits __attribute__((vector_size(lanes * 4), aligned(4)));
 
-struct Product {
-    const bfloat16* x;       // [num_rows][x_stride]
-    const bfloat16* packed;
-    const float* bias;       // in the order of the packed outputs, or null
-    bfloat16* out;           // [num_rows][out_stride]
-    int64_t num_rows, num_outputs, num_steps, x_stride, out_stride;
-    bool gated;
+inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
+inline Bits load(const uint32_t* from) { return *reinterpret_cast<const Bits*>(from); }
+inline void store(float* to, Vector x) { *reinterpret_cast<Vector*>(to) = x; }
 
-    int64_t num_panels() const { return (num_outputs + panel - 1) / panel; }
-    const bfloat16* panel_at(int64_t index) const { return packed + index * num_steps * step_size; }
+inline Vector spread(float x) { return x - Vector{}; }
+
+// One rounding where the processor has such an instruction; the same in every block, or its size would show.
+inline Vector multiply_add(Vector sum, Vector a, Vector b) {
+#if defined(__AVX512F__)
+    return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__)
+    return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    return (Vector)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
+    return sum + a * b;
+#endif
+}
+
+// Of two neighbouring bfloat16, the first one is the lower half.
+inline Vector first_of(Bits pairs) { return (Vector)(pairs << 16); }
+inline Vector second_of(Bits pairs) { return (Vector)(pairs & 0xffff0000u); }
+
+// What a step multiplies: of a weight one unit for each output of a panel, of a row one.
+struct Floats {
+    using Right = float;
+    using Left = float;
+    static constexpr int inputs = 1, left_units = 1;
+
+    template <int rows, int vectors>
+    static void step(Vector (&sums)[rows][vectors], const Left* left, const Right* right) {
+        Vector weights[vectors];
+        for (int j = 0; j < vectors; j++) weights[j] = load(right + j * lanes);
+        for (int i = 0; i < rows; i++) {
+            const Vector x = spread(left[i]);
+            for (int j = 0; j < vectors; j++) sums[i][j] = multiply_add(sums[i][j], x, weights[j]);
+        }
+    }
 };
 
-// Tiles: 0 1 / 2 3 the sums, 4 / 5 the left operands, 6 7 the right ones.
-template <bool lower>
-void load_sums(const float* sums) {
-    _tile_loadd(0, sums, panel * 4);
-    _tile_loadd(1, sums + 16, panel * 4);
-    if constexpr (lower) {
-        _tile_loadd(2, sums + 16 * panel, panel * 4);
-        _tile_loadd(3, sums + 16 * panel + 16, panel * 4);
-    }
-}
+// Pairs of a weight, floats of a row: those of its first input, then those of its second.
+struct Widened {
+    using Right = uint32_t;
+    using Left = float;
+    static constexpr int inputs = 2, left_units = 2;
 
-template <bool lower>
-void zero_sums() {
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (lower) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-}
-
-template <bool lower>
-void store_sums(float* sums) {
-    _tile_stored(0, sums, panel * 4);
-    _tile_stored(1, sums + 16, panel * 4);
-    if constexpr (lower) {
-        _tile_stored(2, sums + 16 * panel, panel * 4);
-        _tile_stored(3, sums + 16 * panel + 16, panel * 4);
-    }
-    fence();
-}
-
-inline void prefetch(const char* from, int64_t num_lines) {
-    for (int64_t line = 0; line < num_lines; line++) _mm_prefetch(from + line * 64, _MM_HINT_T1);
-}
-
-// One step: left operands of 16 or 32 rows, `stride` bytes from row to row and `lower_at` elements to the lower 16. They
-// pass the first-level cache by.
-template <bool lower>
-inline void multiply(const bfloat16* left, int64_t stride, int64_t lower_at, const bfloat16* right) {
-    _tile_loadd(6, right, 64);
-    _tile_stream_loadd(4, left, stride);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, right + tiles::size, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    if constexpr (lower) {
-        _tile_stream_loadd(5, left + lower_at, stride);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-}
-
-inline __m512i rounded(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
-
-inline __m512 through_bfloat16(__m512 x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
-}
-
-// As power_of_two in numbers.h: a step of its polynomial at a time, clamped by the instruction that scales.
-inline __m512 power_of_two(__m512 x) {
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 part = _mm512_sub_ps(x, whole);
-    __m512 y = _mm512_set1_ps(1.5353362e-4f);
-    for (const float next : {1.3398874e-3f, 9.6184370e-3f, 5.5503324e-2f, 2.4022648e-1f, 6.9314720e-1f, 1.0f})
-        y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(next));
-    return _mm512_scalef_ps(y, whole);
-}
-
-// silu(gate) * up, rounded where reference.py rounds.
-inline __m256i gate_times_up(__m512 gate, __m512 up) {
-    const __m512 x = through_bfloat16(gate), limit = _mm512_set1_ps(200.0f);  // far beyond, and 2^limit is infinity
-    const __m512 below = _mm512_min_ps(_mm512_mul_ps(x, _mm512_set1_ps(-log2e)), limit);
-    const __m512 exponent = _mm512_max_ps(below, _mm512_sub_ps(_mm512_setzero_ps(), limit));
-    const __m512 silu = _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), power_of_two(exponent)));
-    return (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(through_bfloat16(silu), through_bfloat16(up)));
-}
-
-// Rows [begin, end) of a block's sums become outputs; `row` is the block's first.
-void finish(const Product& product, const float* sums, int64_t row, int begin, int end, int64_t panel_index) {
-    const int64_t width = product.gated ? panel / 2 : panel;
-    const int64_t outputs = product.gated ? product.num_outputs / 2 : product.num_outputs;
-    const int64_t first = panel_index * width, here = std::min<int64_t>(width, outputs - first);
-    const __mmask32 mask = here == 32 ? ~0u : (1u << here) - 1;
-    __m512 low_bias = _mm512_setzero_ps(), high_bias = low_bias;
-    if (product.bias != nullptr) {
-        low_bias = _mm512_loadu_ps(product.bias + panel_index * panel);
-        high_bias = _mm512_loadu_ps(product.bias + panel_index * panel + 16);
-    }
-    for (int i = begin; i < end; i++) {
-        bfloat16* to = product.out + (row + i) * product.out_stride + first;
-        const __m512 low = _mm512_add_ps(_mm512_load_ps(sums + i * panel), low_bias);
-        const __m512 high = _mm512_add_ps(_mm512_load_ps(sums + i * panel + 16), high_bias);
-        if (product.gated)
-            _mm256_mask_storeu_epi16(to, __mmask16(mask), gate_times_up(low, high));
-        else
-            _mm512_mask_storeu_epi16(to, mask, rounded(low, high));
-    }
-}
-
-template <bool lower>
-void multiply_few(const Product& product, tiles::Registers& registers, const bfloat16* right, int64_t row,
-                  int num_rows, bool from_memory, float* sums) {
-    registers.shape(std::min(16, num_rows), lower ? num_rows - 16 : 16);
-    const bfloat16* left = product.x + row * product.x_stride;
-    zero_sums<lower>();
-    for (int64_t step = 0; step < product.num_steps; step++) {
-        if (from_memory) prefetch(reinterpret_cast<const char*>(right) + ahead, step_size * 2 / 64);
-        multiply<lower>(left, product.x_stride * 2, 16 * product.x_stride, right);
-        left += tiles::depth;
-        right += step_size;
-    }
-    store_sums<lower>(sums);
-}
-
-void few(const Product& product, tiles::Registers& registers, int64_t panel_index, int64_t first, int64_t last) {
-    alignas(64) float sums[sums_size];
-    const char* next = reinterpret_cast<const char*>(product.panel_at(panel_index + 1)) + ahead;
-    for (int64_t row = first; row < last; row += panel) {
-        const int num_rows = int(std::min<int64_t>(panel, last - row));
-        auto* multiply_some = num_rows > 16 ? multiply_few<true> : multiply_few<false>;
-        multiply_some(product, registers, product.panel_at(panel_index), row, num_rows, row == 0, sums);
-        for (int i = 0; i < num_rows; i++) {  // memory is not idle meanwhile
-            if (row == 0) prefetch(next + i * 128, 2);
-            finish(product, sums, row, i, i + 1, panel_index);
+    template <int rows, int vectors>
+    static void step(Vector (&sums)[rows][vectors], const Left* left, const Right* right) {
+        Bits pairs[vectors];
+        for (int j = 0; j < vectors; j++) pairs[j] = load(right + j * lanes);
+        for (int i = 0; i < rows; i++) {
+            const Vector x = spread(left[i]);
+            for (int j = 0; j < vectors; j++) sums[i][j] = multiply_add(sums[i][j], x, first_of(pairs[j]));
+        }
+        for (int i = 0; i < rows; i++) {
+            const Vector x = spread(left[rows + i]);
+            for (int j = 0; j < vectors; j++) sums[i][j] = multiply_add(sums[i][j], x, second_of(pairs[j]));
         }
     }
+};
+
+#ifdef __AVX512BF16__
+// Pairs of both.
+struct Pairs {
+    using Right = uint32_t;
+    using Left = uint32_t;
+    static constexpr int inputs = 2, left_units = 1;
+
+    template <int rows, int vectors>
+    static void step(Vector (&sums)[rows][vectors], const Left* left, const Right* right) {
+        __m512bh weights[vectors];
+        for (int j = 0; j < vectors; j++) weights[j] = (__m512bh)_mm512_loadu_si512(right + j * lanes);
+        for (int i = 0; i < rows; i++) {
+            const __m512bh x = (__m512bh)_mm512_set1_epi32(int(left[i]));
+            for (int j = 0; j < vectors; j++)
+                sums[i][j] = (Vector)_mm512_dpbf16_ps((__m512)sums[i][j], x, weights[j]);
+        }
+    }
+};
+#endif
+
+template <int rows, int vectors, typename Operands>
+void multiply_block(const typename Operands::Left* left, const typename Operands::Right* right, int64_t num_steps,
+                    float* sums, bool from_zero) {
+    Vector here[rows][vectors];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < vectors; j++) here[i][j] = from_zero ? Vector{} : load(sums + i * panel + j * lanes);
+    for (int64_t step = 0; step < num_steps; step++)
+        Operands::step(here, left + step * rows * Operands::left_units, right + step * panel);
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < vectors; j++) store(sums + i * panel + j * lanes, here[i][j]);
 }
 
-// The panel for the whole blocks of rows [first, last). A block is finished while the tiles of the next one multiply:
-// they leave the vector units idle. What it will write is asked for while it is multiplied itself.
-void many(const Product& product, tiles::Registers& registers, int64_t panel_index, int64_t first, int64_t last) {
-    static thread_local tiles::Scratch<float> memory;
-    const int64_t num_blocks = (last - first) / panel;
-    float* all_sums = memory.at_least(num_blocks * sums_size);
-    const auto row_of = [&](int64_t block) { return first + block * panel; };
-    const auto to_row = [&, at = panel_index * (product.gated ? panel / 2 : panel)](int64_t row) {
-        return product.out + row * product.out_stride + at;
-    };
-    registers.shape(16, 16);
-    const bfloat16* right = product.panel_at(panel_index);
-    for (int64_t begin = 0; begin < product.num_steps; begin += depth_steps) {
-        const int64_t num_steps = std::min(depth_steps, product.num_steps - begin);
-        const bool last_part = begin + num_steps == product.num_steps;
-        const int64_t rows_of_step = (panel + num_steps - 1) / num_steps;
-        const int64_t num_lines = (step_size * 2 / 64 + num_blocks - 1) / num_blocks;
-        const char* next = reinterpret_cast<const char*>(right + num_steps * step_size);
-        for (int64_t block = 0; block < num_blocks; block++) {
-            const bfloat16* left = product.x + row_of(block) * product.x_stride + begin * tiles::depth;
-            float* sums = all_sums + block * sums_size;
-            if (begin == 0) zero_sums<true>();
-            else load_sums<true>(sums);
-            for (int64_t step = 0; step < num_steps; step++) {
-                prefetch(next, num_lines);
-                next += num_lines * 64;
-                multiply<true>(left + step * tiles::depth, product.x_stride * 2, 16 * product.x_stride,
-                               right + step * step_size);
-                if (last_part) {
-                    const int from = int(std::min<int64_t>(panel, step * rows_of_step));
-                    const int to = int(std::min<int64_t>(panel, from + rows_of_step));
-                    for (int row = from; row < to; row++)
-                        __builtin_prefetch(to_row(row_of(block) + row), 1, 2);
-                    if (block > 0) finish(product, sums - sums_size, row_of(block - 1), from, to, panel_index);
+// sums [num_rows][panel] += rows of one block times a part of a panel.
+template <int rows, typename Operands>
+void multiply_panel(const typename Operands::Left* left, const typename Operands::Right* right, int64_t num_steps,
+                    float* sums, bool from_zero) {
+    constexpr int together = rows <= wide_rows ? panel : panel / 2;
+    for (int at = 0; at < panel; at += together)
+        multiply_block<rows, together / lanes, Operands>(left, right + at, num_steps, sums + at, from_zero);
+}
+
+template <typename Operands, int rows = most_rows>
+void multiply_rows(int num_rows, const typename Operands::Left* left, const typename Operands::Right* right,
+                   int64_t num_steps, float* sums, bool from_zero) {
+    if (num_rows == rows) return multiply_panel<rows, Operands>(left, right, num_steps, sums, from_zero);
+    if constexpr (rows > 1) multiply_rows<Operands, rows - 1>(num_rows, left, right, num_steps, sums, from_zero);
+}
+
+// T of rows and outputs, Weight of the packed weight: bfloat16 or float.
+template <typename T, typename Weight>
+class PanelProduct {
+    static constexpr bool is_paired = std::is_same_v<Weight, bfloat16>;
+#ifdef __AVX512BF16__
+    static constexpr bool is_exact = !(is_paired && std::is_same_v<T, bfloat16>);  // else pairs are multiplied as they are
+    using Operands = std::conditional_t<!is_paired, Floats, std::conditional_t<is_exact, Widened, Pairs>>;
+#else
+    static constexpr bool is_exact = true;
+    using Operands = std::conditional_t<is_paired, Widened, Floats>;
+#endif
+    using Left = typename Operands::Left;
+    using Right = typename Operands::Right;
+    static constexpr int left_size = Operands::inputs / Operands::left_units;  // inputs of a unit
+
+  public:
+    PanelProduct(const Part& by, const T* x, T* out, int64_t num_rows, int64_t x_stride, int64_t out_stride)
+        : x_(x),
+          packed_(static_cast<const Right*>(by.packed)),
+          bias_(by.bias),
+          out_(out),
+          num_rows_(num_rows),
+          num_inputs_(by.num_inputs),
+          num_steps_(by.num_inputs / Operands::inputs),
+          x_stride_(x_stride),
+          out_stride_(out_stride),
+          width_(by.gated ? panel / 2 : panel),
+          num_columns_(by.gated ? by.num_outputs / 2 : by.num_outputs),
+          num_panels_((by.num_outputs + panel - 1) / panel),
+          is_gated_(by.gated != 0) {}
+
+    // Threads share the panels, and of many rows the chunks that meet a panel together.
+    void compute(int num_threads) {
+        if (num_rows_ == 0) return;
+        static thread_local Scratch<Left> memory;
+        Left* left = memory.at_least(num_rows_ * num_inputs_ / left_size);
+        const int64_t num_blocks = (num_rows_ + most_rows - 1) / most_rows;
+        const int64_t fitting = most_read / (num_inputs_ * int64_t(sizeof(Left)) / left_size * most_rows);
+        const int64_t blocks_of_chunk = std::clamp<int64_t>(fitting, 1, num_blocks);
+        const int64_t num_chunks = (num_blocks + blocks_of_chunk - 1) / blocks_of_chunk;
+        const int64_t together = std::clamp<int64_t>(num_panels_ / (4 * num_threads), 1, 16);
+        const int64_t num_shares = (num_panels_ + together - 1) / together;
+        const bool parallel = num_threads > 1 && num_rows_ * num_panels_ * panel * num_inputs_ > worth_a_thread;
+        const bool long_rows = num_rows_ * num_inputs_ > worth_a_thread / 4;
+        if (!(parallel && long_rows))
+            for (int64_t block = 0; block < num_blocks; block++) lay_block(block, left);
+#pragma omp parallel num_threads(num_threads) if (parallel)
+        {
+            if (parallel && long_rows) {
+#pragma omp for schedule(static)
+                for (int64_t block = 0; block < num_blocks; block++) lay_block(block, left);
+            }
+#pragma omp for schedule(dynamic, 1) nowait
+            for (int64_t item = 0; item < num_chunks * num_shares; item++) {
+                const int64_t first = item / num_shares * blocks_of_chunk;
+                const int64_t last = std::min(num_blocks, first + blocks_of_chunk);
+                const int64_t begin = item % num_shares * together, end = std::min(num_panels_, begin + together);
+                for (int64_t index = begin; index < end; index++) multiply_chunk(left, first, last, index);
+            }
+        }
+    }
+
+  private:
+    const Right* panel_at(int64_t index) const { return packed_ + index * num_steps_ * panel; }
+    int rows_of(int64_t block) const { return int(std::min<int64_t>(most_rows, num_rows_ - block * most_rows)); }
+
+    void lay_block(int64_t block, Left* all) const {
+        const int num_rows = rows_of(block);
+        Left* to = all + block * most_rows * (num_inputs_ / left_size);
+        for (int i = 0; i < num_rows; i++) {
+            const T* from = x_ + (block * most_rows + i) * x_stride_;
+            for (int64_t unit = 0; unit < num_inputs_ / left_size; unit++)
+                if constexpr (left_size == 1) to[unit * num_rows + i] = widen(from[unit]);
+                else std::memcpy(to + unit * num_rows + i, from + unit * left_size, sizeof(Left));
+        }
+    }
+
+    void multiply_chunk(const Left* left, int64_t first, int64_t last, int64_t index) const {
+        static thread_local Scratch<float> memory;
+        float* sums = memory.at_least((last - first) * most_rows * panel + depth_part * panel);
+        float* widened = sums + (last - first) * most_rows * panel;
+        const auto left_of = [&](int64_t block) { return left + block * most_rows * (num_inputs_ / left_size); };
+        const auto sums_of = [&](int64_t block) { return sums + (block - first) * most_rows * panel; };
+        const Right* right = panel_at(index);
+        if (last - first == 1 && rows_of(first) <= wide_rows) {
+            multiply_rows<Operands>(rows_of(first), left_of(first), right, num_steps_, sums, true);
+        } else {
+            for (int64_t begin = 0; begin < num_steps_; begin += depth_part / Operands::inputs) {
+                const int64_t num_steps = std::min(depth_part / Operands::inputs, num_steps_ - begin);
+                if constexpr (is_paired && is_exact) widen_part(right + begin * panel, num_steps, widened);
+                for (int64_t block = first; block < last; block++) {
+                    const Left* part = left_of(block) + begin * Operands::left_units * rows_of(block);
+                    if constexpr (is_paired && is_exact)
+                        multiply_rows<Floats>(rows_of(block), part, widened, 2 * num_steps, sums_of(block), begin == 0);
+                    else
+                        multiply_rows<Operands>(rows_of(block), part, right + begin * panel, num_steps, sums_of(block),
+                                                begin == 0);
                 }
             }
-            store_sums<true>(sums);
         }
-        if (last_part)
-            finish(product, all_sums + (num_blocks - 1) * sums_size, row_of(num_blocks - 1), 0, panel, panel_index);
-        right += num_steps * step_size;
+        for (int64_t block = first; block < last; block++)
+            for (int i = 0; i < rows_of(block); i++)
+                finish(sums_of(block) + i * panel, block * most_rows + i, index);
     }
-}
 
-// Threads share the panels and take the rows a chunk at a time; of many chunks each takes its own.
-void compute(const Product& product, int num_threads) {
-    const bool is_few = product.num_rows <= few_rows;
-    const int64_t num_panels = product.num_panels();
-    const int64_t most_rows = std::max<int64_t>(panel, most_read / (product.num_steps * tiles::depth * 2));
-    int64_t num_chunks = is_few ? 1 : (product.num_rows + most_rows - 1) / most_rows;
-    const bool by_rows = num_chunks >= num_threads;
-    if (by_rows) num_chunks = (num_chunks + num_threads - 1) / num_threads * num_threads;
-    const int64_t chunk = ((product.num_rows + num_chunks - 1) / num_chunks + panel - 1) / panel * panel;
-    const int64_t together =
-        by_rows && !is_few ? num_panels : std::clamp<int64_t>(num_panels / (4 * num_threads), 1, is_few ? 16 : 4);
-    const int64_t num_shares = (num_panels + together - 1) / together;
-    const bool parallel = product.num_rows * num_panels * product.num_steps * panel * panel > worth_a_thread;
-#pragma omp parallel num_threads(num_threads) if (parallel)
-    {
-        tiles::Registers registers;
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t item = 0; item < num_chunks * num_shares; item++) {
-            const int64_t first = item / num_shares * chunk, last = std::min(product.num_rows, first + chunk);
-            const int64_t begin = item % num_shares * together, end = std::min(num_panels, begin + together);
-            for (int64_t index = begin; index < end; index++)
-                if (!is_few && last - first >= panel) {
-                    const int64_t whole = first + (last - first) / panel * panel;
-                    many(product, registers, index, first, whole);
-                    if (whole < last) few(product, registers, index, whole, last);
-                } else if (first < last) few(product, registers, index, first, last);
+    static void widen_part(const uint32_t* pairs, int64_t num_steps, float* to) {
+        for (int64_t step = 0; step < num_steps; step++)
+            for (int j = 0; j < panel; j += lanes) {
+                const Bits both = load(pairs + step * panel + j);
+                store(to + 2 * step * panel + j, first_of(both));
+                store(to + (2 * step + 1) * panel + j, second_of(both));
+            }
+    }
+
+    void finish(float* sums, int64_t row, int64_t index) const {
+        const int64_t first = index * width_;
+        const int here = int(std::min<int64_t>(width_, num_columns_ - first));
+        T* to = out_ + row * out_stride_ + first;
+        if (bias_ != nullptr)
+            for (int i = 0; i < panel; i++) sums[i] += bias_[index * panel + i];
+        if (!is_gated_) {
+            if (here == panel)
+                for (int i = 0; i < panel; i++) to[i] = narrow<T>(sums[i]);
+            else
+                for (int i = 0; i < here; i++) to[i] = narrow<T>(sums[i]);
+            return;
         }
+        T gated[panel / 2];
+#pragma omp simd
+        for (int i = 0; i < panel / 2; i++) {
+            const float gate = widen(narrow<T>(sums[i])), up = widen(narrow<T>(sums[panel / 2 + i]));
+            gated[i] = narrow<T>(widen(narrow<T>(gate / (1.0f + power_of_two(-gate * log2e)))) * up);
+        }
+        std::memcpy(to, gated, here * sizeof(T));
+    }
+
+    const T* x_;
+    const Right* packed_;
+    const float* bias_;
+    T* out_;
+    const int64_t num_rows_, num_inputs_, num_steps_, x_stride_, out_stride_, width_, num_columns_, num_panels_;
+    const bool is_gated_;
+};
+
+// weight [.][num_inputs] -> packed [num_panels][inputs of a panel][panel], `num_inputs` rounded up to a multiple of
+// `group`, each of which an output has side by side. `order` names for each packed output the row of the weight, or -1.
+template <typename Weight>
+void pack(const Weight* weight, Weight* packed, const int64_t* order, int64_t num_packed, int64_t num_inputs, int64_t group,
+          int num_threads) {
+    const int64_t depth = (num_inputs + group - 1) / group * group;
+#pragma omp parallel for num_threads(num_threads)
+    for (int64_t output = 0; output < num_packed; output++) {
+        Weight* to = packed + output / panel * panel * depth + output % panel * group;
+        for (int64_t input = 0; input < num_inputs; input++)
+            to[input / group * group * panel + input % group] =
+                order[output] < 0 ? Weight{} : weight[order[output] * num_inputs + input];
     }
 }
 
 }  // namespace
-#endif
 
-// 1 where this library was compiled for tiles and the process may use them.
-extern "C" int has_tiles() {
-#ifdef HAS_TILES
-    return tiles::allowed();
-#else
-    return 0;
-#endif
-}
-
-// weight [num_outputs][num_inputs] -> packed; the outputs of the last panel that do not exist are 0. `order` names for
-// each packed output the row of the weight, or -1.
-extern "C" void pack_product(const uint16_t* weight, uint16_t* packed, const int64_t* order, int64_t num_outputs,
-                             int64_t num_inputs, int num_threads) {
-#pragma omp parallel for num_threads(num_threads)
-    for (int64_t output = 0; output < num_outputs; output++) {
-        const int64_t begin = output / 32 * 32 * num_inputs + output % 32 / 16 * 512 + output % 16 * 2;
-        for (int64_t input = 0; input < num_inputs; input++) {
-            const int64_t place = begin + input / 32 * 1024 + input % 32 / 2 * 32 + input % 2;
-            packed[place] = order[output] < 0 ? uint16_t(0) : weight[order[output] * num_inputs + input];
-        }
+// `packed` must be all zeros.
+#define FOR_DTYPE(T, SUFFIX, GROUP)                                                                                   \
+    extern "C" void multiply_panels_##SUFFIX(const Part* by, const void* x, void* out, int64_t num_rows,              \
+                                             int64_t x_stride, int64_t out_stride, int num_threads) {                 \
+        PanelProduct<T, T>(*by, static_cast<const T*>(x), static_cast<T*>(out), num_rows, x_stride, out_stride)       \
+            .compute(num_threads);                                                                                    \
+    }                                                                                                                 \
+    extern "C" void pack_panels_##SUFFIX(const T* weight, T* packed, const int64_t* order, int64_t num_packed,        \
+                                         int64_t num_inputs, int num_threads) {                                       \
+        pack(weight, packed, order, num_packed, num_inputs, GROUP, num_threads);                                      \
     }
-}
 
-extern "C" void product(const bfloat16* x, const bfloat16* packed, const float* bias, bfloat16* out, int64_t num_rows,
-                        int64_t num_outputs, int64_t num_inputs, int64_t x_stride, int64_t out_stride, int gated,
-                        int num_threads) {
-#ifdef HAS_TILES
-    compute({x, packed, bias, out, num_rows, num_outputs, num_inputs / tiles::depth, x_stride, out_stride, gated != 0},
-            num_threads);
-#endif
-}
+FOR_DTYPE(float, float32, 1)
+FOR_DTYPE(bfloat16, bfloat16, 2)

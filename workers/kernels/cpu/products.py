@@ -1,83 +1,129 @@
-"""Products with weights that were packed once for the processor's tiles (AMX): `products.cpp`.
+"""Products with weights that were packed once for this processor: on tiles (AMX, `products_tiles.cpp`) or in panels for
+its vector units (`products.cpp`).
 
 Legend: T tokens, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 
-from workers.kernels.cpu.build import Tiles, native_tiles
+from workers.kernels.cpu.build import address_of, native, native_tiles
 from workers.kernels.cpu.memory import apart, empty_rows, roomy_zeros
 
 _PANEL = 32
-_DEPTH = 32
-_WORTH_PADDING = 8 * _DEPTH
+_TILE_DEPTH = 32
+_WORTH_PADDING = 8 * _TILE_DEPTH
+_P, _N = ctypes.c_void_p, ctypes.c_int64
 
 
-def can_tile(weight_OI: torch.Tensor) -> bool:
-    """Has this machine tiles, and do they take this weight? Inputs that fill no tile are padded: with a product whose
-    rows depend on how many there are, an answer that is recomputed would not be the same."""
-    plain = weight_OI.device.type == "cpu" and weight_OI.dtype == torch.bfloat16
-    deep = weight_OI.shape[1] % _DEPTH == 0 or weight_OI.shape[1] >= _WORTH_PADDING
-    return plain and deep and min(weight_OI.shape) > 0 and native_tiles() is not None
+class ProductPart(ctypes.Structure):
+    """`Part` in products.h. Holds only addresses: the weight that made it keeps what lies there."""
+
+    _fields_ = (
+        *((name, _P) for name in ("multiply", "packed", "bias")),
+        *((name, _N) for name in ("num_outputs", "num_inputs", "gated")),
+    )
 
 
-class TiledWeight:
-    """y = x W^T (+ b), or, gated, silu(gate) * up of the two halves of y. Packs a copy of the weight.
+class PackedWeight(Protocol):
+    """A weight that compiled code multiplies with: parts side by side, each of which makes its columns of the output.
 
-    `packed` has `num_outputs` rounded up to panels, and of each `depth` inputs, those beyond the weight's zeros.
+    A gated weight has one part that applies the gate, or several that leave it to the caller.
+    """
+
+    @property
+    def num_outputs(self) -> int:
+        """Before a gate."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """Inputs that are read of a row: zeros beyond the weight's own."""
+        ...
+
+    def parts(self, bias_O: torch.Tensor | None = None) -> Sequence[ProductPart]: ...
+
+    def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedProduct:
+    """What a linear layer computes, for compiled layers."""
+
+    weight: PackedWeight
+    bias_O: torch.Tensor | None = None
+
+
+def can_pack(weight_OI: torch.Tensor) -> bool:
+    """Is the weight on the CPU, with compiled code for its dtype?"""
+    return weight_OI.device.type == "cpu" and min(weight_OI.shape) > 0 and native(weight_OI.dtype) is not None
+
+
+def takes_tiles(weight_OI: torch.Tensor) -> bool:
+    """Has this machine tiles, and do they take this weight? Inputs that fill no tile are padded, unless most of what
+    is read then were padding."""
+    deep = weight_OI.shape[1] % _TILE_DEPTH == 0 or weight_OI.shape[1] >= _WORTH_PADDING
+    return can_pack(weight_OI) and weight_OI.dtype == torch.bfloat16 and deep and native_tiles() is not None
+
+
+class PackedFloats:
+    """y = x W^T (+ b), or, gated, silu(gate) * up of the two halves of y. Packs a copy of the weight, [O, I].
+
+    A row's product does not depend on the other rows: each output is one sum, in one order.
     """
 
     def __init__(self, weight_OI: torch.Tensor, *, gated: bool = False) -> None:
-        tiles = native_tiles()
-        assert tiles is not None
-        assert can_tile(weight_OI)
-        self._tiles: Tiles = tiles
+        assert can_pack(weight_OI)
         self.num_outputs, self._num_inputs = weight_OI.shape
+        self._dtype = weight_OI.dtype
         self._gated = gated
-        self.depth = -(-self._num_inputs // _DEPTH) * _DEPTH
+        kernels = native_tiles() if takes_tiles(weight_OI) else native(weight_OI.dtype)
+        assert kernels is not None
+        group = _TILE_DEPTH if takes_tiles(weight_OI) else 4 // self._dtype.itemsize
+        self._multiply: Callable[..., None] = kernels.multiply
+        self.depth = -(-self._num_inputs // group) * group
         self._order = _order(self.num_outputs, gated)
-        self.packed = roomy_zeros(len(self._order), self.depth, dtype=torch.bfloat16)
+        self._packed = roomy_zeros(len(self._order), self.depth, dtype=self._dtype)
         self._bias_O: torch.Tensor | None = None
         self._packed_bias = torch.empty(0)
         weight_OI = self._padded(weight_OI).contiguous()
         sizes = len(self._order), self.depth, torch.get_num_threads()
-        tiles.pack_product(weight_OI.data_ptr(), self.packed.data_ptr(), self._order.data_ptr(), *sizes)
+        kernels.pack(weight_OI.data_ptr(), self._packed.data_ptr(), self._order.data_ptr(), *sizes)
+
+    def parts(self, bias_O: torch.Tensor | None = None) -> Sequence[ProductPart]:
+        """One. Keeps only the last bias that it was given."""
+        if bias_O is not None and bias_O is not self._bias_O:
+            self._bias_O, self._packed_bias = bias_O, bias_O.float()[self._order.clamp(min=0)]
+        part = ProductPart(
+            multiply=address_of(self._multiply),
+            packed=self._packed.data_ptr(),
+            bias=None if bias_O is None else self._packed_bias.data_ptr(),
+            num_outputs=self.num_outputs,
+            num_inputs=self.depth,
+            gated=self._gated,
+        )
+        return [part]
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         """[T, O], or [T, O / 2] when gated: then another product reads it, and its rows stand as that likes them."""
-        assert x_TI.dtype == torch.bfloat16
+        assert x_TI.dtype == self._dtype
         assert x_TI.shape[1] == self._num_inputs
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
         x_TI = self._padded(x_TI)
-        bias = self.packed_bias(bias_O)
+        [part] = self.parts(bias_O)
         width = self.num_outputs // 2 if self._gated else self.num_outputs
-        stride = apart(width, torch.bfloat16) if self._gated else width
-        out_TO = empty_rows(x_TI.shape[0], width, dtype=torch.bfloat16, stride=stride)
-        self._tiles.product(
-            x_TI.data_ptr(),
-            self.packed.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out_TO.data_ptr(),
-            x_TI.shape[0],
-            self.num_outputs,
-            self.depth,
-            x_TI.stride(0),
-            stride,
-            self._gated,
-            torch.get_num_threads(),
-        )
+        stride = apart(width, self._dtype) if self._gated else width
+        out_TO = empty_rows(x_TI.shape[0], width, dtype=self._dtype, stride=stride)
+        sizes = x_TI.shape[0], x_TI.stride(0), stride, torch.get_num_threads()
+        self._multiply(ctypes.byref(part), x_TI.data_ptr(), out_TO.data_ptr(), *sizes)
         return out_TO
-
-    def packed_bias(self, bias_O: torch.Tensor | None) -> torch.Tensor | None:
-        """In the packed outputs' order, in float32; the last one asked for is kept."""
-        if bias_O is None:
-            return None
-        if bias_O is not self._bias_O:
-            self._bias_O, self._packed_bias = bias_O, bias_O.float()[self._order.clamp(min=0)]
-        return self._packed_bias
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
         if self.depth == self._num_inputs:
@@ -86,6 +132,32 @@ class TiledWeight:
         padded[:, : self._num_inputs] = rows
         padded[:, self._num_inputs :] = 0
         return padded
+
+
+class SideBySideWeights:
+    """Weights of one input, their outputs beside one another. Not gated."""
+
+    def __init__(self, weights: Sequence[PackedWeight]) -> None:
+        self._weights = tuple(weights)
+        self.num_outputs = sum(weight.num_outputs for weight in weights)
+        self.depth = max(weight.depth for weight in weights)
+        self._bias_O: torch.Tensor | None = None
+        self._biases: tuple[torch.Tensor | None, ...] = (None,) * len(self._weights)
+
+    def parts(self, bias_O: torch.Tensor | None = None) -> Sequence[ProductPart]:
+        """Keeps only the last bias that it was given, as its weights do."""
+        return [part for weight, bias in self._with_biases(bias_O) for part in weight.parts(bias)]
+
+    def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.cat([weight(x_TI, bias) for weight, bias in self._with_biases(bias_O)], dim=1)
+
+    def _with_biases(self, bias_O: torch.Tensor | None) -> Iterator[tuple[PackedWeight, torch.Tensor | None]]:
+        if bias_O is None:
+            return zip(self._weights, (None,) * len(self._weights), strict=True)
+        if bias_O is not self._bias_O:
+            self._bias_O = bias_O
+            self._biases = torch.split(bias_O, [weight.num_outputs for weight in self._weights])
+        return zip(self._weights, self._biases, strict=True)
 
 
 def _order(num_outputs: int, gated: bool) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from workers.attention.base import AttentionBackend, CosSin
 from workers.checkpoint.encoding import LayerContext, Projection
 from workers.checkpoint.slots import Loadable, Slot
-from workers.kernels.cpu.layers import TiledProduct
+from workers.kernels.cpu.products import PackedProduct
 from workers.models.config import ModelConfig
 from workers.models.layers.linear import ColumnParallel, RowParallel
 from workers.models.layers.norm import RMSNorm
@@ -71,9 +71,9 @@ class SelfAttention:
         """Weights of the norms of queries and keys, each [D]."""
         return (self._norms[0].weight, self._norms[1].weight) if self._norms else None
 
-    def tiled(self) -> tuple[TiledProduct | None, TiledProduct | None]:
+    def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
         """Of queries, keys and values, and of the output."""
-        return self._qkv.tiled(), self._out.tiled()
+        return self._qkv.packed_product(), self._out.packed_product()
 
     def pack(self) -> None:
         self._qkv.pack()

@@ -9,7 +9,7 @@ import torch
 
 from workers.attention.base import AttentionBackend, CosSin
 from workers.checkpoint.slots import Slot
-from workers.kernels.cpu.layers import TiledProduct
+from workers.kernels.cpu.products import PackedProduct
 
 
 class AttentionLayer(Protocol):
@@ -27,7 +27,7 @@ class AttentionLayer(Protocol):
 
     def __call__(self, x_TE: torch.Tensor, rotation: CosSin, backend: AttentionBackend) -> torch.Tensor: ...
 
-    def tiled(self) -> tuple[TiledProduct | None, TiledProduct | None]:
+    def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
         """Of queries, keys and values, and of the output: what compiled layers can compute instead."""
         ...
 
@@ -41,7 +41,7 @@ class FeedForward(Protocol):
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor: ...
 
-    def tiled(self) -> tuple[TiledProduct | None, TiledProduct | None]:
+    def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
         """Of gate and up, and of down: what compiled layers can compute instead."""
         ...
 

@@ -11,7 +11,7 @@ import torch
 
 from workers.checkpoint.encoding import LayerContext, Projection, WeightShare
 from workers.checkpoint.slots import Slot
-from workers.kernels.cpu.layers import TiledProduct
+from workers.kernels.cpu.products import PackedProduct
 
 OVERLAPPED_TOKENS = 1024
 """From so many tokens on, partial sums are added up in two halves: below, a product is too short to hide anything
@@ -41,10 +41,10 @@ class ColumnParallel:
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         return self._weight(x_TI, self.bias_O)
 
-    def tiled(self) -> TiledProduct | None:
-        """What a call computes, if that is one product on tiles."""
-        weight = self._weight.tiled
-        return None if weight is None else TiledProduct(weight=weight, bias=weight.packed_bias(self.bias_O))
+    def packed_product(self) -> PackedProduct | None:
+        """What a call computes, if compiled layers can."""
+        weight = self._weight.packed_weight
+        return None if weight is None else PackedProduct(weight=weight, bias_O=self.bias_O)
 
     def pack(self) -> None:
         self._weight.pack()
@@ -87,10 +87,11 @@ class RowParallel:
             wait()
         return torch.cat(halves)
 
-    def tiled(self) -> TiledProduct | None:
-        """What a call computes, if that is one product on tiles: on one rank, without a bias."""
+    def packed_product(self) -> PackedProduct | None:
+        """What a call computes, if compiled layers can: on one rank, without a bias."""
         alone = self._parallel.size == 1 and self.bias_O is None
-        return TiledProduct(weight=self._weight.tiled) if alone and self._weight.tiled is not None else None
+        weight = self._weight.packed_weight
+        return PackedProduct(weight=weight) if alone and weight is not None else None
 
     def pack(self) -> None:
         self._weight.pack()

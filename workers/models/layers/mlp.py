@@ -11,7 +11,7 @@ import torch
 
 from workers.checkpoint.encoding import LayerContext, Projection
 from workers.checkpoint.slots import Slot
-from workers.kernels.cpu.layers import TiledProduct
+from workers.kernels.cpu.products import PackedProduct
 from workers.models.config import ModelConfig
 from workers.models.layers.linear import ColumnParallel, RowParallel
 
@@ -31,9 +31,9 @@ class GatedMLP:
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         return self._down(self._gate_up(x_TE))
 
-    def tiled(self) -> tuple[TiledProduct | None, TiledProduct | None]:
+    def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
         """Of gate and up, and down."""
-        return self._gate_up.tiled(), self._down.tiled()
+        return self._gate_up.packed_product(), self._down.packed_product()
 
     def pack(self) -> None:
         self._gate_up.pack()
