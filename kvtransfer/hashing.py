@@ -85,7 +85,7 @@ def _of_ids(
     block = ctypes.create_string_buffer(block_size * _TOKEN_BYTES)
     wrong = library.chain_ids(root, token_ids, isinstance(token_ids, list), num_blocks, block_size, block, out)
     if wrong >= 0:
-        raise OverflowError(f"token id {token_ids[wrong]} is no number from 0 to 2**32 - 1")
+        raise OverflowError(f"token id {token_ids[wrong]} is not a number from 0 to 2**32 - 1")
     return out.raw
 
 

@@ -38,7 +38,7 @@ def load(source: Path, functions: Functions | None = None) -> ctypes.PyDLL | Non
         library = ctypes.PyDLL(str(compile_c(source, cache_folder())))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: the user has no home folder
         reason = getattr(error, "stderr", "") or error
-        log.warning("%s is not compiled, Python does its work, more slowly: %s", source.name, reason)
+        log.warning("%s is not compiled, slower Python code replaces it: %s", source.name, reason)
         return None
     for name, (arguments, result) in (functions or {}).items():
         function = getattr(library, name)

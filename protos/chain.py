@@ -15,7 +15,7 @@ class Chain(Sequence[BlockHash]):
 
     def __init__(self, packed: bytes = b"") -> None:
         if len(packed) % BLOCK_HASH_BYTES:
-            raise ValueError(f"{len(packed)} bytes are no whole number of block hashes of {BLOCK_HASH_BYTES} bytes")
+            raise ValueError(f"{len(packed)} bytes are not a whole number of block hashes of {BLOCK_HASH_BYTES} bytes")
         self.packed = packed
 
     @classmethod

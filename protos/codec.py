@@ -40,7 +40,7 @@ class Messages:
         listed = self._decoders.get(packed[1:end])
         if listed is None:
             raise UnreadableMessage(
-                f"a message of the unknown name {packed[1:end][:40]!r} came; known: {', '.join(sorted(self.bodies))}; "
+                f"a message with the unknown name {packed[1:end][:40]!r}; known: {', '.join(sorted(self.bodies))}; "
                 "both ends must run the same version of Baton"
             )
         name, decoder = listed
@@ -62,10 +62,10 @@ def _prefix(name: str) -> bytes:
 def _to_plain(value: object) -> str:
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"{type(value).__name__} may not travel between processes: send numbers, texts and values")
+    raise TypeError(f"{type(value).__name__} cannot be sent between processes: send numbers, texts and values")
 
 
 def _from_plain(kind: type[Any], plain: Any) -> Path:
     if kind is Path and isinstance(plain, str):
         return Path(plain)
-    raise ValueError(f"{kind} is not read from {type(plain).__name__}")
+    raise ValueError(f"{kind} cannot be made from {type(plain).__name__}")

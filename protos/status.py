@@ -48,7 +48,7 @@ async def abort_with(context: Any, error: BaseException) -> NoReturn:
     An exception that is not of our tree is logged and crosses as Internal. Never returns: raises grpc's AbortError.
     """
     if not isinstance(error, BatonError):
-        log.error("a call failed for a reason of our own", exc_info=error)
+        log.error("a call failed: internal error", exc_info=error)
     known = error_info(error)
     info = ErrorInfo(
         code=known.code,

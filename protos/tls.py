@@ -128,7 +128,7 @@ class FaceTls:
             )
 
     def check(self) -> None:
-        """Raises Misconfigured for files that cannot be read, or are no certificate and its key."""
+        """Raises Misconfigured for files that cannot be read, or are not a certificate and its key."""
         if self.cert:
             _check_pair("tls", self.cert, self.key)
 
@@ -154,7 +154,8 @@ def _check_pair(table: str, cert: str, key: str) -> None:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password="")
     except ssl.SSLError as error:
         raise Misconfigured(
-            f"{table}: {cert} and {key} are no certificate and its key (PEM, without a password): {error}", param=table
+            f"{table}: {cert} and {key} are not a certificate and its key (PEM, without a password): {error}",
+            param=table,
         ) from error
 
 

@@ -259,7 +259,7 @@ def _decode_event(message: Any) -> values.KVEvent:
         return values.BlockRemoved(hashes=Chain(removed.hashes), tier=values.Tier(removed.tier))
     if kind == "cleared":
         return values.Cleared()
-    raise ValueError("a KV event of no kind that is known here")
+    raise ValueError("a KV event of an unknown kind")
 
 
 def _encode_bias(bias: Iterable[tuple[int, float]]) -> list[worker_pb2.TokenBias]:

@@ -55,7 +55,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     _operating_routes(app, gateway)
     mount_admin(app, gateway)
 
-    @cache  # a tenth of a second of everybody's tokens
+    @cache  # a delay of a tenth of a second for all tokens
     def described(needs_key: bool, needs_admin_key: bool) -> dict[str, Any]:
         return describe(
             app,
@@ -83,7 +83,7 @@ def _layers(gateway: Gateway) -> list[Middleware]:
         Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s),
     ]
     if gateway.cors_origins:
-        # Before all else: a page's browser asks whether it may without a key, and must be able to read a refusal.
+        # First: a browser's preflight has no key, and must be able to read a refusal.
         across = Middleware(
             CORSMiddleware,
             allow_origins=gateway.cors_origins,

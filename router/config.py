@@ -62,13 +62,13 @@ class DispatchConfig:
     `ticket_lease_s` bounds the silence of a gateway, not the time that a prompt waits for its prefill worker.
     """
 
-    max_attempts: int = setting(3, "Tries of a request that meets failures.", least=1, most=100)
+    max_attempts: int = setting(3, "Most attempts for a request that fails.", least=1, most=100)
     max_worker_crashes: int = setting(
         2, "A request is rejected after this many workers died with it, no token in between.", least=1, most=100
     )
-    retry_pause_s: float = setting(0.1, "First pause before another try; each next one doubles.", least=0.001, most=60)
+    retry_pause_s: float = setting(0.1, "First pause before another attempt; later ones double.", least=0.001, most=60)
     successor_timeout_s: float = setting(
-        600.0, "Longest wait of a begun answer while a worker for it starts.", least=0, most=86400
+        600.0, "Longest wait of a running answer for a worker that is starting.", least=0, most=86400
     )
     ticket_lease_s: float = setting(
         30.0, "A decode worker frees blocks whose ticket is not renewed for this long.", least=0.1, most=3600
@@ -88,9 +88,11 @@ class DispatchConfig:
 class FleetConfig:
     """Calls to workers."""
 
-    connect_timeout_s: float = setting(10.0, "For a connection to a worker.", least=0.01, most=600)
-    control_timeout_s: float = setting(10.0, "For a worker's answer to a call without tokens.", least=0.01, most=600)
-    health_period_s: float = setting(1.0, "Between two health checks of a worker.", least=0.01, most=600)
+    connect_timeout_s: float = setting(10.0, "Timeout for a connection to a worker.", least=0.01, most=600)
+    control_timeout_s: float = setting(
+        10.0, "Timeout for a worker's answer to a call without tokens.", least=0.01, most=600
+    )
+    health_period_s: float = setting(1.0, "Time between two health checks of a worker.", least=0.01, most=600)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -111,7 +113,7 @@ class RouterConfig:
     grpc_port: int = setting(8001, "Port of gRPC; 0: any free one.", least=0, most=65535)
     tenants: str = setting("", "File of tenants and hashes of their keys (docs/operating.md); empty: no keys needed.")
     policy: str = setting("slo", "How requests are routed (docs/routing.md).")
-    shadow_policy: str = setting("", "Further policies, with commas between, that score requests and do no more.")
+    shadow_policy: str = setting("", "More policies (comma-separated) that score requests without deciding.")
     ttft_ms: float = setting(1000.0, "Objective of the policy slo for a first token.", least=1, most=10**7)
     tpot_ms: float = setting(50.0, "Objective of the policy slo for the time between tokens.", least=0.1, most=10**6)
     local_prefill_tokens: int = setting(

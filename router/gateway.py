@@ -1,4 +1,5 @@
-"""What the faces share: the model's card and texts, the way to the workers, and the one path of an answer."""
+"""The parts that all faces share: the model's card and texts, the path to the workers, and the one path of an
+answer."""
 
 from __future__ import annotations
 
@@ -31,10 +32,14 @@ from router.text.tool_call_formats import ToolFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gateway:
-    """`wall_clock` gives seconds since 1970, for the `created` of answers and nothing else. `tool_format` is how the
-    model writes calls of tools, None where nobody knows. With `disable_any_whitespace` JSON that a grammar binds has
-    none outside of strings. With `split_special_tokens` special tokens in a text prompt are text where its request does
-    not say otherwise; in messages they always are."""
+    """Everything a face needs.
+
+    - `wall_clock`: seconds since 1970, for the `created` of answers only
+    - `tool_format`: the model's tool-call format, None if unknown
+    - `disable_any_whitespace`: JSON bound by a grammar has no white space outside of strings
+    - `split_special_tokens`: special tokens in a text prompt are text unless its request decides; in messages they
+      always are
+    """
 
     card: ModelCard
     tokenizer: Tokenizer
@@ -90,7 +95,8 @@ class Gateway:
         """Raises InvalidRequest where the model is shown none."""
         if self.template is not None and not self.template.shows_tools:
             raise InvalidRequest(
-                f"The model '{self.card.name}' knows no tools: its chat template has no place for them", param="tools"
+                f"The model '{self.card.name}' does not support tools: its chat template has no place for them",
+                param="tools",
             )
 
     @property
@@ -154,9 +160,9 @@ class Gateway:
         is_plain: bool = False,
         writer: SseWriter | None = None,
     ) -> AsyncGenerator[TextDelta, None]:
-        """The ask's pieces as they come, measured, counted in `tally` and put to its tenant's account. Of an answer
-        that `is_plain` only the text is of interest: a `TokenSink` takes what it can, and writes it by the `writer`
-        ahead of the pieces, if there is one. Closing it early closes every job. Raises RateLimited."""
+        """The request's pieces as they arrive, measured, counted in `tally` and against the tenant's limit. Of an
+        answer that `is_plain` only the text is needed: a `TokenSink` sends tokens by the `writer`, if there is one,
+        ahead of the pieces. Closing it early closes every job. Raises RateLimited."""
         access, pace, counted = self.access, self.pace, tally or UsageCounter(ask)
         sinks = self._sinks(ask, track, writer) if is_plain and not ask.silent else []
         track.tenant = ask.tenant.name

@@ -1,4 +1,4 @@
-"""The nouns between the router's faces (HTTP, gRPC) and its dispatch: one sequence asked for, and what comes of it.
+"""The values between the router's faces (HTTP, gRPC) and its dispatch: one requested sequence, and its tokens.
 
     face: validate, template, tokenise ──▶ Job ──▶ Generate ──▶ TokenDelta ... ──▶ face: detokenise, stop strings, SSE
 
@@ -22,10 +22,11 @@ from router.streaming.token_sink import TokenSink
 class Job:
     """One sequence. `request_id` is unique per job; `group_id` is the client's request it belongs to.
 
-    Jobs of one `session` are turns of one conversation, as far as the client has said. `tenant` is who asked, "" where
-    nobody is asked. A first token that cannot come within `max_ttft_s` is not worth waiting for: the job is refused.
-    `due_s` is when, by the loop's clock, once admission has seen the job; what it waits in line counts.
-    With `tells_progress` deltas say how far the prompt is read.
+    - `session`: jobs of one session are turns of one conversation, if the client names it
+    - `tenant`: the tenant's name, "" without tenants
+    - `max_ttft_s`: the job is refused if its first token cannot arrive within this time
+    - `due_s`: the same by the loop's clock, set by admission, so that the time in the queue counts
+    - `tells_progress`: deltas report how much of the prompt has been computed
     """
 
     request_id: str
@@ -42,21 +43,22 @@ class Job:
     _hashes: dict[int, Chain] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def hashes(self, block_size: int) -> Chain:
-        """Of the prompt's full blocks, under the tenant's salt. Worked out once, whoever asks."""
+        """Hashes of the prompt's full blocks, under the tenant's salt. Computed once."""
         if block_size not in self._hashes:
             self._hashes[block_size] = chain_hashes(self.prompt_ids, block_size, salt=self.cache_salt)
         return self._hashes[block_size]
 
 
 class TokenDelta(Value, frozen=True, kw_only=True):
-    """New tokens of a job, in order, each once, whatever workers made them; the token that stopped it is the last.
+    """New tokens of a job, in order, each once, from any worker; the token that stopped it is the last.
 
-    `logprobs` has one entry a token when asked for. `prompt_logprobs` are of positions 1, 2, ... of the prompt and
-    may be spread over several deltas. `num_cached_tokens` of the prompt came from a prefix cache and `queue_s` seconds
-    went by before a worker was chosen; both are set on the delta with the first token.
-    `num_prompt_computed` tokens of the prompt are read, `num_cached_tokens` of them found, where the job tells its
-    progress; 0: nothing new of it.
-    `finish_reason` is STOP or LENGTH on the last delta and None before; a job that fails raises instead.
+    - `logprobs`: one entry a token, if requested
+    - `prompt_logprobs`: of positions 1, 2, ... of the prompt; may be spread over several deltas
+    - `num_cached_tokens`: prompt tokens from a prefix cache; set on the delta with the first token
+    - `queue_s`: seconds before a worker was chosen; set on the delta with the first token
+    - `num_prompt_computed`: prompt tokens done, `num_cached_tokens` of them cached, if the job reports progress; 0: no
+      change
+    - `finish_reason`: STOP or LENGTH on the last delta, None before; a job that fails raises instead
     """
 
     token_ids: tuple[int, ...] = ()
@@ -79,8 +81,8 @@ class Generate(Protocol):
 
 
 class WorkerView(Protocol):
-    """A worker as the fleet sees it. `state` is a word for people, `reason` why it is not ready; `info` is what the
-    worker said of itself, None until it was met."""
+    """A worker as the fleet sees it. `state` is a word for people, `reason` why it is not ready; `info` is the worker's
+    own description, None until the fleet has connected to it."""
 
     @property
     def worker_id(self) -> str: ...
@@ -97,22 +99,22 @@ class WorkerView(Protocol):
 
 
 class FleetView(Protocol):
-    """What the faces may know of the fleet: whether a request would be served now, and who is there (dataclasses)."""
+    """The faces' view of the fleet: whether a request can be served now, and its workers (dataclasses)."""
 
     def ready(self) -> bool: ...
 
     def degraded(self) -> str:
-        """What is amiss although requests are served; "" when nothing is."""
+        """Faults despite which requests are served; "" if there are none."""
         ...
 
     def status(self) -> Sequence[WorkerView]: ...
 
     async def stats(self, worker_id: str) -> WorkerStats:
-        """Tickets and lanes, asked of the worker itself. Raises WorkerLost."""
+        """Tickets and lanes, queried from the worker. Raises WorkerLost."""
         ...
 
     async def profile(self, worker_id: str, recording: bool | None = None) -> Profile:
-        """What the worker has recorded of its steps; then it begins anew, ends, or goes on as before (None). Raises
+        """The worker's recorded steps; its recording then restarts, ends, or continues as before (None). Raises
         WorkerLost."""
         ...
 

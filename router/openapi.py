@@ -190,7 +190,7 @@ def describe(
 
 
 def _paths(app: FastAPI) -> Schema:
-    """Of every route in the document, what its path says."""
+    """Descriptions of the document's routes, by path."""
     paths: Schema = {}
     for route in app.routes:
         if not isinstance(route, Route) or not route.include_in_schema:
@@ -251,7 +251,7 @@ def _schema(kind: type[BaseModel], schemas: Schema, mode: JsonSchemaMode) -> Sch
 
 
 def _without_tools(schema: Schema) -> None:
-    """Of a body for a model that knows none. (It takes some that it need not show, which is not worth describing.)"""
+    """For a body of a model without it. (More is accepted than is described here.)"""
     known = schema["properties"]
     known["tools"] = {"type": ["array", "null"], "maxItems": 0}
     if "tool_choice" in known:
@@ -272,7 +272,7 @@ def _up_to(number: int) -> str:
 
 
 def _narrow(schema: Schema, card: ModelCard) -> None:
-    """What the model that is served makes of a body: its name, its token ids and its context."""
+    """Adapts a body's schema to the served model: its name, its token ids and its context."""
     known, token_id = schema["properties"], {"type": "integer", "minimum": 0, "maximum": card.vocab_size - 1}
     required = schema.get("required", ())
     known["model"]["enum"] = [card.name] if "model" in required else [card.name, None]

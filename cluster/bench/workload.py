@@ -157,7 +157,7 @@ def _checked(text: str, where: str) -> dict[str, Any]:
     except ValueError as error:
         fault = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise Misconfigured(
-            f"{where}: {text.strip()[:40]!r} is no JSON ({fault}): give an object", param="trace"
+            f"{where}: {text.strip()[:40]!r} is not JSON ({fault}): give an object", param="trace"
         ) from None
     if (why := _unusable(line)) is not None:
         raise Misconfigured(f"{where}: {why}", param="trace")
@@ -167,7 +167,7 @@ def _checked(text: str, where: str) -> dict[str, Any]:
 def _unusable(line: Any) -> str | None:
     """Why a line is no valid request: the field, its value, and what is allowed."""
     if not isinstance(line, dict):
-        return f"{str(line)[:40]!r} is no object: {_GIVE_ALL}"
+        return f"{str(line)[:40]!r} is not an object: {_GIVE_ALL}"
     for name in _TRACE_FIELDS:
         if name not in line:
             return f"there is no {name}: {_GIVE_ALL}"

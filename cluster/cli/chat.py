@@ -155,7 +155,7 @@ def _parts(lines: Iterable[str]) -> Iterator[Said]:
             if usage := event.get("usage"):
                 yield Said(num_tokens=usage["prompt_tokens"] + usage["completion_tokens"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise Unavailable(f"the server sent an event that is none: {data[:200]}") from error
+            raise Unavailable(f"the server sent an invalid event: {data[:200]}") from error
     if not finished:
         raise Unavailable("the answer broke off: the server ended the stream")
 

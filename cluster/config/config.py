@@ -1,7 +1,7 @@
-"""A whole deployment as one frozen value: how many workers of which kind, on what, behind which addresses.
+"""A whole deployment as one frozen value: the number and kind of workers, their settings and addresses.
 
-`cluster.config.settings` makes it from a TOML file and flags. What cannot work raises
-Misconfigured here, naming the setting.
+`cluster.config.settings` makes it from a TOML file and flags. Impossible combinations raise Misconfigured, naming the
+setting.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAX_WORKERS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolsConfig:
-    """Either prefill and decode workers (1 each by default) or colocated ones, which do both. Decode workers without
-    prefill ones compute their prompts themselves."""
+    """Prefill and decode workers (1 each by default), or colocated workers, which do both. Decode workers without
+    prefill workers compute their prompts themselves."""
 
     prefill: int | None = setting(
         None, "Number of prefill workers; default: 1; 0: decode workers prefill too.", least=0, most=MAX_WORKERS
@@ -54,9 +54,9 @@ class PoolsConfig:
             )
 
     def tp(self, role: WorkerRole, otherwise: int) -> int:
-        """Ranks of a pool's workers, where it is not said for this pool alone: `otherwise`."""
-        asked = {WorkerRole.PREFILL: self.prefill_tp, WorkerRole.DECODE: self.decode_tp}.get(role)
-        return otherwise if asked is None else asked
+        """Ranks of each worker of a pool; `otherwise` if the pool has no setting of its own."""
+        ranks = {WorkerRole.PREFILL: self.prefill_tp, WorkerRole.DECODE: self.decode_tp}.get(role)
+        return otherwise if ranks is None else ranks
 
     def counts(self) -> Mapping[WorkerRole, int]:
         if self.colocated:
@@ -66,14 +66,14 @@ class PoolsConfig:
         return {WorkerRole.PREFILL: prefill, WorkerRole.DECODE: decode}
 
     def worker_ids(self) -> list[str]:
-        """As `cluster.supervision.placement` names them."""
+        """By the names in `cluster.supervision.placement`."""
         return [f"{role}-{place}" for role, count in self.counts().items() for place in range(count)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
-    """A Ray that does not answer is given up: a private one is started anew, and one at an address is connected to
-    again. Workers serve on."""
+    """A Ray that does not answer for this long is given up: a private Ray is started again, one at an address is
+    connected to again. Workers keep serving."""
 
     address: str = setting(
         "", "A Ray that runs (host:port, ray://host:port or auto); empty: a private one.", flag="ray-address"
@@ -89,14 +89,14 @@ class RayConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisionConfig:
-    """When a worker is dead, when it is started again, and how it ends. A worker on the machine of its `baton` process
-    ends with that process."""
+    """When a worker counts as dead, when it is started again, and how it is stopped. A worker on the machine of its
+    `baton` process ends with that process."""
 
     initial_backoff_s: float = setting(0.25, "Pause before a dead worker is started again.", least=0)
     backoff_factor: float = setting(2.0, "Each further death makes the pause longer by this factor.", least=1)
     max_backoff_s: float = setting(30.0, "Longest pause.", least=0)
     backoff_reset_s: float = setting(60.0, "After this time of service earlier deaths do not count.", least=0)
-    health_period_s: float = setting(2.0, "Between two health checks of a worker.", least=0.1)
+    health_period_s: float = setting(2.0, "Time between two health checks of a worker.", least=0.1)
     max_failed_checks: int = setting(5, "A worker that fails as many checks in a row is dead.", least=1)
     grace_s: float = setting(30.0, "Running requests may finish within this time at a stop.", least=0)
     orphan_timeout_s: float = setting(
@@ -114,7 +114,7 @@ class SupervisionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """`index` may be any URL of `router.prefix.redis_url`. `discovery` is not needed where one `baton` process has
+    """`index` may be any URL of `router.prefix.redis_url`. `discovery` is not needed if one `baton` process runs both
     supervisor and gateway."""
 
     index: str = setting(MEMORY, "Prefix index: memory, or redis://host:port for gateways that share one.")
@@ -146,11 +146,11 @@ class ClusterConfig:
         return self.worker.lanes
 
     def with_token(self) -> ClusterConfig:
-        """The same with a token for this run, unless one is given."""
+        """The same configuration with a token for this run, unless it has one."""
         return replace(self, peers=self.peers.with_token())
 
     def check_model(self) -> None:
-        """Raises BadCheckpoint when there is no checkpoint where the model should be on this machine."""
+        """Raises BadCheckpoint if the model's folder on this machine has no checkpoint."""
         folder = Path(self.worker.model)
         if not folder.is_dir():
             raise BadCheckpoint(f"model: {_no_folder(folder)}", param="model")
@@ -169,15 +169,15 @@ def _no_folder(path: Path) -> str:
         return f"{path}: {NO_GGUF}"
     if path.exists():
         return f"{path} is a file: give --model the folder that it lies in"
-    told = f"there is no folder {path}: give --model a checkpoint's folder"
+    message = f"there is no folder {path}: give --model a checkpoint's folder"
     if _HUB_NAME.fullmatch(str(path)):
-        told += f"; Baton downloads nothing, as `hf download {path} --local-dir FOLDER` does"
-    return told
+        message += f"; Baton downloads nothing, as `hf download {path} --local-dir FOLDER` does"
+    return message
 
 
 def _check_index(where: str) -> None:
     if "://" not in where:
         raise Misconfigured(f"index: {where!r} is no index: use {MEMORY}, or redis://host:port", param="index")
-    from router.prefix.redis_url import parse  # redis-py, for those who use it
+    from router.prefix.redis_url import parse  # only used with a Redis URL
 
     parse(where, setting="index")

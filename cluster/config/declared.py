@@ -1,4 +1,4 @@
-"""Every setting by its path, as a file and `--set` write it: collected from the dataclasses that declare them."""
+"""Every setting by its path in a file or `--set`, collected from the dataclasses that declare them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from cluster.config.config import ClusterConfig
 from protos.settings import Setting, settings_of
 
-# Attributes that concern more than one part: a file has them at its top.
+# Attributes shared by several parts: they are at the top of a file.
 _AT_TOP = {
     "worker.model": "model",
     "worker.served_name": "served_name",
@@ -24,7 +24,7 @@ _AT_TOP = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredSetting:
-    """`attribute` is where a ClusterConfig has it: worker.lanes.stall_s for the path lanes.stall_s."""
+    """`attribute` is its place in a ClusterConfig: worker.lanes.stall_s for the path lanes.stall_s."""
 
     path: str
     attribute: str
@@ -32,7 +32,7 @@ class DeclaredSetting:
 
     @property
     def table(self) -> str:
-        """ "" at the top."""
+        """ "" at the top of a file."""
         return self.path.rpartition(".")[0]
 
     def value(self, config: ClusterConfig) -> Any:
@@ -44,7 +44,7 @@ class DeclaredSetting:
 
 @cache
 def declared_settings() -> Mapping[str, DeclaredSetting]:
-    """By path: those at the top first, then table by table."""
+    """Settings by path: those at the top first, then table by table."""
     found = sorted(_walk(ClusterConfig, ""), key=lambda one: bool(one.table))
     by_table: dict[str, list[DeclaredSetting]] = {}
     for one in found:
@@ -54,13 +54,13 @@ def declared_settings() -> Mapping[str, DeclaredSetting]:
 
 @cache
 def tables() -> tuple[str, ...]:
-    """In the order of a file. A table of tables is named before these."""
+    """Names of tables in the order of a file. A table that has tables comes before them."""
     named = (one.table for one in declared_settings().values() if one.table)
     return tuple(dict.fromkeys(named))
 
 
 def path_of(attribute: str) -> str:
-    """Of an attribute of ClusterConfig, such as worker.lanes."""
+    """The dataclass at an attribute of ClusterConfig, such as worker.lanes."""
     parts = attribute.split(".")
     for length in range(len(parts), 0, -1):
         if above := _AT_TOP.get(".".join(parts[:length])):
@@ -69,7 +69,7 @@ def path_of(attribute: str) -> str:
 
 
 def config_fields(config: Any) -> Iterator[tuple[str, Any]]:
-    """The names of its fields and their types: dataclasses, or those of values."""
+    """Names and types of the fields, of a dataclass or of a mapping's values."""
     kinds = typing.get_type_hints(config)
     return ((spec.name, kinds[spec.name]) for spec in fields(config))
 

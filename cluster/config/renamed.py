@@ -1,4 +1,4 @@
-"""Settings that once had another name: a file, a flag or `--set` that has the old one is refused with the new one."""
+"""Renamed settings. A file, a flag or `--set` with an old name is refused, and the error gives the new name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""From a TOML file and flags to a ClusterConfig. Whatever is misspelled, misplaced or of a wrong type is named.
+"""Makes a ClusterConfig from a TOML file and flags. Errors name a setting that is misspelled, misplaced or of a wrong
+type.
 
 file (TOML) ─┐
 flags ───────┴─ merged, flags win ─▶ tables ─▶ dataclasses, which check the ranges
@@ -29,7 +30,7 @@ _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true o
 
 
 def read_file(path: Path) -> Table:
-    """The tables of a TOML file. Raises Misconfigured when it cannot be read, with the line of a syntax error."""
+    """The tables of a TOML file. Raises Misconfigured if it cannot be read, with the line of a syntax error."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -41,7 +42,7 @@ def read_file(path: Path) -> Table:
 
 
 def setting(text: str) -> Table:
-    """The tables of `--set worker.prefill_chunk=256`: the value as in TOML, or a bare word."""
+    """The tables of `--set worker.prefill_chunk=256`. The value is TOML or a bare word."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise Misconfigured(f"--set {text}: write it as NAME=VALUE, such as worker.prefill_chunk=256", param="set")
@@ -53,15 +54,14 @@ def setting(text: str) -> Table:
 
 
 def table_of(path: str, value: Any) -> Table:
-    """The nested tables with one value."""
+    """Nested tables that hold one value."""
     for name in reversed(path.split(".")):
         value = {name: value}
     return dict(value)
 
 
 def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
-    """Both, table by table; where both say something, `over` is right. What stands where a table belongs stays there,
-    for `make_config` to refuse."""
+    """Merges tables; values of `over` win. A value where a table belongs is kept, so that `make_config` refuses it."""
     merged = dict(under)
     for name, value in over.items():
         below = merged.get(name, {})
@@ -73,10 +73,10 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
 
 
 def make_config(settings: Mapping[str, Any]) -> ClusterConfig:
-    """Raises Misconfigured, naming the setting by its path, with the fix."""
+    """Raises Misconfigured, which names the setting by its path and the fix."""
     given = dict(_checked(settings))
     if given.get("port") == 0:
-        given.setdefault("grpc_port", 0)  # a certain port beside any free one is not wanted
+        given.setdefault("grpc_port", 0)  # a fixed port beside a free one would be a mistake
     if given.get("served_name") == "":
         raise Misconfigured(
             "served_name = '': give what clients call the model, or leave it out for its folder's name",
@@ -89,7 +89,7 @@ def make_config(settings: Mapping[str, Any]) -> ClusterConfig:
 
 
 def _make(config: Any, above: str, given: Mapping[str, Any]) -> Any:
-    """A dataclass of settings and those within it. A mistake is raised with the path of the setting."""
+    """Makes a dataclass of settings and those nested in it. Errors have the path of the setting."""
     values: dict[str, Any] = {}
     for name, kind in config_fields(config):
         path = path_of(f"{above}{name}")
@@ -108,20 +108,22 @@ def _make(config: Any, above: str, given: Mapping[str, Any]) -> Any:
         raise type(error)(f"{table}.{error.message}", param=path) from error
 
 
-def make_blaming(file: Path | None, said: Table, over: Table, make: Callable[[Table], ClusterConfig]) -> ClusterConfig:
-    """What `make` makes of a file's tables with flags above them. A mistake that the flags alone do not make is raised
-    as one of the file, or of both where it takes both."""
+def make_blaming(
+    file: Path | None, in_file: Table, over: Table, make: Callable[[Table], ClusterConfig]
+) -> ClusterConfig:
+    """Calls `make` with a file's tables and flags merged. An error that the flags alone do not cause is blamed on the
+    file, or on both if neither causes it alone."""
     try:
-        return make(merge(said, over))
+        return make(merge(in_file, over))
     except Misconfigured as error:
         if file is None or _makes(over, error, make):
             raise
-        where = f"--config {file}" if _makes(said, error, make) else f"--config {file} with the flags above it"
+        where = f"--config {file}" if _makes(in_file, error, make) else f"--config {file} with the flags above it"
         raise type(error)(f"{where}: {error.message}", param=error.param) from error
 
 
 def _makes(tables: Table, mistake: Misconfigured, make: Callable[[Table], ClusterConfig]) -> bool:
-    """Whether these tables alone are refused with the same words; that a model is missing is no matter."""
+    """Whether these tables alone fail with the same message, a missing model aside."""
     try:
         make(tables if mistake.param == "model" else {"model": "m", **tables})
     except Misconfigured as error:
@@ -130,7 +132,7 @@ def _makes(tables: Table, mistake: Misconfigured, make: Callable[[Table], Cluste
 
 
 def to_toml(config: ClusterConfig) -> str:
-    """The configuration as a file that `--config` reads; settings left to be found out at the start are comments."""
+    """The configuration as a file that `--config` reads. Settings that are derived at the start are comments."""
     counts = {role.value: config.pools.counts().get(role, 0) for role in WorkerRole}
     config = replace(
         config,
@@ -152,11 +154,13 @@ def _literal(value: object) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # which alone TOML escapes besides
+    return json.dumps(str(value), ensure_ascii=False).replace(
+        "\x7f", "\\u007f"
+    )  # the only other character that TOML escapes
 
 
 def paths_of(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested tables by their paths."""
+    """Values of nested tables by path."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from paths_of(value, f"{above}{name}.")
@@ -165,7 +169,7 @@ def paths_of(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str
 
 
 def _checked(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The values by their paths. Raises Misconfigured for a name that is none and a value of a wrong type."""
+    """Values by path. Raises Misconfigured for an unknown name or a value of a wrong type."""
     known = declared_settings()
     for path, value in _leaves(settings, ""):
         check_renamed(path)
@@ -175,7 +179,8 @@ def _checked(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _leaves(settings: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
-    """As `paths_of`, but a table is searched only where one belongs. Raises Misconfigured where it is a value."""
+    """Like `paths_of`, but searches tables only where a table belongs. Raises Misconfigured if there is a value
+    instead."""
     for name, value in settings.items():
         path = f"{above}{name}"
         if any(f"{table}.".startswith(f"{path}.") for table in tables()):
@@ -189,7 +194,7 @@ def _leaves(settings: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]
 
 
 def _unknown(path: str) -> str:
-    """What is wrong with a path that is no setting's."""
+    """The error for a path that is no setting: the nearest name, or the names there are."""
     table, _, name = path.rpartition(".")
     where = f"in [{table}]" if table else "at the top"
     above = f"{table}." if table else ""
@@ -215,7 +220,7 @@ def _typed(path: str, value: Any, declared: Setting) -> Any:
 
 
 def _shown(value: Any) -> str:
-    if type(value) is int and abs(value) > _MAX_FLOAT:  # perhaps of more digits than Python writes
+    if type(value) is int and abs(value) > _MAX_FLOAT:  # may have more digits than Python prints
         return "a number beyond all ranges"
     shown = repr(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."

@@ -1,16 +1,17 @@
-"""Workers announced in Redis under a lease: who does not renew it is gone when it ends, whatever happened to them.
+"""Workers announced in Redis under a lease: a worker whose supervisor does not renew the lease disappears when it
+expires.
 
     baton:worker:<id>   "host:port", then a space and the token of its run, if a supervisor made one; expires after the
-                        lease. Whoever can read this Redis can call the workers.
+                        lease. A client that can read this Redis can call the workers.
     baton:workers       the ids that may exist (a set)
     baton:starting:<id> "role loaded", of a process that is being started; expires after the lease
     baton:starting      the ids that may be starting (a set)
-    baton:degraded:<id> what is wrong behind the workers of the supervisor <id>; expires after the lease
+    baton:degraded:<id> faults of the cluster behind the workers of the supervisor <id>; expires after the lease
     baton:degraded      the ids of supervisors that may have such (a set)
     baton:changes       a channel: read again; a message names a worker that was withdrawn
 
-A gateway reads everything on every change, and every `period_s` in case it missed one. While Redis cannot be reached
-it keeps the workers it knows: their death it notices itself, by their connections.
+A gateway reads everything on every change, and every `period_s` in case it missed a message. While Redis is unreachable
+it keeps the workers it knows, and notices their death by their connections.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ DEGRADED_IDS = "baton:degraded"
 CHANGES = "baton:changes"
 TROUBLES = (RedisError, OSError, TimeoutError)
 
-# A successor may have announced the same worker already: only our own word is taken back.
+# A successor may have announced the same worker already: delete the key only if this announcer wrote it.
 _FORGET = """
 if redis.call('get', KEYS[1]) == ARGV[1] then
     redis.call('del', KEYS[1])
@@ -61,10 +62,11 @@ _TIDY = "if redis.call('exists', KEYS[1]) == 0 then redis.call('srem', KEYS[2], 
 async def connect(url: str, *, timeout_s: float = 2.0) -> Redis:
     """A client for `url`; a URL without a password takes BATON_REDIS_PASSWORD.
 
-    Raises Misconfigured when no Redis answers there, or when it refuses the password."""
+    Raises Misconfigured if no Redis answers there, or if it refuses the password.
+    """
     client: Redis = Redis.from_url(
         url,
-        password=os.environ.get(PASSWORD_VARIABLE) or None,  # the URL's own goes first
+        password=os.environ.get(PASSWORD_VARIABLE) or None,  # a password in the URL takes precedence
         decode_responses=True,
         encoding_errors="replace",
         socket_timeout=timeout_s,
@@ -75,8 +77,8 @@ async def connect(url: str, *, timeout_s: float = 2.0) -> Redis:
     except AuthenticationError as error:
         await client.aclose()
         raise Misconfigured(
-            f"Redis at {_shown(url)} refuses the password, or wants one: put it into the URL or into the environment "
-            f"variable {PASSWORD_VARIABLE} ({error})",
+            f"Redis at {_shown(url)} refuses the password, or requires one: put it into the URL or into the "
+            f"environment variable {PASSWORD_VARIABLE} ({error})",
             param="discovery",
         ) from error
     except TROUBLES as error:
@@ -88,14 +90,14 @@ async def connect(url: str, *, timeout_s: float = 2.0) -> Redis:
 
 
 def _raise_if_cancelled() -> None:
-    """redis-py (8.1) loses a cancellation that meets it in the middle of a command; a loop must look for itself."""
+    """redis-py (8.1) loses a cancellation that arrives in the middle of a command, so loops check for it themselves."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
 
 
 def _shown(url: str) -> str:
-    """Without a password."""
+    """The URL without its password."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}{parts.path}"
 
@@ -105,7 +107,7 @@ def _packed(successor: Successor) -> str:
 
 
 def _unpacked(text: str) -> Successor | None:
-    """None for what no announcer writes."""
+    """None for an entry that no announcer writes."""
     role, _, loaded = text.partition(" ")
     try:
         return Successor(role=WorkerRole(role), loaded=float(loaded))
@@ -114,7 +116,7 @@ def _unpacked(text: str) -> Successor | None:
 
 
 class _Trouble:
-    """Says that Redis is lost, and that it is back."""
+    """Logs once when Redis is lost and once when it is back."""
 
     def __init__(self, consequence: str) -> None:
         self._consequence = consequence
@@ -134,7 +136,7 @@ class _Trouble:
 
 
 class RedisAnnouncer:
-    """Lives on one event loop. Renews every lease three times in its length; one missed renewal loses nobody."""
+    """Lives on one event loop. Renews every lease three times in its length, so one missed renewal loses no worker."""
 
     def __init__(self, client: Redis, *, token: str = "", lease_s: float = LEASE_S) -> None:
         self._client = client
@@ -156,7 +158,7 @@ class RedisAnnouncer:
         self._news.set()
 
     async def set_degraded(self, reason: str) -> None:
-        """Gateways learn at once that something is wrong, or nothing any more."""
+        """Notifies gateways immediately when the reason changes."""
         if bool(reason) != bool(self._degraded):
             self._news.set()
         self._degraded = reason
@@ -175,7 +177,7 @@ class RedisAnnouncer:
             self._news.set()
 
     async def close(self) -> None:
-        """Withdraws everybody, if Redis can be told."""
+        """Withdraws all workers if Redis can be reached."""
         self._keeper.cancel()
         with suppress(asyncio.CancelledError):
             await self._keeper
@@ -236,11 +238,11 @@ class RedisAnnouncer:
 
 
 class RedisDiscovery:
-    """Lives on one event loop, for one gateway. `learn` is called with the address and the token of each worker that is
-    found, before it joins.
+    """Lives on one event loop, for one gateway. Calls `learn` with the address and the token of each worker that it
+    finds, before it adds the worker.
 
-    A worker that is missing without having been withdrawn is given another lease: a Redis that lost its memory must
-    not cost the cluster its workers before their supervisor has repeated itself.
+    A worker that is missing without a withdrawal is kept for another lease: if Redis loses its data, the cluster keeps
+    its workers until their supervisor has announced them again.
     """
 
     def __init__(
@@ -278,7 +280,7 @@ class RedisDiscovery:
             await self._client.aclose()
 
     async def _listen(self, members: Members) -> NoReturn:
-        """Raises what Redis fails with."""
+        """Raises the errors of Redis."""
         withdrawn = ""
         async with aclosing(self._client.pubsub()) as changes:
             await changes.subscribe(CHANGES)
@@ -296,8 +298,8 @@ class RedisDiscovery:
                 withdrawn = str(message["data"]) if message is not None else ""
 
     async def _read(self) -> tuple[dict[str, str], dict[str, Successor]]:
-        """Addresses, and what is starting, by worker id: those whose lease runs. What is starting is read first: a
-        worker that is announced meanwhile is found among the addresses."""
+        """Addresses and starting processes by worker id, whose leases run. Starting processes are read first: a worker
+        announced in between is found among the addresses."""
         starting_ids = sorted(str(worker_id) for worker_id in await self._client.smembers(STARTING_IDS))
         ids = sorted(str(worker_id) for worker_id in await self._client.smembers(IDS))
         keys = [(STARTING_KEY, STARTING_IDS, worker_id) for worker_id in starting_ids]
@@ -318,7 +320,7 @@ class RedisDiscovery:
         return addresses, starting
 
     async def _read_degraded(self) -> str:
-        """What is wrong behind the workers of any supervisor."""
+        """Faults of the clusters behind the workers, of all supervisors."""
         ids = sorted(str(supervisor) for supervisor in await self._client.smembers(DEGRADED_IDS))
         values = await self._client.mget([DEGRADED_KEY + supervisor for supervisor in ids]) if ids else []
         for supervisor, value in zip(ids, values, strict=True):
@@ -352,10 +354,10 @@ class RedisDiscovery:
                 address = self._known.pop(worker_id)
                 del self._missing_since_s[worker_id]
                 self._unlearn(address, found)
-                log.info("worker %s is not announced any more", worker_id, extra={"worker": worker_id})
+                log.info("worker %s is no longer announced", worker_id, extra={"worker": worker_id})
                 await members.remove_worker(worker_id)
 
     def _unlearn(self, address: str | None, found: Mapping[str, str]) -> None:
-        """Drops the token of an address where no worker lives now."""
+        """Drops the token of an address that no worker uses any more."""
         if address is not None and address not in (*found.values(), *self._known.values()):
             self._learn(address, "")

@@ -1,10 +1,11 @@
-"""How connections come to gateway processes: the supervisor accepts them and hands each to whom has the fewest.
+"""Distributes connections among gateway processes: the supervisor accepts them and gives each to the process with the
+fewest.
 
     client ──▶ Door (supervisor): accept ══ the socket itself ══▶ Threshold (process): serve
                  ▲                                                     │
                  └──────────────── one byte a connection that ended ◀──┘
 
-Nothing is lost with a process: connections it had not taken yet go to another one, and the port stays open.
+When a process ends, connections it had not taken yet go to another one, and the port stays open.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from dataclasses import dataclass
 log = logging.getLogger("baton.cluster")
 
 CONNECTION, NO_MORE, ENDED = b"c", b"n", b"e"
-AT_ONCE = 64  # accepted in one turn of the event loop
-PAUSE_S = 0.02  # when no process, or no file descriptor, has room
+AT_ONCE = 64  # accepted in one iteration of the event loop
+PAUSE_S = 0.02  # while no process, or no file descriptor, is available
 MAX_ENDED = 4096
 
 
 @dataclass(slots=True, eq=False)
 class ProcessLink:
-    """To one process. `end` is the process's own, kept here as well: what it leaves unread can be read."""
+    """The supervisor's end of the channel to one process. `end` is the process's own, kept here too, so that sockets it
+    left unread can be read."""
 
     ours: socket.socket
     end: socket.socket
@@ -37,7 +39,7 @@ class ProcessLink:
 
 
 class ConnectionHandoff:
-    """On the supervisor's event loop, before a socket that listens."""
+    """Runs on the supervisor's event loop, before a listening socket."""
 
     def __init__(self, listening: socket.socket) -> None:
         self._listening = listening
@@ -49,7 +51,7 @@ class ConnectionHandoff:
         self._loop = asyncio.get_running_loop()
 
     def open(self, number: int) -> socket.socket:
-        """The end that process `number` is to inherit. It is given nothing before `admit`."""
+        """The end that process `number` inherits. It gets no connections before `admit`."""
         ours, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         end.setblocking(False)
@@ -58,19 +60,19 @@ class ConnectionHandoff:
         return end
 
     def admit(self, number: int) -> None:
-        """The process takes connections."""
+        """From now on the process gets connections."""
         self._ways[number].in_rotation = True
         self._go_on()
 
     def dismiss(self, number: int) -> None:
-        """The process gets no more connections, and is told so."""
+        """Sends NO_MORE to the process, which gets no more connections."""
         way = self._ways[number]
         way.in_rotation = False
         with suppress(OSError):
             way.ours.send(NO_MORE)
 
     def lose(self, number: int) -> None:
-        """The process is gone. What it has not taken goes to others, as long as the door is open."""
+        """The process has ended. Connections it had not taken go to others while the door is open."""
         way = self._ways.pop(number)
         self._loop.remove_reader(way.ours)
         with suppress(BlockingIOError):
@@ -83,7 +85,7 @@ class ConnectionHandoff:
         self._go_on()
 
     def shut(self) -> None:
-        """Who has connected by now is let in still; nobody else."""
+        """Accepts the connections that wait in the backlog, then closes the port."""
         if self._is_shut:
             return
         self._accept()
@@ -101,7 +103,7 @@ class ConnectionHandoff:
             self._waiting.popleft().close()
 
     def _go_on(self) -> None:
-        """Hands out what waits, then lets more in, as long as there is somebody to take it."""
+        """Hands out waiting connections, then accepts more while a process can take them."""
         if self._is_shut:
             return
         self._loop.remove_reader(self._listening)
@@ -124,7 +126,7 @@ class ConnectionHandoff:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                log.warning("connections have to wait: %s", error.strerror)
+                log.warning("connections wait to be accepted: %s", error.strerror)
                 self._loop.remove_reader(self._listening)
                 self._loop.call_later(PAUSE_S, self._go_on)
                 return
@@ -136,13 +138,13 @@ class ConnectionHandoff:
                 return
 
     def _hand(self, connection: socket.socket) -> bool:
-        """Whether a process has it now."""
+        """True if a process has taken it."""
         ways = [way for way in self._ways.values() if way.in_rotation]
         for way in sorted(ways, key=lambda way: (way.num_open, way.last_turn)):
             try:
                 socket.send_fds(way.ours, [CONNECTION], [connection.fileno()])
             except OSError:
-                continue  # it is full, or gone and not noticed yet
+                continue  # full, or gone and not noticed yet
             self._turn += 1
             way.last_turn = self._turn
             way.num_open += 1
@@ -160,7 +162,7 @@ class ConnectionHandoff:
 
 
 class ConnectionReceiver:
-    """In a gateway process: gives each connection that comes to `take`. `closed` is set when no more will come."""
+    """In a gateway process: calls `take` with each connection. `closed` is set when no more will come."""
 
     def __init__(self, end: socket.socket, take: Callable[[socket.socket], None]) -> None:
         self._end = end
@@ -172,9 +174,9 @@ class ConnectionReceiver:
         self._loop.add_reader(end, self._receive)
 
     def ended(self) -> None:
-        """A connection is over."""
+        """Reports that a connection has ended."""
         self._num_ended += 1
-        with suppress(OSError):  # no room: told with the next one
+        with suppress(OSError):  # the channel is full: reported with the next one
             self._end.send(ENDED * min(self._num_ended, MAX_ENDED))
             self._num_ended -= min(self._num_ended, MAX_ENDED)
 
@@ -193,7 +195,7 @@ class ConnectionReceiver:
                 what, descriptors = b"", []
             for one in descriptors:
                 self._take(socket.socket(fileno=one))
-            if what != CONNECTION:  # no more, or nobody is there any more
+            if what != CONNECTION:  # no more will come, or the supervisor is gone
                 self._loop.remove_reader(self._end)
                 self.closed.set()
                 return

@@ -24,7 +24,7 @@ from router.replicas.peers import ProcessStatus
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginProcess:
     """The first message: process `number` of `count`. `addresses` of workers, or `config.discovery`, where the process
-    looks for workers itself; else it is told who joins and leaves."""
+    looks for workers itself; without either the supervisor sends the workers."""
 
     config: ClusterConfig
     number: int
@@ -37,7 +37,7 @@ class BeginProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStarts:
-    """A process of the worker is being started; None: it is not announced any more."""
+    """A process of the worker is being started, or (None) no longer announced."""
 
     worker_id: str
     successor: Successor | None
@@ -56,14 +56,14 @@ class WorkerLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterDegraded:
-    """What is wrong with the cluster behind the workers; "": nothing."""
+    """The fault of the cluster behind the workers; "" if there is none."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessStatuses:
-    """How the processes are. `settled`: all of them were ready once."""
+    """The states of all processes. `settled`: all have been ready once."""
 
     statuses: tuple[ProcessStatus, ...]
     settled: bool
@@ -76,7 +76,7 @@ class StopProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ping:
-    """To be answered with Pong: an event loop that stands still does not."""
+    """Answered with Pong, unless the process's event loop hangs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Pong:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUp:
-    """Connections are answered from now on."""
+    """The process answers connections from now on."""
 
     model: str
     has_chat: bool
@@ -94,24 +94,24 @@ class ProcessUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReady:
-    """A request would be served."""
+    """The process can serve a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessFailed:
-    """Why the process ends."""
+    """The reason for which the process ends."""
 
     error: ErrorInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLeaving:
-    """The process was told to stop by somebody else: it wants no more connections."""
+    """The process was signalled to stop and takes no more connections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnterTenant:
-    """May a request of this tenant come in? Answered by the Entered of the same number."""
+    """Requests admission for a tenant's request. Answered by the Entered with the same number."""
 
     number: int
     tenant: Tenant

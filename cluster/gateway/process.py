@@ -1,7 +1,8 @@
-"""One gateway process of several: a whole gateway whose connections, and often whose workers, come from its supervisor.
+"""One gateway process of several: a whole gateway that gets its connections, and often its workers, from its
+supervisor.
 
 start: BeginProcess ─▶ ProcessUp: connections come ─▶ ProcessReady
-stop:  told so, signalled, or its supervisor is gone ─▶ no more connections ─▶ running requests finish ─▶ end
+stop:  StopProcess, a signal, or a lost supervisor ─▶ no more connections ─▶ running requests finish ─▶ end
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from router.replicas.peers import PeerProcesses
 
 log = logging.getLogger("baton.cluster")
 
-LAST_CONNECTIONS_S = 1.0  # for those that are on their way when the process leaves
+LAST_CONNECTIONS_S = 1.0  # for connections on their way when the process stops
 
 
 class ToldDiscovery:
-    """The supervisor says who joins and leaves."""
+    """Discovery from the supervisor's messages."""
 
     trouble = ""
 
@@ -77,7 +78,7 @@ class ToldDiscovery:
 
 
 class GatewayProcess:
-    """Everything in it. Raises BatonError from `run` when it cannot start."""
+    """The parts of the process. `run` raises BatonError if it cannot start."""
 
     def __init__(self, orders: BeginProcess, control: MessageChannel, end: socket.socket) -> None:
         config = orders.config
@@ -87,7 +88,7 @@ class GatewayProcess:
         self._grace_s = config.supervision.grace_s
         self._processes = PeerProcesses(folder=orders.folder, number=orders.number, count=orders.count)
         self._told = ToldDiscovery()
-        # Without Redis the supervisor keeps tenants' limits; what waits in line is each process's own, in equal parts.
+        # Without Redis the supervisor enforces tenants' limits; each process has an equal part of the queue.
         self._limits = KeptLimits(control) if config.index == MEMORY else None
         admission = config.router.admission
         self._front = GatewayServer(
@@ -103,7 +104,7 @@ class GatewayProcess:
         self._threshold = ConnectionReceiver(end, self._take)
 
     async def run(self) -> None:
-        """Until it is told, or signalled, to stop, and has stopped in order."""
+        """Runs until a message or signal stops it, and returns once it has stopped in order."""
         obeying = asyncio.create_task(self._obey(), name="control")
         try:
             if await self._stop.before(self._serve()):
@@ -142,8 +143,8 @@ class GatewayProcess:
     async def _obey(self) -> None:
         while (message := await self._control.receive()) is not None:
             self._handle(message)
-        log.warning("the supervisor of gateway process %d is gone: it ends", self._orders.number)
-        self._stop.asked.set()
+        log.warning("the supervisor of gateway process %d is gone: the process ends", self._orders.number)
+        self._stop.requested.set()
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -157,21 +158,21 @@ class GatewayProcess:
                 self._control.send(Pong())
             case StopOrder(grace_s=grace_s):
                 self._grace_s = grace_s
-                (self._stop.asked if grace_s else self._stop.forced).set()
-                self._stop.asked.set()
+                (self._stop.requested if grace_s else self._stop.forced).set()
+                self._stop.requested.set()
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Of all but the first process: every process hears that a worker is ready, and one of them says so."""
+    """Silences the log of workers' states in all processes but the first."""
     return record.msg != STATE_LINE or record.levelno > logging.INFO
 
 
 async def run(control_end: socket.socket, connections_end: socket.socket) -> int:
-    """The exit code."""
+    """Returns the exit code."""
     control = await MessageChannel.over(control_end, CONTROL_MESSAGES)
     orders = await control.receive()
     if not isinstance(orders, BeginProcess):
-        return 1  # the supervisor has ended before it said anything
+        return 1  # the supervisor has ended before its first message
     terminal(orders.log_format, access_log=orders.config.router.http.access_log)
     if orders.number:
         logging.getLogger("baton.router").addFilter(is_news)
@@ -186,7 +187,7 @@ async def run(control_end: socket.socket, connections_end: socket.socket) -> int
 
 
 def main() -> None:
-    """`argv`: the file descriptors that were inherited, of the control channel and of the connections."""
+    """`argv`: the inherited file descriptors of the control channel and of the connections."""
     import uvloop
 
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -1,10 +1,11 @@
-"""Supervises the gateway processes behind one port: starts them, hands them connections and news, restarts who died.
+"""Supervises the gateway processes behind one port: starts them, passes connections and messages to them, restarts
+them.
 
 tend (one task a process):  spawn ─▶ Up: connections ─▶ Ready ─▶ ... ─▶ died, or hangs: wait, spawn again
-                                                                   ├─▶ left in order, because it was signalled: spawn
+                                                                   ├─▶ stopped in order, after a signal: spawn again
                                                                    └─▶ failed permanently: everything ends
 
-No request passes here. Without Redis tenants' limits are kept here, for all processes.
+Requests do not pass through here. Without Redis tenants' limits are enforced here for all processes.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ LAST_WORDS_S = 3.0  # after the grace, for a process to end by itself
 
 @dataclass(slots=True, eq=False)
 class ProcessSlot:
-    """A process, over all its lives."""
+    """The place of one process, over its restarts."""
 
     number: int
     life: Life
@@ -82,11 +83,11 @@ class ProcessSlot:
 
 
 class GatewayProcesses:
-    """The gateway in `config.processes` processes, with the interface of a `GatewayServer`. Made on the event loop it
-    runs on. `fleet` passes on which workers join and leave, unless the processes find workers themselves (`is_told`
-    false).
+    """The gateway in `config.processes` processes, with the interface of a `GatewayServer`. Constructed on the event
+    loop that runs it. `fleet` passes on added and removed workers, unless the processes find workers themselves
+    (`is_told` false).
 
-    Raises Misconfigured when the port for gRPC is taken.
+    Raises Misconfigured if the port for gRPC is taken.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class GatewayProcesses:
         self._has_chat = False
         self._handoff = ConnectionHandoff(listening)
         self._keeper = Keeper(loop.time)
-        self._scratch = Scratch(Path(tempfile.gettempdir()))  # nobody else may look into it
+        self._scratch = Scratch(Path(tempfile.gettempdir()))  # no other user may read it
         self._log_format = log_format
         self._is_told = is_told
         self._addresses = addresses
@@ -126,11 +127,11 @@ class GatewayProcesses:
         return self
 
     def example(self) -> str:
-        """A request to try."""
+        """A request to try, as a curl command."""
         keys = bool(self._config.router.tenants)
         return example(self.url, self.model, has_chat=self._has_chat, asks_for_keys=keys)
 
-    # -- who belongs ---------------------------------------------------------------------------------------------------
+    # -- workers -------------------------------------------------------------------------------------------------------
 
     def starting(self, worker_id: str, successor: Successor | None) -> None:
         if successor is None:
@@ -164,21 +165,21 @@ class GatewayProcesses:
 
     @property
     def serves(self) -> bool:
-        """Would some process serve a request now?"""
+        """Whether some process can serve a request."""
         return any(slot.is_ready for slot in self._slots)
 
     async def ready(self) -> None:
-        """Returns once a request would be served by every process."""
+        """Returns once every process can serve a request."""
         await self._until_all("is_ready")
 
     async def wait(self) -> None:
-        """Until `stop`; raises the BatonError of a process that will never start."""
+        """Runs until `stop`; raises the BatonError of a process that will never start."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             task.result()
 
     async def stop(self, grace_s: float) -> None:
-        """As `GatewayServer.stop`: what runs in any process has `grace_s`. Cancelled: all fails now."""
+        """Like `GatewayServer.stop`: running requests have `grace_s`. If cancelled, they fail immediately."""
         self._stopping = True
         self._handoff.shut()
         self._broadcast(StopProcess(grace_s=grace_s))
@@ -204,7 +205,7 @@ class GatewayProcesses:
             if self._stopping:
                 return
             if error is None:
-                log.info("gateway process %d has left: the next one takes its place", slot.number)
+                log.info("gateway process %d has ended: the next one takes its place", slot.number)
                 slot.life = lifecycle.drained(slot.life, self._clock())
                 continue
             slot.life = lifecycle.failed(slot.life, error, self._clock(), self._config.supervision)
@@ -217,7 +218,7 @@ class GatewayProcesses:
             slot.life = lifecycle.restarted(slot.life, self._clock())
 
     async def _live(self, slot: ProcessSlot) -> BatonError | None:
-        """One life of a process; what it ended with, None if it had served and then ended in order."""
+        """One life of a process. Returns its failure, or None if it served and then ended in order."""
         try:
             process, control = await self._spawn(slot)
         except OSError as error:
@@ -232,7 +233,7 @@ class GatewayProcesses:
         try:
             await asyncio.wait([ended, tasks[1]], return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
-                await tasks[0]  # what it said before
+                await tasks[0]  # the error it sent
         finally:
             for task in tasks:
                 task.cancel()
@@ -250,7 +251,7 @@ class GatewayProcesses:
         return Unavailable(f"it ended with signal {-code}" if code < 0 else f"it ended with exit code {code}")
 
     async def _spawn(self, slot: ProcessSlot) -> tuple[asyncio.subprocess.Process, MessageChannel]:
-        """Raises OSError, and keeps nothing, when the machine has no room for another process."""
+        """Raises OSError, and releases everything, if the machine cannot start another process."""
         ours, theirs = socket.socketpair()
         with theirs, ExitStack() as undo:
             undo.callback(ours.close)
@@ -319,7 +320,7 @@ class GatewayProcesses:
                 slot.num_unanswered = 0
 
     async def _watch_answers(self, slot: ProcessSlot, control: MessageChannel) -> None:
-        """Returns when a process that was up does not answer any more: its event loop stands still."""
+        """Returns when a process that was up no longer answers: its event loop hangs."""
         config = self._config.supervision
         slot.num_unanswered = 0
         while slot.num_unanswered < config.max_failed_checks:

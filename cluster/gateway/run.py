@@ -1,4 +1,4 @@
-"""A gateway in this process or in several: started, told of workers, stopped in order."""
+"""Runs a gateway, in this process or in several: starts it, passes workers to it, stops it in order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger("baton.cluster")
 async def run_gateway(
     config: ClusterConfig, addresses: tuple[str, ...], console: Console, log_format: LogFormat = LogFormat.TEXT
 ) -> bool:
-    """Serves until a signal; whether it was stopped in order. Raises BatonError."""
+    """Serves until a signal. Returns whether it was stopped in order. Raises BatonError."""
     config.check_model()
     check_discovery(config, addresses)
     check_files(config)
@@ -61,14 +61,14 @@ def open_faces(
     is_told: bool = True,
     addresses: tuple[str, ...] = (),
 ) -> GatewayServer | GatewayProcesses:
-    """The gateway, in this process or in several. `is_told`: workers join its `fleet`; else processes of its own look
-    for them."""
+    """The gateway, in this process or in several. `is_told`: workers are added to its `fleet`; otherwise its processes
+    find workers themselves."""
     warn_if_open(config)
     if config.processes > 1:
         from cluster.gateway.process_supervisor import GatewayProcesses
 
         return GatewayProcesses(config, listening, log_format=log_format, is_told=is_told, addresses=addresses)
-    from cluster.gateway.server import GatewayServer  # a second of imports, while Ray starts
+    from cluster.gateway.server import GatewayServer  # imports take a second, while Ray starts
 
     return GatewayServer(
         config.router,
@@ -81,7 +81,7 @@ def open_faces(
 
 
 def warn_if_open(config: ClusterConfig) -> None:
-    """Logs that other machines are served without a key."""
+    """Warns that other machines are served without a key."""
     host = config.router.host
     try:
         is_local = ipaddress.ip_address(host).is_loopback
@@ -96,7 +96,7 @@ def warn_if_open(config: ClusterConfig) -> None:
 
 
 def max_model_len_of(config: ClusterConfig) -> int:
-    """What the workers of the same settings take. Raises Misconfigured, BadCheckpoint or UnsupportedModel."""
+    """The length limit of workers with the same settings. Raises Misconfigured, BadCheckpoint or UnsupportedModel."""
     return longest_sequence(read_config(config.worker.model), config.worker.max_model_len)
 
 
@@ -122,7 +122,7 @@ async def _report_ready(front: GatewayProcesses) -> None:
 
 
 async def follow(front: GatewayServer, found: Discovery) -> None:
-    """Serves the workers that are found, as long as HTTP is served."""
+    """Serves the workers that discovery finds, while HTTP is served."""
     current = Gauge("baton_discovery_current", "1 while the list of workers is current", registry=front.registry)
     current.set_function(lambda: 0.0 if found.trouble else 1.0)
     front.fleet.notices.append(lambda: f"the list of workers may be old: {found.trouble}" if found.trouble else "")
@@ -135,7 +135,7 @@ async def follow(front: GatewayServer, found: Discovery) -> None:
 
 
 def check_discovery(config: ClusterConfig, addresses: tuple[str, ...]) -> None:
-    """Raises Misconfigured unless there is one way to find workers."""
+    """Raises Misconfigured unless exactly one way to find workers is configured."""
     if addresses and config.discovery:
         raise Misconfigured(
             "--worker and --discovery are both given: workers are written down, or found", param="worker"
@@ -147,7 +147,7 @@ def check_discovery(config: ClusterConfig, addresses: tuple[str, ...]) -> None:
 
 
 async def discovery_of(config: ClusterConfig, addresses: tuple[str, ...], channels: Channels) -> Discovery:
-    """Of which `channels` learn the workers' tokens. Raises Misconfigured."""
+    """`channels` get the workers' tokens from it. Raises Misconfigured."""
     check_discovery(config, addresses)
     from router.fleet.worker_client import WorkerClient
 

@@ -31,12 +31,12 @@ from router.prefix.registry import MEMORY, open_index
 from router.replicas.load_gossip import LoadGossip
 from router.replicas.peers import PeerProcesses, SingleProcessApp, http_socket
 
-LAST_WORDS_S = 1.0  # for an error to reach a client that was cut off
+LAST_WORDS_S = 1.0  # time for an error to reach a client that is cut off
 DATE_PERIOD_S = 1.0
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: when to stop is decided for the whole process, not for one face of it."""
+    """uvicorn without its signal handlers: the process decides when to stop, for all its faces."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -47,21 +47,21 @@ class _Server(uvicorn.Server):
         yield
 
     def stop(self) -> None:
-        """`serve` closes what is open, and returns."""
+        """`serve` closes its connections and returns."""
         self.should_exit = True
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        """Awake once a second, for the date in the answers' heads. uvicorn's own asks ten times a second whether to
-        exit, which is half of what a process costs that has nothing to do."""
+        """Wakes once a second for the Date header. uvicorn's own loop checks ten times a second whether to exit, half
+        of an idle process's CPU time."""
         while not await self.on_tick(0):
             with suppress(TimeoutError):
                 async with asyncio.timeout(DATE_PERIOD_S):
                     await self._stopping.wait()
 
     def protocol(self, config: uvicorn.Config | None = None, lost: Callable[[], None] | None = None) -> Any:
-        """For one connection that this server has not accepted itself, but closes in order when it stops. `lost` is
-        called when the connection has ended."""
+        """Protocol for a connection that another process accepted. This server closes it in order when it stops; `lost`
+        is called when it has ended."""
         config = config or self.config
         if not config.loaded:
             config.load()
@@ -79,12 +79,12 @@ class _Server(uvicorn.Server):
 
 
 class GatewayServer:
-    """Made on the event loop it runs on, from a socket that listens already. Workers join `fleet`.
+    """Constructed on the event loop that runs it, from a listening socket. Workers are added to `fleet`.
 
-    Without `listening` another process accepts connections, which are taken with `adopt`: this is one gateway process
-    of several, and its gRPC port is everybody's.
+    Without `listening` another process accepts connections, and `adopt` takes them: this is one gateway process of
+    several, and all share a gRPC port.
 
-    Raises Misconfigured or BadCheckpoint when the model's tokenizer cannot be read or the policy does not exist.
+    Raises Misconfigured or BadCheckpoint if the model's tokenizer cannot be read or the policy does not exist.
     """
 
     def __init__(
@@ -144,11 +144,11 @@ class GatewayServer:
         return url_of(self._listening, is_secure=self._is_secure)
 
     def example(self) -> str:
-        """A request to try."""
+        """A request to try, as a curl command."""
         return example(self.url, self.model, has_chat=self.has_chat, asks_for_keys=self._asks_for_keys)
 
     async def start(self) -> None:
-        """From now on /health answers; /ready does when a worker has joined. Raises Misconfigured: a port is taken."""
+        """From now on /health answers; /ready does once a worker is ready. Raises Misconfigured if a port is taken."""
         raise_limit()
         if self._others is not None:
             await self._others.start()
@@ -178,12 +178,12 @@ class GatewayServer:
         try:
             connection.setblocking(False)
             await loop.connect_accepted_socket(protocol, connection, ssl=server.config.ssl)
-        except OSError:  # it has gone already, or speaks no TLS
+        except OSError:  # it has closed already, or speaks no TLS
             if not made or made[0].transport is None:
                 lost()
 
     def _share_load(self) -> LoadGossip | None:
-        """With the other processes behind the same port, if there are any."""
+        """The load gossip with other processes behind the same port, if there are any."""
         processes = self._processes
         if processes.folder is None:
             return None
@@ -204,23 +204,24 @@ class GatewayServer:
         self._local = await loop.create_unix_server(lambda: self._http.protocol(settings), path)
 
     async def wait(self) -> None:
-        """Returns when HTTP is not served any more."""
+        """Returns when HTTP is no longer served."""
         assert self._serving is not None, "start() comes first"
         await asyncio.shield(self._serving)
 
     @property
     def serves(self) -> bool:
-        """Would a request be served now?"""
+        """Whether a request can be served."""
         return self.fleet.ready()
 
     async def ready(self) -> None:
-        """Returns once a request would be served."""
+        """Returns once a request can be served."""
         now = asyncio.get_running_loop().time
         while not self.fleet.ready():
             await self.fleet.wait(until=now() + 60.0)
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new requests, lets those that run finish for `grace_s`, fails the rest. Cancelled: fails all now."""
+        """Takes no new requests, lets running ones finish for `grace_s`, then fails the rest. If cancelled, fails them
+        now."""
         self._http.config.timeout_graceful_shutdown = int(grace_s + LAST_WORDS_S + 1)
         self._http.stop()
         stopping: list[asyncio.Task[None]] = [asyncio.create_task(self._grpc.stop(grace_s + LAST_WORDS_S))]
@@ -250,7 +251,7 @@ class GatewayServer:
 
 
 def _free(path: str) -> str:
-    """Without the socket of a process that died."""
+    """Removes the socket of a process that died."""
     Path(path).unlink(missing_ok=True)
     return path
 

@@ -1,4 +1,4 @@
-"""The end of a gateway's patience: who is still being answered gets a typed error, not a broken connection."""
+"""The end of the grace period: clients still being answered get a typed error, not a broken connection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.streaming.token_sink import TokenSink
 
 
 class Cutoff:
-    """A `Generate` that runs another one until `cut`; it costs nothing per token."""
+    """A `Generate` that runs another one until `cut`; adds no cost per token."""
 
     def __init__(self, generate: Generate) -> None:
         self._generate = generate
@@ -25,7 +25,7 @@ class Cutoff:
         return len(self._running)
 
     def cut(self) -> None:
-        """Every job that runs, and every later one, fails with Unavailable."""
+        """Fails every running job, and every later one, with Unavailable."""
         self._is_cut = True
         for task in self._running:
             task.cancel()
@@ -41,7 +41,7 @@ class Cutoff:
                 async for delta in deltas:
                     yield delta
         except asyncio.CancelledError:
-            # Ours, if we cut it: then whoever waits for the job learns why, and goes on. Everybody else's passes.
+            # Cancelled by `cut`: the job's consumer gets the error and continues. Any other cancellation passes.
             if not self._is_cut or task.uncancel() > 0:
                 raise
             raise _stopping() from None

@@ -1,6 +1,6 @@
-"""Tenants' limits that gateway processes keep together without Redis: their supervisor keeps them for all.
+"""Tenants' limits shared by gateway processes without Redis: their supervisor enforces them for all.
 
-A tenant without limits costs no question. What a process that died had running is given back at once.
+A tenant without limits costs no message. The running requests of a process that died are released immediately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from router.auth.tenants import Tenant
 
 
 class KeptLimits:
-    """`TenantLimits` of one gateway process: asks its supervisor."""
+    """`TenantLimits` of one gateway process: sends requests for admission to its supervisor."""
 
     trouble = ""
 
@@ -36,7 +36,7 @@ class KeptLimits:
         try:
             entered = await answer
         except asyncio.CancelledError:
-            self.leave(tenant, request_id)  # it may have been let in meanwhile
+            self.leave(tenant, request_id)  # it may have been admitted meanwhile
             raise
         finally:
             del self._asked[number]
@@ -44,7 +44,7 @@ class KeptLimits:
             raise raised(entered.refusal)
 
     def answered(self, entered: TenantEntered) -> None:
-        """The supervisor has decided."""
+        """Delivers the supervisor's decision."""
         answer = self._asked.get(entered.number)
         if answer is not None and not answer.done():
             answer.set_result(entered)
@@ -58,27 +58,27 @@ class KeptLimits:
             self._control.send(RequestEnded(tenant=tenant, request_id=request_id))
 
     async def close(self) -> None:
-        """Nobody decides any more: who still waits is let in, and told by others that the end has come."""
+        """Admits all waiting requests: the process ends, and no supervisor decides any more."""
         for number, answer in self._asked.items():
             if not answer.done():
                 answer.set_result(TenantEntered(number=number, refusal=None))
 
 
 class Keeper:
-    """In the supervisor: the limits, and what each process has running."""
+    """In the supervisor: the limits, and the running requests of each process."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._limits = LocalLimits()
         self._clock = clock
         self._running: dict[int, dict[tuple[str, str], Tenant]] = {}
 
-    async def decide(self, process: int, asked: EnterTenant) -> TenantEntered:
+    async def decide(self, process: int, request: EnterTenant) -> TenantEntered:
         try:
-            await self._limits.enter(asked.tenant, asked.request_id, asked.num_tokens, self._clock())
+            await self._limits.enter(request.tenant, request.request_id, request.num_tokens, self._clock())
         except RateLimited as refused:
-            return TenantEntered(number=asked.number, refusal=error_info(refused))
-        self._running.setdefault(process, {})[asked.tenant.name, asked.request_id] = asked.tenant
-        return TenantEntered(number=asked.number, refusal=None)
+            return TenantEntered(number=request.number, refusal=error_info(refused))
+        self._running.setdefault(process, {})[request.tenant.name, request.request_id] = request.tenant
+        return TenantEntered(number=request.number, refusal=None)
 
     def spent(self, spent: TokensSpent) -> None:
         self._limits.spend(spent.tenant, spent.num_tokens, self._clock())
@@ -88,7 +88,7 @@ class Keeper:
         self._limits.leave(gone.tenant, gone.request_id)
 
     def lost(self, process: int) -> None:
-        """The process is no more, nor are its requests."""
+        """Releases the requests of a process that has ended."""
         for (_, request_id), tenant in self._running.pop(process, {}).items():
             self._limits.leave(tenant, request_id)
 

@@ -1,1 +1,1 @@
-"""What each of our processes needs of its machine: signals, logs, ports, descriptors, memory, folders."""
+"""What each of Baton's processes needs of its machine: signals, logs, ports, file descriptors, memory, folders."""

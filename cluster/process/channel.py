@@ -1,6 +1,6 @@
-"""Messages between two processes of ours over a stream: a length, then what `protos.codec` writes.
+"""Messages between two of Baton's processes over a stream: a length, then a value encoded by `protos.codec`.
 
-The end of the channel is the end of the other side; so is a message that cannot be read, which is logged.
+The channel ends when the other side ends, or sends a message that cannot be decoded, which is logged.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MAX_MESSAGE_BYTES = 2**24
 
 
 class MessageChannel:
-    """One end. Each message is a value of one of the types in `messages`, listed there by their names. `send` returns
-    at once; to an end that is gone it sends nothing."""
+    """One end. Each message is a value of one of the types in `messages`, a table by name. `send` returns immediately;
+    it drops messages to an end that is gone."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, messages: Messages) -> None:
         self._reader = reader
@@ -36,7 +36,7 @@ class MessageChannel:
 
     @classmethod
     async def to(cls, path: str, messages: Messages) -> MessageChannel:
-        """Connects to the socket at `path`. Raises OSError where no process listens."""
+        """Connects to the socket at `path`. Raises OSError if no process listens."""
         return cls(*await asyncio.open_unix_connection(path), messages)
 
     def send(self, message: object) -> None:
@@ -45,7 +45,7 @@ class MessageChannel:
             self._writer.write(_LENGTH.pack(len(packed)) + packed)
 
     async def receive(self) -> Any:
-        """None when the other side is gone, or sent what cannot be read: then the channel is closed."""
+        """None if the other side is gone, or sent bytes that cannot be decoded: then the channel is closed."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if length > MAX_MESSAGE_BYTES:
@@ -61,12 +61,12 @@ class MessageChannel:
             return None
 
     async def flush(self) -> None:
-        """Returns when what was sent is on its way."""
+        """Returns when sent messages have been handed to the kernel."""
         with suppress(OSError):
             await self._writer.drain()
 
     async def close(self) -> None:
-        """Returns when what was sent is on its way."""
+        """Returns when sent messages have been handed to the kernel."""
         self._writer.close()
         with suppress(OSError):  # the other side is gone
             await self._writer.wait_closed()

@@ -1,5 +1,5 @@
-"""A process that belongs to no other: neither the end of the process that started it nor a signal to that one's group
-ends it. Imports nothing before it has left, so that whoever waits for its process id waits for milliseconds."""
+"""Starts a process that survives the end of its parent and signals to its parent's group. The parent imports nothing
+before it forks, so a caller waits only milliseconds for the process id."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> None:
-    """`argv`: a module, then the arguments of its `main`. Writes the process id of the one that goes on to stdout."""
+    """`argv`: a module and the arguments of its `main`. Writes the id of the detached process to stdout."""
     if pid := os.fork():
         os.write(1, str(pid).encode())
         os._exit(0)

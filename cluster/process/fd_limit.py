@@ -1,5 +1,5 @@
-"""Room for connections: a gateway has two descriptors open for every plain stream (docs/adr/0022), and is often given
-1,024 to start with."""
+"""Raises the limit on file descriptors: a gateway has one open for each connection, and often starts with a limit of
+1,024."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ log = logging.getLogger("baton.cluster")
 
 MOST = 2**20
 ENOUGH = 4_096
-"""Below it a busy gateway may run out of them."""
+"""A busy gateway may run out of descriptors below this limit."""
 
 
 def raise_limit() -> int:
-    """Lets this process, and those that it starts later, have as many files open as it may: its soft limit becomes the
-    hard one. How many they are."""
+    """Raises the soft limit on open files to the hard limit, for this process and its later children. Returns the
+    limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,7 +1,7 @@
-"""What a process has loaded, on pages of 2 MiB: an interpreter's objects lie on thousands of pages of 4 KiB, more than
-a processor's table of pages remembers. A short request costs a tenth less CPU (docs/performance.md, "The router").
+"""Moves loaded memory to pages of 2 MiB. An interpreter's objects lie on thousands of pages of 4 KiB, more than a
+processor's TLB holds; on huge pages a short request costs a tenth less CPU (docs/performance.md, "The router").
 
-Linux moves memory to huge pages when it is asked to (MADV_COLLAPSE, since 6.1). What it refuses stays where it is.
+Linux moves memory on request (MADV_COLLAPSE, since 6.1). Memory that it refuses to move stays where it is.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ HUGE = 2 * 2**20
 _COLLAPSE = 25
 _NUM_SMALL = HUGE // mmap.PAGESIZE
 _FULL_ENOUGH = _NUM_SMALL // 2
-"""Of a huge page's small ones. What is nearly empty, as a thread's stack, would take more memory than it has."""
+"""Least share of a huge page's small pages in use. A nearly empty one, such as a thread's stack, would take more memory
+than it has."""
 
 Span = tuple[int, int]
 
 
 def gather(spans: Iterable[Span] | None = None) -> int:
-    """Bytes that lie on huge pages now, of these addresses or of all private memory. Takes about 2 ms for each MiB."""
+    """Bytes on huge pages afterwards, of these addresses or of all private memory. Takes about 2 ms per MiB."""
     libc = ctypes.CDLL(None)
     if not (hasattr(libc, "madvise") and hasattr(libc, "mincore")):
         return 0
@@ -37,7 +38,7 @@ def gather(spans: Iterable[Span] | None = None) -> int:
 
 
 def private(maps: Path = Path("/proc/self/maps")) -> Iterator[Span]:
-    """Where this process has written what is nobody else's, and of no file. Nowhere, where there is no such list."""
+    """Address ranges of private, anonymous, written memory; none if the system does not list them."""
     try:
         lines = maps.read_text().splitlines()
     except OSError:

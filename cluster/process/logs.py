@@ -1,5 +1,4 @@
-"""What Baton says while it runs, on stderr: lines for people, or JSON for machines. Never a prompt's text. What
-somebody wants to use goes to stdout."""
+"""Logs on stderr: lines for people, or JSON for machines; never the text of a prompt. Results go to stdout."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ from rich.console import Console
 from rich.text import Text
 
 ACCESS = "baton.access"
-BATCH_S = 0.1  # how long lines of the access log may wait for others
+BATCH_S = 0.1  # longest time that a line of the access log is buffered
 MAX_WAITING = 20_000
-MAX_WRITE = 4096  # what a pipe takes as a whole: lines of several processes stay whole
-FIELDS = ("worker", "request", "tenant")  # of records that have them
+MAX_WRITE = 4096  # a pipe takes this many bytes atomically: lines of several processes stay whole
+FIELDS = ("worker", "request", "tenant")  # added if the record has them
 STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
 
 
@@ -32,54 +31,54 @@ class LogFormat(StrEnum):
 
 
 class LogConsole(Console):
-    """Where the log goes. Once nobody reads it any more, as in `baton up 2>&1 | head`, this is what a terminal that is
-    gone is: a hangup, which stops in order what serves. What is still said goes nowhere."""
+    """The log's stream. When its reader has gone, as in `baton up 2>&1 | head`, it acts like a terminal that hung up:
+    serving stops in order, and later lines are dropped."""
 
     def on_broken_pipe(self) -> None:
-        """Raises nothing: whoever logs may be in the middle of stopping, and is no place to end at."""
+        """Raises nothing: the caller may be in the middle of stopping."""
         if self.quiet:
             return
         self.quiet = True
-        lead_nowhere(self.file)  # for what the interpreter and libraries say there
+        lead_nowhere(self.file)  # for output of the interpreter and of libraries
         signal.raise_signal(signal.SIGHUP)
 
 
 class ResultConsole(Console):
-    """stdout of a verb that goes on after it has said its piece. Whoever reads that may go, as in `baton up | head -1`:
-    it is no reason to stop, nor is a disk that is full."""
+    """stdout of a verb that keeps running after its output. Its reader may go, as in `baton up | head -1`, or the disk
+    may be full: neither stops the verb."""
 
     def __init__(self) -> None:
         super().__init__(soft_wrap=True, highlight=False)
 
     def say(self, text: str) -> None:
-        """Markup; one line for each line of it. Nobody's terminal is assumed, and none needed."""
+        """Prints markup, one line for each of its lines, with or without a terminal."""
         try:
             self.print(text)
-        except (OSError, ValueError):  # ValueError: what its encoding has no letters for
+        except (OSError, ValueError):  # ValueError: characters that the encoding lacks
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        lead_nowhere(self.file)  # else the interpreter tries again at the end, and exits with 120
+        lead_nowhere(self.file)  # else the interpreter flushes again at exit, fails, and exits with 120
 
 
 def lead_nowhere(file: IO[str]) -> None:
-    """What is written there from now on is dropped, by libraries and the interpreter's end, too."""
+    """Drops all later output to this stream, also of libraries and of the interpreter's exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, file.fileno())
     os.close(nowhere)
 
 
 def terminal(log_format: LogFormat, *, access_log: bool = False) -> Console:
-    """stderr, with the log going there, and a line for each request if there is to be an `access_log`."""
+    """Directs the log to stderr, with a line per request if there is an `access_log`."""
     console = LogConsole(stderr=True, force_terminal=False if log_format is LogFormat.JSON else None)
     set_up_log(console, log_format, access_log=access_log)
     return console
 
 
 def set_up_log(console: Console, log_format: LogFormat, *, level: int = logging.INFO, access_log: bool = False) -> None:
-    """Ours from `level` on, others' from WARNING on, and a line for each request with an `access_log`. A second call
-    replaces the first."""
+    """Logs Baton's records from `level` on, others' from WARNING on, and a line per request with an `access_log`. A
+    second call replaces the first."""
     handler: logging.Handler = JsonHandler(console) if log_format is LogFormat.JSON else TextHandler(console)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -96,7 +95,8 @@ def set_up_log(console: Console, log_format: LogFormat, *, level: int = logging.
 
 
 class TextHandler(logging.Handler):
-    """22:08:06 worker decode-0 at 127.0.0.1:40123 is ready. Through the console, so that progress bars stay whole."""
+    """22:08:06 worker decode-0 at 127.0.0.1:40123 is ready. Printed through the console, so that progress bars stay
+    whole."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ class JsonHandler(logging.Handler):
 
 
 class AccessHandler(logging.Handler):
-    """Formats and writes in a thread of its own, many lines at once: who is served does not wait for the log, and a
-    reader that has stopped reading stops no answer. What it has no room for is counted instead."""
+    """Formats and writes in a thread of its own, many lines at a time: requests do not wait for the log, even if its
+    reader stops reading. Lines that do not fit in the buffer are dropped and counted."""
 
     def __init__(self, console: Console, log_format: LogFormat) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class AccessHandler(logging.Handler):
                 self._thread.start()
 
     def flush(self) -> None:
-        """Writes what waits, unless the thread is stuck in writing."""
+        """Writes the buffered lines, unless the thread hangs in a write."""
         if self._writing.acquire(timeout=1.0):
             try:
                 self._write()
@@ -173,8 +173,8 @@ class AccessHandler(logging.Handler):
             lines.append(self._format(self._waiting.popleft()))
         if dropped := self._num_dropped:
             self._num_dropped = 0
-            told = f"{dropped} lines of the access log had no room: stderr is read too slowly"
-            lines.append(self._format(logging.LogRecord(ACCESS, logging.WARNING, "", 0, told, None, None)))
+            warning = f"{dropped} lines of the access log had no room: stderr is read too slowly"
+            lines.append(self._format(logging.LogRecord(ACCESS, logging.WARNING, "", 0, warning, None, None)))
         try:
             for text in _pieces(lines):
                 if self._console.is_terminal:
@@ -185,11 +185,11 @@ class AccessHandler(logging.Handler):
         except BrokenPipeError:
             self._console.on_broken_pipe()
         except (OSError, ValueError):
-            pass  # there is nowhere to say so
+            pass  # the log itself failed: there is nowhere to report it
 
 
 def _pieces(lines: Sequence[str]) -> Iterator[str]:
-    """Several lines each, of `MAX_WRITE` bytes at most where one line has no more."""
+    """Joins lines into writes of at most `MAX_WRITE` bytes, unless one line is longer."""
     piece: list[str] = []
     size = 0
     for line in lines:
@@ -212,15 +212,15 @@ def _json(record: logging.LogRecord) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
         "level": record.levelname.lower(),
         "logger": record.name,
         "message": record.getMessage(),
     }
-    told |= {name: getattr(record, name) for name in FIELDS if getattr(record, name, None)}
+    entry |= {name: getattr(record, name) for name in FIELDS if getattr(record, name, None)}
     if (fields := getattr(record.msg, "fields", None)) is not None:
-        told |= fields()
+        entry |= fields()
     if record.exc_info:
-        told["traceback"] = logging.Formatter().formatException(record.exc_info)
-    return told
+        entry["traceback"] = logging.Formatter().formatException(record.exc_info)
+    return entry

@@ -1,4 +1,5 @@
-"""Ports: taken before anything expensive is started, and named, with their flag, when somebody else has them."""
+"""Listens on ports before anything expensive is started. An error names the port that is taken and the flag to
+change."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
-        raise Misconfigured(f"--host {host} is no address of this machine: {error.strerror}", param="host") from error
+        raise Misconfigured(
+            f"--host {host} is not an address of this machine: {error.strerror}", param="host"
+        ) from error
     try:
         return socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
     except OSError as error:
@@ -27,7 +30,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_for_gateway(host: str, port: int, grpc_port: int) -> socket.socket:
-    """A listening socket for HTTP, where the port of gRPC is free. Raises Misconfigured; one error names both ports."""
+    """A listening socket for HTTP, once the port of gRPC is known to be free. Raises Misconfigured; one error names
+    both ports."""
     taken: list[Misconfigured] = []
     listening: socket.socket | None = None
     try:
@@ -48,7 +52,7 @@ def listen_for_gateway(host: str, port: int, grpc_port: int) -> socket.socket:
 
 
 def check_free(host: str, port: int, flag: str) -> None:
-    """Raises Misconfigured when somebody listens there; who binds it later may still lose a race."""
+    """Raises Misconfigured if the port is taken; another process may still take it before it is bound."""
     if port:
         try:
             with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
@@ -58,8 +62,8 @@ def check_free(host: str, port: int, flag: str) -> None:
 
 
 def reserve(host: str, port: int, flag: str) -> socket.socket:
-    """Keeps a port, 0 being any free one, for processes that share it (SO_REUSEPORT), without listening there itself.
-    Raises Misconfigured when somebody else has it."""
+    """Reserves a port, 0 being any free one, for processes that share it (SO_REUSEPORT), without listening. Raises
+    Misconfigured if it is taken."""
     check_free(host, port, flag)
     keeping = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -72,22 +76,22 @@ def reserve(host: str, port: int, flag: str) -> socket.socket:
 
 
 def url_of(listening: socket.socket, *, is_secure: bool) -> str:
-    """Where a client on this machine finds it."""
+    """The URL for a client on this machine."""
     host, port = listening.getsockname()[:2]
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{'https' if is_secure else 'http'}://{reachable}:{port}"
 
 
 def example(url: str, model: str, *, has_chat: bool, asks_for_keys: bool = False) -> str:
-    """A request to try. What only its reader knows is left for him to put in: a key, and who signed the certificate."""
-    path, asked = "completions", '"prompt": "Once upon a time", "max_tokens": 32'
+    """A request to try, as a curl command, with placeholders for the API key and the certificate."""
+    path, content = "completions", '"prompt": "Once upon a time", "max_tokens": 32'
     if has_chat:
         path = "chat/completions"
-        asked = '"messages": [{"role": "user", "content": "What does os.path.join do?"}]'
-    told = f'{{"model": {json.dumps(model)}, {asked}}}'
+        content = '"messages": [{"role": "user", "content": "What does os.path.join do?"}]'
+    body = f'{{"model": {json.dumps(model)}, {content}}}'
     signed = " --cacert CA.pem" if url.startswith("https:") else ""
     key = " -H 'authorization: Bearer YOUR_KEY'" if asks_for_keys else ""
-    return f"curl{signed} {url}/v1/{path}{key} -H 'content-type: application/json' -d '{told}'"
+    return f"curl{signed} {url}/v1/{path}{key} -H 'content-type: application/json' -d '{body}'"
 
 
 def _unusable(host: str, port: int, flag: str, error: OSError) -> Misconfigured:
@@ -105,8 +109,8 @@ def _unusable(host: str, port: int, flag: str, error: OSError) -> Misconfigured:
 
 
 def listener(port: int, proc: Path = Path("/proc")) -> str:
-    """The process that listens on a port of this machine, as "name (process 123)"; "" where that cannot be known: of
-    another user's processes, in another container, or without /proc."""
+    """The process that listens on a port of this machine, as "name (process 123)"; "" if unknown: another user's, in
+    another container, or without /proc."""
     inodes = {f"socket:[{inode}]" for name in ("tcp", "tcp6") for inode in _listening(proc / "net" / name, port)}
     if not inodes:
         return ""
@@ -117,12 +121,12 @@ def listener(port: int, proc: Path = Path("/proc")) -> str:
             if any(os.readlink(one) in inodes for one in (folder / "fd").iterdir()):
                 return f"{(folder / 'comm').read_text().strip()} (process {folder.name})"
         except OSError:
-            continue  # it is not ours to look into, or has gone
+            continue  # another user's process, or one that has ended
     return ""
 
 
 def _listening(table: Path, port: int) -> list[str]:
-    """Inodes of the sockets that listen there, from a table of the kernel's (proc(5), /proc/net/tcp)."""
+    """Inodes of the sockets that listen there, from a table of the kernel (proc(5), /proc/net/tcp)."""
     try:
         lines = table.read_text().splitlines()[1:]
     except OSError:

@@ -1,5 +1,5 @@
-"""Processes that outlive the one that started them become children of the nearest ancestor that adopts orphans
-(prctl(2)): the `baton` process does, learns how they ended, and leaves no zombies. Linux only."""
+"""Adopts orphans (prctl(2), child subreaper): processes that outlive their parent become children of the `baton`
+process, which learns their exit status and leaves no zombies. Linux only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 
 def adopt_orphans(adopts: bool = True) -> bool:
-    """From now on, descendants of this process whose parents end are its children; whether they were before."""
+    """From now on, descendants whose parents end become children of this process. Returns whether they did before."""
     prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int(0)
     prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
@@ -23,8 +23,8 @@ def adopt_orphans(adopts: bool = True) -> bool:
 
 
 class Reaper:
-    """On one event loop. `ended` is called with the process id and how a watched process ended: its exit code, or a
-    signal as a negative number."""
+    """Lives on one event loop. Calls `ended` with the id of a watched process and its exit code, or a signal as a
+    negative number."""
 
     def __init__(self, ended: Callable[[int, int], None]) -> None:
         self._ended = ended
@@ -39,7 +39,8 @@ class Reaper:
             asyncio.get_running_loop().add_reader(descriptor, self._reap, pid)
 
     def reap_strays(self) -> None:
-        """Children that ended before the previous call, and that whoever started them has not waited for since."""
+        """Zombies that existed at the previous call already, so that their own parent code had time to wait for
+        them."""
         zombies = {pid for pid in _children() if pid not in self._watched and _is_zombie(pid)}
         for pid in zombies & self._seen:
             with suppress(ChildProcessError):
@@ -47,7 +48,7 @@ class Reaper:
         self._seen = zombies
 
     def kill_strays(self, title: bytes) -> None:
-        """Children that are titled so, and were started by a process that has ended."""
+        """Children with this title whose first parent has ended."""
         for pid in _children():
             with suppress(OSError):
                 if pid not in self._watched and Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title):
@@ -60,9 +61,9 @@ class Reaper:
     def _reap(self, pid: int) -> None:
         descriptor = self._watched.pop(pid)
         asyncio.get_running_loop().remove_reader(descriptor)
-        with suppress(ChildProcessError):  # another one's child
-            if (told := os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG)) is not None:
-                self._ended(pid, told.si_status if told.si_code == os.CLD_EXITED else -told.si_status)
+        with suppress(ChildProcessError):  # a child of another process
+            if (status := os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG)) is not None:
+                self._ended(pid, status.si_status if status.si_code == os.CLD_EXITED else -status.si_status)
         os.close(descriptor)
 
 

@@ -1,5 +1,5 @@
-"""A folder for as long as a process lives. Folders of processes that were killed before they could remove them are
-removed when the next one is made; `kill_users` ends the processes that use a folder."""
+"""A folder that lives as long as a process. Folders left by killed processes are removed when the next one is made;
+`kill_users` ends the processes that use a folder."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from cluster.process.reaper import adopt_orphans
 from protos.errors import Misconfigured
 
 PREFIX = "baton-"
-OWNED = "owned"  # locked by the processes that use the folder: the kernel releases it with the last of them
-REAP_S = 1.0  # what was killed ends at once, unless a driver holds it
+OWNED = "owned"  # locked by the processes that use the folder; the kernel releases the lock when the last of them ends
+REAP_S = 1.0  # killed processes end immediately, unless a driver holds them
 
 log = logging.getLogger("baton.cluster")
 
 
 class Scratch:
-    """A new folder in `parent`. Folders there whose owners are gone are removed first."""
+    """Makes a new folder in `parent`. Folders there whose owners are gone are removed first."""
 
     def __init__(self, parent: Path) -> None:
         _sweep(parent)
@@ -36,10 +36,10 @@ class Scratch:
         self._lock: int | None = lock
         self.lock_file = self.path / OWNED
         fcntl.flock(lock, fcntl.LOCK_EX)
-        beginning.rename(self.path / OWNED)  # locked before anybody else can see it
+        beginning.rename(self.path / OWNED)  # locked before another process can see it
 
     def remove(self) -> None:
-        """May be called again."""
+        """Idempotent."""
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -47,13 +47,13 @@ class Scratch:
 
 
 def share(folder: Path) -> int:
-    """Makes a folder that several processes use, or joins it. The folder stays until the last process has ended that
-    has the descriptor returned, or has inherited it. Raises Misconfigured where another user could write there."""
+    """Makes a folder that several processes use, or joins it. The folder stays until every process that has the
+    returned descriptor, or inherited it, has ended. Raises Misconfigured if another user could write there."""
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise Misconfigured(f"{folder} has to be a folder that this user alone may use: remove it")
+            raise Misconfigured(f"{folder} must be a folder that only this user may use: remove it")
         with suppress(FileNotFoundError):  # another process has just removed the folder
             lock = os.open(folder / OWNED, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             fcntl.flock(lock, fcntl.LOCK_SH)
@@ -64,36 +64,35 @@ def share(folder: Path) -> int:
 
 
 def kill_users(folder: Path) -> None:
-    """Ends every process that has the folder in its command line, and those that descend from it, but not this one; and
-    leaves nothing of those that descend from this one: where nobody reaps for others, as in many containers, they would
-    be zombies for ever. Linux only."""
+    """Kills every process that has the folder in its command line, and their descendants, except this process. Reaps
+    those that descend from this process: in containers without an init they would stay zombies. Linux only."""
     killed: list[int] = []
     with _adopting():
         for pid in _users(folder):
-            with suppress(OSError):  # just gone, or another user's
+            with suppress(OSError):  # it has just ended, or belongs to another user
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
-        for pid in (*killed, *killed):  # the second time those whose parents were among them
-            with suppress(OSError):  # no child of ours, or reaped already
+        for pid in (*killed, *killed):  # the second pass takes processes whose parents the first one killed
+            with suppress(OSError):  # no child of this process, or reaped already
                 _reap(pid)
 
 
 def programs(folder: Path, *, parent: int | None = None) -> Iterator[tuple[int, str]]:
-    """Ids and programs' names of processes that have the folder in their command lines; of a `parent`, its children."""
+    """Ids and names of processes that have the folder in their command lines; only children of `parent`, if given."""
     for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # just gone
+        with suppress(OSError):  # it has just ended
             command = (entry / "cmdline").read_bytes()
             if os.fsencode(folder) in command and parent in (None, _parent(entry)):
                 yield int(entry.name), Path(os.fsdecode(command.partition(b"\0")[0])).name
 
 
 def _parent(entry: Path) -> int:
-    """The parent's id, of a process by its entry in /proc."""
+    """The parent's id, from a process's entry in /proc."""
     return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _users(folder: Path) -> list[int]:
-    """Their descendants, too: Ray's agents have titles in place of their command lines."""
+    """Their descendants, too: Ray's agents replace their command lines by titles."""
     parents: dict[int, int] = {}
     users: set[int] = set()
     for entry in Path("/proc").glob("[0-9]*"):
@@ -109,7 +108,7 @@ def _users(folder: Path) -> list[int]:
 
 @contextmanager
 def _adopting() -> Iterator[None]:
-    """Meanwhile children of children that end become ours."""
+    """While open, orphaned descendants become children of this process."""
     before = adopt_orphans()
     try:
         yield
@@ -118,7 +117,7 @@ def _adopting() -> Iterator[None]:
 
 
 def _reap(pid: int) -> None:
-    """Raises ChildProcessError for what is no child of this process."""
+    """Raises ChildProcessError for a process that is no child of this one."""
     if os.waitpid(pid, os.WNOHANG)[0]:
         return
     end = os.pidfd_open(pid)
@@ -131,13 +130,13 @@ def _reap(pid: int) -> None:
 
 def _sweep(parent: Path) -> None:
     for owned in sorted(parent.glob(f"{PREFIX}*/{OWNED}")):
-        with suppress(OSError):  # in use, another user's, or just gone
+        with suppress(OSError):  # in use, another user's, or just removed
             if owned.parent.lstat().st_uid != os.geteuid():
                 continue
             lock = os.open(owned, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                log.info("%s is what a killed Baton left behind: it is removed", owned.parent)
+                log.info("removing %s, left behind by a killed Baton", owned.parent)
                 shutil.rmtree(owned.parent, ignore_errors=True)
             finally:
                 os.close(lock)

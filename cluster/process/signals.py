@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM: the first asks the process to stop in order, the second to stop now. A hangup only asks."""
+"""Ctrl-C and SIGTERM: the first one stops the process in order, the second one immediately. A hangup counts as the
+first."""
 
 from __future__ import annotations
 
@@ -14,13 +15,12 @@ RAY_THREAD = "ray"
 
 
 class Termination:
-    """SIGTERM to a verb that ends by itself: as Ctrl-C, with what it has so far, but exit code 143. `met`: it came."""
+    """Handles SIGTERM in a verb that ends by itself: like Ctrl-C, with the results so far, but with exit code 143.
+    `met`: it came."""
 
     def __init__(self) -> None:
         self.met = False
-        if (
-            signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        ):  # of a script's background job: Ctrl-C could not be passed on
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a script's background job ignores Ctrl-C; keep that
             signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, self._heed)
 
@@ -29,45 +29,47 @@ class Termination:
         signal.raise_signal(signal.SIGINT)
 
     def code(self, usual: int) -> int:
-        """What the process exits with that would have exited with `usual`."""
+        """The exit code in place of `usual`."""
         return TERMINATED if self.met and usual == INTERRUPTED else usual
 
 
 class StopSignal:
-    """Made on a running event loop, whose signals it takes over."""
+    """Made on a running event loop; takes over its signal handlers."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self.forced = asyncio.Event()
         self._num_signals = 0
         loop = asyncio.get_running_loop()
         for number in INSISTING:
             loop.add_signal_handler(number, self._signalled)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup's wish is respected
-            loop.add_signal_handler(signal.SIGHUP, self.asked.set)  # with Ctrl-C whoever reads the log ends, too
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # keeps nohup's setting
+            loop.add_signal_handler(
+                signal.SIGHUP, self.requested.set
+            )  # Ctrl-C also ends the reader of the log, in a pipeline
 
     def _signalled(self) -> None:
-        self._num_signals += 1  # `asked` may have been set by somebody else, who means the same
-        (self.forced if self._num_signals > 1 else self.asked).set()
+        self._num_signals += 1  # `requested` may have been set by other code, to the same effect
+        (self.forced if self._num_signals > 1 else self.requested).set()
 
     async def before(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Runs `work` until it ends (True) or a stop is asked for (False): then it is cancelled, and has cleaned up
+        """Runs `work` until it ends (True) or a stop is requested (False). Then it is cancelled, and has cleaned up
         when this returns. Raises what `work` raises."""
-        return await _race(work, self.asked)
+        return await _race(work, self.requested)
 
     async def patiently(self, work: Coroutine[Any, Any, None]) -> bool:
-        """As `before`, but only a second request cuts it short."""
+        """Like `before`, but only a second request cuts it short."""
         return await _race(work, self.forced)
 
 
 def stopping(grace_s: float) -> str:
-    """What people are told."""
+    """Printed at the first signal."""
     return f"stopping: running requests have {grace_s:g} s to finish" if grace_s else "stopping: nothing is served yet"
 
 
 def stopped(in_order: bool) -> str:
-    """What people are told last, when no process is left."""
-    return "stopped" if in_order else "stopped at once: what ran was cut off"
+    """Printed last, when no process is left."""
+    return "stopped" if in_order else "stopped immediately: running requests were cut off"
 
 
 async def _race(work: Coroutine[Any, Any, None], event: asyncio.Event) -> bool:

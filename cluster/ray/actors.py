@@ -1,7 +1,7 @@
-"""Ranks on the nodes of a Ray cluster that is not ours: an actor on each node starts their processes there, and carries
-what they send. The processes outlive the actor and Ray: the next supervisor finds them by the node's address.
+"""Ranks on the nodes of a Ray cluster that Baton did not start: an actor on each node starts their processes and relays
+their messages. The processes outlive the actor and Ray: the next supervisor finds them by the node's address.
 
-Ray knows this module by name on every node, so nothing here may reach torch or Ray when it is imported.
+Ray imports this module by name on every node, so importing it must not import torch or Ray.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from protos.wire import error_info, raised
 Result = TypeVar("Result")
 
 CONTACT_S = 5.0
-FIND_S = 1.0  # between two looks for a node that is away
+FIND_S = 1.0  # between two checks whether a lost node is back
 
 
 class NodeActor:
-    """On a node. `run` names the cluster. Errors are results: Ray would wrap what is raised."""
+    """Runs on a node. `run` names the cluster. Errors are returned, as Ray would wrap raised ones."""
 
     def __init__(self, run: str, contact_s: float) -> None:
-        self._folder = short_folder() / f"{PREFIX}{run}-node"  # beside the cluster's own, where this is its machine
+        self._folder = (
+            short_folder() / f"{PREFIX}{run}-node"
+        )  # beside the cluster's own folder if both are on one machine
         self._lock: int | None = None
         self._contact_s = contact_s
         self._links: dict[str, RankLink] = {}
@@ -81,13 +83,13 @@ class NodeActor:
         return link.pid
 
     def _share(self) -> int:
-        """Raises Misconfigured when another user could write in the folder."""
+        """Raises Misconfigured if another user could write in the folder."""
         if self._lock is None:
             self._lock = share(self._folder)
         return self._lock
 
     async def _keep_contact(self) -> None:
-        """Ray ends this process with the supervisor that has made it: as long as it lives, so does the cluster."""
+        """Ray ends this process together with the supervisor that created it: while it runs, so does the cluster."""
         while True:
             for link in self._links.values():
                 link.contact()
@@ -95,7 +97,7 @@ class NodeActor:
 
 
 class RayNode:
-    """A `Host`: one node, by its actor."""
+    """A `Host`: one node, through its actor."""
 
     def __init__(self, address: str, actor: Any, nodes: RayNodes) -> None:
         self.address = address
@@ -121,8 +123,8 @@ class RayNode:
 
 
 class NodeLink:
-    """A `RankConnection`. A lost actor does not mean that the rank is lost: another one is made once Ray has the node
-    again. Meanwhile the rank's health shows whether it lives."""
+    """A `RankConnection`. Losing the actor does not mean that the rank is lost: a new actor is made once Ray has the
+    node again. Meanwhile the rank's health shows whether it lives."""
 
     def __init__(self, name: str, pid: int, node: RayNode, nodes: RayNodes) -> None:
         self._name = name
@@ -135,7 +137,7 @@ class NodeLink:
 
         while True:
             try:
-                told = await self._node.actor.news.remote(self._name)
+                reply = await self._node.actor.news.remote(self._name)
             except RayError:
                 self._nodes.away(self._name, f"Ray has lost the machine {self._node.address}")
                 try:
@@ -143,9 +145,9 @@ class NodeLink:
                 finally:
                     self._nodes.away(self._name, "")
                 continue
-            if isinstance(told, ErrorInfo):
-                raise raised(told)
-            events: Sequence[Event] = told
+            if isinstance(reply, ErrorInfo):
+                raise raised(reply)
+            events: Sequence[Event] = reply
             return events
 
     async def stop(self) -> None:
@@ -163,15 +165,15 @@ class NodeLink:
                 await asyncio.sleep(FIND_S)
                 self._node = await self._nodes.at(self._node.address)
                 with suppress(RayError):
-                    told = await self._node.actor.attach.remote(self._name, self._pid)
-                    if isinstance(told, ErrorInfo):
-                        raise raised(told)
+                    reply = await self._node.actor.attach.remote(self._name, self._pid)
+                    if isinstance(reply, ErrorInfo):
+                        raise raised(reply)
                     return
 
 
 class RayNodes:
-    """The nodes of a Ray that runs, with an actor on each that is used. `away` is called with the name of a rank whose
-    node Ray has lost, and why it is not followed; with "" when it is again."""
+    """The nodes of a running Ray, with an actor on each node in use. `away` is called with the name of a rank whose
+    node Ray has lost, and the reason; with "" when the node is back."""
 
     def __init__(
         self, machines: Machines, run: str, contact_s: float, away: Callable[[str, str], None] = lambda *_: None
@@ -184,20 +186,20 @@ class RayNodes:
         self._making = asyncio.Lock()
 
     async def of(self, node_id: str) -> RayNode:
-        """Raises WorkerLost for a node that has gone."""
+        """Raises WorkerLost if the node is gone."""
         for known, address in await self._alive():
             if known == node_id:
                 return RayNode(address, await self._actor(node_id), self)
-        raise WorkerLost("the machine where it had a place has left Ray")
+        raise WorkerLost("the worker's machine has left Ray")
 
     async def at(self, address: str) -> RayNode:
-        """Waits until Ray has a node with this address. Raises WorkerLost when it has had none for so long that the
-        ranks there have ended by themselves."""
+        """Waits until Ray has a node with this address. Raises WorkerLost if it has had none for so long that the ranks
+        there have ended by themselves."""
         from ray.exceptions import RayError
 
         async with self.in_time(address):
             while True:
-                with suppress(WorkerLost, RayError):  # Ray does not know its nodes, or loses this one meanwhile
+                with suppress(WorkerLost, RayError):  # Ray has not listed its nodes yet, or loses this one meanwhile
                     for node_id, known in await self._alive():
                         if known == address:
                             return RayNode(address, await self._actor(node_id), self)
@@ -205,7 +207,7 @@ class RayNodes:
 
     @asynccontextmanager
     async def in_time(self, address: str) -> AsyncIterator[None]:
-        """Raises WorkerLost when the ranks on the node have had no contact for so long that they have ended."""
+        """Raises WorkerLost if the ranks on the node have had no contact for so long that they have ended."""
         limit_s = self._contact_s + CONTACT_S
         try:
             async with asyncio.timeout(limit_s):
@@ -214,13 +216,13 @@ class RayNodes:
             raise WorkerLost(f"Ray has not had the machine {address} for {limit_s:g} s") from None
 
     async def _alive(self) -> list[tuple[str, str]]:
-        """Raises WorkerLost when Ray does not know its nodes."""
+        """Raises WorkerLost if Ray cannot list its nodes."""
         import ray
 
         try:
             nodes = await self._machines.call(ray.nodes)
-        except Exception as error:  # Ray raises bare ones
-            raise WorkerLost(f"Ray does not know its nodes: {_last_line(error)}") from error
+        except Exception as error:  # Ray raises plain Exceptions
+            raise WorkerLost(f"Ray cannot list its nodes: {_last_line(error)}") from error
         return [(str(node["NodeID"]), str(node["NodeManagerAddress"])) for node in nodes if node["Alive"]]
 
     async def _actor(self, node_id: str) -> Any:
@@ -248,7 +250,7 @@ class RayNodes:
 
 
 def _unknown(pid: int) -> int | None:
-    """How a process ended that is no child of the actor's."""
+    """The exit status of a process that is no child of the actor's."""
     return None
 
 
@@ -259,17 +261,17 @@ async def _returned(work: Awaitable[Result]) -> Result | ErrorInfo:
         return error_info(error if isinstance(error, BatonError) else WorkerLost(str(error)))
 
 
-async def _result(asked: Awaitable[Any]) -> Any:
-    """Raises the BatonError that the actor has returned, and WorkerLost when it is gone."""
+async def _result(call: Awaitable[Any]) -> Any:
+    """Raises the BatonError that the actor returned, or WorkerLost if the actor is gone."""
     from ray.exceptions import RayError
 
     try:
-        told = await asked
+        reply = await call
     except RayError as error:
         raise WorkerLost(f"Ray has lost the machine of its process: {_last_line(error)}") from error
-    if isinstance(told, ErrorInfo):
-        raise raised(told)
-    return told
+    if isinstance(reply, ErrorInfo):
+        raise raised(reply)
+    return reply
 
 
 def _last_line(error: Exception) -> str:

@@ -18,60 +18,60 @@ LOOPBACK = "127.0.0.1"
 
 
 class RankConnection(Protocol):
-    """To one rank's process, which outlives it."""
+    """The connection to one rank's process, which outlives it."""
 
     async def news(self) -> Sequence[Event]:
-        """What the rank sends next. Raises WorkerLost when its process has ended."""
+        """The rank's next events. Raises WorkerLost if its process has ended."""
         ...
 
     async def stop(self) -> None:
-        """Asks the process to end, and returns when it has."""
+        """Requests the process to end, and returns when it has."""
         ...
 
     async def close(self) -> None:
-        """Ends the process at once, if it has not ended yet. Raises nothing."""
+        """Kills the process if it has not ended yet. Raises nothing."""
         ...
 
 
 class Host(Protocol):
     """One machine. `start`, `order` and `attach` raise WorkerLost for a process that cannot be started or has ended;
-    `meeting_place` raises it when the machine is lost, and `end` raises nothing."""
+    `meeting_place` raises it if the machine is lost. `end` raises nothing."""
 
     @property
     def address(self) -> str:
-        """What Ray calls the machine; "" of the one that everything runs on."""
+        """Ray's name for the machine; "" for the machine of the supervisor."""
         ...
 
     async def meeting_place(self) -> tuple[str, int]:
-        """What other ranks reach this machine by, and a port that is free."""
+        """An address of this machine that other ranks reach, and a free port."""
         ...
 
     async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
-        """A rank's process, which waits for its orders. `environment` is what differs from this machine's; `leader` is
-        the name of the worker's rank 0, with which the others end, and "" of itself."""
+        """Starts a rank's process, which waits for its spec. `environment`: variables that differ from this machine's.
+        `leader`: the name of the worker's rank 0, with which the other ranks end; "" for rank 0."""
         ...
 
     async def order(self, name: str, pid: int, orders: RankSpec) -> RankConnection: ...
 
     async def attach(self, name: str, pid: int) -> RankConnection:
-        """To a rank that has its orders."""
+        """Connects to a rank that has its spec."""
         ...
 
     async def end(self, name: str, pid: int) -> None:
-        """Ends at once a rank's process that has no link, and removes its files. `pid` is 0 where it is not known."""
+        """Kills a rank's process that has no link, and removes its files. `pid` is 0 if unknown."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlace:
-    """Where a worker's ranks run; `devices` are the GPUs of each rank, as CUDA_VISIBLE_DEVICES names them."""
+    """The machine of each rank of a worker; `devices`: the GPUs of each rank, as in CUDA_VISIBLE_DEVICES."""
 
     host: Host
     devices: tuple[str, ...] = ()
 
 
 class ThisMachine:
-    """`folder` is the cluster's, and `lock` a file in it that the cluster holds as long as it lives."""
+    """`folder` is the cluster's; `lock` is a file in it that the cluster locks while it lives."""
 
     address = ""
 
@@ -107,5 +107,5 @@ def free_port(address: str) -> int:
 
 
 def ours(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what concerns Ray, its token above all: a rank has nothing to do with it."""
+    """The environment without Ray's variables, above all its token, which a rank does not need."""
     return {name: value for name, value in environment.items() if not name.startswith("RAY_")}

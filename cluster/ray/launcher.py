@@ -1,8 +1,8 @@
-"""Carries a plan out: a place for the worker, a process for each rank, and what they send as one stream.
+"""Launches a worker: reserves a place, starts a process for each rank, and joins their events in one stream.
 
-launch ─▶ place ─▶ processes ─▶ orders, with where rank 0 meets the others ─▶ events ...
-adopt ──▶ the processes that run already ─────────────────────────────────▶ events ...
-closed, or a rank is gone ─▶ a polite stop, if all are there ─▶ every process killed, place given back
+launch ─▶ place ─▶ processes ─▶ specs, with the address of rank 0 ─▶ events ...
+adopt ──▶ the processes that run already ──────────────────────────▶ events ...
+closed, or a rank is gone ─▶ a stop in order, if all are there ─▶ every process killed, place released
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True, eq=False)
 class Processes:
-    """The processes of a worker that may exist, by their names, with their ids (0: not known) and the links to them."""
+    """The processes of a worker that may exist: their names, ids (0: unknown) and links."""
 
     host: Host | None = None
     pids: dict[str, int] = field(default_factory=dict)
     links: dict[str, RankConnection] = field(default_factory=dict)
 
     def in_order(self) -> list[RankConnection]:
-        """Of rank 0 first."""
+        """Links, rank 0 first."""
         return [self.links[name] for name in self.pids]
 
     async def end(self) -> None:
-        """Also those that no link was made to."""
+        """All processes, also those without a link."""
         closing = [link.close() for link in self.links.values()]
         if self.host is not None:
             closing += [self.host.end(name, pid) for name, pid in self.pids.items() if name not in self.links]
@@ -57,11 +57,11 @@ class Processes:
 
 
 class WorkerPlaces(Protocol):
-    """Shares of machines, set aside for workers."""
+    """Reserves shares of machines for workers."""
 
     @property
     def trouble(self) -> str:
-        """Why no share can be set aside at present; "" if it can."""
+        """Why no share can be reserved at present; "" if it can."""
         ...
 
     async def take(self, plan: WorkerPlan) -> WorkerPlace:
@@ -73,29 +73,29 @@ class WorkerPlaces(Protocol):
         ...
 
     async def give_back(self, plan: WorkerPlan) -> None:
-        """Of a worker that is gone, and may be started again. Never fails."""
+        """Releases the place of a worker that has ended and may be started again. Never fails."""
         ...
 
     async def release(self, worker_id: str) -> None:
-        """Of a worker that will not be started again. Never fails."""
+        """Releases the place of a worker that will not be started again. Never fails."""
         ...
 
 
 class RankLauncher:
-    """One for a cluster. Every process it starts or finds is killed when its worker's stream ends or is closed.
+    """One for each cluster. Every process that it starts or finds is killed when its worker's stream ends or is closed.
 
     `record` is called before a process is started, and when more is known of it.
     """
 
     def __init__(self, config: ClusterConfig, places: WorkerPlaces, record: Callable[[LivingWorker], None]) -> None:
         self._config = config
-        # A rank's process may have a working directory of its own.
+        # A rank's process may run in another working directory.
         self._worker = replace(config.worker, model=str(Path(config.worker.model).absolute()))
         self._places = places
         self._record = record
 
     async def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]:
-        """What rank 0 sends, and what any rank logs. Raises the BatonError that the worker ended with."""
+        """Yields rank 0's events, and log records of all ranks. Raises the BatonError with which the worker ended."""
         processes = Processes()
         try:
             placing = asyncio.ensure_future(self._places.take(plan))
@@ -123,7 +123,7 @@ class RankLauncher:
             await _in_full(self._end(plan, processes))
 
     async def adopt(self, plan: WorkerPlan, living: LivingWorker) -> AsyncGenerator[Event, None]:
-        """As `launch`, of a worker whose processes run. The first event is its present state."""
+        """Like `launch`, for a worker whose processes run. The first event is its present state."""
         processes = Processes(pids=dict(zip(living.names, living.pids or (0,) * len(living.names), strict=True)))
         try:
             host = processes.host = (await self._places.retake(plan, living)).host
@@ -142,7 +142,7 @@ class RankLauncher:
         await self._places.release(worker_id)
 
     async def _follow(self, plan: WorkerPlan, links: Sequence[RankConnection]) -> AsyncGenerator[Event, None]:
-        """Stops the ranks politely if none of them has broken."""
+        """Stops the ranks in order if none has failed."""
         intact = True
         try:
             async with aclosing(merged(plan.worker_id, links)) as events:
@@ -166,15 +166,15 @@ class RankLauncher:
     async def _start_in_time(
         self, plan: WorkerPlan, living: LivingWorker, place: WorkerPlace, processes: Processes
     ) -> None:
-        """Raises WorkerLost when there is room for the processes and they do not come up."""
+        """Raises WorkerLost if the processes do not start although there is room."""
         try:
             async with asyncio.timeout(START_S):
                 await self._start(plan, living, place, processes)
         except TimeoutError:
-            raise WorkerLost(f"its processes did not come up within {START_S:g} s") from None
+            raise WorkerLost(f"its processes did not start within {START_S:g} s") from None
 
     async def _start(self, plan: WorkerPlan, living: LivingWorker, place: WorkerPlace, processes: Processes) -> None:
-        """Notes each process in `processes` as soon as it may exist, and each link as soon as it is made."""
+        """Adds each process to `processes` before it is started, and each link when it is made."""
         host = processes.host = place.host
         threads = {name: str(plan.num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         environments = [
@@ -205,8 +205,8 @@ class RankLauncher:
             for rank, (address, _) in enumerate(meeting_places)
         )  # fmt: skip
         await _all([order(name, pid, own) for name, pid, own in zip(living.names, pids, orders, strict=True)])
-        told = ", ".join(map(str, pids))
-        log.info("%s: runs in process %s", plan.worker_id, told, extra={"worker": plan.worker_id})
+        shown = ", ".join(map(str, pids))
+        log.info("%s: runs in process %s", plan.worker_id, shown, extra={"worker": plan.worker_id})
 
     def _orders(self, plan: WorkerPlan, rank_id: RankId) -> RankSpec:
         config = self._config
@@ -222,7 +222,7 @@ class RankLauncher:
 
 
 async def merged(worker_id: str, ranks: Sequence[RankConnection]) -> AsyncGenerator[Event, None]:
-    """Ends with rank 0. Raises what the first rank to break broke of, or a better reason that another one has."""
+    """Ends with rank 0. Raises the first rank's error, or a more specific one of another rank."""
     arrived: asyncio.Queue[Event | asyncio.Task[BatonError | None]] = asyncio.Queue()
 
     async def pump(number: int, rank: RankConnection) -> BatonError | None:
@@ -230,10 +230,10 @@ async def merged(worker_id: str, ranks: Sequence[RankConnection]) -> AsyncGenera
             try:
                 events = await rank.news()
             except WorkerLost as error:
-                told = error.message
+                message = error.message
                 if len(ranks) > 1:
-                    told = told.replace("its process", f"the process of rank {number} of {worker_id}", 1)
-                return WorkerLost(told)
+                    message = message.replace("its process", f"the process of rank {number} of {worker_id}", 1)
+                return WorkerLost(message)
             for event in events:
                 if isinstance(event, Ended):
                     return raised(event.error) if event.error is not None else None
@@ -260,13 +260,13 @@ async def merged(worker_id: str, ranks: Sequence[RankConnection]) -> AsyncGenera
 
 
 def _most_telling(errors: Sequence[BatonError | None]) -> BatonError:
-    """That another rank is lost says least; that the settings are wrong says most."""
+    """Ranks reasons: "another rank is lost" is the least specific, wrong settings the most."""
     known = [error for error in errors if error is not None]
     return min(known, key=lambda error: (not isinstance(error, Misconfigured), isinstance(error, WorkerLost)))
 
 
 async def _all(work: Sequence[Awaitable[Result]]) -> list[Result]:
-    """Raises the first error when all have ended, so that none goes on unseen."""
+    """Raises the first error once all have ended."""
     ended = await asyncio.gather(*work, return_exceptions=True)
     for one in ended:
         if isinstance(one, BaseException):
@@ -275,7 +275,7 @@ async def _all(work: Sequence[Awaitable[Result]]) -> list[Result]:
 
 
 async def _in_full(work: Coroutine[Any, Any, None]) -> None:
-    """Also where the caller is cancelled meanwhile, once or more: then the cancellation comes afterwards."""
+    """Completes even if the caller is cancelled; the cancellation is raised afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

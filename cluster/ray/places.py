@@ -1,5 +1,5 @@
-"""Shares of machines that Ray sets aside for workers: a placement group each. On one machine a worker keeps its place
-over its lives, and over Ray's: a successor is started there also while Ray is away."""
+"""Shares of machines that Ray reserves for workers, as placement groups. On one machine a worker keeps its place over
+its restarts and Ray's: a successor can start there while Ray is away."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from protos.errors import WorkerLost
 
 log = logging.getLogger("baton.cluster")
 
-PINNED = 0.001  # of the resource by which Ray names a node
+PINNED = 0.001  # of the custom resource by which Ray identifies a node
 
 
 @dataclass(slots=True, eq=False)
 class MachineShare:
-    """What Ray has set aside: a group for the worker, or one for each rank where certain GPUs are needed."""
+    """A reservation in Ray: a group for the worker, or one for each rank if certain GPUs are needed."""
 
     groups: list[Any] = field(default_factory=list)
     devices: tuple[str, ...] = ()
 
 
 class OneMachine:
-    """Everything runs on this machine. `known` are the GPUs that workers have from an earlier life of this process."""
+    """Everything runs on this machine. `known`: GPUs that workers got from an earlier supervisor."""
 
     trouble = "Ray is being started"
 
@@ -43,12 +43,12 @@ class OneMachine:
         self._shares: asyncio.Future[RayShares] = asyncio.get_running_loop().create_future()
 
     def use(self, shares: RayShares) -> None:
-        """Ray is there."""
+        """Called when Ray is available."""
         self.trouble = ""
         self._shares.set_result(shares)
 
     async def keep(self, plans: Sequence[WorkerPlan]) -> None:
-        """Sets aside anew what workers have from an earlier Ray."""
+        """Reserves again what workers had in an earlier Ray."""
         shares = await asyncio.shield(self._shares)
         for plan in plans:
             if plan.worker_id in self._devices:
@@ -64,7 +64,7 @@ class OneMachine:
         return WorkerPlace(host=self._host, devices=living.devices)
 
     async def give_back(self, plan: WorkerPlan) -> None:
-        """It is kept for the next life of the worker."""
+        """Keeps the place for the worker's next incarnation."""
 
     async def release(self, worker_id: str) -> None:
         self._devices.pop(worker_id, None)
@@ -73,7 +73,7 @@ class OneMachine:
 
 
 class ManyMachines:
-    """Nodes of a Ray that is not ours: nothing is set aside while Ray is away."""
+    """Nodes of a Ray cluster that Baton did not start: nothing is reserved while Ray is away."""
 
     trouble = "Ray is not there"
 
@@ -81,7 +81,7 @@ class ManyMachines:
         self._ray: asyncio.Future[tuple[RayShares, RayNodes]] = asyncio.get_running_loop().create_future()
 
     def use(self, shares: RayShares, nodes: RayNodes) -> None:
-        """Ray is there."""
+        """Called when Ray is available."""
         self.trouble = ""
         self._ray.set_result((shares, nodes))
 
@@ -102,32 +102,32 @@ class ManyMachines:
             await shares.give_back(plan.worker_id)
 
     async def release(self, worker_id: str) -> None:
-        """Given back with the end of its last life."""
+        """The place was released with the last incarnation."""
 
 
 async def _keep(shares: RayShares, plan: WorkerPlan, devices: tuple[str, ...], node: str = "") -> None:
-    """Sets aside what a worker has already, or warns: the worker serves on either way."""
+    """Reserves the place of a running worker, or warns: the worker serves either way."""
     why = ""
     try:
         if await shares.take_devices(plan, devices, node):
             return
-    except Exception as error:  # Ray raises bare ones
+    except Exception as error:  # Ray raises plain Exceptions
         why = f": {type(error).__name__}: {error}"
     log.warning(
-        "worker %s: Ray could not set aside what it has (GPUs: %s): other programs may be given the same%s",
+        "worker %s: Ray could not reserve what it has (GPUs: %s): Ray may give the same to other programs%s",
         plan.worker_id, ", ".join(devices) or "none", why,
     )  # fmt: skip
 
 
 class RayShares:
-    """Placement groups of a Ray that runs."""
+    """Placement groups of a running Ray."""
 
     def __init__(self, machines: Machines) -> None:
         self._machines = machines
         self._shares: dict[str, MachineShare] = {}
 
     async def take(self, plan: WorkerPlan) -> tuple[str, ...]:
-        """Waits until there is room; the GPUs of each rank. Raises WorkerLost when Ray fails."""
+        """Waits until there is room. Returns the GPUs of each rank. Raises WorkerLost if Ray fails."""
         bundles = plan.bundles()
         group = await self._group(bundles, plan.worker_id)
         share = self._shares[plan.worker_id] = MachineShare(groups=[group])
@@ -135,7 +135,7 @@ class RayShares:
             await _ready(group)
             if plan.gpus_per_rank:
                 share.devices = await _devices(group, bundles)
-        except BaseException:  # also when the caller waits no longer
+        except BaseException:  # also if the caller was cancelled
             if self._shares.get(plan.worker_id) is share:
                 del self._shares[plan.worker_id]
             await self._remove([group])
@@ -143,8 +143,8 @@ class RayShares:
         return share.devices
 
     async def take_devices(self, plan: WorkerPlan, devices: tuple[str, ...], node: str = "") -> bool:
-        """Sets aside what a worker has already; whether Ray has given exactly its GPUs. Ray gives whichever are free:
-        others are put aside until it has given the right one."""
+        """Reserves the GPUs that a worker has already. Returns whether Ray gave exactly these. Ray gives any free GPU,
+        so others are held until it has given the right one."""
         share = self._shares[plan.worker_id] = MachineShare(devices=devices)
         pinned = {f"node:{node}": PINNED} if node else {}
         aside: dict[str, Any] = {}
@@ -171,7 +171,7 @@ class RayShares:
             await self._remove(share.groups)
 
     async def node_id(self, worker_id: str) -> str:
-        """Of the machine where the worker has its place."""
+        """Pins the reservation to the worker's machine."""
         from ray.util.placement_group import placement_group_table
 
         [group] = self._shares[worker_id].groups
@@ -192,7 +192,7 @@ class RayShares:
                 await self._machines.call(partial(remove_placement_group, group))
 
 
-ROOM_S = 10.0  # for a group that fits where its worker is already
+ROOM_S = 10.0  # for a group that fits where its worker runs already
 
 
 async def _ready(group: Any) -> None:
@@ -214,7 +214,7 @@ async def _ready_now(group: Any) -> bool:
 
 
 async def _devices(group: Any, bundles: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
-    """The GPUs of each bundle, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs of each bundle, as in CUDA_VISIBLE_DEVICES."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -236,5 +236,5 @@ async def _devices(group: Any, bundles: Sequence[Mapping[str, float]]) -> tuple[
 
 
 def _visible_devices() -> str:
-    """On the node, in a process of Ray's."""
+    """Runs on the node, in a process of Ray's."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")

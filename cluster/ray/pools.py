@@ -1,5 +1,5 @@
-"""The workers of a deployment, as the process sees them that serves or announces them: their supervisor is a process of
-its own, which this one starts, and starts again with the workers that live.
+"""The workers of a deployment, as the serving process sees them. Their supervisor runs in a process of its own, which
+this process starts, and restarts while workers keep running.
 
 spawn the supervisor ─▶ Planned ─▶ Viewed, WorkerJoined ... ─▶ it has ended: spawn the next one, which adopts them
 """
@@ -54,19 +54,19 @@ from router.fleet.successors import Successor
 log = logging.getLogger("baton.cluster")
 
 PROGRAM = "from cluster.ray.supervisor_process import main; main()"
-RAY_TITLE = b"ray::"  # of what Ray's raylet has started
-START_TRIES = 3  # of a Ray that never came up
-STOP_S = 40.0  # for every worker's polite end, and Ray's
-MAX_PAUSE_S = 5.0  # before a supervisor that ends again and again is started anew
+RAY_TITLE = b"ray::"  # of processes that Ray's raylet started
+START_TRIES = 3  # of a Ray that never started
+STOP_S = 40.0  # for the stop of all workers and of Ray
+MAX_PAUSE_S = 5.0  # before a supervisor that keeps ending is started again
 TICK_S = 1.0
 PING_S = 2.0
 DOUBT_UNANSWERED = 2
-MAX_UNANSWERED = 15  # patience: no request waits for a supervisor, and importing Ray takes seconds
+MAX_UNANSWERED = 15  # the supervisor's times are generous: no request waits for it, and importing Ray takes seconds
 MAX_SAID_LINES = 20
 
 
 class Pools:
-    """`prepare` at any time, then `start`, `ready`, `wait`; `stop` undoes whatever was done, in any state."""
+    """Call `prepare` at any time, then `start`, `ready`, `wait`. `stop` undoes everything, in any state."""
 
     def __init__(self, config: ClusterConfig, bars: Bars) -> None:
         self._config = config
@@ -84,7 +84,7 @@ class Pools:
         self._statuses: dict[int, int] = {}  # of ranks that ended while there was no supervisor
         self._steps: dict[str, Callable[[], None]] = {}
         self._error: BatonError | None = None
-        self._away: tuple[str, float] | None = None  # why, and since when, a lost worker may not be started again
+        self._away: tuple[str, float] | None = None  # why a lost worker may not be restarted, and since when
         self._announced_trouble = ""
         self._changed = Changed()
         self._num_unanswered = 0
@@ -96,7 +96,7 @@ class Pools:
         self.plans: Sequence[WorkerPlan] = ()
 
     async def prepare(self) -> None:
-        """Starts the supervisor, and with it Ray: seconds. Raises Misconfigured, Unavailable."""
+        """Starts the supervisor, and with it Ray, in seconds. Raises Misconfigured, Unavailable."""
         self._scratch = Scratch(short_folder())
         adopt_orphans()
         self._tasks = [asyncio.create_task(self._keep_alive(), name="supervisor"), asyncio.create_task(self._tick())]
@@ -115,28 +115,31 @@ class Pools:
         await self._until(lambda: len(self._serving()) == len(self.plans))
 
     async def wait(self) -> None:
-        """Until `stop`; raises the BatonError of a worker that will never start."""
+        """Runs until `stop`; raises the BatonError of a worker that will never start."""
         assert self._tasks, "prepare() comes first"
         await asyncio.shield(self._tasks[0])
 
     @property
     def trouble(self) -> str:
-        """Why a lost worker may not be started again at present; "" when it would be."""
+        """Why a lost worker may not be restarted at present; "" if it would be."""
         if self._away is None:
             if self._num_unanswered <= DOUBT_UNANSWERED or self._channel is None:
                 return ""
             silent_s = (self._num_unanswered - 1) * PING_S
-            return f"the supervisor has not answered for {silent_s:.0f} s: workers serve on; a lost worker has to wait"
+            return (
+                f"the supervisor has not answered for {silent_s:.0f} s: workers keep serving; a lost worker is not "
+                "restarted"
+            )
         reason, since_s = self._away
         kept = "a lost worker is started again where it was" if not self._config.ray.address else (
             "a lost worker is not started again before it is back"
         )  # fmt: skip
-        return f"{reason} (for {time.monotonic() - since_s:.0f} s): workers serve on; {kept}"
+        return f"{reason} (for {time.monotonic() - since_s:.0f} s): workers keep serving; {kept}"
 
     async def resize(self, pools: PoolsConfig) -> None:
-        """Starts workers, or drains and ends some, until there are as many as `pools` says. Raises Misconfigured where
-        the machines cannot hold them, Unavailable where there is no supervisor or no Ray, and the BatonError of a new
-        worker that will never start."""
+        """Starts or drains workers until their numbers are those of `pools`. Raises Misconfigured if the machines
+        cannot hold them, Unavailable without a supervisor or Ray, and the BatonError of a new worker that will never
+        start."""
         if self._channel is None or not self.plans:
             raise Unavailable("there is no supervisor at present: try again later")
         self._resized = None
@@ -148,7 +151,7 @@ class Pools:
             raise raised(self._resized.error)
 
     async def drain(self, grace_s: float) -> None:
-        """No new work for any worker; returns when what runs has finished, at the latest after `grace_s`."""
+        """Gives no worker new work. Returns when running requests have finished, or after `grace_s`."""
         if self._channel is None or not self._views:
             return
         self._drained = False
@@ -158,7 +161,7 @@ class Pools:
                 await self._until(lambda: self._drained or self._channel is None)
 
     async def stop(self) -> None:
-        """Ends the workers and Ray; cancelled, it leaves that to `end`."""
+        """Ends the workers and Ray; if cancelled, it leaves that to `end`."""
         self._stopping = True
         if self._channel is not None:
             self._channel.send(StopWorkers())
@@ -167,7 +170,7 @@ class Pools:
                     await asyncio.wait(self._tasks[:1])
 
     async def end(self) -> None:
-        """The last: no process of ours is left on this machine after it."""
+        """Must run last: it leaves no process of this cluster on the machine."""
         self._stopping = True
         for task in self._tasks:
             task.cancel()
@@ -202,12 +205,12 @@ class Pools:
             await asyncio.sleep(pause_s)
 
     async def _live(self) -> str:
-        """One life of the supervisor's process; why it has ended."""
+        """One life of the supervisor's process. Returns why it ended."""
         assert self._scratch is not None
-        folder, said = self._scratch.path, self._scratch.path / "supervisor.err"
+        folder, stderr = self._scratch.path, self._scratch.path / "supervisor.err"
         try:
-            process, ours = await _spawn(said)
-        except OSError as error:  # too little memory, or too many processes or open files: for now
+            process, ours = await _spawn(stderr)
+        except OSError as error:  # too little memory, or too many processes or open files at the moment
             reason = f"the supervisor could not be started: {error}"
             self._note_away(reason)
             await self._announce_trouble()
@@ -232,7 +235,7 @@ class Pools:
         try:
             await asyncio.wait([ended, beating], return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
-                await following  # what it said before
+                await following  # the messages it sent before
         finally:
             for task in (following, beating):
                 task.cancel()
@@ -243,7 +246,7 @@ class Pools:
             self._channel = None
             await channel.close()
             self._changed.notify()
-        reason = self._lost(process.returncode or 0, said, before)
+        reason = self._lost(process.returncode or 0, stderr, before)
         await self._announce_trouble()
         await asyncio.to_thread(self._end_ray, folder)
         return reason
@@ -254,15 +257,15 @@ class Pools:
             self._reaper.kill_strays(RAY_TITLE)
             shutil.rmtree(folder / OURS, ignore_errors=True)
 
-    def _lost(self, code: int, said: Path, before: tuple[str, float] | None) -> str:
-        """Notes that there is no supervisor; why."""
+    def _lost(self, code: int, stderr: Path, before: tuple[str, float] | None) -> str:
+        """Records that there is no supervisor, and returns why."""
         if self._away is not None and self._away is not before:
-            return self._away[0]  # it has said so
+            return self._away[0]  # the supervisor has sent the reason
         how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         if self._num_unanswered >= MAX_UNANSWERED:
             how = f"killed: it had not answered for {MAX_UNANSWERED * PING_S:g} s"
-        elif code != -9 and (lines := said.read_text(errors="replace").strip().splitlines()):
-            log.warning("the supervisor's last words:\n%s", "\n".join(lines[-MAX_SAID_LINES:]))
+        elif code != -9 and (lines := stderr.read_text(errors="replace").strip().splitlines()):
+            log.warning("the last lines of the supervisor's stderr:\n%s", "\n".join(lines[-MAX_SAID_LINES:]))
         reason = f"the supervisor was {how}" if code < 0 else f"the supervisor {how}"
         self._note_away(reason)
         return reason
@@ -272,7 +275,7 @@ class Pools:
             self._away = (reason, self._away[1] if self._away is not None else time.monotonic())
 
     async def _watch_answers(self, channel: MessageChannel) -> None:
-        """Returns when a supervisor that has begun does not answer any more: its event loop stands still."""
+        """Returns when a supervisor that has begun no longer answers: its event loop hangs."""
         while self._num_unanswered < MAX_UNANSWERED:
             await asyncio.sleep(PING_S)
             if self._has_begun:
@@ -284,8 +287,8 @@ class Pools:
             self._has_begun = True
             try:
                 await self._handle(message)
-            except Exception:  # a supervisor that is not read from seems to hang, and would be killed
-                log.exception("what the supervisor has sent could not be acted on: %s", type(message).__name__)
+            except Exception:  # the supervisor would block on a full socket, seem to hang, and be killed
+                log.exception("a message of the supervisor could not be handled: %s", type(message).__name__)
             self._changed.notify()
 
     async def _handle(self, message: object) -> None:
@@ -359,7 +362,7 @@ class Pools:
             self._away = (reason, time.monotonic()) if reason else None
             return
         if not reason and self._away is not None:
-            log.info("Ray is there, and every worker has its place in it")
+            log.info("Ray is available, and every worker has its place in it")
             self._away = None
         elif reason and (self._away is None or self._away[0] != reason):
             self._away = (reason, self._away[1] if self._away is not None else time.monotonic())
@@ -378,7 +381,7 @@ class Pools:
             try:
                 self._reaper.reap_strays()
                 await self._announce_trouble()
-            except Exception:  # the next turn tries again
+            except Exception:  # the next iteration tries again
                 log.exception("ended processes could not be reaped, or what is wrong could not be announced")
             await asyncio.sleep(TICK_S)
 
@@ -392,7 +395,7 @@ class Pools:
         return [view for view in self._views.values() if view.life.state is LifeState.SERVING]
 
     async def _until(self, holds: Callable[[], bool]) -> None:
-        """Raises the BatonError that everything ended with."""
+        """Raises the BatonError with which everything ended."""
         while not holds():
             turn = asyncio.ensure_future(self._changed.wait())
             await asyncio.wait([turn, self._tasks[0]], return_when=asyncio.FIRST_COMPLETED)
@@ -402,11 +405,12 @@ class Pools:
                 return
 
 
-async def _spawn(said: Path) -> tuple[asyncio.subprocess.Process, socket.socket]:
-    """A supervisor's process, which writes its errors to `said`, and our end of the channel to it. Raises OSError."""
+async def _spawn(stderr: Path) -> tuple[asyncio.subprocess.Process, socket.socket]:
+    """Starts a supervisor's process, which writes its errors to `stderr`. Returns it with our end of the channel.
+    Raises OSError."""
     ours, theirs = socket.socketpair()
     try:
-        with theirs, said.open("wb") as errors:
+        with theirs, stderr.open("wb") as errors:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", PROGRAM, str(theirs.fileno()), pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True,

@@ -1,4 +1,5 @@
-"""Is anybody there? Asked before Ray is, which tries for minutes, in C++, and cannot be interrupted."""
+"""Checks that a Ray listens at an address before Ray's library tries, which takes minutes in C++ and cannot be
+interrupted."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ TIMEOUT_S = 5.0
 
 
 async def check_answers(address: str, timeout_s: float = TIMEOUT_S) -> None:
-    """Raises Misconfigured when nobody listens at `address` (host:port, ray://host:port, or auto, which RAY_ADDRESS may
-    say more of)."""
+    """Raises Misconfigured if no process listens at `address` (host:port, ray://host:port, or auto; RAY_ADDRESS
+    overrides auto)."""
     named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
     if not named or named == "auto":
-        return  # Ray looks for one on this machine, and says at once that there is none
+        return  # Ray searches this machine, and fails immediately if there is none
     host, port = _endpoint(named)
     try:
         async with asyncio.timeout(timeout_s):
@@ -29,8 +30,8 @@ async def check_answers(address: str, timeout_s: float = TIMEOUT_S) -> None:
 
 
 def reason_of(error: OSError) -> str:
-    """In words alone: neither Python's numbers nor the addresses that were tried."""
-    if error.errno is None or error.errno <= 0:  # a name that is not known, or several addresses
+    """The reason in words, without Python's error numbers and the addresses tried."""
+    if error.errno is None or error.errno <= 0:  # an unknown host name, or several addresses
         return error.strerror or str(error)
     return os.strerror(error.errno)
 
@@ -45,7 +46,7 @@ def _endpoint(address: str) -> tuple[str, int]:
         parts = urlsplit(address if "://" in address else f"ray://{address}")
         if parts.scheme == "ray" and parts.hostname and parts.port:
             return parts.hostname, parts.port
-    except ValueError:  # the port is no number
+    except ValueError:  # the port is not a number
         pass
     raise Misconfigured(
         f"ray.address is {address!r}: expected host:port, ray://host:port, or auto; correct --ray-address",

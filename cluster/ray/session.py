@@ -1,7 +1,7 @@
-"""Ray itself: a private one for this machine, started and stopped with its supervisor, or one that runs already.
+"""A Ray session: a private Ray for this machine, started and stopped with its supervisor, or one that runs already.
 
-A private Ray listens on the loopback interface only, asks for a token that its own processes alone have, and keeps its
-files in a folder of its own, which goes with it.
+A private Ray listens on the loopback interface only, requires a token that only its own processes have, and keeps its
+files in a folder of its own, which is removed with it.
 """
 
 from __future__ import annotations
@@ -31,47 +31,47 @@ log = logging.getLogger("baton.cluster")
 
 Result = TypeVar("Result")
 
-OBJECT_STORE_BYTES = 100 * 2**20  # nothing travels through it; Ray wants at least 75 MB
-STOP_S = 10.0  # a Ray that has started ends within one or two
-LOOK_S = 0.5  # between two looks for what has ended of a Ray that is being started
-GIVE_UP_S = 1.0  # for one that is still starting, and was killed
-PROBE_S = 1.0  # between two connections to a Ray that is not ours
+OBJECT_STORE_BYTES = 100 * 2**20  # no data passes through it; Ray requires at least 75 MB
+STOP_S = 10.0  # a started Ray ends within one or two
+LOOK_S = 0.5  # between two checks for ended processes of a Ray that is starting
+GIVE_UP_S = 1.0  # for a Ray that was killed while it was starting
+PROBE_S = 1.0  # between two connections to a Ray that Baton did not start
 PROBE_MISSES = 3
 ASK_S = 1.0  # between two health calls to the control store and the raylet, and between two connections to the raylet
 DOUBT_S = 3.0  # without an answer
-OURS = "r"  # Ray opens its folder to everybody, so that it is given one in a folder that is ours alone
+OURS = "r"  # Ray makes its folder accessible to all users, so it gets one inside a private folder
 LONGEST_SOCKET = f"/baton-12345678/{OURS}/session_2026-11-23_01-49-16_799730_4194304/sockets/plasma_store"
-MAX_FOLDER_BYTES = 107 - len(LONGEST_SOCKET)  # unix(7): a socket's path has 107 bytes
+MAX_FOLDER_BYTES = 107 - len(LONGEST_SOCKET)  # unix(7): the path of a socket has at most 107 bytes
 VITAL = {"gcs_server": "control store (GCS)", "raylet": "raylet"}
-"""Ray's processes without which it is no more, as it calls them and as people do. Its raylet ends with its agents."""
-HEALTH_CHECK = "/grpc.health.v1.Health/Check"  # an empty request asks for the server as a whole
+"""Processes without which Ray cannot run: Ray's names, and names for people. The raylet ends with its agents."""
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"  # an empty request queries the server as a whole
 PRIVATE = {
     "RAY_AUTH_MODE": "token",
-    "RAY_USE_TLS": "0",  # of the person's own Ray; nothing of this one leaves the machine
+    "RAY_USE_TLS": "0",  # usage statistics are the choice of a Ray cluster's owner; a private Ray sends none
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
-    # Ray replaces 127.0.0.1 by the machine's own address, and then listens everywhere, unless clusters are off. Ray
-    # reads this setting on Linux, too, in spite of its name (as of 2.60).
+    # Ray replaces 127.0.0.1 by the machine's own address, and then listens on all interfaces, unless clusters are off.
+    # Despite its name Ray reads this variable on Linux, too (as of 2.60).
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 
 
 def short_folder() -> Path:
-    """For temporary files, and short enough for Ray's sockets in it."""
+    """A folder for temporary files, short enough for the paths of Ray's sockets."""
     shallow = len(os.fsencode(tempfile.gettempdir())) <= MAX_FOLDER_BYTES
     return Path(tempfile.gettempdir() if shallow else "/tmp")
 
 
 def end_private_ray(folder: Path) -> None:
-    """Every process of a Ray in this folder, whoever has started it."""
+    """Kills every process of a Ray in this folder."""
     kill_users(folder / OURS)
 
 
 class Machines:
-    """`start` and `stop` bracket everything else; a private Ray's files are in `folder`, and stay when it ends. Ray's
-    calls that wait run on one thread that lives as long as this: the kernel ends Ray's processes with the thread that
-    started them. A call that never returns, in C++, is left behind by `stop`, and ends with this process."""
+    """`start` and `stop` bracket everything else. A private Ray's files are in `folder`, and stay when it ends.
+    Blocking calls of Ray run on one thread that lives as long as this object, because the kernel ends Ray's processes
+    with the thread that started them. `stop` abandons a call that hangs in C++; it ends with this process."""
 
     def __init__(self, config: RayConfig, folder: Path) -> None:
         self._config = config
@@ -85,7 +85,7 @@ class Machines:
         return not self._config.address
 
     async def start(self) -> None:
-        """Raises Misconfigured when there is no Ray at the address, Unavailable when none can be started."""
+        """Raises Misconfigured if there is no Ray at the address, Unavailable if none can be started."""
         address = self._config.address
         if address:
             await check_answers(address)
@@ -103,7 +103,7 @@ class Machines:
             _take_signals_back()
 
     async def stop(self) -> None:
-        """Ends the driver, and a private Ray with all its processes, in seconds whatever it is at. Idempotent."""
+        """Ends the driver, and a private Ray with all its processes, within seconds in any state. Idempotent."""
         if self._starting is None:
             return
         is_up = self._starting.done()
@@ -130,8 +130,8 @@ class Machines:
         return tuple(NodeResources(cpus=float(has.get("CPU", 0.0)), gpus=float(has.get("GPU", 0.0))) for has in alive)
 
     async def lost(self, doubt: Callable[[str], None]) -> str:
-        """Returns why Ray is no more: within a second of its end, or when it has not answered for
-        `RayConfig.response_timeout_s`. Meanwhile calls `doubt` with what seems wrong, and with "" when that is over."""
+        """Returns why Ray is lost: within a second of its end, or when it has not answered for
+        `RayConfig.response_timeout_s`. Meanwhile calls `doubt` with a suspected fault, and with "" when it is over."""
         looking = [
             asyncio.ensure_future(self._ended() if self.is_private else self._unreachable(doubt)),
             asyncio.ensure_future(self._silent(doubt)),
@@ -144,7 +144,7 @@ class Machines:
                 task.cancel()
 
     async def _ended(self) -> str:
-        """Of a private Ray."""
+        """For a private Ray."""
         from ray._private import worker
 
         node: Any = worker._global_node
@@ -161,12 +161,14 @@ class Machines:
                 task.cancel()
 
     async def _ended_early(self) -> str:
-        """Of a private Ray that is being started. Ray's library would wait a minute for a process that has ended."""
+        """For a private Ray that is starting: Ray's library would wait a minute for a process that has ended."""
         seen: dict[int, str] = {}
         while True:
             await asyncio.sleep(LOOK_S)
             if self.is_private:
-                ours = programs(self._folder / OURS, parent=os.getpid())  # a forked child of a raylet is called raylet
+                ours = programs(
+                    self._folder / OURS, parent=os.getpid()
+                )  # a forked child of a raylet is called raylet, too
                 seen |= {pid: VITAL[name] for pid, name in ours if name in VITAL}
             for pid, called in seen.items():
                 if has_ended(pid):
@@ -190,7 +192,7 @@ class Machines:
                 misses = 0
 
     async def _silent(self, doubt: Callable[[str], None]) -> str:
-        """A process that is stopped, or hangs, has not ended: it only answers no more."""
+        """A process that is stopped or hangs has not ended: it only does not answer."""
         import ray
 
         while True:
@@ -199,8 +201,10 @@ class Machines:
             if reason := await self._unanswered(asking, "control store (GCS)", doubt):
                 return reason
             if (error := asking.exception()) is not None:
-                return f"Ray does not know its nodes: {error}"
-            for node in asking.result() if self.is_private else ():  # else the control store watches the raylets
+                return f"Ray cannot list its nodes: {error}"
+            for node in (
+                asking.result() if self.is_private else ()
+            ):  # in a cluster the control store watches the raylets
                 checking = asyncio.ensure_future(_raylet_answers(node))
                 try:
                     if reason := await self._unanswered(checking, "raylet", doubt):
@@ -209,7 +213,7 @@ class Machines:
                     checking.cancel()
 
     async def _unanswered(self, answer: asyncio.Future[Any], what: str, doubt: Callable[[str], None]) -> str:
-        """Why Ray is given up, where `answer` does not come in time; "" when it has come."""
+        """Why Ray is given up if `answer` does not come in time; "" if it does."""
         limit_s = self._config.response_timeout_s
         doubt_s = min(DOUBT_S, limit_s / 2)
         if (await asyncio.wait([answer], timeout=doubt_s))[0]:
@@ -231,14 +235,14 @@ class Machines:
             ray.init(logging_level=logging.ERROR, **options)
             if not self.is_private and not self._where.startswith("ray://"):
                 self._where = str(ray.get_runtime_context().gcs_address)
-        except Exception as error:  # Ray raises bare ones
+        except Exception as error:  # Ray raises plain Exceptions
             if isinstance(error, ConnectionError) and not self.is_private:
                 raise no_ray(self._config.address, (str(error).splitlines() or [""])[0]) from error
             self._stop()
             raise Unavailable(f"Ray did not start: {error}") from error
 
     def _private(self) -> dict[str, Any]:
-        # Its processes inherit this; Ray reads it when it is imported.
+        # Inherited by Ray's processes; Ray reads it when it is imported.
         os.environ.update(PRIVATE | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
         os.environ.pop("RAY_ADDRESS", None)
         root = str(Path(__file__).resolve().parents[2])
@@ -264,9 +268,9 @@ class Machines:
 
 
 async def _raylet_answers(node: Mapping[str, Any]) -> None:
-    """Returns when the raylet of a node, as `ray.nodes` describes it, has answered a health call of gRPC's standard
-    health service, which needs no token. A refusal is an answer. A connection that fails is none: the call is repeated,
-    because gRPC ends a connection attempt after 20 s, also to a raylet that only stands still."""
+    """Returns when the raylet of a node, as `ray.nodes` describes it, has answered a call of gRPC's standard health
+    service, which needs no token. A refusal counts as an answer. A failed connection does not: the call is repeated,
+    because gRPC gives up a connection attempt after 20 s, also to a raylet that is only slow."""
     import grpc
 
     address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
@@ -284,14 +288,15 @@ async def _raylet_answers(node: Mapping[str, Any]) -> None:
 
 
 def _take_signals_back() -> None:
-    """Ray puts handlers of its own below Python's, which print a stack trace whenever we are asked to stop."""
+    """Ray installs signal handlers in C++, which print a stack trace when the process is asked to stop: restores
+    Python's."""
     for number in SIGNALS:
         signal.signal(number, signal.getsignal(number))
 
 
 def _silence() -> None:
-    """Ray prints a paragraph to stdout for every process that dies; the supervisor logs a line. There is no setting for
-    it (as of 2.60), so the function that prints is replaced; where Ray has renamed it, the paragraphs are back."""
+    """Ray prints a paragraph to stdout for every process that dies; the supervisor logs a line instead. Ray has no
+    setting for it (as of 2.60), so its function is replaced. If Ray renames that function, the paragraphs are back."""
     from ray._private import worker
 
     if hasattr(worker, "print_to_stdstream"):

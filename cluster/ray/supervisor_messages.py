@@ -1,4 +1,4 @@
-"""What the process that serves and the supervisor's process send each other, over a pair of sockets that no other has.
+"""Messages between the serving process and the supervisor's process, over a socket pair of their own.
 
 parent ─▶ supervisor     Begin, ProcessEnded, Resize, Drain, StopWorkers, Ping
 supervisor ─▶ parent     LogLine, Step, Planned, Record, Viewed, WorkerStarting, WorkerJoined, WorkerLeft, RayAway,
@@ -21,8 +21,8 @@ from router.fleet.successors import Successor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """`plans`, `leaving` and `living` are of a supervisor that has ended before its workers. `folder` is the cluster's
-    on this machine; `lock` is a file in it that the parent holds as long as it lives."""
+    """`plans`, `leaving` and `living` are from a supervisor that ended before its workers. `folder` is the cluster's on
+    this machine; `lock` is a file in it that the parent locks while it lives."""
 
     config: ClusterConfig
     folder: str
@@ -35,7 +35,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessEnded:
-    """A rank's process of this machine. `status`: its exit code, or a signal as a negative number."""
+    """A rank's process on this machine has ended. `status`: its exit code, or a signal as a negative number."""
 
     pid: int
     status: int
@@ -43,21 +43,21 @@ class ProcessEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize:
-    """How many workers are desired; answered by Resized when they serve and the others are gone."""
+    """The desired number of workers; answered by Resized when exactly these serve."""
 
     pools: PoolsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resized:
-    """`error`: of a worker that will never start, or of a size that the machines cannot hold."""
+    """`error`: a worker that will never start, or a size that the machines cannot hold."""
 
     error: ErrorInfo | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """No new work for any worker; answered by Drained when what runs has finished, or after `grace_s`."""
+    """Gives no worker new work; answered by Drained when running requests have finished, or after `grace_s`."""
 
     grace_s: float
 
@@ -69,7 +69,7 @@ class Drained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopWorkers:
-    """Answered by WorkersStopped; then the supervisor ends, and its Ray."""
+    """Answered by WorkersStopped; then the supervisor and its Ray end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class WorkersStopped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
-    """`fields` are those of `cluster.process.logs.FIELDS` that the record has."""
+    """`fields`: those of `cluster.process.logs.FIELDS` that the record has."""
 
     name: str
     level: int
@@ -89,7 +89,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartupStep:
-    """Something besides the workers that takes its time has begun, or is over."""
+    """A slow step other than a worker's start has begun or ended."""
 
     what: str
     is_over: bool = False
@@ -122,7 +122,7 @@ class WorkerStarting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayAway:
-    """`reason` says what is wrong with Ray; "": it is there, and every worker has its place."""
+    """`reason`: the fault of Ray; "" while Ray is there and every worker has its place."""
 
     reason: str
 

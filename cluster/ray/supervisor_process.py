@@ -1,8 +1,8 @@
-"""The process that supervises: Ray's library is in it, and nothing that serves. It may end at any time, also by Ray's
-hand: its parent (`cluster.ray.pools`) starts the next one, which goes on with the same workers.
+"""The supervisor's process: it loads Ray's library, and serves nothing. It may end at any time, also killed by Ray: its
+parent (`cluster.ray.pools`) starts the next one, which continues with the same workers.
 
-begin ─▶ workers that run are adopted │ Ray is started, or found ─▶ plan, places ─▶ launch what does not run ─▶ ...
-Ray is lost: the process ends at once, and leaves the workers as they are
+begin ─▶ running workers are adopted │ Ray is started, or found ─▶ plan, places ─▶ launch missing workers ─▶ ...
+Ray is lost: the process ends immediately, and leaves the workers running
 StopWorkers: workers end ─▶ Ray ends ─▶ the process ends          the parent is gone: everything ends
 """
 
@@ -65,14 +65,14 @@ from router.fleet.successors import Successor
 
 log = logging.getLogger("baton.cluster")
 
-AGAIN_S = 1.0  # between two looks for a Ray that was there
+AGAIN_S = 1.0  # between two checks for a Ray that was there before
 LAST_WORDS_S = 1.0
 MAX_ENDED = 1024  # exit statuses that no link has read
 EXIT_RAY_LOST = 75  # EX_TEMPFAIL of sysexits.h
 
 
 class ParentAnnouncer:
-    """An `Announcer`: the parent knows where gateways learn of workers."""
+    """An `Announcer` that sends announcements to the parent, which knows the gateways."""
 
     def __init__(self, channel: MessageChannel) -> None:
         self._channel = channel
@@ -87,11 +87,11 @@ class ParentAnnouncer:
         self._channel.send(WorkerLeft(worker_id=worker_id))
 
     async def close(self) -> None:
-        """Nothing is kept here."""
+        """Nothing is stored here."""
 
 
 class SupervisorProcess:
-    """Everything in it, on one event loop."""
+    """The parts of the process, on one event loop."""
 
     def __init__(self, begin: Begin, channel: MessageChannel) -> None:
         self._begin = begin
@@ -113,7 +113,7 @@ class SupervisorProcess:
         self._watching: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
-        """Until the workers are stopped, Ray is lost, or the parent is gone; the exit code."""
+        """Runs until the workers are stopped, Ray is lost, or the parent is gone. Returns the exit code."""
         obeying, supervising = asyncio.create_task(self._obey()), asyncio.create_task(self._supervise())
         await asyncio.wait([obeying, supervising], return_when=asyncio.FIRST_COMPLETED)
         if obeying.done():
@@ -127,19 +127,20 @@ class SupervisorProcess:
             self._channel.send(ProcessFailed(error=error_info(error)))
             await self._stop()
             return 1
-        return EXIT_RAY_LOST  # the workers go on
+        return EXIT_RAY_LOST  # the workers continue
 
     # ------------------------------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        """Returns when Ray is lost. Raises the BatonError of a worker that will never start, or of the first Ray."""
+        """Returns when Ray is lost. Raises the BatonError of a worker that will never start, or of the first start of
+        Ray."""
         if self._plans:
             self._start_supervisor()
         self._watching = self._begin_task(self._ray(), "Ray")
         (await self._first_ended).result()
 
     def _begin_task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """One whose end is the end of supervising, also where that waits already."""
+        """A task whose failure ends supervision."""
 
         def note(ended: asyncio.Task[None]) -> None:
             if not self._first_ended.done():
@@ -151,7 +152,7 @@ class SupervisorProcess:
         return task
 
     async def _ray(self) -> None:
-        """From its start to its loss."""
+        """One Ray, from its start to its loss."""
         if not await self._started():
             return
         if not self._plans:
@@ -166,7 +167,7 @@ class SupervisorProcess:
         self._doubt(reason)
 
     async def _started(self) -> bool:
-        """Raises Misconfigured where no Ray has ever been there; one that was is waited for."""
+        """Raises Misconfigured if there has never been a Ray at the address; waits for one that was there."""
         address = self._config.ray.address
         what = f"connecting to Ray at {address}" if address else "starting Ray"
         self._channel.send(StartupStep(what=what))
@@ -187,7 +188,7 @@ class SupervisorProcess:
             self._channel.send(StartupStep(what=what, is_over=True))
 
     async def _keep(self, shares: RayShares) -> None:
-        """Workers that run have their places in this Ray, too."""
+        """Reserves places in this Ray for running workers, too."""
         try:
             if isinstance(self._places, OneMachine):
                 self._places.use(shares)
@@ -198,12 +199,12 @@ class SupervisorProcess:
                 nodes = RayNodes(self._machines, run, orphan_s, lambda name, reason: self._doubt(reason, name))
                 self._places.use(shares, nodes)
         except Exception as error:  # the task is never awaited
-            log.exception("Ray could not set aside what workers have")
-            self._doubt(f"Ray could not set aside what workers have: {type(error).__name__}: {error}", "places")
+            log.exception("Ray could not reserve what workers have")
+            self._doubt(f"Ray could not reserve what workers have: {type(error).__name__}: {error}", "places")
         self._doubt("")
 
     def _doubt(self, reason: str, what: str = "Ray") -> None:
-        """Of `what`; "" when nothing is wrong with it any more."""
+        """Reports a fault of `what`; "" when it is over."""
         if reason:
             self._doubts[what] = reason
         else:
@@ -211,7 +212,7 @@ class SupervisorProcess:
         self._channel.send(RayAway(reason="; ".join(dict.fromkeys(self._doubts.values()))))
 
     def _plan(self, nodes: tuple[NodeResources, ...]) -> tuple[WorkerPlan, ...]:
-        """Raises Misconfigured when the machines cannot hold it."""
+        """Raises Misconfigured if the machines cannot hold it."""
         config = self._config
         tp, device = config.worker.tp, config.worker.device
         if self._machines.is_private:
@@ -258,7 +259,7 @@ class SupervisorProcess:
     # ------------------------------------------------------------------------------------------------------------------
 
     async def _obey(self) -> bool:
-        """Returns whether a stop was asked for; else the parent is gone."""
+        """True if a stop was requested, False if the parent is gone."""
         while (message := await self._channel.receive()) is not None:
             match message:
                 case ProcessEnded(pid=pid, status=status):
@@ -282,7 +283,7 @@ class SupervisorProcess:
         except BatonError as failed:
             error = failed
         except Exception as failed:
-            log.exception("the pools could not be resized for a reason of our own")
+            log.exception("the pools could not be resized: internal error")
             error = Internal(f"{type(failed).__name__}: {failed}")
         if self._supervisor is not None:
             self._channel.send(Planned(plans=self._supervisor.plans))
@@ -310,7 +311,7 @@ class SupervisorProcess:
         self._channel.send(Drained())
 
     async def _stop(self) -> None:
-        """In order."""
+        """Stops workers, then Ray."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
@@ -320,14 +321,14 @@ class SupervisorProcess:
         await self._machines.stop()
 
     async def _end_everything(self) -> None:
-        """Whoever had started this cluster is gone, and its ranks end by themselves."""
+        """The parent of this cluster is gone; its ranks end by themselves."""
         folder = Path(self._begin.folder)
         kill_users(folder)  # Ray, too: its library may end this process at any time now
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class ParentLog(logging.Handler):
-    """Sends what is logged here to the parent, whose log it is."""
+    """Sends log records to the parent, which writes the log."""
 
     def __init__(self, channel: MessageChannel) -> None:
         super().__init__()
@@ -348,23 +349,23 @@ async def run(end: socket.socket) -> int:
     channel = await MessageChannel.over(end, SUPERVISOR_MESSAGES)
     begin = await channel.receive()
     if not isinstance(begin, Begin):
-        return 1  # the parent has ended before it sent anything
+        return 1  # the parent ended before it sent anything
     logging.basicConfig(level=logging.WARNING, handlers=[ParentLog(channel)], force=True)
     logging.captureWarnings(True)
     logging.getLogger("baton").setLevel(logging.INFO)
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the parent says when to end
+        signal.signal(number, signal.SIG_IGN)  # the parent decides when to end
     try:
         return await SupervisorProcess(begin, channel).run()
     finally:
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
-                await asyncio.sleep(0)  # what was logged is sent
+                await asyncio.sleep(0)  # log records have been sent
                 await channel.close()
 
 
 async def run_and_leave(end: socket.socket) -> None:
-    """Ends the process at once: tasks that are cancelled would end the workers, and Ray's threads may never end."""
+    """Ends the process immediately: cancelled tasks would end the workers, and Ray's threads may never end."""
     code = 1
     try:
         code = await run(end)
@@ -377,7 +378,7 @@ async def run_and_leave(end: socket.socket) -> None:
 
 
 def main() -> None:
-    """`argv`: the file descriptor that was inherited, of the channel to the parent."""
+    """`argv`: the inherited file descriptor of the channel to the parent."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     asyncio.run(run_and_leave(socket.socket(fileno=int(sys.argv[1]))))

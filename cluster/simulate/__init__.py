@@ -1,1 +1,2 @@
-"""The production code under a virtual clock: device, network and the outside world are models, all else is real."""
+"""The production code under a virtual clock: device, network and clients are models, everything else is the real
+code."""

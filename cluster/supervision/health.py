@@ -1,4 +1,4 @@
-"""What a supervisor asks of a worker: whether it is well, and that it takes no new work."""
+"""The supervisor's calls to a worker: its health, and a drain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEALTH_TIMEOUT_S = 5.0
 
 
 async def check_health(open_channel: OpenChannel, address: str) -> None:
-    """Raises BatonError for a worker that is not well, or does not answer in time."""
+    """Raises BatonError for a worker that is unhealthy, or does not answer in time."""
     client = WorkerClient(
         address,
         connect_timeout_s=HEALTH_TIMEOUT_S,
@@ -32,7 +32,7 @@ async def check_health(open_channel: OpenChannel, address: str) -> None:
 
 
 async def drain(open_channel: OpenChannel, address: str) -> None:
-    """Returns when nothing runs on the worker any more, or it is gone."""
+    """Returns when nothing runs on the worker any more, or when it is gone."""
     client = WorkerClient(address, connect_timeout_s=2.0, control_timeout_s=2.0, open_channel=open_channel)
     try:
         while True:

@@ -25,9 +25,9 @@ class LifeState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """What is known of a worker now, `since_s`. `num_failures` are those in a row; `due_s`: when to start it again.
+    """The state of a worker since `since_s`. `num_failures` counts failures in a row; `due_s`: when to start it again.
 
-    `has_served`: an incarnation of it was once ready, so its settings are right.
+    `has_served`: an incarnation has been ready once, so its settings work.
     """
 
     state: LifeState = LifeState.STARTING
@@ -48,13 +48,14 @@ def opened(life: Life, now: float) -> Life:
 
 
 def drained(life: Life, now: float) -> Life:
-    """It was drained, and has ended in order: the next incarnation starts at once."""
+    """A drained worker has ended in order: the next incarnation starts immediately."""
     assert life.state is LifeState.SERVING, life.state
     return replace(life, state=LifeState.STARTING, since_s=now, num_failures=0)
 
 
 def failed(life: Life, error: BatonError, now: float, config: SupervisionConfig) -> Life:
-    """Waits before the next start, or is FAILED_PERMANENTLY: settings that never worked will not work next time."""
+    """Waits before the next start, or becomes FAILED_PERMANENTLY: settings that never worked will not work next
+    time."""
     assert life.state in (LifeState.STARTING, LifeState.SERVING), life.state
     if isinstance(error, Misconfigured) and not life.has_served:
         return replace(life, state=LifeState.FAILED_PERMANENTLY, since_s=now, reason=error.message)
@@ -76,7 +77,7 @@ def restarted(life: Life, now: float) -> Life:
 
 
 def delay_s(num_failures: int, config: SupervisionConfig) -> float:
-    """Seconds to wait after so many failures in a row (at least one)."""
+    """Seconds to wait after this many failures in a row (at least one)."""
     delay, room = config.initial_backoff_s, config.max_backoff_s
     for _ in range(num_failures - 1):
         if delay >= room or config.backoff_factor == 1.0 or delay == 0.0:

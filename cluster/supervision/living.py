@@ -1,4 +1,4 @@
-"""A worker's processes as they are remembered over the ends of their supervisors."""
+"""Records of workers' processes that survive their supervisors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from protos.values import WorkerInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivingWorker:
-    """`host` is what Ray calls its machine, "" of the one that everything runs on; `devices` are the GPUs of each rank;
-    `names` and `pids` are its ranks'. `info`: it serves."""
+    """`host`: Ray's name for the machine, "" for the supervisor's machine. `devices`: the GPUs of each rank. `names`
+    and `pids`: its ranks' processes. `info`: set once it serves."""
 
     worker_id: str
     incarnation: int

@@ -1,4 +1,4 @@
-"""Which worker gets which part of the machines: a pure plan, which Ray then carries out."""
+"""Plans which worker gets which share of the machines. Pure; Ray then reserves the shares."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from workers.config import Device
 
-MAX_CPUS_PER_RANK = 1.0  # what Ray sets aside; how many cores a rank uses is its number of threads
+MAX_CPUS_PER_RANK = 1.0  # what Ray reserves; a rank's threads decide how many cores it uses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeResources:
-    """What one machine of a Ray cluster offers."""
+    """The resources of one machine of a Ray cluster."""
 
     cpus: float
     gpus: float = 0.0
@@ -40,7 +40,7 @@ class WorkerPlan:
     pool_resource: str = ""
 
     def bundles(self) -> list[dict[str, float]]:
-        """What each rank's bundle of the placement group holds, in rank order."""
+        """The resources of each rank's bundle in the placement group, in rank order."""
         bundle = {"CPU": self.cpus_per_rank} if self.cpus_per_rank else {"memory": 1.0}  # Ray refuses an empty one
         if self.gpus_per_rank:
             bundle["GPU"] = float(self.gpus_per_rank)
@@ -52,10 +52,10 @@ class WorkerPlan:
 def plan(
     pools: PoolsConfig, nodes: Sequence[NodeResources], *, tp: int, device: Device, pool_resources: bool = False
 ) -> tuple[WorkerPlan, ...]:
-    """One plan a worker. On CPU any number fits, each with its share; a rank on a GPU has one to itself.
+    """One plan for each worker. On CPU any number fits, each with its share; a rank on a GPU has one to itself.
 
-    `device` auto means GPUs where there is one for every rank, and CPUs where there are fewer.
-    Raises Misconfigured when the GPUs that were asked for are not there.
+    `device` auto means GPUs if there is one for every rank, else CPUs. Raises Misconfigured if requested GPUs are
+    missing.
     """
     sizes = _sizes(pools, tp)
     num_ranks = sum(sizes)
@@ -88,8 +88,8 @@ def replan(
     tp: int,
     pool_resources: bool = False,
 ) -> tuple[WorkerPlan, ...]:
-    """As `plan`, where the workers of `kept` have their plans already. New ones are placed on the same device; they
-    share the CPUs that are left, or have none set aside."""
+    """Like `plan`, for workers beside those of `kept`, which keep their plans. New workers use the same device; they
+    share the CPUs that are left, or reserve none."""
     planned = plan(pools, nodes, tp=tp, device=kept[0].device, pool_resources=pool_resources)
     known = {one.worker_id: one for one in kept}
     staying = [known[one.worker_id] for one in planned if one.worker_id in known]
@@ -105,7 +105,7 @@ def _share(cpus: float, num_ranks: int) -> float:
 
 
 def why_not_gpus(pools: PoolsConfig, nodes: Sequence[NodeResources], *, tp: int) -> str:
-    """What is missing for every rank to have a GPU of its own; "" when nothing is."""
+    """The GPUs that are missing for every rank to have its own; "" if none."""
     sizes = _sizes(pools, tp)
     if (num_placed := _num_placed(sizes, nodes)) == len(sizes):
         return ""
@@ -126,7 +126,8 @@ def _sizes(pools: PoolsConfig, tp: int) -> list[int]:
 
 
 def _num_placed(sizes: Sequence[int], nodes: Sequence[NodeResources]) -> int:
-    """How many workers, the largest first, find a machine with a GPU for every rank: the one with the most left."""
+    """How many workers find a machine with a GPU for every rank: largest worker first, on the machine with the most
+    free GPUs."""
     left = sorted(int(node.gpus) for node in nodes)
     for number, size in enumerate(sorted(sizes, reverse=True)):
         if not left or left[-1] < size:
@@ -143,7 +144,7 @@ def _device(device: Device, nodes: Sequence[NodeResources], sizes: Sequence[int]
 
 
 def check_fits(pools: PoolsConfig, nodes: Sequence[NodeResources], *, tp: int, device: Device) -> None:
-    """Raises Misconfigured when GPUs were asked for that these nodes, which will not grow, do not have."""
+    """Raises Misconfigured if GPUs are requested that these nodes, whose number is fixed, do not have."""
     if device == "cuda" and (missing := why_not_gpus(pools, nodes, tp=tp)):
         fits = "--colocated takes half of it, --device cpu none" if not pools.colocated else "--device cpu needs none"
         raise Misconfigured(f"{missing}: {fits}", param="device")

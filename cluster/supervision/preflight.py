@@ -1,5 +1,5 @@
-"""What no start can make true, said before anything starts: ranks that cannot share the model, workers that no memory
-holds."""
+"""Checks before anything starts: settings with which no start can succeed, such as ranks that cannot share the model,
+or workers that do not fit into memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.models.config import ModelConfig, check_parallel, longest_sequence,
 log = logging.getLogger("baton.cluster")
 
 RANK_BYTES = 200 * 2**20
-"""A rank's process before it has read a weight, at the least: interpreter, torch, gRPC and Ray (240 MiB measured)."""
+"""Least memory of a rank's process without weights: interpreter, torch, gRPC and Ray (240 MiB measured)."""
 _GIB = 2**30
 _GPUS = Path("/dev")
 
@@ -27,8 +27,8 @@ _GPUS = Path("/dev")
 def check_feasible(
     config: ClusterConfig, *, free_bytes: Callable[[], int] = free_ram_bytes, devices: Path = _GPUS
 ) -> None:
-    """Raises Misconfigured, naming the setting and what would do; BadCheckpoint or UnsupportedModel for a model that
-    cannot be served. Machines of a Ray that runs elsewhere are not looked at: that is for its placement."""
+    """Raises Misconfigured, which names the setting and a value that would work; BadCheckpoint or UnsupportedModel for
+    a model that cannot be served. Machines of an existing Ray are left to its placement."""
     model = read_config(config.worker.model)
     if not config.pools.colocated and config.pools.prefill == 0:
         log.warning(
@@ -55,7 +55,7 @@ def check_feasible(
 
 
 def check_files(config: ClusterConfig) -> None:
-    """Raises Misconfigured for tenants or certificates that cannot be read, or are none."""
+    """Raises Misconfigured for tenants or certificates that cannot be read or parsed."""
     config.tls.check()
     config.peers.check()
     if config.router.tenants:
@@ -73,12 +73,12 @@ def _check_host_tier(config: ClusterConfig, free: int) -> None:
 
 
 def _floored(num_bytes: float) -> float:
-    """In GiB: what is given as a bound must be within it."""
+    """A size in GiB, rounded so that a bound given with it is met."""
     return math.floor(10 * max(0.0, num_bytes) / _GIB) / 10
 
 
 def _check_ram(config: ClusterConfig, model: ModelConfig, free: int) -> None:
-    """By what is certain: processes, weights, and the blocks that were asked for."""
+    """Checks certain needs only: processes, weights, and configured blocks."""
     each = {
         role: _worker_bytes(config, model, config.pools.tp(role, config.worker.tp)) for role in config.pools.counts()
     }
@@ -89,17 +89,17 @@ def _check_ram(config: ClusterConfig, model: ModelConfig, free: int) -> None:
     role = max(counts, key=lambda role: each[role] * counts[role])
     others = needed - each[role] * counts[role]
     possible = max(0, free - others) // each[role]
-    told = f"at most {possible} {role}" if possible else "fewer or smaller workers"
-    asked = " + ".join(f"{count} {name}" for name, count in counts.items())
+    fewer = f"at most {possible} {role}" if possible else "fewer or smaller workers"
+    wanted = " + ".join(f"{count} {name}" for name, count in counts.items())
     raise Misconfigured(
-        f"{asked} workers take {needed / _GIB:.1f} GiB of memory at the least ({each[role] / _GIB:.2f} GiB each), "
-        f"{free / _GIB:.1f} GiB are free: ask for {told}, a smaller model, or more machines (--ray-address)",
+        f"{wanted} workers take {needed / _GIB:.1f} GiB of memory at the least ({each[role] / _GIB:.2f} GiB each), "
+        f"{free / _GIB:.1f} GiB are free: ask for {fewer}, a smaller model, or more machines (--ray-address)",
         param=f"pools.{role}",
     )
 
 
 def _worker_bytes(config: ClusterConfig, model: ModelConfig, tp: int) -> int:
-    """Over all its ranks, on a CPU."""
+    """Bytes over all ranks of a worker, on a CPU."""
     worker = config.worker
     dtype = model.dtype if worker.dtype == "auto" else worker.dtype
     weights = weight_bytes(worker.model, model, dtype)

@@ -1,4 +1,4 @@
-"""What a terminal shows while workers start: a bar each, or, where nobody watches, a line for every change."""
+"""Shows the start of workers in a terminal: a bar each, or without a terminal a line for every change."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ log = logging.getLogger("baton.cluster")
 
 
 class Bars:
-    """Bars from `with` to `done`; after that, and on anything that is no terminal, lines in the log."""
+    """Bars from `with` to `done`; afterwards, and without a terminal, lines in the log."""
 
     def __init__(self, console: Console) -> None:
         self._progress = _bars(console) if console.is_terminal else None
         self._rows: dict[str, TaskID] = {}
-        self._told: dict[str, str] = {}
+        self._shown: dict[str, str] = {}
 
     def __enter__(self) -> Bars:
         if self._progress is not None:
@@ -37,7 +37,7 @@ class Bars:
             self._progress = None
 
     def step(self, what: str) -> Callable[[], None]:
-        """Something besides the workers that takes its time; call the result when it is done."""
+        """A slow step other than the workers; call the result when it is done."""
         if self._progress is None:
             log.info("%s", what)
             return lambda: None
@@ -47,9 +47,9 @@ class Bars:
     def show(self, view: SupervisedWorker) -> None:
         state = _words(view)
         if self._progress is None:
-            # A share of the weights is no news in a log, and why a worker died is told by its supervisor.
-            told, self._told[view.worker_id] = self._told.get(view.worker_id), view.life.state
-            if told != view.life.state and view.life.state in (LifeState.STARTING, LifeState.SERVING):
+            # Progress of reading weights is not logged, and the supervisor logs why a worker died.
+            before, self._shown[view.worker_id] = self._shown.get(view.worker_id), view.life.state
+            if before != view.life.state and view.life.state in (LifeState.STARTING, LifeState.SERVING):
                 log.info("worker %s: %s", view.worker_id, state, extra={"worker": view.worker_id})
             return
         if view.worker_id not in self._rows:

@@ -1,6 +1,6 @@
-"""One rank of a worker in this process: opened, served, and told of as events. The same under Ray and in a terminal.
+"""One rank of a worker in this process: opened, served, and reported as events. The same under Ray and in a terminal.
 
-start(orders) ─▶ Loading ... ─▶ Serving (rank 0 only) ─▶ Ended           Logged comes in between
+start(spec) ─▶ Loading ... ─▶ Serving (rank 0 only) ─▶ Ended           Logged comes in between
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0"), Path(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
-    """What a process shall be. `port` is where rank 0 serves; 0 takes any free one. What runs has `grace_s` to finish
-    when a signal ends the process."""
+    """The spec of a rank's process. `port`: where rank 0 serves; 0 takes any free one. When a signal ends the process,
+    running requests have `grace_s` to finish."""
 
     role: WorkerRole
     worker: WorkerConfig
@@ -53,7 +53,7 @@ class RankSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """`share` of the weights are read, from 0 to 1."""
+    """`share` of the weights have been read, from 0 to 1."""
 
     share: float
 
@@ -71,7 +71,7 @@ class Logged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The rank does nothing more. `error` is None after a stop that was asked for."""
+    """The rank has ended. `error` is None after a requested stop."""
 
     error: ErrorInfo | None = None
 
@@ -80,8 +80,8 @@ Event = Loading | Serving | Logged | Ended
 
 
 class LocalRank:
-    """Lives on one event loop. After `start` it runs until it breaks or `stop` is called. `supervised` is called
-    whenever a supervisor has asked for the worker's health."""
+    """Lives on one event loop. After `start` it runs until it fails or `stop` is called. `supervised` is called
+    whenever a supervisor has checked the worker's health."""
 
     def __init__(self, supervised: Callable[[], None] = lambda: None) -> None:
         self._supervised = supervised
@@ -97,14 +97,14 @@ class LocalRank:
         self._task = self._loop.create_task(self._run(orders))
 
     async def news(self) -> Sequence[Event]:
-        """What happened since the last call, oldest first; waits until there is something."""
+        """The events since the last call, oldest first; waits for the first one."""
         await self._news.wait()
         self._news.clear()
         events, self._events = self._events, []
         return events
 
     async def leave(self, grace_s: float) -> None:
-        """As `stop`, but what runs may finish or go elsewhere first, for `grace_s`."""
+        """Like `stop`, but running requests may finish or migrate first, for `grace_s`."""
         if self._worker is not None and self._task is not None:
             self._worker.leave()
             await asyncio.wait([self._task], timeout=grace_s)
@@ -117,7 +117,7 @@ class LocalRank:
             await asyncio.wait([self._task])
 
     def tell(self, event: Event) -> None:
-        """From any thread."""
+        """Callable from any thread."""
         self._loop.call_soon_threadsafe(self._note, event)
 
     def _note(self, event: Event) -> None:
@@ -127,7 +127,7 @@ class LocalRank:
     async def _run(self, orders: RankSpec) -> None:
         try:
             await (self._lead(orders) if orders.rank_id.rank == 0 else self._follow(orders))
-        except Exception as error:  # whatever it is, the supervisor has to hear of it
+        except Exception as error:  # any error: the supervisor needs it
             if not isinstance(error, BatonError):
                 log.exception("rank %d of %s broke", orders.rank_id.rank, orders.rank_id.worker_id)
             self._note(Ended(error=error_info(error)))
@@ -174,7 +174,7 @@ class LocalRank:
             following.result()
 
     async def _before_stop(self, work: asyncio.Future[Result]) -> bool:
-        """Waits for `work`, or for a stop; whether it was `work` that ended."""
+        """Waits for `work` or for a stop. Returns whether `work` ended."""
         stopping = asyncio.ensure_future(self._stopping.wait())
         both: list[asyncio.Future[Any]] = [work, stopping]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -182,27 +182,27 @@ class LocalRank:
         return work.done()
 
     def _steps(self) -> Progress:
-        """Tells of every twentieth of the weights."""
-        told = -1
+        """Reports every twentieth of the weights."""
+        reported = -1
 
         def progress(done: int, total: int) -> None:
-            nonlocal told
+            nonlocal reported
             step = STEPS_OF_PROGRESS * done // total if total else STEPS_OF_PROGRESS
-            if step != told:
-                told = step
+            if step != reported:
+                reported = step
                 self.tell(Loading(share=step / STEPS_OF_PROGRESS))
 
         return progress
 
 
 def _claim(orders: RankSpec) -> Cores:
-    """The cores on which this rank's threads compute; none where a GPU does."""
-    device, asked, rank = orders.worker.device, orders.worker.bind_cores, orders.rank_id.rank
+    """The cores on which this rank's threads compute; none on a GPU."""
+    device, binding, rank = orders.worker.device, orders.worker.bind_cores, orders.rank_id.rank
     if "torch" not in sys.modules and (device == "cpu" or (device == "auto" and not _has_gpu_driver())):
         num_threads = os.environ.get("OMP_NUM_THREADS", "")
         if not num_threads.isdigit():
             num_threads = os.environ["OMP_NUM_THREADS"] = str(num_cores())
-        cores = claim_cores(int(num_threads), asked, rank)
+        cores = claim_cores(int(num_threads), binding, rank)
         if not cores.cpus:
             spin_briefly()
         return cores
@@ -210,16 +210,17 @@ def _claim(orders: RankSpec) -> Cores:
 
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         return Cores()
-    return claim_cores(torch.get_num_threads(), asked, rank)
+    return claim_cores(torch.get_num_threads(), binding, rank)
 
 
 def _has_gpu_driver() -> bool:
-    """Without torch, whose import fixes how long OpenMP's threads spin. False: torch finds no GPU either."""
+    """Checks for a GPU without importing torch, whose import fixes how long OpenMP's threads spin. If False, torch
+    finds none either."""
     return any(path.exists() for path in DRIVER_FILES)
 
 
 def _open_worker(orders: RankSpec, on_progress: Progress) -> WorkerParts:
-    """Imports the pool, and torch with it, and reads the model: seconds. On a thread."""
+    """Imports the pool, and torch with it, and reads the model. Takes seconds, on a thread."""
     match orders.role:
         case WorkerRole.PREFILL:
             from prefill_pool.service import open_worker as open_prefill
@@ -253,7 +254,7 @@ def _follow(orders: RankSpec) -> None:
 
 
 def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
-    """Runs blocking work on a thread that does not keep the process from ending, as an executor's threads do."""
+    """Runs blocking work on a daemon thread; an executor's threads would keep the process from ending."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
@@ -264,7 +265,7 @@ def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
     def run() -> None:
         try:
             result = work()
-        except BaseException as error:  # handed to whoever waits, like every other outcome
+        except BaseException as error:  # raised where the result is awaited
             failure = error
             loop.call_soon_threadsafe(settle, lambda: future.set_exception(failure))
         else:

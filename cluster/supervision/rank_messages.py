@@ -1,10 +1,9 @@
-"""What a supervisor and a rank's process send each other, over the socket at which the process listens.
+"""Messages between a supervisor and a rank's process, over the socket at which the process listens.
 
     supervisor ─▶ rank     RankSpec (once), or AttachRank; then StopRank, RankContact
     rank ─▶ supervisor     Attached; then Loading, Serving, Logged, Ended
 
-A rank has one supervisor at a time: a new one takes the place of the one before it, and receives the rank's present
-state first.
+A rank has one supervisor at a time: a new one replaces the previous one, and receives the rank's present state first.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from protos.codec import Messages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachRank:
-    """From a supervisor that is new to a rank which has its orders."""
+    """From a new supervisor, to a rank that has its spec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRank:
-    """End now. Answered by Ended."""
+    """Stop. Answered by Ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContact:
-    """The cluster that the rank belongs to is there: a rank on a node of its own ends without it."""
+    """The rank's cluster is alive: without this message a rank on another node ends by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAttached:
-    """The first answer. `has_orders`: the rank has been started, by this supervisor or one before it."""
+    """The first answer. `has_orders`: a supervisor has sent the rank its spec."""
 
     pid: int
     has_orders: bool

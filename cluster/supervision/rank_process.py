@@ -1,9 +1,9 @@
-"""A rank's own process. Nothing in it is Ray's: it outlives Ray and every supervisor, and ends with its cluster.
+"""A rank's own process. It does not use Ray: it outlives Ray and every supervisor, and ends with its cluster.
 
 listen ─▶ RankSpec ─▶ Loading ... ─▶ Serving ─▶ ... ─▶ Ended: sent to the supervisor, then the process ends
-             └─ the supervisor is gone ─▶ the rank goes on ─▶ another one attaches
-ends by itself when the `baton` process of its cluster has ended: on that process's machine at once, by a lock that the
-kernel releases; on another machine when it had no `RankContact` for `contact_s`
+             └─ the supervisor is gone ─▶ the rank continues ─▶ another one attaches
+It ends by itself when the `baton` process of its cluster has ended: on that process's machine immediately, by a lock
+that the kernel releases; on another machine after `contact_s` without a `RankContact`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RankProcess:
             self._tasks.add(self._loop.create_task(self._expect_contact()))
 
     async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One supervisor, until it is gone."""
+        """Serves one supervisor until it is gone."""
         channel = MessageChannel(reader, writer, RANK_MESSAGES)
         match await channel.receive():
             case RankSpec() as orders:
@@ -69,13 +69,13 @@ class RankProcess:
             if isinstance(message, StopRank):
                 self._do(self._rank.stop())
             elif not isinstance(message, RankContact):
-                log.error("%s is no order for a rank", type(message).__name__)
+                log.error("a rank cannot handle the message %s", type(message).__name__)
         if self._channel is channel:
             self._channel = None
         await channel.close()
 
     def leave(self) -> None:
-        """By a signal: as a drain, then the end."""
+        """Handles a signal: drains, then ends."""
         grace_s = self._orders.grace_s if self._orders is not None else 0.0
         log.info("SIGTERM: running requests have %g s to finish", grace_s)
         self._do(self._rank.leave(grace_s))
@@ -161,7 +161,7 @@ class RankProcess:
 
 
 class LogRelay(logging.Handler):
-    """Sends what is logged here to the supervisor's log: people look there."""
+    """Sends log records to the supervisor, which writes the log."""
 
     def __init__(self, rank: LocalRank) -> None:
         super().__init__(logging.INFO)
@@ -173,7 +173,7 @@ class LogRelay(logging.Handler):
 
 
 def watch_lock(path: str, process: RankProcess) -> None:
-    """Waits on a thread until the process that has locked the file has ended, however it did."""
+    """Waits on a thread until the process that locks the file has ended in any way."""
     loop = asyncio.get_running_loop()
 
     def wait() -> None:
@@ -198,12 +198,12 @@ async def run(listening: socket.socket, lock: str, contact_s: float) -> None:
     server = await asyncio.start_unix_server(process.meet, sock=listening)
     await process.over.wait()
     server.close()
-    os._exit(0)  # threads of libraries, and calls that never return, would be waited for
+    os._exit(0)  # interpreter exit would wait for threads of libraries and for calls that never return
 
 
 def main(arguments: Sequence[str]) -> None:
-    """`arguments`: the descriptor of a socket that listens, the lock that the cluster holds or "", and the seconds of
-    silence after which the rank ends, or 0."""
+    """`arguments`: the descriptor of a listening socket; the lock that the cluster holds, or ""; the seconds without
+    contact after which the rank ends, or 0."""
     import uvloop
 
     descriptor, lock, contact_s = arguments[:3]

@@ -1,7 +1,7 @@
-"""Starts rank processes on this machine, finds those that run, and ends them.
+"""Starts rank processes on this machine, finds running ones, and ends them.
 
-Each has a socket in the cluster's folder, which listens before the process exists: a connection reaches the process, or
-shows that it has ended.
+Each has a socket in the cluster's folder, which listens before the process exists: a connection either reaches the
+process, or shows that it has ended.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from protos.errors import WorkerLost
 BACKLOG = 8
 PROGRAM = "from cluster.process.detached import main; main()"
 MODULE = "cluster.supervision.rank_process"
-ATTACH_S = 10.0  # a process that listens and does not answer for so long is stopped, or hangs
+ATTACH_S = 10.0  # a process that listens but does not answer for this long is stopped, or hangs
 EXIT_STATUS_S = 0.5  # for the process that reaps to report how a rank ended
 EXIT_STATUS_TRIES = 25
-MAX_SAID = 300  # characters of what a process wrote last
+MAX_SAID = 300  # characters of the end of a process's stderr
 
 
 def start_process(
@@ -41,9 +41,9 @@ def start_process(
     contact_s: float,
     inherits: Sequence[int] = (),
 ) -> int:
-    """The process id. The process ends when the file `lock` is locked by no other any more ("" for none), or after
-    `contact_s` without a word from a supervisor (0 for never); while it lives it has a lock of its own on NAME.lock,
-    and the descriptors that it `inherits`. Blocks for some 50 ms. Raises OSError when the machine has no room for
+    """Starts a process and returns its id. The process ends when no other process locks the file `lock` any more (""
+    for none), or after `contact_s` without contact from a supervisor (0 for never). While it lives it locks NAME.lock,
+    and it gets the descriptors in `inherits`. Blocks for about 50 ms. Raises OSError if the machine cannot start
     another process."""
     own = os.open(folder / f"{name}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(own, fcntl.LOCK_EX)
@@ -63,8 +63,8 @@ def start_process(
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, check=False,
         )  # fmt: skip
     if started.returncode or not started.stdout:
-        said = last_line(folder, name)
-        raise WorkerLost(f"its process could not be started: {said or f'exit code {started.returncode}'}")
+        error_line = last_line(folder, name)
+        raise WorkerLost(f"its process could not be started: {error_line or f'exit code {started.returncode}'}")
     return int(started.stdout)
 
 
@@ -73,7 +73,7 @@ def socket_of(folder: Path, name: str) -> str:
 
 
 def last_line(folder: Path, name: str) -> str:
-    """What the process wrote last to stderr; "" if nothing."""
+    """The last line that the process wrote to stderr; "" if none."""
     try:
         lines = (folder / f"{name}.err").read_text(errors="replace").strip().splitlines()
     except OSError:
@@ -82,13 +82,13 @@ def last_line(folder: Path, name: str) -> str:
 
 
 def forget(folder: Path, name: str) -> None:
-    """Removes what a process that has ended has left."""
+    """Removes the files of a process that has ended."""
     for file in (Path(socket_of(folder, name)), folder / f"{name}.err", folder / f"{name}.lock"):
         file.unlink(missing_ok=True)
 
 
 def kill_process(folder: Path, name: str, pid: int) -> None:
-    """Ends the process `pid` if it is that rank's still."""
+    """Kills the process `pid` if it still is that rank's."""
     with suppress(OSError):  # it has ended
         end = os.pidfd_open(pid)
         try:
@@ -99,15 +99,15 @@ def kill_process(folder: Path, name: str, pid: int) -> None:
 
 
 def end_process(folder: Path, name: str, pid: int) -> None:
-    """As `RankLink.close`, of a process without a link; 0 where the process id is not known. A process that never
-    receives orders ends by itself."""
+    """Like `RankLink.close`, for a process without a link; `pid` is 0 if unknown. A process that never receives its
+    spec ends by itself."""
     if pid:
         kill_process(folder, name, pid)
     forget(folder, name)
 
 
 class RankLink:
-    """To one rank process of this machine. Made by `start` or `attach`. `exit_status` returns, if it is known, how the
+    """The link to a rank process of this machine, made by `start` or `attach`. `exit_status` returns, if known, how the
     process `pid` ended: a signal as a negative number."""
 
     def __init__(self, folder: Path, name: str, pid: int, channel: MessageChannel, exit_status: ExitStatus) -> None:
@@ -119,13 +119,13 @@ class RankLink:
 
     @classmethod
     async def start(cls, folder: Path, name: str, pid: int, orders: RankSpec, exit_status: ExitStatus) -> RankLink:
-        """Gives the process its orders. Raises WorkerLost when it has ended already."""
+        """Sends the process its spec. Raises WorkerLost if it has ended already."""
         return await cls._connect(folder, name, pid, orders, exit_status)
 
     @classmethod
     async def attach(cls, folder: Path, name: str, pid: int, exit_status: ExitStatus) -> RankLink:
-        """Finds a process that an earlier supervisor has started. Raises WorkerLost when it has ended, had no orders
-        yet, or does not answer."""
+        """Finds a process that an earlier supervisor started. Raises WorkerLost if it has ended, has no spec yet, or
+        does not answer."""
         return await cls._connect(folder, name, pid, AttachRank(), exit_status)
 
     @classmethod
@@ -144,7 +144,7 @@ class RankLink:
             if answer is None:
                 raise WorkerLost(await why_ended(folder, name, pid, exit_status))
             if not answer.has_orders:
-                raise WorkerLost("its process had no orders yet when its supervisor ended")
+                raise WorkerLost("its process had no spec yet when its supervisor ended")
         except (TimeoutError, WorkerLost) as error:
             kill_process(folder, name, answer.pid if answer is not None else pid)
             await channel.close()
@@ -154,7 +154,7 @@ class RankLink:
         return cls(folder, name, answer.pid, channel, exit_status)
 
     async def news(self) -> Sequence[Event]:
-        """What the rank sends next. Raises WorkerLost when its process has ended."""
+        """The rank's next events. Raises WorkerLost if its process has ended."""
         message: Event | None = await self._channel.receive()
         if message is None:
             raise WorkerLost(await why_ended(self._folder, self.name, self.pid, self._exit_status))
@@ -164,13 +164,13 @@ class RankLink:
         self._channel.send(RankContact())
 
     async def stop(self) -> None:
-        """Asks the process to end, and returns when it has."""
+        """Requests the process to end, and returns when it has."""
         self._channel.send(StopRank())
         await self._channel.flush()
         await ended(self.pid)
 
     async def close(self) -> None:
-        """Ends the process, if it has not ended yet, and removes what it has left."""
+        """Kills the process if it has not ended yet, and removes its files."""
         kill_process(self._folder, self.name, self.pid)
         await self._channel.close()
         forget(self._folder, self.name)
@@ -206,16 +206,16 @@ def has_ended(pid: int) -> bool:
 
 
 async def why_ended(folder: Path, name: str, pid: int, exit_status: ExitStatus) -> str:
-    """In one line."""
+    """The reason, in one line."""
     for _ in range(EXIT_STATUS_TRIES):
         if (status := exit_status(pid)) is not None:
             break
         await asyncio.sleep(EXIT_STATUS_S / EXIT_STATUS_TRIES)
-    said = last_line(folder, name)
-    told = f": {said}" if said else ""
+    error_line = last_line(folder, name)
+    suffix = f": {error_line}" if error_line else ""
     if status is None:
-        return f"its process is gone: it was killed, or crashed (check dmesg for the out-of-memory killer){told}"
+        return f"its process is gone: it was killed, or crashed (check dmesg for the out-of-memory killer){suffix}"
     if status < 0:
         why = " (check dmesg for the out-of-memory killer)" if -status == signal.SIGKILL else ""
-        return f"its process is gone: it was ended by signal {-status}{why}{told}"
-    return f"its process is gone: it ended with exit code {status}{told}"
+        return f"its process is gone: it was ended by signal {-status}{why}{suffix}"
+    return f"its process is gone: it ended with exit code {status}{suffix}"

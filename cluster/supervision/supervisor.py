@@ -1,9 +1,9 @@
-"""Keeps the workers of the desired state alive: starts them, announces who serves, starts again who died.
+"""Keeps the workers of the desired state running: starts them, announces those that serve, restarts those that died.
 
 one task a worker:  launch ─▶ Loading: starting ─▶ Serving: announce ─┬─▶ died: wait, launch again
-                                                                      ├─▶ drained by an operator, and left: launch again
+                                                                      ├─▶ drained by an operator: launch again
                                                                       ├─▶ failed permanently: everything ends
-                                                                      └─▶ not desired any more: drain, end, withdraw
+                                                                      └─▶ no longer desired: drain, end, withdraw
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ log = logging.getLogger("baton.cluster")
 
 
 class Launcher(Protocol):
-    """Runs one incarnation of a worker. Closing the stream ends all its processes; so does an error it raises."""
+    """Runs one incarnation of a worker. Closing the stream ends all its processes, and so does an error that it
+    raises."""
 
     def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]: ...
 
     async def release(self, worker_id: str) -> None:
-        """Gives back the share of the machine that is kept for the worker's next incarnation. Never fails."""
+        """Releases the share of the machine that is kept for the worker's next incarnation. Never fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningWorker:
-    """A worker that an earlier supervisor has launched. `follow` is as `Launcher.launch` of it, and sends its present
-    state first; `info`: it serves. Without `follow` its process is gone, and only `has_served` is known."""
+    """A worker that an earlier supervisor launched. `follow` is like `Launcher.launch`, and yields the worker's present
+    state first; `info`: set if it serves. Without `follow` its process is gone, and only `has_served` is known."""
 
     has_served: bool
     incarnation: int = 0
@@ -51,7 +52,7 @@ class RunningWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedWorker:
-    """A worker as people are shown it. `loaded` is the share of its weights that is read."""
+    """A worker as people see it. `loaded`: the share of its weights that has been read."""
 
     worker_id: str
     life: Life
@@ -61,13 +62,13 @@ class SupervisedWorker:
 
 
 class CheckHealth(Protocol):
-    """Queries the worker at an address. Raises BatonError when it is not well, or does not answer in time."""
+    """Calls the worker at an address. Raises BatonError if it is unhealthy, or does not answer in time."""
 
     async def __call__(self, address: str) -> None: ...
 
 
 class DrainWorker(Protocol):
-    """Sends the worker at an address no new work, and returns when nothing runs there any more, or it is gone."""
+    """Drains the worker at an address. Returns when nothing runs there any more, or it is gone."""
 
     async def __call__(self, address: str) -> None: ...
 
@@ -75,9 +76,9 @@ class DrainWorker(Protocol):
 class Supervisor:
     """Owns the desired state: one plan for each worker. Lives on one event loop.
 
-    `first_incarnation` must be greater than all that came before: the time will do. `running` are workers that need no
-    launch at first; those of `leaving`, which an earlier supervisor was about to end, are drained and ended. `watch` is
-    called with every change of a worker.
+    `first_incarnation` must be greater than all earlier ones; the time in seconds is. `running` workers need no launch
+    at first; those of `leaving`, which an earlier supervisor was about to end, are drained and ended. `watch` is called
+    with every change of a worker.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Supervisor:
         return tuple(self._desired.values())
 
     async def run(self) -> None:
-        """Until `stop`; raises the BatonError of a worker that will never start."""
+        """Runs until `stop`; raises the BatonError of a worker that will never start."""
         self._over = asyncio.get_running_loop().create_future()
         for plan in self._leaving:
             self._keep(plan)
@@ -135,16 +136,16 @@ class Supervisor:
         await asyncio.shield(self._over)
 
     async def ready(self) -> None:
-        """Returns when the workers of the desired state, and no others, serve."""
+        """Returns when exactly the workers of the desired state serve."""
         while not self._is_reached():
             await self._changed.wait()
 
     async def resize(self, plans: Sequence[WorkerPlan]) -> None:
-        """Makes `plans` the desired state: starts workers that are new; drains those that are missing for at most
-        `grace_s`, then ends them. A worker that runs keeps its plan until its next incarnation.
+        """Makes `plans` the desired state: starts new workers; drains missing ones for at most `grace_s`, then ends
+        them. A running worker keeps its plan until its next incarnation.
 
-        Returns when that is done, or a later call has changed the desired state. Raises the BatonError of a new worker
-        that will never start, which is not desired any more then.
+        Returns when that is done, or when a later call has changed the desired state. Raises the BatonError of a new
+        worker that will never start, which is then no longer desired.
         """
         desired = self._desired = {plan.worker_id: plan for plan in plans}
         self._failures.clear()
@@ -155,11 +156,11 @@ class Supervisor:
             raise error
 
     def addresses(self) -> Sequence[str]:
-        """Of the workers that serve now."""
+        """Addresses of the workers that serve now."""
         return [view.info.address for view in self._serving() if view.info is not None]
 
     async def stop(self) -> None:
-        """Ends all workers, and withdraws them. Idempotent."""
+        """Ends and withdraws all workers. Idempotent."""
         tasks = [*self._retiring.values(), *self._keeping.values()]
         for task in tasks:
             task.cancel()
@@ -178,7 +179,7 @@ class Supervisor:
         return not self._retiring and self._desired.keys() == {view.worker_id for view in self._serving()}
 
     def _reconcile(self) -> None:
-        """Starts what is desired and not there, and retires what is there and not desired."""
+        """Starts desired workers that are missing, and retires workers that are not desired."""
         for worker_id in self._keeping.keys() - self._desired.keys() - self._retiring.keys():
             self._retiring[worker_id] = asyncio.create_task(self._retire(worker_id), name=f"retire {worker_id}")
         for worker_id, plan in self._desired.items():
@@ -203,7 +204,7 @@ class Supervisor:
         task.add_done_callback(note)
 
     async def _retire(self, worker_id: str) -> None:
-        """Drains a worker, ends it, and then forgets it."""
+        """Drains a worker, ends it, and removes its record."""
         keeping, view = self._keeping[worker_id], self._views.get(worker_id)
         if view is not None and view.info is not None and not keeping.done():
             draining = asyncio.ensure_future(self._drain(view.info.address))
@@ -241,10 +242,10 @@ class Supervisor:
                 await self._announcer.starting(plan.worker_id, Successor(role=plan.role))
             error = await self._live(plan, events)
             if plan.worker_id in self._retiring:
-                return  # it ended by itself, once drained
+                return  # it was drained, and ended by itself
             view = self._views[plan.worker_id]
             if error is None:
-                log.info("worker %s has left: the next one takes its place", plan.worker_id, extra=_of(plan))
+                log.info("worker %s has ended: the next one takes its place", plan.worker_id, extra=_of(plan))
                 life = lifecycle.drained(view.life, self._clock())
                 continue
             life = lifecycle.failed(view.life, error, self._clock(), self._config)
@@ -260,7 +261,7 @@ class Supervisor:
             life = lifecycle.restarted(life, self._clock())
 
     async def _live(self, plan: WorkerPlan, events: AsyncGenerator[Event, None]) -> BatonError | None:
-        """One incarnation, from its launch to its end; what it ended with, None if it was told to leave."""
+        """One incarnation, from its launch to its end. Returns its failure, or None if it was requested to stop."""
         serves = asyncio.Event()
         if self._views[plan.worker_id].info is not None:
             serves.set()
@@ -277,7 +278,7 @@ class Supervisor:
     async def _follow(
         self, plan: WorkerPlan, events: AsyncGenerator[Event, None], serves: asyncio.Event
     ) -> BatonError | None:
-        """Notes what the worker tells; what it ended with, None if it served and then ended in order."""
+        """Records the worker's events. Returns its failure, or None if it served and then ended in order."""
         try:
             async with aclosing(events):
                 async for event in events:
@@ -286,17 +287,15 @@ class Supervisor:
                         serves.set()
         except BatonError as error:
             return error
-        except Exception as error:  # one worker's trouble must not end the others
-            log.exception(
-                "worker %s: it could not be launched for a reason of our own", plan.worker_id, extra=_of(plan)
-            )
+        except Exception as error:  # an error of one worker must not end the others
+            log.exception("worker %s: it could not be launched: internal error", plan.worker_id, extra=_of(plan))
             self.num_faults += 1
             return Internal(f"{type(error).__name__}: {error}")
         served = self._views[plan.worker_id].life.state is LifeState.SERVING
         return None if served else WorkerLost("it ended by itself")
 
     async def _watch_health(self, worker_id: str, serves: asyncio.Event) -> BatonError:
-        """Health means progress: a process that is there and gets nowhere is dead. Begins when the worker serves."""
+        """Checks progress: a process that lives but makes none counts as dead. Begins when the worker serves."""
         misses = 0
         await serves.wait()
         while True:
@@ -335,5 +334,5 @@ class Supervisor:
 
 
 def _of(plan: WorkerPlan) -> dict[str, str]:
-    """Fields of a record of the log."""
+    """Fields of a log record."""
     return {"worker": plan.worker_id}

@@ -33,7 +33,7 @@ from router.streaming.token_sink import TokenSink
 
 LEAST_RETRY_S = 0.1
 HEADROOM = 0.02  # of a bound: what comes out on the edge of it is late one time in two
-TOO_LATE = "no worker could begin with this request within its max_ttft_ms"
+TOO_LATE = "no worker could start this request within its max_ttft_ms"
 
 
 class AdmissionFleet(Protocol):
@@ -168,7 +168,7 @@ class Admission:
         except TimeoutError:
             self.refused.queue_timeout += 1
             raise self._overloaded(
-                f"no worker could begin with this request within {self._config.admission.max_queue_s:g} s",
+                f"no worker could start this request within {self._config.admission.max_queue_s:g} s",
                 entry,
                 least_s=self._measured_s(entry),
             ) from None
@@ -204,7 +204,7 @@ class Admission:
         if least_s is not None and least_s > job.max_ttft_s:
             self.refused.deadline_impossible += 1
             raise InvalidRequest(
-                f"max_ttft_ms is {job.max_ttft_s * 1000:g}: with nobody else here, the first token of this prompt "
+                f"max_ttft_ms is {job.max_ttft_s * 1000:g}: even without other requests the first token of this prompt "
                 f"({num_tokens} tokens) would come after about {math.ceil(least_s * 1000)} ms; allow more than that",
                 param="max_ttft_ms",
             )

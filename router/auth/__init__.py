@@ -1,1 +1,1 @@
-"""Tenants: their keys, and the limits of what each may ask."""
+"""Tenants: their keys and their limits."""

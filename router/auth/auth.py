@@ -62,14 +62,14 @@ class AccessControl:
             self._unknown.inc()
             if self.roster.admin_keys and self.roster.is_admin(key):
                 raise Unauthenticated("This is an admin key, which opens /admin only: send a tenant's key")
-            raise Unauthenticated("The API key is not known here: check it, or ask the operator for another one")
+            raise Unauthenticated("The API key is unknown: check it, or get another one from the operator")
         return tenant
 
     def check_admin(self, authorization: str | None) -> None:
         """Raises Unauthenticated without a key, Forbidden with one that is no administrator's."""
         self._look()
         if self.roster.admin_keys and not self.roster.is_admin(self._key(authorization)):
-            raise Forbidden("This key opens no /admin: use one of admin_keys")
+            raise Forbidden("This key does not open /admin: use one of admin_keys")
 
     @asynccontextmanager
     async def present(self, tenant: Tenant, request_id: str, num_prompt_tokens: int) -> AsyncGenerator[None, None]:
@@ -124,9 +124,9 @@ class AccessControl:
             self.roster = read_roster(self._path)
         except Misconfigured as error:
             self._stale.inc()
-            log.error("the tenants stay as they were: %s", error.message)
+            log.error("the file of tenants was not loaded again, the old one stays in force: %s", error.message)
             return
-        log.info("read anew from %s: %s", self._path.name, counted(len(self.roster.tenants), "tenant"))
+        log.info("loaded %s again: %s", self._path.name, counted(len(self.roster.tenants), "tenant"))
         self._changed(self.roster)
 
     def _stamp(self) -> tuple[int, int, int] | None:

@@ -1,7 +1,7 @@
-"""How much each tenant may ask for a minute and at once: the seam, the arithmetic, and the limits of one gateway.
+"""Limits of each tenant per minute and at the same time: the seam, the arithmetic, and the limits of one gateway.
 
-A rate is a leaky bucket told as one number, the time at which it would be empty again (GCRA, ITU-T I.371, annex A): it
-may lie `BURST_S` in the future, so a minute's worth can come at once, and then no faster than the rate.
+A rate is a leaky bucket stored as one number, the time at which it will be empty (GCRA, ITU-T I.371, annex A): it may
+lie `BURST_S` in the future, so a minute's worth can arrive at once, and later requests no faster than the rate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from router.auth.tenants import Tenant
 
 BURST_S = 60.0
 CONCURRENCY_RETRY_S = 1.0
-"""What a client is told when too many of its requests run: nobody knows when one of them ends."""
+"""The retry time of a client with too many running requests: their ends are unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class TenantLimits(Protocol):
         ...
 
     async def close(self) -> None:
-        """Lets go of what others keep for these limits. Nothing is asked of them afterwards."""
+        """Releases what others hold for these limits. The last call."""
         ...
 
 
@@ -78,7 +78,7 @@ class LocalLimits:
         self.count(tenant, request_id, num_tokens, now)
 
     def count(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> None:
-        """A request was let in, whoever decided it."""
+        """Counts a request that was admitted, here or elsewhere."""
         for _, amount, per_min, buckets in self._rates(tenant, num_tokens):
             buckets[tenant.name] = buckets.get(tenant.name, Bucket()).take(amount, per_min, now)
         self._running.setdefault(tenant.name, set()).add(request_id)
@@ -95,7 +95,7 @@ class LocalLimits:
         pass
 
     def _rates(self, tenant: Tenant, num_tokens: int) -> Iterator[tuple[str, float, float, dict[str, Bucket]]]:
-        """What a request takes of which bucket, for the rates that the tenant has."""
+        """The amounts that a request takes from each bucket, for the rates that the tenant has."""
         if tenant.requests_per_min is not None:
             yield "requests", 1, tenant.requests_per_min, self._requests
         if tenant.tokens_per_min is not None:

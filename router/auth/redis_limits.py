@@ -1,10 +1,11 @@
-"""Tenants' limits that any number of gateways keep together, in Redis.
+"""Tenants' limits shared by any number of gateways, in Redis.
 
     enter    one script, one round trip: the buckets and the set of running requests, or what refuses it
-    spend    ┐ put together and sent every `FLUSH_S`, with a renewal of what runs: a gateway that dies leaves nothing
+    spend    ┐ batched and sent every `FLUSH_S`, with a renewal of running requests: a gateway that dies leaves nothing
     leave    ┘ behind for longer than `LEASE_S`
 
-Redis lost: every gateway keeps the limits by itself from what it has seen (`LocalLimits`), says so, and tries again.
+If Redis is lost, every gateway enforces the limits alone from what it has seen (`LocalLimits`), reports it, and
+retries.
 """
 
 from __future__ import annotations
@@ -128,7 +129,9 @@ class RedisLimits:
 
     async def close(self) -> None:
         self._closing = True
-        if self._flushing is not None:  # not cancelled: redis-py may swallow that, and it would go on for ever
+        if (
+            self._flushing is not None
+        ):  # not cancelled: redis-py may swallow the cancellation, and the task would never end
             await asyncio.wait([self._flushing])
         with suppress(RedisError, OSError, TimeoutError):
             await self._flush()
@@ -137,7 +140,7 @@ class RedisLimits:
     # ------------------------------------------------------------------------------------------------------------------
 
     async def _asked(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> tuple[str, float] | None:
-        """What refuses the request ("" if nothing does), and for how long; None while Redis does not say."""
+        """The limit that refuses the request ("" if none), and for how long; None while Redis does not answer."""
         if now < self._lost_until_s:
             return None
         numbers = (num_tokens, tenant.requests_per_min or 0, tenant.tokens_per_min or 0, tenant.max_concurrent or 0)
@@ -159,7 +162,7 @@ class RedisLimits:
         self._outage.back(f"limits: {self._url.shown} keeps them again")
 
     def _keys(self, tenant: Tenant) -> tuple[str, ...]:
-        """In one slot of a Redis Cluster."""
+        """Keys in one slot of a Redis Cluster."""
         root = f"baton:{self._model}:limits:{{{tenant.name}}}"
         return (f"{root}:requests", f"{root}:tokens", f"{root}:running")
 
@@ -168,7 +171,7 @@ class RedisLimits:
             self._flushing = asyncio.create_task(self._keep_flushing(), name="tenants' limits")
 
     async def _keep_flushing(self) -> None:
-        """For as long as anything runs or is to be told. What Redis has not heard of for a lease it has forgotten."""
+        """Runs while requests run or messages wait. Redis drops requests that were not renewed for a lease."""
         clock = asyncio.get_running_loop().time
         told_s = clock()
         try:

@@ -1,4 +1,4 @@
-"""Where tenants' limits are kept, as `--index` says: in this gateway, or in the Redis that gateways share."""
+"""The store of tenants' limits, by `--index`: this gateway's memory, or the Redis that gateways share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from router.prefix.registry import MEMORY
 
 
 def open_limits(where: str, *, model: str) -> TenantLimits:
-    """To be made on the event loop it runs on. Raises Misconfigured."""
+    """Made on the event loop that runs it. Raises Misconfigured."""
     if where == MEMORY:
         return LocalLimits()
     from router.auth.redis_limits import RedisLimits  # redis-py, for those who use it

@@ -45,9 +45,9 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """None: no limit. A request of more than `max_priority` is refused; without one, any priority goes.
+    """None: no limit. A request above `max_priority` is refused; without it any priority is allowed.
 
-    Tenants that share caches may find, by the time it takes, that another has asked the same.
+    Tenants that share caches can find out, by the time a request takes, that another tenant sent the same prompt.
     """
 
     name: str = ANONYMOUS
@@ -63,8 +63,8 @@ class Tenant:
         return (self.requests_per_min, self.tokens_per_min, self.max_concurrent) != (None, None, None)
 
     def cache_salt(self, salt: bytes) -> bytes:
-        """What the hashes of its blocks begin with, from the client's own salt: never another tenant's, unless caches
-        are shared."""
+        """The root of its block hashes, from the client's own salt: never another tenant's, unless caches are
+        shared."""
         if self.shares_cache or self.name == ANONYMOUS:
             return salt
         return hashlib.blake2b(salt, digest_size=32, person=b"baton tenant", key=self.name.encode()).digest()
@@ -79,12 +79,12 @@ class Tenant:
 
 
 NOBODY = Tenant()
-"""Who asks where no keys are asked for."""
+"""The tenant of all requests if there are no keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """Tenants by name and by the hash of each of their keys. An empty one lets everybody in, as `NOBODY`."""
+    """Tenants by name and by the hash of each of their keys. An empty roster lets all requests in, as `NOBODY`."""
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     by_key: Mapping[str, Tenant] = field(default_factory=dict)
@@ -92,14 +92,14 @@ class Roster:
 
     @property
     def is_open(self) -> bool:
-        """Nobody needs a key. Where there are tenants one is needed, even if all have been taken back."""
+        """True if no key is needed. With tenants a key is needed, even if all keys have been revoked."""
         return not self.tenants
 
     def tenant_of(self, key: str) -> Tenant | None:
         return self.by_key.get(hash_of(key))
 
     def is_admin(self, key: str) -> bool:
-        """The key of an administrator; a roster without one leaves /admin to whoever reaches it."""
+        """Whether this is an administrator's key; a roster without one leaves /admin open."""
         return not self.admin_keys or hash_of(key) in self.admin_keys
 
 
@@ -108,7 +108,8 @@ def new_key() -> str:
 
 
 def hash_of(key: str) -> str:
-    """As a roster holds it. Keys are compared by their hashes, so that no comparison's time tells anything of a key."""
+    """The key's hash in a roster. Keys are compared by hash, so that the time of a comparison reveals nothing of a
+    key."""
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -156,7 +157,7 @@ def read_roster(path: Path) -> Roster:
         )
     if tenants and not admin_keys:
         raise Misconfigured(
-            "tenants: admin_keys is missing: /admin tells of all tenants, so it needs a key of its own "
+            "tenants: admin_keys is missing: /admin shows all tenants, so it needs a key of its own "
             "(`baton key --admin` makes one)",
             param="admin_keys",
         )
@@ -194,7 +195,7 @@ def _hashes(where: str, given: Any) -> list[str]:
         if not isinstance(one, str) or not _HASH.fullmatch(one):
             # It may be a key, written here by mistake: it must not go on into logs.
             raise Misconfigured(
-                f"{where}: an entry is no hash: write sha256: and 64 hex digits, as `baton key` prints them, "
+                f"{where}: an entry is not a hash: write sha256: and 64 hex digits, as `baton key` prints them, "
                 "never the key itself",
                 param=where,
             )

@@ -124,13 +124,13 @@ class Canary:
             return
         except Exception:  # nobody waits for this task, and the next canary shall run whatever came of this one
             self.outcomes[CanaryOutcome.FAILED] += 1
-            log.exception("the canary of %s broke", job.request_id, extra={"request": job.request_id})
+            log.exception("the canary of %s failed: internal error", job.request_id, extra={"request": job.request_id})
             return
         index = first_difference(said, told)
         self.outcomes[CanaryOutcome.SAME if index is None else CanaryOutcome.DIFFERENT] += 1
         if index is not None:
             log.warning(
-                "parity: %s differs from a run on one worker alone at token %d of %d: %s there, %s alone",
+                "parity: %s differs from a run on one worker at token %d of %d: %s, not %s",
                 job.request_id, index, len(said), list(said[index : index + 4]), told[index : index + 4],
                 extra={"request": job.request_id},
             )  # fmt: skip

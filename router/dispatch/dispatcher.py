@@ -216,7 +216,7 @@ class Dispatcher:
         decode_workers = self._candidates(job_state).decode_pool
         candidates = decode_workers.besides((besides.worker_id,))
         if besides.worker_id in candidates.workers.places or not len(candidates):
-            raise NoWorkers(f"no other worker than {besides.worker_id} can write")
+            raise NoWorkers(f"no worker other than {besides.worker_id} can write")
         return self._fleet.member(self._chooser.choose(job_state, candidates).decode)
 
     def _candidates(self, job_state: JobState) -> CandidateTable:
@@ -308,7 +308,7 @@ class Dispatcher:
     def _reservation(self, job_state: JobState, attempt: Attempt, prefill: Member) -> ReserveRequest:
         """For the blocks of all that prefill computes: after a failure the prompt and the tokens emitted so far."""
         if prefill.info is None:
-            raise WorkerLost(f"worker {prefill.worker_id} was never met")
+            raise WorkerLost(f"worker {prefill.worker_id} has never been connected")
         return ReserveRequest(
             request_id=attempt.request_id,
             prompt_ids=job_state.token_ids,
@@ -346,7 +346,7 @@ class Dispatcher:
         if isinstance(error, WorkerLost) and (life := attempt.lost()) is not None:
             await self._poison.lost(job_state.job.request_id, job_state.crashes, life, len(job_state.output_ids))
         log.info(
-            "%s goes on elsewhere, after %d tokens: %s", attempt.request_id, len(job_state.output_ids), error,
+            "%s resumes on another worker after %d tokens: %s", attempt.request_id, len(job_state.output_ids), error,
             extra={"request": attempt.request_id},
         )  # fmt: skip
         if isinstance(error, Overloaded):

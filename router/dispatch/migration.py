@@ -178,7 +178,7 @@ class Migrations:
         self._told.clear()
         job_state.record.note(EventKind.MOVED, loop_time(), source=here.worker.worker_id, worker=move.to.worker_id)
         log.info(
-            "%s goes on at %s as %s",
+            "%s continues on %s as %s",
             here.request_id,
             move.to.worker_id,
             move.request_id,
@@ -191,5 +191,5 @@ class Migrations:
         why = (here.worker.worker_id, type(error))  # it is tried again and again, for each request
         level = logging.DEBUG if why in self._told else logging.INFO
         self._told.add(why)
-        log.log(level, "%s stays at %s for now: %s", here.request_id, here.worker.worker_id, error.message)
+        log.log(level, "%s stays on %s for now: %s", here.request_id, here.worker.worker_id, error.message)
         move.end()

@@ -182,7 +182,7 @@ class PrefixPulls:
 
     def _reservation(self, job_state: JobState, pull: PrefixPull) -> ReserveRequest:
         if pull.holder.info is None:
-            raise WorkerLost(f"worker {pull.holder.worker_id} was never met")
+            raise WorkerLost(f"worker {pull.holder.worker_id} has never been connected")
         return ReserveRequest(
             request_id=pull.request_id,
             prompt_ids=job_state.token_ids[: pull.num_tokens],
@@ -197,7 +197,7 @@ class PrefixPulls:
     def _failed(self, pull: PrefixPull, code: str, reason: str) -> None:
         self.failures[code] += 1
         log.info(
-            "%s computes what %s was to give: %s",
+            "%s computes a prefix that %s did not send: %s",
             pull.request_id,
             pull.holder.worker_id,
             reason,

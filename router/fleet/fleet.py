@@ -317,9 +317,7 @@ class Fleet:
                     self.totals[member.role].num_losses += 1
                 self._enter(member, WorkerState.LOST, error.message)
             except Exception as error:  # one worker's nonsense must not end the others' fleet
-                log.exception(
-                    "worker %s: its session failed for a reason of our own", member.worker_id, extra=_of(member)
-                )
+                log.exception("worker %s: its session failed: internal error", member.worker_id, extra=_of(member))
                 self.num_faults += 1
                 self._enter(member, WorkerState.LOST, f"{type(error).__name__}: {error}")
             with suppress(TimeoutError):
@@ -400,7 +398,7 @@ class Fleet:
         for events in step.events:
             if (hello := self._feed.receive(member.worker_id, events)) is not None:
                 log.info(
-                    "worker %s: events are missing, asking from %d on",
+                    "worker %s: events are missing: requesting them from %d on",
                     member.worker_id,
                     hello.next_seq,
                     extra=_of(member),
@@ -438,7 +436,7 @@ class Fleet:
         if state in (WorkerState.READY, WorkerState.INCOMPATIBLE):
             self.successors.arrived(member.worker_id)
         if member.state is WorkerState.DRAINED:
-            log.info("worker %s at %s has drained and left", member.worker_id, member.address, extra=_of(member))
+            log.info("worker %s at %s has drained and ended", member.worker_id, member.address, extra=_of(member))
         elif not was is state is WorkerState.LOST:  # that it is not back yet either is no news
             log.log(
                 logging.INFO if state in (WorkerState.READY, WorkerState.DRAINING) else logging.WARNING,

@@ -1,13 +1,13 @@
-"""Whether grammars can be compiled, found out in processes beside the gateway, which can be ended.
+"""Checks that grammars compile, in processes beside the gateway that can be killed.
 
-    check ──▶ found before ──▶ said at once
-          └─▶ its turn, of `MAX_AT_ONCE` ── a process compiles, within `CPU_S` and its memory ──▶ found, or dead of it
-                └─▶ nobody waits any more: dropped
+    check ──▶ cached ──▶ answered immediately
+          └─▶ its turn, of `MAX_AT_ONCE` ── a process compiles, within `CPU_S` and its memory ──▶ a result, or it dies
+                └─▶ no request waits any more: dropped
 
-The library counts most of the work and stops by itself. What it counts too little of is stopped by the CPU time that it
-takes, so that neither depends on how busy the machine is. A process (`checker_process`) is started when it is
-needed, and again when it has died. It may die of something else than its grammar, which is then compiled once more in
-a new one. What stays uncertain is told to come again, and is not remembered.
+The library limits most of its work itself. Work that it does not limit is stopped by its CPU time, so that the result
+does not depend on the machine's load. A process (`checker_process`) is started when needed, and again after its death.
+It may die of another cause than its grammar, so that grammar is compiled once more in a new process. If the result
+stays uncertain, the client gets an error with a time to retry, and nothing is cached.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from router.grammar.json_schema_errors import explained
 log = logging.getLogger("baton.router")
 
 MAX_GRAMMAR_CHARS = 128 * 1024
-"""Of a grammar with all its schemas: one of this size compiles in about a tenth of a second."""
+"""Characters of a grammar with its schemas: at this size it compiles in about a tenth of a second."""
 
 MAX_CHECKED = 1024
 MAX_AT_ONCE = 4
 LARGE_CHARS, MAX_LARGE = 8192, 2
-"""Of a grammar that does not keep smaller ones waiting: so many of these at once."""
+"""Grammars small enough not to delay others; this many are compiled at the same time."""
 CPU_S = 1.0
 WAIT_S = 10.0
-"""Whoever has waited so long is to come again. A process that has not answered for so long is ended."""
+"""A request that has waited this long is refused with a time to retry. A process that has not answered for this long is
+killed."""
 
 
 class GrammarChecks:
-    """Of one event loop. What was found is remembered. `close` it at the end."""
+    """Lives on one event loop. Caches results. `close` it at the end."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[bytes, str] = OrderedDict()
@@ -73,7 +74,7 @@ class GrammarChecks:
             raise InvalidRequest(f"'{param}' cannot be enforced: {wrong}", param=param)
 
     def close(self) -> None:
-        """Its threads end with what they do, and their processes with them. Nobody may ask any more."""
+        """Ends its threads after their current grammar, and their processes. No `check` may run."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _wrong(self, grammar: str) -> str:
@@ -107,11 +108,12 @@ class GrammarChecks:
         return wrong
 
     def _compiled(self, encoded: bytes) -> str:
-        """On a thread: what is wrong, "" if nothing is. Raises _Ended and TimeoutError where that is not certain."""
+        """On a thread: the fault of the grammar, "" if none. Raises _Ended and TimeoutError if the result is
+        uncertain."""
         with contextlib.suppress(_Ended):
             return self._ask(encoded)
         try:
-            return self._ask(encoded)  # by a new process, which has died of nothing before
+            return self._ask(encoded)  # in a new process, whose death no earlier grammar can have caused
         except _Ended as ended:
             if ended.is_from_outside:
                 raise
@@ -133,7 +135,7 @@ class GrammarChecks:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A grammar that is being checked. It is dropped when nobody waits for it and it has not got its turn."""
+    """A grammar that is being checked. It is dropped if no request waits for it and its turn has not come."""
 
     found: asyncio.Task[str]
     num_waiting: int = 0
@@ -149,11 +151,11 @@ class _Ended(Exception):
 
     @property
     def is_from_outside(self) -> bool:
-        """By somebody who may end any process, such as the kernel that needs memory."""
+        """Killed from outside, for example by the kernel's out-of-memory killer."""
         return self.code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
     def blame(self) -> str:
-        """What of the grammar did that."""
+        """What the grammar did to end it."""
         match -self.code:
             case signal.SIGPROF:
                 return f"compiling it takes more than {CPU_S:g} s: intersect, nest or repeat fewer patterns"
@@ -181,7 +183,7 @@ class _Compiler:
             raise RuntimeError(f"the process that checks grammars does not start: {command}") from error
 
     def ask(self, grammar: bytes) -> str:
-        """Raises _Ended; TimeoutError where it had to be, for it said nothing."""
+        """Raises _Ended if the process died; TimeoutError if it was killed because it did not answer."""
         try:
             self._ours.sendall(checker_process.HEAD.pack(len(grammar), round(CPU_S * 1000)) + grammar)
             return self._read().decode("utf-8", "replace")
@@ -214,7 +216,7 @@ def _end(process: subprocess.Popen[bytes], ours: socket.socket) -> None:
     ours.close()
     if process.returncode is None:
         try:
-            process.wait(timeout=0.5)  # what has died says of what
+            process.wait(timeout=0.5)  # a dead process leaves its cause
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -1,10 +1,10 @@
-"""A process that says whether grammars can be compiled, one after the other, and may die of one (`checker`).
+"""A process that checks whether grammars compile, one after the other; a grammar may kill it (`checker`).
 
-Run as a script that imports nothing of ours: it starts in a tenth of a second. Its standard input is a socket::
+Run as a script without imports from this project: it starts in a tenth of a second. Its standard input is a socket::
 
-    it is ready   length 0
-    asked         length, CPU time that may be taken in ms, grammar
-    answer        length, what is wrong with it
+    ready         length 0
+    request       length, CPU time that may be taken in ms, grammar
+    answer        length, its fault
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import struct
 import sys
 import threading
 
-STACK_BYTES = 256 * 2**20  # as `protos.threads` has it
+STACK_BYTES = 256 * 2**20  # as in `protos.threads`
 MAX_MEMORY_BYTES = 2 * 2**30
-MAX_TOLD_CHARS = 1000  # of what is wrong: the library may quote all of the grammar
-NICE = 10  # whoever computes tokens goes first
+MAX_TOLD_CHARS = 1000  # characters of a fault: the library may quote the whole grammar
+NICE = 10  # lower priority than processes that compute tokens
 HEAD, ANSWER = struct.Struct("!II"), struct.Struct("!I")
 
-# Of a Lark grammar: its texts, patterns and comments, or a token by its number.
+# Parts of a Lark grammar: texts, patterns and comments, or a token by its number.
 _NUMBERED = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?://|#)[^\n]*|(?P<token><\[[^\]>]*\]>)')
 
 
@@ -42,8 +42,8 @@ class _Bytes:
 
 
 def numbered_token(grammar: str) -> str:
-    """What is wrong with a grammar that compiles and has a token by its number (`<[12]>`, `<[^1-4]>`, `<[*]>`): the
-    library takes each number for a token of text, also that of a control token. "" where it has none."""
+    """The fault of a grammar that compiles but names a token by its number (`<[12]>`, `<[^1-4]>`, `<[*]>`): the library
+    takes each number for a token of text, also that of a control token. "" if it names none."""
     from llguidance import LLMatcher
 
     if "<[" not in grammar and "\\u" not in grammar:  # a list of grammars is JSON, which may escape them

@@ -1,5 +1,5 @@
-"""Where in a JSON Schema its fault is, and what to do about it. llguidance says what it could not read, and not where:
-the place is found by looking for it."""
+"""Locates the fault in a JSON Schema, and suggests a fix. llguidance's errors name the keyword but not its place, so
+the place is searched for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Keyword:
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """What the library says, which keyword it means, and what is told of that. Does its value have to be shown?"""
+    """A pattern of the library's errors, the keyword it is about, the message for the client, and whether it shows the
+    value."""
 
     said: str
     means: Callable[[Keyword, Said], bool]
@@ -134,10 +135,10 @@ _OF_PATTERN = re.compile(r"regex parse error:\n(?s:.*?)error: ([^\n]*)|lookaroun
 
 
 def explained(told: str, grammar: str) -> str:
-    """What the library says of a grammar, with the place in the schema that it means, if there is one."""
+    """The library's error for a grammar, with the place in the schema, if there is one."""
     try:
         return _explained(told, grammar)
-    except RecursionError:  # it is nested so deeply that nobody would find the place
+    except RecursionError:  # nested so deeply that its place would not help
         return in_our_words(told)
 
 
@@ -157,7 +158,8 @@ def _explained(told: str, grammar: str) -> str:
 
 
 def keywords(schema: Any, place: str = "#") -> Iterator[Keyword]:
-    """Of the schema, and of the schemas within. What should be one, and is none, is a keyword without a name."""
+    """All schemas within a schema. A value that should be a schema but is not is yielded as a keyword without a
+    name."""
     if not isinstance(schema, dict):
         if not isinstance(schema, bool):
             yield Keyword(place=place, name="", value=schema)
@@ -187,7 +189,7 @@ def _schema(told: str, grammar: str) -> tuple[Any, str]:
     _, found, text = "\n".join(lines[first:]).partition("%json")
     if not found:
         return None, ""
-    named = re.search(r'\{\\"name\\": \\"([^"\\]+)', lines[first - 1]) if first else None  # as calls of tools have it
+    named = re.search(r'\{\\"name\\": \\"([^"\\]+)', lines[first - 1]) if first else None  # as in tool calls
     try:
         return json.JSONDecoder().raw_decode(text.lstrip())[0], f" in what {named[1]} takes" if named else ""
     except ValueError:

@@ -1,8 +1,8 @@
-"""What an answer must be, as a grammar that workers follow (`SamplingParams.grammar`): written here, and checked before
-anybody works on the request (`router.grammar.checker`).
+"""The grammar of a constrained answer (`SamplingParams.grammar`): made here, and checked before a worker gets the
+request (`router.grammar.checker`).
 
-A grammar is llguidance's: its Lark, with JSON Schemas in it, or what its own functions make of a schema or a regex.
-Workers compile it once more, against their tokens.
+It is a grammar of llguidance: Lark with JSON Schemas in it, or the output of llguidance's own functions for a schema or
+a regex. Workers compile it again, against their tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_CHOICES = 1024
 
 # Between two tokens of JSON: as people and models write it, on one line or indented. Some models go on with white space
-# for as long as they may.
+# as long as they may.
 _WHITESPACE = r"\x20|\x0A[\x20\x09]{0,24}"
 
 _OPTIONS = "x-guidance"  # the library's, in a schema: they would decide of white space, and how much is enforced

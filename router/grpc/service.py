@@ -118,7 +118,7 @@ class _InTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gener
             async with asyncio.timeout(self._stall_s):
                 await context.write(message)
         except TimeoutError:
-            raise Cancelled(f"the client has taken nothing for {self._stall_s:g} s") from None
+            raise Cancelled(f"the client has read nothing for {self._stall_s:g} s") from None
 
     async def _first(self, messages: AsyncIterator[bytes], decode: Callable[[bytes], Any], context: Context) -> Any:
         try:

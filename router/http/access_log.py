@@ -12,13 +12,13 @@ log = logging.getLogger("baton.access")
 
 MAX_PATH = 200
 CLIENT_LEFT = 499
-"""As nginx has it: the client went away before it was answered."""
+"""The client disconnected before the answer, as in nginx."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """`path` is as it was sent, without the query. `outcome` is "" where the status says all, else an error's code.
-    Tokens are None of a request that generates none."""
+    """`path` is without the query. `outcome`: "" if the status is enough, else an error's code. Tokens are None for a
+    request that generates none."""
 
     method: str
     path: str
@@ -41,7 +41,7 @@ class Access:
         return f"{self.method} {self.path} {self.status} in {self.seconds:.4f} s{tokens}{tenant}{named}"
 
     def fields(self) -> dict[str, Any]:
-        """For a log that has fields."""
+        """Fields of a JSON log line."""
         return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
 

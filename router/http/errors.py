@@ -19,8 +19,8 @@ def error_body(error: BatonError) -> dict[str, Any]:
 
 
 def error_response(error: BatonError) -> Response:
-    """With Retry-After where the error knows when to come again: in whole seconds, and in milliseconds for clients that
-    read those (openai's do). A 401 says what it wants; nothing more is read after a 408."""
+    """Sends Retry-After if the error has a time: in whole seconds, and in milliseconds for clients that read those
+    (openai's do). A 401 names its scheme; after a 408 the connection closes."""
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -33,7 +33,7 @@ def error_response(error: BatonError) -> Response:
 
 
 def internal_error() -> Internal:
-    """What a client is told of a bug of ours: the log has the rest."""
+    """The client's answer for an internal error: the log has the details."""
     return Internal("The server failed on this request; the request id finds the cause in its log")
 
 

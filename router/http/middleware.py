@@ -1,5 +1,4 @@
-"""What happens to every HTTP request before its route: a name for client and log, limits on its head and its body, a
-tenant for its key."""
+"""Middleware for every HTTP request: an id for client and log, limits on head and body, a tenant from the API key."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ _ACCEPTABLE = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
 
 
 def request_name(given: str) -> str:
-    """What a request is called: the name its client gave it, if that can be kept, or a new one."""
+    """The request's id: the client's if it is valid, else a new one."""
     return given if _ACCEPTABLE.fullmatch(given) else f"req-{secrets.token_hex(16)}"
 
 
@@ -42,22 +41,21 @@ def header_of(scope: Scope, name: bytes) -> str:
 
 
 def name_of(request: Request) -> str:
-    """As the answer's `x-baton-request-id` says it."""
+    """The id as sent in `x-baton-request-id`."""
     return str(request.state.request_id)
 
 
 def tenant_of(request: Request) -> Tenant:
-    """Who asks, as its key says."""
+    """The tenant of the request's API key."""
     tenant = request.state.tenant
     assert isinstance(tenant, Tenant)
     return tenant
 
 
 class RequestId:
-    """Answers carry `x-baton-request-id`: the client's (or `x-request-id`) if it is a short plain word, or a new one.
+    """Answers carry `x-baton-request-id`: the client's (or `x-request-id`) if it is a short plain word, or a new id.
 
-    Under the same name (`name_of`) /admin/requests tells how the request was routed, and the log what failed for a
-    reason of our own.
+    Under the same id (`name_of`) /admin/requests shows how the request was routed, and the log has internal errors.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -81,8 +79,8 @@ class RequestId:
 
         try:
             await self._app(scope, receive, named)
-        except Exception:  # nothing below knew what to say of it, and the client is owed an answer
-            log.exception("request %s failed for a reason of our own", name, extra={"request": name})
+        except Exception:  # no inner layer has answered, and the client needs an answer
+            log.exception("request %s failed: internal error", name, extra={"request": name})
             if status:
                 raise
             await error_response(internal_error())(scope, receive, named)
@@ -93,7 +91,8 @@ class RequestId:
 
 
 def is_routine(scope: Scope, status: int) -> bool:
-    """An open page, probes and scrapers ask every few seconds: their lines would hide the others."""
+    """True for paths that the open page, probes and scrapers request every few seconds: their lines would hide
+    others."""
     path, method = scope["path"], scope["method"]
     return method == "GET" and status < 400 and (path in _POLLED or path.startswith("/admin/"))
 
@@ -114,7 +113,7 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
 
 
 class HeadLimit:
-    """Refuses a head of more than `max_bytes` with 431: the server has read it, nobody else needs to."""
+    """Refuses a head of more than `max_bytes` with 431. The server has read it already; the application need not."""
 
     def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
         self._app = app
@@ -177,10 +176,10 @@ class BodyLimit:
 
         async def limited() -> Message:
             nonlocal seen, is_whole
-            if is_whole:  # from here on the client is only waited for to go away
+            if is_whole:  # from here on only a disconnect is awaited
                 return await receive()
             try:
-                if channel is not None and channel.has_all:  # as mostly: there is nothing to wait for
+                if channel is not None and channel.has_all:  # the usual case: nothing to wait for
                     message = await receive()
                 else:
                     async with asyncio.timeout_at(due_s):

@@ -55,7 +55,7 @@ class Pace:
         return LATE_PERIOD_S if self.gap.value else PERIOD_S
 
     def when_due(self, flush: Flush) -> None:
-        """Calls `flush` with the time, soon and again for as long as it says that something is left. One that fails
+        """Calls `flush` with the time soon, and again while it returns that something is left. A callback that raises
         is not called again; the others are."""
         self._due[flush] = None
 
@@ -89,7 +89,7 @@ class Pace:
         self._set_timer(loop)
 
     def flush(self, now: float) -> None:
-        """What is due leaves."""
+        """Calls the callbacks that are due."""
         for flush in tuple(self._due):
             try:
                 is_left = flush(now)

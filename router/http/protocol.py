@@ -1,12 +1,13 @@
-"""What may arrive on a client's connection: how long it may take, how much it may be, and what is no HTTP request.
+"""Limits on what a client sends: time and size of each part, and refusals of data that is not an HTTP request.
 
     opened ──▶ head ──▶ body (`router.http.middleware.BodyLimit`) ──▶ answer ──▶ idle (uvicorn) ──▶ the next head
-      └─ HEAD_S ─┘                                            └─ LINGER_S for what is left of a body that was refused
+      └─ HEAD_S ─┘                                            └─ LINGER_S for the rest of a body that was refused
 
-    not a request ──▶ answers to those before it ──▶ refusal, end of our side ──▶ LINGER_S: the rest is dropped
+    not a request ──▶ answers to earlier requests ──▶ refusal, end of our side ──▶ LINGER_S: the rest is dropped
 
-No application sees what is not a request, so the refusal is written here, in the form of the API's errors. The socket
-stays open for reading after it: a socket that is closed with unread bytes is reset, and the client loses the refusal.
+The application does not see data that is not a request, so the refusal is written here, in the form of the API's
+errors. Afterwards the socket stays open for reading: closing a socket with unread bytes resets it, and the client loses
+the refusal.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ MAX_UNENDED_HEAD_BYTES = 512 * 1024
 exactly what has an end."""
 MAX_URI_BYTES = 16 * 1024
 MAX_FRAMING_BYTES = 64 * 1024
-"""Of chunk extensions and trailers, as much as of headers, beside `CHUNK_BYTES` for each chunk. What a chunk leaves of
-its share is lost at the end of the read. The read that has the end of the head is not counted: asyncio reads at most
+"""Bytes of chunk extensions and trailers: as many as of headers, plus `CHUNK_BYTES` for each chunk. The unused part of
+a chunk's share is lost at the end of the read. The read with the end of the head is not counted: asyncio reads at most
 256 KiB at a time."""
 CHUNK_BYTES = 24
 """The size of a chunk and the ends of its lines: 5 to 22 bytes."""
@@ -43,22 +44,22 @@ _HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """For uvicorn's `http` setting: its protocol with an end to everything that a client sends before it is answered,
-    an answer to what is not a request, and a `ResponseChannel` in the scope of each request."""
+    """For uvicorn's `http` setting: its protocol with time limits on everything that a client sends, a refusal of data
+    that is not a request, and a `ResponseChannel` in the scope of each request."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._num_head_bytes = 0
-        self._num_framing_bytes = 0  # of the body that is being read, less what its chunks allow
+        self._num_framing_bytes = 0  # extra bytes of the current body, less those that its chunks allow
         self._in_head = True
         self._head_ended = False  # in the read that is being parsed
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first is being answered
-        self._has_upgrade = False  # in the head that was read last
+        self._has_upgrade = False  # in the last head
         self._fault: BatonError | None = None  # found by a callback of the parser
         self._refusal: BatonError | None = None  # nothing more is parsed; written once its turn has come
         self._lingers = False  # our side of the connection has ended
         self._patience: asyncio.TimerHandle | None = None
-        self._channels: list[ResponseChannel] = []  # of the requests in a pipeline: uvicorn tells the last one only
+        self._channels: list[ResponseChannel] = []  # of pipelined requests: uvicorn notifies only the last one
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -89,7 +90,7 @@ class HttpProtocol(HttpToolsProtocol):
     # -- what arrives --------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        self._corked.flush()  # before whatever this connection's next word is answered with
+        self._corked.flush()  # must precede the next answer on this connection
         if self._refusal is not None:
             return
         self._unset_keepalive_if_required()
@@ -120,17 +121,17 @@ class HttpProtocol(HttpToolsProtocol):
                 return
             except httptools.HttpParserUpgrade as upgrade:
                 data = self._without_upgrade() + data[upgrade.args[0] :]
-            except httptools.HttpParserCallbackError:  # what `_check_head` did not find is a URL
+            except httptools.HttpParserCallbackError:  # `_check_head` has found no valid URL
                 self._refuse(self._fault or InvalidRequest("The request's target is not a path that can be read"))
             except httptools.HttpParserError as error:
                 self._refuse(InvalidRequest(f"This is not an HTTP request that can be read: {error}"))
 
     def _without_upgrade(self) -> bytes:
-        """The head that was read last, for a new parser: this one takes what follows for another protocol's. No other
-        protocol is offered here, and then a request is served as if it had not asked (RFC 9110, 7.8)."""
+        """The last head, for a new parser: this one treats what follows as another protocol's. No other protocol is
+        offered, so the request is served as if it had not requested an upgrade (RFC 9110, 7.8)."""
         self._has_upgrade = False
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # like uvicorn's
         kept = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"http2-settings")]
         lines = [b"%b: %b\r\n" % (name, _others(value) if name == b"connection" else value) for name, value in kept]
         return b"%b %b HTTP/1.1\r\n%b\r\n" % (self.scope["method"].encode(), self.url, b"".join(lines))
@@ -188,7 +189,7 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _check_head(self) -> None:
-        """Raises for a head that somebody else on its way may have read differently, or that is not ours to serve."""
+        """Raises for a head that a proxy may have parsed differently, or that this server must not serve."""
         version, hosts, codings = self.parser.get_http_version(), [], []
         for name, value in self.headers:
             if name == b"host":
@@ -262,7 +263,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._wait_for_head()  # the head of the next request, which is not its turn yet
         elif self._num_head_bytes:
             self._refuse(RequestTimeout(f"The headers had no end within {HEAD_S:g} s"))
-        else:  # it never said anything
+        else:  # it has sent nothing
             self.transport.close()
 
     @property
@@ -309,7 +310,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.linger()
 
     def _log(self, status: int) -> None:
-        """What was read of the request, if anything."""
+        """The part of the request that was read, if any."""
         path = self.url.partition(b"?")[0].decode("ascii", "backslashreplace") if self.headers is not None else ""
         method = self.scope.get("method", "") if self.scope is not None else ""
         client = self.client[0] if self.client else ""

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from router.streaming.token_sink import WriteState
 
 EXTENSION = "baton.response_channel"
-_TCP_INFO = struct.Struct("=24xI92xQ16xI")  # of Linux's struct tcp_info: unacked, bytes_acked, notsent_bytes
+_TCP_INFO = struct.Struct("=24xI92xQ16xI")  # fields of Linux's struct tcp_info: unacked, bytes_acked, notsent_bytes
 _MAX_CORKED_BYTES = 64 * 1024
 
 
@@ -102,7 +102,7 @@ class ResponseChannel:
 
     @property
     def has_all(self) -> bool:
-        """Of the request's body."""
+        """Content-Length of the request."""
         return not self._cycle.more_body
 
     def is_of(self, cycle: RequestResponseCycle) -> bool:
@@ -125,7 +125,7 @@ class ResponseChannel:
         cycle = self._cycle
         if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
             return False
-        return not self._is_closing()  # of requests in a pipeline uvicorn tells the last one only
+        return not self._is_closing()  # uvicorn notifies only the last one of pipelined requests
 
     def write(self, chunk: bytes, now: float) -> bool:
         """False, and nothing is written, unless the channel `is_clear`. An empty chunk would be the response's end."""

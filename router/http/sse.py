@@ -51,7 +51,7 @@ class SseWriter:
         self.sinks: Sequence[TokenSink] = ()
 
     def events(self, index: int) -> ChoiceEvents | None:
-        """Of one choice; None under a server without channels."""
+        """The sink of one choice; None under a server without channels."""
         return ChoiceEvents(self._content, index, self._channel) if self._channel is not None else None
 
     def held(self) -> bytes:
@@ -89,9 +89,10 @@ def _framed(content: Callable[[int], Any], index: int, text: bytes) -> bytes:
 
 
 async def while_connected(scope: Scope, receive: Receive, work: Awaitable[_T]) -> _T:
-    """The result of `work`, which is cancelled, and has cleaned up, when the client goes away (raises Cancelled).
+    """Returns the result of `work`. If the client disconnects, cancels `work`, waits for its clean-up and raises
+    Cancelled.
 
-    The request's body must have been read: whatever is received now means the end.
+    The request's body must have been read: any message received now is a disconnect.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -116,7 +117,7 @@ async def while_connected(scope: Scope, receive: Receive, work: Awaitable[_T]) -
 
 @contextmanager
 def _watching(scope: Scope, receive: Receive, leave: Callable[[], None]) -> Iterator[None]:
-    """A server of our own tells of a connection that is lost; any other is asked by a task."""
+    """Baton's server reports a lost connection by callback; under another server a task waits for the message."""
     if (channel := channel_of(scope)) is not None:
         with channel.watched(leave):
             yield
@@ -156,7 +157,7 @@ class _StallWatch:
                 self._timer = None  # it knows us: no circle is left for the collector
 
     def error(self) -> Cancelled:
-        return Cancelled(f"the client has taken nothing for {self._stall_s:g} s")
+        return Cancelled(f"the client has read nothing for {self._stall_s:g} s")
 
     def _look(self, loop: asyncio.AbstractEventLoop, channel: ResponseChannel) -> None:
         (before, since_s), progress, now = self._progress, channel.progress(), loop.time()
@@ -216,10 +217,10 @@ class EventStream(Response):
         except BatonError as failed:
             error = failed
             await self._fail(failed, scope, receive, send)
-        except Exception as bug:  # the client is owed an end, whatever we did wrong
+        except Exception as bug:  # the client needs an end of the stream, even after an internal error
             error = bug
             name = scope.get("state", {}).get("request_id")
-            log.exception("request %s failed for a reason of our own", name, extra={"request": name})
+            log.exception("request %s failed: internal error", name, extra={"request": name})
             await self._fail(internal_error(), scope, receive, send)
         except BaseException as ended:
             error = ended

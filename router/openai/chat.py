@@ -57,7 +57,7 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
 
 
 class _Chat:
-    """One conversation's turn, told whole or as events."""
+    """One turn of a conversation, sent whole or as events."""
 
     def __init__(self, gateway: Gateway, body: ChatBody, ask: TextRequest, calls: Calls | None) -> None:
         self._gateway = gateway
@@ -68,7 +68,7 @@ class _Chat:
 
     @property
     def _is_plain(self) -> bool:
-        """Of its tokens nothing but their text is told."""
+        """True if only the text of its tokens is sent."""
         body = self._body
         return not (body.logprobs or body.return_token_ids or body.continuous_usage or self._calls)
 
@@ -98,7 +98,7 @@ class _Chat:
         return choice | {"token_ids": whole.token_ids} if self._body.return_token_ids else choice
 
     async def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
-        """A role for each choice, its text, its finish; then, if asked for, the usage of all."""
+        """Yields a role for each choice, its text and its finish; then the usage of all, if requested."""
         tally = UsageCounter(self._ask)
         head = reply_head(self._gateway, self._ask.request_id, "chat.completion.chunk")
         if self._body.include_usage:

@@ -77,20 +77,20 @@ async def _prompts(gateway: Gateway, body: CompletionBody) -> list[_Prompt]:
 
 
 class _Completion:
-    """The continuations of one request's prompts, told whole or as events."""
+    """The continuations of one request's prompts, sent whole or as events."""
 
     def __init__(self, gateway: Gateway, body: CompletionBody, ask: TextRequest, prompts: Sequence[_Prompt]) -> None:
         self._gateway = gateway
         self._body = body
         self._ask = ask
         self._prompts = prompts
-        self._num_told = body.n or 1  # of each prompt's choices
+        self._num_told = body.n or 1  # for each choice of a prompt
         self._opened: set[int] = set()
         self._waiting: dict[int, list[Logprobs]] = {}
 
     @property
     def _is_plain(self) -> bool:
-        """Of its tokens nothing but their text is told."""
+        """True if only the text of its tokens is sent."""
         body = self._body
         is_text = body.logprobs is None and not (body.return_token_ids or body.continuous_usage)
         return is_text and self._ask.n == self._num_told
@@ -105,7 +105,7 @@ class _Completion:
         return reply | {"choices": [self._choice(one, opening=True) for one in choices], "usage": usage_body(usage)}
 
     async def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
-        """Text as it comes, the finish with the last of it; then, if asked for, the usage of all."""
+        """Yields text as it arrives, the finish with the last text; then the usage of all, if requested."""
         tally = UsageCounter(self._ask)
         head = reply_head(self._gateway, self._ask.request_id, "text_completion")
         if self._body.include_usage:
@@ -137,8 +137,8 @@ class _Completion:
         yield DONE
 
     def _streamed(self, piece: TextDelta) -> dict[str, Any] | None:
-        """A choice's next chunk, if there is something to say. The first waits until the prompt's logprobs are whole,
-        which they are when the first token is there."""
+        """A choice's next chunk, if it has content. The first chunk waits for the prompt's logprobs, which are complete
+        with the first token."""
         opening = piece.index not in self._opened
         if opening:
             waiting = self._waiting.setdefault(piece.index, [])
@@ -188,7 +188,7 @@ class _Completion:
 
 
 def _best(choices: Sequence[TextDelta], num_made: int, num_told: int) -> list[TextDelta]:
-    """Of each prompt's choices those whose tokens are the likeliest on average, best first, numbered anew."""
+    """The choices of each prompt with the highest mean logprob, best first, numbered again."""
     told: list[TextDelta] = []
     for start in range(0, len(choices), num_made):
         ranked = sorted(choices[start : start + num_made], key=_likelihood, reverse=True)
@@ -197,12 +197,12 @@ def _best(choices: Sequence[TextDelta], num_made: int, num_told: int) -> list[Te
 
 
 def _likelihood(whole: TextDelta) -> float:
-    """Of one whose worker did not say it: less than any other."""
+    """A choice without logprobs ranks last."""
     if not whole.logprobs:
         return -math.inf
     return sum(one.chosen.logprob for one in whole.logprobs) / len(whole.logprobs)
 
 
 def _as_told(entries: Sequence[Logprobs]) -> Iterator[Logprobs | None]:
-    """Those a worker has sent, then None: what it did not say is null."""
+    """The entries that a worker sent, then None: missing ones are null."""
     return chain(entries, repeat(None))

@@ -8,7 +8,7 @@ from typing import Any
 from protos.values import Logprobs, TokenLogprob
 from router.text.tokenizer import Tokenizer
 
-_LOWEST = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
+_LOWEST = -9999.0  # OpenAI's substitute for minus infinity, which JSON lacks
 
 
 def chat_logprobs(entries: Sequence[Logprobs], tokenizer: Tokenizer) -> dict[str, Any]:

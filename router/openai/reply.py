@@ -1,4 +1,4 @@
-"""What every reply begins with, and how its use of tokens is told."""
+"""The fields that every reply begins with, and its usage of tokens."""
 
 from __future__ import annotations
 

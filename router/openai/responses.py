@@ -1,5 +1,5 @@
-"""What the API answers, as its description has it. Answers are written as plain dicts (pydantic has no place on the
-path of tokens); a test holds each of them against these."""
+"""The API's answers, as its description shows them. Answers are written as plain dicts, since pydantic is too slow for
+tokens; a test compares each of them with these."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Reply(BaseModel):
-    """A field with a default is only there when it was asked for."""
+    """A field with a default is present only if it was requested."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -167,7 +167,7 @@ class HealthReply(Reply):
 
 
 class ReadyReply(Reply):
-    """`degraded` says what is amiss although requests are served; `reason` why they are not."""
+    """`degraded`: what is wrong although requests are served; `reason`: why they are not."""
 
     ready: bool
     reason: str

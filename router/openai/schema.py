@@ -33,9 +33,9 @@ from router.openai.validation import TOO_DEEP, Body, FirstWrong, at_most, whole_
 from router.text.model_card import ModelCard
 from router.text.sampling_request import MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS, RANGES, SamplingRequest
 
-MAX_OPTIONS = 64  # of a chat template
+MAX_OPTIONS = 64  # names in a chat template
 MAX_TTFT_MS = "x-baton-max-ttft-ms"
-MAX_NAME_CHARS = 100  # of a client's own word in an answer
+MAX_NAME_CHARS = 100  # names that an answer repeats
 
 
 def bounds(name: str) -> dict[str, float]:
@@ -80,7 +80,7 @@ _STOP: dict[str, Any] = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
 
 
 class SamplingBody(Body):
-    """What chat and completions have in common; the last block is vLLM's."""
+    """Parameters of both chat and completions; the last block is vLLM's."""
 
     model: str = Field(description="the name of a served model")
     n: int | None = _ranged("n", "an integer")
@@ -202,7 +202,7 @@ class ChatMessage(Body):
             raise InvalidRequest(f"Missing required parameter: '{where}.content'.", param=f"{where}.content")
 
     def to_template(self) -> dict[str, Any]:
-        """As chat templates read it."""
+        """The message in the form of chat templates."""
         told = self.model_dump(exclude_none=True, exclude={"tool_calls", "reasoning"})
         if self.reasoning is not None:
             told.setdefault("reasoning_content", self.reasoning)
@@ -278,7 +278,7 @@ class CompletionBody(SamplingBody):
     prompt: str | Texts | Ids | IdLists = Field(
         description="a string, a list of strings, a list of token ids or a list of lists of token ids"
     )
-    # JSON Schema cannot say that a number is at least another: only the usual one is described.
+    # JSON Schema cannot express that one number is at least another: only the usual case is described.
     best_of: int | None = _ranged("n", "an integer, at least n,")
     echo: bool | None = Field(default=None, description="true or false")
     add_special_tokens: bool | None = Field(default=None, description="true or false")
@@ -292,7 +292,7 @@ class CompletionBody(SamplingBody):
         num_made = num_told if self.best_of is None else self.best_of
         if num_made < num_told:
             told = f"'best_of' is {num_made} and n {num_told}"
-            raise InvalidRequest(f"{told}: so many are chosen from it, it must be at least n", param="best_of")
+            raise InvalidRequest(f"{told}: n answers are chosen from it, so it must be at least n", param="best_of")
         if num_made > num_told and self.stream:
             raise InvalidRequest("'best_of' beyond n is only allowed with stream = false", param="best_of")
         if self.max_tokens == 0 and not self.echo:
@@ -362,7 +362,7 @@ async def read_body(request: Request, kind: type[_Body], card: ModelCard) -> _Bo
 
 
 def with_bound(asked: SamplingRequest, request: Request) -> SamplingRequest:
-    """With the header's `max_ttft_ms`, for clients that cannot put one into the body; the body's wins."""
+    """Adds the header's `max_ttft_ms`, for clients that cannot put it into the body; the body takes precedence."""
     told = request.headers.get(MAX_TTFT_MS)
     if told is None:
         return asked
@@ -414,7 +414,7 @@ def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
 
 
 def _hint(name: str, known: type[Body], kind: type[Body]) -> str:
-    """Where the parameter belongs that `known`, a part of `kind`, does not have; "" where nobody can say."""
+    """Where a parameter belongs that `known`, a part of `kind`, does not have; "" if unknown."""
     if (form := name.removeprefix("guided_")) in StructuredOutputs.forms():
         return f" It is 'structured_outputs' now: {{\"{form}\": ...}}."
     if name == "disable_any_whitespace":

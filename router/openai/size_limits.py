@@ -1,4 +1,4 @@
-"""What is refused for its size before it is validated: validation takes the event loop from everybody's tokens."""
+"""Limits on sizes, checked before validation: validating a large body would delay all tokens on the event loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protos.errors import ContextLengthExceeded, InvalidRequest
 from router.text.model_card import ModelCard
 from router.text.sampling_request import MAX_CHOICES, check_length
 
-MAX_PARAMETERS = 256  # of one object
+MAX_PARAMETERS = 256  # parameters of one object
 MAX_PIECES = 4096  # messages and text parts of a conversation
 
 
@@ -20,9 +20,9 @@ def check_parameters(body: Mapping[str, Any]) -> None:
 
 
 def check_sizes(body: Mapping[str, Any], known: Collection[str], card: ModelCard) -> None:
-    """Looks at the parameters of `known` that can be long; what is wrong with them otherwise is the schema's to say.
+    """Checks parameters of `known` that can be long; the schema checks the rest.
 
-    Raises InvalidRequest, and ContextLengthExceeded for what no prompt of the model can hold.
+    Raises InvalidRequest, and ContextLengthExceeded for a prompt longer than the model's context.
     """
     check_parameters(body)
     if "messages" in known and isinstance(body.get("messages"), list):

@@ -1,4 +1,4 @@
-"""What a request says of its answer's form: `response_format`, and vLLM's `structured_outputs`."""
+"""The form that a request sets for its answer: `response_format`, and vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def _read(schema: Any) -> Any:
-    """As vLLM, which takes a schema's text as well. Raises InvalidRequest."""
+    """Like vLLM, which also accepts a schema's text. Raises InvalidRequest."""
     if not isinstance(schema, str):
         return schema
     try:
@@ -103,7 +103,7 @@ class StructuredOutputs(Body):
         return _ONE
 
     def to_grammar(self, *, compact: bool) -> str:
-        """`compact`: JSON has no white space where the request does not say whether. Raises InvalidRequest."""
+        """`compact`: JSON has no white space unless the request allows it. Raises InvalidRequest."""
         given = [one for one in (self.json_, self.regex, self.choice, self.grammar) if one is not None]
         if len(given) != 1:
             told = f"'structured_outputs' has {len(given)} of {', '.join(_ONE)}"

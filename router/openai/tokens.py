@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, vLLM's: what a text or a conversation costs, and what tokens say."""
+"""POST /tokenize and /detokenize, as in vLLM: the tokens of a text or a conversation, and the text of tokens."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from router.openai.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_mos
 from router.text.tool_call_formats import Function
 
 MAX_TOOLS = 128
-MAX_CALLS = 128  # of one message
+MAX_CALLS = 128  # names in one message
 
 _NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 _FUNCTION = '"function": no other kind of tool is offered'
@@ -73,7 +73,8 @@ class ToolCall(Body):
     index: int | None = Field(default=None, description="an integer")
 
     def to_template(self) -> dict[str, Any]:
-        """As chat templates read it: with the arguments as an object; as they are where a model wrote none."""
+        """A call in the form of chat templates: arguments are an object, or the original text if the model wrote no
+        object."""
         try:
             arguments = orjson.loads(self.function.arguments or "{}")
         except orjson.JSONDecodeError:

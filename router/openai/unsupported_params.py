@@ -68,7 +68,7 @@ OF_VLLM: Mapping[str, Harmless] = {
 }
 
 
-# Identifiers say who asks, which changes no answer. `metadata` is kept with stored answers; nothing is stored.
+# Identifiers of the caller change no answer. `metadata` is kept with stored answers; nothing is stored.
 COMPLETION_REFUSALS: Mapping[str, Harmless] = {
     **OF_VLLM,
     "suffix": _one_of("", why="the models that are served continue texts, they fill no gaps"),
@@ -100,7 +100,7 @@ CHAT_REFUSALS: Mapping[str, Harmless] = {
     "verbosity": _one_of("medium", why=_TEMPLATE),
     "web_search_options": _never("models have no web search here"),
 }
-# What OpenAI's own client sends back when an answer is put into the next request.
+# OpenAI's client sends these fields back when an answer becomes part of the next request.
 MESSAGE_REFUSALS: Mapping[str, Harmless] = {
     "annotations": _one_of([]),
     "audio": _never(_TEXT_ONLY),

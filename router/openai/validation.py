@@ -1,4 +1,4 @@
-"""What every body of a request, and every object in one, is checked by."""
+"""Validation shared by all request bodies and the objects in them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def at_most(num_entries: int) -> BeforeValidator:
 
 
 MAX_DEPTH = 64
-"""Of the objects and lists of a JSON Schema."""
+"""Levels of objects and lists in a JSON Schema."""
 
 TOO_DEEP = "nested too deeply"
 
@@ -52,7 +52,7 @@ class FirstWrong(FailFast):
 
 
 def _is_exact(number: float) -> bool:
-    """Beyond 2^53 a float no longer says which integer was meant."""
+    """Beyond 2^53 a float no longer identifies one integer."""
     return number.is_integer() and abs(number) <= 2**53
 
 

@@ -185,7 +185,7 @@ class RedisPrefixIndex:
             except TROUBLES as error:
                 self._met_trouble(error)
             except Exception as error:  # what others wrote must not end this gateway's sharing for good
-                log.exception("the prefix index in Redis: a fault of our own, or of what was written there")
+                log.exception("the prefix index in Redis: an internal error, or foreign data in it")
                 self.num_faults += 1
                 self._met_trouble(error)
             await asyncio.sleep(self._pause_s)
@@ -331,7 +331,7 @@ class RedisPrefixIndex:
             if worker_id in lost and holder is None:
                 self._interrupted("Redis has lost the published index")
             elif worker_id in lost and holder != self._store.gateway_id:
-                log.warning("%s is not written for by this gateway any more but by %s", worker_id, holder)
+                log.warning("%s: gateway %s publishes its events from now on, not this one", worker_id, holder)
             if holder in (None, self._store.gateway_id):
                 await self._acquire(worker_id)
         await self._bury()

@@ -95,7 +95,7 @@ def parse(url: str, *, setting: str) -> RedisUrl:
     """Raises Misconfigured, which names the setting and never the password."""
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES:
-        raise Misconfigured(f"{setting}: {parts.scheme or url!r} is no kind of Redis URL: {_FORM}", param=setting)
+        raise Misconfigured(f"{setting}: {parts.scheme or url!r} is not a Redis URL: {_FORM}", param=setting)
     secure, _, kind = parts.scheme.partition("+")
     credentials, at, hosts = parts.netloc.rpartition("@")
     username, _, password = credentials.partition(":")
@@ -110,7 +110,9 @@ def parse(url: str, *, setting: str) -> RedisUrl:
             f"{setting}: a Redis Cluster has no numbered databases: leave /{path[0]} out", param=setting
         )
     if len(path) > 1 or (path and not (path[0].isdecimal() and len(path[0]) <= MAX_DIGITS)):
-        raise Misconfigured(f"{setting}: {'/'.join(path)[:60]!r} is no number of a database: {_FORM}", param=setting)
+        raise Misconfigured(
+            f"{setting}: {'/'.join(path)[:60]!r} is not the number of a database: {_FORM}", param=setting
+        )
     return RedisUrl(
         kind=kind,
         tls=secure == "rediss",
@@ -130,7 +132,7 @@ def _hosts(told: str, kind: str, setting: str) -> tuple[tuple[str, int], ...]:
         try:
             host, port = parts.hostname, parts.port or _PORTS[kind]
         except ValueError as error:
-            raise Misconfigured(f"{setting}: {one!r} is no host and port: {error}", param=setting) from error
+            raise Misconfigured(f"{setting}: {one!r} is not a host and port: {error}", param=setting) from error
         if not host:
             raise Misconfigured(f"{setting}: a host is missing: {_FORM}", param=setting)
         hosts.append((host, port))

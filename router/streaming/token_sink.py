@@ -61,8 +61,8 @@ class Pacing(Protocol):
 
 
 class WriteState(ctypes.Structure):
-    """Of a transport. `sent_s`: when something was written last, by the loop's clock. `blocked`: 0 while a sink may
-    write to it; each reason not to is a bit."""
+    """A sink's view of a transport. `sent_s`: the last write, by the loop's clock. `blocked`: 0 while a sink may write;
+    each reason not to is a bit."""
 
     _fields_ = (("sent_s", ctypes.c_double), ("blocked", ctypes.c_uint8))
 
@@ -91,12 +91,12 @@ class EventFrame(Protocol):
         ...
 
     def frame(self) -> tuple[bytes, bytes]:
-        """What is before and behind the JSON string of a text, quotes included."""
+        """The text before and after the JSON string of a text, quotes included."""
         ...
 
 
 class TokenTexts:
-    """What tokens say, for compiled code: None for those with parts of characters."""
+    """Texts of tokens, for compiled code: None for tokens with parts of characters."""
 
     class _Columns(ctypes.Structure):
         _fields_ = (
@@ -116,9 +116,9 @@ class TokenTexts:
 
 
 class TokenSink:
-    """One choice's. Without `events`, tokens are taken and not written: the answer is sent whole.
+    """The sink of one choice. Without `events`, tokens are taken and not written: the answer is sent whole.
 
-    The text layer says when it `is_clear`: it holds nothing back that the next text would have to follow.
+    The text layer marks it as `is_clear` when it holds back no text that must be sent first.
     """
 
     def __init__(

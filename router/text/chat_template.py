@@ -33,11 +33,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # About a millisecond of a template's time: longer conversations are written beside the event loop.
 SHORT_MESSAGES = 64
 SHORT_CHARS = 100_000
-PART_CHARS = 1_000  # what a text part costs beside its text
+PART_CHARS = 1_000  # a text part costs as much time as this many characters
 
-_TEXTS = ("content", "reasoning_content", "refusal")  # of a message; other strings are names
+_TEXTS = ("content", "reasoning_content", "refusal")  # keys of a message; other strings are names
 
-# Marks the end of the text to be continued, as transformers does: found again whatever the template does round it.
+# Marks the end of the text to be continued, as in transformers: found again even if the template strips around it.
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 _NOT_ASCII = re.compile("[^\0-\x7f\udc80-\udfff]+")  # and no mark (`router.text.control`)
@@ -89,7 +89,7 @@ class ChatTemplate:
         self.shows_tools = with_tools is not None or any(name.name == "tools" for name in tree.find_all(nodes.Name))
         """Does the model see the tools of a request?"""
         self.tool_format: ToolFormat | None = format_of(source) if with_tools is None else with_tools.tool_format
-        """How it writes its calls; None where the template does not tell."""
+        """The model's tool-call format; None if the template does not show it."""
         self._named_tokens = dict(named_tokens or {})
         # One, for Jinja holds the interpreter's lock: more of them would only take turns, and the loop's turns.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chat-template")
@@ -98,7 +98,7 @@ class ChatTemplate:
     def load(
         cls, folder: Path, named_tokens: Mapping[str, str], added_tokens: Mapping[str, bool] | None = None
     ) -> ChatTemplate | None:
-        """From chat_template.jinja or tokenizer_config.json; None where the checkpoint has none."""
+        """Reads chat_template.jinja or tokenizer_config.json; None if the checkpoint has no template."""
         make = partial(cls, named_tokens=named_tokens, added_tokens=added_tokens)
         beside = folder / "chat_template.jinja"
         if beside.is_file():
@@ -121,7 +121,7 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Rendered:
-        """What `rendered` gives, without keeping the event loop from its other work."""
+        """Like `rendered`, on a thread if the input is long, so that the event loop stays free."""
         render = partial(
             self.rendered,
             messages,
@@ -130,7 +130,7 @@ class ChatTemplate:
             options=options,
             tools=tools,
         )
-        has_tools = bool(tools) or any("tool_calls" in message for message in messages)  # of any size
+        has_tools = bool(tools) or any("tool_calls" in message for message in messages)  # which may be large
         if not has_tools and len(messages) <= SHORT_MESSAGES and sum(map(_num_chars, messages)) <= SHORT_CHARS:
             return render()
         return await asyncio.get_running_loop().run_in_executor(self._thread, render)

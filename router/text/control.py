@@ -23,7 +23,9 @@ import orjson
 
 _MARKS = range(0xDC80, 0xE000)
 
-_MAX_WHOLE_CHARS = 1000  # of a suspect message: longer than any control text, with the signs that a template may drop
+_MAX_WHOLE_CHARS = (
+    1000  # characters of a suspect message: longer than any control text, with the signs that a template may drop
+)
 _CASED = range(0x20000)  # no character above has an upper or a lower case
 _NO_LETTERS = re.compile(r"[\W_]+")
 
@@ -87,12 +89,13 @@ class ControlTexts:
 
 
 class _Rule:
-    """What is marked: every sign that a control text begins or ends with, so that none comes about when a template cuts
-    and joins content. A template's constant that is no part of any stays as it is, for the template may look for it."""
+    """Characters to mark: every character at the start or end of a control text, so that a template that cuts and joins
+    content makes none. Constants of the template that are not part of a control text stay unmarked, as the template may
+    search for them."""
 
     def __init__(self, controls: Collection[str], constants: Iterable[str]) -> None:
         self.signs = sorted({sign for text in controls for sign in _signs(text)})
-        self.words = [text for text in controls if not _signs(text)]  # without a sign: marked where they stand
+        self.words = [text for text in controls if not _signs(text)]  # without such characters: marked as a whole
         self.visible = [
             one
             for one in constants
@@ -138,7 +141,7 @@ class _Veiled(str):
                 return found
 
     def __str__(self) -> str:
-        return self  # for Jinja's filters and tests, which call `str` before they look
+        return self  # for Jinja's filters and tests, which call `str` first
 
     def __iter__(self) -> Iterator[str]:
         return map(self._hide, self._text)
@@ -177,7 +180,7 @@ def _unveiled(value: Any) -> Any:
     match value:
         case _Veiled():
             return value._text
-        case tuple():  # of prefixes, or of suffixes
+        case tuple():  # prefixes or suffixes
             return tuple(map(_unveiled, value))
         case _:
             return value
@@ -193,7 +196,7 @@ class Marks:
         self.has_suspects = False
 
     def content(self, text: str, *, is_model: bool = False) -> str:
-        """A message's text. What the model has said keeps its tags: it writes them as text, and templates look for
+        """A message's text. The model's own messages keep their tags: it writes them as text, and templates search for
         them."""
         controls = self._controls
         return self._hidden(text, controls.of_model if is_model else controls.of_client, whole=True)
@@ -206,7 +209,7 @@ class Marks:
         return self._json(value, controls.of_client)
 
     def read(self, marked: str) -> Rendered:
-        """What a template has made of texts with these marks."""
+        """The output of a template for texts with these marks."""
         controls, text = self._controls, marked
         if not self._used:
             return Rendered(text=text, controls=controls)
@@ -272,7 +275,7 @@ def _cases_of(letters: Collection[str]) -> set[str]:
 
 @cache
 def _all_cases() -> Mapping[str, set[str]]:
-    """Of each character that has any: what it can become when its case is changed, once or twice."""
+    """For each character with other cases: what it can become when its case is changed once or twice."""
     found: dict[str, set[str]] = {}
     for start in range(_CASED.start, _CASED.stop, 256):
         block = "".join(map(chr, range(start, start + 256)))
@@ -315,7 +318,7 @@ def _any_of(texts: Iterable[str]) -> str:
 
 
 def _branches(node: Mapping[str, Any]) -> str:
-    """Of a tree of characters."""
+    """Strings of a tree of characters."""
     ways = [re.escape(char) + _branches(rest) for char, rest in sorted(node.items()) if char]
     if not ways:
         return ""

@@ -1,4 +1,4 @@
-"""What the faces know of the model they serve: its name, its limits and the defaults its makers recommend."""
+"""What the faces need of the model: its name, its limits and its recommended sampling defaults."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from router.text.tokenizer import read_json
 class ModelCard:
     """`max_model_len` tokens hold a prompt and its answer; token ids are below `vocab_size`.
 
-    `temperature` to `repetition_penalty` are used where the client says nothing (generation_config.json).
-    `fingerprint` changes when the answers may: it is sent as OpenAI's `system_fingerprint`.
+    `temperature` to `repetition_penalty` are the defaults of requests (generation_config.json). `fingerprint` changes
+    when the answers may: it is sent as OpenAI's `system_fingerprint`.
     """
 
     name: str
@@ -33,9 +33,9 @@ class ModelCard:
 
     @classmethod
     def load(cls, folder: Path, name: str, *, max_model_len: int | None = None) -> ModelCard:
-        """From config.json and generation_config.json; `max_model_len` shortens what the model could do.
+        """Reads config.json and generation_config.json; `max_model_len` shortens the model's own limit.
 
-        Raises BadCheckpoint where config.json lacks what a router needs.
+        Raises BadCheckpoint if config.json lacks a field that the router needs.
         """
         config, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json")
         longest, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
@@ -63,7 +63,7 @@ def _ids(value: Any) -> frozenset[int]:
 
 
 def _fingerprint(folder: Path) -> str:
-    """From the small files and the weights' sizes: reading gigabytes to name them would delay every start."""
+    """A hash of the small files and the weights' sizes: hashing gigabytes of weights would delay every start."""
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(folder.glob("*.json")):
         digest.update(path.read_bytes())

@@ -28,7 +28,7 @@ class PlainTokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=False)
         _reserve(own, vocabulary)
         self._names: dict[str, str] = {}
-        self._ids: dict[int, int] = {}  # of what `own` numbers otherwise
+        self._ids: dict[int, int] = {}  # numbers that `own` does not number
         secret = secrets.token_hex(16)
         for token_id, token in sorted(backend.get_added_tokens_decoder().items()):
             name = token.content

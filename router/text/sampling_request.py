@@ -1,8 +1,8 @@
-"""What a client asked for, over HTTP or gRPC, checked against the model and turned into jobs.
+"""A client's request, over HTTP or gRPC, checked against the model and turned into jobs.
 
     SamplingRequest (every field optional) + prompts + ModelCard ──▶ TextRequest (jobs, seeds drawn, stop strings)
 
-Every range is written down once, here, and named in the error of whoever leaves it.
+Every range is defined once, here; an error names the range.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _OF_TOKENS = ("logprobs", "prompt_logprobs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRequest:
-    """None: the client did not say. `max_tokens` 0 asks for no answer at all (echo).
+    """None: not given. `max_tokens` 0 requests no answer (echo).
 
-    `names` are the client's names for fields that it knows under another one (`top_logprobs`).
+    `names`: the client's names for fields that differ from ours (`top_logprobs`).
     """
 
     temperature: float | None = None
@@ -83,7 +83,7 @@ class SamplingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
-    """Choice i is `jobs[i]`; prompt p has the choices p*n ... p*n + n - 1. A `silent` ask wants no token shown."""
+    """Choice i is `jobs[i]`; prompt p has the choices p*n ... p*n + n - 1. A `silent` request shows no token."""
 
     request_id: str
     jobs: tuple[Job, ...]

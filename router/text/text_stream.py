@@ -22,10 +22,10 @@ from router.text.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
-    """What one delta added to choice `index`. `text_offsets`: where in the choice's text each token begins.
+    """The part that one delta added to choice `index`. `text_offsets`: where in the choice's text each token begins.
 
-    `num_tokens` counts the tokens made, also those that are not shown; the choice's sink took `num_taken` of them as
-    they came. `finish_reason` ends the choice. `num_prompt_computed`: as a `TokenDelta` has it.
+    `num_tokens` counts the tokens made, shown or not; the choice's sink already sent `num_taken` of them.
+    `finish_reason` ends the choice. `num_prompt_computed`: as in `TokenDelta`.
     """
 
     index: int
@@ -44,7 +44,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """`cached_tokens` of the prompts were computed by nobody for this request, whatever choice looked for them."""
+    """`cached_tokens`: prompt tokens that no worker computed for this request, for any of its choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -52,7 +52,7 @@ class Usage:
 
 
 class UsageCounter:
-    """Counts what an ask used, piece by piece."""
+    """Adds up the usage of a request, piece by piece."""
 
     def __init__(self, ask: TextRequest) -> None:
         self._n = ask.n

@@ -18,7 +18,7 @@ from router.text.control import ControlTexts, Rendered, Span
 from router.text.plain import PlainTokenizer
 from router.text.vocabulary import Vocabulary
 
-# What is longer takes about a millisecond or more: it is encoded and decoded beside the event loop.
+# Longer texts take a millisecond or more: they are encoded and decoded on a thread.
 LONG_TEXT_CHARS = 2_000
 LONG_TEXT_TOKENS = 2_000
 
@@ -63,7 +63,7 @@ class Tokenizer:
 
     @cached_property
     def controls(self) -> ControlTexts:
-        """Of a model without a chat template."""
+        """For a model without a chat template."""
         return ControlTexts(self.added_tokens)
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:
@@ -87,7 +87,7 @@ class Tokenizer:
     async def encode_plain(
         self, texts: Sequence[str], controls: ControlTexts, *, add_special_tokens: bool
     ) -> list[tuple[int, ...]]:
-        """As `encode`, but texts have no control tokens: theirs is read as any other text."""
+        """Like `encode`, but control tokens in the texts are read as ordinary text."""
         if self._rewritten.isdisjoint(controls.texts) and not any(map(controls.spans, texts)):
             return await self.encode(texts, add_special_tokens=add_special_tokens)
         return await self._encode_plain(texts, controls, (), add_special_tokens=add_special_tokens)
@@ -112,7 +112,7 @@ class Tokenizer:
         return [tuple(one.ids) for one in found]
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
-        """What `decode` gives, special tokens included."""
+        """Like `decode`, with special tokens."""
         if len(token_ids) <= LONG_TEXT_TOKENS:
             return self.decode(token_ids)
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._decode_long, token_ids)

@@ -1,11 +1,11 @@
-"""Calls of tools in a model's answer: how each family writes them, and how they are read while they come.
+"""Tool calls in a model's answer: how each family of models writes them, and how they are parsed while they arrive.
 
     hermes        text <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call> ...        Hermes, Qwen
     llama3_json   {"name": "f", "parameters": {...}}; {...}      and nothing else           Llama 3.1 and later
     mistral       [TOOL_CALLS] [{"name": "f", "arguments": {...}}, {...}]   the same        Mistral 7B v0.3, Nemo, Large
 
-A call is told as soon as its name is known, and its arguments as they come, in the model's own words. What looks like a
-call and is none stays text.
+A call is sent as soon as its name is known, and its arguments as they arrive, in the model's own text. Text that looks
+like a call but is not one stays text.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class ToolFormat(StrEnum):
     MISTRAL = "mistral"
 
 
-# Of families whose calls stand behind the same tags and are no JSON: Qwen3-Coder's, GLM's, later ones of Mistral.
+# Families whose calls have the same tags but are not JSON: Qwen3-Coder, GLM, later Mistral models.
 _OTHERS = ("<function=", "<arg_key>", "[ARGS]")
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """How the model of this chat template writes its calls; None where the template does not tell."""
+    """The tool-call format of this chat template; None if the template does not show it."""
     if any(sign in template for sign in _OTHERS):
         return None
     if _OPEN in template:
@@ -59,7 +59,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written:
-    """What a family writes: before the first call, before each, between two, behind each and behind the last one."""
+    """The text around calls: before the first one, before each, between two, after each and after the last one."""
 
     key: str = "arguments"
     first: str = ""
@@ -68,7 +68,7 @@ class _Written:
     behind: str = ""
     last: str = ""
     text: str = ""
-    """What begins otherwise is no call."""
+    """An answer that begins otherwise is not a call."""
 
 
 _WRITTEN = {
@@ -81,8 +81,8 @@ _WRITTEN = {
 def calls_grammar(
     form: ToolFormat, functions: Sequence[Function], *, parallel: bool, instead: str = "", free: bool = False
 ) -> str:
-    """An answer of calls and nothing else, or of what the right side of a rule `instead` says, if there is one. With
-    `free` it may be any text, in which calls are bound, as far as the format lets text and calls stand together."""
+    """A grammar for an answer of calls only, or of the right side of a rule `instead`, if given. With `free` the answer
+    may be any text, with calls in the right form wherever the format allows text beside calls."""
     written = _WRITTEN[form]
     before, names = written.before, [f"call{number}" for number in range(len(functions))]
     rules = [f"named: {' | '.join(names)}"]
@@ -112,7 +112,7 @@ def calls_grammar(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallDelta:
-    """What call `index` goes on with; it begins with its `name`, which is "" from then on."""
+    """A part of call `index`. The first part has its `name`, later parts have ""."""
 
     index: int
     name: str = ""
@@ -120,7 +120,7 @@ class CallDelta:
 
 
 Part = str | CallDelta
-"""Of an answer: text, or a part of a call."""
+"""Parts of an answer: text, or a part of a call."""
 
 
 class CallReader(Protocol):
@@ -129,12 +129,12 @@ class CallReader(Protocol):
     def feed(self, text: str) -> list[Part]: ...
 
     def end(self) -> list[Part]:
-        """What was held back, for it might have become a call."""
+        """Text that was held back because it might have become a call."""
         ...
 
     @property
     def num_calls(self) -> int:
-        """Told of so far."""
+        """The part of it that was sent."""
         ...
 
 
@@ -151,10 +151,10 @@ def new_call_id(form: ToolFormat) -> str:
 
 
 class _Calls:
-    """What is not told yet, and the call that it is in. `_closing`: what ends a call is still to come."""
+    """The part that was not sent yet, with its call. `_closing`: the end of a call is still to come."""
 
     _opening = ""
-    """What stands before a call, and is text if there is none."""
+    """The opening of a call; it is text if no call follows."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -186,7 +186,7 @@ class _Calls:
 
 
 class HermesCalls(_Calls):
-    """Text, and calls between tags. White space before a call and behind the last one is not told."""
+    """Text, and calls between tags. White space before a call and after the last one is dropped."""
 
     _opening = _OPEN
 
@@ -211,7 +211,7 @@ class HermesCalls(_Calls):
 
     def _take_call(self, call: _Call, parts: list[Part]) -> bool:
         self._held = call.feed(self._held, parts)
-        if call.broken and call.begun:  # what follows cannot be understood, and goes to its arguments up to the tag
+        if call.broken and call.begun:  # the rest cannot be parsed: all of it up to the tag becomes arguments
             inside, tag, behind = self._held.partition(_CLOSE)
             kept = 0 if tag else _num_begun(inside, _CLOSE)
             call.tell(inside[: len(inside) - kept], parts)
@@ -238,7 +238,7 @@ class JsonCalls(_Calls):
 
     def _take(self, parts: list[Part]) -> bool:
         if self._is_text:
-            if self.num_calls and not self._held.strip():  # white space behind the last call is not told
+            if self.num_calls and not self._held.strip():  # white space after the last call is dropped
                 return False
             _say(parts, self._held)
             self._held = ""
@@ -315,7 +315,7 @@ class _Call:
         self._key: str | None = None
         self._token: list[str] = []  # lists of pieces: adding to one long text again and again is quadratic
         self._name = ""
-        self._arguments: list[str] = []  # read and not told
+        self._arguments: list[str] = []  # parsed and not sent
         self._has_arguments = False
         self._raw: list[str] = []
         self.begun = False
@@ -372,11 +372,11 @@ class _Call:
 
     def _keep(self, char: str) -> None:
         is_first, is_arguments = not self._token, self._key in _ARGUMENTS
-        # Arguments written as a string are one that holds JSON: told when it is whole.
+        # Arguments written as a JSON string contain JSON themselves: sent when complete.
         if is_arguments and (char if is_first else self._token[0]) != '"':
             self._arguments.append(char)
             is_arguments = False
-        if is_first or is_arguments or self._key in (None, "name"):  # of any other value nobody asks for more
+        if is_first or is_arguments or self._key in (None, "name"):  # other values are dropped
             self._token.append(char)
 
     def _divide(self, char: str) -> None:

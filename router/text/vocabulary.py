@@ -46,7 +46,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> Vocabulary:
-        """Raises UnsupportedModel for a decoder whose text cannot be told token by token."""
+        """Raises UnsupportedModel for a decoder that cannot decode token by token."""
         decoder = json.loads(backend.to_str())["decoder"]
         steps = _Steps(decoder)
         size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -61,7 +61,7 @@ class Vocabulary:
         return self.token_bytes[token_id] if token_id < len(self.token_bytes) else b""
 
     def whole_text(self, token_id: int) -> str | None:
-        """What the token says where nothing is unfinished before it; None for a token with parts of characters."""
+        """The token's text after complete characters; None for a token with parts of characters."""
         try:
             return self._texts[token_id]
         except KeyError:
@@ -114,7 +114,7 @@ class _Steps:
 
     def bytes_of(self, token: str) -> bytes:
         if self._byte_level:
-            # As the `tokenizers` library does: a token with a foreign character (an added one) stands for itself.
+            # Like the `tokenizers` library: a token with a foreign character (an added token) stands for itself.
             mapped = [_ALPHABET.get(char) for char in token]
             return token.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
         if self._byte_fallback and (found := _BYTE_TOKEN.fullmatch(token)):

@@ -144,7 +144,7 @@ def test_whatever_is_killed_no_answer_changes_and_the_cluster_heals(
             killed.append(kill(cluster, kind, before, chance))
             toll.kills[kind] += 1
         begun_s = time.monotonic()
-        told = trouble(cluster, lambda told: "workers serve on" in told or number >= len(FIRST))
+        told = trouble(cluster, lambda told: "workers keep serving" in told or number >= len(FIRST))
         serves(cluster)
         serves_s = time.monotonic() - begun_s
     finally:

@@ -158,9 +158,9 @@ def test_files_that_are_no_certificates_are_named(tmp_path: Path) -> None:
     with pytest.raises(Misconfigured, match=r"wrong\.pem: No such file"):
         FaceTls(cert=str(wrong), key=str(wrong)).check()
     wrong.write_text("nothing")
-    with pytest.raises(Misconfigured, match="are no certificate and its key"):
+    with pytest.raises(Misconfigured, match="are not a certificate and its key"):
         FaceTls(cert=str(wrong), key=str(wrong)).check()
-    with pytest.raises(Misconfigured, match=r"peers: .* are no certificate and its key"):
+    with pytest.raises(Misconfigured, match=r"peers: .* are not a certificate and its key"):
         PeerTls(ca=str(tmp_path / "ca"), cert=str(wrong), key=str(wrong)).check()
     with pytest.raises(Misconfigured, match=r"peers\.ca"):
         Channels(PeerTls(ca=str(tmp_path / "ca"), cert=str(wrong), key=str(wrong)))

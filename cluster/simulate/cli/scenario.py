@@ -1,4 +1,5 @@
-"""What flags and settings ask `baton simulate` for: hardware, load and trouble, which all clusters of a sweep have."""
+"""The scenario of `baton simulate`, from flags and settings: hardware, load and faults, equal for all clusters of a
+sweep."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ _AS_GIVEN = ("model", "dtype", "expert_parallel", "nvlink", "gateways", "audit_e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """`lane_rate`: bytes a second of each GPU's network card. With `nvlink`, workers of one host have lanes over it."""
+    """`lane_rate`: bytes a second of each GPU's network card. With `nvlink`, lanes between workers of one host use
+    NVLink."""
 
     gpu: str
     model: str
@@ -112,7 +114,7 @@ class Scene:
         )
 
     def _cards(self, config: SimulationConfig) -> Cards:
-        """Each GPU of a worker has one."""
+        """Network cards of the workers: one for each GPU."""
         num_gpus = config.gpus_by_worker()
         cards = replace(config.cards, rates={worker: num * self.lane_rate for worker, num in num_gpus.items()})
         if not self.nvlink:
@@ -122,7 +124,7 @@ class Scene:
         return replace(cards, links=links, hosts=hosts_of(num_gpus))
 
     def check_hosts(self, every: Iterable[ClusterChoice]) -> None:
-        """Warns of mixtures on workers of several hosts that share every layer."""
+        """Warns of mixtures of experts on workers of several hosts that share every layer."""
         most = max(max(one.tp, one.prefill_tp or 0, one.decode_tp or 0) for one in every)
         if most > HOST_GPUS and not self.expert_parallel and model_of(self.model).experts is not None:
             warn(
@@ -131,11 +133,11 @@ class Scene:
             )
 
     def fitting(self, config: SimulationConfig) -> tuple[list[UserSession], list[UserSession]]:
-        """The sessions that its workers hold, and the others. Raises Misconfigured if there are none of the first."""
+        """The sessions that fit the workers, and the others. Raises Misconfigured if none fits."""
         return fitting(self.sessions, self.room(config))
 
     def room(self, config: SimulationConfig) -> SessionLimit:
-        """In the workers with the least."""
+        """The room of the smallest worker."""
         specs = config.specs.values() or (config.spec,)
         return min((room_of(spec, self.settings.worker) for spec in specs), key=lambda room: room.num_tokens)
 
@@ -157,7 +159,7 @@ class Scene:
     def in_force(self) -> Table:
         settings = in_force(self.settings)
         if self.gateways is not None:
-            del settings["processes"]  # of one gateway, which there is none of
+            del settings["processes"]  # of a gateway process; the simulator has none
         return settings
 
     def summary(self, choice: ClusterChoice, outcome: SimulationOutcome, left_out: Sequence[UserSession]) -> Summary:
@@ -165,7 +167,7 @@ class Scene:
 
     @property
     def hardware(self) -> str:
-        """Whose times are simulated, and whose sizes and prices; and how many gateways there are."""
+        """The sources of times, sizes and prices, and the number of gateways, in words."""
         model = f"{Path(self.model).name}{'' if self.dtype is None else f' in {self.dtype}'}"
         model += ", experts in parallel" if self.expert_parallel else ""
         sheet = f"GPU {Path(self.gpu).name}, model {model}{gateways_told(self.num_gateways, siblings=self.siblings)}"
@@ -175,13 +177,13 @@ class Scene:
         return sheet if self.times.source == ROOFLINE else f"{sheet}, times of {self.times.source}"
 
     def step_times(self) -> dict[str, Any] | None:
-        """Of `--json`: what was calibrated."""
+        """For `--json`: the calibration."""
         if self.latency is None:
             return None
         return {"files": [str(path) for path in self.calibration], **asdict(self.latency)}
 
     def schedule(self, config: SimulationConfig, sessions: Sequence[UserSession]) -> list[Fault]:
-        """The faults written down, and those that are drawn."""
+        """The faults given by --fault, and random ones."""
         workers = config.pools.worker_ids()
         until_s = max(session.due_s for session in sessions)
         random = drawn(
@@ -212,7 +214,7 @@ def make_scene(given: Mapping[str, Any]) -> Scene:
 
 
 def _sessions(given: Mapping[str, Any]) -> list[UserSession]:
-    """Recorded or generated ones. Raises Misconfigured."""
+    """Recorded or generated requests. Raises Misconfigured."""
     if given["trace"] is not None:
         limit, speed, scale = given["num_requests"], given["trace_speed"], given["trace_scale"]
         sessions = recorded(given["trace"], limit=limit, speed=speed, scale=scale)
@@ -256,11 +258,11 @@ def _lane_rate(gpu: str, gbps: float | None) -> float:
 
 
 def _settings(given: Mapping[str, Any]) -> ClusterConfig:
-    """Of `--set`, what changes nothing is told: nobody shall wait for it. Raises Misconfigured."""
+    """Warns of settings of `--set` that have no effect in a simulation. Raises Misconfigured."""
     further, host_kv_gib = given["further"] or (), given["host_kv_gib"]
     above = () if host_kv_gib is None else (f"worker.host_kv_gib={host_kv_gib!r}",)
     if given["policy"] is not None:
-        above = (*above, f"router.policy={NAMES[0]}")  # the flag's are each cluster's own
+        above = (*above, f"router.policy={NAMES[0]}")  # each cluster has its own, from flags
     settings = read_settings(given["file"], (*further, *above))
     if names := without_effect(further):
         warn(f"no effect in a simulation: --set {', '.join(names)}")

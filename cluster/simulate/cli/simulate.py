@@ -1,4 +1,4 @@
-"""`baton simulate`: a cluster that does not exist, under a load that has not come yet, in trouble if need be."""
+"""`baton simulate`: simulates a cluster, a sweep of clusters or a soak, with faults if requested."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ Gateways = Annotated[
     ),
 ]
 ExpertParallel = Annotated[
-    bool, typer.Option("--expert-parallel", help="A worker's GPUs share experts alone; each has requests of its own.")
+    bool, typer.Option("--expert-parallel", help="A worker's GPUs share only experts; each has its own requests.")
 ]
 PrefillTp = Annotated[str | None, typer.Option(help="GPUs of a prefill worker. Default: --tp.")]
 DecodeTp = Annotated[str | None, typer.Option(help="GPUs of a decode worker. Default: --tp.")]
@@ -81,11 +81,9 @@ LaneGbps = Annotated[
 NvLink = Annotated[
     bool, typer.Option("--nvlink", help="KV between workers of one host of 8 GPUs goes over its NVLink.")
 ]
-Workers = Annotated[
-    str | None, typer.Option(help="Colocated workers: --colocated goes without saying; 1:8 to sweep. Default: 1.")
-]
+Workers = Annotated[str | None, typer.Option(help="Colocated workers; implies --colocated. 1:8 to sweep. Default: 1.")]
 Targets = Annotated[list[str] | None, typer.Option(help="Percentile to sweep for, 'ttft p90 < 2 s'. Repeatable.")]
-Gpus = Annotated[int | None, typer.Option(min=1, max=MAX_GPUS, help="Sweep every cluster of at most so many GPUs.")]
+Gpus = Annotated[int | None, typer.Option(min=1, max=MAX_GPUS, help="Sweep every cluster of at most this many GPUs.")]
 
 
 def simulate(
@@ -100,7 +98,7 @@ def simulate(
     output_len: Annotated[str, typer.Option(help="Tokens of a generated answer: 64 or 20:400.")] = "20:400",
     gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}, or a TOML file of your own.")] = "h100",
     model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}, or a config.json.")] = "llama-3-8b",
-    dtype: Annotated[str | None, typer.Option(help=f"Of weights: {', '.join(DTYPES)}. Default: the model's.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"Weights: {', '.join(DTYPES)}. Default: the model's.")] = None,
     latency: Annotated[str, typer.Option(help=f"Source of step times: {', '.join(SOURCES)}.")] = ROOFLINE,
     lane_gbps: LaneGbps = None,
     nvlink: NvLink = False,
@@ -130,14 +128,14 @@ def simulate(
     single_step: Annotated[bool, typer.Option("--single-step", help="No leaps: same result, slower.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of load, faults and the order of simultaneous events.")] = 0,
     sweep_all: Annotated[bool, typer.Option("--sweep", help="Every combination; name the cheapest.")] = False,
-    soak: Annotated[int | None, typer.Option(min=1, help="So many random clusters with faults.")] = None,
+    soak: Annotated[int | None, typer.Option(min=1, help="Number of random clusters with faults.")] = None,
     replay: Annotated[int | None, typer.Option(min=0, help="Repeat one of --soak's clusters, by its seed.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures to this file.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots to this file.")] = None,
     events: Annotated[Path | None, typer.Option(help="Write the event log to this file.")] = None,
 ) -> None:
     """Run the production code in virtual time: size a cluster, tune a policy, look for faults."""
-    logging.getLogger("baton").setLevel(logging.ERROR)  # a simulated worker's end is no news to a terminal
+    logging.getLogger("baton").setLevel(logging.ERROR)  # a simulated worker's end is no news here
     _check(context, {"json": json_file, "html": html_file, "events": events})
     if replay is not None:
         return replay_one(replay, events)
@@ -162,7 +160,7 @@ def _clusters(settings: ClusterConfig, given: Mapping[str, Any]) -> list[Cluster
 
 
 def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
-    """Raises Misconfigured for flags that would be dropped, and for files that could not be written at the end."""
+    """Raises Misconfigured for flags without effect, and for output files that could not be written at the end."""
     every = [one.name for one in context.command.params if one.name is not None]
     if context.params["replay"] is not None:
         why = "--replay SEED runs one of --soak's clusters, as its seed made it"
@@ -220,7 +218,7 @@ def _once(
             made = page(outcome, summary, command=command, latency=str(scene.latency or ""), objective=scene.objective)
             write(html_file, made, "html")
 
-    # Files first: nobody may read the table to its end, such as `| head`.
+    # Files first: the reader of the table may stop early, as in `| head`.
     lost = keep(log.check, partial(_write_json, json_file, _document(scene, command, trials)), write_page)
     Console().print(summary_table(summary))
     errors.print(f"{outcome.duration_s:,.0f} s of {choice} in {took_s:,.1f} s", style="dim", soft_wrap=True)
@@ -228,7 +226,7 @@ def _once(
 
 
 def _only(scene: Scene, choice: ClusterChoice, summary: Summary) -> SweepTrial:
-    """One that nothing is asked of."""
+    """A workload without requests."""
     return SweepTrial(choice=choice, summary=summary, usd_per_hour=choice.num_gpus * scene.usd_per_gpu_hour)
 
 
@@ -239,7 +237,7 @@ def _sweep(
     json_file: Path | None,
     html_file: Path | None,
 ) -> None:
-    """Raises Exit(1) where no cluster is good enough, Exit(130) after Ctrl-C."""
+    """Raises Exit(1) if no cluster meets the objective, Exit(130) after Ctrl-C."""
     errors = Console(stderr=True)
     possible, impossible = _possible(scene, every)
     room = max((scene.room(config) for config in possible.values()), key=lambda one: one.num_tokens)
@@ -288,8 +286,8 @@ def _sweep(
 def _possible(
     scene: Scene, every: Sequence[ClusterChoice]
 ) -> tuple[dict[ClusterChoice, SimulationConfig], dict[ClusterChoice, str]]:
-    """Those that can be, hold some of the sessions and have whom faults name; and why others are left out, which is
-    told. Raises Misconfigured if none is left."""
+    """Clusters that are possible, hold some of the sessions and have the targets of faults; prints why others are left
+    out. Raises Misconfigured if none is left."""
     possible: dict[ClusterChoice, SimulationConfig] = {}
     reasons: dict[str, Misconfigured] = {}
     left_out: dict[str, list[ClusterChoice]] = {}
@@ -316,7 +314,7 @@ def _try_all(
     targets: Sequence[PercentileTarget],
     errors: Console,
 ) -> list[SweepTrial]:
-    """One after the other, until Ctrl-C: fewer trials than there are clusters."""
+    """Simulates clusters one after the other, until Ctrl-C; then there are fewer trials than clusters."""
     trials: list[SweepTrial] = []
     with bars(errors) as bar, suppress(KeyboardInterrupt):
         row = bar.add_task("", total=len(possible))
@@ -332,7 +330,7 @@ def _try_all(
 def _try_out(
     scene: Scene, choice: ClusterChoice, config: SimulationConfig, targets: Sequence[PercentileTarget], bar: Progress
 ) -> SweepTrial:
-    """What this cluster cannot hold it has missed."""
+    """Counts requests that do not fit the cluster as missed."""
     kept, left_out = scene.fitting(config)
     outcome = _run(scene, config, kept, bar.console, above=bar)
     summary = scene.summary(choice, outcome, left_out)

@@ -1,4 +1,5 @@
-"""`baton simulate --soak` and `--replay`: random clusters in random trouble; how a run that has no end is told."""
+"""`baton simulate --soak` and `--replay`: random clusters with random faults, and the report of a run that did not
+end."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ from cluster.simulate.run.simulation import Interrupted
 from protos.hints import counted
 
 SOAKED_A_LINE = 100
-"""Clusters after which a soak that is not on a terminal says how far it is."""
+"""Clusters between two lines of progress without a terminal."""
 
 
 def soak_clusters(seeds: range) -> None:
-    """Raises Exit(1) when an invariant broke in some clusters, or a simulation failed; Exit(130) after Ctrl-C."""
+    """Raises Exit(1) if an invariant broke in a cluster, or a simulation failed; Exit(130) after Ctrl-C."""
     num_done = num_broken = 0
     interrupted = False
     errors = Console(stderr=True)
@@ -51,7 +52,7 @@ def soak_clusters(seeds: range) -> None:
 
 
 def _print_broken(errors: Console, seed: int, error: Exception) -> None:
-    """The seed and what broke; the traceback as well, where it is no broken invariant but a bug of the product or the
+    """The seed and the broken invariant; with the traceback for any other error, a bug of the product or the
     simulator."""
     line = f"baton simulate --replay {seed}: {soaking.reason(error)}"
     errors.print(line, style="red", highlight=False, soft_wrap=True)
@@ -80,8 +81,8 @@ def replay_one(seed: int, events: Path | None) -> None:
 
 @contextmanager
 def ending_reported(events: Path | None, *unwritten: Path | None) -> Iterator[None]:
-    """A broken invariant is what was looked for: it is told, and ends with 1; Ctrl-C is told, with the files that are
-    not written then, and ends with 130. Raises Exit, and whatever else ended the simulation as it is."""
+    """Prints a broken invariant and raises Exit(1). Prints an interruption, with the files that are not written then,
+    and raises Exit(130). Other errors pass."""
     try:
         yield
     except Interrupted as cut:

@@ -1,7 +1,7 @@
-"""How long a step takes by kernels that NVIDIA measured: the tables of `aiconfigurator`, looked up and interpolated.
+"""Step times from kernels that NVIDIA measured: the tables of `aiconfigurator`, looked up and interpolated.
 
-A step is the products of all its tokens, attention of the rows that compute several tokens, and attention of those that
-compute one. The tables are asked for each size once; of attention, for sizes on a grid.
+A step is the products of all its tokens, attention of the rows with several tokens, and attention of the rows with one.
+Each size of a product is looked up once; attention is looked up for sizes on a grid.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from protos.errors import Misconfigured
 
 INSTALL = "pip install 'baton[aiconfigurator]' (or pip install aiconfigurator-core)"
 BACKEND = "trtllm"
-"""Whose kernels: aiconfigurator's default."""
+"""The library whose kernels were measured: aiconfigurator's default."""
 SYSTEMS = {"a100": "a100_sxm", "h100": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm"}
 CHECKPOINTS = {
     "llama-3-8b": "meta-llama/Meta-Llama-3.1-8B",
@@ -28,16 +28,16 @@ CHECKPOINTS = {
     "deepseek-v3": "deepseek-ai/DeepSeek-V3",
 }
 MAX_TP = 8
-"""All-reduce between hosts is nowhere in the tables: aiconfigurator computes it."""
+"""The tables have no all-reduce between hosts: aiconfigurator computes it."""
 ATTENTION = ("context_attention", "context_mla_block", "generation_attention", "generation_mla_block")
 LOGITS = ("context_logits_gemm", "generation_logits_gemm")
 POINTS = sorted({round(2 ** (number / 4)) for number in range(4 * 25)})
-"""Of the grid: four for each doubling."""
+"""Points of the grid per doubling."""
 
 
 class Tables:
-    """Measured kernels of a model on `tp` GPUs: of prefill (`context`), and of decode (`generation`). Raises
-    Misconfigured for what was not measured, and where the package is missing."""
+    """Measured kernels of a model on `tp` GPUs, of prefill (`context`) and decode (`generation`). Raises Misconfigured
+    for sizes that were not measured, and without the package."""
 
     def __init__(self, *, gpu: str, model: str, tp: int = 1, dtype: str = BFLOAT16, backend: str = BACKEND) -> None:
         self._engine = _compile(gpu, model, tp, dtype, backend)
@@ -57,7 +57,7 @@ class _Phase:
         self._others = [number for number in range(len(names)) if number not in attended]
 
     def by_name(self, num_tokens: int, num_rows: int) -> dict[str, float]:
-        """Of everything but attention."""
+        """All operations but attention."""
         found = self._evaluate(self._others, batch_size=num_rows, s=1, x=num_tokens)
         found += self._evaluate(self._logits, batch_size=num_rows, s=1, x=num_rows)
         return {name: milliseconds / 1000 for name, milliseconds, *_ in found}
@@ -66,7 +66,8 @@ class _Phase:
         return sum(self.by_name(num_tokens, num_rows).values())
 
     def attention_s(self, num_rows: int, num_tokens: int, num_before: int = 0) -> float:
-        """Of so many rows, each of so many tokens after `num_before`; in decode `num_tokens` are the context."""
+        """Attention of this many rows, each with this many tokens after `num_before`; in decode `num_tokens` are the
+        context."""
         found = self._evaluate(self._attention, batch_size=num_rows, s=num_tokens, prefix=num_before)
         return float(sum(milliseconds for _, milliseconds, *_ in found)) / 1000
 
@@ -81,8 +82,8 @@ class _Phase:
 
 
 class Aiconfigurator:
-    """A `Latency` of the tables: each size of the products is looked up once, attention interpolated between the points
-    of a grid."""
+    """A `Latency` of the tables: each size of a product is looked up once; attention is interpolated between points of
+    a grid."""
 
     def __init__(self, tables: Tables, *, host_s: float = 0.0) -> None:
         self._tables = tables
@@ -113,8 +114,7 @@ class Aiconfigurator:
 
 
 class _Grid:
-    """Interpolates `exact` linearly between points that lie as far from one another as they are large. What it has been
-    asked for is kept."""
+    """Interpolates `exact` linearly between points whose distance is proportional to their size. Caches its results."""
 
     def __init__(self, exact: Callable[..., float]) -> None:
         self._exact = exact
@@ -141,7 +141,7 @@ class _Grid:
 
 
 def _between(size: float) -> tuple[int, int, float]:
-    """The grid's points around a size, and how far it is from the first to the second."""
+    """The two grid points around a size, and its position between them, from 0 to 1."""
     number = min(bisect_right(POINTS, size), len(POINTS) - 1)
     low, high = POINTS[number - 1], POINTS[number]
     return low, high, (size - low) / (high - low)
@@ -179,7 +179,7 @@ def _compile(gpu: str, model: str, tp: int, dtype: str, backend: str) -> Any:
         )  # fmt: skip
         engine.predict_prefill_latency(1, 1024)
         engine.predict_decode_latency(1, 1024)
-    except Exception as error:  # of many types of its own
+    except Exception as error:  # the package has many types of its own
         why = str(error).partition(" at /")[0]
         raise Misconfigured(
             f"--latency aiconfigurator: it has no figures of {model} ({dtype}) on {tp} x {gpu}: {why}: give another "

@@ -1,9 +1,9 @@
-"""What the models of a step's time have in common, and the one that is fitted to steps of one's own.
+"""What the models of a step's time have in common, and the model that is fitted to measured steps.
 
-roofline        of each kind of kernel (`cluster.simulate.latency.roofline`)
-aiconfigurator  measured kernels, looked up (`cluster.simulate.latency.aiconfigurator`)
-calibrated      a + b * sampled rows + c * computed tokens + d * tokens read back, none below 0, fitted to measurements
-                (`cluster.simulate.latency.calibration`), and how single steps scatter about that
+roofline        of each kind of kernel (`cluster.simulate.latency.roofline`) aiconfigurator  measured kernels, looked up
+(`cluster.simulate.latency.aiconfigurator`) calibrated      a + b * sampled rows + c * computed tokens + d * tokens read
+back, none below 0, fitted to measurements (`cluster.simulate.latency.calibration`), and how single steps scatter about
+that
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _WORD = 2**64 - 1
 
 
 class StepWork(NamedTuple):
-    """What a step's time depends on. `num_rows` sequences, `num_tokens` computed in all; `num_read`: positions of KV
-    that are read, each once a row; `num_attended`: pairs of a computed position and one it looks at. Fractions are of
-    a mean over steps."""
+    """The work of a step. `num_rows`: sequences; `num_tokens`: computed tokens; `num_read`: KV positions that are read,
+    once per row; `num_attended`: pairs of a computed position and one it attends to. Means over steps may be fractions.
+    """
 
     num_rows: float
     num_tokens: float
@@ -34,7 +34,7 @@ class StepWork(NamedTuple):
 
 
 class Latency(Protocol):
-    """How long a step usually takes; `chance` of a device says how single ones differ, None if they do not."""
+    """The usual time of a step; a device's `chance` varies single steps, None: not at all."""
 
     def step_s(self, step: StepWork) -> float: ...
 
@@ -43,11 +43,11 @@ class Latency(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """`request_s` is what a request takes beside its steps. `ratios`: how long single steps took, of what is told here,
-    as that many quantiles whose mean is 1; none where that is not known. So many times in a second of steps something
-    else had their core, `stalls_s` long. `error` is the mean of
-    |predicted / measured - 1| over the points it was fitted to, or over groups of points that are alike, `worst` the
-    largest; None where there are no more points than fitted coefficients, which any model would meet."""
+    """`request_s`: time of a request besides its steps. `ratios`: quantiles of measured / usual time of single steps,
+    with mean 1; empty if unknown. `stalls_per_s` and `stalls_s`: how often, per second of steps, another program had
+    the core, and how long. `error`: the mean of |predicted / measured - 1| over the fitted points, or over groups of
+    equal points; `worst`: the largest. Both are None if there are no more points than coefficients, as any model fits
+    them."""
 
     base_s: float
     row_s: float
@@ -72,7 +72,7 @@ class Calibrated:
         )
 
     def chance(self, key: str) -> Chance | None:
-        """Of one device."""
+        """The variation of one device."""
         return Chance(self, key) if self.ratios or self.stalls_s else None
 
     @property
@@ -82,7 +82,7 @@ class Calibrated:
 
     @property
     def stalled(self) -> float:
-        """How much stalls add to steps' time."""
+        """The factor by which stalls lengthen steps."""
         return self.stalls_per_s * float(np.mean(self.stalls_s)) if self.stalls_s else 0.0
 
     def __str__(self) -> str:
@@ -97,9 +97,9 @@ class Calibrated:
 
 
 class Chance:
-    """How long a device's step takes that usually takes `usual_s`: besides, a function of `key` and the step's number
-    alone, so that it does not matter when it is asked for. Mixed as in Steele, Lea and Flood, "Fast splittable
-    pseudorandom number generators" (2014)."""
+    """The time of a step that usually takes `usual_s`. It depends on `key` and the step's number only, so that the
+    order of calls does not matter. Mixed as in Steele, Lea and Flood, "Fast splittable pseudorandom number generators"
+    (2014)."""
 
     def __init__(self, calibrated: Calibrated, key: str) -> None:
         self._ratios = calibrated.ratios or (1.0,)
@@ -114,7 +114,7 @@ class Chance:
         return taken_s
 
     def _share(self, number: int) -> float:
-        """From 0 to 1."""
+        """A number from 0 to 1."""
         state = (self._key + number * 0x9E3779B97F4A7C15) & _WORD
         state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _WORD
@@ -122,7 +122,7 @@ class Chance:
 
 
 def step_of(rows: Sequence[tuple[float, float]]) -> StepWork:
-    """From (computed tokens, context after them) of every row."""
+    """Adds up (computed tokens, context after them) of every row."""
     num_tokens = num_read = num_attended = num_single = num_single_read = 0.0
     for computed, context in rows:
         num_tokens += computed

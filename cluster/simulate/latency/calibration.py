@@ -1,8 +1,8 @@
-"""From what was measured on a running cluster to how long steps take, and what a request takes beside them.
+"""Fits step times, and the time of a request besides its steps, to measurements of a running cluster.
 
-A step lasts from its engine's tick to the end of telling what came of it. A request's rest is its time to the first
-token less its steps, of requests that were alone in the cluster from beginning to first token: HTTP, tokens, routing,
-its way to a worker and its first token's way back.
+A step lasts from its engine's tick to the end of publishing its result. The rest of a request is its time to the first
+token less its steps, measured on requests that were alone in the cluster until then: HTTP, tokenising, routing, and the
+way to a worker and back.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from protos.hints import unusable
 
 NUM_ROUNDS = 10
 STALLED = 4.0
-"""A step that takes so many times its usual time was stalled: something else had its core. How long says nothing about
-the step."""
+"""A step that took this many times its usual time was stalled: another program had its core. Its length says nothing
+about the step."""
 LEAST_STALLS = 5
-"""Fewer are left out: who knows how often there would be one."""
+"""With fewer steps stalls are not left out: their frequency would be unknown."""
 CUT = 0.99
-"""Of what requests took the longest hundredth counts as no longer than the next."""
+"""The slowest hundredth of requests counts as no slower than the next one."""
 NUM_RATIOS = 100
 LEAST_FOR_RATIOS = 200
-"""Single steps below which nothing is said about how they scatter."""
+"""With fewer single steps no scatter is reported."""
 NUM_GROUPS = 20
 NOTHING = StepWork(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """One step, or a mean of `several`, and how long it took. A client that saw it also waited for what `num_requests`
-    take beside their steps; with `NOTHING` for a step, for that alone."""
+    """One step, or the mean of `several`, and its time. A client that measured it also waited for the time of
+    `num_requests` besides their steps; with `NOTHING` as the step, for that alone."""
 
     step: StepWork
     seconds: float
@@ -46,8 +46,8 @@ class MeasuredStep:
 
 
 def calibrate(points: Sequence[MeasuredStep]) -> Calibrated:
-    """Least squares of errors relative to what is predicted, none of whose coefficients is below 0. (Relative to what
-    was measured, short steps would weigh more than long ones, and the fit would lie below the mean.) Raises
+    """Least squares of errors relative to the prediction, with coefficients of at least 0. (Relative to the
+    measurement, short steps would weigh more than long ones, and the fit would lie below the mean.) Raises
     Misconfigured without points."""
     if not any(point.step.num_rows for point in points):
         raise Misconfigured("--calibration: there is no measured step in it", param="calibration")
@@ -80,7 +80,7 @@ def calibrate(points: Sequence[MeasuredStep]) -> Calibrated:
 
 
 def _fitted(columns: Any, seconds: Any, is_step: Any) -> tuple[Any, Any, Any]:
-    """Coefficients, what they predict, and which points were not stalled: weighted anew with each round's
+    """Coefficients, their predictions, and which points were not stalled; each round is weighted by the previous
     prediction."""
     weights = np.where(is_step, np.median(seconds[is_step]), seconds.mean())
     kept, used = seconds.copy(), np.full(len(seconds), True)
@@ -95,14 +95,15 @@ def _fitted(columns: Any, seconds: Any, is_step: Any) -> tuple[Any, Any, Any]:
 
 
 def _errors(predicted: Any, seconds: Any) -> tuple[float, float]:
-    """Mean and largest, over groups that are predicted to be alike: what single steps scatter by is not an error."""
+    """Mean and largest error over groups with equal predictions, so that the scatter of single steps is not an
+    error."""
     groups = np.array_split(np.argsort(predicted, kind="stable"), min(NUM_GROUPS, len(predicted)))
     off = [abs(float(predicted[group].sum() / seconds[group].sum()) - 1) for group in groups]
     return float(np.mean(off)), max(off)
 
 
 def _quantiles(values: Any) -> tuple[float, ...]:
-    """As many as tell the distribution, of the same mean."""
+    """Enough quantiles to describe the distribution, with the same mean."""
     num = min(NUM_RATIOS, len(values))
     quantiles = np.quantile(values, (np.arange(num) + 0.5) / num)
     return tuple(float(one) for one in quantiles * (values.mean() / quantiles.mean()))
@@ -134,11 +135,14 @@ def non_negative(matrix: Any, target: Any) -> Any:
 
 
 def read_points(path: Path) -> list[MeasuredStep]:
-    """From a JSON list of steps: `rows` (pairs of computed tokens and context after them, one a sequence) and
-    `seconds`. From what `baton bench --profile FILE` wrote: each step of each worker, with the host's work. Or from
-    what `baton bench --concurrency N --json FILE` wrote: the mean time per token is that of the mean step, in which N
-    sequences are, and the others' prompts are read; with N = 1 the mean time to the first token is a step that reads a
-    prompt, and what a request takes besides. Raises Misconfigured."""
+    """Reads measured steps. Raises Misconfigured.
+
+    - a JSON list of steps: `rows` (pairs of computed tokens and context after them, one a sequence) and `seconds`
+    - the output of `baton bench --profile FILE`: each step of each worker, with the host's work
+    - the output of `baton bench --concurrency N --json FILE`: the mean time per token is that of the mean step, which
+      has N sequences and prefills the others' prompts; with N = 1 the mean time to the first token is a step that
+      prefills a prompt, plus the time of a request besides its steps
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -181,8 +185,8 @@ class _Seen:
 
 
 def _steps_of_profile(events: Sequence[dict[str, Any]]) -> list[MeasuredStep]:
-    """Steps, on each engine's thread: with steps in flight they last as long as they follow one another. And what
-    requests took beside them."""
+    """Steps of each engine's thread (with steps in flight a step lasts until the next one ends), and the time of
+    requests besides their steps."""
     steps, ticks, latest = list[_Seen](), dict[int, float](), dict[int, _Seen]()
     for event in sorted((one for one in events if one["ph"] == "X"), key=lambda one: (one["ts"], -one["dur"])):
         pid, end = event["pid"], event["ts"] + event["dur"]
@@ -203,7 +207,7 @@ def _steps_of_profile(events: Sequence[dict[str, Any]]) -> list[MeasuredStep]:
 
 
 def _rests(steps: Sequence[_Seen], events: Sequence[Mapping[str, Any]]) -> list[float]:
-    """What requests that were alone until their first token took beside their steps, in microseconds."""
+    """The time besides their steps of requests that were alone until their first token, in microseconds."""
     lives: dict[Any, dict[str, float]] = {}
     for event in events:
         lives.setdefault(event["id"], {})[event["ph"]] = event["ts"]
@@ -216,7 +220,7 @@ def _rests(steps: Sequence[_Seen], events: Sequence[Mapping[str, Any]]) -> list[
         busy_until = max(busy_until, end)
         own = [one for one in steps if begin <= one.begin and one.end <= first]
         while len(own) > 1 and own[-1].step.num_tokens == own[-1].step.num_rows:
-            own.pop()  # that of a further token, while the first one is on its way
+            own.pop()  # the next token's, which is computed while the first one is on its way
         if is_alone and own:
             rests.append(first - begin - sum(one.end - one.begin for one in own))
     return rests
@@ -229,7 +233,7 @@ def _steps_of_bench(document: dict[str, Any]) -> list[MeasuredStep]:
     prompt = figures["num_prompt_tokens"] / figures["num_completed"]
     answer = figures["num_output_tokens"] / figures["num_completed"]
     alone, context = step_of([(prompt, prompt)]), prompt + answer / 2
-    read = (at_once - 1) / answer  # prompts a step: the others' are read while this answer is written
+    read = (at_once - 1) / answer  # prompts per step: the others' prompts are prefilled while this answer decodes
     mean = StepWork(
         num_rows=at_once,
         num_tokens=at_once + read * alone.num_tokens,

@@ -23,7 +23,7 @@ HOP_S = 10e-6  # of one message between hosts; same source (`p2p_latency`)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductTimes:
-    """Of a GPU's matrix products with weights of one type."""
+    """Matrix products of a GPU with weights of one type."""
 
     compute_share: float
     memory_share: float
@@ -39,8 +39,8 @@ class ProductTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTimes:
-    """Of one layer. `element_s`: of one number of a query, whose key, value and output are written and read besides;
-    `row_s`: of one head of one sequence that decodes."""
+    """Attention of one layer. `element_s`: time per number of a query, for reading and writing it with its key, value
+    and output; `row_s`: per head of a decoding sequence."""
 
     compute_share: float
     memory_share: float
@@ -52,7 +52,7 @@ class AttentionTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduceTimes:
-    """All-reduce among the GPUs of a host, by the faster of two ways: `small`, each reads what all others have; or
+    """All-reduce among the GPUs of a host, by the faster of two algorithms: `small`, each reads all others' data;
     `large`, each reduces its part and all gather the parts."""
 
     small_fixed_s: float
@@ -61,8 +61,8 @@ class AllReduceTimes:
     large_share: float
 
     def seconds(self, gpu: Gpu, num_gpus: int, num_bytes: float) -> float:
-        """Of `num_bytes` on each of `num_gpus`. Beyond a host: reduced and scattered within each, all-reduced
-        between them by every GPU's own network card, gathered within each."""
+        """All-reduce of `num_bytes` on each of `num_gpus`. Across hosts: reduce-scatter within each host, all-reduce
+        between hosts over every GPU's network card, all-gather within each host."""
         if num_gpus == 1:
             return 0.0
         within = min(num_gpus, HOST_GPUS)
@@ -75,7 +75,7 @@ class AllReduceTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTimes:
-    """Of one GPU. `products` and `experts` by the weights' type (`shapes.DTYPES`)."""
+    """The kernels of one GPU. `products` and `experts` by the weights' type (`shapes.DTYPES`)."""
 
     products: dict[str, ProductTimes]
     experts: dict[str, ProductTimes]
@@ -89,6 +89,6 @@ def elementwise_s(gpu: Gpu, num_bytes: float, num_kernels: int) -> float:
 
 
 def _between_hosts_s(gpu: Gpu, num_hosts: int, num_bytes: float) -> float:
-    """All-reduce of what each card has of its host's: a ring's bytes, a tree's messages."""
+    """All-reduce over network cards: bytes as in a ring, messages as in a tree."""
     messages_s = 2 * math.ceil(math.log2(num_hosts)) * HOP_S
     return messages_s + num_bytes * 2 * (num_hosts - 1) / num_hosts / gpu.network_rate

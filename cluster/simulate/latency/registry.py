@@ -1,4 +1,4 @@
-"""Where the times of steps come from, by name: `--latency`."""
+"""The sources of step times, by name: `--latency`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCES = (ROOFLINE, AICONFIGURATOR)
 
 
 class StepTimes:
-    """The latency models of one source, each made once: they keep what they have computed or looked up."""
+    """The latency models of one source. Each is made once, and caches what it computed or looked up."""
 
     def __init__(self, source: str = ROOFLINE) -> None:
         if source not in SOURCES:
@@ -26,8 +26,8 @@ class StepTimes:
         self._made: dict[tuple[str, str, Gpu, ModelShape, int, float], Latency] = {}
 
     def of(self, gpu: str, model: str, card: Gpu, shape: ModelShape, *, tp: int, host_s: float) -> Latency:
-        """Of workers of `tp` GPUs, whose steps take `host_s` of host work that nothing hides; with the names of GPU and
-        model. Raises Misconfigured."""
+        """For workers of `tp` GPUs, whose steps take `host_s` of host work that nothing hides; with the names of GPU
+        and model. Raises Misconfigured."""
         key = (gpu, model, card, shape, tp, host_s)
         if key not in self._made:
             self._made[key] = self._make(*key)

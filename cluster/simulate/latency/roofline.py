@@ -1,6 +1,6 @@
-"""How long a step takes on GPUs that were never run: a roofline of each kind of kernel, added up over the layers.
+"""Step times of GPUs without measurements: a roofline of each kind of kernel, added up over the layers.
 
-Host work is not in it: the engine plans and packs while the device computes (ADR 10).
+Host work is not included: the engine plans and packs while the device computes (ADR 10).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from protos.errors import Misconfigured
 
 ACTIVATION_BYTES = 2.0
 HOST_S = 0.002
-"""A step's host work where no step is in flight (`worker.steps_in_flight = 0`), so that nothing hides it: a guess."""
+"""Host work of a step if no step is in flight (`worker.steps_in_flight = 0`) to hide it: an estimate."""
 
 
 def check_fitted(gpu_name: str, gpu: Gpu, model_name: str, model: ModelShape) -> None:
-    """Raises Misconfigured for weights of a type that the GPU has no products of, or whose products nobody measured."""
+    """Raises Misconfigured for a type of weights that the GPU has no products for, or whose products were not
+    measured."""
     given = f"--gpu {shlex.quote(gpu_name)} with --model {shlex.quote(model_name)}, whose weights are {model.dtype}"
     if model.dtype != BFLOAT16 and gpu.fp8_flops is None:
         able = ", ".join(name for name, one in GPUS.items() if one.fp8_flops is not None)
@@ -32,7 +33,7 @@ def check_fitted(gpu_name: str, gpu: Gpu, model_name: str, model: ModelShape) ->
 
 
 class Product(NamedTuple):
-    """Of activations of `depth` numbers a token with weights of `depth` x `width`, `repeats` times a step."""
+    """Product of activations of `depth` numbers a token with weights of `depth` x `width`, `repeats` times a step."""
 
     width: float
     depth: float
@@ -53,8 +54,8 @@ class StepParts(NamedTuple):
 
 
 class Roofline:
-    """On the `tp` GPUs of one worker, which share heads, experts and the hidden layers of MLPs. `slowness` multiplies
-    the time of arithmetic."""
+    """Steps on the `tp` GPUs of one worker, which share heads, experts and the hidden layers of MLPs. `slowness`
+    multiplies the time of arithmetic."""
 
     def __init__(
         self, *, gpu: Gpu, model: ModelShape, tp: int = 1, host_s: float = 0.0, slowness: float = 1.0,
@@ -97,8 +98,8 @@ class Roofline:
         return taken_s
 
     def _make_decode_s(self) -> tuple[float, float, float]:
-        """Of all layers: fixed, of a sequence, of a position that is read. The heads that share a key read it once;
-        absorbed latent attention may be bound by arithmetic, as 128 heads share one."""
+        """Of all layers: constant, per sequence, per KV position read. The heads that share a key read it once;
+        absorbed latent attention may be bound by arithmetic, as 128 heads share one key."""
         model, gpu, layers, latent = self.model, self.gpu, self.model.layers, self.model.latent
         heads, kept = model.heads / self.tp, model.kept_bytes(self.tp) / self.tp / layers
         fitted = self._kernels.attention if latent is None else self._kernels.latent
@@ -109,7 +110,7 @@ class Roofline:
         return fitted.decode_fixed_s * layers, fitted.row_s * heads * layers, read_s * layers
 
     def _make_prefill_s(self) -> tuple[float, float, float, float]:
-        """Of all layers: fixed, of a token, of a pair of a token and one it attends to, of a position that is read."""
+        """Of all layers: constant, per token, per pair of a token and one it attends to, per KV position read."""
         model, layers, latent = self.model, self.model.layers, self.model.latent
         heads = model.heads / self.tp
         fitted = self._kernels.attention if latent is None else self._kernels.latent
@@ -121,11 +122,11 @@ class Roofline:
         return fitted.prefill_fixed_s * layers, token_s * layers, attended_s * layers, read_s * layers
 
     def projections(self) -> list[Product]:
-        """Around attention, of all layers."""
+        """Products around attention, of all layers."""
         return self._latent_projections() if self.model.latent is not None else self._grouped_projections()
 
     def mlps(self) -> list[Product]:
-        """Of all layers, with shared experts but without routed ones."""
+        """Products of all layers, with shared experts but without routed ones."""
         model, experts = self.model, self.model.experts
         num_routed = self._num_routed_layers()
         widths = [(model.width, model.layers - num_routed)]
@@ -148,7 +149,7 @@ class Roofline:
         return taken_s
 
     def _without_attention(self, num_tokens: float, num_rows: float) -> StepParts:
-        """Of `num_tokens`, of which `num_rows` are sampled."""
+        """Products of `num_tokens`, of which `num_rows` are sampled."""
         model, gpu, tp = self.model, self.gpu, self.tp
         products_s = self.products_s([*self.projections(), *self.mlps()], num_tokens, model.dtype)
         products_s += self.products_s([Product(model.vocab / tp, model.hidden, 1)], num_rows, BFLOAT16)
@@ -164,7 +165,7 @@ class Roofline:
         )
 
     def _grouped_projections(self) -> list[Product]:
-        """Queries, keys and values at once; and the output."""
+        """Queries, keys and values in one product; and the output."""
         model, tp = self.model, self.tp
         heads, kv_heads = model.heads / tp, max(1.0, model.kv_heads / tp)
         return [
@@ -173,8 +174,9 @@ class Roofline:
         ]
 
     def _latent_projections(self) -> list[Product]:
-        """Queries and keys are compressed (each rank does all of it); queries come from their latents; what expands the
-        keys and values of prompts is absorbed into queries and output while decoding, and is as large; the output."""
+        """Latent attention: queries and keys are compressed (on every rank); queries are expanded from their latents.
+        The expansion of keys and values is absorbed into queries and output while decoding, at the same size. Then the
+        output."""
         model, latent = self.model, self.model.latent
         assert latent is not None
         heads, layers = model.heads / self.tp, model.layers
@@ -202,7 +204,7 @@ class Roofline:
         return self._num_routed_layers() * taken_s
 
     def _elementwise_bytes(self, num_tokens: float) -> float:
-        """Two norms, with what is added, on every GPU; the activation on its share: two numbers in, one out."""
+        """Two norms with residual additions, on every GPU; the activation on its share: two numbers in, one out."""
         model, experts = self.model, self.model.experts
         hidden = 2 * 4 * model.hidden * model.layers
         width = float(model.width * model.layers)

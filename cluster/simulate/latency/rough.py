@@ -1,6 +1,5 @@
-"""Step times that never change: a seed of the soak names the same cluster after the roofline has been fitted anew, and
-figures of one version of the router compare with those of another.
-"""
+"""Step times that never change, so that a seed of the soak means the same cluster after the roofline is fitted again,
+and figures of router versions stay comparable."""
 
 from __future__ import annotations
 
@@ -8,14 +7,14 @@ from dataclasses import dataclass
 
 from cluster.simulate.latency.base import StepWork
 
-FLOPS, MEMORY_RATE = 989e12, 0.75 * 3.35e12  # a second, about those of an H100
-PARAMS, ATTENTION_FLOPS, KV_BYTES = 8.03e9, 4 * 32 * 32 * 128, 131_072  # a token, about those of an 8B model
+FLOPS, MEMORY_RATE = 989e12, 0.75 * 3.35e12  # per second, about an H100's
+PARAMS, ATTENTION_FLOPS, KV_BYTES = 8.03e9, 4 * 32 * 32 * 128, 131_072  # per token, about an 8B model's
 LAUNCH_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rough:
-    """A `Latency`: the larger of arithmetic and bytes, and what a launch takes."""
+    """A `Latency`: the larger of arithmetic and bytes, plus a launch."""
 
     compute_share: float = 0.6
 

@@ -1,8 +1,8 @@
-"""How long a step takes on GPUs that share a mixture's experts, and nothing else: each attends for requests of its own
-(data-parallel attention), and tokens travel to the GPUs of their experts and back (expert parallelism).
+"""Step times of GPUs that share only a mixture's experts: each computes attention for its own requests (data-parallel
+attention), and tokens travel to the GPUs of their experts and back (expert parallelism).
 
-Two halves of a batch take turns, so that the tokens of one travel while the other is computed, where that is faster:
-DeepSeek's inference system and SGLang's do so.
+Where it is faster, two halves of a batch alternate: the tokens of one travel while the other is computed, as in
+DeepSeek's inference system and SGLang.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from cluster.simulate.latency.roofline import Roofline
 from cluster.simulate.latency.shapes import HOST_GPUS, Gpu, ModelShape
 
 EXPERTS = ProductTimes(compute_share=0.42, memory_share=0.83, sharpness=1.0, fixed_s=25e-6)
-"""Whole experts with as many tokens for each: those of SGLang with DeepEP on an H100, measured for aiconfigurator
+"""Time for whole experts with equally many tokens each: SGLang with DeepEP on an H100, measured for aiconfigurator
 0.12.0."""
 NETWORK_SHARE, LINK_SHARE = 0.77, 0.6
 """DeepEP's low-latency kernels on 4 hosts, and its normal ones on one, from the same tables."""
 MAX_HOSTS = 4
-"""Of a prompt's token: it travels once to each host that has experts for it, of which DeepSeek-V3 picks so many."""
+"""A prompt's token travels once to each host that has experts for it; DeepSeek-V3 picks at most this many hosts."""
 MANY_TOKENS = 1024
-"""On one GPU, from which on tokens travel once to a host; fewer go to each of their experts by themselves."""
-SENT_BYTES = 1.0 + 2.0  # of one number of a token: fp8 there, bfloat16 back
+"""Tokens on one GPU from which on a token travels once per host; fewer tokens travel to each expert by themselves."""
+SENT_BYTES = 1.0 + 2.0  # per number of a token: fp8 there, bfloat16 back
 
 
 class ExpertParallelLatency:
-    """A `Latency` of workers of `num_gpus`. Requests are spread evenly, each whole on one GPU."""
+    """A `Latency` of workers of `num_gpus`. Requests are distributed evenly, each on one GPU."""
 
     def __init__(self, *, gpu: Gpu, model: ModelShape, num_gpus: int, host_s: float = 0.0) -> None:
         assert model.experts is not None
@@ -61,7 +61,7 @@ class ExpertParallelLatency:
         return taken_s + self._one.attention_s(own)
 
     def _experts_s(self, num_tokens: float) -> float:
-        """As many tokens come to a GPU's experts as it has itself."""
+        """A GPU's experts get as many tokens as the GPU has itself."""
         model, experts, gpu = self.model, self._experts, self.gpu
         params = 3.0 * experts.width * model.hidden
         touched = experts.touched(num_tokens * self.num_gpus) / self.num_gpus
@@ -71,7 +71,7 @@ class ExpertParallelLatency:
         return (model.layers - experts.num_dense_layers) * seconds
 
     def travel_s(self, own: StepWork) -> float:
-        """To the experts and back: what leaves the host by the GPU's network card, the rest by its links."""
+        """To the experts and back: between hosts over the GPU's network card, within a host over its links."""
         experts, gpu, num_hosts = self._experts, self.gpu, math.ceil(self.num_gpus / HOST_GPUS)
         is_many = own.num_tokens >= MANY_TOKENS
         copies = min(experts.num_active, num_hosts, MAX_HOSTS) if is_many else experts.num_active
@@ -84,7 +84,7 @@ class ExpertParallelLatency:
         return num_layers * (2 * HOP_S + max(away_s, near_s))
 
     def _busiest(self, step: StepWork) -> StepWork:
-        """What the GPU with the most requests computes."""
+        """The work of the GPU with the most requests."""
         num_prompts = step.num_rows - step.num_single
         singles = self._largest_share(step.num_single)
         prompts = self._largest_share(num_prompts)

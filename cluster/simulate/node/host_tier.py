@@ -1,6 +1,6 @@
-"""The host tier of a simulated worker: what is loaded comes over a link that takes its time, one load after the other.
+"""The host tier of a simulated worker: blocks are loaded over a link that takes time, one load after the other.
 
-HostCopies to the host take the other way of the link, behind the steps, and cost nothing.
+Copies to the host use the other direction of the link, behind the steps, and take no time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class HostMemory:
         self._device = device
         self._block_s = block_s
         self._slots: dict[int, Any] = {}
-        self._loads: dict[int, tuple[Sequence[int], Sequence[int], float]] = {}  # slots, blocks, when it is over
+        self._loads: dict[int, tuple[Sequence[int], Sequence[int], float]] = {}  # slots, blocks, end
         self._unreported: list[tuple[float, FinishedOnload]] = []
         self._link_free_s = 0.0
 

@@ -1,7 +1,8 @@
-"""The time between the tokens of each answer (ITL), by the ends of the workers' steps.
+"""The time between the tokens of each answer (ITL), from the ends of the workers' steps.
 
-A gap counts when its token is published, until the answer's client has gone: also for an answer that fails in the end,
-and for a token that is lost with a connection or a worker. That answer's pause is then two gaps, one as long as a step.
+A gap counts when its token is published and the answer's client still waits: also for an answer that fails later, and
+for a token that is lost with a connection or a worker. Such an answer's pause is then two gaps, one of them as long as
+a step.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from itertools import pairwise
 
 from cluster.bench.report import Percentiles
 
-RESOLUTION = math.log(1.005)  # half a percent: percentiles are as exact as that, whatever the number of tokens
+RESOLUTION = math.log(1.005)  # bins of half a percent: the precision of percentiles, for any number of tokens
 
 
 class Gaps:
-    """The gaps of all answers of a run; the pause of a migration is one, too."""
+    """The gaps of all answers of a run; the pause of a migration is a gap, too."""
 
     def __init__(self) -> None:
-        self._last_s: dict[str, float] = {}  # of each attempt
-        self._attempts: dict[str, str] = {}  # the last of each job that is waited for, "" before the first
-        self._seen: dict[int, tuple[int, float]] = {}  # by logarithm: how many gaps, and their sum
+        self._last_s: dict[str, float] = {}  # by attempt
+        self._attempts: dict[str, str] = {}  # the last attempt of each job with a client, "" before the first
+        self._seen: dict[int, tuple[int, float]] = {}  # by bin of the logarithm: number of gaps, and their sum
         self._max_s = 0.0
 
     def begun(self, job: str) -> None:
@@ -29,11 +30,11 @@ class Gaps:
         self._attempts[job] = ""
 
     def made(self, request_ids: Sequence[str], ends_s: Sequence[float]) -> None:
-        """Each step that ended at one of these times brought a token of each request."""
+        """Each of these steps brought a token of each request."""
         first_s, last_s = ends_s[0], self._last_s
         befores_s = [last_s.get(request_id) for request_id in request_ids]
         last_s.update(dict.fromkeys(request_ids, ends_s[-1]))
-        if befores_s.count(befores_s[0]) == len(befores_s) and befores_s[0] is not None:  # nearly always
+        if befores_s.count(befores_s[0]) == len(befores_s) and befores_s[0] is not None:  # the usual case
             num_awaited = len(befores_s)
             self._count(first_s - befores_s[0], num_awaited)
         else:
@@ -42,11 +43,11 @@ class Gaps:
             self._count(after_s - before_s, num_awaited)
 
     def ended(self, job: str) -> None:
-        """The client has gone: further tokens do not count."""
+        """The client has gone: later tokens do not count."""
         self._last_s.pop(self._attempts.pop(job), None)
 
     def assert_idle(self) -> None:
-        """No ended job has left anything."""
+        """Asserts that no ended job has left an entry."""
         assert not self._attempts, f"{len(self._attempts)} jobs have ended whose gaps are waited for"
         assert not self._last_s, f"the last tokens of {len(self._last_s)} attempts are kept, whose jobs have ended"
 
@@ -68,12 +69,12 @@ class Gaps:
         return num_awaited
 
     def _begin(self, job: str, request_id: str) -> float | None:
-        """At an attempt's first token: the time of the last token of the attempt before it."""
+        """The time of the last token of the previous attempt, at an attempt's first token."""
         before, self._attempts[job] = self._attempts[job], request_id
         return self._last_s.pop(before, None)
 
     def spread(self) -> Percentiles | None:
-        """None where no answer had two tokens."""
+        """None if no answer had two tokens."""
         ordered = [self._seen[key] for key in sorted(self._seen)]
         num = sum(count for count, _ in ordered)
         if not num:
@@ -90,7 +91,7 @@ class Gaps:
 
 
 def _percentile(ordered: Sequence[tuple[int, float]], num: int, percent: float) -> float:
-    """The mean of the gaps that are as long as the one of this rank, within the resolution."""
+    """The mean of the gaps in the bin of this rank."""
     rank = (num - 1) * percent / 100
     passed = 0
     for count, total in ordered:

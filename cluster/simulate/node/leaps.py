@@ -1,8 +1,8 @@
-"""How far a simulated engine may leap: how many of the next steps are alike, so that one batch takes them all.
+"""The length of a leap: how many of the next steps are alike, so that one batch can take them all.
 
-In each every running sequence decodes one token, and nothing else happens: no answer ends or could end, no request
-waits, and no block is taken or becomes full but by the last of them. So of what a worker publishes, only tokens and the
-number of the step change before the last.
+In each of these steps every running sequence decodes one token, and nothing else happens: no answer ends or could end,
+no request waits, and no block is taken or becomes full except by the last step. So the worker publishes nothing new
+before the last step but tokens and the number of the step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from workers.scheduling.scheduler import Scheduler
 
 
 class LeapLimits(Value, frozen=True, kw_only=True):
-    """Of the scheduler. `has_eos`: some tokens end an answer that does not ignore them. `can_grow`: there is a block
-    for every sequence, and taking it changes nothing else."""
+    """From the scheduler. `has_eos`: some tokens end an answer that does not ignore them. `can_grow`: there is a free
+    block for every sequence, and taking it has no other effect."""
 
     block_size: int
     max_len: int
@@ -37,8 +37,8 @@ class LeapLimits(Value, frozen=True, kw_only=True):
 
 
 def num_uniform(scheduler: Scheduler, last: Batch, num_in_flight: int) -> int:
-    """How many steps from here on are alike, the one that takes or fills a block included, with so many launched
-    already. They continue the `last` batch: it must have sampled for the running sequences, and for no others."""
+    """How many steps from here on are alike, including the one that takes or fills a block, with this many launched
+    already. They continue the `last` batch: it must have sampled exactly the running sequences."""
     running = scheduler.running
     if num_in_flight > 1 or not running or scheduler.num_waiting or len(scheduler.onloads):
         return 0
@@ -60,7 +60,7 @@ def _num_uniform(request: Request, limits: LeapLimits, num_in_flight: int) -> in
     num_tokens, num_due, num_computed = len(request.prompt_ids) + num_output, request.num_due, request.num_computed
     num_planned = request.num_planned
     decodes = num_tokens + num_due - num_planned == 1 and num_due == num_in_flight and num_output > request.num_given
-    if not decodes or num_planned - num_computed != num_in_flight:  # the latter: a rest after a preemption
+    if not decodes or num_planned - num_computed != num_in_flight:  # the latter: a remainder after a preemption
         return 0
     may_stop = limits.has_eos and not sampling.ignore_eos
     if may_stop or num_output < sampling.min_tokens or not request.text_only:
@@ -75,7 +75,7 @@ def _num_uniform(request: Request, limits: LeapLimits, num_in_flight: int) -> in
 
 
 def num_steady(speed: EngineSpeed, steps_s: Sequence[float]) -> int:
-    """How many steps of these times until the published time of a step changes, that one included; all of them if it
+    """How many of these steps run until the published time of a step changes, that step included; all of them if it
     does not."""
     speed = copy(speed)
     published_s = speed.decode_step_s

@@ -1,4 +1,4 @@
-"""Parts of a simulated worker that check every call: a fault that they find is invisible an event later."""
+"""Parts of a simulated worker that check every call, for faults that would be invisible one event later."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WatchedPool(BlockPool):
 
 
 class WatchedEngine(Engine):
-    """An aborted request has no ticket and no transfer left."""
+    """Aborted requests have no ticket and no transfer left."""
 
     def __init__(self, *arguments: Any, sender: InprocSender, **more: Any) -> None:
         super().__init__(*arguments, **more)

@@ -40,8 +40,8 @@ LEAVE_LOOK_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What all workers of a simulated cluster have in common. `depth` is that of the engine. Blocks of the host tier
-    are loaded at `host_bytes_per_s`. A gateway that missed more than `kept_events` gets a snapshot."""
+    """The settings that all workers of a simulated cluster share. `depth` is the engine's. Blocks of the host tier are
+    loaded at `host_bytes_per_s`. A gateway that missed more than `kept_events` gets a snapshot."""
 
     model: str
     layout: KVLayout
@@ -116,7 +116,7 @@ class SimulatedWorker:
         )
         self.servicer.attach(self.turns)
         self._num_changes = 0
-        self._changes_turn = 0  # when tickets last came or ended
+        self._changes_turn = 0  # when tickets last arrived or ended
         self.port: Port | None = None
         self.has_left = False  # after a drain with exit
         self._was_held_up = False  # frozen, or slowed
@@ -141,7 +141,8 @@ class SimulatedWorker:
 
     @property
     def held_up(self) -> bool:
-        """May it make no progress for a reason that is not its own? KV is held up by its source or by a lane."""
+        """Whether another part may be the reason for which it makes no progress: KV is held up by its source or by a
+        lane."""
         waits = any(ticket.state != TicketState.ARRIVED for ticket in self.role.ledger.stats(0.0))
         return self._was_held_up or waits
 
@@ -150,7 +151,7 @@ class SimulatedWorker:
         return self.info
 
     def kill(self) -> None:
-        """The process ends without any clean-up; its peers see closed connections."""
+        """The process ends without clean-up; its peers see closed connections."""
         if self.port is None or self.port.closed:
             return
         if self._leaving is not None and self._leaving is not asyncio.current_task():
@@ -166,7 +167,7 @@ class SimulatedWorker:
             self._leaving = self._loop.create_task(self._leave(), name=f"leaving of {self.worker_id}")
 
     async def _leave(self) -> None:
-        """As `workers.rpc.worker.Worker` does."""
+        """Like `workers.rpc.worker.Worker.drain`."""
         await self.turns.call(self.engine.drain)
         while self.alive and self.busy:  # noqa: ASYNC110 - there is no event for it while frozen
             await asyncio.sleep(LEAVE_LOOK_S)
@@ -192,7 +193,7 @@ class SimulatedWorker:
         self.port.reset()
 
     def spoil(self, change: Callable[[Any], Any] | None) -> None:
-        """Changes messages to gateways from now on."""
+        """Alters messages to gateways from now on."""
         assert self.port is not None
         self.port.change = change
 
@@ -228,7 +229,7 @@ class SimulatedWorker:
             assert not unowned, f"{self.worker_id} holds {unowned[0]}, and no gateway counts on it"
 
     def assert_idle(self) -> None:
-        """Nothing is held, and no transfer goes on."""
+        """Asserts that nothing is held and no transfer runs."""
         self.role.ledger.assert_idle()
         self.engine.assert_idle()
 
@@ -285,10 +286,10 @@ class SimulatedWorker:
         return DecodeRole(self._transfers, pool, spec.layout, spec.decode)
 
     def _quiet_until(self) -> float:
-        """Until the first lease ends, if KV is only awaited. A transfer needs every turn, and so does the turn after a
+        """The end of the first lease, if KV is only awaited. A transfer needs every turn, and so does the turn after a
         ticket's end, which publishes it."""
         role = self.role
-        if role.outgoing.busy() or role.incoming.has_failures() or self._transfers.is_moving():  # its lanes never idle
+        if role.outgoing.busy() or role.incoming.has_failures() or self._transfers.is_moving():  # lanes keep it busy
             return -math.inf
         num_changes = self.role.ledger.num_changes
         if num_changes != self._num_changes:
@@ -296,7 +297,8 @@ class SimulatedWorker:
         return -math.inf if self._changes_turn == self.turns.num_turns else self.role.ledger.next_deadline_s()
 
     def _move(self, now: float) -> bool:
-        """Lands KV that has arrived, and sends KV that there is room for. True if a request may begin or end by it."""
+        """Receives KV that has arrived, and sends KV that there is room for. True if a request may begin or end by
+        it."""
         incoming = self.role.incoming
         before = incoming.num_settled
         incoming.receive(now)

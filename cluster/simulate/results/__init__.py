@@ -1,1 +1,1 @@
-"""What came of runs: report, page, sweep."""
+"""Results of runs: report, page, sweep."""

@@ -1,4 +1,4 @@
-"""The files that a run leaves: looked at before it begins, written at its end whatever becomes of the table."""
+"""The files that a run writes: checked before it begins, written at its end even if the table cannot be printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from protos.hints import unusable
 
 
 def check(written: Mapping[str, Path | None], read: Mapping[str, Sequence[Path | None]]) -> None:
-    """By flag. Raises Misconfigured for what could not be written, and for what another flag would lose by it."""
+    """Paths by flag. Raises Misconfigured for a file that could not be written, and for one path given to two flags."""
     whose = {realpath(path): f"--{flag} reads" for flag, paths in read.items() for path in paths if path is not None}
     for flag, path in written.items():
         if path is None:
@@ -35,7 +35,7 @@ def write(path: Path, text: str, flag: str) -> None:
 
 
 def keep(*writes: Callable[[], None]) -> list[str]:
-    """Does them all; what could not be written, for who has shown the figures to say."""
+    """Writes all files. Returns the errors, so that the caller can print them after the figures."""
     lost = []
     for one in writes:
         try:
@@ -52,11 +52,11 @@ def report_lost(lost: Sequence[str]) -> None:
 
 
 class Log:
-    """The file of the event log. It is opened with the first event: a run that never began leaves what was there. One
-    that cannot be written on ends there, and the run goes on: `check` says so at its end."""
+    """The file of the event log. It is opened with the first event, so a run that never begins keeps the old file. If
+    writing fails, the log ends there and the run continues: `check` raises at its end."""
 
     write: Callable[[str], object] | None
-    """None where no log is wanted."""
+    """None if no log is requested."""
 
     def __init__(self, path: Path | None) -> None:
         self.write = partial(self._write, path) if path is not None else None
@@ -64,7 +64,7 @@ class Log:
         self._lost: Misconfigured | None = None
 
     def check(self) -> None:
-        """Raises Misconfigured if some of it was lost."""
+        """Raises Misconfigured if lines were lost."""
         if self._lost is not None:
             raise self._lost
 

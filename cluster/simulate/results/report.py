@@ -1,4 +1,4 @@
-"""From an outcome to what an operator asks: how fast, how full, how even, and what it costs."""
+"""Turns an outcome into the figures that an operator needs: latency, utilisation, balance and cost."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from protos.hints import counted
 from protos.values import WorkerRole
 
 MAX_FAULTS = 12
-"""The table shows so many."""
+"""Rows that the table shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSummary:
-    """`busy`: the share of its GPUs' time that devices computed. `imbalance`: tokens of its busiest worker over the
-    mean of all."""
+    """`busy`: share of GPU time in which devices computed. `imbalance`: tokens of the busiest worker over the mean."""
 
     role: str
     num_workers: int
@@ -37,9 +36,9 @@ class PoolSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCosts:
-    """USD a million tokens of whole answers, which pay for failed ones too: prices times tokens are the USD. All that
-    the GPUs cost, also while they idle, is shared out by the device time each kind of token took: prompts that were
-    computed, prompts found in a cache (which still are looked at), answers."""
+    """USD per million tokens of complete answers; prices times tokens are the total USD, so complete answers pay for
+    failed ones. The cost of the GPUs, idle time included, is divided by the device time of each kind of token: prompt
+    tokens that were computed, prompt tokens found in a cache (attention still reads them), answer tokens."""
 
     gpu_hours: float
     usd: float
@@ -50,8 +49,7 @@ class TokenCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheHitShares:
-    """Shares of whole answers' prompt tokens: found on the reader's device, loaded from its host, pulled from another
-    worker."""
+    """Shares of complete answers' prompt tokens by source: the prefill worker's device, its host, another worker."""
 
     device: float
     host: float
@@ -60,11 +58,15 @@ class CacheHitShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """`handed_over`: the share of whole answers that went on at another worker after their first token. Of the time,
-    end to end, of answers whose KV travelled: `transfer_share` it was on its way, `transfer_waited` clients saw.
-    `num_not_asked` requests are not in the report: an earlier one of their conversation had failed. Nor are the
-    `num_left_out` sessions, of `num_left_out_requests`: no worker holds their length. `cluster` says in a line what was
-    simulated, empty where nobody chose it."""
+    """The figures of a run.
+
+    - `handed_over`: share of complete answers that continued on another worker after their first token
+    - `transfer_share`: of the end-to-end time of answers whose KV was transferred, the share of the transfer
+    - `transfer_waited`: the share in which clients waited for it
+    - `num_not_asked`: requests not sent, since an earlier one of their conversation had failed; not in the report
+    - `num_left_out`, `num_left_out_requests`: sessions and requests too long for any worker; not in the report
+    - `cluster`: the cluster in one line; empty if a sweep did not choose it
+    """
 
     cluster: str
     report: Report
@@ -86,8 +88,8 @@ class Summary:
 def summarise(
     outcome: SimulationOutcome, objective: Objective, *, cluster: str = "", left_out: Sequence[UserSession] = ()
 ) -> Summary:
-    """`left_out`: the sessions of the load that the simulation was not given, for they are too long."""
-    # Between the first and the last token one message may tell of many: gaps are the workers'.
+    """`left_out`: sessions of the load that were too long to simulate."""
+    # A message between the first and the last token may have several tokens, so gaps are taken from the workers.
     transfers = outcome.transfers
     report = replace(make_report(outcome.records, objective), itl_s=outcome.itl_s, late_s=None)
     return Summary(
@@ -124,7 +126,7 @@ def _rounded(told: Any, *, is_time: bool = False) -> Any:
 
 
 def usd_figure(usd: float) -> str:
-    """To the cent, and to three significant digits where that is finer: small loads differ by less than a cent."""
+    """Rounded to the cent, or to three significant digits if that is finer: small loads differ by less than a cent."""
     if usd >= 1:
         return f"{usd:,.2f}"
     exponent = int(f"{usd:.2e}".partition("e")[2])
@@ -136,7 +138,8 @@ def _is_time(name: str) -> bool:
 
 
 def _hits(outcome: SimulationOutcome, report: Report) -> CacheHitShares:
-    """What was cached of whole answers, shared out as workers counted host and pulled tokens among all they told of."""
+    """Sources of complete answers' cached tokens, in the proportions that workers counted for host and pulled
+    tokens."""
     host = sum(life.load.host.num_hit_tokens for life in outcome.served if life.load.host is not None)
     pulled = sum(life.load.num_pulled_tokens for life in outcome.served)
     num_cached = max(1, host + pulled, sum(record.num_cached or 0 for record in outcome.records))
@@ -195,7 +198,7 @@ def _costs(outcome: SimulationOutcome, report: Report) -> TokenCosts:
 
 
 def _looking_s(latency: Latency, record: RequestRecord) -> float:
-    """How much longer a prompt takes because its computed part also attends to the cached one."""
+    """The factor by which a prompt takes longer because its computed part also attends to the cached part."""
     cached = record.num_cached or 0
     computed = record.num_prompt - cached
     if not cached or computed < 1:

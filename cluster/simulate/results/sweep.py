@@ -1,4 +1,4 @@
-"""Which cluster is the cheapest that meets an objective: every combination is simulated, the best are told apart."""
+"""Finds the cheapest cluster that meets an objective: simulates every combination and compares the best."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from protos.errors import Misconfigured
 from router.policies.registry import NAMES
 
 MAX_CLUSTERS = 10_000
-"""That one sweep tries."""
+"""Clusters that one sweep tries at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterChoice:
-    """One cluster. `prefill` 0: `decode` colocated workers read their prompts themselves. Workers have `tp` GPUs, those
-    of a pool its own number if it is given."""
+    """One cluster. `prefill` 0: `decode` colocated workers prefill their prompts themselves. Workers have `tp` GPUs,
+    unless their pool has a number of its own."""
 
     prefill: int
     decode: int
@@ -47,7 +47,7 @@ class ClusterChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepTrial:
-    """What one cluster reached of each target, and what it costs while it is there."""
+    """What one cluster reached of each target, and its price."""
 
     choice: ClusterChoice
     summary: Summary
@@ -60,13 +60,13 @@ class SweepTrial:
 
     @property
     def binding(self) -> Reached:
-        """The target that it is farthest from, or reached with the least to spare."""
+        """The target that it misses by most, or reaches with least to spare."""
         return min(self.reached, key=lambda one: one.ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Said:
-    """What `source`, a flag or a setting, says of one of a cluster's traits. Numbers are `least` or more."""
+    """A trait of a cluster as given by `source`, a flag or a setting. Numbers are `least` or more."""
 
     name: str
     source: str
@@ -77,7 +77,7 @@ class _Said:
         return f"{self.source} {shlex.quote(self.text)}"
 
     def numbers(self) -> list[int]:
-        """From "2", "1,2,4" or "1:4". Raises Misconfigured."""
+        """Parses "2", "1,2,4" or "1:4". Raises Misconfigured."""
         low, colon, high = self.text.partition(":")
         try:
             found = [int(one) for one in ((low, high) if colon else self.text.split(","))]
@@ -92,7 +92,7 @@ class _Said:
         return list(range(found[0], found[1] + 1)) if colon else list(dict.fromkeys(found))
 
     def policies(self) -> list[str]:
-        """Names with commas between them. Raises Misconfigured."""
+        """Parses names separated by commas. Raises Misconfigured."""
         found = list(dict.fromkeys(self.text.split(",")))
         for name in found:
             if name not in NAMES:
@@ -114,8 +114,8 @@ def asked(
     policy: str | None,
     to_sweep: bool,
 ) -> list[ClusterChoice]:
-    """The clusters that flags ask for, and settings where there is no flag: `workers` colocated ones, or two pools.
-    Raises Misconfigured for none, for several unless they are `to_sweep`, and for more than anybody waits for."""
+    """The clusters given by flags, and by settings without a flag: `workers` colocated ones, or two pools. Raises
+    Misconfigured for none, for several unless `to_sweep`, and for too many."""
     pools = settings.pools
     is_colocated = workers is not None or (prefill is None and decode is None and bool(pools.colocated))
     if is_colocated:
@@ -150,14 +150,14 @@ def asked(
 
 
 def _said(name: str, flag: str | None, path: str, setting: object, *, least: int = 0) -> _Said:
-    """By the flag, or by the setting of that path where there is none. What neither says is 1."""
+    """The flag, else the setting at that path, else 1."""
     if flag is not None:
         return _Said(name=name, source=f"--{name.replace('_', '-')}", text=flag, least=least)
     return _Said(name=name, source=path, text="1" if setting is None else str(setting), least=least)
 
 
 def _own_ranks(pools: PoolsConfig, **flags: str | None) -> list[_Said]:
-    """Of the pools whose workers have a number of GPUs of their own."""
+    """Pools whose workers have a number of GPUs of their own."""
     found = []
     for name, flag in flags.items():
         setting = getattr(pools, name)
@@ -194,7 +194,7 @@ def choices(
 def within(
     settings: ClusterConfig, *, gpus: int, tp: str | None, policy: str | None, colocated: bool
 ) -> list[ClusterChoice]:
-    """Every cluster of at most so many GPUs: all splits into two pools, and as many colocated workers as fit. Raises
+    """Every cluster of at most this many GPUs: all splits into two pools, and as many colocated workers as fit. Raises
     Misconfigured."""
     ranks, chosen = (
         _said("tp", tp, "worker.tp", settings.worker.tp, least=1),
@@ -216,7 +216,7 @@ def within(
 
 
 def front(trials: Sequence[SweepTrial]) -> list[SweepTrial]:
-    """Those for which nothing else is both cheaper and better: Pareto's front, the cheapest first."""
+    """Trials for which no other is both cheaper and better (Pareto front), the cheapest first."""
     best: list[SweepTrial] = []
     for trial in sorted(trials, key=lambda one: (one.usd_per_hour, -one.binding.ratio)):
         if not best or trial.binding.ratio > best[-1].binding.ratio:
@@ -225,19 +225,19 @@ def front(trials: Sequence[SweepTrial]) -> list[SweepTrial]:
 
 
 def cheapest(trials: Sequence[SweepTrial]) -> SweepTrial | None:
-    """By USD an hour; of equals the one with the most to spare."""
+    """By USD an hour, then by most to spare."""
     good = [trial for trial in trials if trial.is_good]
     return min(good, key=lambda trial: (trial.usd_per_hour, -trial.binding.ratio), default=None)
 
 
 def closest(trials: Sequence[SweepTrial]) -> SweepTrial | None:
-    """The best, of equals the cheapest; None if none reaches any target for any request."""
+    """The best trial, then the cheapest; None if none reaches any target for any request."""
     best = max(trials, key=lambda trial: (trial.binding.ratio, -trial.usd_per_hour))
     return best if best.binding.ratio else None
 
 
 def verdict(trials: Sequence[SweepTrial], targets: Sequence[PercentileTarget]) -> str:
-    """The cheapest cluster, what binds, and where to look further."""
+    """The cheapest cluster, the target that limits it, and what to try next."""
     best = cheapest(trials)
     if best is None:
         nearest = closest(trials)
@@ -263,7 +263,7 @@ def _misses(trial: SweepTrial) -> str:
 
 
 def _wider(trial: SweepTrial, trials: Sequence[SweepTrial]) -> str:
-    """Which number of workers, or of their GPUs, would have to grow beyond those tried."""
+    """Which number, of workers or of their GPUs, would have to grow beyond those tried."""
     choice, binding = trial.choice, trial.binding.target
     if not choice.prefill:
         return _beyond("workers", choice.decode, [one.choice.decode for one in trials if not one.choice.prefill])
@@ -289,7 +289,8 @@ def _beyond(name: str, num: int, tried: Sequence[int]) -> str:
 
 
 def sweep_table(trials: Sequence[SweepTrial]) -> Table:
-    """All trials by cost, times in ms; those on the front are marked, the cheapest that is good enough stands out."""
+    """All trials by cost, times in ms; those on the front are marked, the cheapest that meets the objective is
+    highlighted."""
     on_front, best = front(trials), cheapest(trials)
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("cluster", no_wrap=True)

@@ -1,4 +1,4 @@
-"""A sweep as one HTML file: its table, and each cluster by what it costs and what it reached, with Pareto's front."""
+"""A sweep as one HTML file: its table, and each cluster by its cost and what it reached, with the Pareto front."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sweep_page(trials: Sequence[SweepTrial], verdict: str, *, command: str) -> s
 
 
 def _height(trial: SweepTrial, place: int) -> float | None:
-    """None where too few requests ended for the percentile to exist."""
+    """None if too few requests ended for the percentile to exist."""
     reached = trial.reached[place]
     if reached.target.objective is not None:
         return 100 * reached.share

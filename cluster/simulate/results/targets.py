@@ -1,7 +1,7 @@
-"""What a swept cluster must reach: shares of requests within bounds, or percentiles of one metric (the same thing).
+"""Targets of a swept cluster: shares of requests within bounds, or percentiles of one metric (the same thing).
 
-``TTFT p90 < 2 s`` holds if at least 90 % of the requests have their first token within 2 s. Requests that failed, or
-were never asked, are within no bound.
+``TTFT p90 < 2 s`` holds if at least 90 % of the requests have their first token within 2 s. Requests that failed or
+were never sent are within no bound.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PercentileTarget:
 
     @classmethod
     def parse(cls, text: str) -> PercentileTarget:
-        """From "ttft p90 < 2 s" or "tpot p99 50ms". Raises Misconfigured."""
+        """Parses "ttft p90 < 2 s" or "tpot p99 50ms". Raises Misconfigured."""
         found = _TEXT.fullmatch(text.strip().lower())
         metric, percent, bound, unit = found.groups() if found else ("", "0", "0", "s")
         if metric not in METRICS or not 0 < float(percent) < 100 or not float(bound) > 0:
@@ -62,7 +62,7 @@ class PercentileTarget:
         return Reached(target=self, share=num_within / num_asked if num_asked else 1.0, value_s=value_s)
 
     def _is_without(self, record: RequestRecord) -> bool:
-        """A whole answer of one token has no time per further token."""
+        """A complete answer of one token has no time per further token."""
         return not record.error and getattr(record, METRICS[self.metric]) is None
 
     def _value_s(self, record: RequestRecord) -> float:
@@ -71,7 +71,7 @@ class PercentileTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """By one cluster: the share of requests within the target's bound, and the percentile itself."""
+    """The result of one cluster: the share of requests within the target's bound, and the percentile itself."""
 
     target: PercentileTarget
     share: float
@@ -83,7 +83,7 @@ class Reached:
 
     @property
     def ratio(self) -> float:
-        """How far within the bound, or beyond it: 0 where no bound could be kept, above 1 with something to spare."""
+        """Ratio to the bound: 0 if no bound could be kept, above 1 with something to spare."""
         if self.target.objective is not None:
             return self.share / self.target.share if self.target.share else 1.0 + self.share
         return self.target.bound_s / self.value_s if self.value_s else math.inf
@@ -96,12 +96,12 @@ class Reached:
 
 
 def targets_of(objective: Objective, attainment: float, texts: Sequence[str]) -> tuple[PercentileTarget, ...]:
-    """Raises Misconfigured, also where nothing is asked for."""
+    """Raises Misconfigured for invalid targets, or for none."""
     share = (PercentileTarget(share=attainment, objective=objective),) if objective.given else ()
     targets = (*share, *(PercentileTarget.parse(text) for text in texts))
     if not targets:
         raise Misconfigured(
-            "--sweep needs to know what is good: give --target 'ttft p90 < 2 s', --ttft-ms or --tpot-ms",
+            "--sweep needs an objective: give --target 'ttft p90 < 2 s', --ttft-ms or --tpot-ms",
             param="sweep",
         )
     return targets

@@ -1,6 +1,6 @@
-"""Simulated clients: they ask, check every token that comes against the one that must come, and keep a record.
+"""Simulated clients: they send requests, compare every token with the expected one, and record the outcome.
 
-The toy model's answers are known in advance: a token that is lost, doubled or wrong is seen when it comes.
+The toy model's answers are known in advance, so a lost, doubled or wrong token is found when it arrives.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ GATEWAY_LOST = "gateway_lost"
 ALONE = "alone"
 
 PROMPT_IDS = 256
-"""So many ids simulated prompts are made of: few enough to stay in the processor's cache, and a block of 16 of them
-never equals another by chance."""
+"""Number of ids in simulated prompts: few enough for the processor's cache, and enough that two blocks of 16 never are
+equal by chance."""
 
 
 class Answer:
-    """The tokens that must follow a prompt, one by one."""
+    """The expected tokens after a prompt, one by one."""
 
     def __init__(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         self._total = int(weighed(prompt_ids, 0).sum())
@@ -46,12 +46,12 @@ class Answer:
         self._params = params
 
     def next(self, count: int) -> list[int]:
-        """The next ones, so many."""
+        """The next `num` expected tokens."""
         assert self._params.temperature == 0.0
         total, position, token_ids = self._total, self._position, []
         for _ in range(count):
             token_id = (WEIGHT * STRIDE + total) % MODULUS % VOCAB_SIZE
-            kv = (token_id + 1) * 7919 + position  # `toy_kv`, without a call for each token
+            kv = (token_id + 1) * 7919 + position  # `toy_kv`, inlined to save a call per token
             position += 1
             total += position * kv
             token_ids.append(token_id)
@@ -61,9 +61,9 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Transfers:
-    """Of answers whose KV went from one worker to another: `travelled_s` it was on its way, from its first part's offer
-    to its last one's arrival; of that their clients saw `waited_s`, before the first token of a prompt whose beginning
-    was pulled, or after the first token of an answer that was handed over. `answers_s` they took from end to end."""
+    """Answers whose KV was transferred. `travelled_s`: from the offer of its first part to the arrival of its last
+    part. `waited_s`: the part of it in which clients waited, before the first token of a prompt with a pulled prefix,
+    or after the first token of an answer that was handed over. `answers_s`: their time from end to end."""
 
     travelled_s: float = 0.0
     waited_s: float = 0.0
@@ -78,7 +78,7 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """An attempt of a request that came to nothing, so many seconds after the load began."""
+    """A failed attempt of a request, seconds after the load began."""
 
     request_id: str
     at_s: float
@@ -88,8 +88,8 @@ class Failure:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """A request under way. `heard_s` is when something last came of it; it is `handed_over` when tokens come of another
-    worker than the one that read the prompt."""
+    """A running request. `heard_s`: when its last message arrived; `handed_over`: tokens came from another worker than
+    the prefill worker."""
 
     request_id: str
     heard_s: float
@@ -99,9 +99,9 @@ class SimulatedRequest:
 
 
 class Clients:
-    """Runs sessions against a deployment. `records` are of requests that have ended, `asked` of those that have not;
-    `num_handed_over` whole answers were begun by the worker that read the prompt, and written on by another. `failures`
-    are attempts of requests that have ended."""
+    """Runs sessions against a deployment. `records` are of requests that have ended, `asked` of running ones.
+    `num_handed_over`: complete answers that began on the prefill worker and continued on another. `failures`: failed
+    attempts of requests that have ended."""
 
     def __init__(self, deployment: SimulatedDeployment, event_log: SimulationLog, *, seed: int) -> None:
         self.records: list[RequestRecord] = []
@@ -127,7 +127,7 @@ class Clients:
                 group.create_task(self._session(session), name=f"session {session.number}")
 
     def abort(self, request_id: str) -> None:
-        """Its client leaves."""
+        """The client disconnects."""
         asked = self.asked[request_id]
         if asked.task is not None:
             asked.task.cancel()
@@ -146,7 +146,7 @@ class Clients:
     async def _ask(
         self, request_id: str, turn: SessionTurn, prompt_ids: tuple[int, ...], tenant: str
     ) -> tuple[int, ...] | None:
-        """The answer, or None if it did not come to its end."""
+        """The answer, or None if it was not completed."""
         gateway = self._deployment.gateway_for(self._num_asked)
         index, self._num_asked = self._num_asked, self._num_asked + 1
         sent_s = self._loop.time()
@@ -241,7 +241,7 @@ class Clients:
                         asked.times.append(now)
                         self._event_log.note("first token", job.request_id, by=self._deciders(gateway, job.request_id))
                     else:
-                        if len(asked.times) == 1:  # the first token may have been the last: then nobody takes over
+                        if len(asked.times) == 1:  # if the first token was the last one no worker takes over
                             by = self._deciders(gateway, job.request_id)
                             asked.handed_over = not by.rpartition(",")[2].startswith(ALONE)
                         asked.times[1:] = [now]
@@ -254,8 +254,8 @@ class Clients:
         assert num_logprobs == num_due, f"{job.request_id} has {num_logprobs} logprobs of its prompt, not {num_due}"
 
     def _check_cached(self, gateway: SimulatedGateway, job: Job, num_cached: int) -> None:
-        """A prompt's cached tokens, as its client is told of them: no more than its tenant's earlier requests share
-        with it, and, unless an attempt failed, just those that its worker did not compute."""
+        """The prompt's cached tokens as reported to its client: at most those that its tenant's earlier requests share
+        with it, and, unless an attempt failed, exactly those that its worker did not compute."""
         if self._prefixes is None:
             return
         most = self._prefixes.num_shared(job)
@@ -289,7 +289,7 @@ class Clients:
 
 
 def _check_prompt_logprobs(job: Job, delta: TokenDelta, num_before: int) -> int:
-    """How many there are now. Entry i is of the prompt's token i + 1."""
+    """The number of entries now. Entry i is of the prompt's token i + 1."""
     ids = tuple(entry.chosen.token_id for entry in delta.prompt_logprobs)
     num = num_before + len(ids)
     assert ids == job.prompt_ids[num_before + 1 : num + 1], (
@@ -299,7 +299,7 @@ def _check_prompt_logprobs(job: Job, delta: TokenDelta, num_before: int) -> int:
 
 
 class Prefixes:
-    """What each tenant's requests hold, by the hashes of their blocks: the most that a cache can have of a prompt."""
+    """The block hashes of each tenant's requests: the most that a cache can have of a prompt."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -309,14 +309,14 @@ class Prefixes:
         self._num_holders.update(job.hashes(self._block_size))
 
     def answered(self, job: Job, tokens: Sequence[int]) -> None:
-        """Its answer is as long as this, whether it came to its end or not."""
+        """Its answer, complete or not, has this many tokens."""
         size, prompt = self._block_size, job.hashes(self._block_size)
         rest = (*job.prompt_ids[len(prompt) * size :], *tokens)
         parent = prompt[-1] if prompt else None
         self._num_holders.update(chain_hashes(rest, size, salt=job.cache_salt, parent=parent))
 
     def num_shared(self, job: Job) -> int:
-        """Tokens of the prompt that other requests of its tenant begin with, in full blocks."""
+        """Prompt tokens that another request of its tenant begins with, in full blocks."""
         shared = takewhile(lambda block_hash: self._num_holders[block_hash] > 1, job.hashes(self._block_size))
         return self._block_size * sum(1 for _ in shared)
 

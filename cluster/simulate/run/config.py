@@ -1,4 +1,4 @@
-"""A simulated deployment as one frozen value. What cannot work raises Misconfigured, naming the flag."""
+"""A simulated deployment as one frozen value. Impossible settings raise Misconfigured, which names the flag."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ MEMORY_SHARE = 0.9
 MAX_HOST_GIB = 16_384  # of one worker
 MAX_BLOCKS = 4_000_000  # of one worker: 400 MB and three seconds
 SIMULATED_DTYPES = ("auto", "bfloat16")
-HOST_SHARE = 0.8  # of what PCIe carries by its data sheet, in copies of whole blocks
+HOST_SHARE = 0.8  # share of PCIe's nominal rate, in copies of whole blocks
 GPU_WORKERS: Table = {
     "model": "simulated",
     "worker": {"block_size": 64, "max_num_batched_tokens": 8192, "max_num_seqs": 256, "prefill_chunk": 8192},
-    "prefill": {"chunk_bytes": 128 * 2**20},  # copied in a tenth of a millisecond; fewer events than smaller ones
+    "prefill": {"chunk_bytes": 128 * 2**20},  # copied in a tenth of a millisecond; larger blocks make fewer events
 }
-"""Settings that suit large models on GPUs; those of the file and of `--set` are put over them."""
+"""Defaults for large models on GPUs; a file and `--set` override them."""
 WITHOUT_EFFECT = frozenset({
     "host", "port", "grpc_port", "served_name", "discovery", "lanes", "ray", "tls", "peers", "supervision.grace_s",
     "worker.device", "worker.cuda_graphs", "worker.bind_cores", "worker.collective_timeout_s", "prefill.group_bytes",
@@ -55,24 +55,29 @@ WITHOUT_EFFECT = frozenset({
     "router.http.keep_alive_s", "router.http.cors_origins", "router.dispatch.canary_every", "router.text.tool_parser",
     "router.text.disable_any_whitespace",
 })  # fmt: skip
-"""Settings, and whole tables of them, that change no result of a simulation."""
+"""Settings, and whole tables, that change no result of a simulation."""
 OF_A_CLUSTER = frozenset({"model", "pools", "worker.tp", "router.policy"})
-"""Settings, and whole tables, that each cluster of a sweep has its own of, or flags alone say."""
+"""Settings, and whole tables, that differ between clusters of a sweep, or come from flags only."""
 
 
 def simulated_router(policy: str = "prefix_aware", **settings: Any) -> RouterConfig:
-    """A gateway's settings, with no checkpoint behind them: prompts come as token ids."""
+    """A gateway's settings without a checkpoint: prompts are token ids."""
     return RouterConfig(model_path=Path("simulated"), model_name="simulated", policy=policy, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
-    """Workers of a role are of `specs`, of `spec` where that has none for it, and have as many GPUs as `pools` says, or
-    else `num_gpus`; `load_s` from a worker's launch until it serves. `audit_every` events all invariants are
-    looked at, 0: only at the end. A request that gets nothing for `patience_s` is stuck. All want their first token
-    within `max_ttft_s`, if given. With `siblings` the gateways are processes of one, and tell each other what they give
-    to workers and which of them fail; with a `shared_index` they have a Redis. `request_s`: what a gateway does for a
-    request besides routing it, for one after the other."""
+    """A simulated deployment.
+
+    - workers of a role have `specs`, else `spec`, and the GPUs of `pools`, else `num_gpus`
+    - `load_s`: from a worker's launch until it serves
+    - `audit_every`: events between two checks of all invariants; 0: only at the end
+    - `patience_s`: a request without progress for this long is stuck
+    - `max_ttft_s`: of all requests, if given
+    - `siblings`: the gateways are processes of one, and publish routed work and failures to each other
+    - `shared_index`: the gateways have a Redis
+    - `request_s`: a gateway's time for a request besides routing, one request after the other
+    """
 
     pools: PoolsConfig
     spec: Spec
@@ -110,8 +115,8 @@ class SimulationConfig:
 
 
 def read_settings(file: Path | None, further: Sequence[str]) -> ClusterConfig:
-    """What `baton serve` would read, over the defaults of a GPU's worker. Raises Misconfigured, also for a type of
-    numbers that would need room which simulated models do not take."""
+    """The settings that `baton serve` would read, over the defaults of a GPU's worker. Raises Misconfigured, also for a
+    dtype whose memory simulated models do not model."""
     said: Table = read_file(file) if file is not None else {}
     over: Table = {}
     for one in further:
@@ -125,7 +130,7 @@ def read_settings(file: Path | None, further: Sequence[str]) -> ClusterConfig:
 
 def _make(tables: Table) -> ClusterConfig:
     config = make_config(merge(GPU_WORKERS, tables))
-    for name in config.router.policy.split(","):  # of a sweep, which tries them all
+    for name in config.router.policy.split(","):  # a sweep tries them all
         check_name(name)
     if config.worker.dtype not in SIMULATED_DTYPES:
         raise Misconfigured(
@@ -137,21 +142,21 @@ def _make(tables: Table) -> ClusterConfig:
 
 
 def without_effect(further: Sequence[str]) -> list[str]:
-    """Which settings of `--set` change nothing in a simulation."""
+    """The settings of `--set` that have no effect in a simulation."""
     given = (path for one in further for path, _ in paths_of(setting(one)))
     return [path for path in dict.fromkeys(given) if _is_in(path, WITHOUT_EFFECT)]
 
 
 def gateways_told(num: int, *, siblings: bool) -> str:
-    """Of a report's cluster; nothing of a single one."""
+    """For a report's cluster; "" for a single gateway."""
     if num == 1:
         return ""
     return f", {num:,} processes of one gateway" if siblings else f", {num:,} gateways"
 
 
 def in_force(settings: ClusterConfig) -> Table:
-    """The settings, table by table, that decide a simulation whatever its cluster: those of files and flags, and the
-    defaults of the others. What is left to be found out is not there."""
+    """The settings, by table, that decide a simulation besides its cluster: from files, flags and defaults, without
+    those that are derived at the start."""
     kept: Table = {}
     for path, value in paths_of(tomllib.loads(to_toml(settings))):
         if not _is_in(path, WITHOUT_EFFECT | OF_A_CLUSTER):
@@ -160,7 +165,7 @@ def in_force(settings: ClusterConfig) -> Table:
 
 
 def _is_in(path: str, listed: frozenset[str]) -> bool:
-    """Whether a setting, or a table that it is in, is listed."""
+    """Whether a setting, or a table around it, is listed."""
     parts = path.split(".")
     return any(".".join(parts[:length]) in listed for length in range(1, len(parts) + 1))
 
@@ -178,9 +183,8 @@ def hardware_spec(
     leaping: bool = True,
     flag: str = "--tp",
 ) -> Spec:
-    """Workers of `tp` GPUs each, with the KV cache that fits beside weights of `dtype`. Steps take the time that was
-    calibrated (`latency`), or that of `times`: the roofline's where there are none. `flag` set `tp`. Raises
-    Misconfigured."""
+    """Workers of `tp` GPUs each, with the KV cache that fits beside weights of `dtype`. Step times are calibrated
+    (`latency`), or from `times`, by default the roofline. `flag` set `tp`. Raises Misconfigured."""
     card, shape = gpu_of(gpu), model_of(model, dtype, spread=spread)
     if latency is None:
         check_fitted(gpu, card, model, shape)
@@ -227,7 +231,7 @@ def hardware_spec(
 
 
 def _check_ranks(model: str, shape: ModelShape, tp: int, flag: str) -> None:
-    """Raises Misconfigured for a number of GPUs that cannot share heads, or experts, evenly."""
+    """Raises Misconfigured for a number of GPUs that heads, or experts, cannot be divided by."""
     if shape.splits(tp):
         return
     possible = f"give one of {', '.join(str(one) for one in range(1, max_ranks(shape) + 1) if shape.splits(one))}"
@@ -242,7 +246,7 @@ def _check_ranks(model: str, shape: ModelShape, tp: int, flag: str) -> None:
 
 
 def _num_blocks(worker: WorkerConfig, card: Gpu, shape: ModelShape, tp: int, *, measured: bool) -> int:
-    """What is set must fit beside the weights, unless times were `measured`: on a machine whose memory nobody told.
+    """Configured blocks must fit beside the weights, unless times were `measured`, on a machine of unknown memory.
     Raises Misconfigured."""
     num, share = worker.num_blocks, worker.memory_fraction or MEMORY_SHARE
     if num is not None and measured:
@@ -267,7 +271,7 @@ def _num_blocks(worker: WorkerConfig, card: Gpu, shape: ModelShape, tp: int, *, 
 
 
 def room_of(spec: Spec, worker: WorkerConfig) -> SessionLimit:
-    """For one session, in a worker that `hardware_spec` made of these settings."""
+    """The room for one session in a worker that `hardware_spec` made of these settings."""
     blocks, longest = spec.num_blocks * spec.layout.block_size, spec.scheduler.max_model_len
     if blocks < longest and worker.num_blocks is not None:
         return SessionLimit(num_tokens=blocks, limit="worker.num_blocks", more="raise worker.num_blocks")

@@ -1,4 +1,4 @@
-"""The simulated cluster: supervised workers, and gateways that know them. Everything but its surroundings is real.
+"""The simulated cluster: supervised workers, and gateways that know them. Only its surroundings are modelled.
 
 Supervisor ─ launch ─▶ SimulatedWorker ... ─ Serving ─▶ announce ─▶ Fleet of every Gateway ─▶ Dispatcher, Admission
 """
@@ -66,7 +66,7 @@ class SimulatedGateway:
         self._free_s = 0.0
 
     async def start(self) -> None:
-        """Returns when it knows what others do."""
+        """Returns when it has the other gateways' knowledge."""
         if self.shared is not None:
             await self.shared.start()
 
@@ -76,7 +76,7 @@ class SimulatedGateway:
             await self.shared.close()
 
     async def kill(self) -> None:
-        """Its process ends, and with it every answer under way: nobody is told."""
+        """Its process ends, and with it every running answer, without an error to clients."""
         self.alive = False
         if self._client is not None:
             self._client.dead = True
@@ -91,7 +91,7 @@ class SimulatedGateway:
         )
 
     async def receive(self) -> None:
-        """Reads a request, and later writes its answer: one process does it for all of them."""
+        """Reads a request, and later writes its answer: one process does it for all requests, one after the other."""
         now = loop_time()
         self._free_s = max(self._free_s, now) + self._request_s
         await asyncio.sleep(self._free_s - now)
@@ -99,7 +99,7 @@ class SimulatedGateway:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLife:
-    """One life of a worker: `lived_s` from its launch to its end, `load` as it was then."""
+    """One life of a worker: `lived_s` from its launch to its end, `load` at its end."""
 
     worker_id: str
     role: WorkerRole
@@ -109,9 +109,8 @@ class WorkerLife:
 
 
 class SimulatedDeployment:
-    """Create on the loop, `start`, `stop`. Nothing will fail if it is `untroubled`. `workers` are those that live,
-    `served` those that have ended, `stuck` says which made no progress though nothing held them up. `num_made` counts
-    all workers there ever were."""
+    """Create on the loop, `start`, `stop`. `untroubled`: no fault will happen. `workers` live, `served` have ended;
+    `stuck` lists workers that made no progress although nothing held them up. `num_made` counts all workers."""
 
     def __init__(self, config: SimulationConfig, event_log: SimulationLog, *, untroubled: bool = False) -> None:
         self.config = config
@@ -134,7 +133,7 @@ class SimulatedDeployment:
         self._supervising: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Returns when every worker serves and is known to every gateway."""
+        """Returns when every worker serves and every gateway knows it."""
         config = self.config
         num_gpus = sum(config.pools.counts().values())
         pools = replace(config.pools, prefill_tp=None, decode_tp=None)  # a simulated worker is one rank
@@ -169,19 +168,19 @@ class SimulatedDeployment:
         return self.gateways[number % len(self.gateways)]
 
     def settle(self) -> None:
-        """Ends every leap: somebody looks."""
+        """Ends every leap before an inspection."""
         for worker in self.workers.values():
             worker.turns.flush()
 
     def assert_no_faults(self) -> None:
-        """The loops that must survive our own bugs have survived none."""
+        """Asserts that loops which survive internal errors have met none."""
         num_faults = self._supervisor.num_faults if self._supervisor is not None else 0
         assert num_faults == 0, "the supervisor met a fault of our own: see its log"
         for gateway in self.gateways:
             gateway.assert_no_faults()
 
     def forget_index(self, place: int) -> None:
-        """What a gateway has in its memory is lost: it knows of nothing that is cached anywhere."""
+        """Gateways lose their memory: they know of no cached block."""
         for planned in self.plans:
             self.gateways[place].local.drop(planned.worker_id)
 
@@ -212,7 +211,7 @@ class SimulatedDeployment:
         return [other for other in self.gateways if other is not gateway and other.alive]
 
     async def restart_gateway(self, place: int) -> None:
-        """Its process ends, and with it every answer under way; another one takes its place."""
+        """Its process ends, and with it every running answer; another one takes its place."""
         old = self.gateways[place]
         self.event_log.note("gateway lost", old.name)
         await old.kill()
@@ -224,7 +223,7 @@ class SimulatedDeployment:
     # -- workers -------------------------------------------------------------------------------------------------------
 
     async def drain(self, worker: SimulatedWorker) -> None:
-        """As at a rollout: it has been told, and ends by itself; its supervisor starts it again."""
+        """As in a rollout: the worker is requested to end, and its supervisor starts it again."""
         client = self._client(worker.info.address)
         try:
             await client.drain(exit=True)
@@ -233,7 +232,7 @@ class SimulatedDeployment:
         finally:
             await client.close()
 
-    # -- what the supervisor needs -------------------------------------------------------------------------------------
+    # -- the supervisor's interfaces -----------------------------------------------------------------------------------
 
     async def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]:
         """`cluster.supervision.supervisor.Launcher`."""

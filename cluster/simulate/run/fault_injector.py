@@ -1,4 +1,4 @@
-"""Makes faults happen to a deployment, and ends them when their time is over."""
+"""Applies faults to a deployment, and ends them when their time is over."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAUSED = "it was paused already"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happened:
-    """`passed_over`: there was nobody whom it could have befallen; `why` is empty otherwise."""
+    """`passed_over`: the target did not exist at the time; `why` is empty otherwise."""
 
     at_s: float
     kind: Kind
@@ -39,7 +39,7 @@ class Happened:
 
 
 def check(faults: Sequence[Fault], config: SimulationConfig) -> None:
-    """Raises Misconfigured for a target that cannot exist, with the kind of target the fault takes."""
+    """Raises Misconfigured for a target that cannot exist, with the kind of target that the fault takes."""
     known = config.pools.worker_ids()
     for fault in faults:
         takes = _wrong(fault, config, sorted(known))
@@ -48,7 +48,7 @@ def check(faults: Sequence[Fault], config: SimulationConfig) -> None:
 
 
 def _wrong(fault: Fault, config: SimulationConfig, known: Sequence[str]) -> str:
-    """What the fault takes and which of them there are; empty where its target is one."""
+    """The kind of target and the possible targets; "" if the target is possible."""
     none = f"and {fault.target} is none. There"
     workers = f"{none} {'are the workers' if len(known) > 1 else 'is only the worker'} {listed(known)}"
     match fault.kind:
@@ -74,9 +74,9 @@ def _wrong(fault: Fault, config: SimulationConfig, known: Sequence[str]) -> str:
 
 
 class Trouble:
-    """`run` until every fault has begun and ended. A fault of a worker that is not there at the time is passed over, as
-    is one that would begin more than `LATEST_S` after the load is `over`. `happened` lists them all, with seconds since
-    `run`."""
+    """`run` returns when every fault has begun and ended. A fault is passed over if its worker does not exist at the
+    time, or if it would begin more than `LATEST_S` after the load is `over`. `happened` lists all faults, with seconds
+    since `run`."""
 
     def __init__(self, deployment: SimulatedDeployment, clients: Clients, *, seed: int) -> None:
         self._deployment = deployment
@@ -98,13 +98,13 @@ class Trouble:
                     self._pass_over(fault, fault.at_s, TOO_LATE)
 
     def over(self) -> None:
-        """Nobody asks anything any more."""
+        """No client sends requests any more."""
         self._over_s = self._loop.time()
         self._over.set()
 
     async def _until(self, due_s: float) -> bool:
-        """Workers that leap must have been heard of by then: what is lost later would not have been lost. False for
-        what nobody waits for."""
+        """Messages of leaping workers must have been published by then: a fault could not lose later ones. False if no
+        fault depends on it."""
         ahead_s = self._deployment.network.wire.delay_s + 1e-9
         if due_s - ahead_s > self._loop.time() + LATEST_S:
             with suppress(TimeoutError):
@@ -118,7 +118,7 @@ class Trouble:
         return True
 
     async def _while_it_lasts(self, fault: Fault) -> None:
-        """A long one ends soon after the load: nobody waits for what happens then."""
+        """A long fault ends soon after the load."""
         if fault.duration_s <= LATEST_S:
             return await asyncio.sleep(fault.duration_s)
         with suppress(TimeoutError):
@@ -127,7 +127,7 @@ class Trouble:
                 await asyncio.sleep(LATEST_S)
 
     def _why_not(self, fault: Fault) -> str:
-        """Empty where somebody is there whom it befalls."""
+        """ "" if the target exists."""
         workers = self._deployment.workers
         if fault.kind is Kind.LANE_CUT:
             return "" if all(worker_id in workers for worker_id in fault.target.split(">")) else NOBODY
@@ -231,9 +231,9 @@ class Trouble:
 
 
 class EventTrouble:
-    """What happens to the KV events in a worker's messages to one gateway and the next: lost, late, twice, swapped.
+    """Faults of the KV events in a worker's messages to single gateways: lost, late, twice, swapped.
 
-    Updates and load pass as they are: one stream carries them, and a stream loses nothing.
+    Updates and load are not changed: they come over one stream, which loses nothing.
     """
 
     def __init__(self, kind: Kind) -> None:
@@ -255,12 +255,12 @@ class EventTrouble:
         return events + events
 
     def _delay(self, events: Events) -> Events:
-        """Each message's events come with the next message."""
+        """Sends each message's events with the next message."""
         events, self._kept = self._kept, events
         return events
 
     def _swap(self, events: Events) -> Events:
-        """Every second message's events come before those of the first; messages without any are none."""
+        """Sends every second message's events before those of the first; messages without events do not count."""
         if not events:
             return ()
         if not self._kept:

@@ -1,17 +1,14 @@
-"""What must hold whatever happens: looked at after every event in part, and in full every so often and at the end.
+"""Invariants of the cluster under any fault: checked partly after every event, and fully at intervals and at the end.
 
-each request ends exactly once, with exactly its tokens    by its client, with every token (`client`)
-no block leaks, is freed early or has two owners           here, from engine, ledger and pool: numbers, of workers that
-                                                           did something; block by block every so often
-tickets end with their leases and their lanes              by the worker (`watched`), when it did something
-whoever is aborted leaves nothing on its worker            by the worker (`watched`), at once
-workers hold what some gateway counts on, and no more      here, by the worker's service, every so often
-who is not held up gets on                                 here, by what the supervisor is told
-two seconds after its end a request holds nothing          here, a few times a second
-queues stay bounded, and count who waits                   here, every so often
-whoever waits hears something                              here, every few seconds
-gateways know what workers cache, and no more              here, when all is over
-whoever was lost is back, nobody counts what has ended     here, when all is over
+each request ends exactly once, with exactly its tokens    by its client, with every token (`client`) no block leaks, is
+freed early or has two owners           here, from engine, ledger and pool: counts, of workers that did something; block
+by block at intervals tickets end with their leases and their lanes              by the worker (`watched`), when it did
+something an aborted request leaves nothing on its worker            by the worker (`watched`), at once workers hold
+what some gateway counts on, and no more      here, by the worker's service, at intervals a worker that is not held up
+makes progress                here, from its health two seconds after its end a request holds nothing          here, a
+few times a second queues stay bounded, and count their requests              here, at intervals a waiting client gets
+messages                             here, every few seconds gateways know what workers cache, and no more
+here, at the end lost workers are back, ended requests are not counted      here, at the end
 """
 
 from __future__ import annotations
@@ -28,19 +25,19 @@ from router.fleet.worker import WorkerState
 from workers.scheduling.request import State
 
 SETTLING_S = 60.0
-"""How long after the last request a cluster may take until nothing is held any more: leases end, lanes give up."""
+"""Time after the last request in which a cluster must release everything: leases end, lanes give up."""
 
 
 LOOK_S = 0.25
 WAITING_LOOK_S = 5.0
 ORPHANED_S = 2.0
 CALM_S = 6.0
-"""By then whoever the last fault hurt has ended. Who ends later makes no progress, though there is nothing to do."""
+"""By then requests hurt by the last fault have ended. A request that ends later makes no progress without a reason."""
 
 
 class Invariants:
-    """`after_event` is for the loop; `when_idle` for the end. Both raise AssertionError. Gateways are `forgetful` if
-    somebody took away what they knew: then they may know less than there is."""
+    """`after_event` is for the loop; `when_idle` for the end. Both raise AssertionError. Gateways are `forgetful` if a
+    fault deleted their knowledge: then they may know less than the workers cache."""
 
     def __init__(self, deployment: SimulatedDeployment, clients: Clients, *, forgetful: bool = False) -> None:
         self._deployment = deployment
@@ -49,7 +46,7 @@ class Invariants:
         self._patience_s = deployment.config.patience_s
         self._forgetful = forgetful
         self._look_s = self._orphans_look_s = 0.0
-        self._orphans: dict[tuple[SimulatedWorker, str], float] = {}  # requests nobody waits for, and since when
+        self._orphans: dict[tuple[SimulatedWorker, str], float] = {}  # requests without a client, and since when
         self._num_events = 0
         self._seen: dict[SimulatedWorker, int] = {}
         self._loop = asyncio.get_running_loop()
@@ -84,7 +81,7 @@ class Invariants:
             _check_queues(worker)
 
     async def when_idle(self) -> None:
-        """Nobody asks any more: soon nothing is held, moved or waited for, and everybody is there."""
+        """After the last request: soon nothing is held, moved or waited for, and every worker is back."""
         lives: dict[str, int] = {}
         for look in range(int(SETTLING_S / LOOK_S)):
             if not self._is_busy() and not self._missing():
@@ -95,7 +92,7 @@ class Invariants:
         lost = [worker_id for worker_id, life in lives.items() if self._lives().get(worker_id, life) != life]
         assert not lost, f"{lost[0]} ended {CALM_S:.0f} s after the last fault and request, or later: what did it hold?"
         if self._deployment.config.siblings:
-            await asyncio.sleep(ELSEWHERE_S)  # what they told one another of counts for so long
+            await asyncio.sleep(ELSEWHERE_S)  # the work they published to each other counts for so long
         self.audit()
         assert not self._clients.asked
         assert not (missing := self._missing()), f"{missing[0]} {SETTLING_S:.0f} s after the last request"
@@ -112,7 +109,7 @@ class Invariants:
             assert silent_s < self._patience_s, f"{asked.request_id} has heard nothing for {silent_s:.1f} s"
 
     def _check_orphans(self) -> None:
-        """What a worker computes for a request that has ended goes when the step under way has."""
+        """What a worker computes for a request that has ended is released after the running step."""
         now, seen = self._loop.time(), self._orphans
         self._orphans = {}
         for worker in self._deployment.workers.values():
@@ -130,12 +127,12 @@ class Invariants:
         return any(worker.busy for worker in self._deployment.workers.values())
 
     def _lives(self) -> dict[str, int]:
-        """Of workers that have no reason to end."""
+        """For workers without a reason to end."""
         workers = self._deployment.workers.values()
         return {one.worker_id: one.info.incarnation for one in workers if not one.engine.draining}
 
     def _missing(self) -> list[str]:
-        """Who does not serve."""
+        """Workers that do not serve."""
         deployment = self._deployment
         gone = [plan.worker_id for plan in deployment.plans if plan.worker_id not in deployment.workers]
         return [f"{worker_id} was not started again" for worker_id in gone] + [
@@ -156,11 +153,11 @@ class Invariants:
             self._check_index(gateway, self._deployment.workers[known.worker_id])
 
     def _check_index(self, gateway: SimulatedGateway, worker: SimulatedWorker) -> None:
-        """One that has heard of all events knows all blocks that are cached, and no others."""
+        """A gateway that received all events knows exactly the cached blocks."""
         log, heard = worker.log, gateway.fleet.position(worker.worker_id)
         said = (log.incarnation, log.next_seq)
         assert heard <= said, f"{gateway.name} has heard of {heard}, {worker.worker_id} has said {said}"
-        if heard < said:  # the last of them were lost: what comes next tells it so
+        if heard < said:  # the last events were lost: the next message shows the gap
             return
         known, cached = _blocks(gateway.local.blocks(worker.worker_id)), _blocks(worker.engine.pool.snapshot())
         stale, unknown = len(known - cached), len(cached - known)
@@ -173,7 +170,7 @@ def _blocks(chains: Iterable[BlockStored]) -> set[tuple[Tier, BlockHash]]:
 
 
 def _check_queues(worker: SimulatedWorker) -> None:
-    """`max_waiting` bounds those that came without a ticket, and have not begun."""
+    """`max_waiting` bounds requests without a ticket that have not begun."""
     scheduler = worker.engine.scheduler
     waiting = [request for request in scheduler.requests() if request.state is State.WAITING]
     num_waiting = sum(request.ticket is None and not request.num_preemptions for request in waiting)

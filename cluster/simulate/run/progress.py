@@ -1,6 +1,6 @@
-"""How far a run is, for whoever waits: a bar on a terminal, a line every half minute elsewhere.
+"""Shows the progress of a run: a bar on a terminal, a line every half minute elsewhere.
 
-A thread of its own looks. The simulation tells nothing and waits for nobody, so that no event depends on being watched.
+A thread polls it. The simulation sends nothing and waits for nothing, so that no event depends on being watched.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from protos.hints import counted
 BAR_EVERY_S = 0.5
 LINE_EVERY_S = 30.0
 LEAST_TO_FORETELL = 0.01
-"""Of a run; before that nothing is said about how long the rest takes."""
+"""Share of a run before which no estimate of the rest is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartProgress:
-    """Before the load begins: so many workers have been made. When all have, the gateways meet them."""
+    """Before the load begins: workers made so far. When all are made, the gateways connect to them."""
 
     num_made: int
     num_workers: int
@@ -43,25 +43,24 @@ class RunProgress:
 
 
 def warn(line: str) -> None:
-    """On stderr, and on one line however narrow the terminal is."""
+    """On stderr, on one line of any terminal."""
     Console(stderr=True).print(line, style="yellow", highlight=False, soft_wrap=True)
 
 
 Look = Callable[[], StartProgress | RunProgress]
-"""Any thread may, at any time."""
+"""Callable from any thread."""
 
 
 def bars(console: Console) -> Progress:
-    """For rows of things that are done one by one; they go away at their end."""
+    """For rows of steps that follow one another; they disappear at their end."""
     columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     off = not console.is_interactive  # it would leave an empty line there
     return Progress(*columns, console=console, transient=True, refresh_per_second=1 / BAR_EVERY_S, disable=off)
 
 
 class ProgressWatch:
-    """Shows a run of so many requests, the last of which comes after `until_s`, from `with` to its end: beside the rows
-    of `above`, which somebody else began, if that is given. No line is written before `begin`. Writes to `console`
-    alone."""
+    """Shows a run of this many requests, the last of which is due by `until_s`, from `with` to its end: beside the rows
+    of `above`, begun by the caller, if given. Writes no line before `begin`. Writes to `console` only."""
 
     def __init__(
         self,
@@ -125,8 +124,8 @@ class ProgressWatch:
             self.show()
 
     def _left(self, standing: RunProgress) -> str:
-        """By requests or by virtual time, of which less is done: where nobody asks for long, time is what there is to
-        do; after the last was asked, requests are."""
+        """The smaller share of requests or of virtual time: while few requests are due, time remains to be simulated;
+        after the last was sent, requests remain."""
         share = min(standing.num_ended / self._num_requests, standing.at_s / self._until_s if self._until_s else 1.0)
         if share < LEAST_TO_FORETELL:
             return ""

@@ -1,4 +1,4 @@
-"""One run from its configuration to what came of it."""
+"""One run, from its configuration to its outcome."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NUM_SAMPLES = 150
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOutcome:
-    """`fingerprint` is the hash of the event log: equal for equal seeds and configurations. `itl_s`: between tokens, as
-    workers made them. `num_not_asked`: turns of conversations of which an earlier turn had failed."""
+    """`fingerprint`: hash of the event log, equal for equal seeds and configurations. `itl_s`: between tokens, as
+    workers made them. `num_not_asked`: turns that were not sent, since an earlier turn of their conversation failed."""
 
     config: SimulationConfig
     records: Sequence[RequestRecord]
@@ -47,7 +47,7 @@ class SimulationOutcome:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, so many seconds after the load began, or before it did."""
+    """Ctrl-C, this many seconds after the load began, or None if before."""
 
     def __init__(self, at_s: float | None) -> None:
         super().__init__(at_s)
@@ -65,10 +65,10 @@ def simulate(
     write: Callable[[str], object] | None = None,
     watch: Callable[[Look | None], object] | None = None,
 ) -> SimulationOutcome:
-    """`write` gets every line of the event log; `watch` what says how far the workers' start is and then, when the load
-    begins, how far that is, and None at the end: whoever kept it would keep the whole deployment. Raises AssertionError
-    when an invariant breaks, the BatonError of a worker that never starts, Misconfigured for a fault whose target
-    cannot exist, and Interrupted, where the event log ends."""
+    """Runs a simulation. `write` gets every line of the event log. `watch` gets an object with the progress of the
+    workers' start, then of the load, and None at the end; keeping it would keep the whole deployment in memory. Raises
+    AssertionError for a broken invariant, the BatonError of a worker that never starts, Misconfigured for a fault with
+    an impossible target, and Interrupted, with which the event log ends."""
     check(faults, config)
     with collecting_in_bulk() as keep:
         try:
@@ -86,7 +86,7 @@ def _simulate(
     watch: Callable[[Look | None], object] | None,
     keep: Callable[[], None],
 ) -> SimulationOutcome:
-    """Whatever it makes, but for what it returns, it holds alone: it is gone when this has ended."""
+    """Everything it makes but its result is referenced only here, and is freed when it ends."""
     loop = VirtualLoop(seed=config.seed)
     event_log = SimulationLog(loop, write)
 
@@ -99,7 +99,7 @@ def _simulate(
             watch(lambda: StartProgress(num_made=deployment.num_made, num_workers=len(config.pools.worker_ids())))
         try:
             await deployment.start()
-        finally:  # also what a cluster that does not start has done
+        finally:  # also the events of a cluster that does not start
             event_log.begin()
         keep()
         start_s, loop.after = loop.time(), invariants.after_event

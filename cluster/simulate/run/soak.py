@@ -1,4 +1,4 @@
-"""Random clusters in random trouble, each a pure function of its seed: found faults are replayed by giving the seed."""
+"""Random clusters with random faults, each a pure function of its seed: the seed replays a fault that was found."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ MAX_PROMPT = 400
 CROWDED_EVERY = 4
 RARER = 8
 BRIMFUL, TORN, LASTING = 4, 1, 5
-"""Of `RARER` clusters, which are."""
+"""One in this many clusters is one of `RARER`."""
 RAREST, SLOW_LANE = 32, 30
 TENANTS = ("", "a", "b")
 AFTERMATH_S = 30.0
-"""Attempts fail by a fault no longer than so after its end."""
+"""A fault explains failed attempts until this long after its end."""
 TEARING = (*2 * (*OF_LANES, Kind.ABORTS), Kind.KILL, Kind.PAUSE, Kind.RESET)
 
 
@@ -53,7 +53,7 @@ class SoakTrial:
 
     @property
     def cluster(self) -> str:
-        """What is simulated, in a line."""
+        """The simulated cluster, in one line."""
         config, spec = self.config, self.config.spec
         numbers = config.pools.counts()
         if config.pools.colocated:
@@ -66,8 +66,8 @@ class SoakTrial:
 
 
 def trial(seed: int) -> SoakTrial:
-    """Small memories, few workers, short leases and impatient supervisors: what is rare elsewhere happens here. A third
-    of the clusters serve several tenants, who say the same; in a third, prompts' logprobs are asked for, too."""
+    """Small memories, few workers, short leases and impatient supervisors, so that rare states are frequent. A third of
+    the clusters have several tenants, who send the same prompts; in a third, logprobs of prompts are requested, too."""
     made = _trial(seed)
     rng = random.Random(f"{seed} tenants")
     tenants = rng.choice((("",), ("",), TENANTS))
@@ -77,7 +77,7 @@ def trial(seed: int) -> SoakTrial:
 
 
 def _owned(session: UserSession, tenant: str, share: float, rng: random.Random) -> UserSession:
-    """A tenant's, a `share` of its turns with logprobs of the prompt."""
+    """A tenant's session, with a `share` of its turns requesting logprobs of the prompt."""
     turns = tuple(replace(turn, prompt_logprobs=rng.random() < share) for turn in session.turns)
     return replace(session, tenant=tenant, turns=turns)
 
@@ -114,8 +114,8 @@ def _trial(seed: int) -> SoakTrial:
 
 
 def _crowded(seed: int, config: SimulationConfig) -> SoakTrial:
-    """More than there is room for: memories that two or three conversations fill, short lines before workers and
-    gateways, devices so slow that KV is worth fetching from a host or another worker, and lanes as slow."""
+    """Overload: memories that two or three conversations fill, short queues at workers and gateways, devices so slow
+    that fetching KV from a host or another worker pays, and slow lanes."""
     rng = random.Random(f"{seed} crowded")
     block_size = config.spec.layout.block_size
     num_systems, system_tokens = rng.choice((1, 3)), rng.choice((16, 96))
@@ -160,8 +160,8 @@ def _crowded(seed: int, config: SimulationConfig) -> SoakTrial:
 
 
 def _brimful(seed: int, config: SimulationConfig) -> SoakTrial:
-    """Prompts that fill their blocks to the last token, and decode workers that two or three prompts fill to the last
-    block: each answer lacks one more, all have come at once, and nobody is there to give one back."""
+    """Prompts that fill their last block exactly, and decode workers that two or three prompts fill to the last block:
+    each answer lacks one more, all have arrived at the same time, and no other request can release one."""
     rng = random.Random(f"{seed} brimful")
     block_size, num_blocks = config.spec.layout.block_size, rng.choice((2, 5))
     length = Lengths(low=num_blocks * block_size, high=num_blocks * block_size)
@@ -186,8 +186,8 @@ def _brimful(seed: int, config: SimulationConfig) -> SoakTrial:
 
 
 def _torn(seed: int, config: SimulationConfig) -> SoakTrial:
-    """KV that is long under way, prefixes that are fetched from others since reading takes longer still, and lanes
-    that are held up, cut or lose an end meanwhile."""
+    """KV that travels for long, prefixes that are pulled since computing them takes even longer, and lanes that
+    meanwhile are held up, cut, or lose an end."""
     rng = random.Random(f"{seed} torn")
     is_slow = random.Random(f"{seed} slow").random() < 0.5
     load = GeneratedLoad(
@@ -282,7 +282,7 @@ def _faults(seed: int, rng: random.Random, config: SimulationConfig, sessions: S
 
 
 def run(made: SoakTrial, *, write: Callable[[str], object] | None = None) -> SimulationOutcome:
-    """Raises AssertionError for a broken invariant, as `simulate` does, and for an error that nothing here explains."""
+    """Raises AssertionError for a broken invariant, as `simulate` does, and for an error that no fault explains."""
     outcome = simulate(made.config, made.sessions, made.faults, write=write)
     excuses = _excuses(made)
     for record in outcome.records:
@@ -298,9 +298,9 @@ def run(made: SoakTrial, *, write: Callable[[str], object] | None = None) -> Sim
 
 
 def _hurts(fault: Fault, failure: Failure) -> bool:
-    """May an attempt have failed by the fault? Its consequences are over when leases have ended and a worker that was
-    lost has been found out and started again. What a slow lane was given keeps its card busy, also once it is given up
-    (`cluster.simulate.world.lanes`): nobody knows how long."""
+    """Whether the fault may explain a failed attempt. Its effects end when leases have ended and a lost worker has been
+    found and restarted. A slow lane keeps its card busy after it is given up (`cluster.simulate.world.lanes`), for an
+    unknown time."""
     if failure.at_s < fault.at_s:
         return False
     if fault.kind is Kind.GATEWAY_RESTART:
@@ -312,7 +312,7 @@ def _hurts(fault: Fault, failure: Failure) -> bool:
 
 
 def _excuses(made: SoakTrial) -> set[str]:
-    """Errors that clients may meet."""
+    """Errors that clients may get."""
     kinds, router = [fault.kind for fault in made.faults], made.config.router
     num_asked = sum(len(session.turns) for session in made.sessions)
     told = {ABORTED: Kind.ABORTS in kinds, GATEWAY_LOST: Kind.GATEWAY_RESTART in kinds}
@@ -323,14 +323,14 @@ def _excuses(made: SoakTrial) -> set[str]:
 
 
 def is_broken_invariant(error: BaseException) -> bool:
-    """And nothing else, such as a fault of the simulator itself, whose traceback is wanted."""
+    """True only for a broken invariant; a traceback is shown for other errors, such as a bug of the simulator."""
     if isinstance(error, BaseExceptionGroup):
         return error.split(AssertionError)[1] is None
     return isinstance(error, AssertionError)
 
 
 def reason(error: BaseException) -> str:
-    """What broke, without the groups that tasks wrap it in."""
+    """The error, without the groups that tasks wrap it in."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"
@@ -384,7 +384,7 @@ def _config(seed: int, rng: random.Random) -> SimulationConfig:
 
 
 def _host(rng: random.Random) -> dict[str, Any]:
-    """Half of the clusters keep what they evict, over links that are worth it or are not."""
+    """Half of the clusters have a host tier, over links that are worth it or not."""
     return {"host_blocks": rng.choice((0, 0, 8, 300)), "host_bytes_per_s": rng.choice((1e9, 50e9))}
 
 
@@ -395,6 +395,6 @@ def _pools(rng: random.Random) -> PoolsConfig:
 
 
 def _hurried(session: UserSession, *, read_s: float = 0.0) -> UserSession:
-    """Nobody thinks for long: what happens between turns is not what is looked for."""
+    """Short pauses: the soak looks for faults in turns, not between them."""
     turns = tuple(replace(turn, pause_s=turn.pause_s / 20, read_s=read_s) for turn in session.turns)
     return replace(session, turns=turns)

@@ -1,4 +1,4 @@
-"""How full the pools were over a run: a sample every so often."""
+"""Utilisation of the pools over a run, in samples."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MAX_LINES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineSample:
-    """Of one pool at one time: sums over its workers. `num_queued` wait at the gateways, for any pool, and
-    `num_moved_bytes` of KV have gone from worker to worker so far."""
+    """A pool at one time: sums over its workers. `num_queued`: at the gateways, for any pool. `num_moved_bytes`: KV
+    sent from worker to worker so far."""
 
     at_s: float
     role: WorkerRole
@@ -34,7 +34,7 @@ class WorkerSample:
 
 
 class SimulationTimeline:
-    """`run` until cancelled. Clusters of more than `MAX_LINES` workers have no samples of each."""
+    """`run` samples until cancelled. Clusters of more than `MAX_LINES` workers have no samples of each worker."""
 
     def __init__(self, deployment: SimulatedDeployment, *, period_s: float) -> None:
         self.samples: list[TimelineSample] = []

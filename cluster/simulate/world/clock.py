@@ -1,10 +1,11 @@
-"""An event loop whose clock jumps: nothing sleeps, nothing is read or written, and everything happens in one order.
+"""An event loop with a virtual clock: it never sleeps, reads or writes, and runs all callbacks in one deterministic
+order.
 
-    callbacks that are ready ─▶ run, in the order they were called for (asyncio promises that)
-    none is ready            ─▶ jump to the next timers' time; those of one instant in an order drawn from the seed,
-                                but for the ticks of who has nothing to do, which come first: some runs go without
+    callbacks are ready ─▶ run in the order they were scheduled (as asyncio guarantees)
+    none is ready       ─▶ jump to the next timers' time; timers of one instant run in an order drawn from the seed,
+                           but ticks of idle parts come first, because some runs leave them out
 
-A loop that touches the world outside, or that has nothing left to wait for, raises: both are faults of a simulation.
+The loop raises if code uses the outside world, or waits when nothing is scheduled: both are faults of a simulation.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ from typing import Any, NoReturn, TypeVar
 Result = TypeVar("Result")
 
 MAX_SPAN_S = 31 * 86_400.0
-"""Of virtual time that nobody may ask for more of. Idle seconds are not skipped: heartbeats, leases, health checks and
-the supervisor's timers are the production code's, and an idle worker's take 0.1 to 0.2 ms of a core for each."""
+"""Longest virtual time. Idle seconds are not skipped: heartbeats, leases, health checks and the supervisor's timers are
+the production code's, and cost 0.1 to 0.2 ms of CPU for each second of an idle worker."""
 MAX_CALLBACKS_AN_INSTANT = 5_000_000
 _FIRST = 2**62
 _WORD = 2**64 - 1
 
 
 class Deadlock(AssertionError):
-    """Somebody waits, and nothing will ever happen again."""
+    """A task waits, and nothing is scheduled."""
 
 
 class Standstill(AssertionError):
-    """Callbacks call for one another without end, at one instant."""
+    """Callbacks schedule one another without end, at one instant."""
 
 
 class OutsideWorld(AssertionError):
-    """A socket, a thread or a process was asked for: nothing real exists in a simulation."""
+    """The code requested a socket, a thread or a process: a simulation has none."""
 
 
 class Handle:
-    """What `asyncio.Handle` is to its callers. Half of a callback's cost was in that one's, made to be debugged."""
+    """Replaces `asyncio.Handle`, whose debugging support was half of a callback's cost."""
 
     __slots__ = ("args", "callback", "context", "is_cancelled")
 
@@ -63,7 +64,7 @@ class Handle:
 
 
 class Timer(Handle):
-    """What `asyncio.TimerHandle` is to its callers."""
+    """Replaces `asyncio.TimerHandle`."""
 
     __slots__ = ("_loop", "_when", "is_due")
 
@@ -86,18 +87,18 @@ class Timer(Handle):
     def cancel(self) -> None:
         if not self.is_cancelled:
             super().cancel()
-            if not self.is_due:  # every `asyncio.sleep` cancels its own, which is in the heap no more
+            if not self.is_due:  # every `asyncio.sleep` cancels its own timer after it has left the heap
                 self._loop.one_was_cancelled()
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """`seed` decides the order of timers that are due at one instant; `after` is called when each instant is over.
+    """`seed` decides the order of timers that are due at one instant; `after` is called at the end of each instant.
 
-    An exception that nobody catches ends `run_until_complete` with it. `over_s` is when the run was over, one way or
-    another: what happens after that is clean-up.
+    An unhandled exception ends `run_until_complete` and is raised by it. `over_s` is when the run was over; events
+    after that are clean-up.
     """
 
-    _ready: deque[Handle]  # asyncio's own, as are these
+    _ready: deque[Handle]  # asyncio's own names
     _stopping: bool
     _closed: bool
 
@@ -139,7 +140,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def call_first(self, when: float, callback: Callable[[], object]) -> Timer:
-        """Before all else that is due then, whose order is the same without it."""
+        """Runs before all other timers of its instant; their order does not depend on it."""
         timer = Timer(when, callback, (), self, None)
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers - _FIRST, timer))
@@ -160,14 +161,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> NoReturn:  # type: ignore[override]
         raise OutsideWorld(f"{func} was to run on a thread, whose time is not ours")
 
-    # -- what asyncio asks of a loop -----------------------------------------------------------------------------------
+    # -- asyncio's interface of a loop
+    # ----------------------------------------------------------------------------------
 
     def _check_closed(self) -> None:
         if self.is_closed():
             raise RuntimeError("Event loop is closed")
 
     def one_was_cancelled(self) -> None:
-        """Timeouts that were not needed are most of all timers: they are swept out once they are half of the heap."""
+        """Most timers are timeouts that were not needed: they are removed once they are half of the heap."""
         self._num_cancelled += 1
         if self._num_cancelled > 64 and self._num_cancelled * 2 > len(self._timers):
             self._timers = [entry for entry in self._timers if not entry[2].is_cancelled]
@@ -175,13 +177,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._num_cancelled = 0
 
     def _write_to_self(self) -> None:
-        """Nobody sleeps who would have to be woken."""
+        """The loop never sleeps, so nothing has to wake it."""
 
     def _process_events(self, event_list: Any) -> None:
         raise OutsideWorld("there are no file descriptors to be polled")
 
     def _run_once(self) -> None:
-        """Everything that is ready now; what it calls for comes with the next call."""
+        """Runs everything that is ready now; callbacks scheduled meanwhile run with the next call."""
         ready = self._ready
         if not ready:
             self._jump()
@@ -199,7 +201,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._num_this_instant += num
         if self._num_this_instant > MAX_CALLBACKS_AN_INSTANT:
             raise Standstill(f"{self._num_this_instant} callbacks at {self._now_s:.6f} s, and more to come")
-        if self._fault is not None:  # first: what is looked at afterwards may be broken by it
+        if self._fault is not None:  # stops first: the state may be inconsistent
             fault, self._fault = self._fault, None
             raise fault
         if self.after is not None and not ready:
@@ -230,9 +232,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._ready.extend(due if len(due) < 2 else self._shuffled(due))
 
     def _shuffled(self, due: list[Timer]) -> list[Timer]:
-        """A function of seed, time and the order they were asked for in. How many timers there were before changes
-        nothing, so that who leaps over events of its own changes no other's order. Mixed as in Steele, Lea and Flood,
-        "Fast splittable pseudorandom number generators" (2014)."""
+        """A function of seed, time and the order of requests. The number of earlier timers does not matter, so that a
+        leap over some events does not change the order of others. Mixed as in Steele, Lea and Flood, "Fast splittable
+        pseudorandom number generators" (2014)."""
         state, places = self._order ^ hash(self._now_s), []
         for place in range(len(due)):
             state = (state + 0x9E3779B97F4A7C15) & _WORD
@@ -242,7 +244,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return [due[place] for _, place in sorted(places)]
 
     def interrupt(self) -> None:
-        """Ends the run with what is ready now: nothing stops half-way."""
+        """Ends the run after the callbacks that are ready now: no callback stops half-way."""
         self._fault = KeyboardInterrupt()
 
     def check_interrupted(self) -> None:
@@ -262,10 +264,10 @@ def running_loop() -> VirtualLoop:
 
 
 def run_virtually(main: Coroutine[Any, Any, Result], *, loop: VirtualLoop) -> Result:
-    """Runs a coroutine to its end in virtual time. Raises what it raises, or what happened beside it."""
+    """Runs a coroutine to its end in virtual time. Raises its exception, or that of another task."""
     asyncio.set_event_loop(loop)
     try:
-        # As where a gateway serves (`cluster.process.gc_tuning`): nobody needs a list of running generators.
+        # As in a serving gateway (`cluster.process.gc_tuning`): no list of running generators is needed.
         loop.call_soon(partial(sys.set_asyncgen_hooks, firstiter=None))
         with _interruptible(loop):
             return loop.run_until_complete(main)
@@ -278,7 +280,7 @@ def run_virtually(main: Coroutine[Any, Any, Result], *, loop: VirtualLoop) -> Re
 
 @contextmanager
 def _interruptible(loop: VirtualLoop) -> Iterator[None]:
-    """Ctrl-C waits for a moment between two callbacks; a second one does not."""
+    """Ctrl-C takes effect between two callbacks; a second one immediately."""
     usual = signal.getsignal(signal.SIGINT)
     if usual is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
@@ -297,7 +299,7 @@ def _interruptible(loop: VirtualLoop) -> Iterator[None]:
 
 
 def _end(loop: VirtualLoop) -> None:
-    """Cancels what is left and lets it clean up; what fails then has been told, or is of no interest any more."""
+    """Cancels the remaining tasks and lets them clean up. Their errors are ignored: the run is over."""
     loop.after = None
     tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
     for task in tasks:

@@ -1,4 +1,5 @@
-"""What happened, in order, as lines of text whose hash is the run's fingerprint: same seed, same lines, same hash."""
+"""The event log: events in order, as lines of text whose hash is the run's fingerprint. Same seed, same lines, same
+hash."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from cluster.simulate.world.clock import VirtualLoop
 
 
 class SimulationLog:
-    """`write` gets every line, if given. Facts are numbers and words: no address of memory, no real time. Seconds are
-    since `begin`, when the load and the faults' times begin; what came before waits for it, and has negative ones. It
-    ends when the run is over: what is cleaned up after that has not happened."""
+    """`write` gets every line, if given. Facts are numbers and words, never addresses of memory or real times. Seconds
+    count from `begin`, when the load and the faults' schedule begin; earlier lines are held back and get negative
+    times. The log ends with the run: clean-up is not logged."""
 
     def __init__(self, loop: VirtualLoop, write: Callable[[str], object] | None = None) -> None:
         self.num_events = 0
@@ -23,7 +24,7 @@ class SimulationLog:
         self._before: list[tuple[float, str]] = []
 
     def begin(self) -> None:
-        """Of a run that was over before, what it did is written all the same."""
+        """Also writes the lines of a run that ended before its load began."""
         self._start_s = self._loop.time()
         for at_s, text in self._before:
             self._put(at_s - self._start_s, text)

@@ -1,7 +1,7 @@
-"""What goes wrong in a simulated cluster, and when: written down by somebody, or drawn from a seed.
+"""The faults of a simulated cluster and their times: a given schedule, or one drawn from a seed.
 
 A fault is text: `AT KIND TARGET [for SECONDS] [by AMOUNT]`, such as `12.5 kill decode-0`, `3 pause prefill-1 for 4` or
-`5 lane-slow prefill-0>decode-1 for 10 by 50`. A schedule that broke something can be typed in again.
+`5 lane-slow prefill-0>decode-1 for 10 by 50`. So a schedule that broke something can be given again.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from protos.errors import Misconfigured
 
 
 class Kind(StrEnum):
-    """Of a worker, of a lane (`source>destination`), of a worker's KV events, of a gateway (by place), of what gateways
-    share (`redis`), of clients."""
+    """By target: a worker, a lane (`source>destination`), a worker's KV events, a gateway (by number), the shared Redis
+    (`redis`), clients."""
 
     KILL = "kill"
     PAUSE = "pause"
     SLOW = "slow"
     RESET = "reset"  # its connections to gateways
-    DRAIN = "drain"  # takes nothing new, ends when all has ended or moved, and is started again
-    CLOCK_SKEW = "clock-skew"  # its clock jumps so many seconds ahead
+    DRAIN = "drain"  # takes no new work, ends when all requests have ended or migrated, and is started again
+    CLOCK_SKEW = "clock-skew"  # its clock jumps this many seconds ahead
     LANE_STALL = "lane-stall"
     LANE_CUT = "lane-cut"
     LANE_SLOW = "lane-slow"
@@ -37,7 +37,7 @@ class Kind(StrEnum):
     INDEX_LOST = "index-lost"
     GATEWAY_RESTART = "gateway-restart"
     STORE_AWAY = "store-away"  # no gateway reaches the Redis of the shared index
-    STORE_LOST = "store-lost"  # it ends, and is empty when it comes back
+    STORE_LOST = "store-lost"  # Redis ends, and is empty when it comes back
     ABORTS = "aborts"
 
 
@@ -54,7 +54,7 @@ DURATION_S, AMOUNT = 1.0, 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`amount`: how many times slower, the share of clients that leave, or the seconds that a clock jumps."""
+    """`amount`: the factor of a slowdown, the share of clients that leave, or the seconds that a clock jumps."""
 
     at_s: float
     kind: Kind
@@ -64,7 +64,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Raises Misconfigured, which says at which word it went wrong."""
+        """Raises Misconfigured, which names the wrong word."""
         words = text.split()
         for place, (name, is_right, wanted) in enumerate(_WORDS):
             if place >= len(words):
@@ -87,10 +87,10 @@ class Fault:
             if name in numbers and kind not in kinds:
                 raise _unread(text, f"{kind} has no {name!r}, leave it out: those that have are {', '.join(kinds)}")
         if numbers.get("for") == 0:
-            raise _unread(text, "'for 0' is no time at all: give more than 0 seconds")
+            raise _unread(text, "'for 0' is too short: give more than 0 seconds")
         amount = numbers.get("by", 1.0 if kind is Kind.ABORTS else AMOUNT)
         if kind in _AMOUNTS and not _AMOUNTS[kind][0](amount):
-            raise _unread(text, f"{kind} by {amount:.10g} means nothing: give {_AMOUNTS[kind][1]}")
+            raise _unread(text, f"{kind} by {amount:.10g} is out of range: give {_AMOUNTS[kind][1]}")
         return cls(
             at_s=float(words[0]),
             kind=kind,
@@ -101,7 +101,7 @@ class Fault:
 
     @property
     def what(self) -> str:
-        """All but its time, without what means nothing to its kind."""
+        """The fault without its time and without parts that its kind does not use."""
         lasts = f" for {self.duration_s:.10g}" if self.kind in LASTING else ""
         return f"{self.kind} {self.target}{lasts}{f' by {self.amount:.10g}' if self.kind in MEASURED else ''}"
 

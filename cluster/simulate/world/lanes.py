@@ -1,4 +1,4 @@
-"""The wires KV travels on: every worker's card sends and receives at one rate, a lane can be slow, held up or cut.
+"""The network between workers: every worker's card sends and receives at one rate; a lane can be slow, held up or cut.
 
 InprocExchange.carry(parcel) ─▶ when both cards are free ─▶ bytes / rate ─▶ delay ─▶ deliver
 """
@@ -15,14 +15,14 @@ from kvtransfer.transports.inproc import InprocExchange, InprocParcel
 from protos.values import LaneAddress
 
 STALL_S = 5.0
-"""A lane on which nothing has moved for so long is lost, as `kvtransfer.config.LaneConfig` has it."""
+"""A lane without progress for this long is lost, as in `kvtransfer.config.LaneConfig`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cards:
-    """Rates are bytes a second each way, of all cards of a worker together: by worker in `rates`, `rate` elsewhere.
-    Workers that are on one of `hosts`, by number, talk at the rate of its `links`. `delay_s` of a message. Each lane
-    stages about `max_staged_bytes`, as `kvtransfer.config.LaneConfig` has it."""
+    """Rates are bytes a second each way, of all cards of a worker together: by worker in `rates`, else `rate`. Workers
+    on one of `hosts`, by number, use the rate of its `links`. `delay_s`: of a message. Each lane stages about
+    `max_staged_bytes`, as in `kvtransfer.config.LaneConfig`."""
 
     rate: float = 50e9
     rates: Mapping[str, float] = field(default_factory=dict)
@@ -36,14 +36,14 @@ class Cards:
         return host is not None and host == self.hosts.get(destination)
 
     def rate_between(self, source: str, destination: str) -> float:
-        """That of the slower end."""
+        """The rate of the slower end."""
         rates = self.links if self.share_host(source, destination) else self.rates
         return min(rates.get(source, self.rate), rates.get(destination, self.rate))
 
 
 def hosts_of(num_gpus: Mapping[str, int]) -> dict[str, int]:
-    """Which host of `HOST_GPUS` each worker is on, where all of its GPUs fit on one: pools take turns, so that a host
-    has workers of both. Workers of several hosts share none."""
+    """The host of `HOST_GPUS` of each worker whose GPUs fit on one: pools alternate, so that a host has workers of
+    both. A worker of several hosts shares none."""
     pools: dict[str, list[str]] = {}
     for worker in num_gpus:
         pools.setdefault(worker.rpartition("-")[0], []).append(worker)
@@ -65,7 +65,7 @@ def hosts_of(num_gpus: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass(slots=True, eq=False)
 class Condition:
-    """Of the lane between two workers, by their ids: whatever incarnation they are in."""
+    """The faults of the lane between two workers, by their ids, for all their incarnations."""
 
     slowness: float = 1.0
     held: bool = False
@@ -73,18 +73,18 @@ class Condition:
 
 @dataclass(slots=True, eq=False)
 class Travel:
-    """Of a ticket's KV: when the first of it was offered, and when the last so far came."""
+    """The transfer of a ticket's KV: when its first part was offered, and when its latest part arrived."""
 
     begun_s: float
     over_s: float
 
     def waited_s(self, since_s: float) -> float:
-        """How long of it was after this time."""
+        """Seconds of it after this time."""
         return max(0.0, self.over_s - max(since_s, self.begun_s))
 
 
 class Lanes:
-    """`exchange` is where senders and receivers are made; lives on one event loop."""
+    """`exchange` makes senders and receivers; lives on one event loop."""
 
     def __init__(self, cards: Cards) -> None:
         self._loop = asyncio.get_running_loop()
@@ -110,12 +110,12 @@ class Lanes:
             deliver()
 
     def cut(self, source: LaneAddress, destination: LaneAddress) -> None:
-        """What is under way is lost, and both ends hear of it."""
+        """Parcels under way are lost, and both ends are notified."""
         self._held.pop((source.worker_id, destination.worker_id), None)
         self.exchange.cut(source, destination, "the wire was cut")
 
     def take(self, job: str) -> Mapping[str, Travel]:
-        """How KV of a job travelled, by ticket. It is forgotten."""
+        """Returns and drops the travel of a job's KV, by ticket."""
         return self._travels.pop(job, {})
 
     def _carry(self, parcel: InprocParcel, deliver: Callable[[], None]) -> None:

@@ -1,12 +1,12 @@
-"""gRPC between gateways and workers, without sockets: the same stubs and the same servicer, messages carried by timers.
+"""gRPC between gateways and workers without sockets: the same stubs and the same servicer; timers carry the messages.
 
     WorkerStub ─▶ Channel ── Pipe: delay, order kept, held while the wire is cut ──▶ Port ─▶ WorkerServicer
                      ▲                                                               │
                      └────────────────────────── Pipe ◀───────────────────────────────┘
 
-Messages are what would have been serialised: protobuf objects, or, where they are many or large, the values themselves
-(`VALUES`), which nobody changes. What a broken connection looks like to both sides,
-and how long it takes them to notice, is gRPC's with our keepalive (`router.fleet.worker_client.CHANNEL_OPTIONS`).
+Messages are the objects that would have been serialised: protobuf objects, or, if they are many or large, the values
+themselves (`VALUES`), which are never mutated. Errors of a broken connection, and the time until both sides notice, are
+those of gRPC with Baton's keepalive (`router.fleet.worker_client.CHANNEL_OPTIONS`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from protos.values import GenerateRequest
 from protos.wire import ChannelEncoding
 
 KEEPALIVE_S = 2.5
-"""After so long without a sign of life a connection is given up, by both sides."""
+"""After this long without a sign of life both sides give a connection up."""
 RESET_S = 0.001
-"""How soon a process' end is known to its peers: the kernel says so."""
+"""Time until peers learn of a process's end, from its kernel."""
 RETRANSMIT_S = 0.2
-"""What a lost packet costs: the least retransmission timeout of Linux' TCP."""
+"""The cost of a lost packet: the least retransmission timeout of Linux's TCP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkModel:
-    """What a message meets on its way: a delay, up to `jitter_s` more, and the share of messages sent twice."""
+    """Delay of a message, up to `jitter_s` more, and the share of messages that are sent twice."""
 
     delay_s: float = 0.0002
     jitter_s: float = 0.0
@@ -54,7 +54,7 @@ class Submitted:
         return "submit"
 
     def ByteSize(self) -> int:
-        """Of its tokens: nearly all there is."""
+        """Size of its tokens, nearly all of the message."""
         return 4 * (len(self.submit.prompt_ids) + len(self.submit.output_ids))
 
 
@@ -66,7 +66,7 @@ VALUES = ChannelEncoding(value=_itself, submit=Submitted)
 
 
 class Network:
-    """Every port there is, by address. `rng` draws jitter and loss."""
+    """All ports by address. `rng` draws jitter and loss."""
 
     def __init__(self, wire: NetworkModel, rng: random.Random) -> None:
         self.wire = wire
@@ -96,7 +96,7 @@ class Network:
 
 
 class Pipe:
-    """One direction of a connection: messages come in the order they were sent, or not at all."""
+    """One direction of a connection: messages arrive in the order they were sent, or not at all."""
 
     def __init__(self, network: Network, port: Port, arrived: asyncio.Queue[Any] | None = None) -> None:
         self._network = network
@@ -128,19 +128,19 @@ class Pipe:
 
 
 class Port:
-    """Where one process is served. Frozen, it neither takes nor gives anything, as if its process were stopped."""
+    """The address at which one process serves. While frozen it neither receives nor sends, like a stopped process."""
 
     def __init__(self, address: str, servicer: Any) -> None:
         self.address = address
         self.servicer = servicer
         self.closed = False
         self.frozen = False
-        self.change: Callable[[Any], Any] | None = None  # what happens to messages of its streams
+        self.change: Callable[[Any], Any] | None = None  # faults of messages on its streams
         self.calls: dict[Call, None] = {}
         self._waiting: list[Callable[[], object]] = []
 
     def freeze(self) -> None:
-        """Peers lose patience after `KEEPALIVE_S`; what they gave up is known here once it thaws."""
+        """Peers give up after `KEEPALIVE_S`; it learns of this when it thaws."""
         self.frozen = True
         asyncio.get_running_loop().call_later(KEEPALIVE_S, self._given_up, tuple(self.calls))
 
@@ -160,7 +160,7 @@ class Port:
             await thawed.wait()
 
     def close(self) -> None:
-        """The process is gone: whoever calls or is connected hears of it at once."""
+        """The process is gone: callers and connected peers learn of it immediately."""
         self.closed = True
         for call in tuple(self.calls):
             call.stop()
@@ -181,7 +181,7 @@ class Port:
 
 
 class Call:
-    """One RPC under way: the server's task, and what its client waits for."""
+    """One running RPC: the server's task and the client's future."""
 
     def __init__(self, port: Port | None, fail: Callable[[grpc.RpcError], None]) -> None:
         self._port = port
@@ -195,7 +195,7 @@ class Call:
         self._task.add_done_callback(self._ended)
 
     def stop(self) -> None:
-        """The server's side ends: its client has gone, or the connection has."""
+        """The server's side ends: its client or the connection is gone."""
         if self._task is not None:
             self._task.cancel()
 
@@ -234,7 +234,7 @@ class SimulatedChannel:
         return lambda outgoing: SimulatedStream(self._network, self._address, method, outgoing)
 
     async def close(self, grace: float | None) -> None:
-        """What still waits for an answer is cancelled, as gRPC does."""
+        """Cancels calls that wait for an answer, like gRPC."""
         for reply in tuple(self._waiting):
             reply.cancel()
 
@@ -275,7 +275,7 @@ class SimulatedChannel:
 
 
 class SimulatedStream:
-    """A bidirectional call, as its client holds it: iterate over what comes back, `cancel` to end it."""
+    """A bidirectional call on the client's side: iterate over its messages; `cancel` ends it."""
 
     def __init__(self, network: Network, address: str, method: str, outgoing: AsyncIterator[Any]) -> None:
         self._network = network
@@ -311,7 +311,7 @@ class SimulatedStream:
             asyncio.get_running_loop().call_later(self._network.travel_s(), call.stop)
 
     async def _connect(self) -> None:
-        """Opens the call, then sends what goes out for as long as there is something."""
+        """Opens the call, then sends outgoing messages until they end."""
         await asyncio.sleep(self._network.travel_s())
         port = self._network.port(self._address)
         if port is None:
@@ -343,7 +343,7 @@ class Context:
 
 
 class Aborted(Exception):
-    """How a servicer's method ends when it has aborted its call."""
+    """Raised by a servicer's method that aborts its call."""
 
     def __init__(self, error: grpc.RpcError) -> None:
         super().__init__()

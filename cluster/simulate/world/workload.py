@@ -1,6 +1,7 @@
-"""What simulated clients ask, and when: sessions of one turn or several, recorded or generated from a seed.
+"""The requests of simulated clients and their times: sessions of one turn or several, recorded or generated from a
+seed.
 
-A turn's prompt is everything said so far, answers included, and then what the turn adds.
+A turn's prompt is the whole conversation so far, answers included, plus what the turn adds.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _OWN, _SYSTEM, _DOCUMENT, _ANSWERED = 10, 11, 12, 13  # kinds of spans; the benc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTurn:
-    """`pause_s` goes by between the answer before it and this turn, and `read_s` whenever its client
-    has read what came. `prompt_logprobs`: asked for, one a position."""
+    """`pause_s` passes between the previous answer and this turn, and `read_s` after each message that its client
+    reads. `prompt_logprobs`: requested, one per position."""
 
     spans: tuple[PrefixSpan, ...]
     num_output: int
@@ -40,7 +41,7 @@ class SessionTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserSession:
-    """`due_s` after the start its first turn is asked. Sessions of different tenants share no cached block."""
+    """The first turn is sent `due_s` after the start. Sessions of different tenants share no cached block."""
 
     number: int
     due_s: float
@@ -49,13 +50,13 @@ class UserSession:
 
     @property
     def num_tokens(self) -> int:
-        """Of its last turn's prompt and answer: what a worker must be able to hold."""
+        """Tokens of its last turn's prompt and answer, which a worker must be able to hold."""
         return sum(turn.num_added + turn.num_output for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedLoad:
-    """What generated workloads are made from: so many requests, `rate` a second on average, of such lengths."""
+    """Parameters of generated workloads: number of requests, mean `rate` a second, and lengths."""
 
     num_requests: int
     rate: float
@@ -78,7 +79,7 @@ class GeneratedLoad:
 
 
 def recorded(path: Path, *, limit: int | None = None, speed: float = 1.0, scale: float = 1.0) -> list[UserSession]:
-    """A trace in Mooncake's format; its time runs `speed` times as fast. Raises Misconfigured."""
+    """Reads a trace in Mooncake's format; its time runs `speed` times as fast. Raises Misconfigured."""
     sessions = [_alone(item) for item in read_trace(path, limit=limit, scale=scale, speed=speed)]
     if (span_s := sessions[-1].due_s) > MAX_SPAN_S:
         num_before = sum(session.due_s <= MAX_SPAN_S for session in sessions)
@@ -98,7 +99,7 @@ def _days(seconds: float) -> str:
 
 
 def _rounded_up(value: float) -> str:
-    """To two digits, none of which makes it too small."""
+    """Rounded to two digits, and not below the value."""
     return f"{float(f'{value * 1.05:.2g}'):g}"
 
 
@@ -111,7 +112,7 @@ def _alone(item: WorkloadItem) -> UserSession:
 # -- arrivals ----------------------------------------------------------------------------------------------------------
 
 Pace = Callable[[float], float]
-"""How many times the mean rate requests arrive at a time, never above its own maximum of `_PEAK`."""
+"""The arrival rate at a time over its mean; at most `_PEAK` of its workload."""
 
 _PEAK = 4.0
 
@@ -139,11 +140,11 @@ def arrivals(rate: float, pace: Pace, rng: random.Random) -> Iterator[float]:
             yield at_s
 
 
-# -- what is asked -----------------------------------------------------------------------------------------------------
+# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 def independent(load: GeneratedLoad, pace: Pace) -> list[UserSession]:
-    """Prompts that share nothing."""
+    """Prompts that share no prefix."""
     rng = random.Random(f"{load.seed} independent")
     due = arrivals(load.rate, pace, rng)
     return [
@@ -153,7 +154,7 @@ def independent(load: GeneratedLoad, pace: Pace) -> list[UserSession]:
 
 
 def conversations(load: GeneratedLoad, *, num_turns: int = 5, pause_s: float = 8.0) -> list[UserSession]:
-    """Each turn adds a fifth of a prompt's length to all that was said; people think `pause_s` on average."""
+    """Each turn adds a fifth of a prompt's length to the conversation; people think for `pause_s` on average."""
     rng = random.Random(f"{load.seed} conversations")
     due = arrivals(load.rate / num_turns, steady, rng)
     sessions = []
@@ -204,7 +205,7 @@ SYSTEM_TOKENS = 880  # its shortest prompt has 891
 MORE_TURNS = 2.6
 MAX_TALK = 124_000  # tokens of a conversation: its longest prompt has 126,195
 Quantiles = tuple[tuple[float, float], ...]
-"""(share of all, value): between two of them the value grows by the same factor for each share. Those below are the
+"""(share of all, value): between two points the value grows by the same factor for equal shares. The points are the
 trace's (`python -m benchmarks.routing.workload_shape`)."""
 _FIRST: Quantiles = (
     (0.0, 10), (0.1, 25), (0.25, 440), (0.5, 4350), (0.75, 12_100), (0.9, 24_600), (0.99, 89_000), (1.0, 121_000)
@@ -216,19 +217,19 @@ _PAUSE_S: Quantiles = ((0.0, 6), (0.1, 42), (0.25, 66), (0.5, 123), (0.75, 267),
 
 def assistant(load: GeneratedLoad) -> list[UserSession]:
     """One product's assistant: every prompt begins with the same system prompt, prompts have 12,000 tokens on average
-    and at most ten times as many, and two in five conversations go on, some for many turns.
+    and at most ten times as many, and two in five conversations continue, some for many turns.
 
-    Lengths, turns and pauses are distributed as in Mooncake's conversation trace, whose pace is `ASSISTANT_RATE`: at
-    another rate all of it runs as many times faster, as a trace does with `--trace-speed`. The load has gone on for
-    long: conversations that began before it have their earlier turns in their first prompt.
-    After turn k a conversation goes on with the probability k / (k + MORE_TURNS - 1), as in a Yule-Simon distribution
-    (Simon, "On a class of skew distribution functions", 1955).
+    Lengths, turns and pauses are distributed as in Mooncake's conversation trace, whose rate is `ASSISTANT_RATE`;
+    another rate scales all times, like `--trace-speed` of a trace. The load is in a steady state: conversations that
+    began before the run have their earlier turns in their first prompt. After turn k a conversation continues with the
+    probability k / (k + MORE_TURNS - 1), as in a Yule-Simon distribution (Simon, "On a class of skew distribution
+    functions", 1955).
     """
     rng = random.Random(f"{load.seed} assistant")
     speed, turns_each = load.rate / ASSISTANT_RATE, MORE_TURNS / (MORE_TURNS - 1)
     earliest_s = -_PAUSE_S[-1][1] / speed
     talks: list[Sequence[tuple[float, SessionTurn]]] = []
-    ahead: list[float] = []  # when turns are asked that do not count among the first yet
+    ahead: list[float] = []  # times of turns that are not among the first
     num_due = 0
     for after_s in arrivals(load.rate / turns_each, steady, rng):
         begin_s = earliest_s + after_s
@@ -246,7 +247,7 @@ def assistant(load: GeneratedLoad) -> list[UserSession]:
 
 
 def _talk(number: int, begin_s: float, speed: float, rng: random.Random) -> list[tuple[float, SessionTurn]]:
-    """A conversation's turns, and when each is asked if answers take no time."""
+    """A conversation's turns, and when each is sent if answers take no time."""
     own = PrefixSpan(key=(_OWN, number * 1000), num_tokens=_tokens(_FIRST, rng))
     turn = SessionTurn(
         spans=(PrefixSpan(key=(_SYSTEM, 0), num_tokens=SYSTEM_TOKENS), own), num_output=_tokens(_ANSWER, rng)
@@ -265,7 +266,7 @@ def _talk(number: int, begin_s: float, speed: float, rng: random.Random) -> list
 
 
 def _asked_until(talks: Sequence[Sequence[tuple[float, SessionTurn]]], last_s: float) -> list[UserSession]:
-    """The turns from 0 until then. What was said before is the beginning of a conversation's first prompt."""
+    """The turns from 0 until then. Earlier turns are the beginning of a conversation's first prompt."""
     sessions = []
     for number, talk in enumerate(talks):
         asked = [(at_s, turn) for at_s, turn in talk if 0 <= at_s <= last_s]
@@ -292,7 +293,7 @@ def _quantile(quantiles: Quantiles, share: float) -> float:
     return float(low * (high / low) ** ((share - below) / (above - below)))
 
 
-# Of whole conversations: as many requests as were asked for, or a few more.
+# Whole conversations: as many requests as requested, or a few more.
 GENERATED: dict[str, Callable[[GeneratedLoad], list[UserSession]]] = {
     "poisson": lambda load: independent(load, steady),
     "bursts": lambda load: independent(load, bursty),
@@ -307,8 +308,8 @@ OF_OWN_LENGTHS = frozenset({"assistant"})
 
 
 def generated(name: str, load: GeneratedLoad) -> list[UserSession]:
-    """Exactly `load.num_requests`: of the last conversation only its first turns may be left. Raises Misconfigured for
-    a workload nobody described."""
+    """Exactly `load.num_requests`: the last conversation may be cut short. Raises Misconfigured for an unknown
+    workload."""
     if name not in GENERATED:
         given = shlex.quote(name)
         raise Misconfigured(f"--workload {given}: choose one of {', '.join(GENERATED)}", param="workload")
@@ -320,7 +321,7 @@ def generated(name: str, load: GeneratedLoad) -> list[UserSession]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimit:
-    """So many tokens of one session a worker holds. `limit` says what bounds them, `more` what would raise it."""
+    """The tokens of one session that a worker can hold. `limit` names the bound, `more` what would raise it."""
 
     num_tokens: int
     limit: str
@@ -335,7 +336,7 @@ class SessionLimit:
 
 
 def fitting(sessions: Sequence[UserSession], room: SessionLimit) -> tuple[list[UserSession], list[UserSession]]:
-    """The sessions whose last turn fits, and those whose does not. Raises Misconfigured if none does."""
+    """The sessions whose last turn fits, and the others. Raises Misconfigured if none fits."""
     kept = [session for session in sessions if session.num_tokens <= room.num_tokens]
     if not kept:
         shortest = min(session.num_tokens for session in sessions)

@@ -78,7 +78,7 @@ def open_links(meeting: Meeting) -> Links:
         )
     close_all(links.values())
     if insisting:
-        raise TransportRefused(f"transport is set to shm, which cannot be had here: {reasons[0]}")
+        raise TransportRefused(f"transport is set to shm, which does not work here: {reasons[0]}")
     return open_collective(meeting, why=reasons[0])
 
 

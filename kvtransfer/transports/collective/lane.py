@@ -219,7 +219,7 @@ class Lane:
         reasons.append(type(error)(*error.args))  # without the frames it came through: they would keep the wire alive
 
     def _enter_quarantine(self, reason: str) -> None:
-        log.warning("the lane to %s is in quarantine until its ranks meet anew: %s", self.peer, reason)
+        log.warning("the lane to %s is in quarantine until its ranks connect again: %s", self.peer, reason)
         self._quarantine = reason
         self._deadline_s = time.monotonic() + self._config.connect_timeout_s
 
@@ -236,7 +236,7 @@ class Lane:
         if self.closing_idle and not self.num_staged_bytes:
             raise ClosedIdle
         if time.monotonic() > self._deadline_s:
-            raise WireBroken(f"{self.peer} did not come within {self._wait_s:g} s")
+            raise WireBroken(f"{self.peer} did not connect within {self._wait_s:g} s")
 
 
 def end_all(lanes: Sequence[Lane]) -> None:

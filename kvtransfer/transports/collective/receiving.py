@@ -143,7 +143,7 @@ class Inbox:
             if parcel.payload is None:
                 while not self._changed.wait_for(self._has_room_for(parcel), _LOOK_S):
                     if self.lane.aborted:  # a stream that waits for room reads nothing, and would not notice
-                        raise WireBroken("the lane was given up while a payload waited for room")
+                        raise WireBroken("the lane was closed while a payload waited for room")
                 if self.lane.closing.is_set():
                     raise Closing
             if parcel.payload is None:

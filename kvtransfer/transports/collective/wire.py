@@ -280,7 +280,7 @@ class Rendezvous:
     def _require_unmoved(self) -> None:
         self._require_all()
         if self.moved_on():
-            raise WireBroken("another rank gave this lane up while it was opened")
+            raise WireBroken("another rank closed this lane while it was opened")
 
     def moved_on(self) -> bool:
         """Has some rank of this lane left it? Raises WireBroken when the destination's rendezvous server is gone."""

@@ -314,7 +314,7 @@ class RendezvousStore(Store):
         while not self.check(keys):
             now = time.monotonic()
             if now > deadline_s:
-                raise TimeoutError(f"the other ranks did not say {', '.join(keys)} in time")
+                raise TimeoutError(f"the other ranks did not publish {', '.join(keys)} in time")
             if self.look is not None and now > next_look_s:
                 self.look()
                 next_look_s = now + _LOOK_S

@@ -116,7 +116,7 @@ def _library() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(compile_library(cache_folder())))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: the user has no home folder
         reason = getattr(error, "stderr", "") or error
-        log.warning("the CPU kernels are not compiled, torch computes instead, more slowly: %s", reason)
+        log.warning("the CPU kernels are not compiled, slower torch code replaces them: %s", reason)
         return None
 
 

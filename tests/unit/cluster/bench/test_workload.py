@@ -103,8 +103,8 @@ def test_a_part_of_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "told"),
     [
-        ("{", "line 2: '{' is no JSON (Expecting property name enclosed in double quotes): give an object"),
-        ("[]", "line 2: '[]' is no object: give timestamp"),
+        ("{", "line 2: '{' is not JSON (Expecting property name enclosed in double quotes): give an object"),
+        ("[]", "line 2: '[]' is not an object: give timestamp"),
         ({"timestamp": 0}, "there is no input_length: give timestamp, input_length"),
         (line(tokens=600, ids=(0,)), "1 hash_ids for 600 tokens: give 2"),
         (line(tokens=500, ids=(0, 1)), "2 hash_ids for 500 tokens: give 1"),

@@ -125,7 +125,7 @@ def test_a_refused_question_is_told_and_not_kept() -> None:
     [
         ([delta("Hel"), {"error": {"message": "worker died", "code": "worker_lost"}}], "(worker died)"),
         ([delta("Hel")], "broke off"),
-        ([delta("Hel"), "{oops"], "an event that is none"),
+        ([delta("Hel"), "{oops"], "an invalid event"),
         ([delta("Hel"), httpx.ReadError("reset")], "broke the answer off"),
         ([httpx.ConnectError("refused")], "baton up"),
     ],

@@ -90,7 +90,7 @@ def test_no_model_is_refused() -> None:
             {"pools": {"colocated": 2, "decode": 1}},
             "^pools: 2 colocated workers .* give either the former or the latter",
         ),
-        ({"index": "rodis://localhost"}, "'rodis' is no kind of Redis URL"),
+        ({"index": "rodis://localhost"}, "'rodis' is not a Redis URL"),
         ({"index": "disk"}, "'disk' is no index: use memory"),
         ({"discovery": "localhost:6379"}, "give redis://host:port"),
         ({"supervision": {"backoff_factor": 0.5}}, "^supervision.backoff_factor = 0.5: give 1 or more"),

@@ -42,7 +42,7 @@ def test_a_shared_folder_that_others_may_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     (tmp_path / "link").symlink_to(tmp_path / "ours")
     for name in ("open", "link"):
-        with pytest.raises(Misconfigured, match=f"{name} has to be a folder that this user alone may use: remove it"):
+        with pytest.raises(Misconfigured, match=f"{name} must be a folder that only this user may use: remove it"):
             share(tmp_path / name)
 
 

@@ -76,7 +76,7 @@ async def test_a_log_that_nobody_reads_any_more_stops_it_in_order(
         log = handler(to)
         for line in ("is ready", "stopping", "stopped"):
             log.emit(logging.makeLogRecord({"msg": line, "levelno": logging.INFO}))
-        await stop.asked.wait()
+        await stop.requested.wait()
         await asyncio.sleep(0)
         assert not stop.forced.is_set()
         print("said by others", file=file, flush=True)
@@ -89,10 +89,10 @@ async def test_ctrl_c_that_ends_whoever_reads_the_log_too_leaves_the_grace_perio
         log = TextHandler(LogConsole(file=file))
         os.close(reading)
         signal.raise_signal(signal.SIGINT)
-        await stop.asked.wait()
-        stop.asked.clear()
+        await stop.requested.wait()
+        stop.requested.clear()
         log.emit(logging.makeLogRecord({"msg": "stopping", "levelno": logging.INFO}))
-        heard = [asyncio.create_task(event.wait()) for event in (stop.asked, stop.forced)]
+        heard = [asyncio.create_task(event.wait()) for event in (stop.requested, stop.forced)]
         await asyncio.wait(heard, return_when=asyncio.FIRST_COMPLETED)
         assert not stop.forced.is_set()
         heard[1].cancel()

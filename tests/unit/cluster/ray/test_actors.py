@@ -73,4 +73,4 @@ async def test_a_folder_on_a_node_that_others_may_use_is_an_error_a_person_can_r
     for answer in (await actor.start("d0.1.0", {}, ""), await actor.attach("d0.1.0", os.getpid())):
         assert isinstance(answer, ErrorInfo)
         assert answer.code == "misconfigured"
-        assert answer.message == f"{folder} has to be a folder that this user alone may use: remove it"
+        assert answer.message == f"{folder} must be a folder that only this user may use: remove it"

@@ -91,5 +91,5 @@ async def test_a_worker_serves_on_where_ray_fails_to_set_its_gpus_aside(
 
     monkeypatch.setattr(places, "_devices", devices)
     await places._keep(shares, of(1), ("3",), "n1")
-    assert "worker decode-1: Ray could not set aside what it has (GPUs: 3)" in caplog.text
+    assert "worker decode-1: Ray could not reserve what it has (GPUs: 3)" in caplog.text
     assert gpus.free == ["0", "1", "2", "3"]

@@ -62,7 +62,7 @@ def test_tenants_have_caches_of_their_own_unless_they_share_them(tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[tenants.a]\nkeys = ['sk-baton-oops']", "an entry is no hash"),
+        ("[tenants.a]\nkeys = ['sk-baton-oops']", "an entry is not a hash"),
         ("[tenants.a]\nweigth = 2", "did you mean 'weight'"),
         ("tenant = 3", "did you mean 'tenants'"),
         ("[tenants.a]\nweight = 0", "weight = 0: give a number from 0.001"),

@@ -163,7 +163,7 @@ TOLD = [
     r"ended \| .* \| length \| 30 \| 0 \| 6 \| .* \| p0 \| d0 \|", "Forget the key",
 ]  # fmt: skip
 WHY = [".*: p0 prefills, d0 decodes; decision to first token .*", "cache of p0: 0 of 7 blocks .*"]
-DOOR, WRONG = "Whoever wants to see this cluster needs a key.", "This key opens no /admin.*"
+DOOR, WRONG = "Whoever wants to see this cluster needs a key.", "This key does not open /admin.*"
 
 
 def shown(lines: list[str]) -> list[str]:

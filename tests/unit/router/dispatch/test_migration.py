@@ -110,7 +110,7 @@ async def test_with_nowhere_to_go_it_finishes_where_it_is(
     assert await client.done() == EXPECTED
     assert cluster.generate.moves.num_moved == 0
     assert cluster.generate.moves.num_stayed > 1
-    assert caplog.text.count("stays at c0 for now") == 1, "tried again and again, and said once"
+    assert caplog.text.count("stays on c0 for now") == 1, "tried again and again, and said once"
 
 
 async def test_with_no_room_elsewhere_it_finishes_where_it_is(make: Callable[..., Cluster]) -> None:

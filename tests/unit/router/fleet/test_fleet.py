@@ -158,7 +158,7 @@ async def test_a_worker_that_was_told_to_leave_is_not_called_lost(
         assert not member.enter(WorkerState.LOST, "Connection refused", now=now), "nothing new"
     assert reason(cluster, "c0") == "its successor is due"
     told = [record.getMessage() for record in caplog.records]
-    assert sum("has drained and left" in line for line in told) == 1
+    assert sum("has drained and ended" in line for line in told) == 1
     assert not any("is lost" in line for line in told)
     for later_s in (600.0, 900.0):
         member.enter(WorkerState.LOST, "Connection refused", now=now + later_s)

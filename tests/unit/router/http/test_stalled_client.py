@@ -80,7 +80,7 @@ def test_a_client_that_takes_nothing_is_cut_and_its_answer_ends(num_events: int,
             await answer.ended.wait()
             assert answer.is_closed
             assert isinstance(answer.error, Cancelled)
-            assert "has taken nothing for 0.2 s" in answer.error.message
+            assert "has read nothing for 0.2 s" in answer.error.message
             assert not state.connections, "the connection has ended, too"
             assert not answer.bugs
 

@@ -256,7 +256,7 @@ async def test_a_model_without_a_template_says_where_to_go() -> None:
         ({"model": "other"}, openai.NotFoundError, "model_not_found", "does not exist"),
         ({"temperature": 3}, openai.BadRequestError, "invalid_request", "between 0 and 2"),
         ({"store": True}, openai.BadRequestError, "unsupported_parameter", "'store'"),
-        ({"tools": [TOOL]}, openai.BadRequestError, "invalid_request", "knows no tools"),
+        ({"tools": [TOOL]}, openai.BadRequestError, "invalid_request", "does not support tools"),
         ({"tool_choice": "required"}, openai.BadRequestError, "invalid_request", "only allowed with tools"),
         ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "invalid_request", "Did you mean"),
         ({"max_tokens": 250}, openai.BadRequestError, "context_length_exceeded", "maximum context length is 256"),

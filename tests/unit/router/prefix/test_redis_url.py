@@ -50,11 +50,11 @@ def test_a_password_may_be_in_the_environment_and_the_urls_own_goes_first(monkey
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("http://cache", "'http' is no kind of Redis URL"),
+        ("http://cache", "'http' is not a Redis URL"),
         ("redis://", "a host is missing"),
-        ("redis://cache:port", "'cache:port' is no host and port"),
-        ("redis://cache/main", "'main' is no number of a database"),
-        (f"redis://cache/{'1' * 4301}", "1' is no number of a database"),
+        ("redis://cache:port", "'cache:port' is not a host and port"),
+        ("redis://cache/main", "'main' is not the number of a database"),
+        (f"redis://cache/{'1' * 4301}", "1' is not the number of a database"),
         ("redis://a,b", "2 hosts: one server has one"),
         ("redis+sentinel://a", "names its service"),
         ("redis+cluster://a/1", "no numbered databases"),

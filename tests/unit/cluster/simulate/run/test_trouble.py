@@ -172,7 +172,7 @@ def test_a_fault_that_is_written_down_can_be_read() -> None:
         ("1 pause decode-0 for 99999999", "'for 99999999' is too long: give at most 2,678,400 seconds"),
         ("1 aborts clients by 7", "aborts by 7 means nothing: give the share"),
         ("1 slow decode-0 for 3 by 0", "slow by 0 means nothing: give how many times slower"),
-        ("1 slow decode-0 for 0", "'for 0' is no time at all: give more than 0 seconds"),
+        ("1 slow decode-0 for 0", "'for 0' is too short: give more than 0 seconds"),
         ("1 kill decode-0 by 5", "kill has no 'by', leave it out: those that have are slow"),
         ("1 drain decode-0 for 5", "drain has no 'for', leave it out: those that have are pause"),
     ],
