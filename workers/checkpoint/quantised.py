@@ -184,13 +184,21 @@ class QuantisedWeight:
         )
 
 
-def sort_by_group(
-    codes_OW: torch.Tensor, bits: int, group_I: torch.Tensor, num_groups: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes of inputs whose groups are `group_I`, in the order of their groups; `order_I` and `group_starts` of it."""
+def sorted_by_group(weight: QuantisedWeight, group_I: torch.Tensor | None, first: int) -> QuantisedWeight:
+    """`weight`, of inputs [first, first + I) of a layer with all of the layer's groups, in the order of its inputs'
+    groups `group_I`; None, or all below 0: they are in order."""
+    if group_I is None or bool((group_I < 0).any()):
+        return weight.in_groups_from(first)
+    regular = torch.arange(first, first + weight.num_columns, device=group_I.device) // weight.group_size
+    if torch.equal(group_I.long(), regular):
+        return weight.in_groups_from(first)
     order_I = torch.argsort(group_I, stable=True)
-    codes = select_columns(codes_OW, bits, order_I, group_I.shape[0])
-    return codes, order_I, _starts(torch.bincount(group_I, minlength=num_groups))
+    return replace(
+        weight,
+        codes_OW=select_columns(weight.codes_OW, weight.bits, order_I, weight.num_columns),
+        order_I=order_I,
+        group_starts=_starts(torch.bincount(group_I, minlength=weight.scale.num_groups)),
+    )
 
 
 def joined(weights: Sequence[QuantisedWeight]) -> QuantisedWeight | None:

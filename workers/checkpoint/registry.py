@@ -21,6 +21,8 @@ _FLOATS = "workers.checkpoint.encodings.floats:encodings"
 
 _FORMATS: Mapping[str, str] = {
     "awq": "workers.checkpoint.formats.awq:read_awq",
+    "compressed-tensors": "workers.checkpoint.formats.compressed_tensors:read_compressed",
+    "fp8": "workers.checkpoint.formats.fp8:read_fp8",
     "gptq": "workers.checkpoint.formats.gptq:read_gptq",
 }
 """By `quant_method`: a function from the quantization_config's `Fields` to a `WeightFormat`."""

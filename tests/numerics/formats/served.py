@@ -14,8 +14,12 @@ from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.conftest import assert_close, random_tokens
 from tests.numerics.paged import PagedRun, in_chunks
 from tests.numerics.test_tensor_parallel import on_ranks
+from workers.checkpoint.encoding import LayerContext, Matrix, Projection, WeightShare
+from workers.checkpoint.registry import encodings_of, open_source
+from workers.kernels.base import kernels_for
+from workers.models.config import read_config
 from workers.models.loader import load_model
-from workers.parallel.group import TensorParallel
+from workers.parallel.group import Solo, TensorParallel
 
 Encoded = tuple[dict[str, torch.Tensor], torch.Tensor]
 Encode = Callable[[str, torch.Tensor], Encoded | None]
@@ -71,3 +75,43 @@ def assert_served(folder: Path, oracle: Any, *, tp: int = 1) -> None:
             theirs = oracle(torch.tensor([ids])).logits[0]
             assert_close(ours, theirs)
             assert torch.equal(ours.argmax(dim=1), theirs.argmax(dim=1))
+
+
+@torch.no_grad()
+def assert_near(folder: Path, oracle: Any, *, tp: int = 1, correlation: float = 0.998) -> None:
+    """Where activations are rounded, here and by the oracle: an input that differs in its last bit may be rounded to
+    the next level, which is a large step in a small model."""
+    tokens = random_tokens(33, seed=1)
+
+    def program(group: TensorParallel) -> torch.Tensor:
+        return PagedRun(load_model(folder, parallel=group)).step([("only", tokens, 33)])[0]
+
+    every_rank = on_ranks(tp, program)
+    assert all(torch.equal(logits, every_rank[0]) for logits in every_rank)
+    both = torch.stack([every_rank[0].flatten(), oracle(torch.tensor([tokens])).logits[0].flatten()])
+    assert float(torch.corrcoef(both)[0, 1]) > correlation
+
+
+def dequantised_weight(oracle: Any, name: str) -> torch.Tensor:
+    weight: torch.Tensor = oracle.state_dict()[f"{name}.weight"]
+    return weight
+
+
+def matrix_of(folder: Path, name: str, num_outputs: int, num_inputs: int) -> Matrix:
+    """One linear layer of the checkpoint, whole, filled and packed for float32."""
+    with open_source(folder) as source:
+        context = LayerContext(
+            device="cpu",
+            dtype=torch.float32,
+            parallel=Solo(),
+            kernels=kernels_for("cpu"),
+            encodings=encodings_of(read_config(folder).weight_format, source),
+        )
+        part = Projection(name=name, total=num_outputs, start=0, size=num_outputs)
+        share = WeightShare(projections=(part,), total_inputs=num_inputs, first_input=0, num_inputs=num_inputs)
+        matrix = context.matrix(share)
+        for slot in matrix.slots():
+            assert source.describe(slot.name).shape == slot.shape
+            slot.target.copy_(source.read(slot.name, slot.dim, slot.part))
+    matrix.pack()
+    return matrix

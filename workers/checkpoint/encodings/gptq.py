@@ -7,17 +7,16 @@ stream of bits in every width. Legend: I inputs, O outputs, G groups.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
-from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.errors import UnsupportedModel
 from workers.checkpoint.bit_stream import select_columns, unpack_bits
 from workers.checkpoint.encoding import WeightEncodings
 from workers.checkpoint.encodings.quantised import encodings_where
 from workers.checkpoint.encodings.stored import StoredTensors, bytes_of_words, covering_words
 from workers.checkpoint.formats.gptq import GPTQFormat
-from workers.checkpoint.quantised import GroupValues, QuantisedWeight, sort_by_group
+from workers.checkpoint.quantised import GroupValues, QuantisedWeight, sorted_by_group
 from workers.checkpoint.slots import Slot
 from workers.checkpoint.source import WeightSource
 
@@ -44,9 +43,7 @@ class GPTQWeight:
         zeros = self._num_groups, -(-total_outputs * bits // 32)
         self._qzeros = stored.words("qzeros", zeros, dim=1, part=zero_words, check=self._check_zeros)
         self._scales = stored.floats("scales", (self._num_groups, total_outputs), dim=1, part=stored.outputs)
-        self._g_idx: torch.Tensor | None = None
-        if "g_idx" in stored:
-            self._g_idx = stored.words("g_idx", (share.total_inputs,), part=stored.inputs, check=self._check_groups)
+        self._g_idx = stored.group_indices("g_idx", self._num_groups)
 
     def slots(self) -> Iterator[Slot]:
         return iter(self._stored.slots)
@@ -64,15 +61,7 @@ class GPTQWeight:
             group_size=self._group_size,
             zero=(self._stored_zeros(self._qzeros) + self._sizes.zero_offset).T.contiguous(),
         )
-        if self._g_idx is not None and not torch.equal(self._g_idx, self._regular_groups()):
-            codes, order, starts = sort_by_group(codes, bits, self._g_idx.long(), self._num_groups)
-            return [replace(weight, codes_OW=codes, order_I=order, group_starts=starts)]
-        return [weight.in_groups_from(inputs.start)]
-
-    def _regular_groups(self) -> torch.Tensor:
-        inputs = self._stored.inputs
-        places = torch.arange(inputs.start, inputs.stop, dtype=torch.int32, device=self._qweight.device)
-        return places // self._group_size
+        return [sorted_by_group(weight, self._g_idx, inputs.start)]
 
     def _stored_zeros(self, words: torch.Tensor) -> torch.Tensor:
         """uint8 [G, O] of the share's outputs."""
@@ -86,12 +75,4 @@ class GPTQWeight:
             raise UnsupportedModel(
                 f"{where} has zero points whose {bits} bits are all ones: version 1 of GPTQ's format does not say "
                 "whether that is 0 or 2**bits. Quantise the model again with checkpoint_format 'gptq_v2'"
-            )
-
-    def _check_groups(self, where: str, groups_I: torch.Tensor) -> None:
-        least, largest = (int(edge) for edge in groups_I.aminmax())
-        if least < 0 or largest >= self._num_groups:
-            raise BadCheckpoint(
-                f"{where} has groups {least} to {largest}, and {self._num_groups} groups of {self._group_size} inputs "
-                "are stored: the file is damaged, or group_size belongs to another checkpoint"
             )

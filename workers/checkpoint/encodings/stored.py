@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import gcd
+from math import gcd, prod
 
 import torch
 
+from protos.errors import BadCheckpoint
 from workers.checkpoint.encoding import Projection, WeightShare
 from workers.checkpoint.slots import FLOATS, Slot
-from workers.checkpoint.source import WeightSource
+from workers.checkpoint.source import StoredTensor, WeightSource
 
 WORDS = frozenset({"I32", "U32"})
 BYTES = frozenset({"I8", "U8"})
@@ -81,11 +82,47 @@ class StoredTensors:
     ) -> torch.Tensor:
         return self.tensor(suffix, shape, torch.int32, WORDS, dim=dim, part=part, check=check)
 
-    def floats(self, suffix: str, shape: tuple[int, ...], *, dim: int = 0, part: range | None = None) -> torch.Tensor:
+    def floats(
+        self,
+        suffix: str,
+        shape: tuple[int, ...],
+        *,
+        dim: int = 0,
+        part: range | None = None,
+        check: Callable[[str, torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
         """float16 or bfloat16 as stored, any other type as float32."""
+        stored = self._described(suffix)
+        dtype = _FLOAT_TYPES.get(stored.dtype if stored else "", torch.float32)
+        return self.tensor(suffix, shape, dtype, FLOATS | {"F8_E8M0"}, dim=dim, part=part, check=check)
+
+    def group_indices(self, suffix: str, num_groups: int) -> torch.Tensor | None:
+        """The group of each input of the share; None where it is not stored. All are -1 where groups are in order."""
+
+        def check(where: str, groups_I: torch.Tensor) -> None:
+            least, largest = (int(edge) for edge in groups_I.aminmax())
+            if largest >= num_groups or (least < 0 and (least, largest) != (-1, -1)):
+                raise BadCheckpoint(
+                    f"{where} has groups {least} to {largest}, and scales of {num_groups} groups are stored: the file "
+                    "is damaged, or group_size belongs to another checkpoint"
+                )
+
+        if suffix not in self:
+            return None
+        return self.words(suffix, (self.share.total_inputs,), part=self.inputs, check=check)
+
+    def shape(self, suffix: str) -> tuple[int, ...] | None:
+        stored = self._described(suffix)
+        return None if stored is None else stored.shape
+
+    def shape_of_one(self, suffix: str) -> tuple[int, ...]:
+        """Of a tensor with one number: as it is stored, if it has one."""
+        shape = self.shape(suffix)
+        return shape if shape is not None and prod(shape) == 1 else (1,)
+
+    def _described(self, suffix: str) -> StoredTensor | None:
         name = f"{self.projection.name}.{suffix}"
-        stored = self._source.describe(name).dtype if name in self._names else "F32"
-        return self.tensor(suffix, shape, _FLOAT_TYPES.get(stored, torch.float32), FLOATS, dim=dim, part=part)
+        return self._source.describe(name) if name in self._names else None
 
 
 def covering_words(values: range, bits: int) -> tuple[range, int]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from workers.checkpoint.activations import ActivationRounding
 from workers.checkpoint.bit_stream import pack_bits, packed_bytes, select_columns, unpack_bits
-from workers.checkpoint.quantised import GroupValues, QuantisedWeight, joined, sort_by_group
+from workers.checkpoint.quantised import GroupValues, QuantisedWeight, joined, sorted_by_group
 
 BITS = st.integers(2, 8)
 
@@ -79,8 +79,7 @@ def make_weight(
         return replace(weight, zero=0, scale=both, minimum=GroupValues(value_OB=value / 3, factor_OG=factors.flip(0)))
     assert form == "ordered"
     group_I = torch.randint(0, groups, (inputs,), generator=generator)
-    codes, order, starts = sort_by_group(weight.codes_OW, bits, group_I, groups)
-    return replace(weight, codes_OW=codes, order_I=order, group_starts=starts)
+    return sorted_by_group(weight, group_I, 0)
 
 
 FORMS = ["zeros", "table", "blocks", "ordered"]
