@@ -1,7 +1,7 @@
 """Fits the roofline of `baton simulate` to the measured kernels of NVIDIA's aiconfigurator.
 
     pip install 'baton[aiconfigurator]'
-    python -m benchmarks.simulation.step_fit          # writes cluster/simulate/latency/fitted.py
+    python -m benchmarks.simulation.step_fit          # writes cluster/simulate/latency/fitted.json
     python -m benchmarks.simulation.step_errors       # then: the table of errors in benchmarks/results
 
 Each kind of kernel of each GPU is fitted by itself, by least squares of logarithms, on the models and sizes below; no
@@ -10,13 +10,12 @@ other model, number of ranks or size is fitted to.
 
 from __future__ import annotations
 
+import json
 import math
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,12 +24,12 @@ from scipy.optimize import least_squares
 from benchmarks.simulation.step_errors import FITTED_ON, MIXTURE
 from cluster.simulate.latency.aiconfigurator import BACKEND, Tables
 from cluster.simulate.latency.base import StepWork, step_of
+from cluster.simulate.latency.fitted import PATH
 from cluster.simulate.latency.kernels import AllReduceTimes, AttentionTimes, KernelTimes, ProductTimes
 from cluster.simulate.latency.roofline import Product, Roofline
 from cluster.simulate.latency.shapes import BFLOAT16, FP8, FP8_BLOCK, GPUS, MODELS, Experts, ModelShape
 from protos.errors import Misconfigured
 
-PATH = Path(__file__).parents[2] / "cluster" / "simulate" / "latency" / "fitted.py"
 MIXTURE_RANKS = {BFLOAT16: (2,), FP8_BLOCK: (1, 4, 8)}  # routed experts and attention: the last of them
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 PROMPTS = ((1, 128), (1, 512), (1, 1024), (1, 2048), (1, 4096), (1, 8192), (1, 16_384), (4, 1024), (8, 512), (16, 128))
@@ -78,23 +77,12 @@ class MeasuredSet(NamedTuple):
 
 
 def main() -> None:
-    fitted = {gpu: fit_gpu(gpu) for gpu in GPUS}
-    PATH.write_text(source(fitted), encoding="utf-8")
-    subprocess.run(["ruff", "format", "--quiet", str(PATH)], check=True)
-    print(f"wrote {PATH}")
-
-
-def source(fitted: dict[str, KernelTimes]) -> str:
-    """Of the module, before it is formatted."""
-    return (
-        '"""Coefficients of kernels, written by `python -m benchmarks.simulation.step_fit`: change that instead.\n\n'
-        f"Source: aiconfigurator-core {version('aiconfigurator-core')} (NVIDIA, Apache-2.0), its measured kernels of "
-        f"{BACKEND}.\n"
-        '"""\n\n'
-        "from __future__ import annotations\n\n"
-        "from cluster.simulate.latency.kernels import AllReduceTimes, AttentionTimes, KernelTimes, ProductTimes\n\n"
-        f"FITTED: dict[str, KernelTimes] = {fitted!r}\n"
+    source = (
+        f"aiconfigurator-core {version('aiconfigurator-core')} (NVIDIA, Apache-2.0), its measured kernels of {BACKEND}"
     )
+    fitted = {"source": source, "gpus": {gpu: asdict(fit_gpu(gpu)) for gpu in GPUS}}
+    PATH.write_text(json.dumps(fitted, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {PATH}")
 
 
 def fit_gpu(gpu: str) -> KernelTimes:

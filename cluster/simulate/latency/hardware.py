@@ -15,28 +15,19 @@ from cluster.simulate.latency.shapes import (
     DTYPES,
     FP8,
     FP8_BLOCK,
+    GPU_KEYS,
     GPUS,
     MODELS,
     Experts,
     Gpu,
     Latent,
     ModelShape,
+    gpu_figures,
 )
 from protos.errors import Misconfigured
 from protos.hints import unusable
 
 GPU_SUFFIX, MODEL_SUFFIX = ".toml", ".json"
-UNITS = {
-    "tflops": ("flops", 1e12),
-    "fp8_tflops": ("fp8_flops", 1e12),
-    "memory_gb": ("memory_bytes", 1e9),
-    "memory_gb_per_s": ("memory_rate", 1e9),
-    "link_gb_per_s": ("link_rate", 1e9),
-    "network_gbit_per_s": ("network_rate", 1e9 / 8),
-    "host_gb_per_s": ("host_rate", 1e9),
-    "usd_per_hour": ("usd_per_hour", 1.0),
-}
-"""Keys of a GPU's file, beside `like`."""
 MAX_GPU_FIGURE, MAX_MODEL_FIGURE = 1e9, 10**9
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 """What checkpoints call the number of routed experts: DeepSeek, Mixtral, Qwen."""
@@ -95,17 +86,14 @@ def read_gpu(path: Path) -> Gpu:
             "same share of their rates",
             param="gpu",
         )
-    figures: dict[str, float | None] = {}
     for key, value in said.items():
-        if key not in UNITS:
-            raise Misconfigured(f"{given}: {key}: there are like, {', '.join(UNITS)}", param="gpu")
+        if key not in GPU_KEYS:
+            raise Misconfigured(f"{given}: {key}: there are like, {', '.join(GPU_KEYS)}", param="gpu")
         least = 0 if key in ("fp8_tflops", "usd_per_hour") else 1e-3
         if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= MAX_GPU_FIGURE:
             limits = f"a number from {least:g} to {MAX_GPU_FIGURE:,.0f}"
             raise Misconfigured(f"{given}: {key} = {value!r}: give {limits}", param="gpu")
-        name, unit = UNITS[key]
-        figures[name] = value * unit or (None if name == "fp8_flops" else 0.0)
-    return replace(GPUS[like], **figures)  # type: ignore[arg-type]  # names and numbers are checked above
+    return replace(GPUS[like], **gpu_figures(said))
 
 
 def read_model(path: Path) -> ModelShape:

@@ -1,11 +1,17 @@
-"""What simulated hardware can do and what simulated models need: public figures, each with its source.
+"""What simulated hardware can do and what simulated models need: public figures, of `gpus.toml` and `models.toml`.
 
 Rates are the makers' dense figures. `cluster.simulate.latency.kernels` holds the share of them that kernels reach.
 """
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from protos.errors import Misconfigured
 from protos.values import KVLayout
@@ -29,57 +35,33 @@ class Gpu:
     network_rate: float  # bytes a second of its network card, one way
     host_rate: float  # bytes a second to its host's memory, one way
     usd_per_hour: float  # an example
-    like: str  # whose fitted shares apply (`kernels.FITTED`)
+    like: str  # whose fitted shares apply (`fitted.json`)
 
 
-# Data sheets of NVIDIA's SXM modules; network cards as in NVIDIA's DGX systems of them (200 Gb/s a GPU in a DGX A100,
-# 400 Gb/s since); prices are round figures of the on-demand market, to be replaced by one's own.
-GPUS: dict[str, Gpu] = {
-    "a100": Gpu(
-        flops=312e12,
-        fp8_flops=None,
-        memory_bytes=80e9,
-        memory_rate=2.039e12,
-        link_rate=300e9,
-        network_rate=25e9,
-        host_rate=32e9,
-        usd_per_hour=1.8,
-        like="a100",
-    ),
-    "h100": Gpu(
-        flops=989e12,
-        fp8_flops=1979e12,
-        memory_bytes=80e9,
-        memory_rate=3.35e12,
-        link_rate=450e9,
-        network_rate=50e9,
-        host_rate=64e9,
-        usd_per_hour=2.8,
-        like="h100",
-    ),
-    "h200": Gpu(
-        flops=989e12,
-        fp8_flops=1979e12,
-        memory_bytes=141e9,
-        memory_rate=4.8e12,
-        link_rate=450e9,
-        network_rate=50e9,
-        host_rate=64e9,
-        usd_per_hour=3.5,
-        like="h200",
-    ),
-    "b200": Gpu(
-        flops=2250e12,
-        fp8_flops=4500e12,
-        memory_bytes=180e9,
-        memory_rate=7.7e12,
-        link_rate=900e9,
-        network_rate=50e9,
-        host_rate=64e9,
-        usd_per_hour=5.5,
-        like="b200",
-    ),
+GPU_KEYS = {
+    "tflops": ("flops", 1e12),
+    "fp8_tflops": ("fp8_flops", 1e12),
+    "memory_gb": ("memory_bytes", 1e9),
+    "memory_gb_per_s": ("memory_rate", 1e9),
+    "link_gb_per_s": ("link_rate", 1e9),
+    "network_gbit_per_s": ("network_rate", 1e9 / 8),
+    "host_gb_per_s": ("host_rate", 1e9),
+    "usd_per_hour": ("usd_per_hour", 1.0),
 }
+"""The keys of a GPU's file, each with its field of `Gpu` and its unit."""
+
+
+def gpu_figures(described: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of `Gpu` that a GPU's file has, from its keys. No `fp8_tflops` are None."""
+    figures = {GPU_KEYS[key][0]: value * GPU_KEYS[key][1] for key, value in described.items()}
+    return figures | {name: value or None for name, value in figures.items() if name == "fp8_flops"}
+
+
+def _described(name: str) -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+GPUS = {name: Gpu(like=name, **gpu_figures(one)) for name, one in _described("gpus.toml").items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,32 +165,7 @@ class ModelShape:
         )
 
 
-# The checkpoints' config.json (Llama: 3.1). DeepSeek-V3 caches 512 + 64 numbers a token and layer (MLA): as one head of
-# 2 x 288.
-MODELS: dict[str, ModelShape] = {
-    "llama-3-8b": ModelShape(
-        params=8.03e9, layers=32, hidden=4096, heads=32, head_dim=128, kv_heads=8, kv_width=128, width=14_336,
-        vocab=128_256, max_len=131_072,
-    ),
-    "llama-3-70b": ModelShape(
-        params=70.6e9, layers=80, hidden=8192, heads=64, head_dim=128, kv_heads=8, kv_width=128, width=28_672,
-        vocab=128_256, max_len=131_072,
-    ),
-    "llama-3-405b": ModelShape(
-        params=405.9e9, layers=126, hidden=16_384, heads=128, head_dim=128, kv_heads=8, kv_width=128, width=53_248,
-        vocab=128_256, max_len=131_072,
-    ),
-    "qwen3-32b": ModelShape(
-        params=32.8e9, layers=64, hidden=5120, heads=64, head_dim=128, kv_heads=8, kv_width=128, width=25_600,
-        vocab=151_936, max_len=40_960,
-    ),
-    "deepseek-v3": ModelShape(
-        params=671e9, layers=61, hidden=7168, heads=128, head_dim=192, kv_heads=1, kv_width=288, width=18_432,
-        vocab=129_280, max_len=163_840, dtype=FP8_BLOCK,
-        experts=Experts(num=256, num_active=8, width=2048, num_shared=1, num_dense_layers=3),
-        latent=Latent(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
-    ),
-}  # fmt: skip
+MODELS = msgspec.convert(_described("models.toml"), dict[str, ModelShape])
 
 
 def num_blocks(gpu: Gpu, model: ModelShape, *, tp: int, block_size: int, memory_share: float = 0.9) -> int:
