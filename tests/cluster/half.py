@@ -32,7 +32,7 @@ from protos.values import (
 )
 from tests.cluster.forked import FORKS
 from tests.unit.decode_pool.pair import DECODE, DECODE_WEIGHT, LAYOUT, PREFILL, PREFILL_WEIGHT, SIZE, Side
-from workers.toy import ToyRunner
+from tests.unit.workers.toy import ToyRunner
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.transfer_leader import TransferLeader
 

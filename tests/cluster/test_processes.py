@@ -16,8 +16,8 @@ import pytest
 from cluster.cli.serve import DEMO
 from tests.cluster.deployed import Deployed
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, Gate, parts_of
+from tests.unit.workers.toy import ToyRunner
 from workers.rpc.worker import Worker
-from workers.toy import ToyRunner
 
 pytestmark = pytest.mark.cluster
 

@@ -17,8 +17,8 @@ from protos.tls import FaceTls, PeerTls
 from router.config import RouterConfig
 from tests.cluster.redis_server import RedisServer
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
+from tests.unit.workers.toy import ToyRunner
 from workers.rpc.worker import Worker
-from workers.toy import ToyRunner
 
 pytestmark = pytest.mark.cluster
 

@@ -18,8 +18,8 @@ from router.fleet.channels import Channels
 from router.fleet.worker_client import WorkerClient
 from tests.cluster.deployed import Deployed
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
+from tests.unit.workers.toy import ToyRunner
 from workers.rpc.worker import Worker
-from workers.toy import ToyRunner
 
 pytestmark = pytest.mark.cluster
 

@@ -31,8 +31,8 @@ from router.config import RouterConfig
 from router.fleet.channels import Channels
 from router.fleet.worker_client import WorkerClient
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
+from tests.unit.workers.toy import ToyRunner
 from workers.rpc.worker import Worker
-from workers.toy import ToyRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,10 +43,10 @@ from tests.cluster.toy_worker import (
     parts_of,
     tokens,
 )
+from tests.unit.workers.toy import ToyRunner, toy_tokens
 from workers.rpc.loop import ThreadedEngineLoop
 from workers.rpc.server import MAX_BACKLOG_MESSAGES, WorkerServicer
 from workers.rpc.worker import Worker, WorkerParts
-from workers.toy import ToyRunner, toy_tokens
 
 pytestmark = pytest.mark.cluster
 

@@ -25,6 +25,7 @@ from protos.values import (
     Ticket,
 )
 from tests.unit.workers.harness import ToyCopies
+from tests.unit.workers.toy import ToyRunner, toy_tokens
 from workers.batch import Batch, PendingStep, StepOutput, SyncPipeline
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
@@ -32,7 +33,6 @@ from workers.kv.blocks import BlockPool
 from workers.kv.host import HostPool
 from workers.scheduling.role import Role
 from workers.scheduling.scheduler import Scheduler
-from workers.toy import ToyRunner, toy_tokens
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.transfer_leader import TransferLeader
 

@@ -20,8 +20,8 @@ from protos.values import (
     Ticket,
 )
 from tests.unit.decode_pool.pair import BLOCK_BYTES, LAYOUT, LEASE_S, SIZE, VOCAB, Post, Side, prompt
+from tests.unit.workers.toy import toy_kv, toy_token
 from workers.batch import Sample
-from workers.toy import toy_kv, toy_token
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.transfer_leader import TransferLeader
 

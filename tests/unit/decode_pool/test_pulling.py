@@ -16,8 +16,8 @@ from protos.errors import InvalidRequest
 from protos.values import GenerateRequest, ReserveRequest, SamplingParams, ShareRequest, Ticket
 from tests.unit.decode_pool.pair import BLOCK_BYTES, DECODE, LAYOUT, SIZE, VOCAB, Pair, expected, prompt
 from tests.unit.decode_pool.test_moving import NEW_WEIGHT, OLD, Pool, made_by
+from tests.unit.workers.toy import ToyRunner
 from workers.kv.blocks import BlockPool
-from workers.toy import ToyRunner
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.send import Outgoing
 from workers.transfer.transfer_leader import TransferLeader

@@ -24,8 +24,8 @@ from tests.unit.decode_pool.pair import (
     expected,
     prompt,
 )
+from tests.unit.workers.toy import toy_tokens
 from workers.scheduling.request import Request
-from workers.toy import toy_tokens
 from workers.transfer.send import Push, Shared
 
 

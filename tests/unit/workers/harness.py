@@ -11,6 +11,7 @@ from typing import Any
 
 from kvtransfer.events import EventLog
 from protos.values import ErrorInfo, FinishReason, GenerateRequest, Logprobs, SamplingParams, SequenceUpdate
+from tests.unit.workers.toy import ToyRunner, toy_kv, toy_tokens
 from workers.batch import Batch, PendingStep, Runner, StepOutput, SyncPipeline
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
@@ -20,7 +21,6 @@ from workers.kv.host import FinishedOnload, HostPool
 from workers.scheduling.request import Request
 from workers.scheduling.role import Colocated, Disposition, Role, Tick
 from workers.scheduling.scheduler import Scheduler
-from workers.toy import ToyRunner, toy_kv, toy_tokens
 
 WEIGHT = 5
 VOCAB = 997

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from protos.values import FinishReason, SequenceUpdate
 from tests.unit.workers.harness import BLOCK, WEIGHT, ToyEngine, ask, by_hand
+from tests.unit.workers.toy import ToyRunner
 from workers.batch import Batch, CompletedStep, RowLimits, StepOutput, pipeline, row_limits
-from workers.toy import ToyRunner
 
 PROMPT = (3, 1, 4, 1, 5)
 ANSWER = by_hand(PROMPT, 12)

@@ -5,8 +5,8 @@ import pytest
 
 from protos.values import SamplingParams
 from tests.unit.workers.harness import VOCAB, WEIGHT, by_hand
+from tests.unit.workers.toy import ToyRunner, toy_tokens
 from workers.batch import Batch, Row, Sample
-from workers.toy import ToyRunner, toy_tokens
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5)
 GREEDY = Sample(params=SamplingParams(temperature=0.0), index=0)
