@@ -1,4 +1,4 @@
-"""Coefficients of kernels: `fitted.json`, which `python -m benchmarks.simulation.step_fit` writes, with their source."""
+"""Coefficients of kernels: `fitted.json`, which `python -m benchmarks.simulation.step_fit` writes with their source."""
 
 from __future__ import annotations
 
