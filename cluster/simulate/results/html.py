@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from itertools import groupby, pairwise
+from pathlib import Path
+from string import Template
 from typing import NamedTuple
 
 from rich.console import Console, RenderableType
@@ -53,42 +55,7 @@ class Size(NamedTuple):
 WIDE = Size("wide", 720, 7.0)
 NARROW = Size("narrow", 350, 7.7)
 
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
-<style>
-:root {{ --page: #fff; --ink: #1f2937; --faint: #6b7280; --panel: #f3f4f6; --grid: #e5e7eb; --fault: #111827;
-  --c0: #2563eb; --c1: #dc2626; --c2: #047857; --c3: #b45309; --c4: #7c3aed }}
-@media (prefers-color-scheme: dark) {{ :root {{ --page: #111827; --ink: #e5e7eb; --faint: #9ca3af; --panel: #1f2937;
-  --grid: #374151; --fault: #f9fafb; --c0: #60a5fa; --c1: #f87171; --c2: #34d399; --c3: #fbbf24; --c4: #a78bfa }} }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 780px; margin: 2rem auto; padding: 0 1rem;
-  background: var(--page); color: var(--ink) }}
-code {{ overflow-wrap: anywhere }}
-pre {{ background: var(--panel); padding: 1rem; overflow-x: auto; font-size: 13px }}
-h2 {{ font-size: 1.05rem; margin: 1.6rem 0 .3rem }}
-svg {{ width: 100%; height: auto; border: 1px solid var(--grid) }}
-text {{ font: 11px system-ui, sans-serif; fill: var(--faint) }}
-svg.narrow {{ display: none }} .narrow text {{ font-size: 12px }}
-.grid {{ stroke: var(--grid) }}
-polyline {{ fill: none; stroke-width: 1.5 }}
-.s0 {{ stroke: var(--c0) }} .s1 {{ stroke: var(--c1) }} .s2 {{ stroke: var(--c2) }} .s3 {{ stroke: var(--c3) }}
-.s4 {{ stroke: var(--c4) }}
-.f0 {{ fill: var(--c0) }} .f1 {{ fill: var(--c1) }} .f2 {{ fill: var(--c2) }} .f3 {{ fill: var(--c3) }}
-.f4 {{ fill: var(--c4) }}
-.dot {{ fill: transparent; stroke: none }} .dot:hover {{ fill: var(--ink); fill-opacity: .5 }}
-.front {{ stroke: var(--c2); stroke-width: 1.5; fill: none }} .good {{ fill: var(--c2) }} .bad {{ fill: var(--c1) }}
-.mark line {{ stroke: var(--fault); stroke-dasharray: 3 3; stroke-opacity: .6 }}
-text.mark {{ fill: var(--fault) }}
-@media (max-width: 600px) {{ pre {{ font-size: 11px; padding: .6rem }}
-  svg.wide {{ display: none }} svg.narrow {{ display: block }} }}
-</style>
-<h1>{title}</h1>
-<p><code>{command}</code></p>
-<pre>{figures}</pre>
-<p>{note}</p>
-{parts}
-</html>
-"""
+_PAGE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
 def page(outcome: SimulationOutcome, summary: Summary, *, command: str, latency: str = "", objective: Objective) -> str:
@@ -127,7 +94,7 @@ def page(outcome: SimulationOutcome, summary: Summary, *, command: str, latency:
 
 def document(title: str, table: RenderableType, *, command: str, note: str, parts: Sequence[str]) -> str:
     """A whole page: the command, its table as text, a note, and parts of HTML."""
-    return _PAGE.format(
+    return _PAGE.substitute(
         title=f"Baton: {title}",
         command=escape(command),
         note=escape(note),
