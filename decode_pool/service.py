@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
 from decode_pool.config import DecodeConfig
 from decode_pool.role import DecodeRole
 from protos.values import WorkerRole
@@ -12,9 +9,8 @@ from workers.build import LoadedRank
 from workers.config import RankId, WorkerConfig
 from workers.kv.blocks import BlockPool
 from workers.models.loader import Progress
-from workers.rpc import assembly
+from workers.rpc.assembly import assemble
 from workers.rpc.worker import WorkerParts
-from workers.transfer.receive import reservations
 from workers.transfer.transfer_leader import TransferLeader
 
 
@@ -28,21 +24,8 @@ def open_worker(
 ) -> WorkerParts:
     """Rank 0. A COLOCATED worker differs in its name alone: no prefill worker computes prompts for it. Raises as
     `workers.build.open_rank` does."""
-    parts, role = assembly.assemble(
-        config,
-        rank_id,
-        kind=kind,
-        make_endpoints=partial(assembly.lane_endpoints, config.lanes),
-        make_role=partial(_role, pool or DecodeConfig()),
-        on_progress=on_progress,
-    )
-    return replace(parts, reserve=reservations(role.incoming, parts.engine), tickets=role.tickets)
 
+    def make_role(rank: LoadedRank, transfers: TransferLeader, blocks: BlockPool) -> DecodeRole:
+        return DecodeRole(transfers, blocks, rank.layout, pool, prefix_key=rank.model.prefix_key)
 
-def follow(config: WorkerConfig, rank_id: RankId) -> None:
-    """Ranks above 0: until rank 0 stops, or WorkerLost."""
-    assembly.follow(config, rank_id, make_endpoints=partial(assembly.lane_endpoints, config.lanes))
-
-
-def _role(settings: DecodeConfig, rank: LoadedRank, transfers: TransferLeader, pool: BlockPool) -> DecodeRole:
-    return DecodeRole(transfers, pool, rank.layout, settings, prefix_key=rank.model.prefix_key)
+    return assemble(config, rank_id, kind=kind, make_role=make_role, on_progress=on_progress)

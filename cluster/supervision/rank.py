@@ -235,22 +235,12 @@ def _open_worker(orders: RankSpec, on_progress: Progress) -> WorkerParts:
 def _follow_worker(orders: RankSpec) -> None:
     cores = _claim(orders)
     cores.bind()
+    from workers.rpc.assembly import follow  # and torch with it
+
     try:
-        _follow(orders)
+        follow(orders.worker, orders.rank_id)
     finally:
         cores.release()
-
-
-def _follow(orders: RankSpec) -> None:
-    match orders.role:
-        case WorkerRole.PREFILL:
-            from prefill_pool.service import follow as follow_prefill
-
-            follow_prefill(orders.worker, orders.rank_id)
-        case WorkerRole.DECODE | WorkerRole.COLOCATED:
-            from decode_pool.service import follow as follow_decode
-
-            follow_decode(orders.worker, orders.rank_id)
 
 
 def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:

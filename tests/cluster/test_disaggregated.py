@@ -33,6 +33,7 @@ from tests.unit.router.fake_cluster import router_config
 from workers.batch import Batch, PendingStep
 from workers.config import RankId, WorkerConfig
 from workers.parallel.ranks import open_store
+from workers.rpc.assembly import follow
 from workers.rpc.worker import Worker
 
 pytestmark = pytest.mark.cluster
@@ -110,9 +111,7 @@ async def start(
         )
         for rank in range(config.tp)
     ]
-    followers = [
-        threading.Thread(target=service.follow, args=(config, rank_id), daemon=True) for rank_id in rank_ids[1:]
-    ]
+    followers = [threading.Thread(target=follow, args=(config, rank_id), daemon=True) for rank_id in rank_ids[1:]]
     for follower in followers:
         follower.start()
     worker = Worker(await asyncio.to_thread(service.open_worker, config, rank_ids[0], *pool))

@@ -11,13 +11,13 @@ from dataclasses import replace
 from kvtransfer.ledger import Ledger
 from protos.values import BlockHash, GenerateRequest, ReserveRequest, Ticket, TicketStats
 from workers.scheduling.request import Onload, Request
-from workers.scheduling.role import Tick, TransferLoad
+from workers.scheduling.role import Role, Tick, TransferLoad
 from workers.transfer.receive import Incoming
 from workers.transfer.send import Outgoing
 from workers.transfer.transfer_leader import TransferLeader
 
 
-class TransferRole:
+class TransferRole(Role):
     """Not thread-safe: the engine's thread calls everything."""
 
     def __init__(self, transfers: TransferLeader, incoming: Incoming, outgoing: Outgoing) -> None:
