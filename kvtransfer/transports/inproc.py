@@ -13,12 +13,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from kvtransfer.reshard import require_compatible
 from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence, Sent, peer_name
 from protos.errors import TransferFailed
 from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
+
+Event = TypeVar("Event")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,17 +129,42 @@ class _Lane:
         return self.cached_stats
 
 
-class InprocSender:
+class _InprocEnd(Generic[Event]):
+    """What both ends do alike."""
+
     def __init__(
         self, exchange: InprocExchange, address: LaneAddress, layout: KVLayout, wake: Callable[[], None]
     ) -> None:
         self.address = address
-        self._name = peer_name(address)
         self._exchange = exchange
         self._layout = layout
         self._wake = wake
         self._lanes: dict[str, _Lane] = {}
-        self._events: deque[Sent | LaneLost] = deque()
+        self._events: deque[Event] = deque()
+
+    def poll(self) -> Sequence[Event]:
+        with self._exchange._lock:
+            events = list(self._events)
+            self._events.clear()
+            return events
+
+    def has_news(self) -> bool:
+        """Is there anything that was not polled?"""
+        return bool(self._events)
+
+    def lanes(self) -> Sequence[LaneStats]:
+        return [lane.stats() for lane in self._lanes.values()]
+
+    def lane_loads(self) -> Sequence[LaneLoad]:
+        return [LaneLoad(transport="inproc", num_open=len(self._lanes))]
+
+
+class InprocSender(_InprocEnd[Sent | LaneLost]):
+    def __init__(
+        self, exchange: InprocExchange, address: LaneAddress, layout: KVLayout, wake: Callable[[], None]
+    ) -> None:
+        super().__init__(exchange, address, layout, wake)
+        self._name = peer_name(address)
         self._under_way: list[InprocParcel] = []
 
     def open(self, ticket: Ticket) -> None:
@@ -170,12 +197,6 @@ class InprocSender:
         if not lane.lost:
             self._exchange.carry(parcel, lambda: self._deliver(lane, parcel))
 
-    def poll(self) -> Sequence[Sent | LaneLost]:
-        with self._exchange._lock:
-            events = list(self._events)
-            self._events.clear()
-            return events
-
     def cancel(self, ticket_id: str) -> None:
         with self._exchange._lock:
             for parcel in [parcel for parcel in self._under_way if parcel.chunk.ticket_id == ticket_id]:
@@ -185,18 +206,8 @@ class InprocSender:
         """Is anything of a ticket on its way?"""
         return any(parcel.chunk.ticket_id == ticket_id for parcel in self._under_way)
 
-    def has_news(self) -> bool:
-        """Is there anything that was not polled?"""
-        return bool(self._events)
-
     def busy(self) -> bool:
         return bool(self._events or self._under_way)
-
-    def lanes(self) -> Sequence[LaneStats]:
-        return [lane.stats() for lane in self._lanes.values()]
-
-    def lane_loads(self) -> Sequence[LaneLoad]:
-        return [LaneLoad(transport="inproc", num_open=len(self._lanes))]
 
     def close_lane(self, peer: str) -> None:
         with self._exchange._lock:
@@ -250,16 +261,11 @@ class InprocSender:
         self._wake()
 
 
-class InprocReceiver:
+class InprocReceiver(_InprocEnd[Arrived | LaneLost]):
     def __init__(
         self, exchange: InprocExchange, address: LaneAddress, layout: KVLayout, wake: Callable[[], None]
     ) -> None:
-        self.address = address
-        self._exchange = exchange
-        self._layout = layout
-        self._wake = wake
-        self._lanes: dict[str, _Lane] = {}
-        self._events: deque[Arrived | LaneLost] = deque()
+        super().__init__(exchange, address, layout, wake)
         self._staged: dict[Chunk, deque[Any]] = {}
 
     def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
@@ -270,12 +276,6 @@ class InprocReceiver:
                 if peer != name and peer.rpartition("#")[0] == source.worker_id:
                     self._lose(peer, f"{source.worker_id} has been restarted")
             self._lanes.setdefault(name, _Lane(name))
-
-    def poll(self) -> Sequence[Arrived | LaneLost]:
-        with self._exchange._lock:
-            events = list(self._events)
-            self._events.clear()
-            return events
 
     def look(self, chunk: Chunk) -> Presence:
         return Presence.HERE if chunk in self._staged else Presence.COMING
@@ -297,18 +297,8 @@ class InprocReceiver:
     def drop_source(self, source: str, kept: Collection[Chunk]) -> None:
         """There is one rank: what has come in has come in everywhere."""
 
-    def has_news(self) -> bool:
-        """Is there anything that was not polled?"""
-        return bool(self._events)
-
     def busy(self) -> bool:
         return bool(self._events or self._staged)
-
-    def lanes(self) -> Sequence[LaneStats]:
-        return [lane.stats() for lane in self._lanes.values()]
-
-    def lane_loads(self) -> Sequence[LaneLoad]:
-        return [LaneLoad(transport="inproc", num_open=len(self._lanes))]
 
     def close_lane(self, peer: str) -> None:
         with self._exchange._lock:

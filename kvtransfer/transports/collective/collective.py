@@ -14,9 +14,10 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
+from msgspec.structs import replace
 
 from kvtransfer.config import LaneConfig
 from kvtransfer.reshard import incoming, outgoing, require_compatible
@@ -33,6 +34,9 @@ from protos.errors import TransferCorrupted, TransferFailed
 from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
 
 _cuda: Any = torch.cuda
+
+Event = TypeVar("Event")
+Parcels = TypeVar("Parcels", Outbox, Inbox)
 
 
 class CollectiveTransport:
@@ -59,7 +63,9 @@ class CollectiveTransport:
         return CollectiveReceiver(self, address, layout, wake)
 
 
-class CollectiveSender:
+class _LanesEnd(Generic[Event, Parcels]):
+    """What both ends of a worker's lanes do alike. `_lanes` are those in use, by peer name."""
+
     def __init__(
         self, transport: CollectiveTransport, address: LaneAddress, layout: KVLayout, wake: Callable[[], None]
     ) -> None:
@@ -70,10 +76,49 @@ class CollectiveSender:
         self._staging = Staging(device=transport.device, max_bytes=transport.config.max_staged_bytes)
         self._changed = threading.Condition(threading.RLock())
         self._counters = LaneCounters()
-        self._lanes: dict[str, Outbox] = {}
+        self._lanes: dict[str, Parcels] = {}
         self._threads: list[Lane] = []  # of lost lanes too, until they have ended
-        self._events: deque[Sent | LaneLost] = deque()
+        self._events: deque[Event] = deque()
 
+    def poll(self) -> Sequence[Event]:
+        with self._changed:
+            events = list(self._events)
+            self._events.clear()
+            return events
+
+    def lanes(self) -> Sequence[LaneStats]:
+        with self._changed:
+            return [parcels.lane.stats() for parcels in self._lanes.values()]
+
+    def lane_loads(self) -> Sequence[LaneLoad]:
+        return self._counters.lane_loads()
+
+    def close(self) -> None:
+        with self._changed:
+            ending = self._threads
+            for lane in ending:
+                lane.closing.set()
+            self._changed.notify_all()
+        end_all(ending)
+
+    def _make_lane(self, peer: str, meeting: Rendezvous, wait_s: float) -> Lane:
+        lane = Lane(peer, meeting, self._counters, self._transport.config, wait_s=wait_s)
+        self._threads = [*(other for other in self._threads if not other.ended()), lane]
+        return lane
+
+    def _over(self, parcels: Parcels) -> bool:
+        with self._changed:
+            ends = parcels.lane.closing.is_set() or parcels.lane.closing_idle
+            if ends:
+                self._forget(parcels)
+            return ends
+
+    def _forget(self, parcels: Parcels) -> None:
+        if self._lanes.get(parcels.lane.peer) is parcels:
+            del self._lanes[parcels.lane.peer]
+
+
+class CollectiveSender(_LanesEnd[Sent | LaneLost, Outbox]):
     def open(self, ticket: Ticket) -> None:
         require_compatible(self.address.worker_id, self._layout, ticket.destination.worker_id, ticket.layout)
         self._lane(ticket)
@@ -94,12 +139,6 @@ class CollectiveSender:
         with self._changed:
             self._lane(ticket).put(QueuedPayload(chunk=chunk, payload=payload.reshape(-1), ready=ready))
 
-    def poll(self) -> Sequence[Sent | LaneLost]:
-        with self._changed:
-            events = list(self._events)
-            self._events.clear()
-            return events
-
     def cancel(self, ticket_id: str) -> None:
         with self._changed:
             for outbox in self._lanes.values():
@@ -108,18 +147,6 @@ class CollectiveSender:
     def busy(self) -> bool:
         with self._changed:
             return bool(self._events) or any(outbox.queue or outbox.on_wire for outbox in self._lanes.values())
-
-    def lanes(self) -> Sequence[LaneStats]:
-        with self._changed:
-            return [outbox.lane.stats() for outbox in self._lanes.values()]
-
-    def close(self) -> None:
-        with self._changed:
-            ending = self._threads
-            for lane in ending:
-                lane.closing.set()
-            self._changed.notify_all()
-        end_all(ending)
 
     def _lane(self, ticket: Ticket) -> Outbox:
         peer = peer_name(ticket.destination)
@@ -140,11 +167,10 @@ class CollectiveSender:
                 device=transport.device,
                 config=config,
             )
-            lane = Lane(peer, meeting, self._counters, config, wait_s=config.stall_s)
+            lane = self._make_lane(peer, meeting, config.stall_s)
             self._lanes[peer] = outbox = Outbox(
                 lane, slices, source_tp=source_tp, changed=self._changed, staging=self._staging, config=config
             )
-            self._threads = [*(other for other in self._threads if not other.ended()), lane]
             lane.start(
                 [lambda wire: self._work(outbox, wire)],
                 lost=partial(self._lost, outbox),
@@ -157,9 +183,6 @@ class CollectiveSender:
             if peer in self._lanes:
                 self._lanes[peer].lane.closing_idle = True
                 self._changed.notify_all()
-
-    def lane_loads(self) -> Sequence[LaneLoad]:
-        return self._counters.lane_loads()
 
     def _work(self, outbox: Outbox, wire: LaneWire) -> None:
         sent = outbox.work(wire)
@@ -177,42 +200,16 @@ class CollectiveSender:
             self._events.append(_loss(outbox.lane.peer, reason))
         self._wake()
 
-    def _over(self, outbox: Outbox) -> bool:
-        with self._changed:
-            ends = outbox.lane.closing.is_set() or outbox.lane.closing_idle
-            if ends:
-                self._forget(outbox)
-            return ends
 
-    def _forget(self, outbox: Outbox) -> None:
-        if self._lanes.get(outbox.lane.peer) is outbox:
-            del self._lanes[outbox.lane.peer]
-
-
-class CollectiveReceiver:
+class CollectiveReceiver(_LanesEnd[Arrived | LaneLost, Inbox]):
     def __init__(
         self, transport: CollectiveTransport, address: LaneAddress, layout: KVLayout, wake: Callable[[], None]
     ) -> None:
-        self._transport = transport
-        self._layout = layout
-        self._wake = wake
         self._server = None
         if transport.rank == 0 and address.port == 0:
             self._server = RendezvousServer(address.host, key=address.key.encode())
-            address = LaneAddress(
-                worker_id=address.worker_id,
-                incarnation=address.incarnation,
-                host=address.host,
-                port=self._server.port,
-                key=self._server.key.decode(),
-            )
-        self.address = address
-        self._staging = Staging(device=transport.device, max_bytes=transport.config.max_staged_bytes)
-        self._changed = threading.Condition(threading.RLock())
-        self._counters = LaneCounters()
-        self._lanes: dict[str, Inbox] = {}
-        self._threads: list[Lane] = []  # of lost lanes too, until they have ended
-        self._events: deque[Arrived | LaneLost] = deque()
+            address = replace(address, port=self._server.port, key=self._server.key.decode())
+        super().__init__(transport, address, layout, wake)
         self._staged: dict[Chunk, deque[IncomingPayload]] = {}
         self._unwanted: Counter[tuple[str, Chunk]] = Counter()  # by source: chunks to drop as soon as they arrive
 
@@ -231,12 +228,6 @@ class CollectiveReceiver:
         for old in stale:
             old.lane.end()
             self._wake()
-
-    def poll(self) -> Sequence[Arrived | LaneLost]:
-        with self._changed:
-            events = list(self._events)
-            self._events.clear()
-            return events
 
     def look(self, chunk: Chunk) -> Presence:
         with self._changed:
@@ -277,25 +268,13 @@ class CollectiveReceiver:
         with self._changed:
             return bool(self._events or self._staged)
 
-    def lanes(self) -> Sequence[LaneStats]:
-        with self._changed:
-            return [inbox.lane.stats() for inbox in self._lanes.values()]
-
     def close_lane(self, peer: str) -> None:
         with self._changed:
             if peer in self._lanes:
                 self._lanes[peer].lane.close_idle()
 
-    def lane_loads(self) -> Sequence[LaneLoad]:
-        return self._counters.lane_loads()
-
     def close(self) -> None:
-        with self._changed:
-            ending = self._threads
-            for lane in ending:
-                lane.closing.set()
-            self._changed.notify_all()
-        end_all(ending)
+        super().close()
         self._staged.clear()
         if self._server is not None:
             self._server.close()
@@ -314,7 +293,7 @@ class CollectiveReceiver:
             device=transport.device,
             config=config,
         )
-        lane = Lane(peer_name(source), meeting, self._counters, config, wait_s=config.connect_timeout_s)
+        lane = self._make_lane(peer_name(source), meeting, config.connect_timeout_s)
         inbox = Inbox(
             lane,
             slices,
@@ -325,7 +304,6 @@ class CollectiveReceiver:
             arrived=self._arrived,
             wake=self._wake,
         )
-        self._threads = [*(other for other in self._threads if not other.ended()), lane]
         lane.start(inbox.works(), lost=partial(self._lost, inbox), over=partial(self._over, inbox))
         return inbox
 
@@ -370,11 +348,7 @@ class CollectiveReceiver:
 
     def _over(self, inbox: Inbox) -> bool:
         self._clear(inbox)
-        with self._changed:
-            ends = inbox.lane.closing.is_set() or inbox.lane.closing_idle
-            if ends:
-                self._forget(inbox)
-            return ends
+        return super()._over(inbox)
 
     def _clear(self, inbox: Inbox) -> None:
         """Its wire is gone: nothing comes of what was on its way, wanted or not."""
@@ -383,10 +357,6 @@ class CollectiveReceiver:
             if self._lanes.get(inbox.lane.peer, inbox) is inbox:
                 for awaited in [awaited for awaited in self._unwanted if awaited[0] == inbox.lane.peer]:
                     del self._unwanted[awaited]
-
-    def _forget(self, inbox: Inbox) -> None:
-        if self._lanes.get(inbox.lane.peer) is inbox:
-            del self._lanes[inbox.lane.peer]
 
 
 def _loss(peer: str, reason: Exception) -> LaneLost:
