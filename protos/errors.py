@@ -37,6 +37,7 @@ An error crosses a process boundary as (code, message, param, retry_after_s): `E
 
 from __future__ import annotations
 
+import asyncio
 from typing import ClassVar
 
 from grpc import StatusCode
@@ -208,6 +209,13 @@ def _tree(root: type[BatonError]) -> dict[str, type[BatonError]]:
 
 
 ERRORS_BY_CODE: dict[str, type[BatonError]] = _tree(BatonError) | {Internal.code: Internal}
+
+
+def code_of(error: BaseException) -> str:
+    """Of what ended a request: an error that is not of this tree is a bug of ours, or a client that went away."""
+    if isinstance(error, BatonError):
+        return error.code
+    return Cancelled.code if isinstance(error, asyncio.CancelledError | GeneratorExit) else Internal.code
 
 
 def error_from_code(

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from protos.errors import BatonError, Cancelled, Internal
+from protos.errors import code_of
 from router.streaming.itl_histogram import ChoiceTimes, ItlHistogram
 from router.text.text_stream import TextDelta, Usage
 
@@ -30,7 +30,7 @@ class RequestMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None, *, model: str = "") -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each of a counter and a histogram, which few can use
-        self.registry = registry or CollectorRegistry()
+        self.registry = registry or CollectorRegistry(auto_describe=True)
         self.model = model
         self.requests = self._counter("requests", "Requests answered; outcome is ok or an error's code", "outcome")
         self.in_flight = Gauge("baton_requests_in_flight", "Requests being answered", _LABELS, registry=self.registry)
@@ -98,9 +98,6 @@ class _GapCollector(Collector):
             itl.add_metric(endpoint.labels, endpoint.itl.buckets(), endpoint.itl.sum_s)
         yield itl
 
-    def describe(self) -> Iterable[Metric]:
-        return self.collect()
-
 
 class Track:
     """One request, measured from here to `finish`: a context manager, unless its response outlives the block. `usage`
@@ -152,7 +149,7 @@ class Track:
         """Ends the measurement; later calls change nothing."""
         if self.outcome:
             return
-        self.outcome = _outcome(error)
+        self.outcome = "ok" if error is None else code_of(error)
         self._metrics.in_flight.dec()
         self._metrics.answered(self.outcome).inc()
         if error is not None:
@@ -172,15 +169,3 @@ class Track:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.finish(error)
-
-
-def _outcome(error: BaseException | None) -> str:
-    match error:
-        case None:
-            return "ok"
-        case BatonError():
-            return error.code
-        case asyncio.CancelledError() | GeneratorExit():
-            return Cancelled.code
-        case _:
-            return Internal.code

@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import orjson
 from rich.console import Console
 
 from cluster.bench.report import RequestRecord
-from cluster.cli.admin_client import no_answer, open_client, raise_for_error
+from cluster.cli.admin_client import open_client, request_json
 from protos.errors import Misconfigured
 from protos.hints import unusable
 
@@ -44,11 +43,11 @@ def profiling(path: Path | None, url: str, api_key: str) -> Iterator[Mark]:
         return
     _write(path, b"")
     with open_client(url, api_key) as client:
-        _ask(client, "POST")
+        request_json(client, "/admin/profile", "POST")
         try:
             yield lambda records, start_s: requests.extend(_requests(records, start_s))
         finally:
-            workers = _ask(client, "DELETE")
+            workers = request_json(client, "/admin/profile", "DELETE")["workers"]
     _say_missing(workers)
     _say_hidden(workers)
     _write(path, orjson.dumps(chrome_trace(workers, requests)))
@@ -139,16 +138,6 @@ def _named(what: str, pid: int, name: str, tid: int = 0) -> Event:
 
 def _micros(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-def _ask(client: httpx.Client, method: str) -> Sequence[Mapping[str, Any]]:
-    try:
-        response = client.request(method, "/admin/profile")
-    except httpx.HTTPError as error:
-        raise no_answer(client, error) from error
-    raise_for_error(response)
-    workers: Sequence[Mapping[str, Any]] = response.json()["workers"]
-    return workers
 
 
 def _say_missing(workers: Sequence[Mapping[str, Any]]) -> None:

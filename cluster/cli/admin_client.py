@@ -75,6 +75,16 @@ def get_json(client: httpx.Client, path: str) -> Any:
         raise Unavailable(f"{client.base_url} answers {path} with something that is not JSON") from error
 
 
+def request_json(client: httpx.Client, path: str, method: str = "GET") -> Any:
+    """Raises what the server says, or Unavailable."""
+    try:
+        response = client.request(method, path)
+    except httpx.HTTPError as error:
+        raise no_answer(client, error) from error
+    raise_for_error(response)
+    return response.json()
+
+
 def find_model(client: httpx.Client, name: str = "") -> ServedModel:
     """The named model, or the first one served. Raises NotFound."""
     listed = get_json(client, "/v1/models")["data"]

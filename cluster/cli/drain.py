@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, no_answer, open_client, raise_for_error
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client, request_json
 from protos.errors import DeadlineExceeded, Misconfigured, NotFound
 from router.fleet.worker import SUCCESSOR_S
 
@@ -50,7 +50,7 @@ def drain(
         else:
             leaving = [_named(client, worker_id)]
         for worker in leaving:
-            _ask(client, worker["worker_id"])
+            request_json(client, f"/admin/workers/{worker['worker_id']}/drain", "POST")
         for worker in leaving:
             _wait(
                 client, worker["worker_id"], _incarnation(worker),
@@ -103,13 +103,6 @@ def _wait(
         if clock() >= deadline:
             raise DeadlineExceeded(f"after {timeout_s:g} s: {line}. It drains on; `baton status` shows how far it is")
         sleep(PERIOD_S)
-
-
-def _ask(client: httpx.Client, worker_id: str) -> None:
-    try:
-        raise_for_error(client.post(f"/admin/workers/{worker_id}/drain"))
-    except httpx.HTTPError as error:
-        raise no_answer(client, error) from error
 
 
 def _worker(client: httpx.Client, worker_id: str) -> Worker | None:

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import httpx
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, no_answer, open_client, raise_for_error
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, open_client, request_json
 from cluster.cli.tables import Sheet
 from router.policies.base import cost_figure, cost_unit
 
@@ -51,22 +50,12 @@ def why(
     """Show why a request was routed as it was, and why its prompt was not cached. Without REQUEST: list the latest."""
     with open_client(url, api_key) as client:
         if not request:
-            fetched = _fetch(client, f"/admin/requests?limit={RECENT}")
+            fetched = request_json(client, f"/admin/requests?limit={RECENT}")
             _say(fetched, recent_table(fetched["requests"]), as_json=as_json)
             return
         path = f"/admin/requests/{quote(request, safe='')}"
-        fetched = {**_fetch(client, path), "cache": _fetch(client, f"{path}/cache")["jobs"]}
+        fetched = {**request_json(client, path), "cache": request_json(client, f"{path}/cache")["jobs"]}
     _say(fetched, explanation(fetched), as_json=as_json)
-
-
-def _fetch(client: httpx.Client, path: str) -> Any:
-    """Raises the gateway's error (UnknownRequest, Forbidden), or Unavailable."""
-    try:
-        response = client.get(path)
-        raise_for_error(response)
-        return response.json()
-    except httpx.HTTPError as error:
-        raise no_answer(client, error) from error
 
 
 def _say(answer: View, shown: RenderableType, *, as_json: bool) -> None:

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 from redis.asyncio import Redis
-from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, ResponseError
 
 from cluster.discovery.base import Members
 from protos.errors import Misconfigured
@@ -34,7 +34,7 @@ from protos.event_loop import loop_time
 from protos.values import WorkerRole
 from router.fleet.successors import Successor
 from router.log_throttle import OutageLog
-from router.prefix.redis_url import PASSWORD_VARIABLE
+from router.prefix.redis_url import PASSWORD_VARIABLE, TROUBLES, raise_if_cancelled
 
 log = logging.getLogger("baton.discovery")
 
@@ -46,7 +46,6 @@ STARTING_IDS = "baton:starting"
 DEGRADED_KEY = "baton:degraded:"
 DEGRADED_IDS = "baton:degraded"
 CHANGES = "baton:changes"
-TROUBLES = (RedisError, OSError, TimeoutError)
 
 # A successor may have announced the same worker already: delete the key only if this announcer wrote it.
 _FORGET = """
@@ -87,13 +86,6 @@ async def connect(url: str, *, timeout_s: float = 2.0) -> Redis:
             f"no Redis answers at {_shown(url)}: {error}; start it, or correct --discovery", param="discovery"
         ) from error
     return client
-
-
-def _raise_if_cancelled() -> None:
-    """redis-py (8.1) loses a cancellation that arrives in the middle of a command, so loops check for it themselves."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
 
 
 def _shown(url: str) -> str:
@@ -191,7 +183,7 @@ class RedisAnnouncer:
 
     async def _keep(self) -> None:
         while True:
-            _raise_if_cancelled()
+            raise_if_cancelled()
             changed = self._news.is_set()
             self._news.clear()
             try:
@@ -287,7 +279,7 @@ class RedisDiscovery:
             while True:
                 found, starting = await self._read()
                 degraded = await self._read_degraded()
-                _raise_if_cancelled()
+                raise_if_cancelled()
                 if degraded != self._degraded:
                     self._degraded = degraded
                     members.set_degraded(degraded)

@@ -16,12 +16,10 @@ from collections import Counter
 from contextlib import suppress
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from router.auth.limits import BURST_S, LocalLimits, too_fast, too_many
 from router.auth.tenants import Tenant
 from router.log_throttle import OutageLog
-from router.prefix.redis_url import RedisUrl, close
+from router.prefix.redis_url import TROUBLES, RedisUrl, close
 
 log = logging.getLogger("baton.router")
 
@@ -133,7 +131,7 @@ class RedisLimits:
             self._flushing is not None
         ):  # not cancelled: redis-py may swallow the cancellation, and the task would never end
             await asyncio.wait([self._flushing])
-        with suppress(RedisError, OSError, TimeoutError):
+        with suppress(*TROUBLES):
             await self._flush()
         await close(self._client)
 
@@ -146,7 +144,7 @@ class RedisLimits:
         numbers = (num_tokens, tenant.requests_per_min or 0, tenant.tokens_per_min or 0, tenant.max_concurrent or 0)
         try:
             which, wait_s = await self._enter(keys=self._keys(tenant), args=(request_id, *numbers, BURST_S, LEASE_S))
-        except (RedisError, OSError, TimeoutError) as error:
+        except TROUBLES as error:
             self._lose(error, now)
             return None
         self._found()
@@ -185,7 +183,7 @@ class RedisLimits:
                     await self._flush()
                     told_s = clock()
                     self._found()
-                except (RedisError, OSError, TimeoutError) as error:
+                except TROUBLES as error:
                     self._lose(error, clock())
         finally:
             self._flushing = None

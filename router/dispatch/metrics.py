@@ -41,6 +41,3 @@ class MigrationCollector(Collector):
         for outcome, count in self._canary.outcomes.items():
             canary.add_metric((outcome,), count)
         yield canary
-
-    def describe(self) -> Iterable[Metric]:
-        return self.collect()

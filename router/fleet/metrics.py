@@ -94,9 +94,6 @@ class FleetCollector(Collector):
         yield from self._fleet.lane_totals.metrics(pools)
         yield from self._fleet.host_totals.metrics(pools)
 
-    def describe(self) -> Iterable[Metric]:
-        return self.collect()
-
 
 def _by_worker(status: Sequence[WorkerStatus]) -> Iterable[Metric]:
     """What each worker says, for `MAX_WORKERS` of them: series must not grow with a cluster for ever."""

@@ -25,9 +25,6 @@ class PredictionCollector(Collector):
         if self._shadows:
             yield from self._compared()
 
-    def describe(self) -> Iterable[Metric]:
-        return self.collect()
-
     def _errors(self) -> Iterable[Metric]:
         labels = ("worker", "what")
         error = GaugeMetricFamily(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from google.protobuf.message import DecodeError
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from protos.event_loop import loop_time
 from protos.hints import counted
@@ -27,7 +27,16 @@ from protos.values import BlockHash, BlockStored, KVEvent, KVEvents
 from router.log_throttle import OutageLog, RareLog
 from router.prefix.feed import Feed
 from router.prefix.index import Match, PrefixIndex
-from router.prefix.redis_store import EventEntry, ForeignEntry, PromptEntry, Store, StreamPositions, num_blocks
+from router.prefix.redis_store import (
+    EventEntry,
+    ForeignEntry,
+    PromptEntry,
+    Store,
+    StreamPositions,
+    num_blocks,
+    stream_order,
+)
+from router.prefix.redis_url import TROUBLES, raise_if_cancelled
 
 log = logging.getLogger("baton.router")
 
@@ -38,7 +47,6 @@ WARM_S = 3.0
 LEAST_BEFORE_SNAPSHOT = 4096  # blocks published since the last one
 MAX_EXPECTED_WAITING = 256
 NOT_YET = "the prefix index in Redis has not been read yet"
-TROUBLES = (RedisError, OSError, TimeoutError)
 UNREADABLE = (LookupError, ValueError, TypeError, ArithmeticError, AssertionError, DecodeError)
 
 
@@ -174,10 +182,10 @@ class RedisPrefixIndex:
 
     async def _run(self) -> NoReturn:
         while True:
-            _raise_if_cancelled()
+            raise_if_cancelled()
             try:
                 await self._warm()
-                _raise_if_cancelled()
+                raise_if_cancelled()
                 self._warmed.set()
                 if self.trouble == NOT_YET:
                     self._over()
@@ -233,10 +241,10 @@ class RedisPrefixIndex:
         first = places.events
         for worker_id in await self._worker_ids():
             if worker_id not in self._scribes:
-                first = min(first, await self._load(worker_id) or first, key=_order)
+                first = min(first, await self._load(worker_id) or first, key=stream_order)
         self._places = StreamPositions(events=first, expected=places.expected)
         while entries := await self._store.read(self._places, wait=False):
-            _raise_if_cancelled()
+            raise_if_cancelled()
             await self._take(entries)
 
     async def _worker_ids(self) -> list[str]:
@@ -263,7 +271,7 @@ class RedisPrefixIndex:
 
     async def _follow(self) -> NoReturn:
         while True:
-            _raise_if_cancelled()
+            raise_if_cancelled()
             await self._take(await self._store.read(self._places, wait=True))
 
     async def _take(self, entries: Sequence[EventEntry | PromptEntry | ForeignEntry]) -> None:
@@ -308,7 +316,7 @@ class RedisPrefixIndex:
         clock = asyncio.get_running_loop().time
         next_s = clock()
         while True:
-            _raise_if_cancelled()
+            raise_if_cancelled()
             self._news.clear()
             if self._tick_due or clock() >= next_s:
                 self._tick_due = False
@@ -404,16 +412,3 @@ class RedisPrefixIndex:
 def _begin_again(scribe: Scribe) -> None:
     scribe.writing, scribe.snapshot_due = False, True
     scribe.told.clear()
-
-
-def _order(place: str) -> tuple[int, int]:
-    """Places in a stream, as numbers that can be compared."""
-    milliseconds, _, number = place.partition("-")
-    return int(milliseconds), int(number)
-
-
-def _raise_if_cancelled() -> None:
-    """redis-py (8.1) loses a cancellation that meets it in the middle of a command; a loop must look for itself."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError

@@ -288,6 +288,12 @@ def _expected(fields: dict[bytes, bytes]) -> PromptEntry:
     )
 
 
+def stream_order(place: str) -> tuple[int, int]:
+    """Places in a stream, as numbers that can be compared."""
+    milliseconds, _, number = place.partition("-")
+    return int(milliseconds), int(number)
+
+
 def num_blocks(event: KVEvent) -> int:
     return 0 if isinstance(event, Cleared) else len(event.hashes)
 

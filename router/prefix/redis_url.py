@@ -11,6 +11,7 @@ the one in the environment variable BATON_REDIS_PASSWORD, so that settings need 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,11 +23,14 @@ from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
 
 from protos.errors import Misconfigured
 
 SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 PASSWORD_VARIABLE = "BATON_REDIS_PASSWORD"
+TROUBLES = (RedisError, OSError, TimeoutError)
+"""What a command raises when Redis cannot be reached, or used."""
 _PORTS = {"": 6379, "sentinel": 26379, "cluster": 6379}
 _FORM = "write it as redis://host:port, redis+sentinel://host:port,host:port/service or redis+cluster://host:port"
 _OPTIONS = (
@@ -81,6 +85,13 @@ class RedisUrl:
             return client
         [(host, port)] = self.hosts
         return Redis(host=host, port=port, db=self.db, ssl=self.tls, **told)
+
+
+def raise_if_cancelled() -> None:
+    """redis-py (8.1) loses a cancellation that arrives in the middle of a command, so loops check for it themselves."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 async def close(client: Redis | RedisCluster) -> None:

@@ -6,7 +6,6 @@ face: open ──▶ Record ◀── note, chose, took, end: the dispatcher, as
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from itertools import islice
 
 from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
-from protos.errors import BatonError, Cancelled, Internal
+from protos.errors import BatonError, Cancelled, code_of
 from protos.event_loop import loop_time
 from router.jobs import Job
 from router.policies.base import Decision, RequestView
@@ -261,12 +260,9 @@ def _names(job: Job) -> set[str]:
 
 
 def _outcome(error: BaseException | None) -> tuple[str, str]:
-    match error:
-        case None:
-            return "stop", "a stop string was found"
-        case BatonError():
-            return error.code, error.message
-        case asyncio.CancelledError() | GeneratorExit():
-            return Cancelled.code, "the client went away"
-        case _:
-            return Internal.code, "a bug of ours: the log has it"
+    if error is None:
+        return "stop", "a stop string was found"
+    if isinstance(error, BatonError):
+        return error.code, error.message
+    code = code_of(error)
+    return code, "the client went away" if code == Cancelled.code else "a bug of ours: the log has it"

@@ -86,9 +86,9 @@ class Server:
 
     def after(self, key: str, place: str, count: int) -> list[Entry]:
         """Entries of a stream that follow a place, at most so many."""
-        entries, since = self._stream(key).entries, _order(place)
+        entries, since = self._stream(key).entries, redis_store.stream_order(place)
         first = len(entries)
-        while first and _order(entries[first - 1][0].decode()) > since:
+        while first and redis_store.stream_order(entries[first - 1][0].decode()) > since:
             first -= 1
         return entries[first : first + count]
 
@@ -244,8 +244,3 @@ class FakeRedisClient:
 
 def _bytes(value: Any) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode()
-
-
-def _order(place: str) -> tuple[int, int]:
-    milliseconds, _, number = place.partition("-")
-    return int(milliseconds), int(number)
