@@ -21,7 +21,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -39,13 +39,19 @@ from router.prefix.redis_url import PASSWORD_VARIABLE, TROUBLES, raise_if_cancel
 log = logging.getLogger("baton.discovery")
 
 LEASE_S = 5.0
-KEY = "baton:worker:"
-IDS = "baton:workers"
-STARTING_KEY = "baton:starting:"
-STARTING_IDS = "baton:starting"
-DEGRADED_KEY = "baton:degraded:"
-DEGRADED_IDS = "baton:degraded"
 CHANGES = "baton:changes"
+
+
+class LeaseKind(NamedTuple):
+    """A kind of announcement: the prefix of its keys, before the id, and the key of the set of ids."""
+
+    key: str
+    ids: str
+
+
+WORKER = LeaseKind("baton:worker:", "baton:workers")
+STARTING = LeaseKind("baton:starting:", "baton:starting")
+DEGRADED = LeaseKind("baton:degraded:", "baton:degraded")
 
 # A successor may have announced the same worker already: delete the key only if this announcer wrote it.
 _FORGET = """
@@ -137,10 +143,9 @@ class RedisAnnouncer:
         self._live: dict[str, str] = {}
         self._starting: dict[str, Successor] = {}
         self._gone: dict[str, str] = {}
-        self._written: set[str] = set()  # starting, as Redis has them
+        self._written: set[tuple[LeaseKind, str]] = set()
         self._id = uuid4().hex
         self._degraded = ""
-        self._was_degraded = False  # as Redis has it
         self._news = asyncio.Event()
         self._trouble = _Trouble("gateways that start now will not find the workers")
         self._keeper = asyncio.create_task(self._keep(), name="announcer")
@@ -200,33 +205,30 @@ class RedisAnnouncer:
                     await self._news.wait()
 
     async def _write(self, *, changed: bool) -> None:
-        gone = dict(self._gone)
+        gone, leased = dict(self._gone), self._leased()
         async with self._client.pipeline(transaction=True) as pipe:
-            for worker_id, address in self._live.items():
-                pipe.set(KEY + worker_id, address, px=int(self._lease_s * 1000))
-                pipe.sadd(IDS, worker_id)
-            for worker_id in self._written - self._starting.keys():
-                pipe.delete(STARTING_KEY + worker_id)
-                pipe.srem(STARTING_IDS, worker_id)
-            starting = dict(self._starting)
-            for worker_id, successor in starting.items():
-                pipe.set(STARTING_KEY + worker_id, _packed(successor), px=int(self._lease_s * 1000))
-                pipe.sadd(STARTING_IDS, worker_id)
+            for (kind, name), value in leased.items():
+                pipe.set(kind.key + name, value, px=int(self._lease_s * 1000))
+                pipe.sadd(kind.ids, name)
+            for kind, name in self._written - leased.keys():
+                if kind is not WORKER:
+                    pipe.delete(kind.key + name)
+                    pipe.srem(kind.ids, name)
             for worker_id, address in gone.items():
-                pipe.eval(_FORGET, 3, KEY + worker_id, IDS, CHANGES, address, worker_id)
-            if degraded := self._degraded:
-                pipe.set(DEGRADED_KEY + self._id, degraded, px=int(self._lease_s * 1000))
-                pipe.sadd(DEGRADED_IDS, self._id)
-            elif self._was_degraded:
-                pipe.delete(DEGRADED_KEY + self._id)
-                pipe.srem(DEGRADED_IDS, self._id)
+                pipe.eval(_FORGET, 3, WORKER.key + worker_id, WORKER.ids, CHANGES, address, worker_id)
             if changed:
                 pipe.publish(CHANGES, "")
             await pipe.execute()
-        self._written, self._was_degraded = set(starting), bool(degraded)
+        self._written = set(leased)
         for worker_id, address in gone.items():
             if self._gone.get(worker_id) == address:
                 del self._gone[worker_id]
+
+    def _leased(self) -> dict[tuple[LeaseKind, str], str]:
+        """The value of every announcement in force, by kind and id."""
+        leased = {(WORKER, worker_id): address for worker_id, address in self._live.items()}
+        leased |= {(STARTING, worker_id): _packed(one) for worker_id, one in self._starting.items()}
+        return leased | ({(DEGRADED, self._id): self._degraded} if self._degraded else {})
 
 
 class RedisDiscovery:
@@ -277,8 +279,7 @@ class RedisDiscovery:
         async with aclosing(self._client.pubsub()) as changes:
             await changes.subscribe(CHANGES)
             while True:
-                found, starting = await self._read()
-                degraded = await self._read_degraded()
+                found, starting, degraded = await self._read()
                 raise_if_cancelled()
                 if degraded != self._degraded:
                     self._degraded = degraded
@@ -289,36 +290,30 @@ class RedisDiscovery:
                 message = await changes.get_message(ignore_subscribe_messages=True, timeout=self._period_s)
                 withdrawn = str(message["data"]) if message is not None else ""
 
-    async def _read(self) -> tuple[dict[str, str], dict[str, Successor]]:
-        """Addresses and starting processes by worker id, whose leases run. Starting processes are read first: a worker
-        announced in between is found among the addresses."""
-        starting_ids = sorted(str(worker_id) for worker_id in await self._client.smembers(STARTING_IDS))
-        ids = sorted(str(worker_id) for worker_id in await self._client.smembers(IDS))
-        keys = [(STARTING_KEY, STARTING_IDS, worker_id) for worker_id in starting_ids]
-        keys += [(KEY, IDS, worker_id) for worker_id in ids]
-        if not keys:
-            return {}, {}
+    async def _read(self) -> tuple[dict[str, str], dict[str, Successor], str]:
+        """Addresses and starting processes by worker id, whose leases run, and the faults of the clusters behind the
+        workers, of all supervisors. Starting processes are read first: a worker announced in between is found among the
+        addresses."""
+        names = [
+            (kind, name)
+            for kind in (STARTING, WORKER, DEGRADED)
+            for name in sorted(str(one) for one in await self._client.smembers(kind.ids))
+        ]
         addresses: dict[str, str] = {}
         starting: dict[str, Successor] = {}
-        values = await self._client.mget([kind + worker_id for kind, _, worker_id in keys])
-        for (kind, members, worker_id), value in zip(keys, values, strict=True):
+        degraded: dict[str, None] = {}
+        values = await self._client.mget([kind.key + name for kind, name in names]) if names else []
+        for (kind, name), value in zip(names, values, strict=True):
             if value is None:
-                await self._client.eval(_TIDY, 2, kind + worker_id, members, worker_id)
-            elif kind is KEY:
-                addresses[worker_id], _, token = str(value).partition(" ")
-                self._learn(addresses[worker_id], token)
+                await self._client.eval(_TIDY, 2, kind.key + name, kind.ids, name)
+            elif kind is DEGRADED:
+                degraded[str(value)] = None
+            elif kind is WORKER:
+                addresses[name], _, token = str(value).partition(" ")
+                self._learn(addresses[name], token)
             elif (successor := _unpacked(str(value))) is not None:
-                starting[worker_id] = successor
-        return addresses, starting
-
-    async def _read_degraded(self) -> str:
-        """Faults of the clusters behind the workers, of all supervisors."""
-        ids = sorted(str(supervisor) for supervisor in await self._client.smembers(DEGRADED_IDS))
-        values = await self._client.mget([DEGRADED_KEY + supervisor for supervisor in ids]) if ids else []
-        for supervisor, value in zip(ids, values, strict=True):
-            if value is None:
-                await self._client.eval(_TIDY, 2, DEGRADED_KEY + supervisor, DEGRADED_IDS, supervisor)
-        return "; ".join(dict.fromkeys(str(value) for value in values if value is not None))
+                starting[name] = successor
+        return addresses, starting, "; ".join(degraded)
 
     def _apply_starting(self, found: Mapping[str, Successor], served: Mapping[str, str], members: Members) -> None:
         for worker_id, successor in found.items():

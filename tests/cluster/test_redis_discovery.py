@@ -11,10 +11,8 @@ import pytest
 
 from cluster.discovery.redis import (
     CHANGES,
-    IDS,
-    KEY,
-    STARTING_IDS,
-    STARTING_KEY,
+    STARTING,
+    WORKER,
     RedisAnnouncer,
     RedisDiscovery,
     connect,
@@ -242,10 +240,10 @@ async def test_a_redis_that_is_not_there_is_refused_at_the_start_without_its_pas
 
 async def test_what_others_write_to_its_keys_costs_nobody_a_worker(redis: RedisServer) -> None:
     supervisor, client = await announcer(redis), await connect(redis.url)
-    await client.sadd(IDS, b"\xff\xfe", "odd")
-    await client.set(KEY + "odd", b"\xff\xfe")
-    await client.sadd(STARTING_IDS, b"\xff\xfe", "odd")
-    await client.set(STARTING_KEY + "odd", b"\xff\xfe")
+    await client.sadd(WORKER.ids, b"\xff\xfe", "odd")
+    await client.set(WORKER.key + "odd", b"\xff\xfe")
+    await client.sadd(STARTING.ids, b"\xff\xfe", "odd")
+    await client.set(STARTING.key + "odd", b"\xff\xfe")
     async with gateway(redis) as (members, discovery):
         await supervisor.announce("decode-0", "h:1")
         await members.until(lambda: members.addresses.get("decode-0") == "h:1")
