@@ -15,7 +15,7 @@ import logging
 import socket
 import sys
 import tempfile
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from cluster.gateway.messages import (
 )
 from cluster.gateway.tenant_limits import Keeper
 from cluster.process.channel import MessageChannel
+from cluster.process.life import live
 from cluster.process.logs import LogFormat
 from cluster.process.ports import example, reserve, url_of
 from cluster.process.scratch_dir import Scratch
@@ -225,27 +226,13 @@ class GatewayProcesses:
             return Unavailable(f"it cannot be started: {error.strerror or error}")
         slot.pid, slot.error = process.pid, None
         self._begin(slot, control)
-        tasks = [
-            asyncio.create_task(self._follow(slot, control)),
-            asyncio.create_task(self._watch_answers(slot, control)),
-        ]
-        ended = asyncio.create_task(process.wait())
         try:
-            await asyncio.wait([ended, tasks[1]], return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                await tasks[0]  # the error it sent
+            code = await live(process, self._follow(slot, control), self._watch_answers(slot, control))
         finally:
-            for task in tasks:
-                task.cancel()
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    process.kill()
-            await asyncio.gather(ended, *tasks, return_exceptions=True)
             self._clear(slot)
             await control.close()
         if slot.error is not None:
             return slot.error
-        code = process.returncode or 0
         if code == 0 and slot.is_ready:
             return None
         return Unavailable(f"it ended with signal {-code}" if code < 0 else f"it ended with exit code {code}")

@@ -20,6 +20,7 @@ from cluster.config.config import ClusterConfig, PoolsConfig
 from cluster.discovery.base import ClusterAnnouncer
 from cluster.gateway.messages import Ping, Pong, ProcessFailed, WorkerJoined, WorkerLeft
 from cluster.process.channel import MessageChannel
+from cluster.process.life import live
 from cluster.process.reaper import Reaper, adopt_orphans
 from cluster.process.scratch_dir import Scratch, kill_users
 from cluster.ray.session import OURS, end_private_ray, short_folder
@@ -227,26 +228,13 @@ class Pools:
             channel.send(ProcessEnded(pid=pid, status=status))
         self._statuses.clear()
         self._channel, self._num_unanswered, self._has_begun, before = channel, 0, False, self._away
-        following, beating = (
-            asyncio.create_task(self._follow(channel)),
-            asyncio.create_task(self._watch_answers(channel)),
-        )
-        ended = asyncio.create_task(process.wait())
         try:
-            await asyncio.wait([ended, beating], return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                await following  # the messages it sent before
+            code = await live(process, self._follow(channel), self._watch_answers(channel))
         finally:
-            for task in (following, beating):
-                task.cancel()
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    process.kill()
-            await asyncio.gather(ended, following, beating, return_exceptions=True)
             self._channel = None
             await channel.close()
             self._changed.notify()
-        reason = self._lost(process.returncode or 0, stderr, before)
+        reason = self._lost(code, stderr, before)
         await self._announce_trouble()
         await asyncio.to_thread(self._end_ray, folder)
         return reason

@@ -1,0 +1,28 @@
+"""One life of a process that this one has started and talks with over a channel, until it ends or stops answering."""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio.subprocess import Process
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any
+
+
+async def live(process: Process, follow: Coroutine[Any, Any, None], silent: Coroutine[Any, Any, None]) -> int:
+    """The process's exit code; a signal as a negative number. `follow` handles what it sends, to the last message
+    before its end; when `silent` returns, it is killed, as it is when the caller is cancelled."""
+    following, watching = asyncio.create_task(follow), asyncio.create_task(silent)
+    ended = asyncio.create_task(process.wait())
+    try:
+        await asyncio.wait([ended, watching], return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            await following
+    finally:
+        for task in (following, watching):
+            task.cancel()
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+        await asyncio.gather(ended, following, watching, return_exceptions=True)
+    return process.returncode or 0
