@@ -110,6 +110,15 @@ def check_settings(config: object) -> None:
             declared.check(value)
 
 
+class CheckedSettings:
+    """A configuration that refuses values outside its settings' ranges. Raises Misconfigured."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
 def _without_none(kind: Any) -> Any:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from protos.settings import check_settings, setting
+from protos.settings import CheckedSettings, setting
 
 ToolParser = Literal["auto", "hermes", "llama3_json", "mistral"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HttpConfig:
+class HttpConfig(CheckedSettings):
     """What every HTTP face shares."""
 
     max_body_bytes: int = setting(16 * 2**20, "Largest body of a request that is read.", least=1024, most=2**30)
@@ -24,12 +24,9 @@ class HttpConfig:
     cors_origins: str = setting("", 'Pages that may call the API from a browser: "https://a.example, ..." or "*".')
     access_log: bool = setting(True, "Log a line for each request.")
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextConfig:
+class TextConfig(CheckedSettings):
     """How answers are parsed and prompts are tokenised."""
 
     tool_parser: ToolParser = setting("auto", "Format of tool calls; auto: as the chat template has it (docs/api.md).")
@@ -38,12 +35,9 @@ class TextConfig:
         False, "Text of special tokens in a prompt of /v1/completions is text, as always in a chat."
     )
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionConfig:
+class AdmissionConfig(CheckedSettings):
     """A worker with more work than `max_backlog` or `max_backlog_s` gets no more; requests wait at the gateway."""
 
     max_queued: int = setting(1024, "Requests that wait at the gateway; more are refused.", least=0, most=10**6)
@@ -51,12 +45,9 @@ class AdmissionConfig:
     max_backlog: int = setting(64, "Requests at a worker that have not begun.", least=1, most=10**6)
     max_backlog_s: float = setting(0.5, "Prefill work queued at a worker.", least=0.001, most=600)
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchConfig:
+class DispatchConfig(CheckedSettings):
     """How often and for how long a request is tried.
 
     `ticket_lease_s` bounds the silence of a gateway, not the time that a prompt waits for its prefill worker.
@@ -80,12 +71,9 @@ class DispatchConfig:
         0, "One in this many greedy requests runs again on one worker and is compared; 0: none.", least=0, most=10**9
     )
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetConfig:
+class FleetConfig(CheckedSettings):
     """Calls to workers."""
 
     connect_timeout_s: float = setting(10.0, "Timeout for a connection to a worker.", least=0.01, most=600)
@@ -94,12 +82,9 @@ class FleetConfig:
     )
     health_period_s: float = setting(1.0, "Time between two health checks of a worker.", least=0.01, most=600)
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(CheckedSettings):
     """`model_path` is the checkpoint folder, from which tokenizer, chat template and generation defaults are read.
 
     Conditional disaggregation: the decode worker computes a prompt itself whose uncached part is shorter than both
@@ -128,6 +113,3 @@ class RouterConfig:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
-
-    def __post_init__(self) -> None:
-        check_settings(self)

@@ -16,7 +16,7 @@ from kvtransfer.config import LaneConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import BadCheckpoint, Misconfigured
 from protos.hints import NO_GGUF, counted
-from protos.settings import check_settings, setting
+from protos.settings import CheckedSettings, check_settings, setting
 from protos.tls import FaceTls, PeerTls
 from protos.values import WorkerRole
 from router.config import RouterConfig
@@ -71,7 +71,7 @@ class PoolsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RayConfig:
+class RayConfig(CheckedSettings):
     """A Ray that does not answer for this long is given up: a private Ray is started again, one at an address is
     connected to again. Workers keep serving."""
 
@@ -82,9 +82,6 @@ class RayConfig:
         False, "Each rank takes one of the custom Ray resource with its pool's name (deploy/k8s)."
     )
     response_timeout_s: float = setting(15.0, "A Ray that has not answered for this long is given up.", least=2)
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
