@@ -30,6 +30,11 @@ class Messages:
         }
         self._encode = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
 
+    @classmethod
+    def of(cls, *kinds: type) -> Messages:
+        """Each value is a message, by the name of its class."""
+        return cls({kind.__name__: kind for kind in kinds})
+
     def encode(self, name: str, body: object) -> bytes:
         """Raises TypeError for a value that msgpack has no form for, KeyError for a name that is not listed."""
         return self._prefixes[name] + self._encode(body)

@@ -143,4 +143,4 @@ Message = (
     | RequestEnded
 )  # fmt: skip
 
-CONTROL_MESSAGES = Messages({kind.__name__: kind for kind in get_args(Message)})
+CONTROL_MESSAGES = Messages.of(*get_args(Message))

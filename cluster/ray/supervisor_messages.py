@@ -127,13 +127,7 @@ class RayAway:
     reason: str
 
 
-SUPERVISOR_MESSAGES = Messages(
-    {
-        kind.__name__: kind
-        for kind in (
-            Begin, ProcessEnded, Resize, Resized, Drain, StopWorkers, Ping, LogLine, StartupStep, Planned,
-            WorkerRecorded, Viewed, WorkerStarting, WorkerJoined, WorkerLeft, RayAway, ProcessFailed, Drained,
-            WorkersStopped, Pong,
-        )
-    }
+SUPERVISOR_MESSAGES = Messages.of(
+    Begin, ProcessEnded, Resize, Resized, Drain, StopWorkers, Ping, LogLine, StartupStep, Planned, WorkerRecorded,
+    Viewed, WorkerStarting, WorkerJoined, WorkerLeft, RayAway, ProcessFailed, Drained, WorkersStopped, Pong,
 )  # fmt: skip

@@ -37,9 +37,4 @@ class RankAttached:
     has_orders: bool
 
 
-RANK_MESSAGES = Messages(
-    {
-        kind.__name__: kind
-        for kind in (RankSpec, AttachRank, StopRank, RankContact, RankAttached, Loading, Serving, Logged, Ended)
-    }
-)
+RANK_MESSAGES = Messages.of(RankSpec, AttachRank, StopRank, RankContact, RankAttached, Loading, Serving, Logged, Ended)

@@ -43,7 +43,7 @@ typedef struct {
     u32 *set_heads, num_set_heads;
     u32 memo_from, memo_to, memo_place; int memo_on;
     Worker workers[MAX_WORDS * 64];
-    u64 irregular[2][MAX_WORDS], tiered[MAX_WORDS]; u32 num_irregular;
+    u64 irregular[2][MAX_WORDS], tiered[MAX_WORDS];
     Until *untils; u32 num_untils, cap_untils;
     Batch *batches; u32 num_batches, cap_batches;
     u64 mix[2];
@@ -312,7 +312,6 @@ static void note_regular(Table *t, u32 slot, u32 view) {
     int irregular = t->workers[slot].orphans[view] || t->workers[slot].unsure[view];
     if (irregular == !!(*word & bit)) return;
     *word ^= bit;
-    if (view == ANYWHERE) t->num_irregular += irregular ? 1 : -1;
 }
 
 /* How many children of a block the worker holds. */
@@ -637,7 +636,6 @@ u32 table_match(const Table *t, const u64 *keys, u32 num, u32 *into) {
 u32 table_held(const Table *t, u32 slot) { return t->workers[slot].held; }
 u32 table_hosted(const Table *t, u32 slot) { return t->workers[slot].hosted; }
 u32 table_entries(const Table *t) { return t->num_live; }
-u32 table_irregular(const Table *t) { return t->num_irregular; }
 
 static int listed(const Table *t, u32 slot, u32 id, u32 tier) {
     return tier == DEVICE ? told_device(t, slot, id) : has_in(t, t->entries[id].set, slot, tier);

@@ -42,7 +42,6 @@ _FUNCTIONS: Functions = {
     "table_match": ((_P, _S, _N, _P), _N),
     "table_held": ((_P, _N), _N),
     "table_hosted": ((_P, _N), _N),
-    "table_irregular": ((_P,), _N),
     "table_entries": ((_P,), _N),
     "table_export": ((_P, _N, _N, _P, _P, _P), _N),
     "table_check": ((_P,), _N),
@@ -141,11 +140,6 @@ class TablePrefixIndex:
     def num_entries(self) -> int:
         """Distinct blocks in the tables, also those that are only the parent of another."""
         return int(self._library.table_entries(self._table))
-
-    @property
-    def num_walked(self) -> int:
-        """Workers whose chains have, or may have, holes."""
-        return int(self._library.table_irregular(self._table))
 
     def check_integrity(self) -> None:
         """Every counter agrees with what it counts. Reads everything."""

@@ -323,5 +323,4 @@ class SimulatedWorker:
         )
 
 
-MakeWorker = Callable[[str, WorkerRole, int], SimulatedWorker]
 """From worker id, role and incarnation."""
