@@ -7,10 +7,6 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 MAX_LISTED = 10
-NO_GGUF = (
-    "GGUF files are not served. Give --model the folder of a Hugging Face checkpoint (config.json, tokenizer.json and "
-    "*.safetensors), such as the one that the GGUF was made from: `hf download NAME --local-dir FOLDER` gets it"
-)
 _LFS = b"version https://git-lfs.github.com/spec/"
 
 

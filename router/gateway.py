@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protos.errors import InvalidRequest, UnknownModel
+from protos.model_files.opening import open_model
 from router.auth.auth import AccessControl
 from router.config import RouterConfig
 from router.dispatch.chooser import Routing
@@ -207,12 +208,13 @@ def open_gateway(
     max_model_len: int | None = None,
 ) -> Gateway:
     """Reads tokenizer, chat template and defaults from the checkpoint. Raises Misconfigured."""
-    tokenizer = Tokenizer.load(config.model_path)
+    files = open_model(config.model_path)
+    tokenizer = Tokenizer.load(files)
     if compiled() is not None:
         _ = tokenizer.vocabulary.texts  # before the first request, which would wait for them
-    template = ChatTemplate.load(config.model_path, tokenizer.named_tokens, tokenizer.added_tokens)
+    template = ChatTemplate.load(files, tokenizer.named_tokens, tokenizer.added_tokens)
     return Gateway(
-        card=ModelCard.load(config.model_path, config.model_name, max_model_len=max_model_len),
+        card=ModelCard.load(files, config.model_name, max_model_len=max_model_len),
         tokenizer=tokenizer,
         template=template,
         tool_format=_tool_format(config.text.tool_parser, template),

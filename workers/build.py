@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from kvtransfer.events import EventLog
 from kvtransfer.reshard import rank_block_bytes
 from protos.errors import Misconfigured
+from protos.model_files.opening import model_name, open_model
 from protos.values import KVLayout, SamplingParams
 from workers.attention.registry import attention_for
 from workers.batch import Batch, Row, Sample
@@ -170,7 +170,7 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     steps_in_flight = steps_in_flight_of(config)
     model = read_config(config.model)
     check_parallel(model, config.tp)
-    name = config.served_name or Path(config.model).resolve().name
+    name = config.served_name or model_name(config.model)
     dtype = dtype_of(config, model)
     layout = model.kv_layout(block_size=config.block_size, dtype=dtype, tp=config.tp)
     layout = replace(layout, model=name, device=device)
@@ -239,8 +239,7 @@ def _num_slots(config: WorkerConfig, layout: KVLayout, free_bytes: int) -> int:
 
 def _grammars(config: WorkerConfig, model: ModelConfig) -> Grammars:
     """Of rank 0, which samples."""
-    tokenizer = Path(config.model) / "tokenizer.json"
-    return GuidanceGrammars(tokenizer, vocab_size=model.vocab_size, eos_ids=model.eos_token_ids)
+    return GuidanceGrammars(open_model(config.model), vocab_size=model.vocab_size, eos_ids=model.eos_token_ids)
 
 
 def _capture(config: WorkerConfig, runner: TorchRunner, decoder: Decoder, *, max_blocks: int, num_groups: int) -> None:

@@ -6,23 +6,21 @@ setting.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from decode_pool.config import DecodeConfig
 from kvtransfer.config import LaneConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import BadCheckpoint, Misconfigured
-from protos.hints import NO_GGUF, counted
+from protos.hints import counted
+from protos.model_files.opening import open_model
 from protos.settings import CheckedSettings, check_settings, setting
 from protos.tls import FaceTls, PeerTls
 from protos.values import WorkerRole
 from router.config import RouterConfig
 from workers.config import WorkerConfig
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)  # meta-llama/Llama-3.1-8B
 MEMORY = "memory"
 MAX_WORKERS = 4096
 
@@ -147,29 +145,11 @@ class ClusterConfig:
         return replace(self, peers=self.peers.with_token())
 
     def check_model(self) -> None:
-        """Raises BadCheckpoint if the model's folder on this machine has no checkpoint."""
-        folder = Path(self.worker.model)
-        if not folder.is_dir():
-            raise BadCheckpoint(f"model: {_no_folder(folder)}", param="model")
-        if not (folder / "config.json").is_file():
-            if gguf := sorted(path.name for path in folder.glob("*.gguf")):
-                raise BadCheckpoint(f"model: {folder} holds {gguf[0]}: {NO_GGUF}", param="model")
-            raise BadCheckpoint(
-                f"model: {folder} has no config.json, so it is no checkpoint's folder: give --model the one that holds "
-                "config.json and the weights (*.safetensors)",
-                param="model",
-            )
-
-
-def _no_folder(path: Path) -> str:
-    if path.suffix.lower() == ".gguf":
-        return f"{path}: {NO_GGUF}"
-    if path.exists():
-        return f"{path} is a file: give --model the folder that it lies in"
-    message = f"there is no folder {path}: give --model a checkpoint's folder"
-    if _HUB_NAME.fullmatch(str(path)):
-        message += f"; Baton downloads nothing, as `hf download {path} --local-dir FOLDER` does"
-    return message
+        """Raises BadCheckpoint if there is no model at its path on this machine."""
+        try:
+            open_model(self.worker.model)
+        except BadCheckpoint as error:
+            raise BadCheckpoint(f"model: {error.message}", param="model") from error
 
 
 def _check_index(where: str) -> None:

@@ -20,6 +20,7 @@ from cluster.config.declared import config_fields, declared_settings, path_of, t
 from cluster.config.renamed import check_renamed
 from protos.errors import Misconfigured
 from protos.hints import nearest, unusable
+from protos.model_files.opening import model_name
 from protos.settings import Setting, settings_of
 from protos.values import WorkerRole
 
@@ -83,7 +84,7 @@ def make_config(settings: Mapping[str, Any]) -> ClusterConfig:
             param="served_name",
         )
     model = Path(given.setdefault("model", ""))
-    given |= {"router.model_path": model, "router.model_name": given.get("served_name") or model.resolve().name}
+    given |= {"router.model_path": model, "router.model_name": given.get("served_name") or model_name(model)}
     made: ClusterConfig = _make(ClusterConfig, "", given)
     return made
 

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -23,8 +22,8 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from protos.errors import BadCheckpoint, InvalidRequest
+from protos.model_files.base import ModelFiles
 from router.text.control import ControlTexts, Marks, Rendered
-from router.text.tokenizer import read_json
 from router.text.tool_call_formats import ToolFormat, format_of
 
 Message = Mapping[str, Any]
@@ -96,14 +95,14 @@ class ChatTemplate:
 
     @classmethod
     def load(
-        cls, folder: Path, named_tokens: Mapping[str, str], added_tokens: Mapping[str, bool] | None = None
+        cls, files: ModelFiles, named_tokens: Mapping[str, str], added_tokens: Mapping[str, bool] | None = None
     ) -> ChatTemplate | None:
         """Reads chat_template.jinja or tokenizer_config.json; None if the checkpoint has no template."""
         make = partial(cls, named_tokens=named_tokens, added_tokens=added_tokens)
-        beside = folder / "chat_template.jinja"
-        if beside.is_file():
-            return make(beside.read_text(encoding="utf-8"))
-        found = read_json(folder / "tokenizer_config.json").get("chat_template")
+        beside = files.text("chat_template.jinja")
+        if beside is not None:
+            return make(beside)
+        found = (files.json("tokenizer_config.json") or {}).get("chat_template")
         with_tools = None
         if isinstance(found, list):
             named = {one["name"]: one["template"] for one in found}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from protos.errors import BadCheckpoint
-from router.text.tokenizer import read_json
+from protos.model_files.base import ModelFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +30,16 @@ class ModelCard:
     created: int = 0
 
     @classmethod
-    def load(cls, folder: Path, name: str, *, max_model_len: int | None = None) -> ModelCard:
+    def load(cls, files: ModelFiles, name: str, *, max_model_len: int | None = None) -> ModelCard:
         """Reads config.json and generation_config.json; `max_model_len` shortens the model's own limit.
 
         Raises BadCheckpoint if config.json lacks a field that the router needs.
         """
-        config, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json")
+        config, generation = files.json("config.json") or {}, files.json("generation_config.json") or {}
         longest, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
         if not isinstance(longest, int) or not isinstance(vocab_size, int):
             raise BadCheckpoint(
-                f"{folder / 'config.json'} must give max_position_embeddings and vocab_size as integers"
+                f"{files.where('config.json')} must give max_position_embeddings and vocab_size as integers"
             )
         given = {key: generation[key] for key in _DEFAULTS if generation.get(key) is not None}
         return cls(
@@ -49,8 +47,8 @@ class ModelCard:
             max_model_len=max_model_len or longest,
             vocab_size=vocab_size,
             eos_token_ids=_ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id")),
-            fingerprint=_fingerprint(folder),
-            created=int((folder / "config.json").stat().st_mtime),
+            fingerprint=f"fp_{files.fingerprint()}",
+            created=files.created_s,
             **given,
         )
 
@@ -60,13 +58,3 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 def _ids(value: Any) -> frozenset[int]:
     return frozenset(value) if isinstance(value, list) else frozenset(() if value is None else (value,))
-
-
-def _fingerprint(folder: Path) -> str:
-    """A hash of the small files and the weights' sizes: hashing gigabytes of weights would delay every start."""
-    digest = hashlib.blake2b(digest_size=6)
-    for path in sorted(folder.glob("*.json")):
-        digest.update(path.read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
-    return f"fp_{digest.hexdigest()}"

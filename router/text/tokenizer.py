@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the checkpoint's own tokenizer.json. Nothing is ever downloaded."""
+"""Text to token ids and back, with the model's own tokenizer.json. Nothing is ever downloaded."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from protos.errors import BadCheckpoint
 from protos.hints import lfs_pointer
+from protos.model_files.base import ModelFiles
 from router.text.control import ControlTexts, Rendered, Span
 from router.text.plain import PlainTokenizer
 from router.text.vocabulary import Vocabulary
@@ -49,17 +49,20 @@ class Tokenizer:
         self._max_token_chars = _max_token_chars(state, self.vocabulary)
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
+    def load(cls, files: ModelFiles) -> Tokenizer:
         """Reads tokenizer.json, tokenizer_config.json and special_tokens_map.json. Raises BadCheckpoint."""
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise BadCheckpoint(_no_tokenizer(folder))
+        text, where = files.text("tokenizer.json"), files.where("tokenizer.json")
+        if text is None:
+            raise BadCheckpoint(_no_tokenizer(files))
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises Exception itself
-            raise BadCheckpoint(lfs_pointer(path) or f"{path} is not a tokenizer: {error}") from error
-        config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
-        return cls(backend, named_tokens=dict(_named_tokens(config)))
+            pointer = lfs_pointer(files.path / "tokenizer.json")
+            raise BadCheckpoint(pointer or f"{where} is not a tokenizer: {error}") from error
+        named: dict[str, str] = {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            named |= _named_tokens(files.json(name) or {})
+        return cls(backend, named_tokens=named)
 
     @cached_property
     def controls(self) -> ControlTexts:
@@ -134,20 +137,8 @@ class Tokenizer:
         return self.vocabulary.bytes_of(token_id).decode("utf-8", "replace")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A checkpoint's JSON file, {} where it is missing. Raises BadCheckpoint."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise BadCheckpoint(lfs_pointer(path) or f"{path} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise BadCheckpoint(f"{path} must hold a JSON object, not {type(found).__name__}")
-    return found
-
-
-def _no_tokenizer(folder: Path) -> str:
+def _no_tokenizer(files: ModelFiles) -> str:
+    folder = files.path
     others = (name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file())
     found = next(others, "")
     if found == "tekken.json":

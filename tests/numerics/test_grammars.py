@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from protos.errors import InvalidRequest
+from protos.model_files.folder import FolderFiles
 from protos.values import FinishReason, GenerateRequest, SamplingParams
 from router.grammar.structure import choice_grammar, json_grammar, regex_grammar
 from router.text.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ def config_of(folder: Path, **settings: Any) -> WorkerConfig:
 
 
 def text_of(folder: Path, token_ids: Sequence[int]) -> str:
-    return Tokenizer.load(folder).decode(token_ids, skip_special_tokens=True)
+    return Tokenizer.load(FolderFiles(folder)).decode(token_ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("settings", [{}, {"steps_in_flight": 1}, {"tp": 2}], ids=str)
@@ -211,7 +212,7 @@ def test_a_grammar_that_unfolds_too_far_is_told_the_limit(served: tuple[Path, An
     """Forty characters of one that reads each stretch of them in every way."""
     folder, _ = served
     asked = under("start: s\ns: " + " | ".join("s " * num for num in range(2, 12)) + "| /[ -~]/")
-    [letter] = Tokenizer.load(folder)._encode(["e"], False)[0]
+    [letter] = Tokenizer.load(FolderFiles(folder))._encode(["e"], False)[0]
     request = GenerateRequest(request_id="a", prompt_ids=(5,), output_ids=(letter,) * 40, sampling=asked)
     with colocated(config_of(folder)) as engine:
         engine.submit(request, now=0.0)
@@ -240,7 +241,7 @@ def test_a_mask_that_takes_too_long_ends_its_request_and_holds_up_nobody(
 
     endless, short = regex_grammar("a+"), regex_grammar("b+")
     monkeypatch.setattr(GuidanceGrammars, "_mask", hanging)
-    grammars = GuidanceGrammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
+    grammars = GuidanceGrammars(FolderFiles(tmp_path), vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
     grammars.listener = ready.set
     for name in "abc":
         grammars.begin(name, endless, ())
@@ -272,7 +273,7 @@ def test_large_grammars_hold_up_no_small_one(tmp_path: Path, monkeypatch: pytest
         return make(self, grammar)
 
     monkeypatch.setattr(GuidanceGrammars, "_matcher", slowly)
-    grammars = GuidanceGrammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
+    grammars = GuidanceGrammars(FolderFiles(tmp_path), vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
     large = [f"large-{number}" for number in range(5)]
     for name in large:
         grammars.begin(name, choice_grammar([name * guidance.LARGE_CHARS]), ())
@@ -296,7 +297,7 @@ def test_masks_are_not_made_on_the_engines_core(tmp_path: Path, monkeypatch: pyt
 
     def engine() -> None:
         os.sched_setaffinity(0, {min(everywhere)})
-        grammars = Looking(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
+        grammars = Looking(FolderFiles(tmp_path), vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
         [first] = mask_of(grammars, choice_grammar(["ab"]))
         mask_of(grammars, choice_grammar(["ab"]), (first,))
 
@@ -309,7 +310,7 @@ def test_masks_are_not_made_on_the_engines_core(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("grammar", [choice_grammar(["</s>!"]), regex_grammar("</s>!"), 'start: "</s>" "!"'])
 def test_the_text_of_an_end_token_is_text(tmp_path: Path, grammar: str) -> None:
     write_tokenizer(tmp_path)
-    grammars = GuidanceGrammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
+    grammars = GuidanceGrammars(FolderFiles(tmp_path), vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
     written: tuple[int, ...] = ()
     while (mask := mask_of(grammars, grammar, written)) != [EOS]:
         assert EOS not in mask
@@ -319,8 +320,7 @@ def test_the_text_of_an_end_token_is_text(tmp_path: Path, grammar: str) -> None:
 
 def test_no_text_is_a_special_token_by_any_name_and_names_change_no_mask(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    path = tmp_path / "tokenizer.json"
-    ours, others = (GuidanceGrammars(path, vocab_size=VOCAB_SIZE, eos_ids=(EOS,)) for _ in range(2))
+    ours, others = (GuidanceGrammars(FolderFiles(tmp_path), vocab_size=VOCAB_SIZE, eos_ids=(EOS,)) for _ in range(2))
     assert 1 not in mask_of(ours, choice_grammar(["\ufdd01\ufdd1"]))
     for grammar in (regex_grammar("(.|\n)*"), regex_grammar("[^a]{0,9}!"), json_grammar(PERSON)):
         assert mask_of(ours, grammar) == mask_of(others, grammar)
@@ -329,10 +329,10 @@ def test_no_text_is_a_special_token_by_any_name_and_names_change_no_mask(tmp_pat
 def test_an_answer_ends_only_where_its_grammar_is_fulfilled(tmp_path: Path) -> None:
     """A grammar can name tokens by their numbers."""
     write_tokenizer(tmp_path)
-    grammars = GuidanceGrammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS, 1, 0))
+    grammars = GuidanceGrammars(FolderFiles(tmp_path), vocab_size=VOCAB_SIZE, eos_ids=(EOS, 1, 0))
     with pytest.raises(InvalidRequest, match=r"names a token that ends an answer \(2, 1, 0\)"):
         mask_of(grammars, "start: <[2]>")
-    [letter] = Tokenizer.load(tmp_path)._encode(["a"], False)[0]
+    [letter] = Tokenizer.load(FolderFiles(tmp_path))._encode(["a"], False)[0]
     assert mask_of(grammars, 'start: "a" | <[0-2]> "b"') == [letter]
 
 
@@ -344,7 +344,7 @@ def test_a_tokenizer_whose_merges_have_special_tokens_can_be_read(tmp_path: Path
     words = state["model"]["vocab"]
     words |= {"</": len(words), "s>": len(words) + 1}
     path.write_text(json.dumps(state))
-    grammars = GuidanceGrammars(path, vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
+    grammars = GuidanceGrammars(FolderFiles(tmp_path), vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
     assert mask_of(grammars, choice_grammar(["</s>"])) == [words["</"]]
 
 
@@ -360,11 +360,11 @@ def mask_of(grammars: GuidanceGrammars, grammar: str, output_ids: tuple[int, ...
 
 def test_every_end_is_allowed_where_the_grammar_may_end_and_nowhere_else(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    grammars = GuidanceGrammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS, 1))
+    grammars = GuidanceGrammars(FolderFiles(tmp_path), vocab_size=VOCAB_SIZE, eos_ids=(EOS, 1))
     ready = threading.Event()
     grammars.listener = ready.set
     params = under(regex_grammar("ab?"))
-    a, b = (Tokenizer.load(tmp_path)._encode([text], False)[0][0] for text in "ab")
+    a, b = (Tokenizer.load(FolderFiles(tmp_path))._encode([text], False)[0][0] for text in "ab")
 
     def allowed(*output_ids: int, **changes: Any) -> list[int]:
         sample = Sample(params=params, index=len(output_ids), output_ids=output_ids, **changes)
@@ -394,7 +394,7 @@ def test_what_nobody_waits_for_is_not_compiled(tmp_path: Path, monkeypatch: pyte
         return compile_it(self, grammar)
 
     monkeypatch.setattr(GuidanceGrammars, "_matcher", held)
-    grammars = GuidanceGrammars(tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
+    grammars = GuidanceGrammars(FolderFiles(tmp_path), vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
     grammars.listener = ready.set
     busy, gone, shared = [regex_grammar("a"), regex_grammar("b")], regex_grammar("c+"), regex_grammar("d+")
     for name, grammar in zip("abcde", [*busy, gone, gone, shared], strict=True):

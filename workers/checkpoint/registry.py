@@ -9,7 +9,8 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from protos.errors import UnsupportedModel
-from workers.checkpoint.fields import Fields
+from protos.model_files.base import ModelFiles
+from protos.model_files.fields import Fields
 from workers.checkpoint.formats.base import WeightFormat
 from workers.checkpoint.safetensors import check_safetensors, open_safetensors
 from workers.checkpoint.source import WeightSource
@@ -41,7 +42,7 @@ def open_source(folder: Path) -> AbstractContextManager[WeightSource]:
     return open_safetensors(folder)
 
 
-def read_format(config: Fields, folder: Path) -> WeightFormat | None:
+def read_format(config: Fields, files: ModelFiles) -> WeightFormat | None:
     """How the weights are quantised, None where they are in floating point.
 
     Raises UnsupportedModel where it is not served, BadCheckpoint where a field is wrong.
@@ -49,10 +50,10 @@ def read_format(config: Fields, folder: Path) -> WeightFormat | None:
     given = config.inner("quantization_config")
     method: Any = given.raw("quant_method") or given.raw("method")
     if config.raw("quantization_config") is None:
-        beside = [file for file in _BESIDE if (folder / file).exists()]
+        beside = [file for file in _BESIDE if files.has(file)]
         if not beside:
             return None
-        given = Fields.of_file(folder / beside[0])
+        given = Fields.of_file(files, beside[0])
         method = given.raw("quant_method") or _BESIDE[beside[0]]
     if not isinstance(method, str) or method not in _FORMATS:
         raise UnsupportedModel(

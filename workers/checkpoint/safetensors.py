@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from protos.errors import BadCheckpoint
-from protos.hints import NO_GGUF, lfs_pointer, unusable
-from workers.checkpoint.fields import Fields
+from protos.hints import lfs_pointer, unusable
+from protos.model_files.fields import Fields
+from protos.model_files.folder import FolderFiles
 from workers.checkpoint.source import StoredTensor
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _open(file: Path, *, framework: str) -> Any:
 def _weight_files(folder: Path) -> list[str]:
     """Raises BadCheckpoint where there are none."""
     if (folder / _INDEX).exists():
-        shards = Fields.of_file(folder / _INDEX).raw("weight_map")
+        shards = Fields.of_file(FolderFiles(folder), _INDEX).raw("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(s, str) and Path(s).name == s for s in shards.values()):
             raise BadCheckpoint(f"{folder / _INDEX}: 'weight_map' must map tensor names to file names beside it")
         return sorted(set(shards.values()))
@@ -91,5 +92,5 @@ def _weight_files(folder: Path) -> list[str]:
             "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)"
         )
     if gguf := sorted(p.name for p in folder.glob("*.gguf")):
-        raise BadCheckpoint(f"{folder} holds {gguf[0]}: {NO_GGUF}")
+        raise BadCheckpoint(f"{folder} holds {gguf[0]} and no *.safetensors: give --model {folder / gguf[0]}")
     raise BadCheckpoint(f"{folder} holds neither {_SINGLE} nor {_INDEX}: give a Hugging Face checkpoint folder")

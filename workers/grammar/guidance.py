@@ -29,15 +29,15 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 from weakref import ref
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-from protos.errors import InvalidRequest
+from protos.errors import BadCheckpoint, InvalidRequest
 from protos.grammars import in_our_words
+from protos.model_files.base import ModelFiles
 from protos.threads import DeepThreads
 from workers.batch import Sample
 from workers.cores import leave_cores
@@ -102,12 +102,12 @@ class _Standing:
 
 
 class GuidanceGrammars:
-    """Reads `tokenizer.json` for what its tokens say. `vocab_size` is the model's: tokens that the tokenizer does not
-    know are never allowed. `eos_ids` end an answer whose grammar is fulfilled."""
+    """Reads the model's tokenizer.json for the texts of its tokens. `vocab_size` is the model's: tokens that the
+    tokenizer does not know are never allowed. `eos_ids` end an answer whose grammar is fulfilled."""
 
-    def __init__(self, tokenizer: Path, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(self, files: ModelFiles, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self.listener: Callable[[], None] = lambda: None
-        self._path = tokenizer
+        self._files = files
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
@@ -123,14 +123,15 @@ class GuidanceGrammars:
         self._watch: threading.Thread | None = None
         self._takers = threading.local()
         self._tokenizer: Future[LLTokenizer] | None = None
-        if tokenizer.is_file() and self._eos_ids:
+        if self._eos_ids and files.has("tokenizer.json"):
             self._tokenizer = self._threads["new"].submit(self._read)
 
     def begin(self, request_id: str, grammar: str, output_ids: tuple[int, ...]) -> None:
         if not self._eos_ids:
             raise InvalidRequest("this model has no end-of-sequence token: its answers cannot be constrained")
         if self._tokenizer is None:
-            raise InvalidRequest(f"{self._path} is missing: this worker cannot constrain answers", param="grammar")
+            where = self._files.where("tokenizer.json")
+            raise InvalidRequest(f"{where} is missing: this worker cannot constrain answers", param="grammar")
         standing = self._standing.get(request_id)
         if standing is None or not standing.leads_to(grammar, output_ids):
             self._begin_anew(request_id, grammar, output_ids)
@@ -305,11 +306,12 @@ class GuidanceGrammars:
         return matcher
 
     def _read(self) -> LLTokenizer:
+        where = self._files.where("tokenizer.json")
         try:
-            content = self._path.read_text(encoding="utf-8")
-            return LLTokenizer(without_specials(content), n_vocab=self._vocab_size, eos_token=self._eos_ids)
-        except (OSError, ValueError) as error:
-            log.warning("answers cannot be constrained: %s: %s", self._path, error)
+            content = self._files.text("tokenizer.json")
+            return LLTokenizer(without_specials(content or ""), n_vocab=self._vocab_size, eos_token=self._eos_ids)
+        except (BadCheckpoint, ValueError) as error:
+            log.warning("answers cannot be constrained: %s: %s", where, error)
             raise InvalidRequest(f"this worker cannot constrain answers: {error}", param="grammar") from error
 
 

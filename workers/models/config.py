@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
+from protos.model_files.fields import Fields
+from protos.model_files.opening import open_model
 from protos.values import ITEM_BYTES, KVLayout
-from workers.checkpoint.fields import Fields
 from workers.checkpoint.formats.base import WeightFormat
 from workers.checkpoint.registry import read_format
 from workers.models.families.base import Family
@@ -90,22 +91,18 @@ class ModelConfig:
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """Reads the checkpoint folder `path`, weights left alone.
+    """Reads the model at `path`, a folder or a GGUF file, weights left alone.
 
     Raises BadCheckpoint (a file missing, truncated or contradictory) or UnsupportedModel (an architecture or option
     that is not served), each naming the file, the field and the fix.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
-        raise BadCheckpoint(f"{folder} {what}: give the folder of a Hugging Face checkpoint (with config.json)")
-    config = Fields.of_file(folder / "config.json")
+    files = open_model(path)
+    config = Fields.of_file(files, "config.json")
     family = family_of(config)
     _refuse_unknown_parts(config, family)
     sizes = _Sizes.of(config, family)
     rope = read_rope(config, head_dim=sizes.head_dim, max_position=sizes.max_position)
-    generation_file = folder / "generation_config.json"
-    generation = Fields.of_file(generation_file) if generation_file.exists() else Fields({}, str(generation_file))
+    generation = Fields(files.json("generation_config.json") or {}, files.where("generation_config.json"))
     has_bias = config.flag("attention_bias")
     return ModelConfig(
         family=family.name,
@@ -128,7 +125,7 @@ def read_config(path: str | Path) -> ModelConfig:
         max_model_len=_max_model_len(rope, sizes.max_position),
         dtype=config.text_or("dtype", config.text_or("torch_dtype", "float32")),
         eos_token_ids=_eos_ids(config, generation, sizes.vocab_size),
-        weight_format=read_format(config, folder),
+        weight_format=read_format(config, files),
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from protos.errors import BadCheckpoint, UnsupportedModel
-from workers.checkpoint.fields import Fields
+from protos.model_files.fields import Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +87,13 @@ class LongRope(Rope):
 
     def regime(self, length: int) -> int:
         return self.original_max_position + 1 if length > self.original_max_position else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactorsRope(Rope):
+    """Each pair's frequency is divided by its factor, whatever they were computed from (GGUF's rope_freqs)."""
+
+    factors: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +196,10 @@ def _longrope(scaling: Fields, facts: _Facts) -> Rope:
     )
 
 
+def _factors(scaling: Fields, facts: _Facts) -> Rope:
+    return FactorsRope(theta=facts.theta, factors=scaling.numbers("factors", facts.num_pairs))
+
+
 def _llama3(scaling: Fields, facts: _Facts) -> Rope:
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
     if low >= high:
@@ -208,6 +219,7 @@ _READERS: dict[str, Callable[[Fields, _Facts], Rope]] = {
     "dynamic": _dynamic,
     "yarn": _yarn,
     "longrope": _longrope,
+    "factors": _factors,
     "llama3": _llama3,
     "proportional": _proportional,
 }

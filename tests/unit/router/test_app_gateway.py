@@ -10,6 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from protos.errors import BadCheckpoint
+from protos.model_files.folder import FolderFiles
 from router.gateway import Gateway, open_gateway
 from router.text.model_card import ModelCard
 from tests.unit.router.fake_cluster import router_config
@@ -54,19 +55,19 @@ def write(folder: Path, **files: dict[str, Any]) -> None:
 
 def test_a_card_without_recommendations_is_neutral(tmp_path: Path) -> None:
     write(tmp_path, config={"max_position_embeddings": 64, "vocab_size": 10, "eos_token_id": 2})
-    card = ModelCard.load(tmp_path, "m")
+    card = ModelCard.load(FolderFiles(tmp_path), "m")
     assert (card.max_model_len, card.vocab_size, card.eos_token_ids) == (64, 10, frozenset({2}))
     assert (card.temperature, card.top_p, card.top_k, card.repetition_penalty) == (1.0, 1.0, 0, 1.0)
 
 
 def test_the_fingerprint_changes_with_the_model(tmp_path: Path) -> None:
     write(tmp_path, config={"max_position_embeddings": 64, "vocab_size": 10})
-    before = ModelCard.load(tmp_path, "m").fingerprint
+    before = ModelCard.load(FolderFiles(tmp_path), "m").fingerprint
     write(tmp_path, generation_config={"temperature": 0.5})
-    assert ModelCard.load(tmp_path, "m").fingerprint != before
+    assert ModelCard.load(FolderFiles(tmp_path), "m").fingerprint != before
 
 
 def test_a_config_that_says_too_little_is_refused(tmp_path: Path) -> None:
     write(tmp_path, config={"vocab_size": 10})
     with pytest.raises(BadCheckpoint, match="max_position_embeddings"):
-        ModelCard.load(tmp_path, "m")
+        ModelCard.load(FolderFiles(tmp_path), "m")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workers.checkpoint.fields import Fields
+from protos.model_files.fields import Fields
 from workers.checkpoint.formats.base import bits_of, group_label, group_size_of, refuse_format
 
 _BITS = (4,)

@@ -6,7 +6,7 @@ import re
 from typing import Protocol
 
 from protos.errors import BadCheckpoint, UnsupportedModel
-from workers.checkpoint.fields import Fields
+from protos.model_files.fields import Fields
 
 _MAX_REPEATS = 5  # of a pattern: matching a name of 60 letters stays below a million steps
 _MAX_PATTERN = 512

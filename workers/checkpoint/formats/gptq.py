@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from workers.checkpoint.fields import Fields
+from protos.model_files.fields import Fields
 from workers.checkpoint.formats.base import bits_of, check_pattern, group_label, group_size_of, refuse_format
 
 _BITS = (2, 3, 4, 8)

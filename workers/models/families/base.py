@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from workers.checkpoint.fields import Fields
+from protos.model_files.fields import Fields
 from workers.models.families.windows import Windows, no_windows
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protos.errors import UnsupportedModel
-from workers.checkpoint.fields import Fields
+from protos.model_files.fields import Fields
 from workers.models.families import llama, mistral, qwen2, qwen3
 from workers.models.families.base import Family
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protos.errors import BadCheckpoint, UnsupportedModel
-from workers.checkpoint.fields import Fields
+from protos.model_files.fields import Fields
 
 Windows = tuple[int | None, ...]
 """Per layer: how many positions a token sees, itself included; None sees all."""

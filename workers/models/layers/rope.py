@@ -14,7 +14,16 @@ import torch
 
 from workers.attention.base import AttentionInputs
 from workers.kernels.staging import to_device
-from workers.models.rope import DynamicRope, LinearRope, Llama3Rope, LongRope, ProportionalRope, Rope, YarnRope
+from workers.models.rope import (
+    DynamicRope,
+    FactorsRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    ProportionalRope,
+    Rope,
+    YarnRope,
+)
 
 
 class Rotation:
@@ -72,6 +81,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, regime: int) -> torch.Tensor:
         case LongRope():
             factors = rope.long_factors if regime else rope.short_factors
             return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta**exponents_P)
+        case FactorsRope():
+            return plain_P / torch.tensor(rope.factors, dtype=torch.float32)
         case Llama3Rope():
             return _llama3(rope, plain_P)
     return plain_P

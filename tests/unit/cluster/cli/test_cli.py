@@ -50,7 +50,9 @@ def test_every_verb_exists_and_describes_itself(name: str) -> None:
 
 def test_the_settings_in_force_are_printed() -> None:
     assert "prefill_chunk = 64" in run("config", "--model", "m", "--set", "worker.prefill_chunk=64")
-    assert "there is no folder m" in run("config", "--model", "m"), "said beside them: it may be another machine's"
+    assert "there is no folder or file m" in run("config", "--model", "m"), (
+        "said beside them: it may be another machine's"
+    )
     assert "there is no" not in run("config", "--model", DEMO["model"])
 
 
@@ -86,13 +88,13 @@ def test_serving_needs_a_model_that_is_there(
     gguf.parent.mkdir()
     gguf.touch()
     told = {
-        str(tmp_path / "none"): f"there is no folder {tmp_path}/none: give --model a checkpoint's folder",
+        str(tmp_path / "none"): f"there is no folder or file {tmp_path}/none: give --model a checkpoint's folder",
         str(
             tmp_path
         ): "has no config.json, so it is no checkpoint's folder: give --model the one that holds config.json",
         str(tmp_path / "model.safetensors"): "is a file: give --model the folder that it lies in",
-        str(gguf): "GGUF files are not served. Give --model the folder of a Hugging Face checkpoint",
-        str(gguf.parent): "holds model.Q4_K_M.gguf: GGUF files are not served",
+        str(gguf): "model.Q4_K_M.gguf is empty: download it again",
+        str(gguf.parent): "model.Q4_K_M.gguf is empty: download it again",
         "meta-llama/Llama-3.1-8B": "Baton downloads nothing, as `hf download meta-llama/Llama-3.1-8B --local",
     }
     for model, fix in told.items():

@@ -12,6 +12,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from protos.errors import BadCheckpoint, InvalidRequest
+from protos.model_files.folder import FolderFiles
 from router.text.chat_template import ChatTemplate
 from router.text.tool_call_formats import ToolFormat
 
@@ -181,7 +182,7 @@ def test_a_message_that_the_template_drops_cannot_be_continued() -> None:
 
 
 def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None:
-    assert ChatTemplate.load(tmp_path, TOKENS) is None
+    assert ChatTemplate.load(FolderFiles(tmp_path), TOKENS) is None
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": "plain"}))
     assert rendered(tmp_path) == "plain"
@@ -194,7 +195,7 @@ def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None
 
 
 def rendered(folder: Path, **options: Any) -> str:
-    template = ChatTemplate.load(folder, TOKENS)
+    template = ChatTemplate.load(FolderFiles(folder), TOKENS)
     assert template is not None
     return template.render([USER], **options)
 

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from protos.errors import InvalidRequest
+from protos.model_files.folder import FolderFiles
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer as Texts
 from tests.unit.router.scripted import CORPUS, ids_of, talking
@@ -168,7 +169,7 @@ SHAPES: dict[str, tuple[Callable[[], Texts], str]] = {
     "parted": (lambda: byte_level(*CUTTING_TOKENS), PARTED),
     "coder": (lambda: byte_level(*CHATML_TOKENS), CODER),
     "wrapped": (lambda: byte_level(*CUTTING_TOKENS), WRAPPED),
-    "demo": (lambda: Texts.load(DEMO), ""),
+    "demo": (lambda: Texts.load(FolderFiles(DEMO)), ""),
 }
 
 
@@ -177,7 +178,7 @@ def shape(name: str) -> tuple[Texts, ChatTemplate]:
     make, source = SHAPES[name]
     texts = make()
     if not source:
-        found = ChatTemplate.load(DEMO, texts.named_tokens, texts.added_tokens)
+        found = ChatTemplate.load(FolderFiles(DEMO), texts.named_tokens, texts.added_tokens)
         assert found is not None
         return texts, found
     return texts, ChatTemplate(source, named_tokens=texts.named_tokens, added_tokens=texts.added_tokens)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.model_files.folder import FolderFiles
 from router.text.tokenizer import LONG_TEXT_CHARS, LONG_TEXT_TOKENS, Tokenizer
 from tests.unit.router.scripted import Family, byte_level, ids_of, sentencepiece
 
@@ -77,10 +78,10 @@ def test_a_decoder_that_cannot_stream_is_refused_by_name() -> None:
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"no tokenizer\.json"):
-        Tokenizer.load(tmp_path)
+        Tokenizer.load(FolderFiles(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BadCheckpoint, match="is not a tokenizer"):
-        Tokenizer.load(tmp_path)
+        Tokenizer.load(FolderFiles(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_a_tokenizer_of_another_kind_comes_with_the_way_on(name: str, told: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
     with pytest.raises(BadCheckpoint, match=told):
-        Tokenizer.load(tmp_path)
+        Tokenizer.load(FolderFiles(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
@@ -103,14 +104,14 @@ def test_a_pointer_of_git_lfs_is_no_damage(name: str, tmp_path: Path) -> None:
     byte_level()._backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 17\n")
     with pytest.raises(BadCheckpoint, match=rf"{name} is a Git LFS pointer.*run `git lfs pull` in"):
-        Tokenizer.load(tmp_path)
+        Tokenizer.load(FolderFiles(tmp_path))
 
 
 def test_named_tokens_are_read_in_both_spellings(tmp_path: Path) -> None:
     byte_level()._backend.save(str(tmp_path / "tokenizer.json"))
     config = {"bos_token": {"content": "<|bos|>", "special": True}, "eos_token": "<|end|>", "pad_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert Tokenizer.load(tmp_path).named_tokens == {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
+    assert Tokenizer.load(FolderFiles(tmp_path)).named_tokens == {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(BadCheckpoint, match="not valid JSON"):
-        Tokenizer.load(tmp_path)
+        Tokenizer.load(FolderFiles(tmp_path))

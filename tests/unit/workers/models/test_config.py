@@ -213,10 +213,11 @@ def test_a_damaged_file_is_named(name: str, text: str, says: str, tmp_path: Path
 
 
 def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadCheckpoint, match=r"absent does not exist: give the folder"):
+    with pytest.raises(BadCheckpoint, match=r"there is no folder or file .*absent: give --model"):
         read_config(tmp_path / "absent")
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(BadCheckpoint, match=r"model\.gguf is not a folder"):
-        read_config(tmp_path / "model.gguf")
-    with pytest.raises(BadCheckpoint, match=r"config\.json does not exist"):
+    with pytest.raises(BadCheckpoint, match=r"has no config\.json, so it is no checkpoint's folder"):
         read_config(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(BadCheckpoint, match=r"model\.gguf: the header takes 4 bytes.*truncated"):
+            read_config(path)

@@ -100,9 +100,9 @@ def test_a_folder_without_weights_says_what_it_wants(tmp_path: Path, tensors: Te
         load_model(tmp_path)
 
 
-def test_a_folder_of_gguf_says_what_is_served(tmp_path: Path, tensors: Tensors) -> None:
+def test_a_folder_with_a_gguf_file_beside_its_config_names_that_file(tmp_path: Path, tensors: Tensors) -> None:
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(BadCheckpoint, match=r"holds model\.gguf: GGUF files are not served.*\*\.safetensors"):
+    with pytest.raises(BadCheckpoint, match=r"holds model\.gguf and no \*\.safetensors: give --model .*model\.gguf"):
         load_model(tmp_path)
 
 

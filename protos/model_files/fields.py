@@ -1,15 +1,13 @@
-"""Reads one JSON file of a checkpoint field by field. What is missing or of the wrong type is named with its file."""
+"""Reads one JSON object of a model field by field. What is missing or of the wrong type is named with its file."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 from protos.errors import BadCheckpoint
-from protos.hints import lfs_pointer, unusable
+from protos.model_files.base import ModelFiles
 
 D = TypeVar("D")
 
@@ -22,22 +20,14 @@ class Fields:
         self.where = where
 
     @classmethod
-    def of_file(cls, path: Path) -> Fields:
+    def of_file(cls, files: ModelFiles, name: str) -> Fields:
         """Raises BadCheckpoint when the file is missing, truncated or not an object."""
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        data = files.json(name)
+        if data is None:
             raise BadCheckpoint(
-                f"{path} does not exist: give the folder of a Hugging Face checkpoint, which holds {path.name}"
-            ) from None
-        except OSError as error:
-            raise BadCheckpoint(f"{path}: {unusable(error)}") from error
-        except (ValueError, RecursionError) as error:
-            damage = f"{path} is not valid JSON ({error}): download it again"
-            raise BadCheckpoint(lfs_pointer(path) or damage) from error
-        if not isinstance(data, dict):
-            raise BadCheckpoint(f"{path} must hold a JSON object, it holds a {type(data).__name__}: download it again")
-        return cls(data, str(path))
+                f"{files.where(name)} does not exist: give the folder of a Hugging Face checkpoint, which holds {name}"
+            )
+        return cls(data, files.where(name))
 
     def __contains__(self, key: str) -> bool:
         return self._data.get(key) is not None

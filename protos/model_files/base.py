@@ -1,0 +1,38 @@
+"""The seam between a model path and those that read its small files: `protos.model_files.opening` opens either kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class ModelFiles(Protocol):
+    """The small files of a model by the names that they have in a Hugging Face folder, wherever their content is from.
+
+    Both getters raise BadCheckpoint for content that is damaged, and return None where the model has no such file.
+    """
+
+    @property
+    def path(self) -> Path:
+        """What the user gave, resolved to the folder or file that holds the model."""
+        ...
+
+    @property
+    def created_s(self) -> int:
+        """Seconds since the epoch."""
+        ...
+
+    def where(self, name: str) -> str:
+        """How messages call the file `name`."""
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+    def json(self, name: str) -> Mapping[str, Any] | None: ...
+
+    def text(self, name: str) -> str | None: ...
+
+    def fingerprint(self) -> str:
+        """Changes when the answers may: of the small files and of the weights' sizes, not of the weights."""
+        ...

@@ -1,0 +1,66 @@
+"""The files of a Hugging Face checkpoint's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protos.errors import BadCheckpoint
+from protos.hints import lfs_pointer, unusable
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFiles:
+    path: Path
+
+    @property
+    def created_s(self) -> int:
+        return int((self.path / "config.json").stat().st_mtime)
+
+    def where(self, name: str) -> str:
+        return str(self.path / name)
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
+    def json(self, name: str) -> Mapping[str, Any] | None:
+        return read_object(self.path / name)
+
+    def text(self, name: str) -> str | None:
+        path = self.path / name
+        try:
+            return path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise BadCheckpoint(f"{path}: {unusable(error)}") from error
+        except ValueError as error:
+            raise BadCheckpoint(f"{path} is not UTF-8 ({error}): download it again") from error
+
+    def fingerprint(self) -> str:
+        digest = hashlib.blake2b(digest_size=6)
+        for path in sorted(self.path.glob("*.json")):
+            digest.update(path.read_bytes())
+        for path in sorted(self.path.glob("*.safetensors")):
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+        return digest.hexdigest()
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, None where there is no file. Raises BadCheckpoint when it is damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise BadCheckpoint(f"{path}: {unusable(error)}") from error
+    except (ValueError, RecursionError) as error:
+        damage = f"{path} is not valid JSON ({error}): download it again"
+        raise BadCheckpoint(lfs_pointer(path) or damage) from error
+    if not isinstance(data, dict):
+        raise BadCheckpoint(f"{path} must hold a JSON object, it holds a {type(data).__name__}: download it again")
+    return data

@@ -1,0 +1,176 @@
+"""config.json and generation_config.json, made from a GGUF file's metadata and its table of tensors."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.model_files.fields import Fields
+from protos.model_files.gguf.metadata import GGUFArray
+from protos.model_files.gguf.reader import GGUFFile, GGUFTensor
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""Mistral's models are written as llama."""
+
+# Keys below the architecture's name that would change what the layers compute, with the values that do not.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "attention.clamp_kqv": (0,),
+    "attention.causal": (True,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (),
+    "attention.sliding_window_pattern": (),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "rope.scaling.alpha": (),
+    "use_parallel_residual": (False,),
+}
+
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+_FACTORS, _LONG_FACTORS, _SHORT_FACTORS = (f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short"))
+
+
+def config_of(gguf: GGUFFile) -> dict[str, Any]:
+    """Raises UnsupportedModel for what is not served, BadCheckpoint for a key that is missing or of the wrong type."""
+    metadata = Fields(gguf.metadata, str(gguf.path))
+    name = metadata.text_or("general.architecture", "")
+    _refuse_other_files(metadata, name)
+    own = _of_architecture(gguf, name)
+    for key, harmless in _NEUTRAL.items():
+        if key in own and own.raw(key) not in harmless:
+            raise UnsupportedModel(f"{own.where}.{key} is {own.raw(key)!r}, which is not supported", param=key)
+    vocab_size, hidden_size = _matrix(gguf, EMBEDDING).shape
+    num_heads = own.integer("attention.head_count")
+    head_dim = own.integer_or("attention.key_length", hidden_size // num_heads)
+    _check_heads(own, head_dim)
+    window = own.integer_or("attention.sliding_window", 0, minimum=0)
+    tensors = gguf.tensors
+    config = {
+        "architectures": [_ARCHITECTURES[name]],
+        "vocab_size": vocab_size,
+        "hidden_size": own.integer("embedding_length"),
+        "intermediate_size": own.integer("feed_forward_length"),
+        "num_hidden_layers": own.integer("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": own.integer_or("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": own.integer("context_length"),
+        "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(gguf, own, head_dim),
+        "tie_word_embeddings": HEAD not in tensors,
+        "dtype": _dtype(gguf),
+        "quantization_config": {"quant_method": "gguf"},
+    }
+    if name == "llama":
+        config |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+        if window:
+            config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    elif window:
+        raise UnsupportedModel(
+            f"{own.where}.attention.sliding_window is {window}, and no key says of which layers: give --model the "
+            "Hugging Face checkpoint"
+        )
+    return config
+
+
+def generation_of(gguf: GGUFFile, eos_ids: list[int]) -> dict[str, Any]:
+    metadata = Fields(gguf.metadata, str(gguf.path))
+    names = {
+        "temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+        "repetition_penalty": "penalty_repeat",
+    }  # fmt: skip
+    found = {name: metadata.raw(f"general.sampling.{key}") for name, key in names.items()}
+    return {"eos_token_id": eos_ids} | {
+        name: value for name, value in found.items() if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def _refuse_other_files(metadata: Fields, name: str) -> None:
+    kind = metadata.text_or("general.type", "model")
+    if kind != "model":
+        raise UnsupportedModel(f"{metadata.where}: general.type is {kind!r}: give --model a GGUF file of a model")
+    if name not in _ARCHITECTURES:
+        raise UnsupportedModel(
+            f"{metadata.where}: general.architecture is {name!r}, which is not supported: known are "
+            f"{', '.join(_ARCHITECTURES)} (Llama, Mistral, Qwen2, Qwen2.5, Qwen3; dense and for text)",
+            param="general.architecture",
+        )
+
+
+def _of_architecture(gguf: GGUFFile, name: str) -> Fields:
+    """Keys below `name`. A value for each layer counts as one where all layers have the same."""
+    prefix = f"{name}."
+    found: dict[str, Any] = {}
+    for key in gguf.metadata:
+        if not key.startswith(prefix):
+            continue
+        value = gguf.metadata[key]
+        if isinstance(value, GGUFArray) and value.code and len(different := set(value.values())) == 1:
+            value = different.pop()
+        found[key.removeprefix(prefix)] = value
+    return Fields(found, f"{gguf.path}: {name}")
+
+
+def _matrix(gguf: GGUFFile, name: str) -> GGUFTensor:
+    tensor = gguf.tensors.get(name)
+    if tensor is None or len(tensor.shape) != 2:
+        what = "is missing" if tensor is None else f"is {tensor.shape}, and must have two dimensions"
+        raise BadCheckpoint(f"{gguf.path}: tensor {name!r} {what}: download the file again")
+    return tensor
+
+
+def _check_heads(own: Fields, head_dim: int) -> None:
+    if (values := own.integer_or("attention.value_length", head_dim)) != head_dim:
+        raise UnsupportedModel(
+            f"{own.where}.attention.value_length is {values}, keys have {head_dim}: they must be equal"
+        )
+    if (turned := own.integer_or("rope.dimension_count", head_dim)) != head_dim:
+        raise UnsupportedModel(
+            f"{own.where}.rope.dimension_count is {turned} of {head_dim}: partial rotary embeddings are not supported"
+        )
+
+
+def _rope(gguf: GGUFFile, own: Fields, head_dim: int) -> dict[str, Any]:
+    kind = own.text_or("rope.scaling.type", "none")
+    factor = own.number_or("rope.scaling.factor", own.number_or("rope.scale_linear", 1.0))
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": own.number_or("rope.freq_base", 10_000.0)}
+    original = own.integer_or("rope.scaling.original_context_length", own.integer("context_length"))
+    if _FACTORS in gguf.tensors:
+        return rope | {"rope_type": "factors", "factors": _numbers(gguf, _FACTORS, head_dim // 2)}
+    if _LONG_FACTORS in gguf.tensors:
+        return rope | {
+            "rope_type": "longrope",
+            "long_factor": _numbers(gguf, _LONG_FACTORS, head_dim // 2),
+            "short_factor": _numbers(gguf, _SHORT_FACTORS, head_dim // 2),
+            "original_max_position_embeddings": original,
+            "attention_factor": own.number_or("rope.scaling.attn_factor", 1.0),
+        }
+    if kind == "none" or factor == 1.0:
+        return rope
+    if kind == "linear":
+        return rope | {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        if "rope.scaling.attn_factor" in own:  # llama.cpp multiplies with it what the factor gives
+            yarn["attention_factor"] = own.number("rope.scaling.attn_factor") * (0.1 * math.log(factor) + 1.0)
+        betas = (name for name in ("beta_fast", "beta_slow") if f"rope.scaling.yarn_{name}" in own)
+        return rope | yarn | {name: own.number(f"rope.scaling.yarn_{name}") for name in betas}
+    raise UnsupportedModel(f"{own.where}.rope.scaling.type is {kind!r}: none, linear and yarn are supported")
+
+
+def _numbers(gguf: GGUFFile, name: str, count: int) -> list[float]:
+    tensor = gguf.tensors.get(name)
+    if tensor is None or tensor.format.name != "F32" or tensor.shape != (count,):
+        raise BadCheckpoint(f"{gguf.path}: tensor {name!r} must hold {count} numbers of type F32: download it again")
+    return list(struct.unpack(f"<{count}f", gguf.bytes_of(tensor)))
+
+
+def _dtype(gguf: GGUFFile) -> str:
+    """The type that `--dtype auto` begins with: float32 only where all matrices are."""
+    kinds = {tensor.format.name for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
+    return "float32" if kinds == {"F32"} else "bfloat16"

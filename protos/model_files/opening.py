@@ -1,0 +1,67 @@
+"""What a model path is: a Hugging Face folder, a GGUF file, or a folder that holds one GGUF model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from protos.errors import BadCheckpoint
+from protos.hints import listed
+from protos.model_files.base import ModelFiles
+from protos.model_files.folder import FolderFiles
+from protos.model_files.gguf.files import GGUFFiles
+from protos.model_files.gguf.reader import MAGIC, first_shard
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)  # meta-llama/Llama-3.1-8B
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+def open_model(path: str | Path) -> ModelFiles:
+    """Raises BadCheckpoint where there is no model, or its GGUF header is damaged."""
+    path = Path(path)
+    if path.is_dir():
+        return _in_folder(path)
+    if not path.exists():
+        raise BadCheckpoint(_absent(path))
+    if not is_gguf(path):
+        raise BadCheckpoint(f"{path} is a file: give --model the folder that it lies in, or a .gguf file")
+    return GGUFFiles.open(path)
+
+
+def model_name(path: str | Path) -> str:
+    """What clients call a model without a name of its own: its folder's name, or its GGUF file's."""
+    name = Path(path).resolve().name
+    return _SHARD.sub("", name[: -len(".gguf")]) if name.lower().endswith(".gguf") else name
+
+
+def is_gguf(path: Path) -> bool:
+    """By name, or by its first bytes: programs that download models may name them by their hash."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def _in_folder(folder: Path) -> ModelFiles:
+    if (folder / "config.json").is_file():
+        return FolderFiles(folder)
+    found = {first_shard(file) for file in folder.glob("*.gguf") if not file.name.startswith("mmproj")}
+    if len(found) == 1:
+        return GGUFFiles.open(found.pop())
+    if found:
+        names = listed(sorted(file.name for file in found))
+        raise BadCheckpoint(f"{folder} holds several GGUF models ({names}): give --model one of these files")
+    raise BadCheckpoint(
+        f"{folder} has no config.json, so it is no checkpoint's folder: give --model the one that holds config.json "
+        "and the weights (*.safetensors), or a .gguf file"
+    )
+
+
+def _absent(path: Path) -> str:
+    text = f"there is no folder or file {path}: give --model a checkpoint's folder or a .gguf file"
+    if path.suffix.lower() != ".gguf" and _HUB_NAME.fullmatch(str(path)):
+        text += f"; Baton downloads nothing, as `hf download {path} --local-dir FOLDER` does"
+    return text
