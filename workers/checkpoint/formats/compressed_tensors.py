@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from workers.checkpoint.fields import Fields
+from protos.model_files.fields import Fields
 from workers.checkpoint.formats.base import (
     bits_of,
     check_pattern,

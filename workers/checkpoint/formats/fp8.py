@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protos.errors import BadCheckpoint
-from workers.checkpoint.fields import Fields
+from protos.model_files.fields import Fields
 from workers.checkpoint.formats.base import require_value
 
 
