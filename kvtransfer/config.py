@@ -13,9 +13,9 @@ Preference = Literal["auto", "shm", "collective"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneConfig:
-    """What a lane runs over, how long it waits, and how much it keeps in memory.
+    """A lane's transport, timeouts and memory.
 
-    `auto` takes shared memory where source and destination prove that they have some in common, else the network.
+    `auto` takes shared memory if source and destination prove that they share some, else the network.
     """
 
     transport: Preference = setting("auto", "What KV travels over; auto: shared memory on one host.")

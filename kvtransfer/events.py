@@ -1,9 +1,9 @@
-"""Keeping a copy of somebody else's block cache: numbered events, replay of what was missed, snapshots when that fails.
+"""Keeps a copy of another process's block cache: numbered events, replay of missed ones, else snapshots.
 
     worker   EventLog.record(event) ... since(incarnation, next_seq) ──▶ KVEvents      snapshot(blocks) ──▶ KVEvents
     router   EventCursor.accept(KVEvents) ──▶ events to apply, or a Gap: request from there
 
-An incarnation is one life of a worker; a larger one is a later one. Events of one life are numbered from 0.
+An incarnation is one life of a worker; a later one is larger. Events of one life are numbered from 0.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent
 class EventLog:
     """The worker's side. Keeps the last `capacity` events for replay; older ones need a snapshot.
 
-    Chains that continue one another, and removals in a row, are merged into one event until somebody reads it: those
-    of one tier.
+    Until they are read, events of one tier that continue a chain, and removals in a row, are merged into one event.
     """
 
     def __init__(self, incarnation: int, capacity: int = 4096) -> None:
@@ -86,7 +85,7 @@ class EventLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Events were missed. Ask the worker for those of `incarnation` from `next_seq` on."""
+    """Events were missed. Request those of `incarnation` from `next_seq` on from the worker."""
 
     incarnation: int
     next_seq: int
@@ -100,7 +99,8 @@ class EventCursor:
         self.next_seq = 0
 
     def accept(self, message: KVEvents) -> tuple[KVEvent, ...] | Gap:
-        """What is new in a message, ready to be applied in order; it begins with Cleared where it replaces the past.
+        """The new events of a message, ready to be applied in order; they begin with Cleared if the message replaces
+        the past.
 
         Messages of an earlier life and events seen before are dropped. After a Gap nothing has changed.
         """

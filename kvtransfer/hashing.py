@@ -42,7 +42,7 @@ class Remembering(tuple[int, ...]):
 
 
 def root_hash(salt: bytes = b"") -> BlockHash:
-    """What the first block of a tenant's prompts is chained to. It names no block and never crosses a boundary."""
+    """The parent of the first block of a tenant's prompts. It names no block and never leaves the process."""
     return blake2b(salt, digest_size=BLOCK_HASH_BYTES, person=b"baton-kv-root").digest()
 
 

@@ -19,7 +19,7 @@ OPENING_S = 0.5
 
 
 def overdue(lane: LaneStats, config: LaneConfig) -> bool:
-    """Should it end, unless somebody needs it?"""
+    """True if the lane should close, unless a ticket needs it."""
     return lane.idle_s > (OPENING_S if lane.state == "opening" else config.idle_timeout_s)
 
 
@@ -55,7 +55,7 @@ def why_unhealthy(lanes: Iterable[LaneStats]) -> str:
 
 
 def merged(loads: Iterable[LaneLoad]) -> tuple[LaneLoad, ...]:
-    """Of several ends, one entry for each transport and reason."""
+    """Merges several ends, one entry for each transport and reason."""
     found: dict[tuple[str, str], LaneLoad] = {}
     for load in loads:
         key = load.transport, load.reason

@@ -1,4 +1,4 @@
-"""Who owns which blocks until when, on the side that receives KV. Pure: ids, integers, and the time as an argument.
+"""The ledger of tickets, on the side that receives KV: ownership of reserved blocks. Pure: time is an argument.
 
     reserve ──▶ RESERVED ── first block ──▶ SENDING ── last block ──▶ ARRIVED ── adopt ──▶ ADOPTED
                     │                          │                         │
@@ -94,8 +94,8 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tombstone:
-    """What is left of an ended ticket. `generation` None: it was aborted before any generation was reserved. `cause` is
-    the error of a request that still waits for the KV."""
+    """The record of an ended ticket. `generation` None: it was aborted before any generation was reserved. `cause`: the
+    error of a request that still waits for the KV."""
 
     generation: int | None
     state: TicketState
@@ -274,7 +274,7 @@ class Ledger:
         return [block_id for entry in self._live.values() for block_id in entry.reservation.block_ids]
 
     def stats(self, now: float) -> tuple[TicketStats, ...]:
-        """Of the live tickets. `num_bytes` is the memory that a ticket keeps from others: its own blocks."""
+        """For each live ticket. `num_bytes`: the memory that it reserves, its own blocks."""
         return tuple(
             TicketStats(
                 ticket_id=ticket_id,

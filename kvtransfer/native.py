@@ -28,7 +28,7 @@ _TIMEOUT_S = 60.0
 
 
 Functions = Mapping[str, tuple[Sequence[type], type | None]]
-"""Of a library: what each takes, and what it gives."""
+"""The functions of a library: their arguments and results."""
 
 
 def load(source: Path, functions: Functions | None = None) -> ctypes.PyDLL | None:
@@ -84,7 +84,7 @@ def made_once(path: Path, make: Callable[[Path], None]) -> Path:
 
 
 def fingerprint(compiler: str, flags: Iterable[str], sources: Iterable[Path]) -> str:
-    """Of all that a library depends on: compiler, flags, sources and processor."""
+    """A hash of everything a library depends on: compiler, flags, sources and processor."""
     identity = hashlib.sha256(" ".join((compiler, *flags, processor())).encode())
     identity.update(subprocess.check_output([compiler, "--version"], timeout=_TIMEOUT_S))
     for path in sources:
@@ -103,7 +103,7 @@ def cache_folder() -> Path:
 
 
 def processor() -> str:
-    """What `-march=native` depends on."""
+    """The processor's features, which decide `-march=native`."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     facts = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}

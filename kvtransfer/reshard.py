@@ -54,7 +54,7 @@ def why_incompatible(source: KVLayout, destination: KVLayout) -> str | None:
 
 
 def _facts(layout: KVLayout) -> dict[str, object]:
-    """What both sides must agree on, by the names that users know: of several parts each once."""
+    """The settings that both sides must agree on, by users' names; each name once for several parts."""
 
     def distinct(values: Iterable[object]) -> object:
         found = tuple(dict.fromkeys(values))
@@ -100,7 +100,7 @@ def rank_block_bytes(layout: KVLayout) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """What one source rank sends to one destination rank of every chunk: this range of heads."""
+    """The range of heads of every chunk that one source rank sends to one destination rank."""
 
     source: int
     destination: int
@@ -129,12 +129,13 @@ def plan(source: KVLayout, destination: KVLayout) -> tuple[Slice, ...]:
 
 
 def outgoing(source: KVLayout, destination: KVLayout, rank: int) -> tuple[Slice, ...]:
-    """What a source rank sends, by destination rank. Slices of the same heads share a piece of its payload."""
+    """The pieces that a source rank sends, by destination rank. Slices of the same heads share a piece of its
+    payload."""
     return tuple(part for part in plan(source, destination) if part.source == rank)
 
 
 def incoming(source: KVLayout, destination: KVLayout, rank: int) -> tuple[Slice, ...]:
-    """What a destination rank receives, by head: the pieces of its payload."""
+    """The pieces that a destination rank receives, by head."""
     return tuple(part for part in plan(source, destination) if part.destination == rank)
 
 
@@ -206,7 +207,7 @@ def _unit(layout: KVLayout, other: KVLayout) -> tuple[int, int]:
 
 @lru_cache(maxsize=1024)
 def _pieces_out(source: KVLayout, destination: KVLayout, rank: int) -> tuple[range, ...]:
-    """Of every chunk alike."""
+    """The same for every chunk."""
     return _local(source, rank, outgoing(source, destination, rank))
 
 

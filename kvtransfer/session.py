@@ -18,8 +18,8 @@ from protos.values import Ticket
 
 
 class Session:
-    """The ticket's lease runs here only while an offered block has not left: from the first such offer, and anew with
-    each block that is sent. It does not bound how long a prompt waits and computes."""
+    """The sender's side of a ticket. Its lease runs here only while an offered block has not left: from the first
+    offer, and again from each block that is sent. It does not bound how long a prompt waits and computes."""
 
     def __init__(self, ticket: Ticket, *, max_chunk_blocks: int) -> None:
         assert max_chunk_blocks > 0

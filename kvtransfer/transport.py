@@ -96,7 +96,7 @@ class LaneLost:
 
 
 class Presence(IntEnum):
-    """Of a chunk on one rank. Of a worker's ranks the least counts."""
+    """Bytes of a chunk on one rank. The smallest of a worker's ranks counts."""
 
     VOID = 0  # its source has cancelled it
     COMING = 1  # or never known here
@@ -124,7 +124,7 @@ class Sender(Protocol[PayloadIn]):
         ...
 
     def offer(self, ticket: Ticket, chunk: Chunk, payload: PayloadIn) -> None:
-        """Takes ownership of the payload. Never refuses: the bound is kept by asking `can_offer` first."""
+        """Takes ownership of the payload. Never refuses: the caller checks the bound with `can_offer` first."""
         ...
 
     def poll(self) -> Sequence[Sent | LaneLost]: ...
@@ -163,7 +163,7 @@ class Receiver(Protocol[PayloadOut]):
 
     def poll(self) -> Sequence[Arrived | LaneLost]: ...
     def look(self, chunk: Chunk) -> Presence:
-        """What `take` would find now on this rank."""
+        """The chunks that `take` would find now on this rank."""
         ...
 
     def take(self, chunk: Chunk, timeout_s: float) -> PayloadOut:
@@ -171,7 +171,7 @@ class Receiver(Protocol[PayloadOut]):
         ...
 
     def give_back(self, payload: PayloadOut) -> None:
-        """What was taken has been landed: its memory may be used again."""
+        """Releases the memory of a chunk that has been landed."""
         ...
 
     def drop(self, chunk: Chunk, source: str) -> None:
@@ -189,7 +189,7 @@ class Receiver(Protocol[PayloadOut]):
     def lanes(self) -> Sequence[LaneStats]: ...
     def lane_loads(self) -> Sequence[LaneLoad]: ...
     def close_lane(self, peer: str) -> None:
-        """Ends the lane from a peer for whom no ticket is live. It is opened anew if the peer is expected meanwhile."""
+        """Closes the lane from a peer without live tickets. The lane opens again if the peer is expected meanwhile."""
         ...
 
     def close(self) -> None: ...
@@ -201,6 +201,6 @@ class Transport(Protocol):
     def sender(self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = ...) -> Sender[Any]: ...
 
     def receiver(self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = ...) -> Receiver[Any]:
-        """On rank 0 it opens the place where peers meet this worker, unless `address.port` names one. The other ranks
-        are given rank 0's address."""
+        """Rank 0 opens the rendezvous server, unless `address.port` names one. The other ranks are given rank 0's
+        address."""
         ...

@@ -25,5 +25,5 @@ class Changed:
         self._event = asyncio.Event()
 
     def wait(self) -> Coroutine[Any, Any, object]:
-        """Until the next change after this call, not only after the wait has begun to run."""
+        """Returns at the next change after this call, even if the wait has not begun to run."""
         return self._event.wait()

@@ -10,7 +10,7 @@ import re
 from llguidance import LLParserLimits
 
 MAX_TOLD_CHARS = 1000
-"""Of the library's message, which may quote the whole grammar."""
+"""Characters of the library's message, which may quote the whole grammar."""
 
 _LIMITS = LLParserLimits()
 _TOO_MUCH_TO_READ = (

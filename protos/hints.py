@@ -54,7 +54,7 @@ def unusable(error: OSError, *, to_write: bool = False) -> str:
 
 
 def lfs_pointer(path: Path) -> str:
-    """What to do about a file that is Git LFS's pointer to the real one; "" where it is not."""
+    """The fix for a file that is a Git LFS pointer; "" if it is none."""
     try:
         with path.open("rb") as file:
             is_pointer = file.read(len(_LFS)) == _LFS
@@ -72,7 +72,7 @@ def _plain(name: str) -> str:
 
 
 def _distance(one: str, other: str) -> int:
-    """Of Damerau and Levenshtein, no letter being touched twice (optimal string alignment)."""
+    """Damerau-Levenshtein distance without editing a letter twice (optimal string alignment)."""
     before: list[int] = []
     row = list(range(len(other) + 1))
     for i, a in enumerate(one):

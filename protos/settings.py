@@ -43,7 +43,7 @@ class Setting:
 
     @property
     def range(self) -> str:
-        """In words; "" where every value of its type is allowed."""
+        """In words; "" if every value of the type is allowed."""
         if self.choices:
             return ", ".join(self.choices)
         low = f"from {number(self.least)}" if self.least is not None else ""
@@ -126,5 +126,5 @@ def _without_none(kind: Any) -> Any:
 
 
 def number(value: float | None) -> str:
-    """As people write it: 16777216, 0.5, 30."""
+    """In the usual notation: 16777216, 0.5, 30."""
     return str(int(value)) if value is not None and value == int(value) else f"{value}"

@@ -24,7 +24,7 @@ CODE_KEY = "baton-code"
 ERROR_KEY = "baton-error-bin"
 MAX_TEXT_BYTES = 1000  # gRPC refuses trailing metadata of more than 8 KiB, and percent-encodes the details
 
-# Statuses gRPC itself ends a call with, where no Baton peer had a say.
+# Statuses with which gRPC itself ends a call, without a Baton peer.
 _FOREIGN: dict[grpc.StatusCode, type[BatonError]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
@@ -32,7 +32,7 @@ _FOREIGN: dict[grpc.StatusCode, type[BatonError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidRequest,  # a message over the size limit: sending it again cannot help
 }
 
-# How gRPC tells of a connection; the first that fits.
+# gRPC's texts for failed connections; the first match counts.
 _CONNECTIONS = {
     "Connection refused": "nothing listens there (connection refused)",
     "DNS|[Dd]omain name|Name or service": "the name of its host could not be looked up",

@@ -10,11 +10,12 @@ from queue import Empty
 from typing import ParamSpec, TypeVar
 
 STACK_BYTES = 256 * 2**20
-"""Of address space, not of memory. A level of a JSON Schema took 4 KiB of it to compile, and has ten characters."""
+"""Bytes of address space, not of memory. A level of a JSON Schema took 4 KiB of stack to compile, and has ten
+characters."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_starting = threading.Lock()  # the size is one of the process; nobody submits while successors take over
+_starting = threading.Lock()  # the setting is the process's; no work is submitted while successors take over
 
 
 class DeepThreads(ThreadPoolExecutor):
@@ -28,8 +29,8 @@ class DeepThreads(ThreadPoolExecutor):
         self._next: DeepThreads | None = None
 
     def successor(self) -> DeepThreads:
-        """As many new threads, which take over what waits here and what callers still submit to these. Work under way
-        is finished, and its thread ends with it once these threads have no owner any more."""
+        """Starts as many new threads, which take over the queue and later submissions. Work under way is finished; its
+        thread ends once these threads have no owner."""
         other = DeepThreads(self._name, self._num, self._begin)
         with _starting, suppress(Empty):
             self._next = other

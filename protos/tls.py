@@ -35,7 +35,7 @@ _REFUSALS = {
 
 
 def why_refused(told: str) -> str:
-    """What is wrong with certificates, and with whose, where gRPC reports that; else ""."""
+    """Whose certificates are wrong and why, if gRPC reports it; else ""."""
     return next((why for sign, why in _REFUSALS.items() if re.search(sign, told)), "")
 
 
@@ -109,7 +109,7 @@ class PeerTls:
 
 
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """What a call shows."""
+    """The credentials of a call."""
     return ((TOKEN_KEY, f"Bearer {token}"),)
 
 
@@ -150,7 +150,7 @@ def _check_pair(table: str, cert: str, key: str) -> None:
     _read(f"{table}.cert", cert)
     _read(f"{table}.key", key)
     try:
-        # Without a password OpenSSL would ask the terminal for that of an encrypted key.
+        # Without a password OpenSSL would prompt for that of an encrypted key on the terminal.
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password="")
     except ssl.SSLError as error:
         raise Misconfigured(

@@ -1,8 +1,8 @@
-"""What a value is made of that is made for every token, row or message (docs/adr/0025): a msgspec struct.
+"""The base of values that are made for every token, row or message (docs/adr/0025): a msgspec struct.
 
-One is made in a tenth of a microsecond, a frozen dataclass in one or two, and Python's collector of cycles never looks
-at it: a value holds nothing that could lead back to it. `dataclasses.replace` and `asdict`, the names and types of
-`fields`, orjson and type checkers take it for a dataclass.
+Making one takes a tenth of a microsecond, a frozen dataclass one or two, and Python's garbage collector never scans it:
+a value holds no reference that could lead back to it. `dataclasses.replace` and `asdict`, the names and types of
+`fields`, orjson and type checkers treat it as a dataclass.
 """
 
 from __future__ import annotations

@@ -222,8 +222,8 @@ class ReserveRequest(Value, frozen=True, kw_only=True):
 
 
 class MoveRequest(Value, frozen=True, kw_only=True):
-    """Asks a worker to hand a running sequence over to where the ticket is. It answers on the stream: MOVED, once the
-    rest of the KV is on its way, or an error without a finish reason, and the sequence goes on here."""
+    """Requests a worker to hand a running sequence over to the ticket's worker. It answers on the stream: MOVED, once
+    the rest of the KV is on its way; or an error without a finish reason, and the sequence keeps running there."""
 
     request_id: str
     ticket: Ticket

@@ -1,4 +1,4 @@
-"""What of a body depends on another of its parameters, as JSON Schema: `allOf` of its document."""
+"""Dependencies between parameters of a body, as JSON Schema: `allOf` of its document."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOGETHER = (
     only_with("prompt_logprobs", NUMBER, "stream", FALSE),
     only_with("structured_outputs", _OBJECT, "ignore_eos", FALSE),
 )
-"""Of chat and completions."""
+"""For chat and completions."""
 
 _CALLS = {"properties": {"tool_calls": _SOME}, "required": ["tool_calls"]}
 OF_MESSAGES: tuple[Condition, ...] = (
@@ -54,7 +54,7 @@ OF_TOOLS: tuple[Condition, ...] = (
         "then": {"properties": {"tool_choice": {"const": "none"}}, "required": ["tool_choice"]},
     },
 )
-"""Of a chat; they say nothing where there are no tools."""
+"""For chat; without effect if there are no tools."""
 
 OF_FORMS: tuple[Condition, ...] = (
     {
@@ -63,4 +63,4 @@ OF_FORMS: tuple[Condition, ...] = (
     },
     only_with("response_format", _JSON, "ignore_eos", FALSE),
 )
-"""Of a chat."""
+"""For chat."""

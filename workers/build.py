@@ -67,7 +67,7 @@ class LoadedRank:
 
 
 def device_of(config: WorkerConfig) -> str:
-    """ "cuda" or "cpu". Raises Misconfigured when CUDA is asked for and there is none."""
+    """ "cuda" or "cpu". Raises Misconfigured if CUDA is requested and there is none."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise Misconfigured(
             "worker.device is 'cuda', but torch sees no GPU: use device 'cpu' or 'auto'", param="device"

@@ -24,7 +24,7 @@ log = logging.getLogger("baton.worker")
 
 SYSFS = Path("/sys/devices/system")
 TRIES = 100
-"""To claim a core: one fails only if another rank releases that core, or the last of all, in the same instant."""
+"""Tries to claim a core. One fails only if another rank releases that core, or the last core, at the same instant."""
 
 NUM_SPINS = 1000
 """26 us on an AMD EPYC. Of 0, 100, 1000, 3000, 10,000 and 30,000 the most that left a step beside two busy processes as
@@ -58,8 +58,8 @@ def read_cores(allowed: Collection[int], sysfs: Path = SYSFS) -> tuple[Core, ...
 def choose(
     cores: Sequence[Core], num_threads: int, take: Callable[[int], bool], leave: Callable[[int], None]
 ) -> list[int]:
-    """As many CPUs as threads, of one node if one has so many that `take` gives us, else of several; [] where there are
-    too few. What was taken in vain is left again."""
+    """As many CPUs as threads, of one memory node if `take` can claim enough there, else of several; [] if there are
+    too few. Cores claimed in vain are released."""
     if num_threads < 1 or len(cores) < num_threads:
         return []
     of_nodes = [[core.cpu for core in cores if core.node == node] for node in sorted({core.node for core in cores})]
@@ -76,7 +76,7 @@ def choose(
 
 
 class Cores:
-    """What this process has claimed. `bind` is for each thread that computes, before it starts others."""
+    """The cores that this process has claimed. Each computing thread calls `bind` before it starts others."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or Path(tempfile.gettempdir()) / f"baton-cores-{os.getuid()}"
@@ -99,7 +99,8 @@ class Cores:
         _bind(self.cpus)
 
     def stay_near(self) -> None:
-        """As `bind`, but anywhere on the same memory nodes: for a thread that lays out what those that compute read."""
+        """Like `bind`, but to all cores of the same memory nodes: for a thread that allocates what the computing
+        threads read."""
         _bind(self.near)
 
     def release(self) -> None:
@@ -108,15 +109,15 @@ class Cores:
         self.cpus = self.near = ()
 
     def _take(self, cpu: int) -> bool:
-        """Whoever has a core removes its file: one that was opened before and is locked after that is nobody's, and
-        another is made."""
+        """A rank that releases a core removes its file. So a file that was opened before and locked after that is
+        stale, and another one is made."""
         path = self._folder / str(cpu)
         for _ in range(TRIES):
             with suppress(FileExistsError):
                 self._folder.mkdir(mode=0o700)
             try:
                 lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:  # whoever left the last core has just removed the folder
+            except FileNotFoundError:  # the rank that released the last core has just removed the folder
                 continue
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,7 +128,7 @@ class Cores:
                 if _is_file(lock, path):
                     self._locks[cpu] = lock
                     return True
-            except OSError:  # `claim` says so; without a core to leave nobody would close this
+            except OSError:  # `claim` uses the result; without a core to release nothing would close this
                 os.close(lock)
                 raise
             os.close(lock)
@@ -135,7 +136,7 @@ class Cores:
 
     def _leave(self, cpu: int) -> None:
         path, lock = self._folder / str(cpu), self._locks.pop(cpu)
-        with suppress(OSError):  # somebody has cleaned up here, or others have cores
+        with suppress(OSError):  # another rank has removed it, or others have cores
             if _is_file(lock, path):
                 path.unlink()
             self._folder.rmdir()
@@ -162,8 +163,8 @@ def leave_cores(niceness: int = 0) -> None:
 
 
 def claim_cores(num_threads: int, asked: str, rank: int = 0) -> Cores:
-    """For a rank of `num_threads`; says in the log what became of it, and once a worker that there are too few cores.
-    `asked` is `WorkerConfig.bind_cores`."""
+    """Claims cores for a rank of `num_threads`, and logs the result; once a worker it logs that there are too few
+    cores. `asked` is `WorkerConfig.bind_cores`."""
     mine = Cores()
     if asked == "off" or not hasattr(os, "sched_getaffinity"):
         return mine
@@ -192,11 +193,11 @@ def num_cores() -> int:
 
 
 def spin_briefly() -> None:
-    """For a rank whose threads share cores with others: its idle threads sleep after `NUM_SPINS` looks for work.
+    """For a rank whose threads share cores with others: its idle threads sleep after polling `NUM_SPINS` times.
 
-    GNU's OpenMP, which torch and the CPU kernels use, otherwise looks 300,000 times, 8 to 20 ms, at each end of a
-    parallel region, on a core that the thread it waits for may need: steps took 23 times as long beside two busy
-    processes. To be called before torch is imported, which reads the variable once; what a person has set stays.
+    GNU's OpenMP, which torch and the CPU kernels use, otherwise polls 300,000 times, 8 to 20 ms, at each end of a
+    parallel region, on a core that the awaited thread may need: steps took 23 times as long beside two busy processes.
+    Call it before torch is imported, which reads the variable once; a value set by the user is kept.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", str(NUM_SPINS))
 

@@ -22,7 +22,7 @@ from protos.values import KVPiece, Span
 from workers.batch import Batch
 
 MAX_SPANS = 32_768
-"""Of about eight a step: the last 4,000 steps, in 4 MB."""
+"""Spans kept: at about eight per step the last 4,000 steps, in 4 MB."""
 
 _UNSEEN: Final = nullcontext()
 _NO_FIGURES = (0, 0, 0)
@@ -44,12 +44,12 @@ class Timeline:
         return self._spans is not None
 
     def now(self) -> float:
-        """By the clock of the spans' times."""
+        """Now, by the clock of the spans."""
         return self._clock()
 
     def record(self, recording: bool | None = None) -> tuple[tuple[Span, ...], int]:
-        """Returns the spans so far, by their ends, and how many older ones were dropped. Then recording begins anew
-        (True), ends (False), or stays as it was (None)."""
+        """Returns the spans so far, by their ends, and the number of older ones that were dropped. Then recording
+        restarts (True), ends (False), or continues as it was (None)."""
         with self._lock:
             spans = self._spans
             taken = (tuple(spans), self._num_added - len(spans)) if spans is not None else ((), 0)

@@ -225,7 +225,7 @@ class InprocSender(_InprocEnd[Sent | LaneLost]):
             self._exchange._leave(self)
 
     def _lane(self, peer: str) -> _Lane:
-        """An unknown peer's lane is lost as soon as it is asked for."""
+        """An unknown peer's lane is lost when it is first polled."""
         if peer not in self._lanes:
             self._lanes[peer] = _Lane(peer)
             if peer not in self._exchange._receivers:
@@ -331,7 +331,7 @@ class InprocReceiver(_InprocEnd[Arrived | LaneLost]):
         self._wake()
 
     def _lose(self, peer: str, reason: str, cause: type[TransferFailed] = TransferFailed) -> None:
-        """What has arrived stays: it may still be landed."""
+        """Chunks that have arrived stay: they may still be landed."""
         if self._lanes.pop(peer, None) is not None:
             self._events.append(LaneLost(peer=peer, reason=reason, cause=cause))
             self._wake()

@@ -1,1 +1,1 @@
-"""What an operator asks a gateway, as JSON under /admin. A module adds its routes; `routes` mounts them all."""
+"""The API for operators: JSON under /admin. A module adds its routes; `routes` mounts them all."""

@@ -1,4 +1,4 @@
-"""GET /admin/kv: every ticket, lane and tier of every worker, asked of the workers themselves."""
+"""GET /admin/kv: every ticket, lane and tier of every worker, queried from the workers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SILENT = {"tickets": None, "lanes": None, "tiers": None}
 def add(admin: AdminRoutes, gateway: Gateway) -> None:
     @admin.route("/kv")
     async def kv(request: Request) -> Response:
-        """`tickets`, `lanes` and `tiers` are null for a worker that does not say in time. Bytes of "in" tickets are
-        memory that is kept from others; those of "out" tickets lie at their owner."""
+        """`tickets`, `lanes` and `tiers` are null for a worker that does not answer in time. Bytes of "in" tickets are
+        reserved memory; those of "out" tickets are still at their owner."""
         workers = gateway.fleet.status()
         said = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
         tickets = [ticket for one in said if one is not None for ticket in one["tickets"]]

@@ -30,7 +30,7 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
 
     @admin.route("/profile", methods=["POST", "GET", "DELETE"])
     async def profile(request: Request) -> Response:
-        """POST begins a recording, anew if one is under way, and answers with what that had; DELETE ends it."""
+        """POST begins a recording, or restarts a running one and returns it; DELETE ends it."""
         await _refuse_parameters(request)
         return await told({"POST": True, "DELETE": False}.get(request.method))
 

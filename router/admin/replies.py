@@ -1,4 +1,5 @@
-"""What /admin answers, as the API's description has it. Values of the fleet and of the policies describe themselves."""
+"""The replies of /admin, as the API's description shows them. Values of the fleet and of the policies describe
+themselves."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Held(Reply):
 
 
 class StatusReply(Reply):
-    """`kv` is null for a worker that does not say in time. `processes` are those of the gateway; none where it is one
+    """`kv` is null for a worker that does not answer in time. `processes`: the gateway's processes; empty if it is one
     process."""
 
     model: str
@@ -99,8 +100,8 @@ class ShadowChoice(Reply):
 
 
 class ChoiceView(Reply):
-    """`candidates` has each worker as it was when the decision was made; of many those that cost least, the chosen, and
-    whoever had most of the prompt cached. `num_candidates` counts them all."""
+    """`candidates`: the workers as they were at the decision; of many only the cheapest, the chosen, and the one with
+    most of the prompt cached. `num_candidates` counts them all."""
 
     at_s: float
     policy: str

@@ -68,7 +68,8 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
 
 
 def ahead_s(clock: Callable[[], float], other: Callable[[], float]) -> float:
-    """Of another one, by the reading of both that took least: whoever is interrupted between them is off by that."""
+    """The clock of another process, by the faster of two readings of both clocks; an interruption between them is an
+    error of that size."""
     readings = [(other(), clock(), other()) for _ in range(3)]
     begun, read, over = min(readings, key=lambda one: one[2] - one[0])
     return read - (begun + over) / 2
@@ -81,7 +82,7 @@ def _count(limit: str) -> int:
 
 
 def _explained(record: RequestTrace, records: RequestTraces, evictions: EvictionLog) -> dict[str, Any] | None:
-    """None while nobody has decided about it."""
+    """None until a decision is made."""
     if not record.choices:
         return None
     miss = explain(record, records, evictions)

@@ -21,7 +21,7 @@ STAND_INS = {
     WorkerRole.PREFILL: "the others read prompts themselves meanwhile",
     WorkerRole.DECODE: "the others stand in and serve whole requests meanwhile",
 }
-"""What happens while a pool has no ready worker."""
+"""The fallback while a pool has no ready worker."""
 
 
 def add(admin: AdminRoutes, gateway: Gateway) -> None:
@@ -36,7 +36,7 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
 
 
 def degraded(gateway: Gateway) -> str:
-    """What is wrong although requests may be served; "" when nothing is."""
+    """Faults despite which requests may be served; "" if there are none."""
     told = (gateway.fleet.degraded(), gateway.access.trouble, gateway.processes.trouble, missing(gateway))
     return "; ".join(filter(None, told))
 

@@ -1,12 +1,12 @@
-"""Lets jobs through to the fleet in a fair order, no faster than it can begin them, and refuses early what cannot be.
+"""Admits jobs to the fleet in a fair order, no faster than it can start them, and refuses early what cannot be in time.
 
-    job ─▶ too late already? ─▶ room, nobody in line ────────────────────────▶ dispatch
-                │                   └─▶ line (fair, bounded) ─▶ its turn, room ─▶ dispatch
+    job ─▶ too late already? ─▶ room, empty queue ────────────────────────────▶ dispatch
+                │                   └─▶ queue (fair, bounded) ─▶ its turn, room ─▶ dispatch
                 ▼                              ▼
-             429 + Retry-After         429: its deadline has passed, or others came first and the line is full
+             429 + Retry-After         429: its deadline has passed, or others came first and the queue is full
 
-Workers are kept supplied, not flooded (`Room`): what waits here can still be put in order, refused or given to another
-worker. Lives on one event loop, whose clock it uses; it needs no start and no stop.
+Workers are kept supplied, not flooded (`Room`): a job that waits here can still be reordered, refused or given to
+another worker. Lives on one event loop, whose clock it uses; it needs no start and no stop.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from router.prefix.index import Match
 from router.streaming.token_sink import TokenSink
 
 LEAST_RETRY_S = 0.1
-HEADROOM = 0.02  # of a bound: what comes out on the edge of it is late one time in two
+HEADROOM = 0.02  # share of a bound: a prediction at the bound itself is late one time in two
 TOO_LATE = "no worker could start this request within its max_ttft_ms"
 
 
 class AdmissionFleet(Protocol):
-    """What admission must know of the fleet (`router.fleet.fleet.Fleet`)."""
+    """The part of the fleet that admission uses (`router.fleet.fleet.Fleet`)."""
 
     def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match: ...
     @property
@@ -62,7 +62,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A job in line; `came` is told how its waiting ended."""
+    """A job in the queue; `came` gets the outcome of its wait."""
 
     job: Job
     came: asyncio.Future[None]
@@ -86,7 +86,7 @@ class Admission:
         self._line = FairQueue(weights)
         self._overrun = Overrun()
         self._returning = Returning(weights)
-        self._begun = Rate()  # of prompts' tokens, since there is a line
+        self._begun = Rate()  # prompt tokens per second, since the queue formed
         self._waiting_since_s = 0.0
         self._turns: dict[int, Turn] = {}
         self._numbers = count()
@@ -98,7 +98,7 @@ class Admission:
         return len(self._line)
 
     def served(self, tenant: str) -> float:
-        """What a tenant has been given so far: its turn comes after those of tenants with less."""
+        """The work a tenant has been given so far: tenants with less go first."""
         return self._line.served(tenant)
 
     def weigh(self, weights: Mapping[str, float]) -> None:
@@ -178,7 +178,7 @@ class Admission:
         return job, self._reading_s(job, loop_time()) if job.max_ttft_s is not None else None
 
     def check_integrity(self) -> None:
-        """Everybody in line waits for a turn, and nobody else does."""
+        """All queued jobs wait for a turn, and no others."""
         self._line.check_integrity()
         self._returning.check_integrity()
         due = {entry.number for entry in self._line}
@@ -187,16 +187,15 @@ class Admission:
         assert undone <= due, f"{sorted(undone - due)} wait for a turn, and are not in line"
 
     def assert_idle(self) -> None:
-        """Nobody waits, and nothing is kept of who has gone."""
+        """Asserts that the queue is empty and nothing is kept of jobs that have gone."""
         assert not self._line, f"{len(self._line)} are in line who have gone"
         assert not self._turns, f"turns are kept of {len(self._turns)} who have gone"
 
     # -- refusing ------------------------------------------------------------------------------------------------------
 
     def _check_hope(self, job: Job, entry: Entry, now: float) -> float | None:
-        """The seconds until its first token, those included that go before it; None while they are not known, or do not
-        matter. Raises Overloaded when they are too many, InvalidRequest when they would be even if nobody else were
-        here."""
+        """Seconds until the job's first token, including jobs before it; None if unknown or unbounded. Raises
+        Overloaded if it would be late, InvalidRequest if it would be late even without other requests."""
         if job.max_ttft_s is None:
             return None
         candidates, num_tokens, overhead_s = self._candidates(job, now), len(job.prompt_ids), self._fleet.overhead_s()
@@ -238,7 +237,7 @@ class Admission:
         return self._overloaded(TOO_LATE, entry)
 
     def _reading_s(self, job: Job, now: float) -> float | None:
-        """To the first token of a job whose turn it is."""
+        """Seconds to the first token of a job whose turn it is."""
         overhead_s = self._fleet.overhead_s()
         return predicted_ttft_s(self._candidates(job, now), len(job.prompt_ids), 0, overhead_s=overhead_s)
 
@@ -247,7 +246,8 @@ class Admission:
         return fleet.candidates(fleet.match(job.hashes, now=now), len(job.prompt_ids))
 
     def _bound(self, entry: Entry, now: float) -> None:
-        """Keeps the line as long as it may be: whoever would go last is refused. Raises Overloaded if it is `entry`."""
+        """Keeps the queue within its bound: the job that would go last is refused. Raises Overloaded if it is
+        `entry`."""
         if len(self._line) <= self._config.admission.max_queued:
             return
         last = self._line.last()
@@ -280,7 +280,7 @@ class Admission:
         return min(most_s, (self._line.tokens_ahead(entry) + entry.num_tokens) / rate) if rate else most_s
 
     def _retry_s(self, wait_s: float, entry: Entry, candidates: CandidateTable) -> float:
-        """After what is ahead now, and after those who were told to come again before."""
+        """The time after which the job fits: behind the queue, and behind jobs refused before it."""
         behind_s = self._returning.after_s(entry, speed=reading_speed(candidates), now=loop_time())
         return max(LEAST_RETRY_S, wait_s, min(wait_s + behind_s, self._config.admission.max_queue_s))
 

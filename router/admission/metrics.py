@@ -1,4 +1,4 @@
-"""What admission did, for Prometheus: read when it is asked for, nothing is counted twice."""
+"""Admission as Prometheus metrics: read at each scrape from the counts that admission keeps."""
 
 from __future__ import annotations
 

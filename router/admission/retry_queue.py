@@ -1,8 +1,9 @@
-"""When those who are refused had better come again: each behind those refused before it, as fast as prompts are read.
+"""Retry times of refused requests: each gets a time behind those refused before it, at the rate at which prompts are
+prefilled.
 
-What is ahead of a request in the fleet and in line is known. What was sent away comes back as well, and would find
-the same line again if all were told the same moment: so it keeps its place in a line of its own, in the same fair
-order, which moves on by as many tokens as are really read.
+The load of the fleet and of the queue is known. Refused requests come back as well, and would find the same queue again
+if all came back at the same moment: so each keeps a place in a second queue, in the same fair order, which advances by
+as many tokens as are really prefilled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from router.admission.fair_queue import Entry, FairQueue
 from router.latency.decayed import Decayed
 
 HALF_LIFE_S = 3.0
-CALM_S = 10.0  # without a refusal: then the rate is measured anew, for it was not of a fleet that is busy
+CALM_S = 10.0  # seconds without a refusal: then the rate is measured again, because the fleet was not busy
 LEAST_MEASURED_S = 1.0
 MAX_REMEMBERED = 512
 

@@ -1,6 +1,6 @@
-"""The page at /: one document without anything from elsewhere, which asks /admin and /metrics as any client does.
+"""The page at /: one self-contained document, which requests /admin and /metrics like any client.
 
-It says nothing of the cluster by itself, so it needs no key: who may see the data is decided where the data are.
+It contains no data of the cluster, so it needs no key: /admin and /metrics check access.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def mount_page(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _filled(template: str, told: dict[str, str]) -> str:
-    """In one pass: what has been filled in is no place for more."""
+    """Fills in all placeholders in one pass: inserted text is not searched for more."""
     return re.sub(r"{{(\w+)}}", lambda place: told[place[1]], template)
 
 
 def _policy(style: str, script: str) -> str:
-    """These two texts and no others, data from this origin alone, in nobody's frame; and no string becomes HTML."""
+    """Allows these two texts only, data from this origin, no frames, and no strings as HTML."""
     return (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"

@@ -1,12 +1,12 @@
-"""The parity canary: one in so many greedy requests is run again on one worker alone, and must say the same.
+"""The parity canary: one in N greedy requests is run again on one worker, and must give the same tokens.
 
-    job ─▶ as always ─▶ client              prefill, transfer, decode, caches, moves
-      └──▶ afterwards ─▶ one worker         the whole prompt computed there, nothing cached, nothing moved
+    job ─▶ as usual ─▶ client             prefill, transfer, decode, caches, migrations
+      └──▶ later ───▶ one worker          the whole prompt computed there, nothing cached, nothing migrated
                           └─▶ the first position that differs: logged, counted
 
-The second run comes after the first one, one at a time, at the lowest priority, under a salt of its own: no block of it
-is ever taken for another's. Nobody waits for it. In bfloat16 two tokens of nearly equal probability may come out either
-way, as batches differ: a difference is a reason to look, several at low positions are one to worry.
+The second run starts after the first one, one at a time, at the lowest priority, under a salt of its own, so that no
+other request shares its blocks. No client waits for it. In bfloat16 two tokens of nearly equal probability may come out
+either way, as batches differ: one difference is a reason to look, several at low positions are a reason to worry.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Canary:
                 extra={"request": job.request_id},
             )
             return
-        except Exception:  # nobody waits for this task, and the next canary shall run whatever came of this one
+        except Exception:  # no task awaits this one, and the next canary must run after any outcome of this one
             self.outcomes[CanaryOutcome.FAILED] += 1
             log.exception("the canary of %s failed: internal error", job.request_id, extra={"request": job.request_id})
             return

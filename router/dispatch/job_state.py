@@ -1,4 +1,4 @@
-"""What the client of one job has already: any worker can continue from there, and no token is sent twice."""
+"""The tokens that a job's client has received: any worker can continue from there, and no token is sent twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.streaming.token_sink import TokenSink
 from router.traces.request_trace import RequestTrace
 
 LEAST_PROGRESS = 16
-"""An answer that has grown by so many tokens since it failed last has its attempts anew."""
+"""An answer that has grown by this many tokens since its last failure has all its attempts again."""
 
 
 class JobState:
@@ -45,7 +45,7 @@ class JobState:
         self._num_attempts = 0
         self._num_cached: int | None = None
         self._num_prompt_logprobs = 0  # emitted to the client
-        self._num_heard = 0  # of them, said by the present attempt
+        self._num_heard = 0  # of them, sent by the present attempt
         self._hashes: dict[int, tuple[int, Chain]] = {}  # by block size, with the number of output tokens
 
     @property
@@ -63,11 +63,11 @@ class JobState:
 
     @property
     def num_tokens(self) -> int:
-        """Of `token_ids`."""
+        """The sum over `token_ids`."""
         return len(self.job.prompt_ids) + len(self.output_ids)
 
     def hashes(self, block_size: int) -> Chain:
-        """Of the full blocks of `token_ids`, under the tenant's salt."""
+        """Hashes of the full blocks of `token_ids`, under the tenant's salt."""
         if not self.output_ids:
             return self.job.hashes(block_size)
         known = self._hashes.get(block_size)
@@ -89,14 +89,14 @@ class JobState:
         return self.next_id()
 
     def next_id(self) -> tuple[str, int]:
-        """(request id on the workers, generation) of an attempt, or of a move within one. No two share an id: what a
-        worker still says, or still moves, for an earlier one cannot be mistaken for the new one's."""
+        """(request id on the workers, generation) of an attempt, or of a migration within one. All ids differ, so that
+        a late message or transfer of an earlier attempt is not taken for the new one's."""
         self._num_ids += 1
         return f"{self.job.request_id}.{self._num_ids}", self._num_ids
 
     def know_cached(self, num_tokens: int) -> None:
-        """So many tokens were cached somewhere when the first attempt was decided. What an attempt that failed has left
-        behind is not a gain: the client is told of no more than these."""
+        """The number of tokens that were cached anywhere at the first attempt's decision. Blocks that a failed attempt
+        computed are no cache hit: the client is reported at most this number."""
         if self._num_cached is None:
             self._num_cached = num_tokens
 

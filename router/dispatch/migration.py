@@ -1,10 +1,10 @@
-"""Moves running sequences away from workers that drain, with their KV, without a gap for their clients.
+"""Migrates running sequences, with their KV, away from draining workers, without a gap for their clients.
 
-    tokens of a ──▶ a drains: b reserves room, a pushes while it goes on ──▶ a: MOVED ──▶ b goes on ──▶ tokens of b
+    tokens of a ──▶ a drains: b reserves room, a pushes while it continues ──▶ a: MOVED ──▶ b continues ──▶ tokens of b
                              └── no worker has room, or a lane fails: it stays on a, until another try after a pause
 
-Every token is said once: a stops at MOVED, and b is told of all tokens that were said before it. When a or b is lost,
-or the KV never comes, the job goes on as after any failure: its dispatcher sends prompt and tokens elsewhere.
+Every token is sent once: a stops at MOVED, and b gets all tokens that were sent before it. If a or b is lost, or the KV
+never arrives, the job continues as after any failure: its dispatcher sends prompt and tokens to another worker.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")
 
-ROOM_TOKENS = 64  # that a sequence may write while its KV travels: it stops, and waits for the rest, where they end
-MAX_MOVES_AT_ONCE = 8  # from one worker: the fewer, the sooner each of them is over
+ROOM_TOKENS = (
+    64  # that a sequence may write while its KV is transferred: at the end of them it stops and waits for the rest
+)
+MAX_MOVES_AT_ONCE = 8  # from one worker: with fewer, each of them ends sooner
 PAUSE_S = 0.5
 
 Choose = Callable[[JobState, Member], Member]
@@ -81,9 +83,9 @@ class Migrations:
     async def follow(
         self, job_state: JobState, place: MigrationTarget, depends_on: RestOn
     ) -> AsyncGenerator[SequenceUpdate, None]:
-        """All updates of a running sequence, wherever it goes; whoever takes one must have noted it in the job's state
-        before the next. Closed early, or failing, it ends the sequence everywhere but at its first place. The job's
-        sink gets nothing of a place's first update, nor while a move is due or under way."""
+        """All updates of a running sequence, on any worker. The caller must note each update in the job's state before
+        it takes the next. Closed early, or on an error, it aborts the sequence on every worker but its first. The job's
+        sink gets no token from a worker's first update, nor while a migration is due or under way."""
         here, again_s = place, 0.0
         left: MigrationTarget | None = None
         move: _Migration | None = None
@@ -151,7 +153,7 @@ class Migrations:
     ) -> ReserveRequest:
         assert here.worker.info is not None
         assert to.info is not None
-        known = job_state.token_ids[:-1]  # of the last one there is no KV yet
+        known = job_state.token_ids[:-1]  # the last token has no KV yet
         most = len(job_state.job.prompt_ids) + job_state.job.sampling.max_tokens
         return ReserveRequest(
             request_id=request_id,
@@ -172,7 +174,7 @@ class Migrations:
                 f"worker {here.worker.worker_id} ended {here.request_id} as migrated, without a request to migrate it"
             )
         updates = move.to.submit(job_state.request(move.request_id, ticket=move.ticket))
-        here.updates.forward_failures_to(updates)  # until the KV has come, the loss of the one is the other's as well
+        here.updates.forward_failures_to(updates)  # until the KV has arrived, losing either worker loses it
         move.end(adopted=True)
         self.num_moved += 1
         self._told.clear()

@@ -20,7 +20,7 @@ from protos.errors import RequestKillsWorkers
 from protos.event_loop import Changed
 
 PAUSE_S = 0.05
-"""For the other jobs of a lost worker to come forward: they all learn of it at once."""
+"""Time for the other jobs of a lost worker to be suspected, too: they learn of the loss within an instant."""
 MAX_LOSSES = 256
 MAX_ROUNDS = 16
 """Trials of one job that end with a loss. Halves of any group are down to one job before."""
@@ -31,8 +31,8 @@ Life = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class CrashHistory:
-    """What is held against one job. It waits for the turn of its `batch`, and leaves that as soon as it has a token
-    more; `num_rounds` trials of it have ended with a loss."""
+    """The case against one job. It waits for the turn of its `batch`, and leaves the batch once it gets a token;
+    `num_rounds` of its trials have ended with a loss."""
 
     crash_count: int = 0
     num_tokens: int = 0
@@ -125,7 +125,7 @@ class PoisonRequests:
         if not batch:
             place = next(place for place, one in enumerate(self._line) if one is batch)
             del self._line[place]
-            if place == 0:  # of those tried beside a slow one, the next takes the place of each
+            if place == 0:  # the next suspects replace each one tried beside a slow one
                 self._num_tried = max(1, self._num_tried - 1)
             if not self._line:  # a later loss is tried from one batch on again
                 self._num_tried = 1

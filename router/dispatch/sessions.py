@@ -1,11 +1,11 @@
-"""Which conversation a prompt belongs to, where its client does not name one: the first of its blocks that few share.
+"""Guesses a prompt's conversation if its client does not name one: by its first block that few other prompts share.
 
     system ─▶ prompt ─┬─▶ a's question ─▶ answer ─▶ a's next         the blocks of recent prompts, as a tree: all begin
                       ├─▶ b's question ─▶ ...                        with the system prompt, which forks into
                       └─▶ c's question ─▶ ...                        conversations
 
-A prompt's first block is its session unless too many of the recent prompts begin with it: then it is the block after
-the next fork of the tree, and so on. A path without a fork is one conversation, however often it is asked.
+A prompt's first block is its session unless too many of the recent prompts begin with it: then the session is the block
+after the next fork of the tree, and so on. A path without a fork is one conversation, however often it is sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from protos.chain import Chain
 from protos.values import BlockHash
 
-SHARE = 0.5  # of a worker's part of the requests: a session with more of them could not be balanced
+SHARE = 0.5  # share of the requests of a worker: a session with more of them could not be balanced
 LEAST = 8  # prompts that are no session too many, however few there have been
 GENERATION = 4096  # prompts after which what none of them had is forgotten
 GROWTH = 16  # blocks that a prompt adds to the tree: most prompts' own blocks are never seen again
@@ -67,7 +67,7 @@ class Sessions:
 
     @property
     def num_blocks(self) -> int:
-        """That are remembered."""
+        """Prompts that are remembered."""
         return len(self._now) + len(self._before)
 
     def _run_through(self, block: BlockHash) -> tuple[PromptNode, int]:

@@ -42,7 +42,7 @@ class Channels:
     def __init__(self, peers: PeerTls) -> None:
         self._credentials = peers.channel_credentials()
         self._token = peers.token
-        self._tokens: dict[str, str] = {}  # by address, where they were announced with it
+        self._tokens: dict[str, str] = {}  # by address, if they were announced with a token
 
     def __call__(self, address: str) -> Any:
         channel = self._open(address)
@@ -50,7 +50,8 @@ class Channels:
         return TokenChannel(channel, token) if token else channel
 
     def learn(self, address: str, token: str) -> None:
-        """What the worker at this address was announced with ("": none): channels opened from now on show it."""
+        """The token with which the worker at this address was announced ("": none): channels opened from now on send
+        it."""
         if token:
             self._tokens[address] = token
         else:

@@ -44,7 +44,7 @@ ELSEWHERE_S = 1.0  # how long another process's work counts, unless the worker's
 
 @dataclass(slots=True)
 class PoolTotals:
-    """What a pool's workers, also those that have left, have done since the router's start. Only ever grows."""
+    """Totals of a pool's workers, removed ones included, since the router's start. They only grow."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -87,13 +87,13 @@ class Fleet:
         self.lane_totals = LaneTotals()
         self.host_totals = HostTotals()
         self.num_faults = 0
-        self.notices: list[Callable[[], str]] = []  # more of what `degraded` tells
+        self.notices: list[Callable[[], str]] = []  # more faults for `degraded`
         self.publish_load: Callable[[str, int, int], None] | None = None  # (worker, tokens, blocks): work given to it
         self.publish_failure: Callable[[str, int], None] | None = (
             None  # (worker, its failures in a row), to the other gateway processes
         )
         self._num_elsewhere = 0
-        self._behind = ""  # what is wrong with the cluster behind the workers
+        self._behind = ""  # the fault of the cluster behind the workers
         self.num_turned_away = 0  # jobs that wait because no worker had room for them, though it seemed so
 
     # -- workers -------------------------------------------------------------------------------------------------------
@@ -179,8 +179,8 @@ class Fleet:
             self.predictor.routed(worker_id, member.role, num_tokens, beside=beside, now=loop.time())
 
     def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match:
-        """What each worker has of a sequence, in blocks of `block_size`; `hashes` gives its chain in blocks of any
-        size. Every worker is matched in blocks of its own; smaller ones that fill none of ours do not count.
+        """The blocks of `block_size` that each worker has of a sequence; `hashes` gives its chain in blocks of any
+        size. Every worker is matched in its own block size; smaller blocks that do not fill one of ours do not count.
         """
         size = self.block_size or 1
         matched = self.index.match(hashes(size), now=now)
@@ -200,7 +200,7 @@ class Fleet:
         return self._table.loads()
 
     def overhead_s(self) -> float:
-        """What every first token took lately besides its prefill; 0 while unknown."""
+        """Recent time of first tokens besides prefill; 0 while unknown."""
         now, roles = loop_time(), dict.fromkeys(self.loads().prompt_pool.workers.roles)
         return min((self.predictor.overhead_s(role, now=now) for role in roles), default=0.0)
 
@@ -209,12 +209,12 @@ class Fleet:
         return any(member.takes_work for member in self._members.values())
 
     def set_degraded(self, reason: str) -> None:
-        """What is wrong with the cluster behind the workers; "" when nothing is."""
+        """The fault of the cluster behind the workers; "" if there is none."""
         self._behind = reason
 
     def degraded(self) -> str:
-        """What is wrong although requests are served: with the cluster behind the workers, or with what is known of
-        them; "" when nothing is."""
+        """Faults despite which requests are served: of the cluster behind the workers, or of the knowledge about them;
+        "" if there are none."""
         shared = (self._peers.trouble, self._peers.warning) if self._peers is not None else ()
         return "; ".join(filter(None, (self._behind, *shared, *(notice() for notice in self.notices))))
 
@@ -249,8 +249,7 @@ class Fleet:
         return await self.member(worker_id).connection().stats()
 
     async def profile(self, worker_id: str, recording: bool | None = None) -> Profile:
-        """What the worker has recorded of its steps; then it begins anew, ends, or goes on as before (None). Raises
-        WorkerLost."""
+        """The worker's recorded steps; its recording then restarts, ends, or continues (None). Raises WorkerLost."""
         return await self.member(worker_id).connection().profile(recording)
 
     async def drain(self, worker_id: str) -> int:
@@ -384,7 +383,7 @@ class Fleet:
             )  # fmt: skip
 
     def _reference(self, besides: Member | None = None) -> WorkerInfo | None:
-        """Who newcomers are compared with: the first that is here."""
+        """The first worker of the fleet, with which new ones are compared."""
         for member in self._members.values():  # several times a request
             if member.info is not None and member.client is not None and member is not besides:
                 return member.info
@@ -406,7 +405,7 @@ class Fleet:
                 client.send_hello(hello)
         before = member.load
         if not member.apply_step(step) and member.state in (WorkerState.READY, WorkerState.DRAINING):
-            return  # nobody would decide otherwise than before
+            return  # too small a change to alter a decision
         if step.load is None:
             return
         if member.role is not None:
@@ -437,7 +436,7 @@ class Fleet:
             self.successors.arrived(member.worker_id)
         if member.state is WorkerState.DRAINED:
             log.info("worker %s at %s has drained and ended", member.worker_id, member.address, extra=_of(member))
-        elif not was is state is WorkerState.LOST:  # that it is not back yet either is no news
+        elif not was is state is WorkerState.LOST:  # that it is still away is not news
             log.log(
                 logging.INFO if state in (WorkerState.READY, WorkerState.DRAINING) else logging.WARNING,
                 STATE_LINE, member.worker_id, member.address, state, f": {reason}" if reason else "",

@@ -1,4 +1,4 @@
-"""What workers keep in host memory, by pool, as Prometheus sees it: the hits of that tier, and what they take."""
+"""Host tiers by pool, as Prometheus metrics: their hits and their transfers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ COUNTERS: tuple[tuple[str, str, Callable[[HostLoad], float]], ...] = (
 
 
 class HostTotals:
-    """What a pool's workers, also those that have left, have done since the router's start. Only ever grows."""
+    """Totals of a pool's workers, removed ones included, since the router's start. They only grow."""
 
     def __init__(self) -> None:
         self._totals = {role: dict.fromkeys([name for name, _, _ in COUNTERS], 0.0) for role in WorkerRole}
 
     def note(self, role: WorkerRole, before: WorkerLoad, after: WorkerLoad) -> None:
-        """A worker that said `before` says `after`."""
+        """Adds the difference of two reports of a worker."""
         if after.host is not None:
             for name, _, value_of in COUNTERS:
                 self._totals[role][name] += max(0.0, value_of(after.host) - value_of(before.host or NOTHING))

@@ -26,7 +26,7 @@ class LaneTotals:
         self._counts: dict[str, Counter[Key]] = {what: Counter() for what in _COUNTED}
 
     def note(self, role: WorkerRole, before: WorkerLoad, now: WorkerLoad) -> None:
-        """What a worker's lanes did between two of its messages."""
+        """The traffic of a worker's lanes between two of its messages."""
         if not now.lanes or now.lanes == before.lanes:
             return
         known = {(lane.transport, lane.reason): lane for lane in before.lanes}

@@ -21,7 +21,7 @@ class Successor:
 
 
 class Successors:
-    """By worker id. Changed by the fleet."""
+    """By worker id. The fleet changes it."""
 
     def __init__(self) -> None:
         self._starting: dict[str, Successor] = {}
@@ -58,7 +58,7 @@ class Successors:
         ]
 
     def reason(self, worker_id: str) -> str:
-        """What `baton status` shows of a worker that is away; "" where none starts."""
+        """The text of `baton status` for a worker that is away; "" if no process of it is being started."""
         successor = self._starting.get(worker_id)
         if successor is None:
             return ""

@@ -1,1 +1,1 @@
-"""What workers will take, learned from what they took."""
+"""Predicts workers' times from measured ones."""

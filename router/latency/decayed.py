@@ -6,7 +6,7 @@ import math
 
 
 class Decayed:
-    """Of each sum half is left after `half_life_s`, and after `half_count` further observations."""
+    """Half of each sum remains after `half_life_s`, and after `half_count` further observations."""
 
     def __init__(self, num_sums: int = 1, *, half_life_s: float, half_count: float = math.inf) -> None:
         self.sums = [0.0] * num_sums
@@ -15,11 +15,11 @@ class Decayed:
         self._since_s = 0.0
 
     def at(self, now: float) -> list[float]:
-        """What is left of the sums."""
+        """The share of the sums that remains."""
         return self._left(max(0.0, now - self._since_s) / self._half_life_s)
 
     def age(self, now: float) -> None:
-        """To be called before an observation is added."""
+        """Call it before adding an observation."""
         self.sums = self._left(self._each + max(0.0, now - self._since_s) / self._half_life_s)
         self._since_s = now
 

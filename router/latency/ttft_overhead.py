@@ -1,4 +1,4 @@
-"""What every first token takes besides its prefill: no worker can meet a limit below it."""
+"""The time of every first token besides its prefill: no worker can meet a limit below it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TtftOverhead:
         self._reset()
 
     def _reset(self) -> None:
-        self._least_s = self._before_s = math.inf  # in this period, and in the one before it
+        self._least_s = self._before_s = math.inf  # in this period, and in the previous one
         self._num_least = self._num_before = self._num_observed = 0
         self._known_s = 0.0
         self._since_s = self._last_s = 0.0

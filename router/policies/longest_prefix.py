@@ -10,7 +10,7 @@ from router.policies.pair import ShortRemainder, pair
 from router.policies.scores import PoolScores, pool_scores
 from router.policies.table import CandidateTable
 
-MATCH = 0.5  # of the prompt, as in SGLang's cache-aware router (its cache_threshold)
+MATCH = 0.5  # share of the prompt, as in SGLang's cache-aware router (its cache_threshold)
 
 
 def longest_prefix(config: RouterConfig) -> Policy:

@@ -19,7 +19,7 @@ from router.policies.table import CandidateTable, Floats
 COMPUTING_WEIGHT = 2.0  # a token to be computed takes this request's time, and that of those queued behind it
 TRANSFER_SHARE = 0.1  # moving the KV of a token, against computing it
 LOAD_SHARE = 0.1  # loading it from the worker's own host
-REQUEST_TOKENS = 64.0  # by which one more running sequence slows down its neighbours
+REQUEST_TOKENS = 64.0  # share by which one more running sequence slows down its neighbours
 SHORTAGE_SHARE = 10.0  # a token without a free block waits for others to end, or evicts and recomputes them
 
 

@@ -42,7 +42,7 @@ def shadow_names(config: RouterConfig) -> list[str]:
 
 
 def check_names(config: RouterConfig) -> None:
-    """Of the policy that decides and of the shadow policies. Raises Misconfigured."""
+    """The deciding policy and the shadow policies. Raises Misconfigured."""
     check_name(config.policy)
     for name in shadow_names(config):
         check_name(name, "shadow_policy")

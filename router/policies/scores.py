@@ -1,4 +1,4 @@
-"""What candidates would cost, as columns: a rank scores one pool, a decision keeps the scores of both."""
+"""The costs of candidates, as columns: a rank scores one pool, a decision keeps the scores of both."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class PoolScores:
         )
 
     def take(self, places: Sequence[int]) -> PoolScores:
-        """Of terms that have one name for all workers."""
+        """Terms whose name is the same for all workers."""
         columns = np.asarray(places, dtype=np.intp)
         terms = [(name, cost[columns]) for name, cost in self.terms]
         return PoolScores(self.workers.take(places), self.totals[columns], terms)
 
     def renamed(self, term: str, names: Sequence[str]) -> PoolScores:
-        """With a name for each worker in place of one."""
+        """The same, with a name for each worker."""
         terms = [(names if name == term else name, cost) for name, cost in self.terms]
         return PoolScores(self.workers, self.totals, terms)
 
     def plus(self, **terms: Floats) -> PoolScores:
-        """With further costs."""
+        """The same, with more costs."""
         return PoolScores(self.workers, reduce(add, terms.values(), self.totals), (*self.terms, *terms.items()))
 
     def cheapest(self, count: int) -> Places:

@@ -29,7 +29,7 @@ from router.policies.table import CandidateTable, Floats
 
 # Tried on Mooncake's synthetic trace (benchmarks/routing/trace.py): hits and time to the first token, 4 and 16 workers.
 DISPLACED = 3.0  # seconds that others lose by a second of computing on an idle worker: by what it evicts
-GUARD = 0.2  # by this share above its pool's mean, a worker's cache attracts nothing any more
+GUARD = 0.2  # share of work above its pool's mean from which a worker's cache attracts no more requests
 SETTLING = 4.0  # requests of this size, added to the mean: the first requests are no imbalance
 LATE = 4.0
 OVERDUE = 1000.0  # a request that was admitted with a limit is answered within it
@@ -57,7 +57,7 @@ def slo(config: RouterConfig) -> Policy:
 
 
 def prefill_rank(objectives: Objectives) -> Rank:
-    """By the time to the first token, and what it costs other requests."""
+    """Orders by the time to the first token, plus its cost for other requests."""
 
     def rank(view: RequestView, candidates: CandidateTable) -> PoolScores:
         line, load = candidates.prefill_time, load_s(candidates)
@@ -82,7 +82,7 @@ def prefill_rank(objectives: Objectives) -> Rank:
 
 
 def decode_rank(objectives: Objectives) -> Rank:
-    """By the time of the answer, its cost to the answers beside it, and the wait for blocks."""
+    """Orders by the time of the answer, its cost for the answers beside it, and the wait for blocks."""
 
     def rank(view: RequestView, candidates: CandidateTable) -> PoolScores:
         step_s = tpot_s(candidates)
@@ -123,7 +123,7 @@ def _excess(view: RequestView, candidates: CandidateTable) -> Floats:
 
 
 def _sum(values: Floats) -> float:
-    """In order: the same result on every processor, unlike numpy's own sum."""
+    """Adds in order: numpy's own sum differs between processors."""
     return float(np.cumsum(values)[-1])
 
 

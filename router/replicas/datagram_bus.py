@@ -1,6 +1,6 @@
-"""Messages between gateway processes behind one port: datagrams over Unix sockets; sending never waits.
+"""Messages between gateway processes behind one port: datagrams over Unix sockets; sending never blocks.
 
-One that finds no room waits in a short line; one that finds nobody is lost.
+While a process's socket is full its datagrams wait in a short queue. A datagram to a process that is gone is lost.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-MAX_WAITING = 256  # for one sibling
+MAX_WAITING = 256  # for one process
 BUFFER_BYTES = 4 * 2**20
 AT_ONCE = 64  # read in one turn of the event loop
 
 
 class DatagramBus:
-    """Those of process `number`, whose socket is at that place of `paths`: `start` and `close` it on its event loop.
-    `hear` is called with siblings' messages of at most `max_bytes`."""
+    """The bus of process `number`, whose socket is at that place of `paths`: `start` and `close` it on its event loop.
+    `hear` is called with other processes' messages of at most `max_bytes`."""
 
     def __init__(self, paths: Sequence[str], number: int, *, max_bytes: int, hear: Callable[[bytes], None]) -> None:
         self._path = paths[number]
@@ -56,7 +56,7 @@ class DatagramBus:
 
 
 class DatagramPeer:
-    """To one sibling, across its restarts."""
+    """The queue to one process, across its restarts."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -91,7 +91,7 @@ class DatagramPeer:
             asyncio.get_running_loop().remove_writer(self._end)
 
     def _try(self, told: bytes) -> bool:
-        """False when there is no room now. Messages to a sibling that is gone are lost."""
+        """False if there is no room now. Messages to a process that is gone are lost."""
         for _ in range(2):  # the second time to its next life
             try:
                 self._end = self._end or _connected(self._path)
@@ -109,7 +109,7 @@ class DatagramPeer:
 
 
 def _bound(path: str) -> socket.socket:
-    Path(path).unlink(missing_ok=True)  # of one that died
+    Path(path).unlink(missing_ok=True)  # left by a process that died
     end = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
     end.setblocking(False)

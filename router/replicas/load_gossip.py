@@ -29,7 +29,7 @@ Blame = Callable[[str, int, int], None]
 
 
 class LoadGossip:
-    """Of process `number` of `count`, on one event loop: `start` and `close` it."""
+    """Process `number` of `count`, on one event loop: `start` and `close` it."""
 
     def __init__(self, *, folder: Path, number: int, count: int, take: Take, blame: Blame) -> None:
         paths = [load_socket(folder, one) for one in range(count)]

@@ -1,8 +1,8 @@
 """/metrics of several gateway processes as one page.
 
-What a process counts by itself is told by process (label `process`): a counter of one that was started again begins at
-zero, and only as a series of its own is that a reset and not a loss. What workers say is heard by every process alike,
-and told once.
+Metrics that a process counts itself are shown by process (label `process`): the counter of a restarted process begins
+at zero, which Prometheus takes for a reset only in a series of its own. Metrics that workers report are the same in
+every process, and shown once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 POOL, WORKER = "baton_pool_", "baton_worker_"
 _NAN = float("nan")  # JSON has none
 COUNTED_HERE = frozenset(f"{POOL}{name}" for name in ("prompt_tokens", "prefix_hit_tokens", "pauses"))
-"""Of the series about pools, those that a gateway counts of what went through it."""
+"""Series about pools that a gateway counts itself."""
 
 Families = Sequence[Sequence[Any]]
 """Name, documentation, type and samples (name, labels, value) of each, as JSON has them."""
@@ -31,7 +31,7 @@ def families_of(registry: CollectorRegistry) -> Families:
 
 
 class Merged(Collector):
-    """What a scrape of the processes, by number, comes to."""
+    """Merges the scrapes of all processes, by number."""
 
     def __init__(self, told: Mapping[int, Families]) -> None:
         self._told = told

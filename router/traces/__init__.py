@@ -1,1 +1,1 @@
-"""What became of recent requests, for the admin API."""
+"""Traces of recent requests, for the admin API."""

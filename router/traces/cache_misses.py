@@ -46,7 +46,7 @@ class EvictionLog:
         return sorted((at_s, tier) for at_s, tier in known if at_s is not None and at_s <= before)
 
     def cleared_s(self, worker_id: str, *, since: float, before: float) -> float | None:
-        """When a worker last forgot everything, or was met anew, if that was between the two."""
+        """When a worker last lost its whole cache, or was connected again, if that was between the two times."""
         at_s = self._cleared.get(worker_id)
         return at_s if at_s is not None and since <= at_s <= before else None
 
@@ -96,9 +96,8 @@ class MissReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMissReport:
-    """The prompt of one job against the cache of the worker that computed it. Blocks are full ones; the first that was
-    missing is number `num_found`. Of those expected some were in host memory. `findings` has the most telling reason
-    first."""
+    """The prompt of one job against the cache of the worker that computed it. Blocks are full ones; the first missing
+    one is number `num_found`. `findings` begins with the most important reason."""
 
     prefill_worker: str
     block_size: int
@@ -110,7 +109,7 @@ class CacheMissReport:
 
 
 def explain(record: RequestTrace, records: RequestTraces, evictions: EvictionLog) -> CacheMissReport:
-    """Of a job that was decided on; its first token may be still to come."""
+    """For a job with a decision; its first token may be still to come."""
     choice = record.reading
     prefill_worker, block_size = choice.prefill_worker, choice.view.block_size
     read = record.timestamps.first_s is not None

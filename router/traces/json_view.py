@@ -49,7 +49,7 @@ def whole(record: RequestTrace, wall_offset_s: float) -> View:
 
 
 def shadow_view(shadow: ShadowPolicy) -> View:
-    """What would have been different, on average, had the shadow decided."""
+    """The mean differences if the shadow had decided."""
     tally = shadow.tally
     count, tokens = tally.num_decisions or 1, tally.prompt_tokens or 1
     return {
@@ -67,7 +67,7 @@ def shadow_view(shadow: ShadowPolicy) -> View:
 
 
 def shadows_together(views: Sequence[View]) -> View:
-    """What several gateway processes have of the same shadow, as one had it that saw all their requests."""
+    """Merges the records of one shadow from several gateway processes, as if one process had seen all requests."""
     [name] = {view["policy"] for view in views}
     whole: View = {"policy": name}
     for weight, averages in (("decisions", _PER_DECISION), ("prompt_tokens", _PER_TOKEN)):
@@ -107,7 +107,7 @@ def _choice(record: RequestTrace, choice: DecisionRecord) -> View:
 
 
 def _measured(record: RequestTrace, expected: LatencyEstimate) -> View:
-    """Beside what was expected. The first token is counted from the decision that led to it."""
+    """Measured times beside the predicted ones. The first token is counted from the decision that led to it."""
     first_s, decided_s = record.timestamps.first_s, record.choices[-1].at_s
     ttft_s = first_s - decided_s if first_s is not None and first_s >= decided_s else None
     tpot_s = _tpot_s(record)

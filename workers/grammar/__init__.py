@@ -1,1 +1,1 @@
-"""What a constrained answer may say next: grammars compiled beside the engine, masks of tokens for its sampler."""
+"""Constrained answers: grammars compiled beside the engine, and masks of allowed tokens for its sampler."""

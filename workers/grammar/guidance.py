@@ -4,17 +4,18 @@
     other threads         └──▶ compiled ──▶ matcher of the request ──▶ takes tokens, makes a mask ──┘
                                                                               └─ in MAX_MASK_S, or the request ends
 
-What a grammar costs shows only as it unfolds: a token of one of 50 characters took a tenth of a second, one of 6 kB
-half of one. So threads are of four kinds: for those that are new, for those of them that are large, for those whose
-last mask was made quickly, and for the others; whoever is quick waits for nobody who was slow. They may use every core
-of the process, and not only the engine's, whose thread starts them; all but the quick run behind the engine.
+The cost of a grammar shows only while it is used: a token of a grammar of 50 characters took a tenth of a second, one
+of a grammar of 6 kB half a second. So there are four kinds of threads: for new grammars, for large new ones, for
+requests whose last mask was fast, and for the others. A fast request never waits for a slow one. The threads may use
+every core of the process, not only the core of the engine's thread, which starts them; all but those of fast requests
+have a lower priority than the engine.
 
-The library counts the work of a mask and gives up at a limit, and the interpreter's lock is given up meanwhile. What it
-counts may take ten seconds of a core and more: so time is bounded as well. A thread cannot be ended: others take the
-place of those that one is stuck among.
+The library counts the work of a mask, stops at a limit, and releases the interpreter's lock meanwhile. Work within the
+limit may take ten seconds of a core and more, so time is bounded as well. A thread cannot be killed: others replace
+those that are stuck.
 
-Matchers are kept until their requests end, and compiled grammars for whoever comes with the same one. Both are caches:
-what was dropped is made again from grammar and output, and says the same.
+A matcher is kept until its request ends, a compiled grammar for later requests. Both are caches: they can be made again
+from grammar and output, with the same result.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ WATCH_S = 0.25
 LARGE_CHARS = 8192
 """Longer grammars compile on threads of their own: a pattern of 26,000 took 0.7 s, most of 8,000 0.1 s."""
 NICE = 10
-"""Of threads that no next token waits for: a tenth of a computing thread's share of a core."""
+"""Niceness of threads that no next token waits for: a tenth of a computing thread's share of a core."""
 _TOO_LONG = (
     f"the answer cannot follow its grammar: choosing a token takes more than {MAX_MASK_S:g} s of CPU time (MAX_MASK_S)"
     ": make it less ambiguous, so that a text can be read in one way only, and let fewer rules nest and repeat"
@@ -75,7 +76,7 @@ class _Compiled:
 
 
 class _Making(NamedTuple):
-    """A mask that a thread has begun with: the clock of its CPU time, what that said, and whose thread it is."""
+    """A mask in progress: the clock of its thread's CPU time, the clock's value at the start, and the thread."""
 
     compiled: _Compiled
     clock: int
@@ -85,8 +86,8 @@ class _Making(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Standing:
-    """A request's matcher, which has seen `seen`, and its mask behind `output_ids`, once `made`. One thread at a time
-    has the matcher: a mask is asked for when the one before was used."""
+    """A request's matcher, which has consumed `seen`, and its mask after `output_ids`, once `made`. One thread at a
+    time uses the matcher: the next mask is requested after the previous one was used."""
 
     grammar: str
     compiled: _Compiled
@@ -119,7 +120,7 @@ class GuidanceGrammars:
             name: DeepThreads(f"grammars-{name}", num, partial(leave_cores, niceness))
             for name, num, niceness in (("new", 2, NICE), ("large", 1, NICE), ("quick", 2, 0), ("slow", 1, NICE))
         }
-        self._making: dict[Future[Mask], _Making] = {}  # whoever takes one out of it says how it ended
+        self._making: dict[Future[Mask], _Making] = {}  # the code that takes a future out of it handles its error
         self._watch: threading.Thread | None = None
         self._takers = threading.local()
         self._tokenizer: Future[LLTokenizer] | None = None
@@ -229,7 +230,7 @@ class GuidanceGrammars:
             mask = self._mask(standing)
         except InvalidRequest as error:
             failure = error
-        except BaseException as error:  # of the library, which is compiled: it costs one request
+        except BaseException as error:  # of the compiled library: it fails one request
             log.exception("a grammar failed")
             failure = InvalidRequest(f"the answer cannot follow its grammar: {error}", param="grammar")
         if self._making.pop(made, None) is None:
@@ -343,7 +344,7 @@ def without_specials(tokenizer: str) -> str:
 
 
 def _watch(watched: ref[GuidanceGrammars]) -> None:
-    """On a thread of its own, for as long as they are there."""
+    """Runs on a thread of its own while there are requests."""
     while (grammars := watched()) is not None:
         grammars.end_overdue()
         del grammars

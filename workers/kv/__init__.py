@@ -1,1 +1,1 @@
-"""The paged KV cache: which block belongs to whom (pure), and the tensors that hold it."""
+"""The paged KV cache: ownership of blocks (pure), and the tensors that hold them."""

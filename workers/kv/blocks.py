@@ -1,4 +1,4 @@
-"""Who holds which KV block: ids and reference counts only; the tensors are elsewhere.
+"""Ownership of KV blocks: ids and reference counts only; the tensors are elsewhere.
 
 Every block is in one of three places, and only a block without references may be handed out again::
 
@@ -7,8 +7,8 @@ Every block is in one of three places, and only a block without references may b
       │                      └────────── acquire ───────────┤
       └──────────────── evicted by allocate ◀───────────────┘
 
-A sealed block has a hash: it is full, computed, and can serve anybody whose tokens up to there are the same. With a
-host tier (`workers.kv.host`) what is evicted is copied there first.
+A sealed block has a hash: it is full, computed, and can serve any request whose tokens up to there are the same. With a
+host tier (`workers.kv.host`) an evicted block is copied there first.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class BlockPool:
         return matched
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """One more reference to each of these blocks, which are cached or held by somebody already."""
+        """Adds one reference to each of these blocks, which are cached or referenced already."""
         for block_id in block_ids:
             if self._refs[block_id] == 0:
                 del self._evictable[block_id]
@@ -112,9 +112,10 @@ class BlockPool:
         return block_ids
 
     def seal(self, block_id: int, block_hash: BlockHash, parent: BlockHash = b"") -> None:
-        """This referenced block now holds exactly what the hash says. `parent` is b"" for a prompt's first block.
+        """Seals a referenced block: from now on it is cached under this hash. `parent` is b"" for a prompt's first
+        block.
 
-        If another block has the hash already that one stays the cached one, and this one is plain memory.
+        If another block has the hash already, that block stays the cached one, and this one is not cached.
         """
         self.seal_chain((block_id,), (block_hash,), parent)
 

@@ -1,4 +1,4 @@
-"""How many KV blocks a worker can have, on the memory it finds. Asked once, at start-up, by every rank."""
+"""The number of KV blocks that fit into a worker's memory. Computed once, at start-up, by every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from protos.errors import Misconfigured
 GPU_FRACTION = 0.9
 RAM_FRACTION = 0.2
 MAX_RAM_BYTES = 2 * 2**30
-"""By default a cache in RAM grows no larger: it is zeroed at the start, and workers should start at once."""
+"""Largest default cache in RAM: it is zeroed at the start, which must be fast."""
 
 _GIB = 2**30
 

@@ -227,8 +227,8 @@ class HostPool:
 def eviction_candidates(
     evictable: Iterable[int], sealed: Callable[[int], tuple[BlockHash, BlockHash]], num_evicted: int, host: HostPool
 ) -> list[tuple[int, BlockHash, BlockHash]]:
-    """What to copy before the first `num_evicted` of the evictable blocks are evicted: those of them that the host has
-    not, and if there are any, some that come next."""
+    """The blocks to copy before the first `num_evicted` evictable blocks are evicted: those without a copy on the host,
+    and if there are any, some that are evicted next."""
     order = iter(evictable)
     leave = [(block_id, *sealed(block_id)) for block_id in islice(order, num_evicted)]
     missing = [block for block in leave if block[1] not in host]

@@ -30,7 +30,7 @@ from workers.kv.storage import KVStorage
 _cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
 
 PIECE_BYTES = 32 * 2**20
-"""Of blocks that are staged on a GPU at once: a millisecond or less of its link to the host."""
+"""Bytes of blocks that are staged on a GPU at a time: a millisecond or less of its link to the host."""
 _NUM_STAGED = 5  # pieces there is memory for: two on their way out, one coming in, and one for each stream's turning
 _MAX_UNASKED = 1024  # on a follower, which is not polled
 _NUM_PROBED = 64
@@ -38,8 +38,8 @@ _NUM_PROBES = 3
 
 
 def host_copies(storage: KVStorage, num_slots: int) -> HostCopies:
-    """For slots as large as a block of this rank. Raises Misconfigured when there is no memory for them. They are
-    asked what they have `loaded` on rank 0 alone."""
+    """Copies for slots as large as a block of this rank. Raises Misconfigured without memory for them. Only rank 0 is
+    polled for `loaded` ones."""
     return CudaCopies(storage, num_slots) if storage.device.type == "cuda" else CpuCopies(storage, num_slots)
 
 
@@ -76,7 +76,7 @@ class CpuCopies:
         return loaded
 
     def await_copy(self, load_id: int) -> None:
-        """On rank 0 `finished` has returned it before: a load is over at once here."""
+        """Rank 0 has returned it from `finished` before: a load ends immediately here."""
         self._loaded = [loaded for loaded in self._loaded if loaded.load_id != load_id]
 
 

@@ -23,7 +23,9 @@ from workers.kernels.staging import to_device
 
 _cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
 
-MAX_MARKS = MAX_STEPS_IN_FLIGHT + 2  # steps that reads aside can tell apart: one that is over, and all in flight
+MAX_MARKS = (
+    MAX_STEPS_IN_FLIGHT + 2
+)  # steps that concurrent reads can tell apart: one that is complete, and all in flight
 
 DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -124,9 +126,9 @@ class KVStorage:
 
     @contextmanager
     def aside(self, num_in_flight: int | None = None) -> Iterator[None]:
-        """On CUDA, reads go on a stream of their own beside the computation, after all that is queued there now; or,
-        where nothing of it is read, not after the last `num_in_flight` steps. Until `rejoin` the computation does not
-        wait for them."""
+        """On CUDA, reads use a stream of their own beside the computation, ordered after all work queued now; or, if no
+        pending step writes what they read, before the last `num_in_flight` steps. The computation does not wait for
+        them until `rejoin`."""
         if self._aside is None:
             yield
             return
@@ -138,13 +140,13 @@ class KVStorage:
             yield
 
     def rejoin(self) -> None:
-        """What is computed from here on may write into blocks that were read aside."""
+        """From here on the computation may write into blocks that were read concurrently."""
         if self._aside is not None:
             _cuda.current_stream().wait_stream(self._aside)
 
     @property
     def _payload_dtype(self) -> torch.dtype:
-        """Of payloads: bytes where parts have different shapes."""
+        """In payloads: bytes if parts have different shapes."""
         return self.tensors[0].dtype if len(self.tensors) == 1 else torch.uint8
 
     def _zeros(self, stack: _Stack) -> torch.Tensor:

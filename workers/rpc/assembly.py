@@ -82,7 +82,7 @@ def follow(config: WorkerConfig, rank_id: RankId) -> None:
 
 def _open_lanes(config: LaneConfig, rank: LoadedRank, rank_id: RankId, wake_up: WakeUp) -> RankTransfer[torch.Tensor]:
     """One rank's ends of its worker's lanes, which notify the worker when there is something to poll. Every rank calls
-    it at the same time: rank 0 opens the meeting place of the lanes and tells the others where it is."""
+    it at the same time: rank 0 opens their rendezvous server and sends its address to the others."""
     lanes = transport(config.transport)(rank=rank_id.rank, device=rank.device, config=config)
     address = LaneAddress(worker_id=rank_id.worker_id, incarnation=rank_id.incarnation, host=rank_id.host, port=0)
     if rank_id.rank == 0:

@@ -315,7 +315,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.DrainReply(num_running=num_left)
 
     def _drain(self) -> int:
-        """On the engine's thread: the number of requests that are here; not 0 while a transfer goes on."""
+        """On the engine's thread: the number of running requests; not 0 while a transfer runs."""
         self._engine.drain()
         load = self._engine.load()
         self.loop.deliver(self._send_load, StepMessage(load=load))

@@ -40,8 +40,9 @@ class WakeUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """What a pool composes. `reserve` and `tickets` belong to a role that receives KV, `lanes` to one that moves it.
-    `close` frees ranks, lanes and stores; it is called last, when the engine's thread has ended."""
+    """The parts that a pool composes. `reserve` and `tickets` belong to a role that receives KV, `lanes` to one that
+    sends or receives it. `close` frees ranks, lanes and stores; it is called last, when the engine's thread has ended.
+    """
 
     info: WorkerInfo
     engine: Engine

@@ -58,7 +58,7 @@ def why_eager(decoder: Decoder) -> str:
 
 
 class DecodeGraphs:
-    """`num_replayed` and `num_eager` count the steps asked for."""
+    """`num_replayed` and `num_eager` count launched steps."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 FORGET_S = 30.0
-"""After so long they are brought together anew: they do not tick quite alike."""
+"""After this long the two clocks are aligned again: their rates differ slightly."""
 
 _cuda: Any = torch.cuda
 
@@ -57,7 +57,7 @@ class TimedStep:
         self._end.record()
 
     def span(self) -> tuple[float, float]:
-        """From, until, by the host's clock. Waits for the step's end."""
+        """(start, end) by the host's clock. Waits for the step's end."""
         self._end.synchronize()
         milliseconds = (self._base.elapsed_time(event) for event in (self._start, self._end))
         start_s, end_s = (self._base_s + ms / 1000 for ms in milliseconds)

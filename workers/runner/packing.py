@@ -20,7 +20,7 @@ KNOWN = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTables:
-    """As `GroupTables`, of one group."""
+    """Like `GroupTables`, for one group."""
 
     slots_T: NDArray[np.int64]
     tables_SB: NDArray[np.int32]
@@ -43,9 +43,9 @@ class Packed:
 
 
 def pack(batch: Batch, *, block_size: int, sampled: Mapping[int, int]) -> Packed:
-    """`sampled` has, for each row of the batch before that sampled, its place among those that did.
+    """`sampled` maps each sampling row of the previous batch to its place among the sampling rows.
 
-    Logits are asked for in the order of rows, in each first at the positions that predict its prompt targets.
+    Logits are ordered by row; within a row, positions that predict prompt targets come first.
     """
     rows = batch.rows
     lens_S = np.array([row.num_tokens for row in rows])
@@ -78,7 +78,7 @@ def pack(batch: Batch, *, block_size: int, sampled: Mapping[int, int]) -> Packed
 def _tables(
     blocks: Sequence[tuple[int, ...]], rows_T: NDArray[np.int64], positions_T: NDArray[np.int64], block_size: int
 ) -> PackedTables:
-    """Of one group, whose blocks are given for each row."""
+    """Tables of one group, from the blocks of each row."""
     tables_SB = np.zeros((len(blocks), max(map(len, blocks))), dtype=np.int32)
     for table_B, block_ids in zip(tables_SB, blocks, strict=True):
         table_B[: len(block_ids)] = block_ids
@@ -87,7 +87,7 @@ def _tables(
 
 
 def sampled_rows(batch: Batch) -> dict[int, int]:
-    """For each row that samples, its place among those that do."""
+    """For each sampling row, its place among the sampling rows."""
     rows = [index for index, row in enumerate(batch.rows) if row.sample is not None]
     return {index: place for place, index in enumerate(rows)}
 

@@ -21,8 +21,8 @@ def captured_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def size_for(packed: Packed, sizes: tuple[int, ...]) -> int | None:
-    """The size that a step is padded to. None if it cannot be replayed: it reads a prompt, asks for other logits than
-    each row's last, or has more rows than were captured."""
+    """The size that a step is padded to. None if it cannot be replayed: it prefills, needs logits of other positions
+    than each row's last, or has more rows than were captured."""
     num_rows = len(packed.context_lens)
     only_decodes = packed.max_query == 1 and np.array_equal(packed.logit_rows_R, np.arange(num_rows))
     return next((size for size in sizes if size >= num_rows), None) if only_decodes else None

@@ -38,8 +38,8 @@ from workers.timeline import Timeline
 class TorchRunner:
     """One rank's runner: a pipeline. All ranks must launch the same batches; only rank 0 samples.
 
-    `shares_tokens` gives sampled ids to the other ranks, for rows that follow: needed where steps are in flight.
-    `grammars` are needed for rows that have one, and asked for their masks while the device computes the logits.
+    `shares_tokens` sends sampled ids to the other ranks, for rows that depend on them: needed with steps in flight.
+    `grammars` make masks for rows with a grammar, while the device computes the logits.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class TorchRunner:
             self._device_clock = DeviceClock(timeline.now)
 
     def capture(self, recorder: Recorder, *, max_rows: int, max_blocks: int, num_groups: int = 1) -> None:
-        """From now on steps that only decode are replayed. To be called once, by all ranks at the same time."""
+        """From now on decode-only steps are replayed. Call it once, on all ranks at the same time."""
         sizes = {"max_rows": max_rows, "max_blocks": max_blocks, "num_groups": num_groups}
         self.graphs = DecodeGraphs(self._decoder, self._attention, recorder, **sizes)
         self.graphs.capture(self._inputs)
@@ -119,7 +119,7 @@ class TorchRunner:
         return logits_RV
 
     def _latest(self, batch: Batch) -> torch.Tensor | None:
-        """For the rows that sample, the token that each follows if penalties must count it."""
+        """For the sampling rows, the token that each follows if penalties must count it."""
         places = [
             self._sampled[row.depends_on_row]
             if row.depends_on_row is not None and is_penalised(row.sample.params)
@@ -137,7 +137,7 @@ class TorchRunner:
             self._parallel.share(self._ids_R)
 
     def _inputs(self, packed: Packed) -> ModelInputs:
-        """On the device, with the tokens that the step before sampled there."""
+        """On the device, with the tokens that the previous step sampled there."""
         numbers = packed.token_ids_T, packed.follows_T, packed.positions_T, *(group.slots_T for group in packed.tables)
         token_ids_T, follows_T, positions_T, *slots = to_device(np.stack(numbers), self._device)
         if packed.follows_T.max() >= 0:
@@ -161,7 +161,7 @@ class TorchRunner:
 
 
 class Sampling:
-    """A step whose logits are queued: samples where rows ask for it and scores the prompt tokens they name."""
+    """Finishes a step whose logits are queued: samples rows that need it, and scores prompt targets."""
 
     def __init__(
         self,

@@ -12,9 +12,9 @@ PERIOD_S = 1.0
 
 
 class LaneUpkeep:
-    """`lanes` returns the lanes there are, `close_lane(peer)` closes one without a loss, on every rank.
+    """`lanes` returns the open lanes, `close_lane(peer)` closes one without a loss, on every rank.
 
-    The caller names the peers that are needed: those with whom it has live tickets.
+    The caller names the peers that are needed: those with live tickets.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ def _alone(values: Sequence[int]) -> Sequence[int]:
 
 
 def _nothing() -> None:
-    """For a cache whose reads are over when they return."""
+    """For a cache whose reads are complete when they return."""
 
 
 class RankTransfer(Generic[Payload]):
@@ -67,7 +67,7 @@ class RankTransfer(Generic[Payload]):
         self.follows_layers = follows_layers
         self.timeline = Timeline(time.monotonic)
         self._sources: dict[str, KVLayout] = {}  # by peer name
-        self._gone: list[str] = []  # of those, whose lane has ended; what has arrived may still be landed
+        self._gone: list[str] = []  # chunks of tickets whose lane has ended; those that arrived may still be landed
         self._armed: list[tuple[Ticket, Chunk, Sequence[int]]] = []
 
     def open(self, ticket: Ticket) -> None:

@@ -1,11 +1,11 @@
-"""What this worker receives: reserves blocks, lands the KV that comes for them, hands both to requests.
+"""The receiving side of KV transfer: reserves blocks, lands the KV that arrives for them, gives both to requests.
 
     reserve(ReserveRequest) ──▶ Ticket ──▶ gateway ──▶ the other worker    all on the engine's thread, between steps
     tick: arrived chunk ── ledger: where to? ──▶ TransferLeader.land(blocks) ──▶ ledger.landed
     adopted / pulled: the ticket ARRIVED ──▶ the request has its blocks
 
-An adopted request needs a sequence's KV that is computed elsewhere, and fails without it. A pull wants a prefix that is
-cached elsewhere: without it the request computes.
+An adopted request needs a sequence's KV from another worker, and fails without it. A pull requests a prefix that
+another worker has cached; without it the request computes the prefix.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ class Incoming:
     # -- reservations --------------------------------------------------------------------------------------------------
 
     def reserve(self, request: ReserveRequest, now: float) -> Ticket:
-        """Blocks for all of the prompt that is not cached here, or an error and nothing has changed.
+        """Reserves blocks for the part of the prompt that is not cached here. If it raises, nothing has changed.
 
-        Asked again with the same generation it answers the same and renews the lease, as a gateway does while the
-        prompt waits to be read; a higher one takes the place of the lower. Raises
-        IncompatibleWorkers, InvalidRequest, ContextLengthExceeded, Overloaded (with `retry_after_s`), or
-        TransferFailed for a generation that has been fenced or has ended.
+        A repeated call with the same generation returns the same ticket and renews the lease; a gateway repeats it
+        while the prompt waits for prefill. A higher generation replaces a lower one. Raises IncompatibleWorkers,
+        InvalidRequest, ContextLengthExceeded, Overloaded (with `retry_after_s`), or TransferFailed for a generation
+        that has been fenced or has ended.
         """
         self._check(request)
-        self.receive(now)  # what was lost so far was not lost by the new ticket
+        self.receive(now)  # earlier losses do not concern the new ticket
         known = self.ledger.renew(request.request_id, request.generation, now)
         if known is not None:
             return known.ticket
@@ -247,7 +247,7 @@ class Incoming:
         return failed
 
     def has_failures(self) -> bool:
-        """Has the next tick to say that a request cannot go on?"""
+        """True if the next tick must report a request that cannot continue."""
         return bool(self._failed)
 
     def busy(self) -> bool:
@@ -329,14 +329,14 @@ class Incoming:
             self._transfers.land(chunk, block_ids)
             self.ledger.landed(chunk, now)
             num_bytes, busy_s = self._landing.get(chunk.ticket_id, (0, 0.0))
-            num_bytes += chunk.num_bytes(self._layout)  # on all ranks; the event has those of rank 0 only
+            num_bytes += chunk.num_bytes(self._layout)  # on all ranks; the event counts those of rank 0 only
             self._landing[chunk.ticket_id] = (num_bytes, busy_s + event.elapsed_s)
             if self.ledger.state(chunk.ticket_id, chunk.generation) is TicketState.ARRIVED:
                 self.num_settled += 1
                 self._count(chunk.ticket_id)
 
     def _count(self, ticket_id: str) -> None:
-        """What has come for a ticket, once no more will."""
+        """The chunks that arrived for a ticket, once no more will."""
         num_bytes, busy_s = self._landing.pop(ticket_id, (0, 0.0))
         self._num_bytes += num_bytes
         self._busy_s += busy_s

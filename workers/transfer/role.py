@@ -1,6 +1,6 @@
-"""What every role does alike whose worker moves KV: its tickets come in, its pushes go out, and both are looked after.
+"""The common part of all roles that transfer KV: tickets are received, pushes are sent, and both are maintained.
 
-A pool adds when a request may begin and what becomes of it once its prompt is read.
+A pool adds when a request may begin, and what follows its prefill.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What this worker pushes: KV of prompts for decode workers, of sequences that migrate, of blocks that others pull.
+"""The sending side of KV transfer: KV of prompts for decode workers, of migrating sequences, and of blocks that others
+pull.
 
     begin(request, ticket) ─▶ pushed as it is computed ── complete ─▶ all offered ─▶ released           a prompt
     move(request, ticket) ──▶ pushed while it decodes ── caught up ─▶ moved: HELD ─▶ all offered ─▶ released
-    share(ticket, hashes) ──▶ references to what is cached ─────────▶ all offered ─▶ references given back
-                              and to what the host loads ── loaded ──▶
+    share(ticket, hashes) ──▶ references to cached blocks ──────────▶ all offered ─▶ references released
+                              and to blocks loaded from host ─ loaded ▶
 
 A payload is a copy: an offered block may be freed. A tick returns each failure once; a move that fails before the
 sequence was HELD leaves it where it is.
@@ -31,7 +32,7 @@ log = logging.getLogger("baton.worker")
 
 CHUNK_BYTES = 32 * 2**20
 GROUP_BYTES = 2**20
-MAX_ARMED_CHUNKS = 4.0  # that a step pushes while it computes; the prompt that goes beyond it is the last
+MAX_ARMED_CHUNKS = 4.0  # pushed by a step while it computes; the prompt that exceeds it is the last one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,7 @@ class Outgoing:
         self._group_bytes = group_bytes
         self._pushes: dict[str, Push] = {}  # by ticket
         self._leaving: dict[str, Push] = {}  # all offered, not all sent
-        self._forgone: list[str] = []  # of those, withdrawn: dropped after the next poll of sent chunks
+        self._forgone: list[str] = []  # withdrawn ones of those: dropped after the next poll of sent chunks
         self._moved: list[str] = []
         self._released: list[str] = []
         self._failed: dict[str, BatonError] = {}
@@ -118,8 +119,8 @@ class Outgoing:
     # -- what is pushed ------------------------------------------------------------------------------------------------
 
     def begin(self, request: Request, ticket: Ticket, now: float) -> bool:
-        """From now on the prompt's blocks are pushed as they become full. May be called again. False: it has failed,
-        and the next tick returns the error."""
+        """From now on the prompt's blocks are pushed as they become full. Idempotent. False if it has failed: the next
+        tick returns the error."""
         push = self._pushes.get(ticket.ticket_id)
         if push is None or push.source is not request:
             try:
@@ -266,7 +267,7 @@ class Outgoing:
         return tick
 
     def launching(self, batch: Batch, now: float) -> None:
-        """Of prompts that this batch completes, all that is left is pushed while it is computed."""
+        """Pushes the rest of prompts that this batch completes while the batch is computed."""
         if not self._pushes or not self._transfers.follows_layers:
             return
         ending = {row.request_id: row.stop for row in batch.rows if row.sample is not None}
@@ -352,7 +353,7 @@ class Outgoing:
         ticket_id = event.chunk.ticket_id
         push = self._pushes.get(ticket_id) or self._leaving.get(ticket_id)
         if push is not None and push.session.ticket.generation == event.chunk.generation:
-            self._busy_s += event.elapsed_s  # with its bytes or not at all: routing divides the two
+            self._busy_s += event.elapsed_s  # counts with its bytes or not at all: routing divides the two
             self._num_bytes += event.chunk.num_bytes(push.session.ticket.layout)  # from all ranks
             push.session.sent(event.chunk, now)
             hidden_s = push.hidden_s(event)

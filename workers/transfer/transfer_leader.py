@@ -45,7 +45,7 @@ class TransferLeader:
         self._coming: list[Arrived] = []  # at rank 0, and not everywhere yet
         self._loads: list[LaneLoad] = []
         self._merged: tuple[LaneLoad, ...] = ()  # of those
-        self._sources: dict[Chunk, str] = {}  # of arrived chunks that are neither landed nor dropped yet
+        self._sources: dict[Chunk, str] = {}  # arrived chunks that are neither landed nor dropped yet
 
     @property
     def address(self) -> LaneAddress:

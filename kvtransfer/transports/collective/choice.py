@@ -38,7 +38,7 @@ class TransportRefused(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verdict:
-    """What one rank has found, and what it was set to."""
+    """One rank's findings, and its setting."""
 
     preference: str
     why_not: str

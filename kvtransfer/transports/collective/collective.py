@@ -53,7 +53,7 @@ class CollectiveTransport:
     def sender(
         self, address: LaneAddress, layout: KVLayout, *, wake: Callable[[], None] = lambda: None
     ) -> CollectiveSender:
-        """`wake` is called from lane threads whenever `poll` has something to say."""
+        """`wake` is called from lane threads whenever `poll` has an event."""
         return CollectiveSender(self, address, layout, wake)
 
     def receiver(
@@ -338,7 +338,7 @@ class CollectiveReceiver(_LanesEnd[Arrived | LaneLost, Inbox]):
         self._changed.notify_all()
 
     def _lost(self, inbox: Inbox, reason: Exception, final: bool) -> None:
-        """What has arrived in full stays: it may still be landed."""
+        """Payloads that have arrived completely stay: they may still be landed."""
         self._clear(inbox)
         with self._changed:
             if final:

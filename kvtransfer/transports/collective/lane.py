@@ -74,7 +74,7 @@ class Lane:
         self._thread.start()
 
     def still_wanted(self) -> None:
-        """Begins the wait for the peer anew, and stays if it was about to part."""
+        """Restarts the wait for the peer, and cancels a pending close."""
         self.closing_idle = False
         self._deadline_s = time.monotonic() + self._wait_s
 
@@ -84,7 +84,7 @@ class Lane:
         self._progress_s = time.monotonic()
 
     def idles(self) -> bool:
-        """For so long that it should be given up, unless it is needed?"""
+        """True if it has been idle for so long that it should be closed, unless it is needed."""
         return time.monotonic() - self._progress_s > self._config.idle_timeout_s
 
     def abort(self) -> None:
@@ -156,7 +156,7 @@ class Lane:
                 return
 
     def _live(self, works: Sequence[Callable[[LaneWire], None]]) -> Exception | None:
-        """From one meeting to the end of its wire. What ended it, unless that was wanted?"""
+        """One life of the wire, from the meeting to its end. Returns the error, or None after an intended end."""
         reasons: list[Exception] = []
         wire = self._meet(reasons)
         if wire is not None:
@@ -207,7 +207,9 @@ class Lane:
         try:
             while not (self.closing.is_set() or reasons):
                 work(wire)
-        except Exception as error:  # the thread must always say how it ended, or tickets would hang until their lease
+        except (
+            Exception
+        ) as error:  # the thread must always report how it ended, or tickets would hang until their lease
             self._note(error, reasons)
             if not isinstance(error, ClosedIdle):
                 self.abort()

@@ -294,7 +294,7 @@ class Rendezvous:
         with contextlib.suppress(OSError):  # the destination and its server are gone: its next life starts afresh
             self._store.set_on_disconnect("", "")
             self._store.raise_to("epoch", self._epoch + 1)
-            self._store.delete(f"{self._epoch - 1}/")  # of this one, ranks may still be reading what was said
+            self._store.delete(f"{self._epoch - 1}/")  # ranks of this wire may still read published values
         self._store.close()
         self._store = None
 

@@ -1,1 +1,1 @@
-"""What moves bytes between two ranks: shared memory, NCCL, pinned host memory."""
+"""Links move bytes between two ranks: shared memory, NCCL, pinned host memory."""

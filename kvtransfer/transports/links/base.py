@@ -95,7 +95,7 @@ def open_collective(meeting: Meeting, why: str = "") -> Links:
         if nccl is not None:
             nccl.abort()
         for rank in meeting.peer_ranks:
-            with contextlib.suppress(RuntimeError):  # as intended, or it was broken before
+            with contextlib.suppress(RuntimeError):  # an intended end, or it was broken before
                 never = control.recv([torch.empty(1, dtype=torch.uint8)], rank, _SEVER_TAG)
                 never.wait(timedelta(milliseconds=1))
 
@@ -111,7 +111,7 @@ def open_collective(meeting: Meeting, why: str = "") -> Links:
 
 
 def _why_no_nccl(meeting: Meeting) -> str:
-    """All ranks read what all have said, and so decide alike."""
+    """All ranks read the verdicts of all ranks, and so decide alike."""
     store, epoch = meeting.store, meeting.epoch
     store.set(f"{epoch}/card/{meeting.rank}", nccl_card(meeting.device))
     return why_no_nccl([store.get(f"{epoch}/card/{rank}").decode() for rank in range(meeting.size)])

@@ -21,8 +21,7 @@ _cuda: Any = torch.cuda
 
 
 def nccl_card(device: str) -> str:
-    """By which NCCL distinguishes ranks: the card, and the host's identity. "!" and the reason where there is no
-    NCCL."""
+    """The identity by which NCCL distinguishes ranks: card and host. "!" and the reason without NCCL."""
     if not distributed.is_nccl_available():
         return "!this build of torch has no NCCL"
     properties = _cuda.get_device_properties(torch.device(device))
@@ -30,7 +29,8 @@ def nccl_card(device: str) -> str:
 
 
 def why_no_nccl(cards: Sequence[str]) -> str:
-    """Of the cards of all ranks of a lane, by rank; empty if NCCL takes them. It refuses two ranks on one."""
+    """The reason why NCCL cannot connect the cards of a lane's ranks; "" if it can. It refuses two ranks on one
+    card."""
     for rank, card in enumerate(cards):
         if card.startswith("!"):
             return f"rank {rank}: {card[1:]}"

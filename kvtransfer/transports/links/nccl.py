@@ -35,8 +35,8 @@ _backends: Any = distributed  # a CPU build of torch has no class for NCCL
 
 
 def keep_no_watchdog() -> None:
-    """Of groups that this process makes from now on. To be called before its threads start, and after the group of a
-    worker's own ranks has been made: that one is to end the process when a rank dies, and waits on streams only."""
+    """For groups that this process makes from now on. Call it before its threads start, and after the group of a
+    worker's own ranks has been made: that group must end the process when a rank dies, and waits on streams only."""
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
 
 

@@ -70,7 +70,7 @@ class Ring:
 
     @classmethod
     def find(cls, fds: Sequence[int], handle: bytes, slot_bytes: int) -> Ring:
-        """What the peer made. Takes the file descriptors over. Raises LinkBroken for memory that could shrink."""
+        """Maps the peer's memory. Takes over the file descriptors. Raises LinkBroken for memory that could shrink."""
         if handle:
             storage_type: Any = torch.UntypedStorage
             storage = storage_type._new_shared_cuda(*ast.literal_eval(handle.decode()))
@@ -191,7 +191,7 @@ class ShmLink:
 
 
 def _copy(target_B: torch.Tensor, source_B: torch.Tensor) -> None:
-    """On a CPU by one thread, without Python's lock. On a GPU the bytes are there when this returns."""
+    """On a CPU one thread copies, without Python's lock. On a GPU the bytes have arrived when this returns."""
     if target_B.is_cuda or source_B.is_cuda:
         target_B.copy_(source_B)
         _cuda.current_stream().synchronize()
@@ -268,7 +268,7 @@ class ShmListener:
 
     @property
     def notice(self) -> bytes:
-        """What sources are to know; for the lane's rendezvous store."""
+        """The address and token for sources; published in the lane's rendezvous store."""
         return self._name + self._token
 
     def accept(self, source_ranks: Iterable[int], timeout_s: float) -> dict[int, ShmLink]:

@@ -68,6 +68,6 @@ class Staging:
                 self.num_free_bytes -= smallest[0].numel()
 
     def discard(self, payload: torch.Tensor) -> None:
-        """What `take` gave is never to be used again: somebody may still write into it."""
+        """Discards memory from `take` for good: a peer may still write into it."""
         with self._lock:
             self._taken.pop(payload.data_ptr(), None)

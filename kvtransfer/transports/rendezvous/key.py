@@ -23,7 +23,7 @@ class WrongKey(PermissionError):
 
 
 def new_key() -> bytes:
-    """In letters and digits, as it travels in a LaneAddress."""
+    """Hexadecimal, as it is sent in a LaneAddress."""
     return secrets.token_hex(32).encode()
 
 
@@ -32,12 +32,12 @@ def new_nonce() -> bytes:
 
 
 def claim(key: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    """What a client answers the server's nonce."""
+    """The client's answer to the server's nonce."""
     return client_nonce + _mac(key, b"client", server_nonce, client_nonce)
 
 
 def accept(key: bytes, server_nonce: bytes, claimed: bytes) -> bytes:
-    """What the server answers a client's claim. Raises WrongKey."""
+    """The server's answer to a client's claim. Raises WrongKey."""
     client_nonce, mac = claimed[:NONCE_BYTES], claimed[NONCE_BYTES:]
     if not hmac.compare_digest(mac, _mac(key, b"client", server_nonce, client_nonce)):
         raise WrongKey("the client does not have the rendezvous server's key")

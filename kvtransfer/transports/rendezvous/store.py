@@ -228,7 +228,7 @@ class RendezvousServer:
         return values.get(key)
 
     def _values_of(self, key: bytes) -> dict[bytes, bytes]:
-        """What is known of the key's lane."""
+        """The values of the key's lane."""
         lane = key.partition(b"/")[0]
         values = self._lanes.setdefault(lane, {})
         self._lanes.move_to_end(lane)
@@ -244,11 +244,11 @@ class _Client:
 
 
 class RendezvousStore(Store):
-    """A client of a server, under a prefix. Every fault of the connection is an OSError, and so is each later call;
-    WrongKey is one of them.
+    """A client of a server, under a prefix. After a fault of the connection every call raises OSError; WrongKey is a
+    kind of it.
 
-    `wait_s` bounds the wait for what others are to say, `answer_s` that for the server itself. While it waits it calls
-    `look` now and then, which may raise to end that. torch calls the methods from threads of its own. Keep the object
+    `wait_s` bounds the wait for values of other ranks, `answer_s` that for the server itself. While it waits it calls
+    `look` at intervals, which may raise to end the wait. torch calls the methods from its own threads. Keep the object
     alive as long as a process group made with it.
     """
 
@@ -322,7 +322,7 @@ class RendezvousStore(Store):
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
     def set_on_disconnect(self, key: str, value: str) -> None:
-        """What is set once this connection has ended, however that came about; "" revokes what was left last."""
+        """Sets a value to be published when this connection ends in any way; "" revokes the previous one."""
         self._ask(_What.WILL, key, value.encode())
 
     def delete(self, key: str) -> None:
