@@ -221,7 +221,7 @@ class Ledger:
     def abort_source(
         self, source: str, reason: str, cause: type[TransferFailed] = TransferFailed
     ) -> Sequence[Reservation]:
-        """Ends what `source` can no longer complete. What has arrived in full does not need it any more."""
+        """Ends the tickets that `source` can no longer complete. Tickets whose KV has arrived completely stay."""
         doomed = [
             ticket_id
             for ticket_id, entry in self._live.items()

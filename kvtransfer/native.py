@@ -93,7 +93,7 @@ def fingerprint(compiler: str, flags: Iterable[str], sources: Iterable[Path]) ->
 
 
 def run(*command: str, timeout_s: float) -> None:
-    """Raises SubprocessError, with what was printed in its `stderr`."""
+    """Raises SubprocessError, with the compiler's output in its `stderr`."""
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout_s)
 
 

@@ -40,21 +40,21 @@ class Session:
         return self.num_offered == len(self.ticket.block_ids)
 
     def fits(self, num_tokens: int) -> bool:
-        """Is the ticket for a sequence of so many tokens?"""
+        """True if the ticket is for a sequence of this many tokens."""
         size = self.ticket.layout.block_size
         return self.first_block + len(self.ticket.block_ids) == -(-num_tokens // size)
 
     def is_full(self, num_tokens: int) -> bool:
-        """Would a sequence of so many tokens, one more, find no room?"""
+        """True if a sequence of this many tokens would have no room for one more."""
         return num_tokens >= (self.first_block + len(self.ticket.block_ids)) * self.ticket.layout.block_size
 
     def all_sent(self, num_computed: int) -> bool:
-        """Have all blocks that are full left this host?"""
+        """True if all full blocks have left this host."""
         num_full = num_computed // self.ticket.layout.block_size - self.first_block
         return self.num_sent >= min(num_full, len(self.ticket.block_ids))
 
     def truncate(self, num_tokens: int) -> None:
-        """The sequence will have so many tokens: the ticket's further blocks stay empty."""
+        """The sequence will have this many tokens: the ticket's further blocks stay empty."""
         num_blocks = max(0, -(-num_tokens // self.ticket.layout.block_size) - self.first_block)
         assert self.num_offered <= num_blocks <= len(self.ticket.block_ids), "a sequence shrank, or outgrew its ticket"
         self.ticket = replace(self.ticket, block_ids=self.ticket.block_ids[:num_blocks])
@@ -124,5 +124,5 @@ class Session:
         return self._deadline_s
 
     def expired(self, now: float) -> bool:
-        """Has what was offered been stuck for so long that the destination may have given its blocks away?"""
+        """True if offered blocks have been stuck for so long that the destination may have reused its blocks."""
         return now >= self._deadline_s

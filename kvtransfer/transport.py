@@ -116,7 +116,7 @@ class Sender(Protocol[PayloadIn]):
         ...
 
     def can_offer(self, ticket: Ticket) -> bool:
-        """Is there staging room left on the ticket's lane? One chunk may overshoot it."""
+        """True if there is staging room on the ticket's lane. One chunk may overshoot it."""
         ...
 
     def stage(self, num_bytes: int) -> Any:
@@ -129,22 +129,22 @@ class Sender(Protocol[PayloadIn]):
 
     def poll(self) -> Sequence[Sent | LaneLost]: ...
     def cancel(self, ticket_id: str) -> None:
-        """Drops what has not left yet; what is on the wire is fenced at the destination. Never blocks."""
+        """Drops unsent chunks; chunks on the wire are fenced at the destination. Never blocks."""
         ...
 
     def busy(self) -> bool:
-        """Is a payload waiting or on the wire, or an event waiting to be polled?"""
+        """True if a payload waits or is on the wire, or an event waits to be polled."""
         ...
 
     def lanes(self) -> Sequence[LaneStats]: ...
     def lane_loads(self) -> Sequence[LaneLoad]: ...
     def close_lane(self, peer: str) -> None:
-        """Ends the lane to a peer once what was offered has left; nothing is lost by it, at either end. It stays if it
-        is opened, or anything is offered on it, before it has ended."""
+        """Closes the lane to a peer once offered chunks have left, without loss at either end. It stays if it is
+        opened, or a chunk is offered on it, before it has closed."""
         ...
 
     def close(self) -> None:
-        """Ends every lane and its thread. What has not left is dropped."""
+        """Ends every lane and its thread. Unsent chunks are dropped."""
         ...
 
 
@@ -183,7 +183,7 @@ class Receiver(Protocol[PayloadOut]):
         ...
 
     def busy(self) -> bool:
-        """Does a payload wait to be taken, or an event to be polled?"""
+        """True if a payload waits to be taken, or an event to be polled."""
         ...
 
     def lanes(self) -> Sequence[LaneStats]: ...

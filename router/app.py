@@ -167,7 +167,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:
-    """No such route, or not with this method."""
+    """The route does not exist, or not with this method."""
     assert isinstance(error, HTTPException)
     path, method, headers = request.url.path[:200], request.method, MutableHeaders(error.headers or {})
     if error.status_code == 405:

@@ -91,11 +91,12 @@ class WorkerConfig(StepLimits):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankId:
-    """Which rank of which worker a process is. `incarnation` tells a restarted worker from the one before it.
+    """The rank and the worker that a process belongs to. `incarnation` distinguishes a restarted worker from the one
+    before it.
 
-    `host` is what other hosts reach this process by. Rank 0 opens the ranks' meeting place on `store_port` of
-    `store_host` (rank 0's host), which serves ranks that have the `store_key`; with one rank none of these is used.
-    All ranks of a worker are on one host.
+    `host` is the address by which other hosts reach this process. Rank 0 opens the ranks' rendezvous server on
+    `store_port` of `store_host` (rank 0's host), for ranks that have the `store_key`; with one rank none of these is
+    used. All ranks of a worker are on one host.
     """
 
     worker_id: str
@@ -110,11 +111,11 @@ class RankId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(StepLimits):
-    """What bounds a step and a sequence of a certain model.
+    """Bounds of a step and of a sequence, for a certain model.
 
     `max_model_len` counts prompt and answer. `eos_ids` end an answer unless its request ignores them. A request of
-    priority p goes before those of priority 0 that came up to `p * priority_head_start_s` seconds earlier, so that none
-    waits for ever.
+    priority p goes before those of priority 0 that came up to `p * priority_head_start_s` seconds earlier, so that
+    every request gets its turn.
     """
 
     max_model_len: int = field(metadata={"help": "", "least": 1})

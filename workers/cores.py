@@ -211,7 +211,7 @@ def _bind(cpus: tuple[int, ...]) -> None:
 
 
 def parse_cpus(text: str) -> set[int]:
-    """{0, 1, 2, 8} of "0-2,8"; nothing of what is no such list."""
+    """{0, 1, 2, 8} of "0-2,8"; {} for an invalid list."""
     found: set[int] = set()
     with suppress(ValueError):
         for part in text.strip().split(","):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def free_ram_bytes(root: Path = Path("/")) -> int:
-    """RAM this process may still take: what the kernel calls available, within the container's limit if it has one."""
+    """RAM this process may still take: the kernel's available memory, within the container's limit if it has one."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())

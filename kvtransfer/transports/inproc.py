@@ -203,7 +203,7 @@ class InprocSender(_InprocEnd[Sent | LaneLost]):
                 self._forget(self._lanes[parcel.destination], parcel)
 
     def carries(self, ticket_id: str) -> bool:
-        """Is anything of a ticket on its way?"""
+        """True if anything of a ticket is on its way."""
         return any(parcel.chunk.ticket_id == ticket_id for parcel in self._under_way)
 
     def busy(self) -> bool:
@@ -235,7 +235,7 @@ class InprocSender(_InprocEnd[Sent | LaneLost]):
         return self._lanes[peer]
 
     def _deliver(self, lane: _Lane, parcel: InprocParcel) -> None:
-        """Nothing happens for a parcel that was cancelled, or whose lane was lost, while it was under way."""
+        """Does nothing for a parcel that was cancelled, or whose lane was lost, while it was under way."""
         with self._exchange._lock:
             now = self._exchange.clock()
             elapsed_s, lane.over_s = now - max(parcel.offered_s, lane.over_s), now
@@ -295,7 +295,7 @@ class InprocReceiver(_InprocEnd[Arrived | LaneLost]):
                 self._pop(chunk)
 
     def drop_source(self, source: str, kept: Collection[Chunk]) -> None:
-        """There is one rank: what has come in has come in everywhere."""
+        """There is one rank: a chunk that arrived here has arrived everywhere."""
 
     def busy(self) -> bool:
         return bool(self._events or self._staged)

@@ -36,7 +36,7 @@ class Rate:
         self._num_tokens.add(num_tokens)
 
     def at(self, now: float) -> float | None:
-        """None while it has been measured for too short a time, and when there was nothing."""
+        """None until it has been measured for long enough, and while nothing was prefilled."""
         [num_tokens] = self._num_tokens.at(now)
         if self._begun_s is None or now - self._begun_s < LEAST_MEASURED_S or not num_tokens:
             return None
@@ -45,7 +45,7 @@ class Rate:
 
 
 class Returning:
-    """Those who were refused and have not had their turn yet. Time is an argument."""
+    """Refused requests whose turn has not come yet. Time is an argument."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._line = FairQueue(weights)
@@ -59,12 +59,12 @@ class Returning:
         self._line.weigh(weights)
 
     def read(self, num_tokens: int, *, now: float) -> None:
-        """A prompt of so many tokens has been read."""
+        """A prompt of `num_tokens` has been prefilled."""
         self._rate.observe(num_tokens, now)
 
     def after_s(self, entry: Entry, *, speed: float, now: float) -> float:
-        """How long those who were refused before `entry` keep the fleet busy, which reads `speed` tokens a second as
-        far as nothing else has been seen. From now on the next ones come after this one, too."""
+        """Seconds for which requests refused before `entry` keep the fleet busy, at `speed` tokens a second unless
+        another speed was measured. Later entries come after this one, too."""
         if now - self._refused_s > CALM_S:
             self._rate.begin(now)
         self._refused_s = now

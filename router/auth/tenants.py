@@ -1,4 +1,4 @@
-"""Who may ask, and for how much: tenants and their API keys, from a TOML file that holds no key, only hashes.
+"""Tenants, their API keys and their limits, from a TOML file that holds only hashes of the keys.
 
     share_cache = false            # tenants never see each other's prefix cache, be it by timing
     admin_keys = ["sha256:..."]    # open /admin
@@ -11,7 +11,7 @@
     tokens_per_min = 1_000_000     # prompt and answer
     max_concurrent = 64
 
-A key has 256 random bits, so a plain hash cannot be turned back: what slow hashes are for is guessable passwords.
+A key has 256 random bits, so a plain hash cannot be inverted; slow hashes are for passwords, which can be guessed.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def is_name(name: str) -> bool:
 
 
 def read_roster(path: Path) -> Roster:
-    """Raises Misconfigured, naming the setting, what it is and what it must be."""
+    """Raises Misconfigured, which names the setting, its value and what is allowed."""
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,1 +1,1 @@
-"""The life of a job: workers are chosen, tokens come, and what fails or moves goes on elsewhere."""
+"""The life of a job: workers are chosen, tokens arrive, and failed or migrated sequences continue on other workers."""

@@ -216,7 +216,7 @@ class Dispatcher:
         decode_workers = self._candidates(job_state).decode_pool
         candidates = decode_workers.besides((besides.worker_id,))
         if besides.worker_id in candidates.workers.places or not len(candidates):
-            raise NoWorkers(f"no worker other than {besides.worker_id} can write")
+            raise NoWorkers(f"no worker other than {besides.worker_id} can decode")
         return self._fleet.member(self._chooser.choose(job_state, candidates).decode)
 
     def _candidates(self, job_state: JobState) -> CandidateTable:

@@ -108,7 +108,7 @@ class JobState:
         pull: Ticket | None = None,
         more: tuple[int, ...] = (),
     ) -> GenerateRequest:
-        """The rest of the job, after what was emitted and `more`."""
+        """The rest of the job, after the emitted tokens and `more`."""
         job, output_ids = self.job, (*self.output_ids, *more)
         return GenerateRequest(
             request_id=request_id,
@@ -124,11 +124,12 @@ class JobState:
 
     @property
     def may_skip_deltas(self) -> bool:
-        """May a sink take tokens? The first token, and every token of a job suspected of a crash, are deltas."""
+        """True if a sink may take tokens. The first token, and every token of a job suspected of a crash, are
+        deltas."""
         return bool(self.output_ids) and not self.crashes.crash_count
 
     def append(self, update: SequenceUpdate) -> TokenDelta:
-        """Notes what an update brings; the delta has what is new in it."""
+        """Records an update; the returned delta has its new tokens."""
         first = not self.output_ids and bool(update.token_ids)
         repeated = self._num_prompt_logprobs - self._num_heard
         self._num_heard += len(update.prompt_logprobs)

@@ -60,7 +60,7 @@ class _Migration:
         self.task: asyncio.Task[None] | None = None
 
     def end(self, *, adopted: bool = False) -> None:
-        """Gives back its reservation, unless the sequence has it."""
+        """Releases its reservation, unless the sequence uses it."""
         self.over.set()
         if self.task is not None:
             self.task.cancel()
@@ -168,7 +168,7 @@ class Migrations:
         )
 
     def _take_over(self, job_state: JobState, here: MigrationTarget, move: _Migration | None) -> MigrationTarget:
-        """The worker has stopped: the next one goes on as soon as the rest of the KV is there."""
+        """The worker has stopped: the next one continues as soon as the rest of the KV has arrived."""
         if move is None or move.to is None or move.ticket is None:
             raise TransferFailed(
                 f"worker {here.worker.worker_id} ended {here.request_id} as migrated, without a request to migrate it"

@@ -65,7 +65,7 @@ class PoisonRequests:
 
     @property
     def are_tried(self) -> bool:
-        """Is a job of the line the likely reason for a loss?"""
+        """True if a queued job is the likely reason for a loss."""
         return bool(self._line)
 
     async def lost(self, job_id: str, crashes: CrashHistory, life: Life, num_tokens: int) -> None:
@@ -112,12 +112,12 @@ class PoisonRequests:
         return waited
 
     def progressed(self, crashes: CrashHistory, num_tokens: int) -> None:
-        """The answer has so many tokens now."""
+        """Records that the answer has this many tokens now."""
         if num_tokens > crashes.num_tokens:
             self.drop(crashes)
 
     def drop(self, crashes: CrashHistory) -> None:
-        """The job is not tried any more: it goes on, has ended, or was lost. More than once is no error."""
+        """Ends the job's trials: it continues, has ended, or was lost. Idempotent."""
         batch, crashes.batch = crashes.batch, None
         if batch is None:
             return

@@ -205,7 +205,7 @@ class Fleet:
         return min((self.predictor.overhead_s(role, now=now) for role in roles), default=0.0)
 
     def ready(self) -> bool:
-        """Would a request be served?"""
+        """Whether a request can be served."""
         return any(member.takes_work for member in self._members.values())
 
     def set_degraded(self, reason: str) -> None:

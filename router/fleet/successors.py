@@ -1,6 +1,6 @@
-"""Workers that are about to serve, as their supervisor announces them: what running answers may wait for.
+"""Workers that are about to serve, as their supervisor announces them, for which running answers may wait.
 
-starting ─▶ joined: announced, and not met yet ─▶ ready: no successor any more
+starting ─▶ joined: announced, not connected yet ─▶ ready: no longer a successor
     └─▶ withdrawn, or its supervisor is silent
 """
 
@@ -31,7 +31,7 @@ class Successors:
         return len(self._starting.keys() | self._joined)
 
     def starting(self, worker_id: str, successor: Successor | None) -> bool:
-        """None: its supervisor does not announce it any more. Returns whether anything changed."""
+        """None: no longer announced by its supervisor. Returns whether anything changed."""
         before = self._starting.get(worker_id)
         if successor is None:
             self._starting.pop(worker_id, None)
@@ -45,7 +45,7 @@ class Successors:
         self._joined.add(worker_id)
 
     def arrived(self, worker_id: str) -> None:
-        """The fleet has met it, or knows that it will not come. An unknown one is fine."""
+        """The fleet has connected to it, or knows that it will not come. Ignores an unknown one."""
         self._starting.pop(worker_id, None)
         self._joined.discard(worker_id)
 

@@ -185,7 +185,7 @@ class Member:
         self.connection().move(request)
 
     def release(self, request_id: str) -> None:
-        """Nothing more is expected from a request, and nothing has to be ended."""
+        """Drops a request that has ended on the worker."""
         self.drop_routed(request_id)
         if self.client is not None:
             self.client.release(request_id)

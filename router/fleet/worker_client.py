@@ -173,9 +173,8 @@ class Updates:
 
 
 class WorkerClient:
-    """Talks to the worker at `address` (host:port). Control calls raise the worker's typed error, or WorkerLost.
-    `encoding` is that of messages that are many or large. `on_loss` is called when the connection is lost, or given up.
-    """
+    """The client of the worker at `address` (host:port). Control calls raise the worker's typed error, or WorkerLost.
+    `encoding`: of messages that are many or large. `on_loss` is called when the connection is lost or closed."""
 
     def __init__(
         self,
@@ -206,7 +205,7 @@ class WorkerClient:
         self._lost: WorkerLost | None = None
 
     async def describe(self) -> WorkerInfo:
-        """The handshake: who answers at this address."""
+        """The handshake: returns the description of the worker at this address."""
         reply = await self._call(self._stub.Describe, worker_pb2.DescribeRequest(), self._connect_timeout_s)
         info = from_proto(WorkerInfo, reply)
         self._reads_further = info.reads_further
@@ -306,12 +305,12 @@ class WorkerClient:
         await self._call(self._stub.Reserve, self._encoding.value(request), self._control_timeout_s)
 
     async def share(self, request: ShareRequest) -> int:
-        """Has cached blocks pushed to a ticket: how many of its blocks they are."""
+        """Requests cached blocks to be pushed to a ticket. Returns how many of its blocks they are."""
         reply = await self._call(self._stub.Share, to_proto(request), self._control_timeout_s)
         return int(reply.num_blocks)
 
     async def drain(self, *, exit: bool = False) -> int:
-        """No new work from now on; how many requests still run. With `exit` the worker ends after the last of them."""
+        """Requests a drain. Returns how many requests still run. With `exit` the worker ends after the last of them."""
         reply = await self._call(self._stub.Drain, worker_pb2.DrainRequest(exit=exit), self._control_timeout_s)
         return int(reply.num_running)
 
@@ -320,7 +319,7 @@ class WorkerClient:
         return from_proto(WorkerStats, reply)
 
     async def profile(self, recording: bool | None = None) -> Profile:
-        """What was recorded of its steps; then it begins anew, ends, or goes on as before (None)."""
+        """The recorded steps; recording then restarts, ends, or continues (None)."""
         asked = worker_pb2.ProfileRequest(recording=recording)
         return from_proto(Profile, await self._call(self._stub.Profile, asked, self._control_timeout_s))
 
@@ -389,7 +388,7 @@ class WorkerClient:
             raise WorkerLost(self._lost.message) from None  # closing a channel cancels its calls, not their callers
 
     def _typed(self, failed: grpc.RpcError) -> BatonError:
-        """The worker's own word, or its loss: nobody but its end cancels our calls, and a crash cuts them off."""
+        """The worker's own error, or its loss: only its end cancels calls, and a crash cuts them off."""
         if (said := peer_error(failed)) is not None:
             if isinstance(said, Unauthenticated):  # which no client of ours is to hear as its own fault
                 return WorkerLost(f"the worker at {self.address} refuses this process: {said.message}")

@@ -55,7 +55,7 @@ def _named(*names: str) -> Callable[[Keyword, Said], bool]:
 
 
 def _with_text(*names: str) -> Callable[[Keyword, Said], bool]:
-    """A keyword of these, in which the text is that the library quotes."""
+    """The one of these keywords whose value contains the text that the library quotes."""
     return lambda word, said: word.name in names and said["text"] in _texts(word)
 
 

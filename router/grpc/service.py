@@ -381,6 +381,6 @@ def _why(error: OSError | RuntimeError) -> str:
 
 
 def _try(host: str, port: int) -> None:
-    """Raises OSError when the port cannot be had; gRPC's core would write lines of its own."""
+    """Raises OSError if the port is taken; gRPC's core would log several lines instead."""
     with socket.create_server((host.strip("[]"), port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
         pass

@@ -151,10 +151,10 @@ class Authenticate:
 
 
 class BodyLimit:
-    """Refuses a body of more than `max_bytes` with 413: at once where its length is announced, else when it is passed;
-    and one that is not whole `timeout_s` after its head with 408, and the end of its connection.
+    """Refuses a body of more than `max_bytes` with 413: immediately if its length is announced, else when it is
+    exceeded. Refuses a body that is incomplete `timeout_s` after its head with 408, and closes the connection.
 
-    What the client goes on sending after a 413 is dropped by the server without being kept (`router.http.protocol`).
+    Data that the client sends after a 413 is dropped by the server without being stored (`router.http.protocol`).
     """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:

@@ -25,7 +25,7 @@ MAX_GAP_S = 0.05
 _KEEP = 0.8
 
 Flush = Callable[[float], bool]
-"""Sends what is due; whether anything is left."""
+"""Sends what is due. Returns whether anything is left."""
 
 
 class Pace:

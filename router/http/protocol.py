@@ -29,8 +29,7 @@ from router.streaming.token_sink import WriteState
 HEAD_S = 30.0
 LINGER_S = 30.0
 MAX_UNENDED_HEAD_BYTES = 512 * 1024
-"""More than the largest head that is read, and what one read may bring beside it: `middleware.HeadLimit` counts
-exactly what has an end."""
+"""More bytes than the largest head plus one read: `middleware.HeadLimit` counts heads that are complete exactly."""
 MAX_URI_BYTES = 16 * 1024
 MAX_FRAMING_BYTES = 64 * 1024
 """Bytes of chunk extensions and trailers: as many as of headers, plus `CHUNK_BYTES` for each chunk. The unused part of
@@ -237,7 +236,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def linger(self) -> None:
-        """Ends our side of the connection; what the client still sends is dropped, for a while."""
+        """Ends our side of the connection; data that the client still sends is dropped, for a while."""
         if self._lingers or self.transport.is_closing():
             return
         self._lingers = True
@@ -286,7 +285,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._write_refusal(error)
 
     def _withdraw(self, cycle: RequestResponseCycle) -> None:
-        """The last request, whose body cannot be read. To its application the client has gone."""
+        """The last request, whose body cannot be read: its application sees a disconnect."""
         self._unanswered.remove(cycle)
         if self.pipeline and self.pipeline[0][0] is cycle:
             self.pipeline.popleft()

@@ -152,8 +152,8 @@ class ResponseChannel:
         return int(taken) if unacked or unsent or num_waiting else None
 
     def abort(self) -> None:
-        """Ends the connection at once: what it has not sent yet is dropped, by the kernel too, which would keep it for
-        many minutes for a client that does not read."""
+        """Ends the connection immediately and drops unsent data, also in the kernel, which would keep it for many
+        minutes for a client that does not read."""
         if self._is_closing():
             return
         if (found := self._transport.get_extra_info("socket")) is not None:

@@ -41,9 +41,9 @@ def event(content: Any) -> bytes:
 
 
 class SseWriter:
-    """Events that are alike but for a choice's text: what is before and behind the `TEXT_PLACEHOLDER` in a choice's
-    content is encoded once. Its `sinks` write them to the channel, and while the gateway is late (`Pace`) they hold
-    texts back, which leave together."""
+    """Events that differ only in a choice's text: the parts before and after the `TEXT_PLACEHOLDER` in a choice's
+    content are encoded once. Its `sinks` write them to the channel. While the gateway is late (`Pace`) they hold texts
+    back and send them together."""
 
     def __init__(self, content: Callable[[int], Any], channel: ResponseChannel | None) -> None:
         self._content = content
@@ -189,7 +189,7 @@ class EventStream(Response):
         keep_alive_s: float = inf,
         stall_s: float = inf,
     ) -> None:
-        """While the next of the `events` is awaited, their generator may write to the channel itself."""
+        """While the next of the `events` is awaited, the generator of events may write to the channel itself."""
         super().__init__(media_type="text/event-stream")
         self._events = events
         self._channel: ResponseChannel | None = None

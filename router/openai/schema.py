@@ -50,7 +50,8 @@ def _ranged(name: str, kind: str) -> Any:
 
 
 def _described(refusals: Mapping[str, Harmless], *conditions: dict[str, Any]) -> ConfigDict:
-    """A body's JSON Schema has what is accepted because it changes nothing, and what depends on another parameter."""
+    """A body's JSON Schema includes parameters that are accepted without effect, and dependencies between
+    parameters."""
 
     def add(schema: dict[str, Any]) -> None:
         schema["properties"] |= {name: dict(one.schema) for name, one in refusals.items() if name not in OF_VLLM}
@@ -477,7 +478,7 @@ def _expected(loc: tuple[int | str, ...], kind: type[Body]) -> str | None:
 
 
 def _told(value: Any) -> str:
-    """A JSON value for people: short, and with its type where that is what is wrong."""
+    """A JSON value for error messages: shortened, with its type if the type is wrong."""
     match value:
         case None | bool():
             return {None: "null", True: "true", False: "false"}[value]

@@ -166,7 +166,7 @@ class Calls:
 
 
 def _merged(parts: Sequence[Part]) -> list[Part]:
-    """Neighbours that go on with the same text or call are one."""
+    """Merges neighbouring pieces of the same text or call."""
     merged: list[Part] = []
     for part in parts:
         last = merged[-1] if merged else None

@@ -57,7 +57,7 @@ def _is_exact(number: float) -> bool:
 
 
 def whole_ids(value: Any, depth: int = 2) -> Any:
-    """The list, or the lists in it, with 8.0 as 8. What is nested deeper is no list of ids."""
+    """The list, or the lists in it, with 8.0 as 8. Deeper nested values are not lists of ids."""
     if isinstance(value, list) and depth:
         return [int(one) if isinstance(one, float) and _is_exact(one) else whole_ids(one, depth - 1) for one in value]
     return value

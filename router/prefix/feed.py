@@ -75,7 +75,7 @@ class Feed:
             peers.join(self)
 
     def hello(self, worker_id: str, incarnation: int) -> Hello:
-        """How to greet a worker that has just been met. What a former life of it had cached is forgotten."""
+        """The greeting for a worker that has just been connected. The cache of a former life of it is dropped."""
         cursor = self._cursors.get(worker_id)
         if cursor is None or cursor.incarnation != incarnation:
             self.drop(worker_id)
@@ -122,7 +122,7 @@ class Feed:
         return tuple(self._cursors)
 
     def lost(self, worker_id: str) -> None:
-        """A connection ended. What the worker has cached is kept: it may come back in the same life."""
+        """A connection ended. The worker's cached blocks are kept: it may come back in the same life."""
         if self._peers is not None:
             self._peers.lost(worker_id)
 

@@ -12,10 +12,10 @@ NONE: Mapping[str, int] = MappingProxyType({})
 
 
 class Match(NamedTuple):
-    """How many leading blocks of a chain each worker holds, or is expected to, by worker; those with none are absent.
+    """How many leading blocks of a chain each worker holds, or is expected to hold; workers with none are absent.
 
-    `blocks` counts both tiers. `on_device` has how many of them, again from the first on, are on the device: only of
-    workers that have fewer there, so that it is empty where nobody has a host tier.
+    `blocks` counts both tiers. `on_device` counts the leading blocks on the device, only for workers that have fewer
+    there, so that it is empty without host tiers.
     """
 
     blocks: Mapping[str, int] = NONE
@@ -33,7 +33,7 @@ class Match(NamedTuple):
         return Match({**self.blocks, **other.blocks}, {**self.on_device, **other.on_device})
 
     def at_most(self, blocks: Mapping[str, int]) -> Match:
-        """With no more than so many blocks for each of some workers."""
+        """With at most this many blocks for each of some workers."""
         if not blocks:
             return self
         fewer = {worker_id: min(num, blocks.get(worker_id, num)) for worker_id, num in self.blocks.items()}
@@ -58,7 +58,7 @@ class PrefixIndex(Protocol):
         ...
 
     def drop(self, worker_id: str) -> None:
-        """Forgets a worker, what it holds and what was expected of it. An unknown one is no error."""
+        """Drops a worker with its blocks and expectations. Ignores an unknown one."""
         ...
 
     def expect(self, worker_id: str, hashes: Sequence[BlockHash], *, until: float) -> None:

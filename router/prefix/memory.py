@@ -22,7 +22,8 @@ _NOTHING: Mapping[Tier, Parents] = {tier: {} for tier in Tier}
 
 
 class MemoryPrefixIndex:
-    """`PrefixIndex` in plain Python: what the tables of table.py mean, and what serves where no compiler is."""
+    """`PrefixIndex` in plain Python: the definition of what table.py computes, and its substitute without a
+    compiler."""
 
     def __init__(self) -> None:
         self._slots: dict[str, int] = {}
@@ -59,7 +60,7 @@ class MemoryPrefixIndex:
         return Match(blocks, fewer or NONE)
 
     def _note(self, depths: dict[str, int], slots: int, depth: int) -> None:
-        """The workers of these slots hold so many blocks; those with none are not listed."""
+        """The number of blocks that the workers of these slots hold; those with none are not listed."""
         if depth:
             depths.update((self._names[slot], depth) for slot in _bits(slots))
 

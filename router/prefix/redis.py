@@ -200,7 +200,7 @@ class RedisPrefixIndex:
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     async def _share(self) -> NoReturn:
-        """Reads and writes until one of the two fails, with what it fails with."""
+        """Reads and writes until one of the two fails, and raises its error."""
         both = asyncio.create_task(self._follow()), asyncio.create_task(self._write())
         try:
             await asyncio.gather(*both)

@@ -30,7 +30,7 @@ REPORT_S = 1.0
 """The generators learn of a taken token no later than this, while tokens come."""
 
 NUM_PHASES = 32
-"""Sinks that open together report at so many different times within `REPORT_S`."""
+"""Sinks that open together report at this many different times within `REPORT_S`."""
 
 _DUE = 0x80000000
 _P, _S, _N, _F = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_double
@@ -87,7 +87,7 @@ class EventFrame(Protocol):
     def state(self) -> WriteState: ...
 
     def make_clear(self) -> bool:
-        """Has the transport got all that came before, and would it take an event now?"""
+        """True if the transport has sent all earlier data and would take an event now."""
         ...
 
     def frame(self) -> tuple[bytes, bytes]:
@@ -158,7 +158,7 @@ class TokenSink:
             self._open(now)
 
     def close(self) -> None:
-        """No token is taken."""
+        """No token is taken from now on."""
         place, self._place = self._place, None
         if place is not None and self._is_open:
             self._is_open = False

@@ -86,7 +86,7 @@ class ChatTemplate:
         )
         self._with_tools = with_tools
         self.shows_tools = with_tools is not None or any(name.name == "tools" for name in tree.find_all(nodes.Name))
-        """Does the model see the tools of a request?"""
+        """True if the template shows the model the tools of a request."""
         self.tool_format: ToolFormat | None = format_of(source) if with_tools is None else with_tools.tool_format
         """The model's tool-call format; None if the template does not show it."""
         self._named_tokens = dict(named_tokens or {})

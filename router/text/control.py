@@ -74,9 +74,9 @@ class ControlTexts:
         self._veils = {ord(char): mark for char, mark in self.marks.items() if not char.isspace()}
 
     def is_suspect(self, text: str, *, whole: bool = False) -> bool:
-        """Can a template make a control text of this one, with the ends of its own? Only letters and digits count, in
-        any case, for a template may replace signs (`key | replace('-', '_')`) and change the case. A `whole` text is
-        written as it is; of any other a template may take a part."""
+        """True if a template could make a control text of this one with its own constants around it. Only letters and
+        digits count, in any case, as a template may replace other characters (`key | replace('-', '_')`) and change the
+        case. A `whole` text is written as it is; of any other a template may take a part."""
         if not self.has_insides or (whole and len(text) > _MAX_WHOLE_CHARS) or not (inside := _folded(text)):
             return False
         return inside in self._joined_insides or (not whole and self._inside.search(inside) is not None)
@@ -147,7 +147,8 @@ class _Veiled(str):
         return map(self._hide, self._text)
 
     def replace(self, old: str, new: str, /, count: Any = -1) -> str:
-        """A word of the template's stays as it is, and what it is put into is an ordinary string from then on."""
+        """A string of the template stays as it is, and the result of inserting into it is an ordinary string from then
+        on."""
         old, own = _unveiled(old), _unveiled(new)
         if old and _folded(own):
             return str.join(new, self._hide(self._text.split(old, count)))
@@ -289,7 +290,8 @@ def _changed(chars: set[str]) -> set[str]:
 
 
 def _is_parted(text: str, own: Collection[str]) -> bool:
-    """May the template's `own` strings be parts of the text whose other parts, without its signs, are content?"""
+    """True if the template's `own` strings could be parts of the text whose other parts, without its signs, are
+    content."""
     signs = _signs(text)
     if not signs:
         return True
@@ -300,7 +302,7 @@ def _is_parted(text: str, own: Collection[str]) -> bool:
 
 
 def _meet(one: str, text: str) -> bool:
-    """Is one in the other, or does one begin as the other ends?"""
+    """True if one contains the other, or one begins as the other ends."""
     sizes = range(1, min(len(one), len(text)))
     ends = any(one.endswith(text[:size]) or text.endswith(one[:size]) for size in sizes)
     return ends or one in text or text in one

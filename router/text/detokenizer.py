@@ -23,7 +23,7 @@ class Detokenizer:
 
     @property
     def is_clear(self) -> bool:
-        """Does the next token's text depend on the token alone?"""
+        """True if the next token's text depends on the token alone."""
         return not (self._unfinished or self._leading_space)
 
     def feed(self, token_id: int) -> str:

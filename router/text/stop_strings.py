@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The stop string that is complete first ends the text; of those complete at once, the longest.
+    """Ends the text at the first complete stop string; of several complete with the same character, at the longest.
 
-    What comes out depends on the text alone, not on how it was cut into pieces.
+    The result depends on the text alone, not on how it was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -21,7 +21,7 @@ class StopStrings:
 
     @property
     def is_clear(self) -> bool:
-        """Is nothing held back?"""
+        """True if no text is held back."""
         return not self._held
 
     def feed(self, text: str) -> str:

@@ -96,7 +96,7 @@ def answer(
 
 
 async def collect(pieces: AsyncGenerator[TextDelta, None], ask: TextRequest) -> tuple[list[TextDelta], Usage]:
-    """All choices in order, each as one piece, and what they used."""
+    """All choices in order, each as one piece, and their usage."""
     tally, by_choice = UsageCounter(ask), [list[TextDelta]() for _ in ask.jobs]
     async with aclosing(pieces):
         async for piece in pieces:

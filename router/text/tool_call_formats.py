@@ -181,7 +181,7 @@ class _Calls:
         return parts
 
     def _take(self, parts: list[Part]) -> bool:
-        """Takes from what is held. False: it needs more, or has all."""
+        """Consumes a part of the held text. False: it needs more text, or has consumed all."""
         raise NotImplementedError
 
 
@@ -323,7 +323,7 @@ class _Call:
         self.broken = False
 
     def feed(self, text: str, parts: list[Part]) -> str:
-        """Reads up to the object's end; what is behind it."""
+        """Reads to the object's end; returns the rest."""
         taken = 0
         for char in text:
             if self.done or self.broken:
@@ -410,7 +410,7 @@ def _say(parts: list[Part], text: str) -> None:
 
 
 def _string(token: str) -> str | None:
-    """None for half of a surrogate too, which no answer can have."""
+    """None for half of a surrogate pair, too, which no answer can have."""
     try:
         found = json.loads(token, strict=False)
         if isinstance(found, str):

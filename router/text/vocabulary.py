@@ -81,7 +81,7 @@ class Vocabulary:
 
 
 class _Steps:
-    """A decoder's description, reduced to what it does to one token."""
+    """A decoder's description, reduced to its effect on one token."""
 
     def __init__(self, decoder: dict[str, Any] | None) -> None:
         self._byte_level = False

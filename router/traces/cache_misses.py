@@ -41,7 +41,7 @@ class EvictionLog:
                 self._cleared[worker_id] = now
 
     def removals(self, worker_id: str, block: BlockHash, *, before: float) -> Sequence[tuple[float, Tier]]:
-        """When a worker removed a block, from which tier: what is known of it by then, the first first."""
+        """When a worker removed a block, and from which tier: all known removals, the first one first."""
         known = [(self._lost.get((worker_id, tier), _NONE).get(block), tier) for tier in Tier]
         return sorted((at_s, tier) for at_s, tier in known if at_s is not None and at_s <= before)
 

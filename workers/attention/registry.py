@@ -19,7 +19,7 @@ BACKENDS: dict[str, str] = {
 
 
 def attention_for(storage: KVStorage, name: str | None = None) -> AttentionBackend:
-    """The backend called `name`, by default the one of the storage's device. Misconfigured for an unknown name."""
+    """The backend called `name`, by default that of the storage's device. Raises Misconfigured for an unknown name."""
     name = name or storage.device.type
     if name not in BACKENDS:
         raise Misconfigured(f"there is no attention {name!r}: choose one of {', '.join(BACKENDS)}", param="attention")

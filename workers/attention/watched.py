@@ -1,5 +1,5 @@
-"""An attention backend that reports each layer whose keys and values are in the cache: they may be pushed from then
-on."""
+"""An attention backend that reports each layer whose keys and values are in the cache: from then on they may be
+pushed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
 
 
 class WatchedAttention:
-    """Computes nothing itself. On CUDA "written" means queued: what is asked of the device later comes after it."""
+    """Computes nothing itself. On CUDA "written" means queued: work queued later is ordered after it."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend

@@ -11,10 +11,10 @@ _LEAST_PREFILL = 32
 
 
 class EngineSpeed:
-    """Older steps count less, each by a tenth than the one after it.
+    """Each older step counts a tenth less than the one after it.
 
-    The first step of a kind does not count: it touches memory and loads code that later ones find there. Nor do a few
-    prompt tokens: most of such a step's time is what any step costs, and would be taken for the speed of long prompts.
+    The first step of a kind does not count: it touches memory and loads code that later steps find ready. Nor do steps
+    of few prompt tokens: most of their time is a step's fixed cost, and would be taken for the speed of long prompts.
     """
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ def check_length(request: GenerateRequest, limit: int) -> None:
 
 
 def _are_ids(token_ids: Sequence[int], vocab_size: int) -> bool:
-    """Is each from 0 to below `vocab_size`?"""
+    """True if each is from 0 to below `vocab_size`."""
     if not isinstance(token_ids, Remembering):
         return _are_below(token_ids, vocab_size)
     if vocab_size not in token_ids.are_below:

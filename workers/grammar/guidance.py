@@ -67,7 +67,7 @@ _LIMITS = LLParserLimits(verbose_errors=False)  # an error would quote the state
 
 @dataclass(slots=True, eq=False)
 class _Compiled:
-    """A grammar's matcher at its beginning, to be copied. At no users it is not begun with any more. Copies share a
+    """A grammar's matcher at its beginning, to be copied. Without users no copies are made any more. Copies share a
     lock: once a mask is `endless`, others would wait for it, and end as well."""
 
     matcher: Future[LLMatcher]

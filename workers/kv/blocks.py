@@ -73,7 +73,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def can_spare(self, num_blocks: int) -> bool:
-        """Are there so many, and nothing to be kept on the host for them?"""
+        """True if there are this many, and the host tier needs to keep nothing for them."""
         return num_blocks <= (self.num_free if self.host is None else len(self._free))
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
@@ -136,7 +136,7 @@ class BlockPool:
         self._stored(fresh, begun)
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Gives back one reference to each block of a sequence, given in its order: its tail is evicted first."""
+        """Removes one reference from each block of a sequence, given in its order: its tail is evicted first."""
         for block_id in reversed(block_ids):
             assert self._refs[block_id] > 0, f"block {block_id} is released and has no reference"
             self._refs[block_id] -= 1
@@ -164,7 +164,7 @@ class BlockPool:
         return chains if self.host is None else chains + _chains(self.host.entries(), Tier.HOST)
 
     def hit(self, num_tokens: int) -> None:
-        """So many tokens of a prompt were here."""
+        """Counts tokens of a prompt that were cached here."""
         self._num_hit_tokens += num_tokens
 
     def tiers(self) -> tuple[TierStats, ...]:
@@ -240,7 +240,7 @@ class BlockPool:
 
 
 def _chains(parents: Mapping[BlockHash, BlockHash], tier: Tier) -> tuple[BlockStored, ...]:
-    """Blocks and their parents, as chains."""
+    """Chains of blocks, from blocks and their parents."""
     children: dict[BlockHash, list[BlockHash]] = {}
     heads: list[tuple[BlockHash, BlockHash]] = []
     for block_hash, parent in parents.items():

@@ -114,7 +114,7 @@ class HostPool:
         return slots
 
     def use(self, hashes: Sequence[BlockHash]) -> None:
-        """A prompt begins with this chain: what is kept of it goes last, its tail before its head."""
+        """A prompt begins with this chain: its blocks are evicted last, tail before head."""
         for block_hash in reversed(hashes):
             if block_hash in self._kept:
                 self._kept.move_to_end(block_hash)
@@ -159,17 +159,17 @@ class HostPool:
     # -- what it was good for ------------------------------------------------------------------------------------------
 
     def observe(self, num_blocks: int, elapsed_s: float) -> None:
-        """So many blocks were loaded in this time."""
+        """Counts blocks that were loaded in this time."""
         self._num_loaded += num_blocks
         self._load_s += elapsed_s
         self._speed = (self._speed[0] * _KEEP + num_blocks, self._speed[1] * _KEEP + elapsed_s)
 
     def hit(self, num_tokens: int) -> None:
-        """So many tokens were loaded for a prompt."""
+        """Counts tokens that were loaded for a prompt."""
         self._num_hit_tokens += num_tokens
 
     def recomputed(self, num_tokens: int) -> None:
-        """So many tokens were here, and computed all the same."""
+        """Counts tokens that were on the host and were computed all the same."""
         self._num_passed_tokens += num_tokens
 
     def load(self) -> HostLoad:
@@ -200,7 +200,7 @@ class HostPool:
     # -- invariants ----------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Every slot is in exactly one place, and what is pinned is not free."""
+        """Every slot is in exactly one place, and no pinned slot is free."""
         kept = [slot for slot, _ in self._kept.values()]
         everywhere = [*self._free, *kept, *self._orphans]
         assert sorted(everywhere) == list(range(self.num_slots)), "a slot of the host is lost, or in two places"

@@ -44,7 +44,7 @@ def host_copies(storage: KVStorage, num_slots: int) -> HostCopies:
 
 
 def staging_bytes(block_bytes: int) -> int:
-    """Device memory that the copies of a GPU take, for blocks that have so many bytes on a rank."""
+    """Device memory that the copies of a GPU take, for blocks of this many bytes on a rank."""
     return _NUM_STAGED * _blocks_a_piece(block_bytes) * block_bytes
 
 
@@ -144,7 +144,7 @@ class CudaCopies:
         return over
 
     def await_copy(self, load_id: int) -> None:
-        """Also what is stowed from now on waits: slots that were read may be written again."""
+        """Later offloads wait as well: slots that were read may be written again."""
         done = self._unsettled.pop(load_id)
         _cuda.current_stream().wait_event(done)
         self._out.wait_event(done)

@@ -121,7 +121,7 @@ class KVStorage:
             self._marks.append(event)
 
     def touch(self) -> None:
-        """Something else than a step has written, or queued, blocks: who reads from here on must come after it."""
+        """Blocks were written, or queued to be written, outside of a step: later reads must be ordered after it."""
         self._marks.clear()
 
     @contextmanager

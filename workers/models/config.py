@@ -160,7 +160,8 @@ def weight_bytes(folder: str | Path, config: ModelConfig, dtype: str) -> int:
 
 
 def splits_heads(num_heads: int, num_kv_heads: int, tp: int) -> bool:
-    """Can so many ranks share the heads evenly, each with whole key/value heads, or with one that others have too?"""
+    """True if this many ranks can share the heads evenly, each with whole key/value heads, or with one that others have
+    too."""
     return not num_heads % tp and (not num_kv_heads % tp or not tp % num_kv_heads)
 
 

@@ -19,9 +19,9 @@ _THIS_HOST = "127.0.0.1"
 
 
 class TensorParallel(Protocol):
-    """What a layer may ask of the other ranks. Every rank must make the same calls in the same order.
+    """The collectives that a layer may use. Every rank must make the same calls in the same order.
 
-    Raises WorkerLost when a rank has gone: the group cannot be used any more.
+    Raises WorkerLost if a rank has ended: the group cannot be used any more.
     """
 
     @property
@@ -56,8 +56,8 @@ class TensorParallel(Protocol):
         ...
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """Of each number the least that any rank has; all give equally many. From host to host: what the devices
-        compute meanwhile is not waited for."""
+        """The element-wise minimum over the ranks; all give equally many numbers. From host to host, without waiting
+        for the devices."""
         ...
 
     def close(self) -> None: ...

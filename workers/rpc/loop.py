@@ -28,7 +28,7 @@ class EngineLoop(Protocol):
     """Steps an engine, on a thread (`ThreadedEngineLoop`) or in simulated time. The gRPC service calls it."""
 
     async def call(self, fn: Callable[[], Result]) -> Result:
-        """Runs `fn` between two steps and returns, or raises, what it does."""
+        """Runs `fn` between two steps. Returns its result or raises its error."""
         ...
 
     def post(self, fn: Callable[[], None]) -> None:
@@ -91,7 +91,7 @@ class ThreadedEngineLoop:
         self._wake.set()
 
     async def call(self, fn: Callable[[], Result]) -> Result:
-        """Runs `fn` on the engine's thread between two steps and returns, or raises, what it does."""
+        """Runs `fn` on the engine's thread between two steps. Returns its result or raises its error."""
         if self._fault is not None:
             raise self._fault
         future: asyncio.Future[Result] = self._loop.create_future()

@@ -125,7 +125,7 @@ class Worker:
         await asyncio.shield(self._ended)
 
     def leave(self) -> None:
-        """Accepts no new work; `wait` returns once no request runs and no transfer goes on here. Idempotent."""
+        """Accepts no new work; `wait` returns once no request and no transfer runs here. Idempotent."""
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave(), name=f"leaving of {self.info.worker_id}")
 

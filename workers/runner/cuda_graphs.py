@@ -31,7 +31,7 @@ _cuda: Any = torch.cuda
 
 
 class Recorder(Protocol):
-    """Records what `run` launches, without looking at what it computes. Returns what launches it again."""
+    """Records the launches of `run`, without using their results. Returns a function that launches them again."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]: ...
 

@@ -34,7 +34,7 @@ class DeviceClock:
         self._base_s = 0.0
 
     def begin(self) -> TimedStep:
-        """Marks the beginning of what is queued next."""
+        """Marks the beginning of work that is queued next."""
         if self._base is None or self._clock() - self._base_s > FORGET_S:
             self._base = self._event()
             self._base.record()
@@ -53,7 +53,7 @@ class TimedStep:
         self._end = end
 
     def stop(self) -> None:
-        """Marks the end of what was queued since."""
+        """Marks the end of work queued since."""
         self._end.record()
 
     def span(self) -> tuple[float, float]:

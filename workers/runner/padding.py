@@ -55,7 +55,7 @@ def padded(packed: Packed, size: int) -> Packed:
 
 
 def nothing(size: int, num_groups: int = 1) -> Packed:
-    """A step of padding alone: to capture with."""
+    """A step of padding only, for capture."""
     empty = np.zeros(0, dtype=np.int64)
     step = Packed(
         token_ids_T=empty,

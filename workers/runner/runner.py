@@ -71,7 +71,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
-        """Raises WorkerLost when a rank has gone, and torch's own error when memory runs out."""
+        """Raises WorkerLost if a rank has ended, and torch's own error if memory runs out."""
         timed = self._device_clock.begin() if self._device_clock is not None and self._timeline.recording else None
         packed = pack(batch, block_size=self._block_size, sampled=self._sampled)
         latest_R = self._latest(batch)
@@ -92,8 +92,8 @@ class TorchRunner:
         return step
 
     def watch(self, watcher: Callable[[int], None]) -> None:
-        """Calls it with each layer whose keys and values a step has written, or queued, in order and within `launch`;
-        of a step that is replayed with the last one only."""
+        """Calls `watcher` with each layer whose keys and values a step has written, or queued, in order and within
+        `launch`; for a replayed step with the last layer only."""
         self._attention.watch(watcher)
 
     def record(self, timeline: Timeline) -> None:
@@ -201,7 +201,7 @@ class Sampling:
         return self._queued.is_over()
 
     def fetch(self) -> StepOutput:
-        """Waits for a step that samples nothing, too: its duration counts, and its KV must be there."""
+        """Also waits for a step that samples nothing: its duration is measured, and its KV must be complete."""
         self._queued.wait()
         drawn = iter(self.drawn.fetch() if self.drawn is not None else ())
         rows = [next(drawn) if row.sample is not None else RowOutput() for row in self._batch.rows]
@@ -212,7 +212,7 @@ class Sampling:
         return StepOutput(rows=tuple(rows))
 
     def _mask(self, index: int, row: Row, asked: Sample) -> Mask | None:
-        """None for a row whose answer cannot go on, or not yet: it is sampled with the others, and reported."""
+        """None for a row whose answer cannot continue, or not yet: it is sampled with the others, and reported."""
         assert self._grammars is not None, "a grammar passed an engine that has none"
         try:
             mask = self._grammars.allowed(row.request_id, asked)

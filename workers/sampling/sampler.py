@@ -177,9 +177,10 @@ def _draw(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
 
 
 def _filter(scaled_RV: torch.Tensor, params: Sequence[SamplingParams]) -> None:
-    """Sets to -inf, in place, what min-p, top-k and top-p remove. `scaled_RV` has its maximum at 0 in each row.
+    """Sets to -inf, in place, the logits that min-p, top-k and top-p remove. `scaled_RV` has its maximum at 0 in each
+    row.
 
-    Each filter touches only the rows that ask for it, and sees what the filter before it has left.
+    Each filter touches only the rows that use it, and gets the result of the filter before it.
     """
     device, vocab_size = scaled_RV.device, scaled_RV.shape[1]
     if rows := [row for row, one in enumerate(params) if one.min_p > 0.0]:

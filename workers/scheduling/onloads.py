@@ -160,7 +160,7 @@ class Onloads:
         return True
 
     def held_ids(self) -> Iterator[int]:
-        """References to blocks that onloads hold for requests that have gone."""
+        """References to blocks that onloads hold for requests that have ended."""
         return (block_id for load in self._copying.values() for block_id in load.held)
 
     def _is_worth(self, num_blocks: int) -> bool:

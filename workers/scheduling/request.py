@@ -34,7 +34,7 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What the scheduler knows of a sequence.
+    """A sequence as the scheduler knows it.
 
     `hashes` are the chained hashes of the full blocks of prompt and output known so far; `num_sealed` of them are
     registered in the pool as cached prefix. `rank` orders requests: the smallest goes first, the largest is preempted

@@ -60,7 +60,7 @@ class TransferLoad(TypedDict, total=False):
 
 class Role(Protocol):
     def has_reservation(self, request: GenerateRequest) -> bool:
-        """Are blocks reserved for this request, which is not submitted yet?"""
+        """True if blocks are reserved for this request, which is not submitted yet."""
         ...
 
     def admissible(self, request: Request, now: float) -> bool:
@@ -93,15 +93,15 @@ class Role(Protocol):
         ...
 
     def withdraw(self, request_id: str) -> bool:
-        """Frees what is reserved for a request that was aborted before it was submitted. False if nothing was."""
+        """Frees the reservation of a request that was aborted before it was submitted. False if there was none."""
         ...
 
     def tick(self, now: float, num_in_flight: int) -> Tick:
-        """Advances all transfers and returns what came of them. The steps in flight write no computed position."""
+        """Advances all transfers and returns their outcomes. The steps in flight write no computed position."""
         ...
 
     def is_behind(self) -> bool:
-        """Would `advance_transfers` have something to do, now or soon?"""
+        """True if `advance_transfers` has something to do, now or soon."""
         ...
 
     def advance_transfers(self, now: float, num_in_flight: int) -> None:
@@ -113,7 +113,7 @@ class Role(Protocol):
         ...
 
     def busy(self) -> bool:
-        """Is there a transfer that needs further ticks although nothing runs?"""
+        """True if a transfer needs further ticks although nothing runs."""
         ...
 
     def load(self) -> TransferLoad:

@@ -32,7 +32,7 @@ class LaneUpkeep:
         require_room(peer, needed, self._config)
 
     def overdue(self) -> bool:
-        """Is there a lane that `close_unneeded` should look at, now or soon?"""
+        """True if `close_unneeded` has a lane to check, now or soon."""
         return any(lane.state == "opening" or overdue(lane, self._config) for lane in self._lanes())
 
     def close_unneeded(self, now: float, needed: Callable[[], Collection[str]]) -> None:

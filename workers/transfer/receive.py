@@ -165,7 +165,8 @@ class Incoming:
         return cached_ids, block_ids
 
     def _cached(self, request: ReserveRequest) -> list[int]:
-        """None where KV depends on the prompt's length: part of these tokens may be the answer of an earlier try."""
+        """Cached blocks that the reservation can begin with. None if KV depends on the prompt's length, because a part
+        of these tokens may be the answer of an earlier attempt."""
         if self._prefix_key(len(request.prompt_ids)):
             return []
         return self._pool.match(chain_hashes(request.prompt_ids, self._pool.block_size, salt=request.cache_salt))
@@ -173,11 +174,12 @@ class Incoming:
     # -- what a role passes on -----------------------------------------------------------------------------------------
 
     def holds(self, ticket: Ticket) -> bool:
-        """Are the ticket's blocks reserved here still?"""
+        """True if the ticket's blocks are still reserved here."""
         return self.ledger.reservation(ticket.ticket_id, ticket.generation) is not None
 
     def adopted(self, request: Request, ticket: Ticket) -> bool:
-        """Has the request got the ticket's blocks now? If not it waits, or has failed: the next tick returns that."""
+        """True if the request has the ticket's blocks now. If not it waits, or has failed: the next tick returns the
+        error."""
         self._truncate(ticket, request.num_tokens - 1)
         state = self.ledger.state(ticket.ticket_id, ticket.generation)
         if state is TicketState.ARRIVED:
@@ -194,7 +196,7 @@ class Incoming:
         return False
 
     def pulled(self, request: Request) -> bool:
-        """May the request begin, with what was pulled for it or without? Until then it must wait."""
+        """True if the request may begin, with or without the pulled blocks. Until then it must wait."""
         ticket = request.pull
         if ticket is None:
             return True
@@ -222,22 +224,22 @@ class Incoming:
         return True
 
     def drop(self, request: Request) -> None:
-        """The request has ended. Adopted blocks are no ticket's any more: the engine frees them."""
+        """The request has ended. Adopted blocks no longer belong to a ticket: the engine frees them."""
         self._failed.pop(request.request_id, None)
         for ticket in (request.ticket, request.pull):
             if ticket is not None:
                 self._abort(ticket.ticket_id, "its request was aborted", ticket.generation)
 
     def withdraw(self, request_id: str) -> bool:
-        """Gives back a reservation whose request never came. Was there one? If not, it is not to come any more: an
-        abort may overtake what it aborts."""
+        """Releases a reservation whose request was never submitted, and returns whether there was one. If not, a later
+        reservation is refused: an abort may overtake it."""
         if self._abort(request_id, "aborted before its request came"):
             return True
         self.ledger.refuse(request_id, "its gateway gave it up before it was reserved")
         return False
 
     def tick(self, now: float) -> tuple[tuple[str, BatonError], ...]:
-        """Lands what has come and ends what is over; requests that cannot go on."""
+        """Lands arrived chunks and ends expired tickets. Returns requests that cannot continue."""
         self.receive(now)
         for reservation in self.ledger.expire(now):
             self._free(reservation)
@@ -273,7 +275,7 @@ class Incoming:
         return {ticket.owner for ticket in self.ledger.stats(0.0)}
 
     def _truncate(self, ticket: Ticket, num_tokens: int) -> None:
-        """A sequence that grew while it moved has come with the KV of so many tokens. There was room for more."""
+        """A migrated sequence that grew has arrived with the KV of `num_tokens`. The rest of its room is released."""
         reservation = self.ledger.reservation(ticket.ticket_id, ticket.generation)
         if reservation is not None and reservation.grows:
             num_blocks = self._pool.blocks_for(max(num_tokens, len(reservation.token_ids)))
@@ -313,7 +315,7 @@ class Incoming:
         log.warning("request %s computes its whole prompt, nothing was pulled: %s", request.request_id, reason)
 
     def receive(self, now: float) -> None:
-        """Lands what has come. `tick` does as well; this alone may also be called while a step goes on."""
+        """Lands arrived chunks. `tick` does it as well; this alone may also be called while a step runs."""
         for event in self._transfers.poll_arrived():
             if isinstance(event, Arrived):
                 self._land(event, now)
@@ -363,8 +365,8 @@ def _num_tokens(request: ReserveRequest) -> int:
 
 
 def reservations(incoming: Incoming, engine: Engine) -> Callable[[ReserveRequest, float], Ticket]:
-    """`incoming.reserve` for a worker's service: nothing new while it drains, or while requests that are here lack
-    blocks. What was promised before is kept."""
+    """`incoming.reserve` for a worker's service: refuses new reservations while it drains, or while requests here lack
+    blocks. Earlier reservations are kept."""
 
     def reserve(request: ReserveRequest, now: float) -> Ticket:
         if incoming.ledger.state(request.request_id, request.generation) is not None:

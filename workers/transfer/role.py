@@ -33,14 +33,14 @@ class TransferRole(Role):
         return self.incoming.reserve(request, now)
 
     def takes_over(self, ticket: Ticket) -> bool:
-        """Is the ticket for KV that comes to this worker, and not for KV that it sends?"""
+        """True if the ticket is for KV that this worker receives, not sends."""
         return ticket.destination.worker_id == self._transfers.address.worker_id
 
     def has_reservation(self, request: GenerateRequest) -> bool:
         return request.ticket is not None and self.incoming.holds(request.ticket)
 
     def next_deadline_s(self) -> float:
-        """When the first lease ends, of what comes or goes; infinity where there is none."""
+        """When the first lease ends, of tickets received or sent; infinity if there is none."""
         return min(self.ledger.next_deadline_s(), self.outgoing.next_deadline_s())
 
     def tickets(self, now: float) -> tuple[TicketStats, ...]:

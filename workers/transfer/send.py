@@ -56,7 +56,7 @@ class Shared:
 
 @dataclass(slots=True, eq=False)
 class Push:
-    """`complete`: no more tokens come than have been computed. `moves`: a running sequence that is to go away."""
+    """`complete`: no further tokens will be computed for it. `moves`: a running sequence that is to migrate."""
 
     source: Request | Shared
     session: Session
@@ -79,7 +79,7 @@ class Push:
         return self.source.request_id if isinstance(self.source, Request) else self.session.ticket.ticket_id
 
     def caught_up(self) -> bool:
-        """Should the sequence stop here? Its full blocks have left, or the next token would find no room."""
+        """True if the sequence should stop here: its full blocks have left, or the next token would find no room."""
         request, session = self.source, self.session
         assert isinstance(request, Request)
         if request.state is not State.RUNNING or request.num_to_compute != 1:
@@ -161,9 +161,9 @@ class Outgoing:
             self._stayed[request.request_id] = error
 
     def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Onload | None = None) -> int:
-        """Pushes those of the ticket's blocks that are cached, up to the first that is not: how many they are. The
-        hashes are those of blocks of this worker's size, which may be another one than the ticket's. What is `coming`
-        follows what the device has."""
+        """Pushes the ticket's blocks that are cached here, up to the first that is missing. Returns their number. The
+        hashes are of blocks of this worker's size, which may differ from the ticket's. Blocks that are `coming` from
+        the host follow those on the device."""
         session = self._open(ticket, now)
         block_ids = self._pool.match(hashes)
         num_here = len(block_ids) * self._pool.block_size
@@ -203,7 +203,7 @@ class Outgoing:
     # -- what a role passes on -----------------------------------------------------------------------------------------
 
     def drop(self, request: Request) -> None:
-        """The request has ended: nothing of it is read any more, once `tick` has released it if it is HELD."""
+        """The request has ended: its blocks are no longer read once `tick` has released it if it is HELD."""
         self._failed.pop(request.request_id, None)
         self._stayed.pop(request.request_id, None)
         push = self._push_of(request)
@@ -213,7 +213,7 @@ class Outgoing:
             self._released.append(request.request_id)
 
     def withdraw(self, ticket_id: str) -> bool:
-        """Stops pushing shared blocks, or what has not left yet of a request that has gone. Were there any?"""
+        """Stops pushing shared blocks, or unsent blocks of a request that has ended. Returns whether there were any."""
         if ticket_id in self._leaving:
             self._transfers.cancel(ticket_id)
             self._forgone.append(ticket_id)
@@ -241,11 +241,11 @@ class Outgoing:
         return len(self._pushes) < num_pushes or bool(self._moved)
 
     def is_behind(self) -> bool:
-        """Would `advance` push something, now or once a lane has room?"""
+        """True if `advance` has something to push, now or once a lane has room."""
         return any(_next_chunk(push) is not None for push in self._pushes.values())
 
     def advance(self, now: float, num_in_flight: int) -> None:
-        """Pushes, during the wait for a step, what was computed before it. The next tick returns the outcome."""
+        """During the wait for a step, pushes blocks computed before it. The next tick returns the outcome."""
         self._poll_sent(now)
         for push in self._pushes.values():
             self._offer(push, now, num_in_flight)
@@ -363,7 +363,7 @@ class Outgoing:
                 self._leaving.pop(ticket_id, None)
 
     def _leave(self, push: Push) -> None:
-        """Nothing is left to be read: only how long the rest travels is of interest."""
+        """Nothing is left to be read; only the time of the remaining transfer matters."""
         ticket_id = push.session.ticket.ticket_id
         del self._pushes[ticket_id]
         if push.session.num_sent < push.session.num_offered:

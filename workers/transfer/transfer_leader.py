@@ -57,7 +57,7 @@ class TransferLeader:
         self._everywhere.open(ticket)
 
     def can_push(self, ticket: Ticket) -> bool:
-        """May a chunk be pushed now, or is the lane's staging full at rank 0? The other ranks' are much the same."""
+        """True if a chunk may be pushed now, by the staging at rank 0; that of the other ranks is much the same."""
         return self._transfer.sending().can_offer(ticket)
 
     def push(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int], num_in_flight: int | None = None) -> None:
@@ -67,7 +67,7 @@ class TransferLeader:
 
     @property
     def follows_layers(self) -> bool:
-        """Does the runner report each layer that a step has written, so that `arm` has an effect?"""
+        """True if the runner reports each layer that a step has written, so that `arm` has an effect."""
         return self._transfer.follows_layers
 
     def arm(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> None:
@@ -143,15 +143,15 @@ class TransferLeader:
         self._everywhere.drop_source(peer, kept)
 
     def is_sending(self) -> bool:
-        """Is a chunk on its way from rank 0, or sent and not polled yet?"""
+        """True if a chunk is on its way from rank 0, or sent and not polled yet."""
         return self._transfer.sender is not None and self._transfer.sender.busy()
 
     def busy(self) -> bool:
-        """Is a chunk on its way at rank 0, or has a lane been idle for too long?"""
+        """True if a chunk is on its way at rank 0, or a lane has been idle for too long."""
         return self.is_moving() or self.destinations.overdue() or self.sources.overdue()
 
     def is_moving(self) -> bool:
-        """Is a chunk on its way at rank 0?"""
+        """True if a chunk is on its way at rank 0."""
         return any(end.busy() for end in (self._transfer.sender, self._transfer.receiver) if end is not None)
 
     def lanes(self) -> Sequence[LaneStats]:

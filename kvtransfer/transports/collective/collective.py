@@ -351,7 +351,7 @@ class CollectiveReceiver(_LanesEnd[Arrived | LaneLost, Inbox]):
         return super()._over(inbox)
 
     def _clear(self, inbox: Inbox) -> None:
-        """Its wire is gone: nothing comes of what was on its way, wanted or not."""
+        """Its wire is gone: chunks on their way are lost, wanted or not."""
         inbox.clear()
         with self._changed:
             if self._lanes.get(inbox.lane.peer, inbox) is inbox:

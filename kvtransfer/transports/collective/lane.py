@@ -29,7 +29,7 @@ class Closing(Exception):
 
 
 class ClosedIdle(Exception):
-    """The lane ends because no ticket needs it. What was sent has arrived."""
+    """The lane ends because no ticket needs it. Everything sent has arrived."""
 
 
 Lost = Callable[[Exception, bool], None]
@@ -98,7 +98,7 @@ class Lane:
 
     @property
     def aborted(self) -> bool:
-        """Has the wire been aborted, so that its threads should end?"""
+        """True if the wire has been aborted, so that its threads should end."""
         return self._aborted_s is not None
 
     def close_idle(self) -> None:
@@ -134,7 +134,7 @@ class Lane:
         )
 
     def _state(self, wire: LaneWire | None) -> str:
-        """Stuck is what has been aborted and does not end: a thread that hangs within a library."""
+        """True if a wire was aborted and its thread does not end: it hangs within a library."""
         if self._aborted_s is not None and time.monotonic() - self._aborted_s > 2 * self._config.stall_s:
             return "stuck"
         return "quarantined" if self._quarantine else "open" if wire else "opening"
@@ -226,7 +226,7 @@ class Lane:
         self._deadline_s = time.monotonic() + self._config.connect_timeout_s
 
     def _may_try_again(self) -> bool:
-        """A peer that does not answer may do so later; one whose rendezvous server is closed is gone."""
+        """A peer that does not answer may do so later; if its rendezvous server is closed it has ended."""
         return not self.closing.wait(_RETRY_S) and time.monotonic() < self._deadline_s
 
     def _make_thread(self, target: Callable[..., None], *args: object) -> threading.Thread:

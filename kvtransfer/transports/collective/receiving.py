@@ -76,7 +76,7 @@ class Inbox:
         return [partial(self._work, stream) for stream in range(len(self._ranks))]
 
     def clear(self) -> None:
-        """The lane is gone: what has not come in full never will."""
+        """The lane is gone: incomplete chunks will never arrive."""
         with self._changed:
             for incoming in self._coming.values():
                 for parcel in incoming:

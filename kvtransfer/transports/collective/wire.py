@@ -57,7 +57,7 @@ class WireBroken(Exception):
 
 
 class WireStuck(WireBroken):
-    """Nothing has moved for too long, and all connections are open."""
+    """No progress for too long, although all connections are open."""
 
 
 class PayloadCorrupted(WireBroken):
@@ -180,7 +180,7 @@ class LaneWire:
         return Header.unpack(packed)
 
     def receive(self, rank: int, piece: torch.Tensor) -> None:
-        """Fills `piece` with what the rank's last header announced; it is complete when this returns."""
+        """Fills `piece` with the data that the rank's last header announced; complete when this returns."""
         if not self._streams:
             self._wait(self._start_parts(self._payloads.recv, piece, rank))
             return
@@ -207,7 +207,7 @@ class LaneWire:
             raise WireBroken(_first_line(error)) from error
 
     def flush(self) -> None:
-        """Returns when what was sent is in the receivers' own memory."""
+        """Returns when sent data is in the receivers' own memory."""
         self._bounded(self._links.flush)
 
     def _wait(self, works: Sequence[Any]) -> None:
@@ -283,7 +283,7 @@ class Rendezvous:
             raise WireBroken("another rank closed this lane while it was opened")
 
     def moved_on(self) -> bool:
-        """Has some rank of this lane left it? Raises WireBroken when the destination's rendezvous server is gone."""
+        """True if a rank of this lane has left it. Raises WireBroken if the destination's rendezvous server is gone."""
         assert self._store is not None
         return self._read_epoch(self._store) != self._epoch
 
@@ -332,7 +332,7 @@ class Rendezvous:
 
 
 def _broken(what: str, error: Exception) -> WireBroken:
-    """One who does not answer in time may yet do so."""
+    """A rank that does not answer in time may answer later."""
     return (WireStuck if isinstance(error, TimeoutError) else WireBroken)(f"{what}: {_first_line(error)}")
 
 

@@ -44,7 +44,7 @@ _cuda: Any = torch.cuda
 
 
 class LinkBroken(RuntimeError):
-    """The peer is gone, silent, or breaks the protocol. As with a process group, a RuntimeError."""
+    """The peer is gone, silent, or breaks the protocol. A RuntimeError, like a process group's."""
 
 
 class Ring:
@@ -272,7 +272,7 @@ class ShmListener:
         return self._name + self._token
 
     def accept(self, source_ranks: Iterable[int], timeout_s: float) -> dict[int, ShmLink]:
-        """A link to each rank; all of them must have knocked. Raises LinkBroken."""
+        """Accepts a connection from each source rank and returns their links. Raises LinkBroken."""
         links: dict[int, ShmLink] = {}
         missing = set(source_ranks)
         try:

@@ -134,6 +134,6 @@ def empty_heads(x_TND: torch.Tensor, stride: int) -> torch.Tensor:
 
 
 def has_whole_rows(x_THD: torch.Tensor) -> bool:
-    """Does each token's part of it lie in one piece?"""
+    """True if each token's part of it is contiguous."""
     _, of_head, of_number = x_THD.stride()
     return of_number == 1 and of_head == x_THD.shape[2]

@@ -98,7 +98,7 @@ def address_of(function: Callable[..., None]) -> int:
 
 @cache
 def native_tiles() -> Tiles | None:
-    """None where the processor has no AMX, the system does not lend it, or nothing can be compiled."""
+    """None if the processor has no AMX, the system does not permit it, or nothing can be compiled."""
     library = _library()
     return Tiles(library) if library is not None and library.has_tiles() else None
 

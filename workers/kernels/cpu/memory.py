@@ -1,6 +1,6 @@
-"""Memory on huge pages, where the system has them: what is read from end to end in each step is read a third faster,
-since no access waits for its address to be translated. What a long step computes on its way stands on such pages, too,
-which are kept for the next layer."""
+"""Memory on huge pages, if the system has them: data that each step reads from end to end is read a third faster, as
+fewer addresses have to be translated. Intermediate results of a long step use such pages, too, which are kept for the
+next layer."""
 
 from __future__ import annotations
 

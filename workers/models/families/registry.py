@@ -1,4 +1,4 @@
-"""The model families that are served, and the one that a config.json names."""
+"""The supported model families, and the lookup by config.json."""
 
 from __future__ import annotations
 
