@@ -13,7 +13,8 @@ A row that samples brings one token, or several (`RowOutput.token_ids`; `RowLimi
 
     one more token each    draft_ids   their positions are computed in the same step, and each is verified: the row
                                        brings the drafts up to the first rejected one, and one token after them
-    a step each            num_steps   the device decodes so many times, each time from the token before
+    a step each            num_steps   the device decodes so many times, each time from the token before: a batch that
+                                       has been launched is prolonged (`ProlongableStep`)
 
 `Scheduler.apply` counts only what a row brought as computed: the position of a rejected draft is computed again.
 """
@@ -165,6 +166,15 @@ class PollableStep(Protocol):
 
     def is_over(self) -> bool:
         """Would `fetch` return at once?"""
+        ...
+
+
+@runtime_checkable
+class ProlongableStep(Protocol):
+    """A pending step of a pipeline that takes several steps at once."""
+
+    def prolong(self, batch: Batch) -> PendingStep:
+        """The batch that was launched last, with more `num_steps` than it has had."""
         ...
 
 

@@ -34,6 +34,7 @@ from workers.batch import (
     PendingStep,
     Pipeline,
     PollableStep,
+    ProlongableStep,
     Runner,
     StepOutput,
     pipeline,
@@ -159,11 +160,18 @@ class Engine:
         return updates
 
     def advance(self, now: float, num_steps: int = 1) -> list[SequenceUpdate]:
-        """A step without a tick of the role. With several `num_steps` the next batch takes so many, as if this were
-        called so often; its tokens come in one update. Limits: the pipeline's `row_limits`, and `Scheduler.plan`."""
-        batch = self._plan(now, num_steps)
+        """A step without a tick of the role. With several `num_steps` it is as if this were called so often: the batch
+        that is fetched takes the others as well, so that their tokens come in one update. Limits: the pipeline's
+        `row_limits`, and `Scheduler.prolong`."""
+        assert num_steps <= self._row_limits.num_steps, f"the pipeline takes {self._row_limits.num_steps} steps at once"
+        prolongs_next = not self._in_flight
+        if num_steps > 1 and not prolongs_next:
+            self._prolong(num_steps - 1)
+        batch = self._plan(now)
         if batch is not None:
             self._launch(batch, now)
+        if num_steps > 1 and prolongs_next:
+            self._prolong(num_steps - 1)
         if not self._in_flight or (batch is not None and len(self._in_flight) <= self._depth):
             return []
         oldest = self._in_flight.popleft()
@@ -262,11 +270,16 @@ class Engine:
         ]
         return updates
 
-    def _plan(self, now: float, num_steps: int) -> Batch | None:
-        assert num_steps <= self._row_limits.num_steps, f"the pipeline takes {self._row_limits.num_steps} steps at once"
+    def _plan(self, now: float) -> Batch | None:
         with self.timeline.span("plan"):
-            mask_pending = self._grammars.pending() if self._grammars is not None else ()
-            return self._scheduler.plan(now, mask_pending, num_steps)
+            return self._scheduler.plan(now, self._grammars.pending() if self._grammars is not None else ())
+
+    def _prolong(self, num_steps: int) -> None:
+        """The only batch in flight takes so many further steps."""
+        (launched,) = self._in_flight
+        assert isinstance(launched.pending, ProlongableStep)
+        batch = self._scheduler.prolong(launched.batch, num_steps)
+        self._in_flight[0] = _Launched(batch=batch, pending=launched.pending.prolong(batch), start_s=launched.start_s)
 
     def _launch(self, batch: Batch, now: float) -> None:
         depth = len(self._in_flight)

@@ -34,6 +34,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from msgspec.structs import replace
+
 from kvtransfer.hashing import chain_hashes, salted
 from protos.values import BlockHash, FinishReason, GenerateRequest, SequenceUpdate
 from workers.batch import Batch, Row, RowOutput, StepOutput
@@ -44,7 +46,7 @@ from workers.scheduling.onloads import Onloads
 from workers.scheduling.pending_blocks import PendingBlocks
 from workers.scheduling.request import Request, State
 from workers.scheduling.role import Disposition, Role
-from workers.scheduling.step_rows import extend, may_follow, next_row
+from workers.scheduling.step_rows import decodable, extend, next_row
 from workers.scheduling.time_slicing import enter_batch, leave_batch, sequences_to_pause
 
 
@@ -180,12 +182,9 @@ class Scheduler:
 
     # -- plan ----------------------------------------------------------------------------------------------------------
 
-    def plan(self, now: float, mask_pending: Collection[str] = (), num_steps: int = 1) -> Batch | None:
+    def plan(self, now: float, mask_pending: Collection[str] = ()) -> Batch | None:
         """The next batch, or None if nothing can run, or not before a step in flight is applied. Every batch must be
-        applied, in the order they were planned. Requests in `mask_pending` neither begin nor decode.
-
-        A batch of several steps must have all it needs: every running request decodes, none ends before the last step,
-        and there are blocks for all of them."""
+        applied, in the order they were planned. Requests in `mask_pending` neither begin nor decode."""
         self.onloads.poll()
         if self._waiting and (leaving := sequences_to_pause(self._running, self._waiting, self.pool, self.config, now)):
             if self._in_flight:
@@ -194,15 +193,16 @@ class Scheduler:
                 self._unseat(request, now)
         rows: list[tuple[Request, Row]] = []
         budget = self.config.max_num_batched_tokens
-        decodable = [one for one in self._running if one.num_to_plan == 1 and one.request_id not in mask_pending]
-        decoding = [(one, self._num_lacking(one, num_steps)) for one in decodable if self._has_token(one)]
+        sampled = self._in_flight[-1].sampling if self._in_flight else {}
+        unmasked = [one for one in self._running if one.request_id not in mask_pending]
+        decoding = list(decodable(unmasked, sampled, max_len=self.max_len, block_size=self.pool.block_size))
         if self._in_flight and sum([num_lacking for _, num_lacking in decoding]) > self.pool.num_free:
             return None
         for request, num_lacking in decoding:
             if request.state is State.RUNNING and (num_lacking <= 0 or self._grow(request, num_lacking)):
-                rows.append((request, self._row(request, 1, num_steps)))
+                rows.append((request, self._row(request, 1)))
                 budget -= 1
-        for request in self._running:
+        for request in self._running if len(rows) < len(self._running) else ():
             if request.num_to_plan > 1 and budget > 0:
                 budget -= self._take_chunk(request, budget, rows)
         self._admit(now, budget, rows, mask_pending)
@@ -211,13 +211,24 @@ class Scheduler:
         if not rows:
             return None
         sampling = {request: index for index, (request, row) in enumerate(rows) if row.sample is not None}
-        assert num_steps == 1 or len(sampling) == len(rows) == len(self._running), "not every request decodes"
         self._in_flight.append(_PlannedStep(requests=tuple([request for request, _ in rows]), sampling=sampling))
-        return Batch(rows=tuple([row for _, row in rows]), num_steps=num_steps)
+        return Batch(rows=tuple([row for _, row in rows]))
 
-    def _has_token(self, request: Request) -> bool:
-        """Is its last token known, or does the step before sample it where the device can read it?"""
-        return request.num_due == 0 or (request in self._in_flight[-1].sampling and may_follow(request, self.max_len))
+    def prolong(self, batch: Batch, num_steps: int) -> Batch:
+        """The only planned batch, with so many further steps. Every running request decodes in it, none ends before
+        the last step, and there are blocks for all of them."""
+        (step,) = self._in_flight
+        assert len(step.requests) == len(step.sampling) == len(self._running), "not every request decodes"
+        rows = list(batch.rows)
+        for index, request in enumerate(step.requests):
+            request.num_planned += num_steps
+            request.num_due += num_steps
+            if len(request.block_ids) * self.pool.block_size < request.num_planned:  # by one: the last step's
+                fresh = self.pool.allocate(1)
+                assert fresh is not None, "a batch is not prolonged beyond the blocks there are"
+                request.block_ids += fresh
+                rows[index] = replace(rows[index], block_tables=(tuple(request.block_ids),))
+        return Batch(rows=tuple(rows), num_steps=batch.num_steps + num_steps)
 
     def _take_chunk(self, request: Request, budget: int, rows: list[tuple[Request, Row]]) -> int:
         num_tokens = min(request.num_to_plan, self.config.prefill_chunk, budget)
@@ -354,11 +365,6 @@ class Scheduler:
                 return False
         return True
 
-    def _num_lacking(self, request: Request, num_steps: int) -> int:
-        """Blocks that its next tokens need and that it does not have."""
-        num_tokens = len(request.prompt_ids) + len(request.output_ids) + request.num_due + num_steps - 1
-        return -(-num_tokens // self.pool.block_size) - len(request.block_ids)
-
     def _preempt(self, request: Request) -> None:
         assert self._last_step_of(request) is None, "a step in flight computes the request"
         self._free(request)
@@ -376,10 +382,9 @@ class Scheduler:
         leave_batch(request, self.config, now)
         insort(self._waiting, request, key=_rank)
 
-    def _row(self, request: Request, num_tokens: int, num_steps: int = 1) -> Row:
+    def _row(self, request: Request, num_tokens: int) -> Row:
         depends_on_row = self._in_flight[-1].sampling.get(request) if self._in_flight else None
-        eos_ids = self.config.eos_ids
-        return next_row(request, num_tokens, eos_ids=eos_ids, depends_on_row=depends_on_row, num_steps=num_steps)
+        return next_row(request, num_tokens, eos_ids=self.config.eos_ids, depends_on_row=depends_on_row)
 
     # -- apply ---------------------------------------------------------------------------------------------------------
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator, Sequence
+
 from protos.values import FinishReason
 from workers.batch import Row, Sample, is_penalised
 from workers.scheduling.request import Request
 
 
-def next_row(
-    request: Request, num_tokens: int, *, eos_ids: tuple[int, ...], depends_on_row: int | None, num_steps: int = 1
-) -> Row:
-    """The request's next positions, which are planned now, with those of the batch's further steps. The last one
-    samples if nothing after it is known; `depends_on_row` is the row of the batch before that samples its token, if
-    that is not known yet."""
+def next_row(request: Request, num_tokens: int, *, eos_ids: tuple[int, ...], depends_on_row: int | None) -> Row:
+    """The request's next positions, which are planned now. The last one samples if nothing after it is known;
+    `depends_on_row` is the row of the batch before that samples its token, if that is not known yet."""
     start, prompt_ids, sampling = request.num_planned, request.prompt_ids, request.sampling
     stop, num_known = start + num_tokens, len(prompt_ids) + len(request.output_ids)
     samples = stop == num_known + request.num_due and sampling.max_tokens > 0
     sample = _sample(request, eos_ids) if samples else None
     owes = sampling.prompt_logprobs is not None and request.owes_prompt_logprobs
-    request.num_planned = stop + num_steps - 1
-    request.num_due += num_steps if samples else 0
+    request.num_planned = stop
+    request.num_due += samples
     return Row(
         request_id=request.request_id,
         token_ids=request.tokens(start, min(stop, num_known)) if start < num_known else (),
@@ -31,6 +30,20 @@ def next_row(
         prompt_len=len(prompt_ids),
         depends_on_row=depends_on_row if stop > num_known else None,
     )
+
+
+def decodable(
+    running: Sequence[Request], sampled: Container[Request], *, max_len: int, block_size: int
+) -> Iterator[tuple[Request, int]]:
+    """Requests whose last token is known, or is among those `sampled` by the step before where the device can read it;
+    and how many blocks the next token needs that they do not have."""
+    for request in running:  # often many: no calls
+        num_due = request.num_due
+        num_expected = len(request.prompt_ids) + len(request.output_ids) + num_due
+        if num_expected - request.num_planned != 1:
+            continue
+        if not num_due or (request in sampled and may_follow(request, max_len)):
+            yield request, -(-num_expected // block_size) - len(request.block_ids)
 
 
 def may_follow(request: Request, max_len: int) -> bool:
@@ -55,15 +68,14 @@ def extend(
     request: Request, token_ids: tuple[int, ...], *, eos_ids: tuple[int, ...], max_len: int
 ) -> tuple[tuple[int, ...], FinishReason | None]:
     """Appends sampled tokens to the answer, up to the one that ends it. Returns those, and why the answer ends."""
-    num_output = len(request.output_ids)
-    room = min(request.sampling.max_tokens - num_output, max_len - len(request.prompt_ids) - num_output)
+    room = min(request.sampling.max_tokens, max_len - len(request.prompt_ids)) - len(request.output_ids)
     taken = token_ids[:room]
     finish_reason = FinishReason.LENGTH if len(taken) == room else None
-    stops = stop_ids(request, eos_ids)
-    for number, token_id in enumerate(taken, 1) if stops else ():
-        if token_id in stops:
-            taken, finish_reason = taken[:number], FinishReason.STOP
-            break
+    if stops := stop_ids(request, eos_ids):
+        for number, token_id in enumerate(taken, 1):
+            if token_id in stops:
+                taken, finish_reason = taken[:number], FinishReason.STOP
+                break
     request.output_ids += taken
     return taken, finish_reason
 

@@ -64,7 +64,7 @@ class DeviceWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A pending step, over at `end_s`: `fetch` moves the device's clock there."""
+    """The pending steps of a batch, over at `end_s`: `fetch` moves the device's clock there."""
 
     device: Device
     output: StepOutput
@@ -73,6 +73,9 @@ class Launched:
     def fetch(self) -> StepOutput:
         self.device.now_s = max(self.device.now_s, self.end_s)
         return self.output
+
+    def prolong(self, batch: Batch) -> Launched:
+        return self.device.prolong(batch)
 
 
 class Device:
@@ -112,7 +115,8 @@ class Device:
         self._content = np.zeros((num_blocks, layout.block_size), dtype=np.uint16)  # modulo `MODULUS`, as tokens are
         self._flat = self._content.data.cast("B").cast("H")  # the same, quicker for a few positions
         self._sums = array("q", bytes(8 * num_blocks))  # over a block's positions
-        self._steps_s: list[float] = []  # foreseen: how long the next steps take
+        self._num_before = 0  # steps launched before those that were foreseen
+        self._steps_s: list[float] = []  # foreseen: how long each takes
         self._ends_s: list[float] = []  # and when they are over
         self._totals: dict[str, tuple[int, int]] = {}  # request -> (positions, their sum) of the last batch
 
@@ -120,14 +124,14 @@ class Device:
 
     def launch(self, batch: Batch) -> Launched:
         """Begins when the step before it is over."""
-        if batch.num_steps > 1:
-            return self._launch_foreseen(batch)
-        sizes = [(row.num_tokens, row.stop) for row in batch.rows]
-        step = step_of(sizes)
+        step = step_of([((stop := row.stop) - row.start, stop) for row in batch.rows])
         step_s = self._step_s(self._num_launched, step)
-        self.work.count(step, sum([num == 1 for num, _ in sizes]), step_s)
+        self.work.count(step, int(step.num_single), step_s)
         self._output = self._compute(batch)
-        return self._launched(batch, step_s, max(self._free_s, self.now_s) + step_s)
+        self._num_launched += 1
+        self._free_s = max(self._free_s, self.now_s) + step_s
+        self.last, self.before_s, self.last_s = batch, self.last_s, step_s
+        return Launched(device=self, output=self._output, end_s=self._free_s)
 
     def _step_s(self, number: int, step: StepWork) -> float:
         step_s = self._latency.step_s(step) * self.slowness
@@ -148,7 +152,7 @@ class Device:
         rows = self.last.rows
         num_rows, read = len(rows), sum([stop for stop, _ in self._totals.values()])  # each of them sampled
         end_s = max(self._free_s, self.now_s)
-        self._steps_s, self._ends_s = [], []
+        self._num_before, self._steps_s, self._ends_s = self._num_launched, [], []
         for number in range(self._num_launched, self._num_launched + num_steps):
             read += num_rows
             step_s = self._step_s(number, StepWork(num_rows, num_rows, read, float(read), num_rows, read))
@@ -157,34 +161,29 @@ class Device:
             self._ends_s.append(end_s)
         return [self._free_s, *self._ends_s[:-1]] if in_flight else self._ends_s
 
-    def _launch_foreseen(self, batch: Batch) -> Launched:
-        """Steps that were foreseen after the last launch."""
-        num_steps, rows = batch.num_steps, batch.rows
-        steps_s, ends_s = self._steps_s[:num_steps], self._ends_s[:num_steps]
-        assert len(steps_s) == num_steps, "a batch of several steps has not been foreseen"
-        totals, outputs = {}, []
-        for row in rows:
-            token_ids, totals[row.request_id] = self._decode(row, self._tokens(row)[-1], num_steps)
-            outputs.append(RowOutput(token_ids=token_ids))
-        self.work.count_decode(len(rows), steps_s)
-        self._totals, self._output = totals, StepOutput(rows=tuple(outputs), ends_s=tuple(ends_s))
-        return self._launched(batch, steps_s[-1], ends_s[-1])
+    def prolong(self, batch: Batch) -> Launched:
+        """The last batch takes more steps, which were foreseen since it was launched."""
+        num_steps, first = batch.num_steps - self.last.num_steps, self._num_launched - self._num_before
+        steps_s, ends_s = self._steps_s[first : first + num_steps], self._ends_s[first : first + num_steps]
+        assert len(steps_s) == num_steps, "the steps have not been foreseen"
+        outputs = []
+        for row, output in zip(batch.rows, self._output.rows, strict=True):
+            outputs.append(RowOutput(token_ids=output.token_ids + self._decode(row, output.token_ids[-1], num_steps)))
+        self.work.count_decode(len(outputs), steps_s)
+        self._output = StepOutput(rows=tuple(outputs), ends_s=(self._free_s, *ends_s))
+        self._num_launched += num_steps
+        self._free_s = ends_s[-1]
+        self.last, self.before_s, self.last_s = batch, (self.last_s, *steps_s)[-2], steps_s[-1]
+        return Launched(device=self, output=self._output, end_s=self._free_s)
 
-    def _launched(self, batch: Batch, step_s: float, end_s: float) -> Launched:
-        self.last, self.before_s, self.last_s = batch, self.last_s, step_s
-        self._num_launched += batch.num_steps
-        self._free_s = end_s
-        self._steps_s, self._ends_s = [], []
-        return Launched(device=self, output=self._output, end_s=end_s)
-
-    def _decode(self, row: Row, token_id: int, num_steps: int) -> tuple[tuple[int, ...], tuple[int, int]]:
-        """The tokens of so many steps from the row's own on; how many positions there are then, and their sum."""
+    def _decode(self, row: Row, token_id: int, num_steps: int) -> tuple[int, ...]:
+        """The tokens of so many steps after those that the device has summed up, the last of which is given."""
         start, total = self._totals[row.request_id]
-        assert start == row.start
         assert row.sample is not None
         params, size = row.sample.params, self._vocab_size
         seed, stride = (params.seed * 31, 17) if params.temperature > 0 else (0, 0)
-        total += (base := WEIGHT * STRIDE + seed + (row.sample.index - 1) * stride)  # what `summed_token` adds
+        index = row.sample.index + start - row.stop  # of the last token
+        total += (base := WEIGHT * STRIDE + seed + index * stride)  # what `summed_token` adds
         flat, tokens, stop, block_ids = self._flat, list[int](), start + num_steps, row.block_ids
         while start < stop:
             index, offset = divmod(start, self._block_size)
@@ -204,29 +203,32 @@ class Device:
                 place += 1
             self._sums[block_id] += added
             start = there.stop
-        return tuple(tokens), (stop, total - base - num_steps * stride)
+        self._totals[row.request_id] = (stop, total - base - num_steps * stride)
+        return tuple(tokens)
 
     def _compute(self, batch: Batch) -> StepOutput:
         """All rows write before any reads. A sequence that has one more token is not summed up again."""
-        rows = batch.rows
+        rows, known, vocab_size = batch.rows, self._totals, self._vocab_size
         added = [self._write(row, self._tokens(row)) for row in rows]
         totals: dict[str, tuple[int, int]] = {}
         outputs = []
         for row, value in zip(rows, added, strict=True):
-            if self._thorough and self.began.get(row.request_id) is None:
-                self.began[row.request_id] = row.start
-            if row.sample is None:
+            request_id, sample = row.request_id, row.sample
+            if self._thorough and self.began.get(request_id) is None:
+                self.began[request_id] = row.start
+            if sample is None:
                 outputs.append(RowOutput(prompt_logprobs=_logprobs(row)) if row.prompt_targets else _NOTHING)
                 continue
-            known = self._totals.get(row.request_id)
-            if value is None or known is None or known[0] != row.start or self._thorough:
+            start, total = known.get(request_id, (-1, 0))
+            if value is None or start != row.start or self._thorough:
                 stop = row.stop
                 total = self._total(row.block_ids, stop)
             else:
-                stop, total = known[0] + 1, known[1] + value
-            totals[row.request_id] = (stop, total)
-            token_id = summed_token(total, weight=WEIGHT, vocab_size=self._vocab_size, sample=row.sample)
-            outputs.append(RowOutput(token_ids=(token_id,), prompt_logprobs=_logprobs(row)))
+                stop, total = start + 1, total + value
+            totals[request_id] = (stop, total)
+            token_id = summed_token(total, weight=WEIGHT, vocab_size=vocab_size, sample=sample)
+            prompt_logprobs = _logprobs(row) if row.prompt_targets else ()
+            outputs.append(RowOutput(token_ids=(token_id,), prompt_logprobs=prompt_logprobs))
         self._totals = totals
         return StepOutput(rows=tuple(outputs))
 

@@ -416,15 +416,8 @@ class SimulatedEngineLoop:
             self._continue_until(ahead_s[num_over])
 
     def _take_steps(self, ends_s: Sequence[float]) -> None:
-        """Takes steps of a leap, with these ends. With a step in flight, the last one launched ends after them: it is a
-        batch of its own."""
-        engine, num_steps = self._engine, len(ends_s)
-        now = self._device.now_s + self.skew_s
-        if not engine.num_in_flight or num_steps == 1:
-            self._record(engine.advance(now, num_steps), ends_s)
-            return
-        updates = zip(engine.advance(now, num_steps - 1), engine.advance(now), strict=True)  # of the same requests
-        self._record([replace(b, token_ids=a.token_ids + b.token_ids) for a, b in updates], ends_s)
+        """Takes steps of a leap, with these ends."""
+        self._record(self._engine.advance(self._device.now_s + self.skew_s, len(ends_s)), ends_s)
 
 
 def merged(updates: Sequence[SequenceUpdate]) -> tuple[SequenceUpdate, ...]:
