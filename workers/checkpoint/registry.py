@@ -22,7 +22,9 @@ _FLOATS = "workers.checkpoint.encodings.floats:encodings"
 
 _FORMATS: Mapping[str, str] = {
     "awq": "workers.checkpoint.formats.awq:read_awq",
+    "bitsandbytes": "workers.checkpoint.formats.bitsandbytes:read_bitsandbytes",
     "compressed-tensors": "workers.checkpoint.formats.compressed_tensors:read_compressed",
+    "exl2": "workers.checkpoint.formats.exl2:read_exl2",
     "fp8": "workers.checkpoint.formats.fp8:read_fp8",
     "gptq": "workers.checkpoint.formats.gptq:read_gptq",
 }

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_OTHERS = ("output*.safetensors", "gptq_model*.safetensors")  # of exllamav2 and AutoGPTQ, without an index
 
 
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
@@ -86,6 +87,8 @@ def _weight_files(folder: Path) -> list[str]:
         return sorted(set(shards.values()))
     if (folder / _SINGLE).exists():
         return [_SINGLE]
+    if others := sorted(file.name for pattern in _OTHERS for file in folder.glob(pattern)):
+        return others
     if pickles := sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)):
         raise BadCheckpoint(
             f"{folder} holds pickled weights only ({pickles[0]}), which can run code when read: convert them with "

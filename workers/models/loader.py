@@ -52,10 +52,19 @@ def load_model(
             kernels=kernels_for(device),
             encodings=encodings_of(config.weight_format, source),
         )
+        if config.tied_embeddings and _has_quantised_head(source):
+            config = replace(config, tied_embeddings=False)
         _check(folder, config, context, source)
         decoder = Decoder(config, context)
         _fill(folder, list(decoder.slots()), source, on_progress or (lambda done, total: None))
     return decoder
+
+
+def _has_quantised_head(source: WeightSource) -> bool:
+    """EXL2 quantises the head of a tied model too, and keeps the embedding in floating point."""
+    return any(
+        name.startswith("lm_head.") and name not in ("lm_head.weight", "lm_head.bias") for name in source.names()
+    )
 
 
 def _check(folder: Path, config: ModelConfig, context: LayerContext, source: WeightSource) -> None:

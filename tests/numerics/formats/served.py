@@ -50,7 +50,7 @@ def write_quantised(
                 tensors[name] = weight.clone()
             continue
         stored, dequantised = encoded
-        tensors |= {f"{layer}.{suffix}": tensor.contiguous() for suffix, tensor in stored.items()}
+        tensors |= {f"{layer}.{suffix}": tensor.contiguous().clone() for suffix, tensor in stored.items()}
         weight.copy_(dequantised)
     save_file(tensors, folder / "model.safetensors")
     file = folder / "config.json"

@@ -5,19 +5,21 @@ Legend: I inputs, O outputs, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from protos.errors import BadCheckpoint
+from protos.errors import BadCheckpoint, UnsupportedModel
 from workers.checkpoint.activations import ActivationRounding
 from workers.checkpoint.encodings.stored import StoredTensors
 from workers.checkpoint.quantised import GroupValues, QuantisedWeight
 from workers.checkpoint.slots import Slot
 
 _FP8 = torch.float8_e4m3fn
+
+Check = Callable[[str, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,7 @@ class ByteSettings:
     activations: ActivationRounding | None = None
     input_scale: str | None = None  # of static activations: the tensor that has their scale
     input_zero: str | None = None
+    layout: str | None = None  # the tensor that has the layout's number, 0 for rows
 
 
 class ByteWeight:
@@ -47,7 +50,9 @@ class ByteWeight:
         self._weight = stored.tensor("weight", total, dtype, frozenset({name}), dim=cut[0], part=cut[1])
         self._scale = self._scales(settings.scale)
         self._zero = None if settings.zero is None else self._scales(settings.zero, zeros=True)
-        self._input_scale = self._scalar(settings.input_scale)
+        if settings.layout is not None and settings.layout in stored:
+            self._scalar(settings.layout, zero=True, check=_check_layout)
+        self._input_scale = self._scalar(settings.input_scale, check=_check_scale)
         self._input_zero = self._scalar(settings.input_zero, zero=True)
 
     def slots(self) -> Iterator[Slot]:
@@ -103,13 +108,13 @@ class ByteWeight:
             return values[rows // self._settings.block[0]]
         return values.reshape(len(stored.outputs), -1)
 
-    def _scalar(self, suffix: str | None, *, zero: bool = False) -> torch.Tensor | None:
+    def _scalar(self, suffix: str | None, *, zero: bool = False, check: Check | None = None) -> torch.Tensor | None:
         if suffix is None:
             return None
         shape = self._stored.shape_of_one(suffix)
         if zero:
-            return self._stored.tensor(suffix, shape, torch.int32, frozenset({"I8", "I32", "U8"}))
-        return self._stored.floats(suffix, shape, check=_check_scale)
+            return self._stored.tensor(suffix, shape, torch.int32, frozenset({"I8", "I32", "U8"}), check=check)
+        return self._stored.floats(suffix, shape, check=check)
 
     def _activations(self) -> ActivationRounding | None:
         rounding = self._settings.activations
@@ -122,6 +127,11 @@ class ByteWeight:
 def _check_scale(where: str, scale: torch.Tensor) -> None:
     if not 0 < float(scale.item()) < float("inf"):
         raise BadCheckpoint(f"{where} is {scale.item()}: a scale must be above 0: download the file again")
+
+
+def _check_layout(where: str, layout: torch.Tensor) -> None:
+    if int(layout.item()) != 0:
+        raise UnsupportedModel(f"{where} is {int(layout.item())}, which is not served: rows, 0, are")
 
 
 def _fp8_values(device: torch.device) -> torch.Tensor:
