@@ -256,7 +256,7 @@ async def test_the_password_may_be_in_the_environment(tmp_path: Path, monkeypatc
     server = RedisServer(tmp_path, "--requirepass", "s3cret")
     server.start()
     try:
-        with pytest.raises(Misconfigured, match=r"wants one: .* environment variable BATON_REDIS_PASSWORD"):
+        with pytest.raises(Misconfigured, match=r"requires one: .* environment variable BATON_REDIS_PASSWORD"):
             await connect(server.url)
         monkeypatch.setenv("BATON_REDIS_PASSWORD", "s3cret")
         client = await connect(server.url)
