@@ -163,7 +163,7 @@ class GatewayProcess:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Silences the log of workers' states in all processes but the first."""
+    """False for the log of workers' states, which the first process alone writes."""
     return record.msg != STATE_LINE or record.levelno > logging.INFO
 
 

@@ -114,7 +114,7 @@ class ResponseChannel:
             self._on_lost()
 
     def leave(self) -> None:
-        """The scope, once the response is over: no circle is left for the collector."""
+        """Leaves the scope at the response's end, so that no reference cycle remains."""
         if self._cycle.response_complete:
             self._cycle.scope["extensions"].pop(EXTENSION, None)
 

@@ -109,7 +109,7 @@ LOAD_ROWS = slice(ROWS["num_requests"], ROWS["decode_step_s"] + 1)
 
 
 class WorkerSet:
-    """Some workers in an order that lasts."""
+    """Some workers in a fixed order."""
 
     def __init__(self, worker_ids: Iterable[str], roles: Iterable[WorkerRole]) -> None:
         self.worker_ids = tuple(worker_ids)

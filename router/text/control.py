@@ -270,7 +270,7 @@ def _folded(text: str) -> str:
 
 
 def _cases_of(letters: Collection[str]) -> set[str]:
-    """Characters that become one of the letters with another case, or several letters of which it is one."""
+    """Characters that a change of case turns into one of `letters`, or into text that contains one."""
     return {char for char, cases in _all_cases().items() if not cases.isdisjoint(letters)}
 
 

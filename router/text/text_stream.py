@@ -186,7 +186,7 @@ class ChoiceText:
         self._num_tokens = 0
 
     def write(self, delta: TokenDelta) -> TextDelta:
-        """The piece for a delta; tokens behind a stop string are left out, as if they had never been made."""
+        """The piece for a delta; tokens after a stop string are dropped and not counted."""
         text: list[str] = []
         offsets: list[int] = []
         sink = self._sink

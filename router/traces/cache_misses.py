@@ -1,4 +1,4 @@
-"""Why a prompt was not found in a cache: the first block that was missing, and what became of it.
+"""Explains why a prompt was not found in a cache: the first missing block, and why it is missing.
 
 Losses ◀── the feed: what workers removed, and when          Records: what earlier prompts had in common with this one
    └──────────────┬────────────────────────────────────────────────┘

@@ -63,7 +63,7 @@ class Matrix(Protocol):
 
 
 class WeightEncoding(Protocol):
-    """How linear weights lie in a checkpoint."""
+    """The format of linear weights in a checkpoint."""
 
     def matrix(self, context: LayerContext, share: WeightShare, *, gated: bool = False) -> Matrix:
         """Unset until its slots are filled. `gated`: two projections, and the product is silu(first) * second.
