@@ -139,6 +139,8 @@ class Tokenizer:
 
 def _no_tokenizer(files: ModelFiles) -> str:
     folder = files.path
+    if not folder.is_dir():
+        return f"{folder} holds no tokenizer (tokenizer.ggml.tokens): give --model another GGUF file of the model"
     others = (name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file())
     found = next(others, "")
     if found == "tekken.json":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -60,6 +60,21 @@ class Matrix(Protocol):
         ...
 
     def slots(self) -> Iterator[Slot]: ...
+
+
+class EmbeddingTable(Protocol):
+    """Looks rows up, [T, E] in the model's type, in a weight [V, E] that stays in its encoding."""
+
+    def __call__(self, rows_T: torch.Tensor) -> torch.Tensor: ...
+
+    def slots(self) -> Iterator[Slot]: ...
+
+
+@runtime_checkable
+class TableEncoding(Protocol):
+    """An encoding that embeddings may have, too. Those of other checkpoints are in floating point."""
+
+    def table(self, context: LayerContext, share: WeightShare) -> EmbeddingTable: ...
 
 
 class WeightEncoding(Protocol):

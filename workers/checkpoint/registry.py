@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 from protos.errors import UnsupportedModel
 from protos.model_files.base import ModelFiles
 from protos.model_files.fields import Fields
+from protos.model_files.gguf.files import GGUFFiles
+from protos.model_files.opening import open_model
 from workers.checkpoint.formats.base import WeightFormat
+from workers.checkpoint.gguf.source import open_gguf
 from workers.checkpoint.safetensors import check_safetensors, open_safetensors
 from workers.checkpoint.source import WeightSource
 
@@ -26,6 +29,7 @@ _FORMATS: Mapping[str, str] = {
     "compressed-tensors": "workers.checkpoint.formats.compressed_tensors:read_compressed",
     "exl2": "workers.checkpoint.formats.exl2:read_exl2",
     "fp8": "workers.checkpoint.formats.fp8:read_fp8",
+    "gguf": "workers.checkpoint.formats.gguf:read_gguf",
     "gptq": "workers.checkpoint.formats.gptq:read_gptq",
 }
 """By `quant_method`: a function from the quantization_config's `Fields` to a `WeightFormat`."""
@@ -34,14 +38,25 @@ _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files of older checkpoints without a quantization_config in config.json, and whose they are if they do not say."""
 
 
-def check_weights(folder: Path) -> None:
+def check_weights(path: Path) -> None:
     """Reads every file's header. Raises BadCheckpoint for one that is missing, truncated or damaged."""
-    check_safetensors(folder)
+    files = open_model(path)
+    if not isinstance(files, GGUFFiles):  # whose headers are read with the model's config
+        check_safetensors(files.path)
 
 
-def open_source(folder: Path) -> AbstractContextManager[WeightSource]:
+def open_source(path: Path) -> AbstractContextManager[WeightSource]:
     """Raises BadCheckpoint where there are no weights, or they cannot be read."""
-    return open_safetensors(folder)
+    files = open_model(path)
+    return open_gguf(files.gguf) if isinstance(files, GGUFFiles) else open_safetensors(files.path)
+
+
+def stored_bytes(path: Path) -> int:
+    """Of all weights."""
+    files = open_model(path)
+    if isinstance(files, GGUFFiles):
+        return sum(tensor.num_bytes for tensor in files.gguf.tensors.values())
+    return sum(file.stat().st_size for file in files.path.glob("*.safetensors"))
 
 
 def read_format(config: Fields, files: ModelFiles) -> WeightFormat | None:

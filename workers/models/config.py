@@ -10,7 +10,7 @@ from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
 from protos.values import ITEM_BYTES, KVLayout
 from workers.checkpoint.formats.base import WeightFormat
-from workers.checkpoint.registry import read_format
+from workers.checkpoint.registry import read_format, stored_bytes
 from workers.models.families.base import Family
 from workers.models.families.registry import family_of
 from workers.models.families.windows import Windows
@@ -155,7 +155,9 @@ def longest_sequence(config: ModelConfig, asked: int | None) -> int:
 
 def weight_bytes(folder: str | Path, config: ModelConfig, dtype: str) -> int:
     """What all weights of the checkpoint take once they are converted to `dtype`."""
-    saved = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    saved = stored_bytes(Path(folder))
+    if config.weight_format is not None:
+        return saved
     return saved * ITEM_BYTES.get(dtype, 2) // ITEM_BYTES.get(config.dtype, 2)
 
 

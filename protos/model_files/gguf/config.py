@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from typing import Any
 
 from protos.errors import BadCheckpoint, UnsupportedModel
@@ -63,8 +64,9 @@ def config_of(gguf: GGUFFile) -> dict[str, Any]:
         "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(gguf, own, head_dim),
         "tie_word_embeddings": HEAD not in tensors,
-        "dtype": _dtype(gguf),
-        "quantization_config": {"quant_method": "gguf"},
+        "dtype": "float32" if (kind := _main_type(gguf)) == "F32" else "bfloat16",
+        "quantization_config": {"quant_method": "gguf", "type": kind},
+        "eos_token_id": metadata.raw("tokenizer.ggml.eos_token_id"),
     }
     if name == "llama":
         config |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
@@ -170,7 +172,9 @@ def _numbers(gguf: GGUFFile, name: str, count: int) -> list[float]:
     return list(struct.unpack(f"<{count}f", gguf.bytes_of(tensor)))
 
 
-def _dtype(gguf: GGUFFile) -> str:
-    """The type that `--dtype auto` begins with: float32 only where all matrices are."""
-    kinds = {tensor.format.name for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
-    return "float32" if kinds == {"F32"} else "bfloat16"
+def _main_type(gguf: GGUFFile) -> str:
+    """Of most weights."""
+    sizes: Counter[str] = Counter()
+    for tensor in gguf.tensors.values():
+        sizes[tensor.format.name] += math.prod(tensor.shape)
+    return sizes.most_common(1)[0][0]

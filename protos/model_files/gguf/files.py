@@ -35,9 +35,11 @@ class GGUFFiles:
         return f"{self.path} (as {name})"
 
     def has(self, name: str) -> bool:
-        return name in _FILES
+        return name == "config.json" or (name in _FILES and "tokenizer.ggml.tokens" in self.gguf.metadata)
 
     def json(self, name: str) -> Mapping[str, Any] | None:
+        if not self.has(name):
+            return None
         match name:
             case "config.json":
                 return config_of(self.gguf)
@@ -48,7 +50,9 @@ class GGUFFiles:
         return None
 
     def text(self, name: str) -> str | None:
-        return tokenizer_of(self.gguf, self._vocabulary) if name == "tokenizer.json" else None
+        if name != "tokenizer.json" or not self.has(name):
+            return None
+        return tokenizer_of(self.gguf, self._vocabulary)
 
     def fingerprint(self) -> str:
         return self.gguf.fingerprint()

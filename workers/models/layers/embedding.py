@@ -11,31 +11,51 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from workers.checkpoint.encoding import LayerContext, Matrix, Projection, WeightShare
+from workers.checkpoint.encoding import EmbeddingTable, LayerContext, Matrix, Projection, TableEncoding, WeightShare
 from workers.checkpoint.encodings.floats import FloatMatrix
 from workers.checkpoint.slots import Slot
 
 
 class Embedding:
-    """The checkpoint's tensor `NAME.weight` [V, E], always in floating point."""
+    """The checkpoint's tensor `NAME.weight` [V, E], in floating point or as a table that stays in its encoding."""
 
     def __init__(self, context: LayerContext, name: str, vocab_size: int, hidden_size: int) -> None:
         self._parallel = context.parallel
         self._kernels = context.kernels
-        self._name = name
         self._shape = (vocab_size, hidden_size)
         self._rows, share = _rows_of_rank(context, vocab_size)
-        self.weight_VE = context.zeros(share, hidden_size)
+        self.name = name
+        self.weight_VE: torch.Tensor | None = None
+        self._table: EmbeddingTable | None = None
+        encoding = context.encodings(name)
+        if isinstance(encoding, TableEncoding):
+            self._table = encoding.table(context, _share_of_rows(context, name, vocab_size, hidden_size))
+        else:
+            self.weight_VE = context.zeros(share, hidden_size)
 
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T, E]. Each rank looks up the ids it holds; its rows for the others are zero until all are added up."""
         if self._parallel.size == 1:
-            return F.embedding(token_ids_T, self.weight_VE)
-        return self._parallel.all_reduce(self._kernels.embed(token_ids_T, self.weight_VE, self._rows.start))
+            return self._looked_up(token_ids_T)
+        if self.weight_VE is not None:
+            return self._parallel.all_reduce(self._kernels.embed(token_ids_T, self.weight_VE, self._rows.start))
+        foreign_T = (token_ids_T < self._rows.start) | (token_ids_T >= self._rows.stop)
+        rows_TE = self._looked_up((token_ids_T - self._rows.start).masked_fill(foreign_T, 0))
+        return self._parallel.all_reduce(rows_TE.masked_fill(foreign_T.unsqueeze(1), 0))
+
+    def _looked_up(self, rows_T: torch.Tensor) -> torch.Tensor:
+        if self.weight_VE is not None:
+            return F.embedding(rows_T, self.weight_VE)
+        assert self._table is not None
+        return self._table(rows_T)
 
     def slots(self) -> Iterator[Slot]:
-        target = self.weight_VE[: len(self._rows)]
-        yield Slot(name=f"{self._name}.weight", shape=self._shape, target=target, start=self._rows.start)
+        if self.weight_VE is None:
+            assert self._table is not None
+            yield from self._table.slots()
+        else:
+            target = self.weight_VE[: len(self._rows)]
+            yield Slot(name=f"{self.name}.weight", shape=self._shape, target=target, start=self._rows.start)
 
 
 class Head:
@@ -46,20 +66,11 @@ class Head:
         self._kernels = context.kernels
         self._vocab_size = vocab_size
         self._weight: Matrix
-        if tied is not None:
+        if tied is not None and tied.weight_VE is not None:
             self._weight = FloatMatrix(tied.weight_VE)
         else:
-            rows, share = _rows_of_rank(context, vocab_size)
-            part = Projection(name="lm_head", total=vocab_size, start=rows.start, size=len(rows))
-            self._weight = context.matrix(
-                WeightShare(
-                    projections=(part,),
-                    total_inputs=hidden_size,
-                    first_input=0,
-                    num_inputs=hidden_size,
-                    padding=share - len(rows),
-                )
-            )
+            name = "lm_head" if tied is None else tied.name
+            self._weight = context.matrix(_share_of_rows(context, name, vocab_size, hidden_size))
 
     def logits(self, x_RE: torch.Tensor) -> torch.Tensor:
         """[R, V] in float32, on every rank."""
@@ -70,6 +81,17 @@ class Head:
 
     def slots(self) -> Iterator[Slot]:
         return self._weight.slots()
+
+
+def _share_of_rows(context: LayerContext, name: str, vocab_size: int, hidden_size: int) -> WeightShare:
+    rows, share = _rows_of_rank(context, vocab_size)
+    return WeightShare(
+        projections=(Projection(name=name, total=vocab_size, start=rows.start, size=len(rows)),),
+        total_inputs=hidden_size,
+        first_input=0,
+        num_inputs=hidden_size,
+        padding=share - len(rows),
+    )
 
 
 def _rows_of_rank(context: LayerContext, vocab_size: int) -> tuple[range, int]:
