@@ -37,7 +37,7 @@ _FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _TranslatedTensor:
     tensor: GGUFTensor
     permuted_heads: int  # 0: rows are stored in Hugging Face's order
 
@@ -80,7 +80,7 @@ class GGUFSource:
         tensor = torch.from_numpy(read)
         return tensor.view(torch.bfloat16) if kind == "BF16" else tensor
 
-    def _translated(self) -> Iterator[tuple[str, _Entry]]:
+    def _translated(self) -> Iterator[tuple[str, _TranslatedTensor]]:
         for tensor in self._gguf.tensors.values():
             found = _NAME.fullmatch(tensor.name)
             if tensor.name in _IN_CONFIG:
@@ -88,10 +88,10 @@ class GGUFSource:
             layer, own, suffix = found.groups() if found else (None, tensor.name, "")
             known = _NAMES.get(own) if layer is None else _LAYER_NAMES.get(own)
             if known is None:
-                yield tensor.name, _Entry(tensor, 0)
+                yield tensor.name, _TranslatedTensor(tensor, 0)
             else:
                 prefix = "" if layer is None else f"model.layers.{layer}."
-                yield f"{prefix}{known}.{suffix}", _Entry(tensor, self._heads.get(own, 0))
+                yield f"{prefix}{known}.{suffix}", _TranslatedTensor(tensor, self._heads.get(own, 0))
 
 
 @contextmanager
