@@ -19,6 +19,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from protos.errors import BatonError, InvalidRequest, NotFound
 from router.admin.routes import mount_admin
@@ -46,7 +48,14 @@ Generating = Callable[[Gateway, Request, Track], Awaitable[Response]]
 def create_app(gateway: Gateway) -> FastAPI:
     """The application for one model's gateway. Nothing runs in the background: it needs no start and no stop."""
     # The pages of documentation would load scripts from the network; /openapi.json is all they are made of.
-    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, middleware=_layers(gateway))
+    # Without telemetry: FastAPI would look for an OpenTelemetry provider at each request.
+    app = FastAPI(
+        title="Baton",
+        docs_url=None,
+        redoc_url=None,
+        middleware=_layers(gateway),
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
     _generating_routes(app, gateway)
     app.add_exception_handler(BatonError, _refused)
     app.add_exception_handler(HTTPException, _unrouted)
@@ -96,25 +105,32 @@ def _layers(gateway: Gateway) -> list[Middleware]:
 
 
 def _generating_routes(app: FastAPI, gateway: Gateway) -> None:
-    async def measured(endpoint: str, serve: Generating, request: Request) -> Response:
-        track = request.scope["state"]["track"] = gateway.metrics.track(endpoint)
+    chat = _GeneratingEndpoint(gateway, "chat.completions", chat_completions)
+    complete = _GeneratingEndpoint(gateway, "completions", completions)
+    app.router.routes[:0] = [  # before /openapi.json: routes are matched in their order
+        Route("/v1/chat/completions", chat, methods=["POST"], name="chat"),
+        Route("/v1/completions", complete, methods=["POST"], name="complete"),
+    ]
+
+
+class _GeneratingEndpoint:
+    """An ASGI application: what Starlette and FastAPI put round a function costs as much as a request's validation."""
+
+    def __init__(self, gateway: Gateway, name: str, serve: Generating) -> None:
+        self._gateway = gateway
+        self._name = name
+        self._serve = serve
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        track = scope["state"]["track"] = self._gateway.metrics.track(self._name)
         try:
-            response = await serve(gateway, request, track)
+            response = await self._serve(self._gateway, Request(scope, receive, send), track)
         except BaseException as error:
             track.finish(error)
             raise
         if not isinstance(response, EventStream):  # a stream finishes its track itself, when it ends
             track.finish()
-        return response
-
-    async def chat(request: Request) -> Response:
-        return await measured("chat.completions", chat_completions, request)
-
-    async def complete(request: Request) -> Response:
-        return await measured("completions", completions, request)
-
-    app.add_route("/v1/chat/completions", chat, methods=["POST"])
-    app.add_route("/v1/completions", complete, methods=["POST"])
+        await response(scope, receive, send)
 
 
 def _asking_routes(app: FastAPI, gateway: Gateway) -> None:
