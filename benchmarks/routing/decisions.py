@@ -66,7 +66,7 @@ def measure(num_workers: int, *, num_decisions: int = 300, policy: str = "slo") 
         )  # fmt: skip
         decision = decide(view, candidates)
         times.append(time.process_time())
-        estimate(view, candidates, decision)
+        estimate(view, *candidates.pair(decision.prefill, decision.decode))
         kept_candidates(candidates, decision)
         times.append(time.process_time())
         spent = [so_far + after - before for so_far, before, after in zip(spent, times, times[1:], strict=False)]

@@ -266,9 +266,10 @@ class Replay:
         beside = load.num_running + load.num_waiting
         self.predictor.routed(worker.name, ROLE, request.num_prompt - num_cached, beside=beside, now=self._now)
         self._index.expect(worker.name, request.hashes, until=self._now + SIBLING_S)
+        predicted = estimate(view, *candidates.pair(decision.prefill, decision.decode))
         one = _Running(
             request=request, number=number, decided_s=self._now, blocks=[],
-            ahead=worker.queued_tokens, predicted_ttft_s=estimate(view, candidates, decision).ttft_s,
+            ahead=worker.queued_tokens, predicted_ttft_s=predicted.ttft_s,
         )  # fmt: skip
         worker.waiting.append(one)
         one.counted = len(worker.pool.match(request.hashes)) * self._block_size

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from protos.values import WorkerRole
 from router.latency.decayed import Decayed
 from router.policies.costs import load_s
-from router.policies.table import Bools, CandidateTable, Floats
+from router.policies.table import FEW, CandidateTable, Floats, LoadRow
 
 HALF_LIFE_S = 3.0
 _ATTACK = 0.3
@@ -26,16 +28,16 @@ class Room:
     max_backlog_s: float
     max_waiting: int
 
-    def reads(self, load: CandidateTable) -> Bools:
+    def reads(self, load: LoadRow | CandidateTable) -> Any:
+        """A bool, or those of all workers of a table."""
         speed = load.prefill_tokens_per_s
         in_time = (speed == 0) | (load.queued_prefill_tokens <= self.max_backlog_s * speed)
-        reads: Bools = (load.num_waiting < self.max_waiting) & (in_time | (load.num_waiting == 0))
-        return reads
+        return (load.num_waiting < self.max_waiting) & (in_time | (load.num_waiting == 0))
 
-    def writes(self, load: CandidateTable, num_blocks: int) -> Bools:
+    def writes(self, load: LoadRow | CandidateTable, num_blocks: int) -> Any:
+        """A bool, or those of all workers of a table."""
         has_room = (load.num_free_blocks > num_blocks) & (load.num_waiting < self.max_waiting)
-        writes: Bools = has_room | (load.num_requests == 0)
-        return writes
+        return has_room | (load.num_requests == 0)
 
     def fits(self, candidates: CandidateTable, num_blocks: int) -> bool:
         """Is there a worker, or a pair of them, that would begin with a request of so many blocks soon? Where nobody
@@ -44,6 +46,12 @@ class Room:
         readers, writers = candidates.prefill_pool, candidates.decode_pool
         if not len(writers):
             return True
+        if len(candidates) <= FEW:
+            rooms = zip(writers.workers.roles, writers.load_rows(), strict=True)
+            idle = [(role, row) for role, row in rooms if self.writes(row, num_blocks)]
+            if any(self.reads(row) for role, row in idle if role is WorkerRole.COLOCATED or not len(readers)):
+                return True
+            return bool(idle) and any(map(self.reads, readers.load_rows()))
         alone = writers.workers.colocated if len(readers) else np.ones(len(writers), dtype=np.bool_)
         room = self.writes(writers, num_blocks)
         if (idle := room & alone).any() and (idle & self.reads(writers)).any():

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 
+from protos.value import Value
+
 INPUT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(Value, frozen=True, kw_only=True):
     """A job that waits. `deadline_s` (the loop's clock) is when its first token must be there, or inf;
     `num_tokens` are to be read for it. `number` tells equals apart: earlier ones have smaller ones."""
 

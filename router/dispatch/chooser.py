@@ -88,7 +88,8 @@ class Chooser:
         away = job_state.failed | job_state.full
         decision = avoiding(self._policy, away)(view, candidates)
         self._num_decided += 1
-        expected = estimate(view, candidates, decision)
+        prefill_worker, decode_worker = candidates.pair(decision.prefill, decision.decode)
+        expected = estimate(view, prefill_worker, decode_worker)
         shadows = tuple(one.consider(view, candidates, decision, expected) for one in self._routing.shadows)
         if not record.choices:
             self._routing.records.keep_chain(record, hashes, block_size)
@@ -99,6 +100,8 @@ class Chooser:
                 candidates=kept_candidates(candidates, decision),
                 num_candidates=len(candidates),
                 decision=decision,
+                prefill_worker=prefill_worker,
+                decode_worker=decode_worker,
                 estimate=expected,
                 shadows=shadows,
             )
@@ -142,7 +145,7 @@ class Chooser:
         self._fleet.predictor.saw_transfer(
             choice.prefill_worker.worker_id,
             choice.decode_worker.worker_id,
-            num_bytes=handed_bytes(choice.view, choice.candidates.only(choice.decision.decode)).item(),
+            num_bytes=handed_bytes(choice.view, choice.decode_worker),
             seconds=max(0.0, now - timestamps.prefilled_s - choice.estimate.tpot_s),
             now=now,
         )

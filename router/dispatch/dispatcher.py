@@ -174,7 +174,7 @@ class Dispatcher:
         if not len(candidates.decode_pool):
             raise NoWorkers(": ".join(filter(None, ("no worker is ready", ", ".join(fleet.successors.of(None))))))
         decision = self._chooser.choose(job_state, candidates)
-        job_state.know_cached(int(candidates.num_cached_tokens.max()))
+        job_state.know_cached(candidates.most_cached)
         request_id, generation = job_state.next_attempt()
         prefill_worker = fleet.member(decision.prefill or decision.decode)
         pull = self.pulls.choose(job_state, request_id, generation, prefill_worker, candidates)
@@ -185,7 +185,7 @@ class Dispatcher:
             decode=fleet.member(decision.decode),
             pull=pull,
         )
-        known = int(candidates.only(prefill_worker.worker_id).num_cached_tokens.item())
+        known = job_state.record.choices[-1].prefill_worker.num_cached_tokens
         num_cached = pull.num_tokens if pull is not None else known
         job_state.unread.setdefault(prefill_worker.worker_id, known // (fleet.block_size or 1))
         num_blocks = -(-job_state.num_tokens // (fleet.block_size or 1))

@@ -133,7 +133,7 @@ class PrefixPulls:
         puller = PullingWorker(
             num_cached=own.num_cached_tokens,
             num_on_host=own.num_host_tokens,
-            load_s=load_s(candidates.only(prefill_worker.worker_id)).item(),
+            load_s=load_s(own),
             tokens_per_s=prefill_worker.load.prefill_tokens_per_s,
             bytes_per_token=layout.block_bytes / layout.block_size,
         )

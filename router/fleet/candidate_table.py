@@ -69,7 +69,6 @@ class FleetTable:
         if len(workers):
             _fill_cached(table, matched, num_tokens, block_size)
             self._predictor.predict(table, self._features[:, columns], now=now)
-            table.load_time.each_s[:] *= self._token_bytes[columns]
         return table
 
     # -- what changes seldom -------------------------------------------------------------------------------------------
@@ -82,7 +81,6 @@ class FleetTable:
         for name, line in UNOBSERVED.items():
             self._values[ROWS[name]], self._values[ROWS[name] + 1] = line.fixed_s, line.each_s
         self._features = np.full((len(WorkerFeatures._fields), count), np.nan)
-        self._token_bytes = np.zeros(count)
         self._roles: list[WorkerRole | None] = [None] * count  # in which each takes work
         self._due = dict.fromkeys(self._members.values())  # whose features are to be read
         self._block_sizes = [0] * count
@@ -98,13 +96,10 @@ class FleetTable:
             self._lay_out()
         if not self._changed:
             return
-        places, loads = [], []
         for member in self._changed:
             if (place := self._places.get(member)) is not None:
                 self._note(member, place)
-                places.append(place)
-                loads.append(member.load_row())
-        self._values[LOAD_ROWS, places] = np.array(loads).T
+                self._values[LOAD_ROWS, place] = member.load_row()
         self._changed.clear()
 
     def _note(self, member: Member, place: int) -> None:
@@ -118,24 +113,21 @@ class FleetTable:
         layout = member.info.layout
         if self._block_sizes[place] != layout.block_size:
             self._block_sizes[place], self._sizes = layout.block_size, None
-        self._token_bytes[place] = layout.block_bytes / layout.block_size
 
     def _refresh_features(self, now: float) -> None:
         self._note_observed()
         waiting: dict[Member, None] = {}
         while self._due:
             due, self._due = self._due, {}
-            places, features = [], []
             for member in due:
                 if (place := self._places.get(member)) is None:
                     continue
                 if (role := self._roles[place]) is None:
                     waiting[member] = None
                     continue
-                places.append(place)
-                features.append(self._predictor.features(member.worker_id, role, member.load, now=now))
-            if places:
-                self._features[:, places] = np.array(features).T
+                features = self._predictor.features(member.worker_id, role, member.load, now=now)
+                self._features[:, place] = features
+                self._features[_LOAD_EACH, place] *= member.token_bytes
             self._note_observed()  # these members' speeds may make a difference of others'
         self._due = waiting
 
@@ -172,6 +164,9 @@ class FleetTable:
         ]
         workers = WorkerSet((worker_id for worker_id, _, _ in kept), (role for _, role, _ in kept))
         return WorkerSubset(workers, columns_of([place for _, _, place in kept]))
+
+
+_LOAD_EACH = WorkerFeatures._fields.index("load_each_s")  # of a byte, until it is of a token
 
 
 def _fill_cached(table: CandidateTable, matched: Match, num_tokens: int, block_size: int) -> None:

@@ -105,6 +105,11 @@ class Member:
         return self.info.layout.block_size if self.info is not None else None
 
     @property
+    def token_bytes(self) -> float:
+        """Bytes of a token's KV; 0 while it was never met."""
+        return self.info.layout.block_bytes / self.info.layout.block_size if self.info is not None else 0.0
+
+    @property
     def takes_work(self) -> bool:
         return self.state is WorkerState.READY and self.client is not None and not self.client.lost
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from protos.value import Value
 from router.metrics import Track
 
 log = logging.getLogger("baton.access")
@@ -15,8 +16,7 @@ CLIENT_LEFT = 499
 """The client disconnected before the answer, as in nginx."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
+class Access(Value, frozen=True, kw_only=True):
     """`path` is without the query. `outcome`: "" if the status is enough, else an error's code. Tokens are None for a
     request that generates none."""
 

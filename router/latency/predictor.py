@@ -14,19 +14,29 @@ before it counts: a stall teaches little, a change of speed is learned soon. Pur
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from protos.value import Value
 from protos.values import WorkerLoad, WorkerRole
 from router.latency.decayed import Decayed
 from router.latency.prefill_speeds import PrefillSpeeds, counted, slowness
-from router.latency.recent_work import RecentWork, since_whole, whole
+from router.latency.recent_work import RecentWork, halved, since_whole, whole
 from router.latency.ttft_overhead import TtftOverhead
-from router.latency.worker_features import WorkerFeatures
-from router.policies.table import ROLES, CandidateTable, Floats, LaneLatencies, Line, WorkerSet
+from router.latency.worker_features import PoolNumbers, WorkerFeatures
+from router.policies.table import (
+    FEW,
+    PREDICTED_ROWS,
+    CandidateTable,
+    Floats,
+    LaneLatencies,
+    Line,
+    Numbers,
+    WorkerSet,
+    where,
+)
 
 HALF_LIFE_S = 300.0
 HALF_COUNT = 32
@@ -44,8 +54,7 @@ LOAD = Line(fixed_s=0.0, each_s=1e-10)  # from host memory, a byte: of a worker 
 UNOBSERVED = {"prefill_time": PREFILL, "load_time": LOAD, "step_time": STEP, "transfer_time": TRANSFER}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictionErrors:
+class PredictionErrors(Value, frozen=True, kw_only=True):
     """How far predictions have been off lately, in seconds: on average, and after early and late have cancelled."""
 
     num_observed: int = 0
@@ -244,42 +253,30 @@ class Predictor:
 
     def predict(self, table: CandidateTable, features: Floats, *, now: float) -> None:
         """Fills in the lines of workers with these `features`, a row for each of `WorkerFeatures`, and their recent
-        tokens; `load_time` is by bytes. What is observed of them from now on is compared with this."""
-        known: WorkerFeatures[Floats] = WorkerFeatures(*features)
-        pools = np.array([self._pool_numbers(role, now) for role in ROLES]).T[:, table.workers.role_numbers]
-        speed, has_steps, recent_share, recent_from = pools[4:]
-        priors = np.empty((6, len(table)))
-        priors[:4] = pools[:4]
-        _, prefill_each_s, step_fixed_s, step_each_s, *_ = priors
-        slower = slowness(known.prefill_tokens_per_s, speed)
-        np.copyto(prefill_each_s, slower / speed, where=speed == speed)
-        # A slow step of long ago must not keep an idle worker idle: it counts as its pool does.
-        as_pool = (known.num_running < has_steps) | (known.step_s == 0)
-        np.copyto(step_fixed_s, np.maximum(known.step_s - step_each_s * known.num_running, 0.0), where=~as_pool)
-        if WorkerRole.COLOCATED in table.workers.roles:
-            # A colocated worker's steps are long while it has prompts: they show where prompts went, not where to send
-            # the next one. So the pool's line counts, by how fast each computes prompts.
-            np.copyto(priors[2:4], pools[2:4] * slower, where=table.workers.colocated)
-        lane, own = self._all_lanes.line(TRANSFER), features[_LANE_ROWS]
-        priors[4:], transfer = np.where(np.isnan(own), np.array([[lane.fixed_s], [lane.each_s]] * 2), own).reshape(
-            2, 2, -1
-        )
+        tokens. What is observed of them from now on is compared with this."""
+        roles, numbers = table.workers.role_numbers
+        priors: Priors
+        pools, lane = [self._pool_numbers(role, now) for role in roles], self._all_lanes.line(TRANSFER)
+        if len(table) <= FEW:
+            each = [
+                expected(WorkerFeatures(*worker), pools[number], lane)
+                for worker, number in zip(features.T.tolist(), numbers.tolist(), strict=True)
+            ]
+            priors, predicted = [one[0] for one in each], np.array([one[1] for one in each]).T
+        else:
+            known: WorkerFeatures[Floats] = WorkerFeatures(*features)
+            columns, lines = expected(known, PoolNumbers(*np.array(pools, dtype=np.float64).T[:, numbers]), lane)
+            priors, predicted = np.array(columns).T, np.array(lines)
         self._offer(table.workers, priors)
-        lines = table.lines
-        np.multiply(priors[:2], known.prefill_ratio, out=lines[:2])
-        lines[2:4] = features[_LOAD_ROWS]
-        np.multiply(priors[2:4], known.step_ratio, out=lines[4:6])
-        lines[6:] = transfer
-        for place in np.flatnonzero(known.awaits_fit).tolist():
+        table.values[PREDICTED_ROWS] = predicted
+        for place in np.flatnonzero(features[_AWAITS_FIT]).tolist():
             fitted = self._transfer[table.workers.worker_ids[place]].line(lane)
-            lines[6:, place] = fitted.fixed_s, fitted.each_s
-        left = np.ldexp(recent_share, (known.recent_at - recent_from).astype(np.intc))
-        np.multiply(known.recent_tokens, left, out=table.recent_tokens)
+            table.lines[6:, place] = fitted.fixed_s, fitted.each_s
 
-    def _pool_numbers(self, role: WorkerRole, now: float) -> Sequence[float]:
+    def _pool_numbers(self, role: WorkerRole, now: float) -> PoolNumbers[float]:
         prefill, step = self._pools[role]
         prefill_line, step_line = prefill.line(PREFILL), step.line(STEP)
-        return (
+        return PoolNumbers(
             prefill_line.fixed_s,
             prefill_line.each_s,
             step_line.fixed_s,
@@ -287,6 +284,7 @@ class Predictor:
             self._speeds[role].mean or math.nan,
             step.known,
             *since_whole(self._recent[role].clock(now)),
+            role is WorkerRole.COLOCATED,
         )
 
     def overhead_s(self, role: WorkerRole, *, now: float) -> float:
@@ -384,14 +382,14 @@ class Predictor:
             return 0.0
         return self.answer_tokens * step.line(STEP).each_s * beside / each_s
 
-    def _offer(self, workers: WorkerSet, priors: Floats) -> None:
+    def _offer(self, workers: WorkerSet, priors: Priors) -> None:
         if workers is not self._offered[0]:
             self._keep_priors()
         self._offered = (workers, priors)
 
     def _keep_priors(self) -> None:
         workers, priors = self._offered
-        self._priors.update((worker_id, _prior(priors[:, place])) for worker_id, place in workers.places.items())
+        self._priors.update((worker_id, _prior(priors[place])) for worker_id, place in workers.places.items())
         self._offered = _NOTHING_OFFERED
 
     def _prior_of(self, worker_id: str) -> _Prior | None:
@@ -399,15 +397,16 @@ class Predictor:
         or has left."""
         workers, priors = self._offered
         place = workers.places.get(worker_id)
-        return self._priors.get(worker_id) if place is None else _prior(priors[:, place])
+        return self._priors.get(worker_id) if place is None else _prior(priors[place])
 
 
 _UNKNOWN = Line(fixed_s=math.nan, each_s=math.nan)
 
 
-_LOAD_ROWS = slice(WorkerFeatures._fields.index("load_fixed_s"), WorkerFeatures._fields.index("lane_fixed_s"))
-_LANE_ROWS = slice(WorkerFeatures._fields.index("lane_fixed_s"), WorkerFeatures._fields.index("prefill_ratio"))
-_NOTHING_OFFERED = (WorkerSet((), ()), np.empty((6, 0)))
+_AWAITS_FIT = WorkerFeatures._fields.index("awaits_fit")
+Priors = Sequence[tuple[float, ...]] | Floats
+"""Of each worker the numbers of a `_Prior`."""
+_NOTHING_OFFERED: tuple[WorkerSet, Priors] = (WorkerSet((), ()), ())
 
 
 class _Prior(NamedTuple):
@@ -416,10 +415,52 @@ class _Prior(NamedTuple):
     transfer: Line
 
 
-def _prior(numbers: Floats) -> _Prior:
-    values = numbers.tolist()
+def _prior(numbers: Iterable[float]) -> _Prior:
+    values = [float(number) for number in numbers]
     return _Prior(
         *(Line(fixed_s=fixed_s, each_s=each_s) for fixed_s, each_s in zip(values[::2], values[1::2], strict=True))
+    )
+
+
+def expected(
+    known: WorkerFeatures[Numbers], pool: PoolNumbers[Numbers], lane: Line
+) -> tuple[tuple[Numbers, ...], tuple[Numbers, ...]]:
+    """Of one worker, or of many as columns: the numbers of a `_Prior`, and those of `PREDICTED_ROWS`. `lane` is the
+    line of all lanes."""
+    slower = slowness(known.prefill_tokens_per_s, pool.prefill_tokens_per_s)
+    is_measured = pool.prefill_tokens_per_s == pool.prefill_tokens_per_s
+    prefill_each_s = where(is_measured, slower / pool.prefill_tokens_per_s, pool.prefill_each_s)
+    # A slow step of long ago must not keep an idle worker idle: it counts as its pool does.
+    as_pool = (known.num_running < pool.has_steps) | (known.step_s == 0)
+    own_s = known.step_s - pool.step_each_s * known.num_running
+    step_fixed_s = where(as_pool, pool.step_fixed_s, where(own_s > 0, own_s, 0.0))
+    # A colocated worker's steps are long while it has prompts: they show where prompts went, not where to send the next
+    # one. So the pool's line counts, by how fast each computes prompts.
+    step_fixed_s = where(pool.is_colocated, pool.step_fixed_s * slower, step_fixed_s)
+    step_each_s = where(pool.is_colocated, pool.step_each_s * slower, pool.step_each_s)
+    lane_fixed_s, lane_each_s, fitted_fixed_s, fitted_each_s = (
+        where(own == own, own, expected_s)
+        for own, expected_s in (
+            (known.lane_fixed_s, lane.fixed_s),
+            (known.lane_each_s, lane.each_s),
+            (known.fitted_fixed_s, lane.fixed_s),
+            (known.fitted_each_s, lane.each_s),
+        )
+    )
+    recent_tokens = known.recent_tokens * halved(pool.recent_share, known.recent_at - pool.recent_at)
+    return (
+        (pool.prefill_fixed_s, prefill_each_s, step_fixed_s, step_each_s, lane_fixed_s, lane_each_s),
+        (
+            recent_tokens,
+            pool.prefill_fixed_s * known.prefill_ratio,
+            prefill_each_s * known.prefill_ratio,
+            known.load_fixed_s,
+            known.load_each_s,
+            step_fixed_s * known.step_ratio,
+            step_each_s * known.step_ratio,
+            fitted_fixed_s,
+            fitted_each_s,
+        ),
     )
 
 

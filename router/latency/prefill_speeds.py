@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
-from router.policies.table import Floats
+from router.policies.table import Numbers, where
 
 ALIKE = 2.0  # times as fast as another, within which workers are of one kind: the router learns what differs less
 
@@ -80,10 +78,10 @@ class PrefillSpeeds:
             self._mean = None
 
 
-def slowness(speed: Floats, mean: Floats) -> Floats:
+def slowness(speed: Numbers, mean: Numbers) -> Numbers:
     """How many times slower than the mean: 1 of those like it, and of those unknown (NaN)."""
     times = mean / speed
-    return np.where((times >= ALIKE) | (times * ALIKE <= 1), times, 1.0)
+    return where((times >= ALIKE) | (times * ALIKE <= 1), times, 1.0)
 
 
 def _kind(slower: float) -> int:

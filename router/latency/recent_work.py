@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from router.policies.slo import GUARD
+from router.policies.table import Numbers
 
 RECENT_S = 300.0  # after which work counts half
 RECENT_EACH = 80  # or after this many newer requests for each worker: a busy pool is even again sooner
@@ -55,6 +58,13 @@ def since_whole(clock: float) -> tuple[float, int]:
     """The share that is left of work as of the last whole halving, and the number of that halving."""
     before = math.floor(clock)
     return kept(clock - before), before
+
+
+def halved(share: Numbers, halvings: Numbers) -> Numbers:
+    """The share that is left after so many whole halvings, which are negative."""
+    if isinstance(share, np.ndarray):
+        return np.ldexp(share, halvings.astype(np.intc))
+    return math.ldexp(share, int(halvings))
 
 
 def kept(halvings: float) -> float:

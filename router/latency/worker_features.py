@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
-from router.policies.table import Floats
-
-Numbers = TypeVar("Numbers", float, Floats)
-"""One worker's, or an array of all workers'."""
+from router.policies.table import Numbers
 
 
 class WorkerFeatures(NamedTuple, Generic[Numbers]):
@@ -27,3 +24,17 @@ class WorkerFeatures(NamedTuple, Generic[Numbers]):
     awaits_fit: Numbers  # has received KV and measured no lane itself: the line of all lanes is its prior
     recent_tokens: Numbers
     recent_at: Numbers  # by its pool's clock
+
+
+class PoolNumbers(NamedTuple, Generic[Numbers]):
+    """What the predictor knows of a worker's pool. NaN where nothing is known."""
+
+    prefill_fixed_s: Numbers
+    prefill_each_s: Numbers
+    step_fixed_s: Numbers
+    step_each_s: Numbers
+    prefill_tokens_per_s: Numbers
+    has_steps: Numbers
+    recent_share: Numbers
+    recent_at: Numbers
+    is_colocated: Numbers

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from protos.errors import InvalidRequest
 from protos.hints import listed
+from protos.value import Value
 from protos.values import FinishReason
 from router.gateway import Gateway
 from router.openai.schema import ChatBody
@@ -25,8 +25,7 @@ from router.text.tool_call_formats import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tooling:
+class Tooling(Value, frozen=True, kw_only=True):
     """`shown` tools go to the chat template. `grammar` is what the answer must be, "" where it is free, and `param` who
     asked for it. With a `form` calls are read from the answer."""
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
+from protos.value import Value
 from protos.values import WorkerRole
 from router.policies.table import CandidateTable, LaneLatencies, Line
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestView:
+class RequestView(Value, frozen=True, kw_only=True):
     """What a policy may know of a request. `num_tokens` must be in the KV cache before the next token can be made:
     the prompt, and what was answered before the request had to move. `num_decided` decisions came before this one.
 
@@ -34,7 +34,7 @@ class RequestView:
     answer_tokens: float = 64.0
     within_s: float = math.inf
     block_bytes: int = 0
-    lanes: Mapping[str, LaneLatencies] = field(default_factory=dict)
+    lanes: Mapping[str, LaneLatencies] = {}
 
     def lane(self, prefill_id: str, decode_id: str) -> Line | None:
         """None for a lane that was not measured."""
@@ -60,8 +60,7 @@ class SingleWorkerReason(StrEnum):
     SHORT_REMAINDER = "short remainder"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Decision(Value, frozen=True, kw_only=True):
     """`prefill` is None when the worker `decode` computes the prompt itself, for the reason `single_worker`. `scores`
     are those of the prefill workers, then of the decode workers; of large pools the lowest and the chosen one's."""
 

@@ -6,16 +6,15 @@ decided ──overhead──▶ ──queue──▶ ──load──▶ ──c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from router.policies.base import Decision, RequestView
-from router.policies.table import CandidateTable, Floats
+from protos.value import Value
+from router.policies.base import RequestView
+from router.policies.table import Candidate, CandidateTable, Floats, Numbers, WorkerNumbers, where
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyEstimate:
+class LatencyEstimate(Value, frozen=True, kw_only=True):
     """What is expected of a decision. The worker that computes the prompt has `num_cached_tokens` of it,
     `num_host_tokens` of them on its host; loading those takes `load_s`. The time to the first token begins with the
     decision; the second token waits `transfer_s` for its KV."""
@@ -28,28 +27,29 @@ class LatencyEstimate:
     load_s: float = 0.0
 
 
-def num_uncached(view: RequestView, candidates: CandidateTable) -> Floats:
+def num_uncached(view: RequestView, candidates: WorkerNumbers[Numbers]) -> Numbers:
     return view.num_tokens - candidates.num_cached_tokens
 
 
-def num_off_device(view: RequestView, candidates: CandidateTable) -> Floats:
+def num_off_device(view: RequestView, candidates: WorkerNumbers[Numbers]) -> Numbers:
     """Tokens that need room on the device, whether they are loaded, received or computed."""
     return num_uncached(view, candidates) + candidates.num_host_tokens
 
 
-def load_s(candidates: CandidateTable) -> Floats:
+def load_s(candidates: WorkerNumbers[Numbers]) -> Numbers:
     """Until the tokens of the host are on the device; a worker computes them instead where that takes less."""
     num_tokens = candidates.num_host_tokens
-    return np.minimum(candidates.load_time(num_tokens), candidates.prefill_time.each_s * num_tokens)
+    loaded_s, computed_s = candidates.load_time(num_tokens), candidates.prefill_time.each_s * num_tokens
+    return where(loaded_s < computed_s, loaded_s, computed_s)
 
 
-def ttft_s(view: RequestView, candidates: CandidateTable, load: Floats) -> Floats:
+def ttft_s(view: RequestView, candidates: WorkerNumbers[Numbers], load: Numbers) -> Numbers:
     """To the first token, behind the prompts that are queued already; `load` is `load_s` of the same candidates."""
     queued = candidates.queued_prefill_tokens + num_uncached(view, candidates)
     return candidates.prefill_time(queued) + load
 
 
-def tpot_s(candidates: CandidateTable) -> Floats:
+def tpot_s(candidates: WorkerNumbers[Numbers]) -> Numbers:
     """Between tokens, with one sequence more than there are."""
     return candidates.step_time(candidates.num_requests + 1)
 
@@ -69,24 +69,22 @@ def transfer_s(view: RequestView, prefill_ids: Sequence[str], decode: CandidateT
     return seconds
 
 
-def handed_bytes(view: RequestView, decode: CandidateTable) -> Floats:
+def handed_bytes(view: RequestView, decode: WorkerNumbers[Numbers]) -> Numbers:
     """Bytes of KV that a decode worker needs from a prefill worker."""
     return num_off_device(view, decode) / view.block_size * view.block_bytes
 
 
-def estimate(view: RequestView, candidates: CandidateTable, decision: Decision) -> LatencyEstimate:
-    """What to expect of a decision, by whichever policy."""
-    prefill, decode = candidates.only(decision.prefill or decision.decode), candidates.only(decision.decode)
+def estimate(view: RequestView, prefill: Candidate, decode: Candidate) -> LatencyEstimate:
+    """What to expect of a decision, by whichever policy: `decode` is `prefill` where it computes the prompt itself."""
     load, handed_s = load_s(prefill), 0.0
-    if decision.prefill is not None:
-        lane = view.lane(decision.prefill, decision.decode)
-        [num_bytes] = handed_bytes(view, decode).tolist()
-        handed_s = lane(num_bytes) if lane is not None else decode.transfer_time(num_bytes).item()
+    if decode is not prefill:
+        lane = view.lane(prefill.worker_id, decode.worker_id) or decode.transfer_time
+        handed_s = lane(handed_bytes(view, decode))
     return LatencyEstimate(
-        ttft_s=ttft_s(view, prefill, load).item(),
-        tpot_s=tpot_s(decode).item(),
+        ttft_s=ttft_s(view, prefill, load),
+        tpot_s=tpot_s(decode),
         transfer_s=handed_s,
-        num_cached_tokens=int(prefill.num_cached_tokens.item()),
-        num_host_tokens=int(prefill.num_host_tokens.item()),
-        load_s=load.item(),
+        num_cached_tokens=prefill.num_cached_tokens,
+        num_host_tokens=prefill.num_host_tokens,
+        load_s=load,
     )

@@ -77,15 +77,15 @@ def pair(
 
     def without_choice(view: RequestView, candidates: CandidateTable) -> Decision | None:
         """Where only one pair is possible it is weighed when its scores are read."""
-        prefill_ids, pool = candidates.prefill_pool.workers.worker_ids, candidates.decode_pool
+        prefill_ids, pool = candidates.workers.prefill_pool.workers.worker_ids, candidates.workers.decode_pool.workers
         if len(pool) != 1 or len(prefill_ids) > 1:
             return None
-        [worker_id], [role] = pool.workers.worker_ids, pool.workers.roles
+        [worker_id], [role] = pool.worker_ids, pool.roles
         is_bound = role is WorkerRole.COLOCATED or not prefill_ids
-        single = is_bound or bool(short(view, pool)[0])
+        single = is_bound or bool(short(view, candidates.decode_pool)[0])
         if single and not is_bound and transfer is not None:
             return None  # a transfer may take less
-        seen = replace(view, lanes=_lanes_to(worker_id, prefill_ids, view))
+        seen = replace(view, lanes=_lanes_to(worker_id, prefill_ids, view)) if prefill_ids else view
         return Decision(
             policy=name,
             prefill=None if single else prefill_ids[0],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,18 @@ Bools = NDArray[np.bool_]
 Places = NDArray[np.intp]
 Columns = Places | slice
 
-ROLES = tuple(WorkerRole)
+FEW = 8
+"""As many workers are weighed one by one, by the same formulas: numpy costs as much for one number as for hundreds."""
+
+Numbers = TypeVar("Numbers", float, Floats)
+"""One worker's, or an array of all workers'."""
+
+
+def where(condition: Any, chosen: Numbers, other: Numbers | float) -> Numbers:
+    """`np.where`, also of one worker's numbers."""
+    if isinstance(condition, np.ndarray):
+        return np.where(condition, chosen, other)  # type: ignore[return-value]  # arrays, then
+    return chosen if condition else other  # type: ignore[return-value]  # floats
 
 
 class Line(Value, frozen=True, kw_only=True):
@@ -38,6 +49,33 @@ class Line(Value, frozen=True, kw_only=True):
 
 
 UNKNOWN = Line()
+
+
+class LineNumbers(Protocol[Numbers]):
+    """A `Line`, or `Lines`."""
+
+    @property
+    def each_s(self) -> Numbers: ...
+    def __call__(self, amount: Numbers, /) -> Numbers: ...
+
+
+class WorkerNumbers(Protocol[Numbers]):
+    """A `Candidate`, or a `CandidateTable`: what formulas of costs read of it."""
+
+    @property
+    def num_cached_tokens(self) -> Numbers: ...
+    @property
+    def num_host_tokens(self) -> Numbers: ...
+    @property
+    def num_requests(self) -> Numbers: ...
+    @property
+    def queued_prefill_tokens(self) -> Numbers: ...
+    @property
+    def prefill_time(self) -> LineNumbers[Numbers]: ...
+    @property
+    def load_time(self) -> LineNumbers[Numbers]: ...
+    @property
+    def step_time(self) -> LineNumbers[Numbers]: ...
 
 
 class Lines:
@@ -106,6 +144,7 @@ ROWS = {name: row for row, name in enumerate(NUMBERS)} | {
 """Where a number is in a table; of a line the fixed part, and in the next row what each unit takes."""
 NUM_ROWS = len(NUMBERS) + 2 * len(LINES)
 LOAD_ROWS = slice(ROWS["num_requests"], ROWS["decode_step_s"] + 1)
+PREDICTED_ROWS = slice(ROWS["recent_tokens"], NUM_ROWS)
 
 
 class WorkerSet:
@@ -142,9 +181,10 @@ class WorkerSet:
         return np.array([role is WorkerRole.COLOCATED for role in self.roles], dtype=np.bool_)
 
     @cached_property
-    def role_numbers(self) -> Places:
-        """Of each worker the place of its role in `ROLES`."""
-        return np.array([ROLES.index(role) for role in self.roles], dtype=np.intp)
+    def role_numbers(self) -> tuple[Sequence[WorkerRole], Places]:
+        """The roles that there are, and of each worker the place of its role among them."""
+        roles = tuple(dict.fromkeys(self.roles))
+        return roles, np.array([roles.index(role) for role in self.roles], dtype=np.intp)
 
     def take(self, places: Iterable[int]) -> WorkerSet:
         kept = tuple(places)
@@ -278,18 +318,33 @@ class CandidateTable:
 
     def __getitem__(self, place: int) -> Candidate:
         column = self.values[:, place].tolist()
-        known = {name: column[row] for name, row in ROWS.items()}
-        known |= {name: int(known[name]) for name in _COUNTS}
-        known |= {name: Line(fixed_s=column[ROWS[name]], each_s=column[ROWS[name] + 1]) for name in LINES}
+        known: dict[str, Any] = dict(zip(NUMBERS, column, strict=False))
+        known.update(zip(_COUNTS, map(int, column), strict=False))
+        for name in LINES:
+            row = ROWS[name]
+            known[name] = Line(fixed_s=column[row], each_s=column[row + 1])
         return Candidate(worker_id=self.workers.worker_ids[place], role=self.workers.roles[place], **known)
 
     def candidate(self, worker_id: str) -> Candidate:
         return self[self.workers.places[worker_id]]
 
+    def pair(self, prefill_id: str | None, decode_id: str) -> tuple[Candidate, Candidate]:
+        """The worker that computes the prompt, and the one that decodes: the same without a `prefill_id`."""
+        decode = self.candidate(decode_id)
+        return (self.candidate(prefill_id) if prefill_id is not None else decode), decode
+
+    def load_rows(self) -> Sequence[LoadRow]:
+        return [LoadRow(*row) for row in self.values[LOAD_ROWS].T.tolist()]
+
+    @property
+    def most_cached(self) -> int:
+        """Tokens of the request that one worker has cached, at most."""
+        return int(np.maximum.reduce(self.num_cached_tokens))
+
     @property
     def caching(self) -> Sequence[str]:
         """The workers that have anything of the request cached."""
-        return [self.workers.worker_ids[place] for place in np.flatnonzero(self.num_cached_tokens).tolist()]
+        return [self.workers.worker_ids[place] for place in self.num_cached_tokens.nonzero()[0].tolist()]
 
     def only(self, worker_id: str) -> CandidateTable:
         place = self.workers.places[worker_id]

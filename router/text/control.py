@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import orjson
+
+from protos.value import Value
 
 _MARKS = range(0xDC80, 0xE000)
 
@@ -32,8 +33,7 @@ _NO_LETTERS = re.compile(r"[\W_]+")
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendered:
+class Rendered(Value, frozen=True, kw_only=True):
     """A conversation as the template writes it. The `spans` of its text are control, and nothing else is; None: every
     control text in it is the template's."""
 

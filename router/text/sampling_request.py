@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from protos.errors import ContextLengthExceeded, InvalidRequest
+from protos.value import Value
 from protos.values import SamplingParams
 from router.auth.tenants import NOBODY, Tenant
 from router.jobs import Job
@@ -46,8 +46,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
 _OF_TOKENS = ("logprobs", "prompt_logprobs")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingRequest:
+class SamplingRequest(Value, frozen=True, kw_only=True):
     """None: not given. `max_tokens` 0 requests no answer (echo).
 
     `names`: the client's names for fields that differ from ours (`top_logprobs`).
@@ -78,11 +77,10 @@ class SamplingRequest:
     priority: int = 0
     max_ttft_ms: float | None = None
     tells_progress: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRequest:
+class TextRequest(Value, frozen=True, kw_only=True):
     """Choice i is `jobs[i]`; prompt p has the choices p*n ... p*n + n - 1. A `silent` request shows no token."""
 
     request_id: str

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain
 
+from protos.value import Value
 from protos.values import FinishReason, Logprobs
 from router.jobs import Generate, TokenDelta
 from router.streaming.token_sink import TokenSink
@@ -42,8 +43,7 @@ class TextDelta:
     num_prompt_computed: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class Usage(Value, frozen=True, kw_only=True):
     """`cached_tokens`: prompt tokens that no worker computed for this request, for any of its choices."""
 
     prompt_tokens: int

@@ -16,6 +16,7 @@ from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
 from protos.errors import BatonError, Cancelled, code_of
 from protos.event_loop import loop_time
+from protos.value import Value
 from router.jobs import Job
 from router.policies.base import Decision, RequestView
 from router.policies.costs import LatencyEstimate
@@ -43,8 +44,7 @@ class EventKind(StrEnum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceEvent:
+class TraceEvent(Value, frozen=True, kw_only=True):
     """`at_s` by the event loop's clock."""
 
     what: EventKind
@@ -60,28 +60,22 @@ class ShadowDecision:
     estimate: LatencyEstimate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionRecord:
-    """One decision, with what it was made from; of many candidates a part (`pair.kept_candidates`)."""
+class DecisionRecord(Value, frozen=True, kw_only=True):
+    """One decision, with what it was made from; of many candidates a part (`pair.kept_candidates`). Without a prefill
+    worker of its own the decode worker is also the `prefill_worker`."""
 
     at_s: float
     view: RequestView
     candidates: CandidateTable
     num_candidates: int
     decision: Decision
+    prefill_worker: Candidate
+    decode_worker: Candidate
     estimate: LatencyEstimate
     shadows: tuple[ShadowDecision, ...] = ()
 
     def candidate(self, worker_id: str) -> Candidate:
         return self.candidates.candidate(worker_id)
-
-    @property
-    def prefill_worker(self) -> Candidate:
-        return self.candidate(self.decision.prefill or self.decision.decode)
-
-    @property
-    def decode_worker(self) -> Candidate:
-        return self.candidate(self.decision.decode)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -36,7 +36,7 @@ class ShadowPolicy:
         self, view: RequestView, candidates: CandidateTable, taken: Decision, expected: LatencyEstimate
     ) -> ShadowDecision:
         decision = self._policy(view, candidates)
-        seen = estimate(view, candidates, decision)
+        seen = estimate(view, *candidates.pair(decision.prefill, decision.decode))
         tally = self.tally
         tally.num_decisions += 1
         tally.num_agreed += (decision.prefill, decision.decode) == (taken.prefill, taken.decode)

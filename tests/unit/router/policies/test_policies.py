@@ -32,7 +32,7 @@ def policy(name: str) -> Choose:
 
 
 def expected_of(view: RequestView, candidates: Sequence[Candidate], decision: Decision) -> LatencyEstimate:
-    return estimate(view, CandidateTable.of(candidates), decision)
+    return estimate(view, *CandidateTable.of(candidates).pair(decision.prefill, decision.decode))
 
 
 def view(num_tokens: int = 1000, **kwargs: Any) -> RequestView:

@@ -58,7 +58,7 @@ class Past:
         expected = LatencyEstimate(ttft_s=0.1, tpot_s=0.1, transfer_s=0.0, num_cached_tokens=0)
         choice = DecisionRecord(
             at_s=float(self.num), view=view, candidates=candidates, num_candidates=len(candidates), decision=decision,
-            estimate=expected,
+            prefill_worker=candidates.candidate(by), decode_worker=candidates.candidate(by), estimate=expected,
         )  # fmt: skip
         record.chose(choice)
         record.took(1, found * SIZE, float(self.num))
@@ -66,7 +66,8 @@ class Past:
 
     def decide_again(self, record: RequestTrace, *, by: str, at_s: float) -> None:
         choice = record.choices[-1]
-        record.chose(replace(choice, at_s=at_s, decision=replace(choice.decision, decode=by)))
+        worker, decision = choice.candidates.candidate(by), replace(choice.decision, decode=by)
+        record.chose(replace(choice, at_s=at_s, decision=decision, prefill_worker=worker, decode_worker=worker))
 
     def why(self, record: RequestTrace) -> MissReason:
         return explain(record, self.records, self.evictions).findings[0]
@@ -115,7 +116,8 @@ async def test_a_block_of_the_host_that_was_computed_all_the_same_is_told(past: 
     record = past.read(found=2, p0=4)
     choice = record.choices[-1]
     hosting = replace(choice.prefill_worker, num_host_tokens=2 * SIZE - 1)
-    record.choices[-1] = replace(choice, candidates=CandidateTable.of([hosting, choice.candidates[1]]))
+    candidates = CandidateTable.of([hosting, choice.candidates[1]])
+    record.choices[-1] = replace(choice, candidates=candidates, prefill_worker=hosting)
     miss = explain(record, past.records, past.evictions)
     assert (miss.num_expected, miss.num_expected_on_host) == (4, 2)
     assert (miss.findings[0].reason, miss.findings[0].tier) == (MissKind.NOT_LOADED, "host")
