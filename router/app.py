@@ -42,7 +42,7 @@ from router.text.chat_template import ROLES
 
 MAX_HEAD_BYTES = 64 * 1024
 
-Generating = Callable[[Gateway, Request, Track], Awaitable[Response]]
+Generating = Callable[[Gateway, Request, Track], Awaitable[Response | EventStream]]
 
 
 def create_app(gateway: Gateway) -> FastAPI:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from router.auth.auth import AccessControl
 from router.config import RouterConfig
 from router.dispatch.chooser import Routing
 from router.grammar.checker import GrammarChecks
+from router.http.middleware import random_names
 from router.http.pace import Pace
 from router.http.sse import SseWriter
 from router.jobs import FleetView, Generate
@@ -62,6 +62,11 @@ class Gateway:
     disable_any_whitespace: bool = False
     split_special_tokens: bool = False
     wall_clock: Callable[[], float] = time.time
+    names: Iterator[str] = field(default_factory=random_names)
+
+    def new_id(self, prefix: str) -> str:
+        """A name for a request that no other has."""
+        return f"{prefix}-{next(self.names)}"
 
     def ready(self) -> bool:
         """Would a request be served, whichever process gets it?"""
@@ -167,33 +172,34 @@ class Gateway:
         access, pace, counted = self.access, self.pace, tally or UsageCounter(ask)
         sinks = self._sinks(ask, track, writer) if is_plain and not ask.silent else []
         track.tenant = ask.tenant.name
-        async with access.present(ask.tenant, ask.request_id, sum(map(len, ask.prompts))):
+        await access.enter(ask.tenant, ask.request_id, sum(map(len, ask.prompts)))
+        error: BaseException | None = None
+        try:
             self.routing.records.open(ask.jobs)
-            error: BaseException | None = None
-            try:
-                async with aclosing(answer(self.generate, ask, self.tokenizer.vocabulary, sinks)) as pieces:
-                    with pace.running():
-                        async for piece in pieces:
-                            track.saw(piece)
-                            counted.add(piece)
-                            access.wrote(ask.tenant, piece.num_tokens)
-                            yield piece
-                            if pace.gap_s and not sinks:  # else the sinks see to it
-                                await asyncio.sleep(pace.gap_s)
-            except BaseException as failed:
-                error = failed
-                raise
-            finally:
-                self.routing.records.close(ask.jobs, error)
-                usage = counted.usage()
-                track.used(usage)
-                if usage.completion_tokens:
-                    access.served(
-                        ask.tenant,
-                        num_prompt=usage.prompt_tokens,
-                        num_cached=usage.cached_tokens,
-                        num_output=usage.completion_tokens,
-                    )
+            async with aclosing(answer(self.generate, ask, self.tokenizer.vocabulary, sinks)) as pieces:
+                with pace.running():
+                    async for piece in pieces:
+                        track.saw(piece)
+                        counted.add(piece)
+                        access.wrote(ask.tenant, piece.num_tokens)
+                        yield piece
+                        if pace.gap_s and not sinks:  # else the sinks see to it
+                            await asyncio.sleep(pace.gap_s)
+        except BaseException as failed:
+            error = failed
+            raise
+        finally:
+            access.leave(ask.tenant, ask.request_id)
+            self.routing.records.close(ask.jobs, error)
+            usage = counted.usage()
+            track.used(usage)
+            if usage.completion_tokens:
+                access.served(
+                    ask.tenant,
+                    num_prompt=usage.prompt_tokens,
+                    num_cached=usage.cached_tokens,
+                    num_output=usage.completion_tokens,
+                )
 
 
 def open_gateway(
@@ -238,8 +244,3 @@ def _tool_format(asked: str, template: ChatTemplate | None) -> ToolFormat | None
     if asked == "auto":
         return template.tool_format if template is not None else None
     return ToolFormat(asked)
-
-
-def new_id(prefix: str) -> str:
-    """A name for a request that no other has."""
-    return f"{prefix}-{uuid.uuid4().hex}"

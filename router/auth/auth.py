@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter
@@ -71,19 +70,16 @@ class AccessControl:
         if self.roster.admin_keys and not self.roster.is_admin(self._key(authorization)):
             raise Forbidden("This key does not open /admin: use one of admin_keys")
 
-    @asynccontextmanager
-    async def present(self, tenant: Tenant, request_id: str, num_prompt_tokens: int) -> AsyncGenerator[None, None]:
-        """Counts a request against the tenant's limits while it runs. Raises RateLimited."""
-        now = loop_time()
+    async def enter(self, tenant: Tenant, request_id: str, num_prompt_tokens: int) -> None:
+        """Counts a request against the tenant's limits until it calls `leave`. Raises RateLimited."""
         try:
-            await self._limits.enter(tenant, request_id, num_prompt_tokens, now)
+            await self._limits.enter(tenant, request_id, num_prompt_tokens, loop_time())
         except RateLimited:
             self._refused.labels(tenant.name).inc()
             raise
-        try:
-            yield
-        finally:
-            self._limits.leave(tenant, request_id)
+
+    def leave(self, tenant: Tenant, request_id: str) -> None:
+        self._limits.leave(tenant, request_id)
 
     def wrote(self, tenant: Tenant, num_tokens: int) -> None:
         """Counts tokens of an answer that were sent to the tenant against its limit."""

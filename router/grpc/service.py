@@ -23,7 +23,7 @@ from protos.status import abort_with
 from protos.tls import FaceTls, listen
 from protos.values import Logprobs, TokenLogprob
 from router.auth.tenants import Tenant
-from router.gateway import Gateway, new_id
+from router.gateway import Gateway
 from router.grammar.structure import json_grammar, regex_grammar
 from router.http.access_log import is_logged, log_access
 from router.http.middleware import REQUEST_ID, request_name
@@ -142,7 +142,7 @@ class _Inference(pb_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncGenerator[pb.GenerateChunk, None]:
         try:
-            name = await _named(context)
+            name = await _named(context, self._gateway.names)
             with self._measured("grpc.generate", name, context) as track:
                 ask = await self._ask(request, context, name)
                 tally = UsageCounter(ask)
@@ -158,7 +158,7 @@ class _Inference(pb_grpc.InferenceServicer):
 
     async def Complete(self, request: pb.GenerateRequest, context: Context) -> pb.Completion:
         try:
-            name = await _named(context)
+            name = await _named(context, self._gateway.names)
             with self._measured("grpc.complete", name, context) as track:
                 ask = await self._ask(request, context, name)
                 choices, usage = await collect(self._gateway.answer(ask, track), ask)
@@ -243,7 +243,7 @@ class _Inference(pb_grpc.InferenceServicer):
             case _:
                 raise InvalidRequest("'prompt' is missing: give text or tokens", param="prompt")
         return make_text_request(
-            asked, [prompt], self._gateway.card, request_id=new_id("grpc"), group_id=name, tenant=tenant
+            asked, [prompt], self._gateway.card, request_id=self._gateway.new_id("grpc"), group_id=name, tenant=tenant
         )
 
     def _tenant(self, context: Context) -> Tenant:
@@ -255,10 +255,10 @@ def _split(request: pb.GenerateRequest | pb.TokenizeRequest) -> bool | None:
     return request.split_special_tokens if request.HasField("split_special_tokens") else None
 
 
-async def _named(context: Context) -> str:
+async def _named(context: Context, names: Iterator[str]) -> str:
     """The call's name, as HTTP has it: the client's, if it is a short plain word, and told with the first metadata."""
     given = dict(context.invocation_metadata() or ()).get(REQUEST_ID, "")
-    name = request_name(given if isinstance(given, str) else "")
+    name = request_name(given if isinstance(given, str) else "", names)
     await context.send_initial_metadata(((REQUEST_ID, name),))
     return name
 

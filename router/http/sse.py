@@ -10,7 +10,6 @@ from math import inf
 from typing import Any, TypeVar
 
 import orjson
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from protos.errors import BatonError, Cancelled
@@ -170,8 +169,8 @@ class _StallWatch:
         self._timer = loop.call_later(self._stall_s / _STALL_LOOKS, self._look, loop, channel)
 
 
-class EventStream(Response):
-    """Sends events as they come, the status and headers with the first of them.
+class EventStream:
+    """An answer as an ASGI application. Sends events as they come, the status and headers with the first of them.
 
     An error before the first event is an ordinary error response with its status; after it, an event and the end,
     without [DONE]. The events are closed, and the track finished, however it ends.
@@ -190,7 +189,6 @@ class EventStream(Response):
         stall_s: float = inf,
     ) -> None:
         """While the next of the `events` is awaited, the generator of events may write to the channel itself."""
-        super().__init__(media_type="text/event-stream")
         self._events = events
         self._channel: ResponseChannel | None = None
         self._sent_s = 0.0  # through ASGI

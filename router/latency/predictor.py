@@ -269,7 +269,7 @@ class Predictor:
             priors, predicted = np.array(columns).T, np.array(lines)
         self._offer(table.workers, priors)
         table.values[PREDICTED_ROWS] = predicted
-        for place in np.flatnonzero(features[_AWAITS_FIT]).tolist():
+        for place in features[_AWAITS_FIT].nonzero()[0].tolist():
             fitted = self._transfer[table.workers.worker_ids[place]].line(lane)
             table.lines[6:, place] = fitted.fixed_s, fitted.each_s
 

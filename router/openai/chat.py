@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.gateway import Gateway, new_id
+from router.gateway import Gateway
 from router.http.errors import json_response
 from router.http.middleware import name_of, tenant_of
 from router.http.response_channel import ResponseChannel
@@ -25,7 +25,7 @@ from router.text.sampling_request import TextRequest, make_text_request
 from router.text.text_stream import TextDelta, UsageCounter, collect
 
 
-async def chat_completions(gateway: Gateway, request: Request, track: Track) -> Response:
+async def chat_completions(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
     body = await read_body(request, ChatBody, gateway.card)
     gateway.check_model(body.model)
     asked = with_bound(body.asked(), request)
@@ -44,7 +44,7 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
         asked,
         [prompt],
         gateway.card,
-        request_id=new_id("chatcmpl"),
+        request_id=gateway.new_id("chatcmpl"),
         group_id=name_of(request),
         tenant=tenant_of(request),
         default_max_tokens=None,

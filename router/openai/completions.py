@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.values import Logprobs
-from router.gateway import Gateway, new_id
+from router.gateway import Gateway
 from router.http.errors import json_response
 from router.http.middleware import name_of, tenant_of
 from router.http.response_channel import ResponseChannel
@@ -29,7 +29,7 @@ from router.text.text_stream import TextDelta, UsageCounter, collect
 from router.text.tokenizer import Tokenizer
 
 
-async def completions(gateway: Gateway, request: Request, track: Track) -> Response:
+async def completions(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
     body = await read_body(request, CompletionBody, gateway.card)
     gateway.check_model(body.model)
     asked = with_bound(body.asked(), request)
@@ -42,7 +42,7 @@ async def completions(gateway: Gateway, request: Request, track: Track) -> Respo
         asked,
         [prompt.ids for prompt in prompts],
         gateway.card,
-        request_id=new_id("cmpl"),
+        request_id=gateway.new_id("cmpl"),
         group_id=name_of(request),
         tenant=tenant_of(request),
     )

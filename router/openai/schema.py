@@ -13,11 +13,12 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import orjson
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from protos.errors import Cancelled, InvalidRequest, UnsupportedMediaType
 from protos.hints import nearest
 from router.conditions import FALSE, NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
+from router.http.middleware import find_header
 from router.openai.size_limits import check_sizes
 from router.openai.structured import JsonSchema, ResponseFormat, StructuredOutputs
 from router.openai.tools import MAX_CALLS, MAX_TOOLS, TOOL_CHOICES, ToolCall, ToolChoice, ToolSpec
@@ -343,14 +344,11 @@ _REFUSALS: Mapping[type[Body], Mapping[str, Harmless]] = {
 
 async def read_body(request: Request, kind: type[_Body], card: ModelCard) -> _Body:
     """The request's JSON as a checked body. Raises InvalidRequest or what is below it (protos.errors)."""
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
+    encoding = find_header(request.scope, b"content-encoding")
+    if encoding is not None and encoding.lower() != "identity":
         told = f"The body comes with 'Content-Encoding: {encoding[:MAX_NAME_CHARS]}'"
         raise UnsupportedMediaType(f"{told}: send plain JSON without this header, nothing is decompressed here")
-    try:
-        raw = await request.body()
-    except ClientDisconnect:
-        raise Cancelled("the client went away while sending its request") from None
+    raw = await _received(request)
     try:
         found = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -362,9 +360,21 @@ async def read_body(request: Request, kind: type[_Body], card: ModelCard) -> _Bo
     return parse_body(found, kind)
 
 
+async def _received(request: Request) -> bytes:
+    """The whole body. Starlette's own reading costs as much as its JSON's."""
+    parts = []
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise Cancelled("the client went away while sending its request")
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
 def with_bound(asked: SamplingRequest, request: Request) -> SamplingRequest:
     """Adds the header's `max_ttft_ms`, for clients that cannot put it into the body; the body takes precedence."""
-    told = request.headers.get(MAX_TTFT_MS)
+    told = find_header(request.scope, MAX_TTFT_MS.encode())
     if told is None:
         return asked
     low, high = RANGES["max_ttft_ms"]
