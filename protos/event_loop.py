@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from typing import Any
 
 
+class _Latest(threading.local):
+    """The loop that ran last in a thread. Python 3.11 calls the system whenever the running loop is looked up."""
+
+    loop: asyncio.AbstractEventLoop | None = None
+
+
+_latest = _Latest()
+
+
 def loop_time() -> float:
     """Seconds by the running loop's clock, which is virtual in a simulation."""
-    return asyncio.get_running_loop().time()
+    loop = _latest.loop
+    if loop is None or not loop.is_running():
+        loop = _latest.loop = asyncio.get_running_loop()
+    return loop.time()
 
 
 class Changed:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,7 +175,8 @@ class Gateway:
         error: BaseException | None = None
         try:
             self.routing.records.open(ask.jobs)
-            async with aclosing(answer(self.generate, ask, self.tokenizer.vocabulary, sinks)) as pieces:
+            pieces = answer(self.generate, ask, self.tokenizer.vocabulary, sinks)
+            try:
                 with pace.running():
                     async for piece in pieces:
                         track.saw(piece)
@@ -185,6 +185,8 @@ class Gateway:
                         yield piece
                         if pace.gap_s and not sinks:  # else the sinks see to it
                             await asyncio.sleep(pace.gap_s)
+            finally:
+                await pieces.aclose()
         except BaseException as failed:
             error = failed
             raise

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
@@ -115,7 +114,8 @@ class Admission:
         let_s = loop_time()
         told = False
         try:
-            async with aclosing(self._generate(job, sink)) as deltas:
+            deltas = self._generate(job, sink)
+            try:
                 async for delta in deltas:
                     num_found = 0
                     if not told and delta.token_ids:
@@ -131,6 +131,8 @@ class Admission:
                         expected_s = None
                     self._line.charge(job.tenant, num_input=-num_found, num_output=len(delta.token_ids))
                     yield delta
+            finally:
+                await deltas.aclose()
         except Overloaded as error:  # it was let through, found no room, and has no token
             again = replace(entry, number=next(self._numbers), deadline_s=math.inf)  # it comes back behind the line
             error.retry_after_s = max(error.retry_after_s or 0.0, self._measured_s(again)) or None

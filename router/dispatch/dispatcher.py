@@ -128,11 +128,14 @@ class Dispatcher:
                     if await self._poison.turn(job_state.crashes):
                         job_state.blocked_since_s = None
                     attempt = self._decide(job_state)
-                    async with aclosing(self._run(job_state, attempt)) as updates:
+                    updates = self._run(job_state, attempt)
+                    try:
                         async for update in updates:
                             yield (delta := self._note(update, job_state, attempt))
                             if delta.finish_reason is not None:
                                 return
+                    finally:
+                        await updates.aclose()
                     raise Internal(f"{attempt.request_id} ended without a reason on {', '.join(attempt.worker_ids)}")
                 except BatonError as error:
                     await self._recover(error, job_state, attempt)
@@ -244,10 +247,13 @@ class Dispatcher:
             answer = worker.submit(job_state.request(request_id, pull=pull))
             job_state.record.note(EventKind.SUBMITTED, loop_time(), worker=worker.worker_id)
             place = MigrationTarget(worker=worker, request_id=request_id, updates=answer)
-            async with aclosing(self.moves.follow(job_state, place, attempt.depends_on)) as updates:
+            updates = self.moves.follow(job_state, place, attempt.depends_on)
+            try:
                 async for update in updates:
                     finished = update.finish_reason is not None
                     yield update
+            finally:
+                await updates.aclose()
         finally:
             (worker.release if finished else worker.abort)(request_id)
             attempt.end_pull()

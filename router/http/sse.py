@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from math import inf
 from typing import Any, TypeVar
 
@@ -228,13 +228,16 @@ class EventStream:
 
     async def _send_all(self, send: Send) -> None:
         clock, channel = asyncio.get_running_loop().time, self._channel
-        async with aclosing(self._events(channel)) as events:
+        events = self._events(channel)
+        try:
             async for chunk in events:
                 if self._started and channel is not None and channel.write(chunk, clock()):
                     continue
                 await self._begin(send)
                 self._sent_s = clock()
                 await self._send(send, chunk)
+        finally:
+            await events.aclose()
         await send({"type": "http.response.body", "body": b""})
 
     async def _send(self, send: Send, chunk: bytes) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -106,12 +105,14 @@ class _Chat:
         writer = SseWriter(lambda index: head | self._chunk(index, {"content": TEXT_PLACEHOLDER}), channel)
         answer = self._gateway.answer(self._ask, track, tally, is_plain=self._is_plain, writer=writer)
         try:
-            async with aclosing(answer) as pieces:
-                async for piece in pieces:
+            try:
+                async for piece in answer:
                     if self._body.continuous_usage:
                         head["usage"] = usage_body(tally.usage())
                     if chunks := [event(head | chunk) for chunk in self._chunks(piece)]:
                         yield writer.held() + b"".join(chunks)
+            finally:
+                await answer.aclose()
         except Exception:
             if held := writer.held():
                 yield held

@@ -122,12 +122,15 @@ async def _text_deltas(
     generate: Generate, ask: TextRequest, index: int, vocabulary: Vocabulary, sink: TokenSink | None
 ) -> AsyncGenerator[TextDelta, None]:
     writer = ChoiceText(ask, index, vocabulary, sink)
-    async with aclosing(generate(ask.jobs[index], sink)) as deltas:
+    deltas = generate(ask.jobs[index], sink)
+    try:
         async for delta in deltas:
             piece = writer.write(delta)
             yield piece
             if piece.finish_reason is not None:
                 return
+    finally:
+        await deltas.aclose()
 
 
 async def _merged(
