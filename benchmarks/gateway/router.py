@@ -126,7 +126,8 @@ def read_streams(connections: Sequence[socket.socket]) -> int:
 
 
 class StreamClient:
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, prompt_bytes: int = len(QUESTION)) -> None:
+        self._question = (QUESTION * (prompt_bytes // len(QUESTION) + 1))[:prompt_bytes]
         self._endpoint = HttpEndpoint.parse(url)
         self._clock = time.perf_counter
         self._connections = Connections(self._endpoint, self._clock)
@@ -153,7 +154,7 @@ class StreamClient:
     def _request(self, num_tokens: int, number: int, *, stream: bool) -> bytes:
         asked: dict[str, Any] = {
             "model": "demo",
-            "messages": [{"role": "user", "content": f"{QUESTION} ({number})"}],
+            "messages": [{"role": "user", "content": f"{self._question} ({number})"}],
             "max_tokens": num_tokens,
             "stream": stream,
             "ignore_eos": True,
@@ -189,8 +190,10 @@ def pin(pid: int) -> None:
             os.sched_setaffinity(int(thread), {first} if process == pid else set(others))
 
 
-async def measure(url: str, pid: int, *, num_requests: int, at_once: Sequence[int], num_tokens: int) -> GatewayFigures:
-    client = StreamClient(url)
+async def measure(
+    url: str, pid: int, *, num_requests: int, prompt_bytes: int, at_once: Sequence[int], num_tokens: int
+) -> GatewayFigures:
+    client = StreamClient(url, prompt_bytes=prompt_bytes)
     await client.ask_all(200, 1, at_once=8)  # warm
     alone = [await client.ask(1, number) for number in range(300)]
     before_s = cpu_s(pid)
@@ -243,6 +246,7 @@ def draw(figures: GatewayFigures, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-requests", type=int, default=2000)
+    parser.add_argument("--prompt-bytes", type=int, default=len(QUESTION), help="Of a request's question.")
     parser.add_argument("--num-streams", default="16,64,256", help="At once.")
     parser.add_argument("--num-tokens", type=int, default=256, help="Of a stream.")
     parser.add_argument("--step-ms", type=float, default=20.0, help="Between the tokens of a stream.")
@@ -256,7 +260,14 @@ def main() -> None:
         if args.pin:
             pin(pid)
         figures = uvloop.run(
-            measure(url, pid, num_requests=args.num_requests, at_once=at_once, num_tokens=args.num_tokens)
+            measure(
+                url,
+                pid,
+                num_requests=args.num_requests,
+                prompt_bytes=args.prompt_bytes,
+                at_once=at_once,
+                num_tokens=args.num_tokens,
+            )
         )
     show(figures)
     write_figures(args.json, figures=asdict(figures))
