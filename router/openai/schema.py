@@ -15,10 +15,10 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from starlette.requests import Request
 
-from protos.errors import Cancelled, InvalidRequest, UnsupportedMediaType
+from protos.errors import InvalidRequest, UnsupportedMediaType
 from protos.hints import nearest
 from router.conditions import FALSE, NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
-from router.http.middleware import find_header
+from router.http.middleware import find_header, received_body
 from router.openai.size_limits import check_sizes
 from router.openai.structured import JsonSchema, ResponseFormat, StructuredOutputs
 from router.openai.tools import MAX_CALLS, MAX_TOOLS, TOOL_CHOICES, ToolCall, ToolChoice, ToolSpec
@@ -348,7 +348,7 @@ async def read_body(request: Request, kind: type[_Body], card: ModelCard) -> _Bo
     if encoding is not None and encoding.lower() != "identity":
         told = f"The body comes with 'Content-Encoding: {encoding[:MAX_NAME_CHARS]}'"
         raise UnsupportedMediaType(f"{told}: send plain JSON without this header, nothing is decompressed here")
-    raw = await _received(request)
+    raw = await received_body(request)
     try:
         found = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -358,18 +358,6 @@ async def read_body(request: Request, kind: type[_Body], card: ModelCard) -> _Bo
         raise InvalidRequest(f"The body must be a JSON object, not {_told(found)}")
     check_sizes(found, kind.model_fields, card)
     return parse_body(found, kind)
-
-
-async def _received(request: Request) -> bytes:
-    """The whole body. Starlette's own reading costs as much as its JSON's."""
-    parts = []
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise Cancelled("the client went away while sending its request")
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
 
 
 def with_bound(asked: SamplingRequest, request: Request) -> SamplingRequest:
