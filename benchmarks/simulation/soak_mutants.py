@@ -151,14 +151,14 @@ MUTANTS = (
     Mutant(
         name="off by one: one token more than asked for after a failover",
         module="workers.scheduling.step_rows",
-        old="    room = min(request.sampling.max_tokens - num_output,",
-        new="    room = min(request.sampling.max_tokens + (request.num_given > 1) - num_output,",
+        old="    room = min(request.sampling.max_tokens, max_len",
+        new="    room = min(request.sampling.max_tokens + (request.num_given > 1), max_len",
     ),
     Mutant(
         name="off by one: a moving sequence counts a token whose KV is not there",
         module="router.dispatch.migration",
-        old="        known = job_state.token_ids[:-1]  # of the last",
-        new="        known = job_state.token_ids  # of the last",
+        old="        known = job_state.token_ids[:-1]  # the last token",
+        new="        known = job_state.token_ids  # the last token",
     ),
     Mutant(
         name="off by one: a batch has a sequence too many",
