@@ -402,7 +402,8 @@ class Hello(Value, frozen=True, kw_only=True):
 
 class WorkerInfo(Value, frozen=True, kw_only=True):
     """What a worker reports of itself at the handshake. `address` is host:port of its gRPC service. One that
-    `reads_further` takes several messages in one. `process_id` is its rank 0's, on its host."""
+    `reads_further` takes several messages in one. `process_id` is its rank 0's, on its host. `weights` names the
+    encoding of its weights and their bits."""
 
     worker_id: str
     incarnation: int
@@ -417,6 +418,7 @@ class WorkerInfo(Value, frozen=True, kw_only=True):
     num_blocks: int = 0
     reads_further: bool = False
     process_id: int = 0
+    weights: str = ""
 
 
 class TicketStats(Value, frozen=True, kw_only=True):

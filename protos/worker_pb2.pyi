@@ -606,6 +606,7 @@ class WorkerInfo(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     READS_FURTHER_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     role: _builtins.str
@@ -621,6 +622,8 @@ class WorkerInfo(_message.Message):
     """ToWorker.further"""
     process_id: _builtins.int
     """of its rank 0, on its host; 0: not known"""
+    weights: _builtins.str
+    """how they are stored, for people"""
     @_builtins.property
     def layout(self) -> _kv_pb2.KVLayout: ...
     @_builtins.property
@@ -641,10 +644,11 @@ class WorkerInfo(_message.Message):
         num_blocks: _builtins.int = ...,
         reads_further: _builtins.bool = ...,
         process_id: _builtins.int = ...,
+        weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lane", b"lane", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "incarnation", b"incarnation", "lane", b"lane", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "process_id", b"process_id", "reads_further", b"reads_further", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "incarnation", b"incarnation", "lane", b"lane", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "process_id", b"process_id", "reads_further", b"reads_further", "role", b"role", "vocab_size", b"vocab_size", "weights", b"weights", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,6 +61,7 @@ class LoadedRank:
     storage: KVStorage
     runner: TorchRunner
     steps_in_flight: int
+    weights: str = ""  # their encoding and bits, for people
     grammars: Grammars | None = None
     num_slots: int = 0
     copies: HostCopies | None = None
@@ -211,6 +212,7 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
         storage=storage,
         runner=runner,
         steps_in_flight=steps_in_flight,
+        weights=decoder.stored_as,
         grammars=grammars,
         num_slots=num_slots,
         copies=host_copies(storage, num_slots) if num_slots else None,
@@ -263,7 +265,7 @@ def _load(
     config: WorkerConfig, group: TensorParallel, device: str, dtype: str, on_progress: Progress | None
 ) -> Decoder:
     if device == "cpu":
-        num_bytes = weight_bytes(config.model, read_config(config.model), dtype)
+        num_bytes = weight_bytes(config.model, dtype)
         check_weights_fit(num_bytes // config.tp, free_ram_bytes(), device)
     try:
         decoder = load_model(config.model, device=device, dtype=dtype, parallel=group, on_progress=on_progress)

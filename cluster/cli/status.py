@@ -74,7 +74,9 @@ def status_tables(status: Mapping[str, Any], url: str) -> RenderableType:
     workers: Sequence[Worker] = sorted(status["workers"], key=_place)
     held = [(worker["worker_id"], status["kv"].get(worker["worker_id"])) for worker in workers]
     tables = (_pools(workers), _workers(workers), _lanes(held), _tickets(held))
-    parts: list[RenderableType] = [_headline(status, url)]
+    weights = dict.fromkeys(worker["info"]["weights"] for worker in workers if worker["info"])
+    stored = [Text(f"weights: {one}") for one in weights if one]
+    parts: list[RenderableType] = [_headline(status, url), *stored]
     for table in tables:
         if table.row_count:
             parts += ["", table]

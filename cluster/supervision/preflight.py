@@ -12,7 +12,7 @@ from cluster.config.config import ClusterConfig
 from protos.errors import Misconfigured
 from protos.values import ITEM_BYTES, WorkerRole
 from router.auth.tenants import read_roster
-from workers.checkpoint.registry import check_weights
+from workers.checkpoint.registry import stored_tensors
 from workers.memory import free_ram_bytes
 from workers.models.config import ModelConfig, check_parallel, longest_sequence, read_config, weight_bytes
 
@@ -43,7 +43,7 @@ def check_feasible(
     longest_sequence(model, config.worker.max_model_len)
     if config.ray.address:
         return
-    check_weights(Path(config.worker.model))
+    stored_tensors(Path(config.worker.model))
     _check_host_tier(config, free_bytes())
     has_gpu = any(devices.glob("nvidia[0-9]*"))
     if config.worker.device == "cuda" and not has_gpu:
@@ -102,6 +102,6 @@ def _worker_bytes(config: ClusterConfig, model: ModelConfig, tp: int) -> int:
     """Bytes over all ranks of a worker, on a CPU."""
     worker = config.worker
     dtype = model.dtype if worker.dtype == "auto" else worker.dtype
-    weights = weight_bytes(worker.model, model, dtype)
+    weights = weight_bytes(worker.model, dtype)
     layout = model.kv_layout(block_size=worker.block_size, dtype=dtype if dtype in ITEM_BYTES else "bfloat16", tp=tp)
     return tp * RANK_BYTES + weights + (worker.num_blocks or 0) * layout.block_bytes

@@ -6,9 +6,10 @@ bytes, so each step works on eight values a row. Legend: O rows, I values of a r
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-_TILE = 1 << 22  # values unpacked at a time where rows are handled one tile after the other
+_TILE = 1 << 21  # values unpacked at a time where rows are handled one tile after the other
 
 
 def packed_bytes(num_values: int, bits: int) -> int:
@@ -20,6 +21,8 @@ def pack_bits(values_OI: torch.Tensor, bits: int) -> torch.Tensor:
     num_rows, num_values = values_OI.shape
     if bits == 8:
         return values_OI.contiguous()
+    if bits == 4 and num_values % 2 == 0:
+        return values_OI[:, ::2] | (values_OI[:, 1::2] << 4)
     eights = -(-num_values // 8)
     sums = torch.zeros(num_rows, eights, dtype=torch.int64, device=values_OI.device)
     for place in range(8):
@@ -33,6 +36,10 @@ def unpack_bits(stream_OW: torch.Tensor, bits: int, num_values: int) -> torch.Te
     """uint8 [O, I]: the first `num_values` of each row."""
     if bits == 8:
         return stream_OW[:, :num_values]
+    if bits == 4:
+        pairs = stream_OW[:, : packed_bytes(num_values, bits)].to(torch.int16)
+        nibbles = ((pairs | (pairs << 4)) & 0x0F0F).flatten().view(torch.uint8)
+        return nibbles.view(pairs.shape[0], 2 * pairs.shape[1])[:, :num_values]
     num_rows, eights = stream_OW.shape[0], -(-num_values // 8)
     used = stream_OW[:, : packed_bytes(num_values, bits)]
     whole = torch.zeros(num_rows, eights * bits, dtype=torch.uint8, device=stream_OW.device)
@@ -53,10 +60,17 @@ def select_columns(stream_OW: torch.Tensor, bits: int, columns: torch.Tensor | s
         if first * bits % 8 == 0:
             return stream_OW[:, first * bits // 8 : packed_bytes(last, bits)].contiguous()
     tiles = [
-        pack_bits(unpack_bits(stream_OW[rows], bits, num_values)[:, columns], bits)
+        pack_bits(_columns(unpack_bits(stream_OW[rows], bits, num_values), columns), bits)
         for rows in tiles_of(stream_OW.shape[0], num_values)
     ]
     return torch.cat(tiles)
+
+
+def _columns(values_OI: torch.Tensor, columns: torch.Tensor | slice) -> torch.Tensor:
+    """numpy takes columns of bytes four times as fast as torch."""
+    if isinstance(columns, slice) or values_OI.device.type != "cpu":
+        return values_OI[:, columns]
+    return torch.from_numpy(np.take(values_OI.numpy(), columns.numpy(), axis=1))
 
 
 def tiles_of(num_rows: int, num_values: int) -> list[slice]:

@@ -15,8 +15,8 @@ from protos.model_files.gguf.files import GGUFFiles
 from protos.model_files.opening import open_model
 from workers.checkpoint.formats.base import WeightFormat
 from workers.checkpoint.gguf.source import open_gguf
-from workers.checkpoint.safetensors import check_safetensors, open_safetensors
-from workers.checkpoint.source import WeightSource
+from workers.checkpoint.safetensors import open_safetensors
+from workers.checkpoint.source import StoredTensor, WeightSource
 
 if TYPE_CHECKING:
     from workers.checkpoint.encoding import WeightEncodings
@@ -38,25 +38,19 @@ _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files of older checkpoints without a quantization_config in config.json, and whose they are if they do not say."""
 
 
-def check_weights(path: Path) -> None:
-    """Reads every file's header. Raises BadCheckpoint for one that is missing, truncated or damaged."""
-    files = open_model(path)
-    if not isinstance(files, GGUFFiles):  # whose headers are read with the model's config
-        check_safetensors(files.path)
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """By name. Reads every file's header, without torch. Raises BadCheckpoint for one that is missing or damaged."""
+    with open_source(path, framework="numpy") as source:
+        return {name: source.describe(name) for name in source.names()}
 
 
-def open_source(path: Path) -> AbstractContextManager[WeightSource]:
-    """Raises BadCheckpoint where there are no weights, or they cannot be read."""
-    files = open_model(path)
-    return open_gguf(files.gguf) if isinstance(files, GGUFFiles) else open_safetensors(files.path)
-
-
-def stored_bytes(path: Path) -> int:
-    """Of all weights."""
+def open_source(path: Path, *, framework: str = "pt") -> AbstractContextManager[WeightSource]:
+    """Raises BadCheckpoint where there are no weights, or they cannot be read. With framework "numpy" without torch:
+    then tensors can be described, and not read."""
     files = open_model(path)
     if isinstance(files, GGUFFiles):
-        return sum(tensor.num_bytes for tensor in files.gguf.tensors.values())
-    return sum(file.stat().st_size for file in files.path.glob("*.safetensors"))
+        return open_gguf(files.gguf)
+    return open_safetensors(files.path, framework=framework)
 
 
 def read_format(config: Fields, files: ModelFiles) -> WeightFormat | None:

@@ -48,22 +48,18 @@ class SafetensorsSource:
 
 
 @contextmanager
-def open_safetensors(folder: Path) -> Iterator[SafetensorsSource]:
-    """Raises BadCheckpoint for a file that is missing, truncated or damaged."""
+def open_safetensors(folder: Path, *, framework: str = "pt") -> Iterator[SafetensorsSource]:
+    """Reads every file's header; with framework "numpy" without torch, and then nothing else can be read.
+
+    Raises BadCheckpoint for a file that is missing, truncated or damaged.
+    """
     with ExitStack() as files:
         tensors: dict[str, Any] = {}
         for name in _weight_files(folder):
-            file = files.enter_context(_open(folder / name, framework="pt"))
+            file = files.enter_context(_open(folder / name, framework=framework))
             stored: list[str] = file.keys()
             tensors |= {key: file.get_slice(key) for key in stored}
         yield SafetensorsSource(tensors)
-
-
-def check_safetensors(folder: Path) -> None:
-    """Reads every file's header, without torch. Raises as `open_safetensors` does."""
-    for name in _weight_files(folder):
-        with _open(folder / name, framework="numpy"):
-            pass
 
 
 def _open(file: Path, *, framework: str) -> Any:

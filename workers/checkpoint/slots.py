@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+from workers.checkpoint.source import FLOATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

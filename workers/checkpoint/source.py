@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:

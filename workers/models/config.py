@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
@@ -10,7 +11,8 @@ from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
 from protos.values import ITEM_BYTES, KVLayout
 from workers.checkpoint.formats.base import WeightFormat
-from workers.checkpoint.registry import read_format, stored_bytes
+from workers.checkpoint.registry import read_format, stored_tensors
+from workers.checkpoint.source import FLOATS, StoredTensor
 from workers.models.families.base import Family
 from workers.models.families.registry import family_of
 from workers.models.families.windows import Windows
@@ -70,6 +72,13 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     weight_format: WeightFormat | None  # None: in floating point
+
+    @property
+    def num_linear_weights(self) -> int:
+        """Of all linear layers, the head's among them where it has its own."""
+        heads = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        layer = heads + 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * layer + (0 if self.tied_embeddings else self.vocab_size * self.hidden_size)
 
     def kv_layout(self, *, block_size: int, dtype: str, tp: int = 1) -> KVLayout:
         return KVLayout.dense(
@@ -153,12 +162,15 @@ def longest_sequence(config: ModelConfig, asked: int | None) -> int:
     return asked or config.max_model_len
 
 
-def weight_bytes(folder: str | Path, config: ModelConfig, dtype: str) -> int:
-    """What all weights of the checkpoint take once they are converted to `dtype`."""
-    saved = stored_bytes(Path(folder))
-    if config.weight_format is not None:
-        return saved
-    return saved * ITEM_BYTES.get(dtype, 2) // ITEM_BYTES.get(config.dtype, 2)
+def weight_bytes(path: str | Path, dtype: str) -> int:
+    """What the checkpoint's weights take in memory: packed tensors as they are stored, others converted to `dtype`."""
+    return sum(_loaded_bytes(name, stored, dtype) for name, stored in stored_tensors(Path(path)).items())
+
+
+def _loaded_bytes(name: str, stored: StoredTensor, dtype: str) -> int:
+    if stored.dtype not in FLOATS or not name.endswith((".weight", ".bias")):
+        return stored.num_bytes
+    return prod(stored.shape) * ITEM_BYTES.get(dtype, 2)
 
 
 def splits_heads(num_heads: int, num_kv_heads: int, tp: int) -> bool:

@@ -44,10 +44,11 @@ class Decoder:
     Made by `workers.models.loader.load_model`; the constructor leaves the weights unset.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, *, stored_as: str = "") -> None:
         check_parallel(config, context.parallel.size)
         self.config = config
         self.context = context
+        self.stored_as = stored_as  # the encoding of its weights and their bits, for people
         self._embedding = Embedding(context, "model.embed_tokens", config.vocab_size, config.hidden_size)
         self._rotation = Rotation(config.rope, config.head_dim, context.device)
         self._layers = [_DecoderLayer(context, config, layer) for layer in range(config.num_layers)]

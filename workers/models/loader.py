@@ -24,6 +24,8 @@ log = logging.getLogger("baton.worker")
 
 Progress = Callable[[int, int], None]
 
+_NOT_LINEAR = ("norm.weight", ".bias", "embed_tokens.weight")
+
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -54,8 +56,9 @@ def load_model(
         )
         if config.tied_embeddings and _has_quantised_head(source):
             config = replace(config, tied_embeddings=False)
-        _check(folder, config, context, source)
-        decoder = Decoder(config, context)
+        slots = _checked_slots(folder, config, context, source)
+        decoder = Decoder(config, context, stored_as=_stored_as(config, slots, source))
+        log.info("%s: %s", folder, decoder.stored_as)
         _fill(folder, list(decoder.slots()), source, on_progress or (lambda done, total: None))
     return decoder
 
@@ -67,7 +70,15 @@ def _has_quantised_head(source: WeightSource) -> bool:
     )
 
 
-def _check(folder: Path, config: ModelConfig, context: LayerContext, source: WeightSource) -> None:
+def _stored_as(config: ModelConfig, slots: list[Slot], source: WeightSource) -> str:
+    """As "gptq-int4-g128, 4.16 bits a weight": of the linear layers, with their scales."""
+    linear = {slot.name for slot in slots if not slot.name.endswith(_NOT_LINEAR)}
+    stored = [source.describe(name) for name in sorted(linear)]
+    label = config.weight_format.label if config.weight_format else "-".join(sorted({one.dtype for one in stored}))
+    return f"{label}, {8 * sum(one.num_bytes for one in stored) / config.num_linear_weights:.4g} bits a weight"
+
+
+def _checked_slots(folder: Path, config: ModelConfig, context: LayerContext, source: WeightSource) -> list[Slot]:
     """Lists the slots on a device without memory: a config.json that the files contradict must not allocate."""
     names = frozenset(source.names())
     if config.num_layers > len(names):
@@ -96,6 +107,7 @@ def _check(folder: Path, config: ModelConfig, context: LayerContext, source: Wei
     )
     if unexpected:
         log.warning("%s: %d tensors are not used, such as %s", folder, len(unexpected), ", ".join(unexpected[:5]))
+    return slots
 
 
 def _fill(folder: Path, slots: list[Slot], source: WeightSource, on_progress: Progress) -> None:

@@ -121,4 +121,5 @@ def _info(rank: LoadedRank, rank_id: RankId, kind: WorkerRole, lane: LaneAddress
         num_blocks=rank.storage.num_blocks,
         reads_further=True,
         process_id=os.getpid(),
+        weights=rank.weights,
     )

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.model_files.folder import FolderFiles
 from tests.numerics.conftest import random_tokens
 from tests.numerics.engines import GREEDY, answer, colocated, oracle_answers
 from tests.numerics.formats.gptq_encoder import gptq, gptq_config
@@ -64,9 +65,10 @@ def test_a_config_beside_config_json_is_read(tmp_path: Path) -> None:
     config = {key: value for key, value in gptq_config().items() if key != "quant_method"}
     oracle = write_quantised("llama", tmp_path, gptq(), None, beside={"quantize_config.json": config})
     assert_served(tmp_path, oracle)
-    found = read_config(tmp_path).weight_format
-    assert found is not None
-    assert found.label == "gptq-int4-g32"
+    assert load_model(tmp_path).stored_as == "gptq-int4-g32, 8.964 bits a weight"
+    before = FolderFiles(tmp_path).fingerprint()
+    (tmp_path / "quantize_config.json").write_text(json.dumps(config | {"checkpoint_format": "gptq_v2"}))
+    assert FolderFiles(tmp_path).fingerprint() != before
 
 
 @pytest.mark.parametrize("tp", [1, 2])

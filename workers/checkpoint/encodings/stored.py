@@ -9,8 +9,8 @@ import torch
 
 from protos.errors import BadCheckpoint
 from workers.checkpoint.encoding import Projection, WeightShare
-from workers.checkpoint.slots import FLOATS, Slot
-from workers.checkpoint.source import StoredTensor, WeightSource
+from workers.checkpoint.slots import Slot
+from workers.checkpoint.source import FLOATS, StoredTensor, WeightSource
 
 WORDS = frozenset({"I32", "U32"})
 BYTES = frozenset({"I8", "U8"})

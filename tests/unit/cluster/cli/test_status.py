@@ -43,6 +43,7 @@ def info(worker_id: str, role: WorkerRole) -> WorkerInfo:
         max_model_len=256,
         vocab_size=512,
         process_id=4711,
+        weights="gptq-int4-g128, 4.16 bits a weight",
     )
 
 
@@ -82,6 +83,7 @@ def rows(shown: str) -> list[list[str]]:
 async def test_tables_show_pools_workers_lanes_and_tickets() -> None:
     shown = rows(await ask(crew()))
     assert shown[0][:1] == ["tiny"]
+    assert shown[1] == ["weights:", "gptq-int4-g128,", "4.16", "bits", "a", "weight"]
     assert ["prefill", "1/1", "3", "2", "1,234", "16/64", "(25%)", "1", "7.5", "MB"] in shown
     assert ["decode", "1/2", "3", "2", "1,234", "16/64", "(25%)", "1", "7.5", "MB"] in shown
     assert ["unknown", "0/1", "0", "0", "0", "-", "0", "0", "B"] in shown
