@@ -1,10 +1,11 @@
 // Products y = x W^T with weights that are laid out once, for processors without tiles: AVX-512, AVX2, or any other.
 //
 // Packed, a weight is a row of panels of 32 outputs; a panel has all of its inputs one behind the other, bfloat16 in
-// pairs of two neighbouring ones. Rows are widened to float32, and stand in blocks as the registers take them:
+// pairs of two neighbouring ones. Rows are widened to float32, and stand in blocks as the registers take them. A part of a
+// panel stays in the first-level cache while the blocks stream past it from the second, where a few panels' sums lie, too;
+// meanwhile the next part is asked for:
 //
-//     few rows:    for each panel: all inputs ──▶ finish                                      (bound by memory)
-//     many rows:   for each panel: for each part of it, widened: for each block of rows ──▶ sums; the last: finish
+//     for each part of the inputs: for each of a few panels: for each half of it: for each block ──▶ sums; then finish
 //
 // Each output is one sum, one input after the other, whichever way: a row's product does not depend on who else is there.
 // AVX512_BF16 multiplies pairs without widening them. A gated product has 16 of the gate, then their 16 of up in a panel.
@@ -27,16 +28,17 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int lanes = 16, most_rows = 12;  // rows of a block: with two vectors of outputs they fill the registers
+constexpr int lanes = 16;
 #elif defined(__AVX__)
-constexpr int lanes = 8, most_rows = 6;
+constexpr int lanes = 8;
 #else
-constexpr int lanes = 4, most_rows = 4;
+constexpr int lanes = 4;
 #endif
 constexpr int panel = 32;
-constexpr int wide_rows = lanes == 16 ? most_rows : 3;  // that meet a whole panel at once, the others half of it
-constexpr int64_t depth_part = 128;                     // inputs of a widened part: 16 KiB, half the first level
-constexpr int64_t most_read = 3 << 18;                  // bytes of rows that meet a panel while it is there
+constexpr int strip = lanes == 16 ? panel : panel / 2;  // outputs that a block meets at once
+constexpr int64_t part_steps = 128;                     // 16 KiB of a panel: half the first level
+constexpr int64_t chunk_rows = 192;                     // that meet a panel while it is there
+constexpr int64_t chunk_panels = 4;
 constexpr int64_t worth_a_thread = 1 << 18;             // multiplications
 
 typedef float Vector __attribute__((vector_size(lanes * 4), aligned(4)));
@@ -70,6 +72,7 @@ struct Floats {
     using Right = float;
     using Left = float;
     static constexpr int inputs = 1, left_units = 1;
+    static constexpr int most_rows = lanes == 16 ? 12 : lanes == 8 ? 6 : 4;  // of a block: as the registers take them
 
     template <int rows, int vectors>
     static void step(Vector (&sums)[rows][vectors], const Left* left, const Right* right) {
@@ -87,6 +90,7 @@ struct Widened {
     using Right = uint32_t;
     using Left = float;
     static constexpr int inputs = 2, left_units = 2;
+    static constexpr int most_rows = lanes == 16 ? 12 : lanes == 8 ? 5 : 4;
 
     template <int rows, int vectors>
     static void step(Vector (&sums)[rows][vectors], const Left* left, const Right* right) {
@@ -109,6 +113,7 @@ struct Pairs {
     using Right = uint32_t;
     using Left = uint32_t;
     static constexpr int inputs = 2, left_units = 1;
+    static constexpr int most_rows = 12;
 
     template <int rows, int vectors>
     static void step(Vector (&sums)[rows][vectors], const Left* left, const Right* right) {
@@ -123,32 +128,35 @@ struct Pairs {
 };
 #endif
 
-template <int rows, int vectors, typename Operands>
-void multiply_block(const typename Operands::Left* left, const typename Operands::Right* right, int64_t num_steps,
-                    float* sums, bool from_zero) {
+// What is read later is asked for while something else is multiplied: at each step, `stride` bytes further.
+struct Ahead {
+    const char* at;
+    int64_t stride;
+};
+
+// sums [rows][panel] += rows of a block times a strip of a panel.
+template <typename Operands, int rows>
+void multiply_strip(const typename Operands::Left* left, const typename Operands::Right* right, int64_t num_steps,
+                    float* sums, bool from_zero, Ahead next) {
+    constexpr int vectors = strip / lanes;
     Vector here[rows][vectors];
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < vectors; j++) here[i][j] = from_zero ? Vector{} : load(sums + i * panel + j * lanes);
-    for (int64_t step = 0; step < num_steps; step++)
+    for (int64_t step = 0; step < num_steps; step++) {
+        __builtin_prefetch(next.at + step * next.stride, 0, 2);
         Operands::step(here, left + step * rows * Operands::left_units, right + step * panel);
+    }
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < vectors; j++) store(sums + i * panel + j * lanes, here[i][j]);
 }
 
-// sums [num_rows][panel] += rows of one block times a part of a panel.
-template <int rows, typename Operands>
-void multiply_panel(const typename Operands::Left* left, const typename Operands::Right* right, int64_t num_steps,
-                    float* sums, bool from_zero) {
-    constexpr int together = rows <= wide_rows ? panel : panel / 2;
-    for (int at = 0; at < panel; at += together)
-        multiply_block<rows, together / lanes, Operands>(left, right + at, num_steps, sums + at, from_zero);
-}
-
-template <typename Operands, int rows = most_rows>
+// The same for a number of rows that is known when it runs.
+template <typename Operands, int rows>
 void multiply_rows(int num_rows, const typename Operands::Left* left, const typename Operands::Right* right,
-                   int64_t num_steps, float* sums, bool from_zero) {
-    if (num_rows == rows) return multiply_panel<rows, Operands>(left, right, num_steps, sums, from_zero);
-    if constexpr (rows > 1) multiply_rows<Operands, rows - 1>(num_rows, left, right, num_steps, sums, from_zero);
+                   int64_t num_steps, float* sums, bool from_zero, Ahead next) {
+    if (num_rows == rows) return multiply_strip<Operands, rows>(left, right, num_steps, sums, from_zero, next);
+    if constexpr (rows > 1)
+        multiply_rows<Operands, rows - 1>(num_rows, left, right, num_steps, sums, from_zero, next);
 }
 
 // T of rows and outputs, Weight of the packed weight: bfloat16 or float.
@@ -156,15 +164,16 @@ template <typename T, typename Weight>
 class PanelProduct {
     static constexpr bool is_paired = std::is_same_v<Weight, bfloat16>;
 #ifdef __AVX512BF16__
-    static constexpr bool is_exact = !(is_paired && std::is_same_v<T, bfloat16>);  // else pairs are multiplied as they are
-    using Operands = std::conditional_t<!is_paired, Floats, std::conditional_t<is_exact, Widened, Pairs>>;
+    using OfPairs = std::conditional_t<std::is_same_v<T, bfloat16>, Pairs, Widened>;
 #else
-    static constexpr bool is_exact = true;
-    using Operands = std::conditional_t<is_paired, Widened, Floats>;
+    using OfPairs = Widened;
 #endif
+    using Operands = std::conditional_t<is_paired, OfPairs, Floats>;
     using Left = typename Operands::Left;
     using Right = typename Operands::Right;
     static constexpr int left_size = Operands::inputs / Operands::left_units;  // inputs of a unit
+
+    static constexpr int most_rows = Operands::most_rows;
 
   public:
     PanelProduct(const Part& by, const T* x, T* out, int64_t num_rows, int64_t x_stride, int64_t out_stride)
@@ -173,6 +182,7 @@ class PanelProduct {
           bias_(by.bias),
           out_(out),
           num_rows_(num_rows),
+          num_blocks_((num_rows + most_rows - 1) / most_rows),
           num_inputs_(by.num_inputs),
           num_steps_(by.num_inputs / Operands::inputs),
           x_stride_(x_stride),
@@ -186,83 +196,80 @@ class PanelProduct {
     void compute(int num_threads) {
         if (num_rows_ == 0) return;
         static thread_local Scratch<Left> memory;
-        Left* left = memory.at_least(num_rows_ * num_inputs_ / left_size);
-        const int64_t num_blocks = (num_rows_ + most_rows - 1) / most_rows;
-        const int64_t fitting = most_read / (num_inputs_ * int64_t(sizeof(Left)) / left_size * most_rows);
-        const int64_t blocks_of_chunk = std::clamp<int64_t>(fitting, 1, num_blocks);
-        const int64_t num_chunks = (num_blocks + blocks_of_chunk - 1) / blocks_of_chunk;
-        const int64_t together = std::clamp<int64_t>(num_panels_ / (4 * num_threads), 1, 16);
+        Left* left = memory.at_least(num_rows_ * units_of_row());
+        const int64_t num_chunks = (num_rows_ + chunk_rows - 1) / chunk_rows;
+        const int64_t together = std::clamp<int64_t>(num_panels_ / (4 * num_threads), 1, chunk_panels);
         const int64_t num_shares = (num_panels_ + together - 1) / together;
         const bool parallel = num_threads > 1 && num_rows_ * num_panels_ * panel * num_inputs_ > worth_a_thread;
-        const bool long_rows = num_rows_ * num_inputs_ > worth_a_thread / 4;
-        if (!(parallel && long_rows))
-            for (int64_t block = 0; block < num_blocks; block++) lay_block(block, left);
+        const bool lay_parallel = parallel && num_rows_ * num_inputs_ > worth_a_thread / 4;
+        if (!lay_parallel)
+            for (int64_t block = 0; block < num_blocks_; block++) lay_block(block, left);
 #pragma omp parallel num_threads(num_threads) if (parallel)
         {
-            if (parallel && long_rows) {
+            if (lay_parallel) {
 #pragma omp for schedule(static)
-                for (int64_t block = 0; block < num_blocks; block++) lay_block(block, left);
+                for (int64_t block = 0; block < num_blocks_; block++) lay_block(block, left);
             }
 #pragma omp for schedule(dynamic, 1) nowait
             for (int64_t item = 0; item < num_chunks * num_shares; item++) {
-                const int64_t first = item / num_shares * blocks_of_chunk;
-                const int64_t last = std::min(num_blocks, first + blocks_of_chunk);
-                const int64_t begin = item % num_shares * together, end = std::min(num_panels_, begin + together);
-                for (int64_t index = begin; index < end; index++) multiply_chunk(left, first, last, index);
+                const int64_t chunk = item / num_shares, share = item % num_shares;
+                const int64_t begin = share * together, end = std::min(num_panels_, begin + together);
+                const int64_t first = chunk * num_blocks_ / num_chunks, last = (chunk + 1) * num_blocks_ / num_chunks;
+                multiply_chunk(left, first, last, begin, end);
             }
         }
     }
 
   private:
+    int64_t units_of_row() const { return num_inputs_ / left_size; }
+    static const char* bytes_at(const Right* units) { return reinterpret_cast<const char*>(units); }
+    int64_t first_row(int64_t block) const { return block * num_rows_ / num_blocks_; }  // blocks are of like size
+    int rows_of(int64_t block) const { return int(first_row(block + 1) - first_row(block)); }
+    const Left* left_of(int64_t block, const Left* all) const { return all + first_row(block) * units_of_row(); }
     const Right* panel_at(int64_t index) const { return packed_ + index * num_steps_ * panel; }
-    int rows_of(int64_t block) const { return int(std::min<int64_t>(most_rows, num_rows_ - block * most_rows)); }
 
     void lay_block(int64_t block, Left* all) const {
         const int num_rows = rows_of(block);
-        Left* to = all + block * most_rows * (num_inputs_ / left_size);
+        Left* to = all + first_row(block) * units_of_row();
         for (int i = 0; i < num_rows; i++) {
-            const T* from = x_ + (block * most_rows + i) * x_stride_;
-            for (int64_t unit = 0; unit < num_inputs_ / left_size; unit++)
+            const T* from = x_ + (first_row(block) + i) * x_stride_;
+            for (int64_t unit = 0; unit < units_of_row(); unit++)
                 if constexpr (left_size == 1) to[unit * num_rows + i] = widen(from[unit]);
                 else std::memcpy(to + unit * num_rows + i, from + unit * left_size, sizeof(Left));
         }
     }
 
-    void multiply_chunk(const Left* left, int64_t first, int64_t last, int64_t index) const {
+    // Blocks [first, last) times panels [begin, end).
+    void multiply_chunk(const Left* left, int64_t first, int64_t last, int64_t begin, int64_t end) const {
         static thread_local Scratch<float> memory;
-        float* sums = memory.at_least((last - first) * most_rows * panel + depth_part * panel);
-        float* widened = sums + (last - first) * most_rows * panel;
-        const auto left_of = [&](int64_t block) { return left + block * most_rows * (num_inputs_ / left_size); };
-        const auto sums_of = [&](int64_t block) { return sums + (block - first) * most_rows * panel; };
-        const Right* right = panel_at(index);
-        if (last - first == 1 && rows_of(first) <= wide_rows) {
-            multiply_rows<Operands>(rows_of(first), left_of(first), right, num_steps_, sums, true);
-        } else {
-            for (int64_t begin = 0; begin < num_steps_; begin += depth_part / Operands::inputs) {
-                const int64_t num_steps = std::min(depth_part / Operands::inputs, num_steps_ - begin);
-                if constexpr (is_paired && is_exact) widen_part(right + begin * panel, num_steps, widened);
-                for (int64_t block = first; block < last; block++) {
-                    const Left* part = left_of(block) + begin * Operands::left_units * rows_of(block);
-                    if constexpr (is_paired && is_exact)
-                        multiply_rows<Floats>(rows_of(block), part, widened, 2 * num_steps, sums_of(block), begin == 0);
-                    else
-                        multiply_rows<Operands>(rows_of(block), part, right + begin * panel, num_steps, sums_of(block),
-                                                begin == 0);
-                }
+        constexpr int64_t sums_size = most_rows * panel;
+        const int64_t num_blocks = last - first;
+        float* sums = memory.at_least(num_blocks * (end - begin) * sums_size);
+        for (int64_t step = 0; step < num_steps_; step += part_steps) {
+            const int64_t num_steps = std::min(part_steps, num_steps_ - step);
+            for (int64_t index = begin; index < end; index++) {
+                const Right* right = panel_at(index) + step * panel;
+                const Right* next = index + 1 < end ? panel_at(index + 1) + step * panel
+                                                    : panel_at(begin) + (step + num_steps) * panel;
+                const char* last_byte = bytes_at(next + num_steps * panel) - 1;
+                Ahead asked{bytes_at(next), num_blocks * panel / strip == 1 ? 128 : 64};
+                float* to = sums + (index - begin) * num_blocks * sums_size;
+                for (int at = 0; at < panel; at += strip)
+                    for (int64_t block = 0; block < num_blocks; block++) {
+                        const int num_rows = rows_of(first + block);
+                        const Left* rows = left_of(first + block, left) + step * Operands::left_units * num_rows;
+                        multiply_rows<Operands, most_rows>(num_rows, rows, right + at, num_steps,
+                                                           to + block * sums_size + at, step == 0, asked);
+                        asked.at += num_steps * asked.stride;
+                        if (asked.at > last_byte) asked = {bytes_at(right), 0};
+                    }
             }
         }
-        for (int64_t block = first; block < last; block++)
-            for (int i = 0; i < rows_of(block); i++)
-                finish(sums_of(block) + i * panel, block * most_rows + i, index);
-    }
-
-    static void widen_part(const uint32_t* pairs, int64_t num_steps, float* to) {
-        for (int64_t step = 0; step < num_steps; step++)
-            for (int j = 0; j < panel; j += lanes) {
-                const Bits both = load(pairs + step * panel + j);
-                store(to + 2 * step * panel + j, first_of(both));
-                store(to + (2 * step + 1) * panel + j, second_of(both));
-            }
+        for (int64_t index = begin; index < end; index++)
+            for (int64_t block = 0; block < num_blocks; block++)
+                for (int i = 0; i < rows_of(first + block); i++)
+                    finish(sums + ((index - begin) * num_blocks + block) * sums_size + i * panel,
+                           first_row(first + block) + i, index);
     }
 
     void finish(float* sums, int64_t row, int64_t index) const {
@@ -291,15 +298,16 @@ class PanelProduct {
     const Right* packed_;
     const float* bias_;
     T* out_;
-    const int64_t num_rows_, num_inputs_, num_steps_, x_stride_, out_stride_, width_, num_columns_, num_panels_;
+    const int64_t num_rows_, num_blocks_, num_inputs_, num_steps_, x_stride_, out_stride_;
+    const int64_t width_, num_columns_, num_panels_;
     const bool is_gated_;
 };
 
 // weight [.][num_inputs] -> packed [num_panels][inputs of a panel][panel], `num_inputs` rounded up to a multiple of
 // `group`, each of which an output has side by side. `order` names for each packed output the row of the weight, or -1.
 template <typename Weight>
-void pack(const Weight* weight, Weight* packed, const int64_t* order, int64_t num_packed, int64_t num_inputs, int64_t group,
-          int num_threads) {
+void pack(const Weight* weight, Weight* packed, const int64_t* order, int64_t num_packed, int64_t num_inputs,
+          int64_t group, int num_threads) {
     const int64_t depth = (num_inputs + group - 1) / group * group;
 #pragma omp parallel for num_threads(num_threads)
     for (int64_t output = 0; output < num_packed; output++) {
