@@ -1,4 +1,7 @@
-"""The matrix of every quantised format: raw tensors until `pack`, then `QuantisedWeight`s that it multiplies with.
+"""The matrix of every quantised format: raw tensors until `pack`, then what this machine multiplies with.
+
+On CPUs weights are packed for compiled code (`workers.kernels.cpu.quantised`); elsewhere, and in forms that it does not
+take, `QuantisedWeight`s are dequantised a tile at a time.
 
 Legend: T tokens, I inputs, O outputs.
 """
@@ -26,7 +29,8 @@ from workers.checkpoint.quantised import QuantisedWeight, joined
 from workers.checkpoint.slots import Slot
 from workers.checkpoint.source import WeightSource
 from workers.kernels.base import Kernels
-from workers.kernels.cpu.products import PackedWeight
+from workers.kernels.cpu.products import PackedWeight, SideBySideWeights
+from workers.kernels.cpu.quantised import PackedQuantised, can_pack
 
 Settings = TypeVar("Settings", bound=Hashable)
 
@@ -55,7 +59,7 @@ class QuantisedEncoding:
 
     def matrix(self, context: LayerContext, share: WeightShare, *, gated: bool = False) -> Matrix:
         stored = [self._layout(projection, share, context.device) for projection in share.projections]
-        return QuantisedMatrix(stored, context.kernels, padding=share.padding, gated=gated)
+        return QuantisedMatrix(stored, context.kernels, context.dtype, padding=share.padding, gated=gated)
 
 
 def encodings_where(
@@ -87,22 +91,25 @@ class QuantisedMatrix:
     """Projections of the same form become one weight; others stay side by side."""
 
     def __init__(
-        self, stored: Sequence[StoredWeight], kernels: Kernels, *, padding: int = 0, gated: bool = False
+        self,
+        stored: Sequence[StoredWeight],
+        kernels: Kernels,
+        dtype: torch.dtype,
+        *,
+        padding: int = 0,
+        gated: bool = False,
     ) -> None:
         self._stored = tuple(stored)
         self._kernels = kernels
+        self._dtype = dtype
         self._padding = padding
         self._gated = gated
-        self._parts: list[Sequence[QuantisedWeight]] = []
+        self._parts: list[Sequence[QuantisedWeight]] = []  # beside one another; of each the products are added up
+        self._packed: PackedWeight | None = None
 
     @property
     def packed_weight(self) -> PackedWeight | None:
-        return None
-
-    @property
-    def parts(self) -> Sequence[Sequence[QuantisedWeight]]:
-        """Once packed: beside one another the outputs' parts, of each the weights whose products are added up."""
-        return self._parts
+        return self._packed
 
     def slots(self) -> Iterator[Slot]:
         assert self._stored, "packed weights cannot be read back"
@@ -118,11 +125,26 @@ class QuantisedMatrix:
         if parts and all(len(part) == 1 for part in parts):
             whole = joined([part[0] for part in parts])
             parts = parts if whole is None else [[whole]]
-        self._parts = parts or self._parts
+        if parts:
+            self._packed = self._compiled(parts)
+            self._parts = [] if self._packed is not None else parts
+
+    def _compiled(self, parts: Sequence[Sequence[QuantisedWeight]]) -> PackedWeight | None:
+        """None where compiled code does not take all parts."""
+        weights = [part[0] for part in parts if len(part) == 1 and can_pack(part[0], self._dtype)]
+        if len(weights) < len(parts):
+            return None
+        if len(weights) == 1:
+            return PackedQuantised(weights[0], self._dtype, gated=self._gated, padding=self._padding)
+        assert not self._padding
+        return SideBySideWeights([PackedQuantised(weight, self._dtype) for weight in weights])
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         if self._stored:
             self.pack()
+        if self._packed is not None:
+            y_TO = self._packed(x_TI, bias_O)
+            return self._kernels.silu_mul(y_TO) if self._gated and y_TO.shape[1] == self._packed.num_outputs else y_TO
         outputs = [sum_of_products(part, x_TI) for part in self._parts]
         y_TO = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         if self._padding:

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -32,6 +33,9 @@ _SOURCES = {
     "attention_tiles.cpp": "-ffp-contract=fast",
     "products.cpp": "-ffp-contract=off",
     "products_tiles.cpp": "-ffp-contract=fast",
+    "quantised.cpp": "-ffp-contract=off",
+    "quantised_floats.cpp": "-ffp-contract=off",
+    "quantised_integers.cpp": "-ffp-contract=off",
     "layers.cpp": "",
 }
 
@@ -44,6 +48,7 @@ _ARGUMENTS = {
     "attend": (*[_P] * 7, *[_N] * 8, _F, _I),
     "pack_panels": (*[_P] * 3, *[_N] * 2, _I),
     "multiply_panels": (*[_P] * 3, *[_N] * 3, _I),
+    "multiply_quantised": (*[_P] * 3, *[_N] * 3, _I),
     "run_layers": (_P, _N, _N, _P),
 }
 _OF_TILES = {
@@ -73,7 +78,10 @@ class Native:
         self.attend = getattr(library, f"attend_{dtype}")
         self.pack = getattr(library, f"pack_panels_{dtype}")
         self.multiply = getattr(library, f"multiply_panels_{dtype}")
+        self.multiply_quantised = getattr(library, f"multiply_quantised_{dtype}")
         self.run_layers = getattr(library, f"run_layers_{dtype}")
+        self.pack_codes = library.pack_codes
+        self.pack_codes.argtypes, self.pack_codes.restype = (*[_P] * 4, *[_N] * 3, *[_I] * 3), None
 
 
 class Tiles:
@@ -152,8 +160,13 @@ def _sources() -> list[Path]:
 
 
 def _compile(compiler: str, flags: Sequence[str], made: Path) -> None:
-    parts = []
-    for name, contraction in _SOURCES.items():
-        parts.append(str(made.with_name(f"{name}.o")))
-        run(compiler, *flags, *contraction.split(), "-c", str(_FOLDER / name), "-o", parts[-1], timeout_s=_TIMEOUT_S)
-    run(compiler, "-shared", "-fopenmp", *parts, "-o", str(made), timeout_s=_TIMEOUT_S)
+    """All sources at once: they are as many processes."""
+    parts = {name: str(made.with_name(f"{name}.o")) for name in _SOURCES}
+
+    def compile_one(name: str) -> None:
+        options = [*flags, *_SOURCES[name].split()]
+        run(compiler, *options, "-c", str(_FOLDER / name), "-o", parts[name], timeout_s=_TIMEOUT_S)
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        list(pool.map(compile_one, _SOURCES))
+    run(compiler, "-shared", "-fopenmp", *parts.values(), "-o", str(made), timeout_s=_TIMEOUT_S)

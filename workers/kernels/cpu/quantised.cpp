@@ -1,0 +1,196 @@
+// Products with quantised weights (quantised.h): y = x W^T (+ b), from codes that are unpacked in registers.
+//
+//     y[t, o] = sum over groups of  scale[o, group] * sum over pieces of  x_scale[t, piece] * (sum of (code - zero) * x)
+//                                   - minimum[o, group] * x_scale[t, piece] * sum of x
+//
+// With activations of 8 bits the sums in brackets are integers, and exact. What follows is float32, of each output and row
+// alone and in the order of the pieces: a row's bits depend neither on the other rows nor on the number of threads. One, two
+// or four rows share the unpacking, and the 16 outputs of a panel share the loads of a row.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "lanes.h"
+#include "numbers.h"
+#include "products.h"
+#include "quantised.h"
+#include "quantised_rows.h"
+#include "quantised_sums.h"
+#include "scratch.h"
+
+namespace {
+
+using namespace lanes;
+using namespace quantised;
+
+constexpr int64_t most_read = 1 << 18;       // bytes of rows that meet a panel while it is there: half the second level
+constexpr int64_t worth_a_thread = 1 << 17;  // multiplications
+
+void expand_values(const GroupNumbers& numbers, int64_t panel_index, float* to) {
+    const int64_t first = panel_index * numbers.num_values * panel, size = numbers.num_values * panel;
+    const auto each = [&](auto read) {
+        for (int64_t i = 0; i < size; i += count) store(to + i, read(numbers.values + (first + i) * 2));
+    };
+    if (numbers.value_type == float16_type) each(from_float16);
+    else if (numbers.value_type == bfloat16_type) each(from_bfloat16);
+    else std::memcpy(to, numbers.values + first * 4, size * 4);
+}
+
+// `to` has room for the groups, and behind them for the values of blocks.
+void expand_numbers(const GroupNumbers& numbers, int64_t panel_index, int64_t num_groups, float* to) {
+    if (numbers.factors == nullptr) return expand_values(numbers, panel_index, to);
+    float* values = to + num_groups * panel;
+    expand_values(numbers, panel_index, values);
+    const uint8_t* factors = numbers.factors + panel_index * num_groups * panel;
+    int64_t left = numbers.groups_per_value - numbers.first_group;  // of the block
+    const auto each = [&](auto read) {
+        for (int64_t group = 0; group < num_groups; group++) {
+            for (int i = 0; i < panel; i += count)
+                store(to + group * panel + i, load_floats(values + i) * to_floats(read(factors + group * panel + i)));
+            if (--left == 0) left = numbers.groups_per_value, values += panel;
+        }
+    };
+    if (numbers.factor_type == int8_type) each(from_signed_bytes);
+    else each(from_bytes);
+}
+
+Groups expand(const Panels& by, int64_t panel_index) {
+    static thread_local Scratch<float> memory;
+    const int64_t size = by.num_groups * panel;
+    const bool has_minimum = by.minimum.values != nullptr, has_zeros = by.zeros != nullptr;
+    float* scales = memory.at_least(5 * size);
+    float *minimums = scales + size, *zeros = minimums + size;
+    expand_numbers(by.scale, panel_index, by.num_groups, scales);
+    if (has_minimum) expand_numbers(by.minimum, panel_index, by.num_groups, minimums);
+    if (has_zeros)
+        for (int64_t i = 0; i < size; i += count) {
+            const ints zero = from_bytes(by.zeros + panel_index * size + i);
+            std::memcpy(zeros + i, &zero, sizeof(zero));
+        }
+    return {scales, has_minimum ? minimums : nullptr, has_zeros ? reinterpret_cast<int32_t*>(zeros) : nullptr};
+}
+
+Multiply* multiply_of(const Panels& by, int rows) {
+    return by.sums_floats() ? multiply_floats(by, rows) : multiply_integers(by, rows);
+}
+
+template <typename T>
+class QuantisedProduct {
+  public:
+    QuantisedProduct(const Part& part, const T* x, T* out, int64_t num_rows, int64_t x_stride, int64_t out_stride)
+        : by_(*static_cast<const Panels*>(part.packed)),
+          bias_(part.bias),
+          x_(x),
+          out_(out),
+          num_rows_(num_rows),
+          x_stride_(x_stride),
+          out_stride_(out_stride),
+          row_bytes_(row_bytes(by_)),
+          is_gated_(part.gated != 0),
+          num_columns_(is_gated_ ? part.num_outputs / 2 : part.num_outputs),
+          width_(is_gated_ ? panel / 2 : panel),
+          num_panels_((num_columns_ + width_ - 1) / width_),
+          multiply_{multiply_of(by_, 1), multiply_of(by_, 2), multiply_of(by_, 4)} {}
+
+    // Threads share the panels, and of many rows the chunks that meet a panel together.
+    void compute(int num_threads) {
+        static thread_local Scratch<uint8_t> memory;
+        uint8_t* rows = memory.at_least(num_rows_ * row_bytes_);
+        const int64_t rows_of_chunk = std::max<int64_t>(4, most_read / row_bytes_ / 4 * 4);
+        const int64_t num_chunks = (num_rows_ + rows_of_chunk - 1) / rows_of_chunk;
+        const int64_t together = std::clamp<int64_t>(num_panels_ / (4 * num_threads), 1, 16);
+        const int64_t num_shares = (num_panels_ + together - 1) / together;
+        const RowWriter writer(by_);
+        const bool parallel = num_threads > 1 && num_rows_ * num_columns_ * by_.num_inputs > worth_a_thread;
+#pragma omp parallel num_threads(num_threads) if (parallel)
+        {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < num_rows_; row++) writer.write(x_ + row * x_stride_, rows + row * row_bytes_);
+#pragma omp for schedule(dynamic, 1) nowait
+            for (int64_t item = 0; item < num_chunks * num_shares; item++) {
+                const int64_t first = item / num_shares * rows_of_chunk;
+                const int64_t last = std::min(num_rows_, first + rows_of_chunk);
+                const int64_t begin = item % num_shares * together, end = std::min(num_panels_, begin + together);
+                for (int64_t index = begin; index < end; index++) multiply_panel(rows, first, last, index);
+            }
+        }
+    }
+
+  private:
+    void multiply_panel(const uint8_t* rows, int64_t first, int64_t last, int64_t index) const {
+        const Groups groups = expand(by_, index);
+        int size;
+        for (int64_t row = first; row < last; row += size) {
+            size = last - row >= 4 ? 4 : last - row >= 2 && multiply_[1] != nullptr ? 2 : 1;
+            float sums[4 * panel];
+            multiply_[size / 2](by_, groups, index, rows + row * row_bytes_, row_bytes_, row == first, sums);
+            for (int i = 0; i < size; i++) finish(sums + i * panel, row + i, index);
+        }
+    }
+
+    // Gated, a panel has 8 of the gate and then their 8 of up; they are rounded where silu_mul rounds.
+    void finish(float* sums, int64_t row, int64_t index) const {
+        T numbers[panel];
+        if (bias_ != nullptr)
+            for (int i = 0; i < panel; i++) sums[i] += bias_[index * panel + i];
+        for (int i = 0; i < panel; i++) numbers[i] = narrow<T>(sums[i]);
+        if (is_gated_)
+            for (int i = 0; i < width_; i++) {
+                const float gate = widen(numbers[i]), up = widen(numbers[width_ + i]);
+                numbers[i] = narrow<T>(widen(narrow<T>(gate / (1.0f + power_of_two(-gate * log2e)))) * up);
+            }
+        const int64_t here = std::min(width_, num_columns_ - index * width_);
+        std::memcpy(out_ + row * out_stride_ + index * width_, numbers, here * sizeof(T));
+    }
+
+    const Panels& by_;
+    const float* bias_;
+    const T* x_;
+    T* out_;
+    const int64_t num_rows_, x_stride_, out_stride_, row_bytes_;
+    const bool is_gated_;
+    const int64_t num_columns_, width_, num_panels_;
+    Multiply* const multiply_[3];  // 1, 2 and 4 rows
+};
+
+}  // namespace
+
+// Part::Multiply of a weight whose `packed` is a `Panels`.
+#define FOR_DTYPE(T, SUFFIX)                                                                                          \
+    extern "C" void multiply_quantised_##SUFFIX(const Part* by, const void* x, void* out, int64_t num_rows,           \
+                                                int64_t x_stride, int64_t out_stride, int num_threads) {              \
+        QuantisedProduct<T>(*by, static_cast<const T*>(x), static_cast<T*>(out), num_rows, x_stride, out_stride)      \
+            .compute(num_threads);                                                                                    \
+    }
+
+FOR_DTYPE(float, float32)
+FOR_DTYPE(bfloat16, bfloat16)
+
+// Codes of 8 bits, [num_outputs][num_columns], into the planes of panels: of each packed output `outputs` names the row,
+// of each position `columns` names the column; -1: zeros. `packed` must be all zeros.
+extern "C" void pack_codes(const uint8_t* codes, uint8_t* packed, const int64_t* outputs, const int32_t* columns,
+                           int64_t num_packed, int64_t num_columns, int64_t num_steps, int bits, int by_position,
+                           int num_threads) {
+    const int64_t half_bytes = int64_t(bits) * count * step_size / 8;
+#pragma omp parallel for num_threads(num_threads)
+    for (int64_t output = 0; output < num_packed; output++) {
+        if (outputs[output] < 0) continue;
+        const uint8_t* from = codes + outputs[output] * num_columns;
+        const int64_t in_panel = output % panel, lane = in_panel % count;
+        uint8_t* of_panel = packed + output / panel * num_steps * halves * half_bytes;
+        for (int64_t position = 0; position < num_steps * step_size; position++) {
+            if (columns[position] < 0) continue;
+            const uint8_t code = from[columns[position]];
+            const int64_t here = position % step_size, j = here / 4, byte = lane * 4 + here % 4;
+            uint8_t* step = of_panel + position / step_size * halves * half_bytes;
+            uint8_t* to = step + in_panel / count * half_bytes;
+            if (by_position) step[here * panel + in_panel] = code;
+            else if (bits == 8) to[32 * j + byte] = code;
+            else {
+                if (bits & 4) to[32 * (j % 4) + byte] |= uint8_t((code & 15) << j / 4 * 4);
+                if (bits & 2) to[(bits & 4) * 32 + 32 * (j % 2) + byte] |= uint8_t((code >> (bits & 4) & 3) << j / 2 * 2);
+                if (bits & 1) to[(bits & 6) * 32 + byte] |= uint8_t((code >> (bits & 6) & 1) << j);
+            }
+        }
+    }
+}

@@ -1,0 +1,188 @@
+// How a panel of codes meets rows: what quantised_integers.cpp and quantised_floats.cpp share. A kind of sums has the codes'
+// bits, the bytes of an activation, and `sum` or `add`: what a piece of a step, its vectors `first` to `last`, sums up to for
+// `rows` rows, `stride` bytes apart.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "lanes.h"
+#include "quantised.h"
+#include "quantised_rows.h"
+
+namespace quantised {
+
+constexpr int halves = panel / count;  // of a panel, a vector each
+constexpr int64_t ahead = 1024;        // bytes
+
+template <typename Number, int rows>
+using Block = Number[rows][halves];
+
+// What the groups of a panel multiply with, as the sums want it: [group][panel] each.
+struct Groups {
+    const float *scales, *minimums;  // no minimums: null
+    const int32_t* zeros;            // null: `zero` is every group's
+};
+
+// A panel times rows `stride` bytes apart, into [rows][panel]. The codes come from memory, or from a cache.
+using Multiply = void(const Panels&, const Groups&, int64_t panel_index, const uint8_t* x, int64_t stride, bool from_memory,
+                      float* out);
+
+// For 1, 2 or 4 rows; null where there is none for 2.
+Multiply* multiply_integers(const Panels& by, int rows);
+Multiply* multiply_floats(const Panels& by, int rows);
+
+namespace {
+
+inline words spread4(const uint8_t* from) {
+    uint32_t value;
+    std::memcpy(&value, from, 4);
+    return words{value, value, value, value, value, value, value, value};
+}
+
+inline float float_at(const uint8_t* from) {
+    float value;
+    std::memcpy(&value, from, 4);
+    return value;
+}
+
+template <int left>
+inline words shifted(words x) {
+    if constexpr (left >= 0) return x << left;
+    else return x >> -left;
+}
+
+template <int bits, int j>
+inline words code_vector(const uint8_t* from) {
+    constexpr uint32_t each = 0x01010101u;
+    constexpr int of_two = bits & 4, of_one = bits & 6;
+    if constexpr (bits == 8) return load(from + 32 * j);
+    words found{};
+    if constexpr ((bits & 4) != 0) found = shifted<j < 4 ? 0 : -4>(load(from + 32 * (j % 4))) & 15 * each;
+    if constexpr ((bits & 2) != 0)
+        found |= shifted<of_two - j / 2 * 2>(load(from + (bits & 4) * 32 + 32 * (j % 2))) & (3 * each << of_two);
+    if constexpr ((bits & 1) != 0) found |= shifted<of_one - j>(load(from + (bits & 6) * 32)) & (each << of_one);
+    return found;
+}
+
+// Calls `use` with each vector of a piece, those that share memory one after the other, and how many came before.
+template <int first, int last, typename Use>
+inline void for_vectors(Use use) {
+    [&]<int... i>(std::integer_sequence<int, i...>) {
+        constexpr bool whole = last - first == 8;
+        (use(std::integral_constant<int, whole ? i / 2 + i % 2 * 4 : first + i>(), std::integral_constant<int, i>()), ...);
+    }(std::make_integer_sequence<int, last - first>());
+}
+
+template <int bits>
+inline words codes_of(const uint8_t* codes, int half, auto vector) {
+    return code_vector<bits, vector>(codes + half * bits * count * step_size / 8);
+}
+
+// sums += scales of activations * what a piece of a step sums up to.
+template <typename Kind, int rows, int first, int last>
+inline void add_piece(const Panels& by, const int32_t* zeros, const uint8_t* codes, const uint8_t* x, int64_t stride,
+                      Block<floats, rows>& sums) {
+    const uint8_t* numbers = x + sizeof(PieceHead);
+    if constexpr (Kind::number_bytes < 4) {
+        Block<ints, rows> integers;
+        Kind::template sum<rows, first, last>(by, codes, numbers, stride, integers);
+        for (int row = 0; row < rows; row++) {
+            const ints sum = (ints)spread4(x + row * stride + offsetof(PieceHead, sum));
+            const floats scale = all(float_at(x + row * stride + offsetof(PieceHead, scale)));
+            for (int half = 0; half < halves; half++) {
+                const ints of_zero = zeros == nullptr ? sum : (ints)load(zeros + half * count) * sum;
+                sums[row][half] = fused(to_floats(integers[row][half] - of_zero), scale, sums[row][half]);
+            }
+        }
+    } else {
+        Kind::template add<rows, first, last>(by, zeros, codes, numbers, stride, sums);
+    }
+}
+
+// A panel times `rows` rows, into [rows][panel]. Groups are one or two to a step, or (0) any number of steps each.
+template <typename Kind, int rows, int groups_of_step>
+[[gnu::flatten]] void multiply(const Panels& by, const Groups& groups, int64_t panel_index, const uint8_t* x, int64_t stride,
+              bool from_memory, float* out) {
+    constexpr int step_bytes = Kind::num_bits * panel * step_size / 8;
+    constexpr int64_t piece = sizeof(PieceHead) + Kind::number_bytes * step_size / std::max(1, groups_of_step);
+    const uint8_t* codes = by.codes + panel_index * by.num_steps * step_bytes;
+    Block<floats, rows> sums{};
+    const auto add = [&]<int first, int last>(int64_t group, Block<floats, rows>& inner) {
+        const int32_t* zeros = groups.zeros == nullptr ? nullptr : groups.zeros + group * panel;
+        add_piece<Kind, rows, first, last>(by, zeros, codes, x, stride, inner);
+        if (groups.minimums != nullptr)
+            for (int half = 0; half < halves; half++) {
+                const floats minimum = -load_floats(groups.minimums + group * panel + half * count);
+                for (int row = 0; row < rows; row++) {
+                    const floats offset = all(float_at(x + row * stride + offsetof(PieceHead, offset)));
+                    sums[row][half] = fused(minimum, offset, sums[row][half]);
+                }
+            }
+        x += piece;
+    };
+    const auto finish = [&](int64_t group, const Block<floats, rows>& inner) {
+        for (int half = 0; half < halves; half++) {
+            const floats scale = load_floats(groups.scales + group * panel + half * count);
+            for (int row = 0; row < rows; row++) sums[row][half] = fused(inner[row][half], scale, sums[row][half]);
+        }
+    };
+    const auto fetch = [&] {
+        if (from_memory)
+            for (int at = 0; at < step_bytes; at += 64) __builtin_prefetch(codes + ahead + at);
+    };
+    if constexpr (groups_of_step == 0) {
+        for (int64_t group = 0; group < by.num_groups; group++) {
+            Block<floats, rows> inner{};
+            for (int step = 0; step < by.group_steps[group]; step++, codes += step_bytes) {
+                fetch();
+                add.template operator()<0, 8>(group, inner);
+            }
+            finish(group, inner);
+        }
+    } else {
+        for (int64_t step = 0; step < by.num_steps; step++, codes += step_bytes) {
+            fetch();
+            Block<floats, rows> inner{};
+            add.template operator()<0, 8 / groups_of_step>(step * groups_of_step, inner);
+            finish(step * groups_of_step, inner);
+            if constexpr (groups_of_step == 2) {
+                Block<floats, rows> others{};
+                add.template operator()<4, 8>(2 * step + 1, others);
+                finish(2 * step + 1, others);
+            }
+        }
+    }
+    for (int row = 0; row < rows; row++)
+        for (int half = 0; half < halves; half++) store(out + row * panel + half * count, sums[row][half]);
+}
+
+template <typename Kind, int groups_of_step>
+Multiply* for_rows(int rows) {
+    if (rows == 1) return multiply<Kind, 1, groups_of_step>;
+    if constexpr (Kind::may_have_pairs)
+        if (rows == 2) return multiply<Kind, 2, groups_of_step>;
+    return rows == 4 ? multiply<Kind, 4, groups_of_step> : nullptr;
+}
+
+template <typename Kind>
+Multiply* for_groups(const Panels& by, int rows) {
+    if constexpr (Kind::may_have_halves)
+        if (by.by_halves()) return for_rows<Kind, 2>(rows);
+    if constexpr (Kind::may_have_steps)
+        if (by.groups_are_steps != 0) return for_rows<Kind, 1>(rows);
+    return for_rows<Kind, 0>(rows);
+}
+
+template <template <int> typename Kind, int most_bits>
+Multiply* for_bits(const Panels& by, int rows) {
+    if (by.bits == most_bits) return for_groups<Kind<most_bits>>(by, rows);
+    if constexpr (most_bits > 2) return for_bits<Kind, most_bits - 1>(by, rows);
+    else return nullptr;
+}
+
+}  // namespace
+}  // namespace quantised
