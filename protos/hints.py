@@ -38,6 +38,15 @@ def counted(num: int, noun: str) -> str:
     return f"{num:,} {noun}{'' if num == 1 else 's'}"
 
 
+def byte_count(num: float) -> str:
+    """1.5 GB: with decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num < 1000:
+            return f"{num:.0f} {unit}" if unit == "B" else f"{num:.1f} {unit}"
+        num /= 1000
+    return f"{num:.1f} TB"
+
+
 def unusable(error: OSError, *, to_write: bool = False) -> str:
     """Why a file that the user named cannot be read or written, and what to do about it."""
     wanted = "write to" if to_write else "read"

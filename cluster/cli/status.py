@@ -13,7 +13,7 @@ from rich.text import Text
 
 from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client
 from cluster.cli.tables import Sheet
-from protos.hints import counted
+from protos.hints import byte_count, counted
 
 POOLS = ("prefill", "decode", "colocated")
 STYLES = {
@@ -58,7 +58,7 @@ def kv_tables(state_of_kv: Mapping[str, Any]) -> RenderableType:
     """Prints /admin/kv as tables."""
     held: Held = [(one["worker_id"], one if one["tickets"] is not None else None) for one in state_of_kv["workers"]]
     silent = [worker_id for worker_id, one in held if one is None]
-    reserved, oldest = _bytes(state_of_kv["num_bytes_reserved"]), _duration(state_of_kv["oldest_s"])
+    reserved, oldest = byte_count(state_of_kv["num_bytes_reserved"]), _duration(state_of_kv["oldest_s"])
     parts: list[RenderableType] = [
         Text(f"{counted(state_of_kv['num_tickets'], 'ticket')}, {reserved} reserved, the oldest for {oldest}"),
         *([Text(f"no answer from {', '.join(silent)}", "red")] if silent else []),
@@ -133,7 +133,7 @@ def _moved(loads: Sequence[Mapping[str, Any]]) -> str:
     """KV sent or received; for prefill pools also the share of that time that computation hid."""
     travelled_s, hidden_s = (sum(load[name] for load in loads) for name in ("transfer_s", "transfer_hidden_s"))
     hidden = f" ({hidden_s / travelled_s:.0%} hidden)" if hidden_s else ""
-    return _bytes(sum(load["transfer_bytes"] for load in loads)) + hidden
+    return byte_count(sum(load["transfer_bytes"] for load in loads)) + hidden
 
 
 def _workers(workers: Sequence[Worker]) -> Sheet:
@@ -191,8 +191,8 @@ def _lanes(held: Held) -> Sheet:
         "Lanes", "worker", "peer", "over", "state", "moved", "speed", "idle", spare=("idle", "speed", "moved")
     )
     for worker_id, lane in _each(held, "lanes"):
-        speed = f"{_bytes(lane['num_bytes'] / lane['busy_s'])}/s" if lane["busy_s"] else "-"
-        moved, idle = _bytes(lane["num_bytes"]), _duration(lane["idle_s"])
+        speed = f"{byte_count(lane['num_bytes'] / lane['busy_s'])}/s" if lane["busy_s"] else "-"
+        moved, idle = byte_count(lane["num_bytes"]), _duration(lane["idle_s"])
         over, state, why = lane["transport"], lane["state"], lane["reason"]
         if why and state == "open":
             over = f"{over}: {why}"
@@ -217,7 +217,7 @@ def _tickets(held: Held) -> Sheet:
     table = _table("Tickets", "worker", "ticket", "state", "way", "with", "age", "size", spare=("way", "size", "age"))
     for worker_id, ticket in _each(held, "tickets"):
         name = f"{ticket['ticket_id']} (try {ticket['generation']})"
-        age, size = _duration(ticket["age_s"]), _bytes(ticket["num_bytes"])
+        age, size = _duration(ticket["age_s"]), byte_count(ticket["num_bytes"])
         table.add_row(worker_id, name, ticket["state"], ticket["direction"], ticket["owner"], age, size)
     return table
 
@@ -247,14 +247,6 @@ def _place(worker: Worker) -> tuple[int, str, int]:
 
 def _share(part: int, whole: int) -> str:
     return f"{part:,}/{whole:,} ({part / whole:.0%})" if whole else "-"
-
-
-def _bytes(num: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num < 1000:
-            return f"{num:.0f} {unit}" if unit == "B" else f"{num:.1f} {unit}"
-        num /= 1000
-    return f"{num:.1f} TB"
 
 
 def _duration(seconds: float) -> str:

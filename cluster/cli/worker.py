@@ -84,8 +84,8 @@ async def _print_events(rank: LocalRank) -> None:
     while True:
         for event in await rank.news():
             match event:
-                case Loading(share=share):
-                    log.info("reading weights, %.0f %%", 100 * share)
+                case Loading():
+                    log.info("%s", event)
                 case Serving(info=info):
                     log.info("%s serves %s at %s", info.worker_id, info.model, info.address)
                     ResultConsole().say(escape(info.address))

@@ -65,7 +65,7 @@ def _bars(console: Console) -> Progress:
 def _words(view: SupervisedWorker) -> str:
     match view.life.state:
         case LifeState.STARTING if view.loaded:
-            return f"reading weights, {view.loaded:.0%}"
+            return view.loading
         case LifeState.SERVING if view.info is not None:
             return f"serves at {view.info.address}"
         case LifeState.WAITING:

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from decode_pool.config import DecodeConfig
 from prefill_pool.config import PrefillConfig
 from protos.errors import BatonError
+from protos.hints import byte_count
 from protos.tls import PeerTls
 from protos.values import ErrorInfo, WorkerInfo, WorkerRole
 from protos.wire import error_info
@@ -53,9 +55,15 @@ class RankSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """`share` of the weights have been read, from 0 to 1."""
+    """`share` of the weights have been read, from 0 to 1: `num_bytes` of this rank's."""
 
     share: float
+    num_bytes: int = 0
+    bytes_per_s: float = 0.0
+
+    def __str__(self) -> str:
+        speed = f", {byte_count(self.num_bytes)} at {byte_count(self.bytes_per_s)}/s" if self.num_bytes else ""
+        return f"reading weights, {self.share:.0%}{speed}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,14 +191,15 @@ class LocalRank:
 
     def _steps(self) -> Progress:
         """Reports every twentieth of the weights."""
-        reported = -1
+        reported, start_s = -1, time.monotonic()
 
         def progress(done: int, total: int) -> None:
             nonlocal reported
             step = STEPS_OF_PROGRESS * done // total if total else STEPS_OF_PROGRESS
             if step != reported:
                 reported = step
-                self.tell(Loading(share=step / STEPS_OF_PROGRESS))
+                rate = done / max(time.monotonic() - start_s, 1e-3)
+                self.tell(Loading(share=step / STEPS_OF_PROGRESS, num_bytes=done, bytes_per_s=rate))
 
         return progress
 

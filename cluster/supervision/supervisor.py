@@ -52,12 +52,13 @@ class RunningWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedWorker:
-    """A worker as people see it. `loaded`: the share of its weights that has been read."""
+    """A worker as people see it. `loaded`: the share of its weights that has been read, `loading` says it in words."""
 
     worker_id: str
     life: Life
     incarnation: int
     loaded: float = 0.0
+    loading: str = ""
     info: WorkerInfo | None = None
 
 
@@ -315,7 +316,7 @@ class Supervisor:
         view = self._views[worker_id]
         match event:
             case Loading(share=share):
-                self._show(replace(view, loaded=share))
+                self._show(replace(view, loaded=share, loading=str(event)))
                 await self._announcer.starting(worker_id, Successor(role=plan.role, loaded=share))
             case Serving(info=info):
                 await self._announcer.announce(worker_id, info.address)

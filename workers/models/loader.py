@@ -14,7 +14,7 @@ from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.registry import encodings_of, open_source
 from workers.checkpoint.slots import Slot
-from workers.checkpoint.source import WeightSource
+from workers.checkpoint.source import FLOATS, WeightSource
 from workers.kernels.base import kernels_for
 from workers.models.config import ModelConfig, read_config
 from workers.models.decoder import Decoder
@@ -105,9 +105,25 @@ def _checked_slots(folder: Path, config: ModelConfig, context: LayerContext, sou
     unexpected = sorted(
         name for name in names - {slot.name for slot in slots} - ignored if not name.endswith("rotary_emb.inv_freq")
     )
+    linear = {slot.name.rpartition(".")[0] for slot in slots if config.weight_format}
+    unexpected = [name for name in unexpected if not _is_empty_bias(folder, name, linear, source)]
     if unexpected:
         log.warning("%s: %d tensors are not used, such as %s", folder, len(unexpected), ", ".join(unexpected[:5]))
     return slots
+
+
+def _is_empty_bias(folder: Path, name: str, layers: set[str], source: WeightSource) -> bool:
+    """AutoGPTQ stores biases of zeros for layers that have none. Raises UnsupportedModel for others."""
+    layer, _, suffix = name.rpartition(".")
+    if suffix != "bias" or layer not in layers:
+        return False
+    stored = source.describe(name)
+    if stored.dtype in FLOATS and bool((source.read(name, 0, slice(None)) != 0).any()):
+        raise UnsupportedModel(
+            f"{folder}: tensor {name!r} is a bias, and config.json makes this layer one without: set attention_bias or "
+            "mlp_bias in config.json where the model has them, or use the checkpoint that it was made from"
+        )
+    return True
 
 
 def _fill(folder: Path, slots: list[Slot], source: WeightSource, on_progress: Progress) -> None:

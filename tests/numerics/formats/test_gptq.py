@@ -116,6 +116,23 @@ def test_zeros_of_all_ones_are_refused_by_name(tp_part: slice, tmp_path: Path) -
     assert not any(progress)
 
 
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_that_the_model_does_not_have_must_be_zero(
+    value: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def encode(name: str, weight: torch.Tensor) -> Encoded | None:
+        stored, dequantised = gptq()(name, weight) or ({}, weight)
+        return stored | {"bias": torch.full((len(weight),), value).half()}, dequantised
+
+    oracle = write_quantised("llama", tmp_path, encode, gptq_config())
+    if value:
+        with pytest.raises(UnsupportedModel, match=r"_proj\.bias' is a bias, and config\.json makes"):
+            load_model(tmp_path)
+        return
+    assert_served(tmp_path, oracle)
+    assert "not used" not in caplog.text
+
+
 def test_groups_out_of_range_are_refused(tmp_path: Path) -> None:
     write_quantised("llama", tmp_path, gptq(), gptq_config())
     change(tmp_path, "model.layers.0.self_attn.k_proj.g_idx", lambda groups: groups[3].fill_(7))
