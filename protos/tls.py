@@ -123,9 +123,7 @@ class FaceTls:
     def __post_init__(self) -> None:
         if bool(self.cert) != bool(self.key):
             missing = "key" if self.cert else "cert"
-            raise Misconfigured(
-                f"tls: {missing} is missing: give cert and key, or none of them", param=f"tls.{missing}"
-            )
+            raise Misconfigured(f"tls: {missing} is missing: give cert and key, or neither", param=f"tls.{missing}")
 
     def check(self) -> None:
         """Raises Misconfigured for files that cannot be read, or are not a certificate and its key."""

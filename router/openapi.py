@@ -67,9 +67,8 @@ WWW_AUTHENTICATE = {"required": True, "schema": {"type": "string", "const": "Bea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """`errors` are statuses beside those that every route may answer with. `texts` are other media types of success,
-    `parameters` are those
-    outside of the path."""
+    """`errors` are statuses beside those that every route may answer with. `texts` are other media types of success.
+    `parameters` are those outside of the path."""
 
     summary: str
     reply: type[BaseModel] | None = None

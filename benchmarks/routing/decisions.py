@@ -3,7 +3,7 @@
     python -m benchmarks.routing.decisions                       4, 16, 100 and 1,000 workers, half of them prefill
     python -m benchmarks.routing.decisions --workers 2000 --json f.json
 
-Between two decisions 25 workers report another load, and the predictor learns from two hand-overs. Mean CPU time.
+Between two decisions 25 workers report another load, and the predictor learns from two handovers. Mean CPU time.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import Any
 
 
 async def live(process: Process, follow: Coroutine[Any, Any, None], silent: Coroutine[Any, Any, None]) -> int:
-    """The process's exit code; a signal as a negative number. `follow` handles what it sends, to the last message
-    before its end; when `silent` returns, it is killed, as it is when the caller is cancelled."""
+    """Returns the exit code, negative for a signal. `follow` handles the process's messages up to the last. The process
+    is killed when `silent` returns or the caller is cancelled."""
     following, watching = asyncio.create_task(follow), asyncio.create_task(silent)
     ended = asyncio.create_task(process.wait())
     try:

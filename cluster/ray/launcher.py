@@ -142,7 +142,8 @@ class RankLauncher:
         await self._places.release(worker_id)
 
     async def _follow(self, plan: WorkerPlan, links: Sequence[RankConnection]) -> AsyncGenerator[Event, None]:
-        """Stops the ranks in order if none has failed."""
+        """Yields the ranks' events. If no rank has failed, stops rank 0 gracefully at the end; the others end with
+        it."""
         intact = True
         try:
             async with aclosing(merged(plan.worker_id, links)) as events:
@@ -171,7 +172,7 @@ class RankLauncher:
             async with asyncio.timeout(START_S):
                 await self._start(plan, living, place, processes)
         except TimeoutError:
-            raise WorkerLost(f"its processes did not start within {START_S:g} s") from None
+            raise WorkerLost(f"its ranks did not start within {START_S:g} s") from None
 
     async def _start(self, plan: WorkerPlan, living: LivingWorker, place: WorkerPlace, processes: Processes) -> None:
         """Adds each process to `processes` before it is started, and each link when it is made."""

@@ -263,7 +263,7 @@ class Pools:
             self._away = (reason, self._away[1] if self._away is not None else time.monotonic())
 
     async def _watch_answers(self, channel: MessageChannel) -> None:
-        """Returns when a supervisor that has begun no longer answers: its event loop hangs."""
+        """Returns when the supervisor has started and then stopped answering pings: its event loop hangs."""
         while self._num_unanswered < MAX_UNANSWERED:
             await asyncio.sleep(PING_S)
             if self._has_begun:

@@ -91,7 +91,7 @@ class ParentAnnouncer:
 
 
 class SupervisorProcess:
-    """The parts of the process, on one event loop."""
+    """Starts, watches and stops workers and Ray for the process that started it, on one event loop."""
 
     def __init__(self, begin: Begin, channel: MessageChannel) -> None:
         self._begin = begin

@@ -9,6 +9,7 @@ from typing import Literal
 
 from cluster.config.config import PoolsConfig
 from protos.errors import Misconfigured
+from protos.hints import counted
 from protos.values import WorkerRole
 from workers.config import Device
 
@@ -146,5 +147,5 @@ def _device(device: Device, nodes: Sequence[NodeResources], sizes: Sequence[int]
 def check_fits(pools: PoolsConfig, nodes: Sequence[NodeResources], *, tp: int, device: Device) -> None:
     """Raises Misconfigured if GPUs are requested that these nodes, whose number is fixed, do not have."""
     if device == "cuda" and (missing := why_not_gpus(pools, nodes, tp=tp)):
-        fits = "--colocated takes half of it, --device cpu none" if not pools.colocated else "--device cpu needs none"
-        raise Misconfigured(f"{missing}: {fits}", param="device")
+        smaller = "" if pools.colocated else f"--colocated (1 worker, {counted(tp, 'GPU')}) or "
+        raise Misconfigured(f"{missing}: use {smaller}--device cpu", param="device")

@@ -96,7 +96,6 @@ class AccessControl:
         return self._limits.trouble
 
     async def close(self) -> None:
-
         await self._limits.close()
 
     def _key(self, authorization: str | None) -> str:

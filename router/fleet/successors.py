@@ -40,7 +40,7 @@ class Successors:
         return before != successor
 
     def joined(self, worker_id: str) -> None:
-        """It serves, and the fleet is about to connect to it."""
+        """Notes that the successor serves; the fleet connects to it next."""
         self._starting.pop(worker_id, None)
         self._joined.add(worker_id)
 

@@ -105,7 +105,8 @@ class Updates:
         self._waiting.clear()
 
     def report(self) -> bool:
-        """Tokens that the sink has taken become an update, for the layers to account for; False if there are none."""
+        """Queues one update with the tokens that the sink has written, so that they are counted. Returns False if there
+        are none."""
         if self._sink is None or self._loop is None or not (token_ids := self._sink.report(self._loop.time())):
             return False
         self._put(SequenceUpdate(request_id=self.request_id, token_ids=token_ids))

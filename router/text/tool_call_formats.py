@@ -81,8 +81,8 @@ _WRITTEN = {
 def calls_grammar(
     form: ToolFormat, functions: Sequence[Function], *, parallel: bool, instead: str = "", free: bool = False
 ) -> str:
-    """A grammar for an answer of calls only, or of the right side of a rule `instead`, if given. With `free` the answer
-    may be any text, with calls in the right form wherever the format allows text beside calls."""
+    """A grammar: the answer is tool calls, or what `instead` (the right side of a rule) matches. With `free` any text
+    is allowed, too, and calls are in the format's form wherever it allows text beside them."""
     written = _WRITTEN[form]
     before, names = written.before, [f"call{number}" for number in range(len(functions))]
     rules = [f"named: {' | '.join(names)}"]

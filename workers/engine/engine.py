@@ -139,7 +139,10 @@ class Engine:
         Raises UnknownRequest, or InvalidRequest on a worker without lanes."""
         request = self._scheduler.find(asked.request_id)
         if request is None:
-            raise UnknownRequest(f"request {asked.request_id} is not here", param="request_id")
+            raise UnknownRequest(
+                f"this worker has no request {asked.request_id!r}: it has ended, or runs on another one",
+                param="request_id",
+            )
         self._role.migrate(request, asked.ticket, now)
 
     def share(self, asked: ShareRequest, now: float) -> int:

@@ -13,7 +13,7 @@ from protos.values import GenerateRequest
 
 
 def check_tokens(request: GenerateRequest, vocab_size: int) -> None:
-    """Raises InvalidRequest."""
+    """Raises InvalidRequest if the prompt is empty, or a token id is not in the vocabulary."""
     if not request.prompt_ids:
         raise InvalidRequest("the prompt is empty: it needs at least one token", param="prompt")
     sampling = request.sampling

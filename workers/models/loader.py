@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
+from protos.hints import counted
 from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.registry import encodings_of, open_source
 from workers.checkpoint.slots import Slot
@@ -83,8 +84,8 @@ def _checked_slots(folder: Path, config: ModelConfig, context: LayerContext, sou
     names = frozenset(source.names())
     if config.num_layers > len(names):
         raise BadCheckpoint(
-            f"{folder} has {len(names)} tensors, config.json makes it {config.num_layers} layers: config.json belongs "
-            "to another checkpoint, or a shard is missing"
+            f"{folder} has {counted(len(names), 'tensor')}, fewer than the {config.num_layers} layers in config.json: "
+            "config.json belongs to another checkpoint, or a shard is missing"
         )
     slots = list(Decoder(config, replace(context, device="meta")).slots())
     if missing := sorted({slot.name for slot in slots} - names):

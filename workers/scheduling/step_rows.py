@@ -10,8 +10,8 @@ from workers.scheduling.request import Request
 
 
 def next_row(request: Request, num_tokens: int, *, eos_ids: tuple[int, ...], depends_on_row: int | None) -> Row:
-    """The request's next positions, which are planned now. The last one samples if nothing after it is known;
-    `depends_on_row` is the row of the batch before that samples its token, if that is not known yet."""
+    """Plans the request's next positions. The last one samples if no later token is known. `depends_on_row`: the
+    previous batch's row whose token this row waits for."""
     start, prompt_ids, sampling = request.num_planned, request.prompt_ids, request.sampling
     stop, num_known = start + num_tokens, len(prompt_ids) + len(request.output_ids)
     samples = stop == num_known + request.num_due and sampling.max_tokens > 0

@@ -68,7 +68,9 @@ class GeneratedLoad:
         if self.num_requests < 1:
             raise Misconfigured(f"--requests {self.num_requests}: give at least 1", param="requests")
         if not 0 < self.rate < math.inf:
-            raise Misconfigured(f"--rate {self.rate}: give requests a second, above 0 and finite", param="rate")
+            raise Misconfigured(
+                f"--rate {self.rate}: must be a finite number of requests per second above 0", param="rate"
+            )
         if (span_s := self.num_requests / self.rate) > MAX_SPAN_S:
             raise Misconfigured(
                 f"--rate {self.rate:g}: the last of {counted(self.num_requests, 'request')} comes after "

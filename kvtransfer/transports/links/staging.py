@@ -49,7 +49,7 @@ class Staging:
         return buffer[:num_bytes]
 
     def give(self, payload: torch.Tensor) -> None:
-        """Ends the use of what `take` gave, or of any view of its beginning. Memory of others is left alone."""
+        """Returns a buffer from `take`, or a view that starts at its first byte. Ignores other memory."""
         with self._lock:
             buffer = self._taken.pop(payload.data_ptr(), None)
             if buffer is None:

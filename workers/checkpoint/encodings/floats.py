@@ -117,7 +117,7 @@ def encodings(_: WeightFormat | None, __: WeightSource) -> WeightEncodings:
 
 
 def _slots(weight_OI: torch.Tensor, share: WeightShare) -> Iterator[Slot]:
-    """A share is cut by outputs or by inputs: all of one or the other of a projection is there."""
+    """A share is a range of outputs with all inputs, or a range of inputs with all outputs."""
     by_inputs = share.num_inputs < share.total_inputs
     sizes = [projection.size for projection in share.projections]
     targets = torch.split(weight_OI[: sum(sizes)], sizes)

@@ -76,7 +76,9 @@ def test_a_pool_of_no_ranks_is_refused() -> None:
 def test_gpus_that_were_asked_for_and_are_not_there_are_refused() -> None:
     check_fits(PoolsConfig(), (NodeResources(cpus=8.0, gpus=2.0),), tp=1, device="cuda")
     check_fits(PoolsConfig(), LAPTOP, tp=1, device="auto")
-    with pytest.raises(Misconfigured, match="need 2 GPUs, and there are 0: --colocated"):
+    with pytest.raises(
+        Misconfigured, match=r"need 2 GPUs, and there are 0: use --colocated \(1 worker, 1 GPU\) or --device cpu"
+    ):
         check_fits(PoolsConfig(), LAPTOP, tp=1, device="cuda")
 
 
