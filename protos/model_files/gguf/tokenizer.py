@@ -25,6 +25,8 @@ log = logging.getLogger("baton.model")
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5  # tokenizer.ggml.token_type
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
+_MAX_PIECE = 256  # letters of a piece that others are joined to: SentencePiece makes none above 16 by itself
+
 _ENDS = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|end_of_text|> <|endoftext|> <end_of_turn> <EOT> [EOT] [EOS] </s> "
     "<｜end▁of▁sentence｜> <|return|> <|call|> <end_of_utterance>".split()
@@ -230,6 +232,7 @@ def _merges_by_score(vocabulary: GGUFVocabulary) -> Iterator[tuple[str, str]]:
     pairs = [
         (-scores[index], -at, at - len(text), index, text[:at], text[at:])
         for text, index in ids.items()
+        if len(text) <= _MAX_PIECE
         for at in range(1, len(text))
         if text[:at] in ids and text[at:] in ids
     ]

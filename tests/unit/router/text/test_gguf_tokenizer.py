@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from protos.model_files.gguf.splits import SPLITS
 from protos.model_files.opening import open_model
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import Detokenizer
+from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer
 from tests.gguf_models import tokenizer_metadata
-from tests.gguf_writer import write_gguf
+from tests.gguf_writer import Stored, write_gguf
+from workers.models.config import read_config
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -289,3 +292,46 @@ def test_a_vocabulary_that_contradicts_itself_is_named(
     metadata = tokenizer_metadata(json.loads(byte_level("gpt-2")), pre="gpt-2", vocab_size=720)
     with pytest.raises(error, match=says):
         loaded(tmp_path, metadata | {f"tokenizer.ggml.{key}": value for key, value in changes.items()})
+
+
+VALUES = st.one_of(
+    st.integers(-(2**31), 2**31 - 1), st.floats(width=32), st.booleans(), st.text(max_size=8),
+    st.lists(st.text(max_size=4), min_size=1, max_size=8), st.lists(st.integers(-3, 9), max_size=8),
+)  # fmt: skip
+KEYS = (
+    "general.architecture", "general.type", "llama.block_count", "llama.attention.head_count", "llama.context_length",
+    "llama.attention.head_count_kv", "llama.attention.key_length", "llama.rope.freq_base", "llama.rope.scaling.type",
+    "llama.rope.scaling.factor", "llama.attention.sliding_window", "llama.expert_count", "general.sampling.temp",
+    "tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.scores", "tokenizer.ggml.token_type",
+    "tokenizer.ggml.merges", "tokenizer.ggml.pre", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.bos_token_id",
+    "tokenizer.ggml.add_bos_token", "tokenizer.chat_template", "tokenizer.huggingface.json",
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6), is_sentencepiece=st.booleans())
+def test_no_made_up_metadata_does_more_than_raise(
+    changes: dict[str, Any], is_sentencepiece: bool, tmp_path: Path
+) -> None:
+    texts, scores = ["<unk>", "a", "b", "ab", "</s>"], [0.0, -1.0, -2.0, -0.5, 0.0]
+    own = {"block_count": 1, "attention.head_count": 2, "context_length": 64, "embedding_length": 64,
+           "feed_forward_length": 64, "attention.layer_norm_rms_epsilon": 1e-5}  # fmt: skip
+    metadata: dict[str, Any] = {"general.architecture": "llama", **{f"llama.{key}": one for key, one in own.items()}}
+    metadata |= {
+        "tokenizer.ggml.model": "llama" if is_sentencepiece else "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": texts,
+        "tokenizer.ggml.scores": ("float32", scores),
+        "tokenizer.ggml.token_type": ("int32", [2, 1, 1, 1, 3]),
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.eos_token_id": 4,
+    }
+    tensors = {"token_embd.weight": Stored((8, 64), "F32", b"\0" * 2048)}
+    path = write_gguf(tmp_path / "m.gguf", metadata | changes, tensors)
+    with suppress(BadCheckpoint, UnsupportedModel):
+        read_config(path)
+    with suppress(BadCheckpoint, UnsupportedModel):
+        files = open_model(path)
+        tokenizer = Tokenizer.load(files)
+        ModelCard.load(files, "m")
+        ChatTemplate.load(files, tokenizer.named_tokens, tokenizer.added_tokens)
