@@ -85,7 +85,7 @@ class FleetConfig(CheckedSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(CheckedSettings):
-    """`model_path` is the checkpoint folder, from which tokenizer, chat template and generation defaults are read.
+    """Tokenizer, chat template and generation defaults are read from `model_path`, a checkpoint folder or GGUF file.
 
     Conditional disaggregation: the decode worker computes a prompt itself whose uncached part is shorter than both
     `local_prefill_tokens` and `local_prefill_share` of the prompt.

@@ -51,8 +51,8 @@ class WorkerConfig(StepLimits):
     A sequence that is paused for another one's time slice keeps its KV.
     """
 
-    model: str = field(metadata={"help": "Folder of a Hugging Face checkpoint.", "unit": "path"})
-    served_name: str = setting("", "What clients call the model; default: its folder's name.")
+    model: str = field(metadata={"help": "Folder of a Hugging Face checkpoint, or GGUF file.", "unit": "path"})
+    served_name: str = setting("", "What clients call the model; default: its folder's or file's name.")
     device: Device = setting("auto", "auto: GPUs if there are enough.")
     dtype: Dtype = setting("auto", "Of weights and KV; auto: that of the checkpoint.")
     tp: int = setting(1, "Tensor-parallel ranks of every worker.", least=1)
@@ -79,7 +79,7 @@ class WorkerConfig(StepLimits):
     def __post_init__(self) -> None:
         if not self.model:
             raise Misconfigured(
-                "no model is given: name a Hugging Face checkpoint folder (--model, or model = in the file)",
+                "no model is given: name a checkpoint folder or a GGUF file (--model, or model = in the file)",
                 param="model",
             )
         StepLimits.__post_init__(self)

@@ -13,7 +13,7 @@ import shlex
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("baton.cluster")
 
+ModelPath = Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model: a folder, or a GGUF file.")]
 DEMO = {"model": str(Path(__file__).resolve().parents[2] / "demo" / "model"), "served_name": "demo"}
 
 
@@ -131,9 +132,13 @@ async def run_deployment(config: ClusterConfig, console: Console, log_format: Lo
 
 
 @options.takes_settings("model", "served_name", *options.POOLS, *options.GATEWAY, "ray.address")
-def serve(given: options.GivenSettings, log_format: options.Log = LogFormat.TEXT) -> None:
+def serve(given: options.GivenSettings, path: ModelPath = None, log_format: options.Log = LogFormat.TEXT) -> None:
     """Serve a model until Ctrl-C: a gateway, and prefill and decode workers that Ray places and Baton supervises."""
-    _serve(given, given.config(), log_format)
+    if path is not None and "model" in given.flags:
+        raise Misconfigured(
+            f"the model is given twice, as {path} and as --model {given.flags['model']}: give it once", param="model"
+        )
+    _serve(given, given.config(**({} if path is None else {"model": path})), log_format)
 
 
 @options.takes_settings("served_name", *options.POOLS, *options.GATEWAY, "ray.address")
