@@ -18,7 +18,7 @@ from tests.numerics.paged import PagedRun
 from workers.models.loader import load_model
 
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "model"
-TEXTS = 12
+TEXTS = 6
 """Of each kind of held-out text."""
 NUM_BLOCKS = 160
 
