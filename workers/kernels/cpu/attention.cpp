@@ -22,7 +22,11 @@ namespace {
 
 using paged::Batch, paged::chunk, paged::infinity, paged::Places, paged::Shape, paged::Tile;
 
+#ifdef __AVX512F__
 constexpr int lanes = 16;
+#else
+constexpr int lanes = 8;
+#endif
 constexpr int most_queries = 96;  // of a tile: its buffers stay in a core's second-level cache
 
 typedef float Vector __attribute__((vector_size(lanes * 4), aligned(4)));
@@ -32,14 +36,48 @@ inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(
 inline void store(float* to, Vector x) { *reinterpret_cast<Vector*>(to) = x; }
 inline Vector greater(Vector a, Vector b) { return a > b ? a : b; }
 
-// One number out of sixteen, by halves.
+// One number out of all lanes, by halves.
 template <typename Combine>
 float fold(Vector x, Combine combine) {
+#ifdef __AVX512F__
     x = combine(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
     x = combine(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
     x = combine(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
     x = combine(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+#else
+    x = combine(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+    x = combine(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
+    x = combine(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6));
+#endif
     return x[0];
+}
+
+typedef float Eight __attribute__((vector_size(32), aligned(4)));
+
+// Rows and columns of 8 x 8 floats change places.
+inline void transpose_eight(Eight (&rows)[8]) {
+    Eight x[8];
+    for (int i = 0; i < 8; i += 2) {
+        x[i] = __builtin_shufflevector(rows[i], rows[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        x[i + 1] = __builtin_shufflevector(rows[i], rows[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+    Eight y[8];
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            y[i + 2 * j] = __builtin_shufflevector(x[i + j], x[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            y[i + 2 * j + 1] = __builtin_shufflevector(x[i + j], x[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    for (int i = 0; i < 4; i++) {
+        rows[i] = __builtin_shufflevector(y[i], y[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        rows[i + 4] = __builtin_shufflevector(y[i], y[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+}
+
+inline Eight widen_eight(const float* from) { return *reinterpret_cast<const Eight*>(from); }
+inline Eight widen_eight(const bfloat16* from) {
+    typedef uint16_t Halves __attribute__((vector_size(16), aligned(2)));
+    typedef uint32_t Bits __attribute__((vector_size(32)));
+    return (Eight)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Bits) << 16);
 }
 
 struct Floats {
@@ -59,15 +97,26 @@ struct Floats {
     // keys[chunk] -> [head_dim][chunk]; a null key is all zeros.
     template <typename T>
     static void lay_keys(const T* const* keys, Unit* to, int head_dim) {
-        for (int key = 0; key < chunk; key++)
-            for (int d = 0; d < head_dim; d++) to[d * chunk + key] = keys[key] ? widen(keys[key][d]) : 0.0f;
+        for (int first = 0; first < chunk; first += 8) {
+            int d = 0;
+            for (; d + 8 <= head_dim; d += 8) {
+                Eight rows[8];
+                for (int i = 0; i < 8; i++) rows[i] = keys[first + i] ? widen_eight(keys[first + i] + d) : Eight{};
+                transpose_eight(rows);
+                for (int i = 0; i < 8; i++) *reinterpret_cast<Eight*>(to + (d + i) * chunk + first) = rows[i];
+            }
+            for (; d < head_dim; d++)
+                for (int key = first; key < first + 8; key++)
+                    to[d * chunk + key] = keys[key] ? widen(keys[key][d]) : 0.0f;
+        }
     }
 
     // values[chunk] -> [chunk][width]; columns from head_dim on are not used.
     template <typename T>
     static void lay_values(const T* const* values, Unit* to, int head_dim, int width) {
         for (int key = 0; key < chunk; key++)
-            for (int d = 0; d < head_dim; d++) to[key * width + d] = values[key] ? widen(values[key][d]) : 0.0f;
+            if (values[key] == nullptr) std::fill_n(to + key * width, head_dim, 0.0f);
+            else lay_row(values[key], to + key * width, head_dim);
     }
 };
 
@@ -149,21 +198,36 @@ void multiply(const typename Operands::Unit* left, const typename Operands::Unit
         for (int j = 0; j < vectors; j++) store(out + i * out_stride + j * lanes, sums[i][j]);
 }
 
-// The same for any number of rows: six at a time, as many as the registers hold.
-template <typename Operands, int vectors>
-void multiply_rows(int num_rows, const typename Operands::Unit* left, int left_stride,
+// The same for any width that is a multiple of `lanes`, `vectors` at a time and then fewer.
+template <typename Operands, int rows, int vectors>
+void multiply_columns(int width, const typename Operands::Unit* left, int left_stride,
+                      const typename Operands::Unit* right, int right_stride, int depth, float* out, int out_stride,
+                      const float* factors) {
+    int at = 0;
+    for (; at + vectors * lanes <= width; at += vectors * lanes)
+        multiply<Operands, rows, vectors>(left, right + at, right_stride, depth, left_stride, out + at, out_stride, factors);
+    if constexpr (vectors > 1)
+        if (at < width)
+            multiply_columns<Operands, rows, vectors / 2>(width - at, left, left_stride, right + at, right_stride, depth,
+                                                          out + at, out_stride, factors);
+}
+
+// And for any number of rows: six at a time, with as many columns as the registers hold.
+template <typename Operands>
+void multiply_rows(int num_rows, int width, const typename Operands::Unit* left, int left_stride,
                    const typename Operands::Unit* right, int right_stride, int depth, float* out, int out_stride,
                    const float* factors) {
+    constexpr int many = lanes == 16 ? 4 : 2;
     int row = 0;
     const auto take = [&](auto* multiply_some, int num) {
         for (; row + num <= num_rows; row += num)
-            multiply_some(left + row * left_stride, right, right_stride, depth, left_stride, out + row * out_stride,
+            multiply_some(width, left + row * left_stride, left_stride, right, right_stride, depth, out + row * out_stride,
                           out_stride, factors ? factors + row : nullptr);
     };
-    take(multiply<Operands, 6, vectors>, 6);
-    take(multiply<Operands, 4, vectors>, 4);
-    take(multiply<Operands, 2, vectors>, 2);
-    take(multiply<Operands, 1, vectors>, 1);
+    take(multiply_columns<Operands, 6, many>, 6);
+    take(multiply_columns<Operands, 4, many>, 4);
+    take(multiply_columns<Operands, 2, 4>, 2);
+    take(multiply_columns<Operands, 1, 4>, 1);
 }
 
 // What one thread needs beside the tensors. Rows are queries of a tile: its tokens, and of each its heads.
@@ -224,8 +288,8 @@ class Worker {
         const int64_t group = shape_.group();
         Operands::lay_keys(places.keys, keys_.data(), head_dim_);
         Operands::lay_values(places.values, values_.data(), head_dim_, width_);
-        multiply_rows<Operands, chunk / lanes>(num_rows, queries_.data(), depth_, keys_.data(), chunk, depth_,
-                                               scores_.data(), chunk, nullptr);
+        multiply_rows<Operands>(num_rows, chunk, queries_.data(), depth_, keys_.data(), chunk, depth_, scores_.data(), chunk,
+                                nullptr);
         for (int row = 0; row < num_rows; row++) {
             const int64_t position = tile.position + row / group;
             const int64_t first = std::max<int64_t>(0, shape_.first_visible(position) - start);
@@ -233,15 +297,8 @@ class Worker {
             weigh(row, int(first), int(std::max<int64_t>(0, last)));
         }
         constexpr int depth = chunk / Operands::per_unit;
-        int d = 0;
-        const auto take = [&](auto* multiply_some, int num_columns) {
-            for (; d + num_columns <= width_; d += num_columns)
-                multiply_some(num_rows, weights_.data(), depth, values_.data() + d, width_, depth, sums_.data() + d,
-                              width_, factors_.data());
-        };
-        take(multiply_rows<Operands, 4>, 4 * lanes);
-        take(multiply_rows<Operands, 2>, 2 * lanes);
-        take(multiply_rows<Operands, 1>, lanes);
+        multiply_rows<Operands>(num_rows, width_, weights_.data(), depth, values_.data(), width_, depth, sums_.data(), width_,
+                                factors_.data());
     }
 
     // Scores [first, last) of a row become weights relative to the best score so far, the others 0.
