@@ -35,11 +35,13 @@ CAPPED = (*PACKAGES, "benchmarks")
 RUNS_CODE = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
 RUNS_CODE_TOO = {"torch.load", "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"}
 
-# Decisions are tested in milliseconds and simulated by the million: these modules never reach a tensor.
-PURE = {
-    "kvtransfer": ("blocks", "hashing", "events", "ledger", "session", "reshard", "transport"),
-    "workers": ("batch", "scheduling.scheduler", "scheduling.host_loads", "scheduling.request", "kv.blocks", "kv.host"),
-}
+# Decisions are tested in milliseconds and simulated by the million: these modules, and all of a folder, never reach a
+# tensor.
+PURE = (
+    "kvtransfer.events", "kvtransfer.hashing", "kvtransfer.lanes", "kvtransfer.ledger", "kvtransfer.reshard",
+    "kvtransfer.session", "kvtransfer.transport", "workers.batch", "workers.scheduling", "workers.kv.blocks",
+    "workers.kv.host",
+)  # fmt: skip
 HEAVY = ("torch", "triton", "ray", "transformers")
 
 
@@ -259,7 +261,8 @@ def test_files_name_no_machine_and_no_registry() -> None:
 
 def test_documents_name_files_that_exist() -> None:
     tops = "|".join((*PACKAGES, "benchmarks", "demo", "deploy", "docs", "tests"))
-    path_named = re.compile(rf"(?<![\w./-])((?:{tops})/[\w./-]+\.(?:py|c|cpp|html|js|css|md|yaml|toml|proto))\b")
+    path_named = re.compile(rf"(?<![\w./-])((?:{tops})/[\w./-]+\.(?:py|c|cpp|h|sh|html|js|css|md|yaml|toml|proto))\b")
+    folder_named = re.compile(rf"`((?:{tops})/(?:[\w.-]+/)*)`")
     program = re.compile(rf"python -m ((?:{tops})(?:\.\w+)*)")
 
     def offences() -> Iterator[str]:
@@ -268,11 +271,30 @@ def test_documents_name_files_that_exist() -> None:
                 for name in path_named.findall(line):
                     if not (ROOT / name).is_file():
                         yield f"{path}:{number}: there is no {name}"
+                for name in folder_named.findall(line):
+                    if path.name != "CHANGELOG.md" and not (ROOT / name).is_dir():
+                        yield f"{path}:{number}: there is no folder {name}"
                 for name in program.findall(line):
                     module = ROOT / name.replace(".", "/")
                     if not module.with_suffix(".py").is_file() and not (module / "__main__.py").is_file():
                         yield f"{path}:{number}: `python -m {name}` does not run"
 
+    report(offences())
+
+
+def test_architecture_lists_every_folder() -> None:
+    """Its tables, headed by a package's folder, have each folder of that package, and no other."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    tables = re.findall(r"^\| `(\w+)/` \| \|\n\|---\|---\|\n((?:\|.*\n)+)", page, re.MULTILINE)
+
+    def offences() -> Iterator[str]:
+        for package, rows in tables:
+            listed = {name for row in rows.splitlines() for name in re.findall(r"`(\w+)/`", row.split("|")[1])}
+            there = {path.parts[1] for path in files("*.py") if path.parts[0] == package and len(path.parts) > 2}
+            yield from (f"docs/architecture.md: there is no {package}/{name}/" for name in sorted(listed - there))
+            yield from (f"docs/architecture.md: {package}/{name}/ has no row" for name in sorted(there - listed))
+
+    assert {package for package, _ in tables} == {"router", "cluster", "workers"}
     report(offences())
 
 
@@ -360,10 +382,19 @@ def test_packages_are_imported_from_this_checkout(tmp_path: Path) -> None:
     )
 
 
-def pure_modules() -> list[str]:
-    """The modules of PURE that exist."""
-    named = [(package, module) for package, modules in PURE.items() for module in modules]
-    return [f"{p}.{m}" for p, m in named if (ROOT / p / f"{m.replace('.', '/')}.py").is_file()]
+def modules_of(part: str) -> list[str]:
+    """The module of this name, or every module of the folder, itself included; none if neither exists."""
+    path = Path(*part.split("."))
+    names = [
+        file.with_suffix("").parts for file in files("*.py") if file == path.with_suffix(".py") or path in file.parents
+    ]
+    return [".".join(parts).removesuffix(".__init__") for parts in names]
+
+
+@pytest.mark.parametrize("part", PURE)
+def test_pure_modules_exist(part: str) -> None:
+    if not modules_of(part):
+        pytest.fail(f"there is no {part}: give PURE in {Path(__file__).name} its new name", pytrace=False)
 
 
 def test_pure_modules_never_name_a_heavy_library() -> None:
@@ -371,19 +402,18 @@ def test_pure_modules_never_name_a_heavy_library() -> None:
     graph = grimp.build_graph(*PACKAGES, include_external_packages=True, cache_dir=None)
     chains = (
         (module, graph.find_shortest_chain(module, heavy))
-        for module in pure_modules()
+        for part in PURE
+        for module in modules_of(part)
         for heavy in HEAVY
         if heavy in graph.modules
     )
     report(f"{module}: imports {' -> '.join(chain)}: cut the chain" for module, chain in chains if chain)
 
 
-@pytest.mark.parametrize("part", [*pure_modules(), "router", "protos"])
+@pytest.mark.parametrize("part", [*PURE, "router", "protos"])
 def test_light_parts_load_without_heavy_libraries(part: str) -> None:
-    """What really loads, packages' __init__ included: one pure module, or every module of a light package."""
-    inside = [path.with_suffix("").parts for path in files("*.py") if path.parts[0] == part]
-    modules = [".".join(parts).removesuffix(".__init__") for parts in inside] or [part]
-    program = f"import sys; sys.modules.update(dict.fromkeys({HEAVY})); import {', '.join(modules)}"
+    """What really loads, packages' __init__ included: one pure module, or every module of a light folder."""
+    program = f"import sys; sys.modules.update(dict.fromkeys({HEAVY})); import {', '.join(modules_of(part))}"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         pytest.fail(f"{part} must load without {', '.join(HEAVY)}; it does not:\n{result.stderr}", pytrace=False)
