@@ -17,6 +17,7 @@ from workers.checkpoint.registry import encodings_of, open_source
 from workers.checkpoint.slots import Slot
 from workers.checkpoint.source import FLOATS, WeightSource
 from workers.kernels.base import kernels_for
+from workers.kernels.cpu.memory import return_freed_memory
 from workers.models.config import ModelConfig, read_config
 from workers.models.decoder import Decoder
 from workers.parallel.group import Solo, TensorParallel
@@ -45,6 +46,8 @@ def load_model(
     """
     if dtype not in _DTYPES:
         raise Misconfigured(f"dtype {dtype!r} is not served: choose one of {', '.join(_DTYPES)}", param="dtype")
+    if device == "cpu":
+        return_freed_memory()
     folder = Path(path)
     config = read_config(folder)
     with open_source(folder) as source:

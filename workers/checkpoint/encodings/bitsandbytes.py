@@ -88,6 +88,7 @@ class NF4Weight:
         return iter(self._stored.slots)
 
     def weights(self) -> Sequence[QuantisedWeight]:
+        self._stored.release()
         codes = self._packed.view(self._num_rows, -1)
         num_inputs = self._stored.share.total_inputs
         weight = QuantisedWeight(

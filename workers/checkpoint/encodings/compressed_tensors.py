@@ -96,6 +96,7 @@ class PackedIntegers:
         return iter(self._stored.slots)
 
     def weights(self) -> Sequence[QuantisedWeight]:
+        self._stored.release()
         bits, inputs, outputs = self._scheme.bits, self._stored.inputs, self._stored.outputs
         last = self._skipped_inputs + len(inputs)
         codes = select_columns(bytes_of_words(self._packed), bits, slice(self._skipped_inputs, last), last)

@@ -57,6 +57,7 @@ class EXL2Weight:
 
     def weights(self) -> Sequence[QuantisedWeight]:
         """One for each run of groups of the same bits."""
+        self._stored.release()
         outputs, total_inputs = self._stored.outputs, self._stored.share.total_inputs
         order = torch.argsort(self._perm) if self._is_inverse else self._perm.long()
         last = self._skipped + len(outputs)

@@ -49,6 +49,7 @@ class GPTQWeight:
         return iter(self._stored.slots)
 
     def weights(self) -> Sequence[QuantisedWeight]:
+        self._stored.release()
         bits, inputs = self._sizes.bits, self._stored.inputs
         stream = bytes_of_words(self._qweight.T)
         last = self._skipped_inputs + len(inputs)

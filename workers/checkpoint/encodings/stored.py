@@ -29,6 +29,10 @@ class StoredTensors:
         self._source = source
         self._device = device
 
+    def release(self) -> None:
+        """Once filled. Slots whose checks are methods of the weight would keep it, and its tensors, in a circle."""
+        self.slots.clear()
+
     @property
     def by_inputs(self) -> bool:
         return self.share.num_inputs < self.share.total_inputs

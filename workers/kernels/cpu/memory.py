@@ -15,7 +15,7 @@ import torch
 HUGE_PAGE = 1 << 21
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_NEVER = 1 << 30
+_NEVER, _LARGE = 1 << 30, 1 << 21
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
 _LINE = 64
 _COLLIDING = 1024  # bytes: rows so far from one another share few places of a cache
@@ -96,7 +96,17 @@ def _region(num_bytes: int) -> mmap.mmap:
 def keep_freed_memory() -> None:
     """Lets the C library keep what a step frees for the next one: else each step is given fresh pages, and waits for
     every one of them to be zeroed. Only where that library is glibc; the process never holds more than its peak."""
+    _set_malloc(_NEVER)
+
+
+def return_freed_memory() -> None:
+    """Has the C library return what is freed to the system at once: a model's tensors as stored, and what is made of
+    them, lie side by side only one layer at a time. Until `keep_freed_memory`."""
+    _set_malloc(_LARGE)
+
+
+def _set_malloc(threshold: int) -> None:
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
-            set_option(option, _NEVER)
+            set_option(option, threshold)
