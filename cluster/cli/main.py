@@ -36,6 +36,7 @@ VERBS: dict[str, Verb] = {
     "simulate": Verb(
         "cluster.simulate.cli.simulate", "simulate", "The same code in virtual time: sizes, faults, policies.", USE
     ),
+    "quantize": Verb("cluster.quantise.verb", "quantize", "Write a checkpoint's weights with 4 or 8 bits.", SERVE),
     "key": Verb("cluster.cli.key", "key", "Make an API key for a tenant.", SERVE),
     "gateway": Verb("cluster.cli.gateway", "gateway", "The router, for workers that run elsewhere.", APART),
     "pools": Verb("cluster.cli.pools", "pools", "Supervised workers, for gateways elsewhere.", APART),

@@ -51,7 +51,7 @@ class Decoder:
         self.stored_as = stored_as  # the encoding of its weights and their bits, for people
         self._embedding = Embedding(context, "model.embed_tokens", config.vocab_size, config.hidden_size)
         self._rotation = Rotation(config.rope, config.head_dim, context.device)
-        self._layers = [_DecoderLayer(context, config, layer) for layer in range(config.num_layers)]
+        self._layers = [DecoderLayer(context, config, layer) for layer in range(config.num_layers)]
         self._norm = RMSNorm(context, "model.norm", config.hidden_size, config.norm_eps)
         tied = self._embedding if config.tied_embeddings else None
         self._head = Head(context, config.vocab_size, config.hidden_size, tied=tied)
@@ -95,7 +95,7 @@ class Decoder:
             yield from part.slots()
 
 
-class _DecoderLayer:
+class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x)); each addition is left to the norm that follows it."""
 
     def __init__(self, context: LayerContext, config: ModelConfig, layer: int) -> None:

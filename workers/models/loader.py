@@ -63,7 +63,7 @@ def load_model(
         slots = _checked_slots(folder, config, context, source)
         decoder = Decoder(config, context, stored_as=_stored_as(config, slots, source))
         log.info("%s: %s", folder, decoder.stored_as)
-        _fill(folder, list(decoder.slots()), source, on_progress or (lambda done, total: None))
+        fill(folder, list(decoder.slots()), source, on_progress or (lambda done, total: None))
     return decoder
 
 
@@ -130,7 +130,7 @@ def _is_empty_bias(folder: Path, name: str, layers: set[str], source: WeightSour
     return True
 
 
-def _fill(folder: Path, slots: list[Slot], source: WeightSource, on_progress: Progress) -> None:
+def fill(folder: Path, slots: list[Slot], source: WeightSource, on_progress: Progress) -> None:
     """Tensors whose values may be refused come first."""
     slots = sorted(slots, key=lambda slot: slot.check is None)
     sizes = [source.describe(slot.name).num_bytes * slot.target.numel() // math.prod(slot.shape) for slot in slots]

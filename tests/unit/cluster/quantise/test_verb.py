@@ -1,0 +1,69 @@
+"""`baton quantize` on the demo model, from the command line to its answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import tokenizers
+from typer.testing import CliRunner
+
+from cluster.cli.main import make_app
+from cluster.cli.serve import DEMO
+from demo.vocabulary import open_dialogue
+from protos.errors import Misconfigured
+from tests.numerics.paged import PagedRun
+from workers.models.loader import load_model
+
+ANSWER = "Test whether a path exists."
+
+
+def run(*arguments: str) -> str:
+    given = ("quantize", *arguments)
+    return CliRunner().invoke(make_app(given), given, catch_exceptions=False, standalone_mode=False).output
+
+
+def answer(folder: Path) -> str:
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = tokenizer.encode(open_dialogue("What does `os.path.exists` do?"), add_special_tokens=False).ids
+    model, given, said = PagedRun(load_model(folder)), list(ids), list[int]()
+    while len(said) < 6:
+        logits = model.step([("answer", given, len(ids))])[0]
+        given = [int(logits[-1].argmax())]
+        said += given
+    return str(tokenizer.decode(said))
+
+
+@pytest.mark.parametrize(("method", "bits", "most"), [("rtn", 8, 0.01), ("rtn", 4, 0.04), ("gptq", 4, 0.04)])
+def test_the_quantised_demo_model_answers_and_its_loss_is_told(
+    method: str, bits: int, most: float, tmp_path: Path
+) -> None:
+    held_out = json.loads((Path(DEMO["model"]) / "held_out.json").read_text())
+    (tmp_path / "some.json").write_text(json.dumps(held_out["source"][:3] + held_out["chat"][:6]))
+    (tmp_path / "others.txt").write_text("\n\n".join(held_out["source"][3:13]))
+    calibrated = [] if method == "rtn" else ["--calibrate", str(tmp_path / "others.txt")]
+    told = run(
+        DEMO["model"], str(tmp_path / "out"), "--method", method, "--bits", str(bits), *calibrated,
+        "--evaluate", str(tmp_path / "some.json"),
+    )  # fmt: skip
+    found = re.search(r"per token: (\S+) before, (\S+) after \((\S+)%\)", told)
+    assert found, told
+    assert float(found[2]) < float(found[1]) * (1 + most)
+    assert answer(tmp_path / "out").startswith(ANSWER[:20])
+
+
+def test_what_is_wrong_is_refused_with_the_fix(tmp_path: Path) -> None:
+    for given, wanted in (
+        (("--bits", "5"), "give 4 or 8"),
+        (("--group-size", "100"), "give 32, 64 or 128"),
+        (("--method", "gptq"), "give --calibrate FILE"),
+        (("--calibrate", str(tmp_path / "none.txt"), "--method", "awq"), "none.txt"),
+    ):
+        with pytest.raises(Misconfigured, match=wanted):
+            run(DEMO["model"], str(tmp_path / "out"), *given)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "wrong.json").write_text("[1, 2]")
+    with pytest.raises(Misconfigured, match="a JSON list of texts"):
+        run(DEMO["model"], str(tmp_path / "out"), "--evaluate", str(tmp_path / "wrong.json"))

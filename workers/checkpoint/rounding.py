@@ -1,0 +1,69 @@
+"""Rounding a float weight to integers with a scale for each group of inputs, by compressed-tensors' rule: the scale is
+the group's largest magnitude / ((2**bits - 1) / 2), symmetric.
+
+Legend: O outputs, I inputs, G groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from workers.checkpoint.bit_stream import pack_bits, tiles_of
+from workers.checkpoint.quantised import GroupValues, QuantisedWeight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRounding:
+    """The last group is smaller where `group_size` does not divide the inputs."""
+
+    bits: int
+    group_size: int
+
+    @property
+    def zero(self) -> int:
+        """The code of level 0."""
+        return 1 << (self.bits - 1)
+
+    def scales(self, weight_OI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[O, G] in `dtype`. A group of zeros has the scale 1."""
+        groups = torch.split(weight_OI.float().abs(), self.group_size, dim=1)
+        largest_OG = torch.stack([group.amax(dim=1) for group in groups], dim=1)
+        scale_OG = (largest_OG / ((2**self.bits - 1) / 2)).to(dtype)
+        return torch.where(scale_OG > 0, scale_OG, 1.0).to(dtype)
+
+    def spread(self, scale_OG: torch.Tensor, num_inputs: int) -> torch.Tensor:
+        """[O, I], float32: the scale of each input."""
+        return scale_OG.float().repeat_interleave(self.group_size, dim=1)[:, :num_inputs]
+
+    def levels(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Whole numbers from -2**(bits - 1) to 2**(bits - 1) - 1, float32; `scale` has the weight's shape."""
+        return (weight.float() / scale).round_().clamp_(-self.zero, self.zero - 1)
+
+    def rounded(self, weight_OI: torch.Tensor, scale_OG: torch.Tensor | None = None) -> torch.Tensor:
+        """The weight [O, I] that the rounded one stands for, float32."""
+        scale_OG = self.scales(weight_OI, torch.float32) if scale_OG is None else scale_OG
+        scale_OI = self.spread(scale_OG, weight_OI.shape[1])
+        return self.levels(weight_OI, scale_OI).mul_(scale_OI)
+
+    def codes(self, levels_OI: torch.Tensor) -> torch.Tensor:
+        """A dense stream, uint8 [O, W], of levels."""
+        return pack_bits((levels_OI + self.zero).to(torch.uint8), self.bits)
+
+    def quantised(self, weight_OI: torch.Tensor, dtype: torch.dtype) -> QuantisedWeight:
+        """With scales in `dtype`. One tile of rows at a time is a float32 copy."""
+        num_outputs, num_inputs = weight_OI.shape
+        codes, scales = [], []
+        for rows in tiles_of(num_outputs, num_inputs):
+            scale_OG = self.scales(weight_OI[rows], dtype)
+            codes.append(self.codes(self.levels(weight_OI[rows], self.spread(scale_OG, num_inputs))))
+            scales.append(scale_OG)
+        return QuantisedWeight(
+            bits=self.bits,
+            codes_OW=torch.cat(codes),
+            num_inputs=num_inputs,
+            scale=GroupValues(value_OB=torch.cat(scales)),
+            group_size=self.group_size,
+            zero=self.zero,
+        )

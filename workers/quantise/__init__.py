@@ -1,0 +1,1 @@
+"""Quantising a checkpoint of floats: `baton quantize`. Token ids in, a compressed-tensors folder out."""

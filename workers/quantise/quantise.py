@@ -1,0 +1,163 @@
+"""Quantises a checkpoint of floats, one decoder layer at a time.
+
+embed the calibration text ─▶ for each layer: run it and observe its inputs ─▶ round its weights ─▶ write them
+                                             └─▶ run it with the rounded weights: the next layer's inputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protos.errors import Misconfigured, UnsupportedModel
+from protos.model_files.folder import FolderFiles
+from protos.model_files.opening import open_model
+from workers.checkpoint.registry import encodings_of, open_source
+from workers.checkpoint.source import WeightSource
+from workers.models.config import ModelConfig, read_config
+from workers.quantise.awq import InputSample, clipped_scales, fold_scales
+from workers.quantise.folder import QuantisedFolder
+from workers.quantise.gptq import SecondMoments, gptq_levels
+from workers.quantise.observed import ObservedFloats
+from workers.quantise.recipe import QuantiseRecipe
+from workers.quantise.walk import LayerWalk, Sequences
+
+OnLayer = Callable[[int, int], None]
+"""Called with the number of layers done, and of all."""
+
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
+_UNCLIPPED = ("q_proj", "k_proj")  # AWQ's own rule: their outputs are multiplied with each other
+
+Tensors = dict[str, torch.Tensor]
+
+
+def check_float_folder(path: Path) -> ModelConfig:
+    """Raises UnsupportedModel or BadCheckpoint for a model that cannot be quantised."""
+    files, config = open_model(path), read_config(path)
+    if not isinstance(files, FolderFiles):
+        raise UnsupportedModel(f"{path} is a GGUF file: give the Hugging Face folder that it was made from")
+    if config.weight_format is not None:
+        raise UnsupportedModel(
+            f"{path} is quantised already ({config.weight_format.label}): give the checkpoint of floats that it was "
+            "made from"
+        )
+    return config
+
+
+@torch.inference_mode()
+def quantise(folder: Path, out: Path, recipe: QuantiseRecipe, calibration: Sequences, on_layer: OnLayer) -> None:
+    """Writes the folder `out`. `calibration` has token ids; rounding to nearest needs none.
+
+    Raises Misconfigured, UnsupportedModel or BadCheckpoint. Nothing is left of a folder that is not complete.
+    """
+    config = check_float_folder(folder)
+    if recipe.calibrated and not any(len(sequence) > 1 for sequence in calibration):
+        raise Misconfigured("the calibration text has no two tokens: give --calibrate a longer one", param="calibrate")
+    with open_source(folder) as source, QuantisedFolder(out, folder) as written:
+        walk = LayerWalk(folder, config, source, calibration)
+        if recipe.calibrated:
+            walk.embed()
+        inputs_of: dict[str, int] = {}
+        done: set[str] = set()
+        for layer in range(config.num_layers):
+            on_layer(layer, config.num_layers)
+            tensors, replaced = _quantised_layer(walk, layer, recipe, source, inputs_of)
+            written.add(tensors)
+            done |= replaced
+        for name in sorted(set(source.names()) - done):
+            written.add({name: source.read(name, 0, slice(None))})
+        read = FolderFiles(folder).json("config.json") or {}
+        written.finish({**read, "quantization_config": recipe.config(inputs_of)})
+        on_layer(config.num_layers, config.num_layers)
+
+
+@torch.inference_mode()
+def held_out_nats(folder: Path, sequences: Sequences) -> float:
+    """Mean cross entropy a token of the model in `folder`, quantised or not, in nats."""
+    config = read_config(folder)
+    with open_source(folder) as source:
+        encodings = encodings_of(config.weight_format, source)
+        walk = LayerWalk(folder, config, source, sequences)
+        walk.embed()
+        for layer in range(config.num_layers):
+            made = walk.make(layer, encodings)
+            made.pack()
+            walk.advance(made)
+        return walk.nats(encodings)
+
+
+def _quantised_layer(
+    walk: LayerWalk, layer: int, recipe: QuantiseRecipe, source: WeightSource, inputs_of: dict[str, int]
+) -> tuple[Tensors, set[str]]:
+    """The tensors to write, and the names of those that they stand for."""
+    prefix = f"model.layers.{layer}"
+    observed: ObservedFloats[Any] = ObservedFloats(_OBSERVERS[recipe.method])
+    made = walk.make(layer, observed.encoding_of)
+    tensors = {slot.name: slot.target for slot in made.slots()}
+    for names in observed.observers:
+        inputs_of |= {name.removeprefix(f"{prefix}."): tensors[f"{name}.weight"].shape[1] for name in names}
+    if recipe.calibrated:
+        walk.run(made)
+    observed.done()
+    stored = {name: _DTYPES.get(source.describe(name).dtype, torch.float32) for name in tensors}
+    written = _rounded(prefix, recipe, tensors, observed.observers, stored)
+    if recipe.calibrated:
+        walk.advance(made)
+    return written, set(tensors)
+
+
+def _rounded(
+    prefix: str,
+    recipe: QuantiseRecipe,
+    tensors: Tensors,
+    observers: Mapping[tuple[str, ...], Any],
+    stored: Mapping[str, torch.dtype],
+) -> Tensors:
+    """What is stored of a layer. `tensors`, the layer's own, become what that stands for."""
+    if recipe.method == "awq":
+        fold_scales(prefix, tensors, observers, lambda name: recipe.rounding(tensors[f"{name}.weight"].shape[1]))
+    linear = {name: observer for names, observer in observers.items() for name in names}
+    written: Tensors = {}
+    for name, tensor in tensors.items():
+        layer = name.removesuffix(".weight")
+        if layer not in linear or layer == name:
+            written[name] = tensor.to(stored[name])
+            tensor.copy_(written[name])
+            continue
+        rounding, dtype = recipe.rounding(tensor.shape[1]), stored[name]
+        scale_OG = rounding.scales(tensor, dtype)
+        if recipe.method == "awq" and not layer.endswith(_UNCLIPPED):
+            scale_OG = clipped_scales(tensor, linear[layer].rows(), rounding, dtype)
+        scale_OI = rounding.spread(scale_OG, tensor.shape[1])
+        levels_OI = (
+            gptq_levels(tensor, linear[layer].moments_II, rounding, scale_OG)
+            if recipe.method == "gptq"
+            else rounding.levels(tensor, scale_OI)
+        )
+        written[f"{layer}.weight_packed"] = _words(rounding.codes(levels_OI))
+        written[f"{layer}.weight_scale"] = scale_OG
+        written[f"{layer}.weight_shape"] = torch.tensor(tensor.shape)
+        tensor.copy_(levels_OI * scale_OI)
+    return written
+
+
+def _words(stream_OW: torch.Tensor) -> torch.Tensor:
+    """int32, rows filled up with zero bits."""
+    rest = -stream_OW.shape[1] % 4
+    return torch.nn.functional.pad(stream_OW, (0, rest)).contiguous().view(torch.int32)
+
+
+class _Nothing:
+    """What rounding to nearest observes of its inputs."""
+
+    def __init__(self, num_inputs: int) -> None:
+        pass
+
+    def add(self, x_TI: torch.Tensor) -> None:
+        pass
+
+
+_OBSERVERS: Mapping[str, Callable[[int], Any]] = {"rtn": _Nothing, "gptq": SecondMoments, "awq": InputSample}
