@@ -169,7 +169,7 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     assert group.size == config.tp, f"a group of {group.size} ranks for tp {config.tp}"
     device = device_of(config)
     steps_in_flight = steps_in_flight_of(config)
-    model = read_config(config.model)
+    model = read_config(config.model, config.quantize)
     check_parallel(model, config.tp)
     name = config.served_name or model_name(config.model)
     dtype = dtype_of(config, model)
@@ -265,10 +265,17 @@ def _load(
     config: WorkerConfig, group: TensorParallel, device: str, dtype: str, on_progress: Progress | None
 ) -> Decoder:
     if device == "cpu":
-        num_bytes = weight_bytes(config.model, dtype)
+        num_bytes = weight_bytes(config.model, dtype, config.quantize)
         check_weights_fit(num_bytes // config.tp, free_ram_bytes(), device)
     try:
-        decoder = load_model(config.model, device=device, dtype=dtype, parallel=group, on_progress=on_progress)
+        decoder = load_model(
+            config.model,
+            device=device,
+            dtype=dtype,
+            quantize=config.quantize,
+            parallel=group,
+            on_progress=on_progress,
+        )
         decoder.pack()
         if device == "cpu":
             keep_freed_memory()

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from kvtransfer.config import LaneConfig
 from protos.errors import Misconfigured
 from protos.settings import check_settings, setting
+from workers.checkpoint.formats.rounded import Quantize
 from workers.cores import parse_cpus
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -55,6 +56,7 @@ class WorkerConfig(StepLimits):
     served_name: str = setting("", "What clients call the model; default: its folder's or file's name.")
     device: Device = setting("auto", "auto: GPUs if there are enough.")
     dtype: Dtype = setting("auto", "Of weights and KV; auto: that of the checkpoint.")
+    quantize: Quantize = setting("off", "Round the linear weights of a float checkpoint as they are loaded.")
     tp: int = setting(1, "Tensor-parallel ranks of every worker.", least=1)
     block_size: int = setting(16, "Tokens of a KV block.", unit="tokens", least=1)
     num_blocks: int | None = setting(None, "Blocks of the KV cache; default: as memory_fraction allows.", least=1)

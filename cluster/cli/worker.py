@@ -34,7 +34,14 @@ Id = Annotated[str, typer.Option("--id", help="Name of the worker. Default: its 
 
 
 @options.takes_settings(
-    "model", "served_name", "worker.device", "worker.dtype", "worker.max_model_len", "worker.host_kv_gib", "peers.token"
+    "model",
+    "served_name",
+    "worker.device",
+    "worker.dtype",
+    "worker.quantize",
+    "worker.max_model_len",
+    "worker.host_kv_gib",
+    "peers.token",
 )
 def worker(
     given: options.GivenSettings,

@@ -29,7 +29,7 @@ def check_feasible(
 ) -> None:
     """Raises Misconfigured, which names the setting and a value that would work; BadCheckpoint or UnsupportedModel for
     a model that cannot be served. Machines of an existing Ray are left to its placement."""
-    model = read_config(config.worker.model)
+    model = read_config(config.worker.model, config.worker.quantize)
     if not config.pools.colocated and config.pools.prefill == 0:
         log.warning(
             "pools.prefill is 0: decode workers prefill their prompts themselves, which delays running answers. "
@@ -102,6 +102,6 @@ def _worker_bytes(config: ClusterConfig, model: ModelConfig, tp: int) -> int:
     """Bytes over all ranks of a worker, on a CPU."""
     worker = config.worker
     dtype = model.dtype if worker.dtype == "auto" else worker.dtype
-    weights = weight_bytes(worker.model, dtype)
+    weights = weight_bytes(worker.model, dtype, worker.quantize)
     layout = model.kv_layout(block_size=worker.block_size, dtype=dtype if dtype in ITEM_BYTES else "bfloat16", tp=tp)
     return tp * RANK_BYTES + weights + (worker.num_blocks or 0) * layout.block_bytes

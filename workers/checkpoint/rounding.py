@@ -1,5 +1,5 @@
-"""Rounding a float weight to integers with a scale for each group of inputs, by compressed-tensors' rule: the scale is
-the group's largest magnitude / ((2**bits - 1) / 2), symmetric.
+"""Rounding a float weight to the nearest level. Integers have a scale for each group of inputs, by compressed-tensors'
+rule: the group's largest magnitude / ((2**bits - 1) / 2), symmetric.
 
 Legend: O outputs, I inputs, G groups.
 """
@@ -12,6 +12,8 @@ import torch
 
 from workers.checkpoint.bit_stream import pack_bits, tiles_of
 from workers.checkpoint.quantised import GroupValues, QuantisedWeight
+
+_LARGEST_FP8 = 448.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,3 +69,28 @@ class GroupRounding:
             group_size=self.group_size,
             zero=self.zero,
         )
+
+
+def fp8_rows(weight_OI: torch.Tensor, dtype: torch.dtype) -> QuantisedWeight:
+    """Rounded to e4m3, with a scale for each output: its largest magnitude / 448."""
+    codes, scales = [], []
+    for rows in tiles_of(*weight_OI.shape):
+        wide = weight_OI[rows].float()
+        scale_O1 = (wide.abs().amax(dim=1, keepdim=True) / _LARGEST_FP8).to(dtype)
+        scale_O1 = torch.where(scale_O1 > 0, scale_O1, 1.0).to(dtype)
+        levels = (wide / scale_O1.float()).clamp_(-_LARGEST_FP8, _LARGEST_FP8)
+        codes.append(levels.to(torch.float8_e4m3fn).view(torch.uint8))
+        scales.append(scale_O1)
+    return QuantisedWeight(
+        bits=8,
+        codes_OW=torch.cat(codes),
+        num_inputs=weight_OI.shape[1],
+        scale=GroupValues(value_OB=torch.cat(scales)),
+        group_size=weight_OI.shape[1],
+        table=fp8_values(weight_OI.device),
+    )
+
+
+def fp8_values(device: torch.device) -> torch.Tensor:
+    """float32 [256]: the number that each byte stands for."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()

@@ -17,7 +17,8 @@ class Slot:
 
     `shape` is the whole tensor's in the checkpoint, `dtypes` are those it may be stored as, by safetensors' names.
     `check` raises BadCheckpoint or UnsupportedModel for values that cannot be served; it is given the file and
-    tensor for the message, and the filled target, before any tensor without a check is read.
+    tensor for the message, and the filled target, before any tensor without a check is read. `consume` takes the tensor
+    that is read in place of the target, which has a shape and no memory.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Slot:
     start: int = 0
     dtypes: frozenset[str] = FLOATS
     check: Callable[[str, torch.Tensor], None] | None = None
+    consume: Callable[[torch.Tensor], None] | None = None
 
     @property
     def part(self) -> slice:

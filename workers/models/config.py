@@ -11,6 +11,7 @@ from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
 from protos.values import ITEM_BYTES, KVLayout
 from workers.checkpoint.formats.base import WeightFormat
+from workers.checkpoint.formats.rounded import EMBEDDING, HEAD, Quantize, RoundedFormat, rounded_format
 from workers.checkpoint.registry import read_format, stored_tensors
 from workers.checkpoint.source import FLOATS, StoredTensor
 from workers.models.families.base import Family
@@ -99,8 +100,8 @@ class ModelConfig:
         return regime.to_bytes(8, "little") if regime else b""
 
 
-def read_config(path: str | Path) -> ModelConfig:
-    """Reads the model at `path`, a folder or a GGUF file, weights left alone.
+def read_config(path: str | Path, quantize: Quantize = "off") -> ModelConfig:
+    """Reads the model at `path`, a folder or a GGUF file, weights left alone; `quantize` is how they will be rounded.
 
     Raises BadCheckpoint (a file missing, truncated or contradictory) or UnsupportedModel (an architecture or option
     that is not served), each naming the file, the field and the fix.
@@ -113,6 +114,7 @@ def read_config(path: str | Path) -> ModelConfig:
     rope = read_rope(config, head_dim=sizes.head_dim, max_position=sizes.max_position)
     generation = Fields(files.json("generation_config.json") or {}, files.where("generation_config.json"))
     has_bias = config.flag("attention_bias")
+    stored = read_format(config, files)
     return ModelConfig(
         family=family.name,
         vocab_size=sizes.vocab_size,
@@ -134,7 +136,7 @@ def read_config(path: str | Path) -> ModelConfig:
         max_model_len=_max_model_len(rope, sizes.max_position),
         dtype=config.text_or("dtype", config.text_or("torch_dtype", "float32")),
         eos_token_ids=_eos_ids(config, generation, sizes.vocab_size),
-        weight_format=read_format(config, files),
+        weight_format=stored if quantize == "off" else rounded_format(quantize, stored),
     )
 
 
@@ -162,9 +164,22 @@ def longest_sequence(config: ModelConfig, asked: int | None) -> int:
     return asked or config.max_model_len
 
 
-def weight_bytes(path: str | Path, dtype: str) -> int:
-    """What the checkpoint's weights take in memory: packed tensors as they are stored, others converted to `dtype`."""
-    return sum(_loaded_bytes(name, stored, dtype) for name, stored in stored_tensors(Path(path)).items())
+def weight_bytes(path: str | Path, dtype: str, quantize: Quantize = "off") -> int:
+    """What the checkpoint's weights take in memory: packed tensors as they are stored, linear weights that are rounded
+    as they are loaded as integers with their scales, others converted to `dtype`."""
+    tensors = stored_tensors(Path(path))
+    if quantize == "off":
+        return sum(_loaded_bytes(name, stored, dtype) for name, stored in tensors.items())
+    rounding, total = RoundedFormat(levels=quantize), 0
+    for name, stored in tensors.items():
+        if name == f"{HEAD}.weight" or name.endswith("_proj.weight"):
+            total += rounding.num_bytes(name.removesuffix(".weight"), *stored.shape)
+        else:
+            total += _loaded_bytes(name, stored, dtype)
+    embedding = tensors.get(f"{EMBEDDING}.weight")
+    if f"{HEAD}.weight" not in tensors and embedding is not None:
+        total += rounding.num_bytes(HEAD, *embedding.shape)
+    return total
 
 
 def _loaded_bytes(name: str, stored: StoredTensor, dtype: str) -> int:

@@ -13,6 +13,7 @@ import torch
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from protos.hints import counted
 from workers.checkpoint.encoding import LayerContext
+from workers.checkpoint.formats.rounded import Quantize, RoundedFormat
 from workers.checkpoint.registry import encodings_of, open_source
 from workers.checkpoint.slots import Slot
 from workers.checkpoint.source import FLOATS, WeightSource
@@ -36,11 +37,13 @@ def load_model(
     *,
     device: str = "cpu",
     dtype: str = "float32",
+    quantize: Quantize = "off",
     parallel: TensorParallel | None = None,
     on_progress: Progress | None = None,
 ) -> Decoder:
     """The checkpoint folder `path` as a decoder on `device`, weights converted to `dtype` ("bfloat16", "float32").
 
+    `quantize` rounds the linear weights of a float checkpoint, one tensor at a time.
     With `parallel` only this rank's share is read. `on_progress(done_bytes, total_bytes)` counts that share.
     Raises BadCheckpoint, UnsupportedModel or Misconfigured, each naming the file, tensor or setting and the fix.
     """
@@ -49,7 +52,7 @@ def load_model(
     if device == "cpu":
         return_freed_memory()
     folder = Path(path)
-    config = read_config(folder)
+    config = read_config(folder, quantize)
     with open_source(folder) as source:
         context = LayerContext(
             device=device,
@@ -58,7 +61,7 @@ def load_model(
             kernels=kernels_for(device),
             encodings=encodings_of(config.weight_format, source),
         )
-        if config.tied_embeddings and _has_quantised_head(source):
+        if config.tied_embeddings and (_has_quantised_head(source) or quantize != "off"):
             config = replace(config, tied_embeddings=False)
         slots = _checked_slots(folder, config, context, source)
         decoder = Decoder(config, context, stored_as=_stored_as(config, slots, source))
@@ -79,7 +82,11 @@ def _stored_as(config: ModelConfig, slots: list[Slot], source: WeightSource) -> 
     linear = {slot.name for slot in slots if not slot.name.endswith(_NOT_LINEAR)}
     stored = [source.describe(name) for name in sorted(linear)]
     label = config.weight_format.label if config.weight_format else "-".join(sorted({one.dtype for one in stored}))
-    return f"{label}, {8 * sum(one.num_bytes for one in stored) / config.num_linear_weights:.4g} bits a weight"
+    num_bytes = sum(one.num_bytes for one in stored)
+    if isinstance(config.weight_format, RoundedFormat):
+        rounded = {(slot.name.removesuffix(".weight"), slot.shape) for slot in slots if slot.consume is not None}
+        num_bytes = sum(config.weight_format.num_bytes(name, *shape) for name, shape in rounded)
+    return f"{label}, {8 * num_bytes / config.num_linear_weights:.4g} bits a weight"
 
 
 def _checked_slots(folder: Path, config: ModelConfig, context: LayerContext, source: WeightSource) -> list[Slot]:
@@ -137,7 +144,11 @@ def fill(folder: Path, slots: list[Slot], source: WeightSource, on_progress: Pro
     total, done = sum(sizes), 0
     on_progress(done, total)
     for slot, size in zip(slots, sizes, strict=True):
-        slot.target.copy_(source.read(slot.name, slot.dim, slot.part))
+        read = source.read(slot.name, slot.dim, slot.part)
+        if slot.consume is not None:
+            slot.consume(read)
+        else:
+            slot.target.copy_(read)
         if slot.check is not None:
             slot.check(f"{folder}: tensor {slot.name!r}", slot.target)
         done += size

@@ -15,6 +15,7 @@ from protos.errors import BadCheckpoint, UnsupportedModel
 from workers.checkpoint.activations import ActivationRounding
 from workers.checkpoint.encodings.stored import StoredTensors
 from workers.checkpoint.quantised import GroupValues, QuantisedWeight
+from workers.checkpoint.rounding import fp8_values
 from workers.checkpoint.slots import Slot
 
 _FP8 = torch.float8_e4m3fn
@@ -76,7 +77,7 @@ class ByteWeight:
             scale=GroupValues(value_OB=scale_OG / settings.divisor if settings.divisor != 1 else scale_OG),
             group_size=settings.block[1] if settings.strategy in ("group", "block") else stored.share.total_inputs,
             zero=zero,
-            table=None if is_int8 else _fp8_values(codes.device),
+            table=None if is_int8 else fp8_values(codes.device),
             activations=self._activations(),
         )
         return [weight.in_groups_from(stored.inputs.start)]
@@ -132,7 +133,3 @@ def _check_scale(where: str, scale: torch.Tensor) -> None:
 def _check_layout(where: str, layout: torch.Tensor) -> None:
     if int(layout.item()) != 0:
         raise UnsupportedModel(f"{where} is {int(layout.item())}, which is not served: rows, 0, are")
-
-
-def _fp8_values(device: torch.device) -> torch.Tensor:
-    return torch.arange(256, dtype=torch.uint8, device=device).view(_FP8).float()
