@@ -17,6 +17,8 @@ _TRANSPORTS = {
 }
 """The values of `lanes.transport`, and those that only tests and simulators use."""
 
+NAMES = tuple(_TRANSPORTS)
+
 
 def transport(name: str) -> Callable[..., Transport]:
     """Makes a transport of this name. Raises Misconfigured."""

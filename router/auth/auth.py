@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
 from protos.errors import Forbidden, Misconfigured, RateLimited, Unauthenticated
 from protos.event_loop import loop_time
 from protos.hints import counted
 from router.auth.limits import LocalLimits, TenantLimits
+from router.auth.metrics import TenantMetrics
 from router.auth.tenants import NOBODY, Roster, Tenant, read_roster
 
 log = logging.getLogger("baton.router")
@@ -42,13 +43,7 @@ class AccessControl:
         self._looked_s = float("-inf")
         self.roster = read_roster(path) if path is not None else Roster()
         changed(self.roster)
-        registry = registry or CollectorRegistry()
-        self._tokens = Counter(
-            "baton_tenant_tokens", "Tokens by tenant and kind", ("tenant", "kind"), registry=registry
-        )
-        self._refused = Counter("baton_tenant_refused", "Requests over a limit", ("tenant",), registry=registry)
-        self._unknown = Counter("baton_unauthenticated", "Requests without a key that is known", registry=registry)
-        self._stale = Counter("baton_tenants_file_errors", "Readings of a bad file of tenants", registry=registry)
+        self._metrics = TenantMetrics(registry or CollectorRegistry())
 
     def identify(self, authorization: str | None) -> Tenant:
         """The tenant of an `Authorization: Bearer KEY`. Raises Unauthenticated."""
@@ -58,7 +53,7 @@ class AccessControl:
         key = self._key(authorization)
         tenant = self.roster.tenant_of(key)
         if tenant is None:
-            self._unknown.inc()
+            self._metrics.unauthenticated.inc()
             if self.roster.admin_keys and self.roster.is_admin(key):
                 raise Unauthenticated("This is an admin key, which opens /admin only: send a tenant's key")
             raise Unauthenticated("The API key is unknown: check it, or get another one from the operator")
@@ -75,7 +70,7 @@ class AccessControl:
         try:
             await self._limits.enter(tenant, request_id, num_prompt_tokens, loop_time())
         except RateLimited:
-            self._refused.labels(tenant.name).inc()
+            self._metrics.refused.labels(tenant.name).inc()
             raise
 
     def leave(self, tenant: Tenant, request_id: str) -> None:
@@ -89,7 +84,7 @@ class AccessControl:
     def served(self, tenant: Tenant, *, num_prompt: int, num_cached: int, num_output: int) -> None:
         """Counts a finished answer in the metrics. `num_cached` of the prompt tokens were not computed."""
         for kind, count in (("input", num_prompt - num_cached), ("cached", num_cached), ("output", num_output)):
-            self._tokens.labels(tenant.name, kind).inc(count)
+            self._metrics.tokens.labels(tenant.name, kind).inc(count)
 
     @property
     def trouble(self) -> str:
@@ -101,7 +96,7 @@ class AccessControl:
     def _key(self, authorization: str | None) -> str:
         scheme, _, key = (authorization or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            self._unknown.inc()
+            self._metrics.unauthenticated.inc()
             raise Unauthenticated("You didn't provide an API key: send it as 'Authorization: Bearer KEY'")
         return key.strip()
 
@@ -118,7 +113,7 @@ class AccessControl:
         try:
             self.roster = read_roster(self._path)
         except Misconfigured as error:
-            self._stale.inc()
+            self._metrics.file_errors.inc()
             log.error("the file of tenants was not loaded again, the old one stays in force: %s", error.message)
             return
         log.info("loaded %s again: %s", self._path.name, counted(len(self.roster.tenants), "tenant"))

@@ -10,13 +10,17 @@ from typing import Any
 import torch
 
 from kvtransfer.config import LaneConfig
-from kvtransfer.registry import transport
+from kvtransfer.registry import NAMES, transport
 from kvtransfer.transport import Chunk, Receiver, Sender
 from protos.values import KVLayout, LaneAddress, Ticket
 
 LAYOUT = KVLayout.dense(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 BLOCK_BYTES = LAYOUT.block_bytes
 PATIENCE_S = 30.0
+
+KINDS = [name for name in NAMES if name != "auto"]  # which takes one of the others
+WIRED = [name for name in KINDS if name != "inproc"]
+"""Transports of lanes that have threads and wires."""
 
 
 def address(worker_id: str, incarnation: int = 1) -> LaneAddress:
@@ -61,7 +65,7 @@ class Site:
             assert self._bell.wait_for(happened, PATIENCE_S), "it did not happen"
 
     def _transport(self, rank: int) -> Any:
-        return self._exchange or transport("collective")(rank=rank, config=self._config)
+        return self._exchange or transport(self._config.transport)(rank=rank, config=self._config)
 
     def _keep(self, end: Any) -> Any:
         self._ends.append(end)

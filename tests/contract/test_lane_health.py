@@ -16,12 +16,12 @@ from kvtransfer.transports.collective.wire import LaneWire
 from kvtransfer.transports.rendezvous.store import RendezvousStore
 from protos.errors import TransferCorrupted
 from protos.values import LaneLoad
-from tests.contract.site import LAYOUT, PATIENCE_S, Site, address, chunk_of, kv, meet, one_head, push, ticket_for
+from tests.contract.site import LAYOUT, PATIENCE_S, WIRED, Site, address, chunk_of, kv, meet, one_head, push, ticket_for
 
 Sites = Callable[..., Site]
 
 
-@pytest.fixture(params=["collective", "shm"])
+@pytest.fixture(params=WIRED)
 def over(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

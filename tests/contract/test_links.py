@@ -20,16 +20,17 @@ import pytest
 import torch
 
 from kvtransfer.config import LaneConfig, Preference
-from kvtransfer.transports.collective.choice import TransportRefused, open_links
 from kvtransfer.transports.links.base import HEADER_TAG, PAYLOAD_TAG, Links, Meeting
+from kvtransfer.transports.links.choice import TransportRefused, open_links
 from kvtransfer.transports.links.host_staged import HostStaged, why_no_nccl
 from kvtransfer.transports.links.shm import LinkBroken, Ring, ShmListener, connect, prove
 from kvtransfer.transports.links.staging import Staging
 from kvtransfer.transports.rendezvous.store import RendezvousServer, RendezvousStore
+from tests.contract.site import WIRED
 
 PATIENCE = timedelta(seconds=20)
 CONFIG = LaneConfig(stall_s=20.0, message_bytes=1000)
-KINDS = pytest.mark.parametrize("kind", ["shm", "collective"])
+KINDS = pytest.mark.parametrize("kind", WIRED)
 NAMES = {"shm": "shm", "collective": "gloo"}
 
 

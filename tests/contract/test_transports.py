@@ -18,8 +18,10 @@ from kvtransfer.transports.links.shm import NUM_SLOTS
 from protos.errors import IncompatibleWorkers, Misconfigured, TransferFailed
 from tests.contract.site import (
     BLOCK_BYTES,
+    KINDS,
     LAYOUT,
     PATIENCE_S,
+    WIRED,
     Site,
     address,
     chunk_of,
@@ -32,12 +34,12 @@ from tests.contract.site import (
 from tests.layouts import changed
 
 
-@pytest.fixture(params=["inproc", "collective", "shm"])
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=["collective", "shm"])
+@pytest.fixture(params=WIRED)
 def over(request: pytest.FixtureRequest) -> str:
     """What lanes run over that have threads and wires."""
     return str(request.param)

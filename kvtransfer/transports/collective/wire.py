@@ -25,8 +25,8 @@ import torch
 
 from kvtransfer.config import LaneConfig
 from kvtransfer.transport import MAX_TICKET_ID_BYTES, Chunk, peer_name
-from kvtransfer.transports.collective.choice import open_links
 from kvtransfer.transports.links.base import HEADER_TAG, PAYLOAD_TAG, Links, Meeting
+from kvtransfer.transports.links.choice import open_links
 from kvtransfer.transports.rendezvous.store import RendezvousStore
 from protos.values import LaneAddress
 

@@ -1,33 +1,19 @@
-"""What a wire moves bytes with: something that sends to a rank and receives from one, as a process group does.
-
-LaneConfig.transport   collective  ──▶ gloo for headers, gloo or NCCL for payloads     over any network
-                                       on GPUs that NCCL does not take: gloo, through pinned host memory
-"""
+"""What a wire moves bytes with: `Links` send to a rank and receive from one, as a process group does."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed
-from torch._C._distributed_c10d import PrefixStore
 
 from kvtransfer.config import LaneConfig
-from kvtransfer.transports.links.host_staged import HostStaged, nccl_card, why_no_nccl
-from kvtransfer.transports.links.nccl import NcclGroup, open_nccl
-from kvtransfer.transports.links.staging import Staging
 from kvtransfer.transports.rendezvous.store import RendezvousStore
 
 HEADER_TAG = 1
 PAYLOAD_TAG = 2
-_SEVER_TAG = 3
-
-# A CPU build of torch has not all of these classes.
-_backends: Any = distributed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,55 +53,3 @@ class Links:
     abort: Callable[[], None]
     close: Callable[[], None]
     why: str = ""
-
-
-def open_collective(meeting: Meeting, why: str = "") -> Links:
-    """Raises RuntimeError or OSError when the groups do not come about."""
-    config = meeting.config
-    options = _backends.ProcessGroupGloo._Options()
-    options._devices = [_backends.ProcessGroupGloo.create_device(hostname=meeting.bind_host)]
-    options._timeout = timedelta(seconds=config.stall_s)
-    options._threads = 1
-    store = PrefixStore(f"{meeting.epoch}/gloo", meeting.store)
-    control = _backends.ProcessGroupGloo(store, meeting.rank, meeting.size, options)
-    payloads: Any = control
-    nccl: NcclGroup | None = None
-    if meeting.on_gpu and (refused := _why_no_nccl(meeting)):
-        payloads = HostStaged(control, Staging(device="cpu", max_bytes=config.max_staged_bytes, pinned=True))
-        why = f"through host memory, for {refused}; {why}" if why else f"through host memory, for {refused}"
-    elif meeting.on_gpu:
-        payloads = nccl = open_nccl(
-            meeting.store, meeting.epoch, meeting.rank, meeting.size,
-            peer_ranks=meeting.peer_ranks, sends=meeting.sends, device=meeting.device, timeout=options._timeout,
-        )  # fmt: skip
-
-    def abort() -> None:
-        """gloo has no abort, but an operation that times out closes its context's connections, which ends every wait on
-        them at both ends."""
-        if nccl is not None:
-            nccl.abort()
-        for rank in meeting.peer_ranks:
-            with contextlib.suppress(RuntimeError):  # an intended end, or it was broken before
-                never = control.recv([torch.empty(1, dtype=torch.uint8)], rank, _SEVER_TAG)
-                never.wait(timedelta(milliseconds=1))
-
-    return Links(
-        control=control,
-        payloads=payloads,
-        transport="gloo" if nccl is None else "nccl",
-        flush=lambda timeout: None,
-        abort=abort,
-        close=_by_itself if nccl is None else nccl.close,
-        why=why,
-    )
-
-
-def _why_no_nccl(meeting: Meeting) -> str:
-    """All ranks read the verdicts of all ranks, and so decide alike."""
-    store, epoch = meeting.store, meeting.epoch
-    store.set(f"{epoch}/card/{meeting.rank}", nccl_card(meeting.device))
-    return why_no_nccl([store.get(f"{epoch}/card/{rank}").decode() for rank in range(meeting.size)])
-
-
-def _by_itself() -> None:
-    """A process group closes its connections when the last reference to it goes."""
