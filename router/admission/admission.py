@@ -1,4 +1,5 @@
-"""Admits jobs to the fleet in a fair order, no faster than it can start them, and refuses early what cannot be in time.
+"""Admits jobs to the fleet in a fair order, no faster than it can start them, and refuses early those that would be
+late.
 
     job ─▶ too late already? ─▶ room, empty queue ────────────────────────────▶ dispatch
                 │                   └─▶ queue (fair, bounded) ─▶ its turn, room ─▶ dispatch
@@ -6,7 +7,7 @@
              429 + Retry-After         429: its deadline has passed, or others came first and the queue is full
 
 Workers are kept supplied, not flooded (`Room`): a job that waits here can still be reordered, refused or given to
-another worker. Lives on one event loop, whose clock it uses; it needs no start and no stop.
+another worker. Lives on one event loop, whose clock it uses; it has no start and no stop.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TOO_LATE = "no worker could start this request within its max_ttft_ms"
 
 
 class AdmissionFleet(Protocol):
-    """The part of the fleet that admission uses (`router.fleet.fleet.Fleet`)."""
+    """The methods of the fleet that admission uses (`router.fleet.fleet.Fleet`)."""
 
     def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match: ...
     @property
@@ -53,9 +54,9 @@ class AdmissionFleet(Protocol):
 class Refused:
     """Jobs refused so far, by reason."""
 
-    deadline_unreachable: int = 0  # predicted at once, with the present load
-    deadline_impossible: int = 0  # the same, even on idle workers
-    queue_timeout: int = 0  # not served in time
+    deadline_unreachable: int = 0  # predicted on arrival, with the present load
+    deadline_impossible: int = 0  # predicted on arrival, even for idle workers
+    queue_timeout: int = 0  # not started in time
     queue_full: int = 0
 
 
@@ -68,7 +69,7 @@ class Turn:
 
 
 class Admission:
-    """A `Generate` before another one. `num_waiting` and `refused` are for metrics."""
+    """Wraps a `Generate` with the queue. `num_waiting` and `refused` are for metrics."""
 
     def __init__(
         self,
@@ -97,19 +98,21 @@ class Admission:
         return len(self._line)
 
     def served(self, tenant: str) -> float:
-        """The work a tenant has been given so far: tenants with less go first."""
+        """The work a tenant has received so far; tenants with less go first."""
         return self._line.served(tenant)
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """The tenants' weights from now on."""
+        """Replaces the tenants' weights."""
         self._line.weigh(weights)
         self._returning.weigh(weights)
 
     async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
-        """Raises Overloaded, with the time after which to come again, before the first delta; else as `Generate`."""
+        """Raises Overloaded, with the seconds after which to retry, before the first delta. Otherwise behaves as
+        `Generate`."""
         entry = self._entry(job)
         job, expected_s = await self._enter(job, entry)
-        # Counted before it is served, or a whole line of one tenant's would go before its first prompt has been read.
+        # Charged before it is served: otherwise all queued jobs of one tenant would go before its first prompt is
+        # prefilled.
         self._line.charge(job.tenant, num_input=len(job.prompt_ids))
         let_s = loop_time()
         told = False
@@ -133,8 +136,8 @@ class Admission:
                     yield delta
             finally:
                 await deltas.aclose()
-        except Overloaded as error:  # it was let through, found no room, and has no token
-            again = replace(entry, number=next(self._numbers), deadline_s=math.inf)  # it comes back behind the line
+        except Overloaded as error:  # an admitted job that found no room and has no token
+            again = replace(entry, number=next(self._numbers), deadline_s=math.inf)  # it returns behind the queue
             error.retry_after_s = max(error.retry_after_s or 0.0, self._measured_s(again)) or None
             raise
 
@@ -148,8 +151,8 @@ class Admission:
         )
 
     async def _enter(self, job: Job, entry: Entry) -> tuple[Job, float | None]:
-        """Returns when it is the job's turn, with the seconds that its reading takes then, if it is in a hurry. It is
-        due that long after it came here, not after its turn."""
+        """Returns when it is the job's turn. For a job with a deadline it also returns the seconds that its prefill
+        then takes. The deadline counts from the job's arrival, not from its turn."""
         now = loop_time()
         if job.max_ttft_s is not None:
             job = replace(job, due_s=entry.deadline_s)
@@ -189,7 +192,7 @@ class Admission:
         assert undone <= due, f"{sorted(undone - due)} wait for a turn, and are not in line"
 
     def assert_idle(self) -> None:
-        """Asserts that the queue is empty and nothing is kept of jobs that have gone."""
+        """Asserts that the queue is empty and no state of finished jobs is kept."""
         assert not self._line, f"{len(self._line)} are in line who have gone"
         assert not self._turns, f"turns are kept of {len(self._turns)} who have gone"
 
@@ -212,7 +215,7 @@ class Admission:
         num_ahead = self._line.tokens_ahead(entry)
         reading_s = predicted_ttft_s(candidates, num_tokens, num_ahead, overhead_s=overhead_s)
         if reading_s is None or (not num_ahead and nobody_here(candidates)):
-            # It could be met, for all that is known: there is nothing that coming later would be behind.
+            # No other work delays the job, so coming later would not help: it is admitted, because it may be in time.
             return reading_s
         predicted_s = reading_s + self._overrun.of(reading_s, now=now)
         if predicted_s <= job.max_ttft_s:
@@ -226,12 +229,13 @@ class Admission:
         )
 
     def _too_late(self, entry: Entry, now: float) -> Overloaded | None:
-        """Why a job whose turn has come had better not be served any more: reading it takes longer than it has left."""
+        """The error for a job whose turn has come too late: prefill takes longer than the time that remains. None if it
+        is in time."""
         turn = self._turns.get(entry.number)
         if turn is None or entry.deadline_s == math.inf:
             return None
         reading_s = self._reading_s(turn.job, now)
-        # It comes as much later than computed as others did lately.
+        # The job is assumed to be as late as recent jobs were.
         latest_s = entry.deadline_s - HEADROOM * (turn.job.max_ttft_s or 0.0)
         if reading_s is None or now + reading_s + self._overrun.of(reading_s, now=now) <= latest_s:
             return None
@@ -248,7 +252,7 @@ class Admission:
         return fleet.candidates(fleet.match(job.hashes, now=now), len(job.prompt_ids))
 
     def _bound(self, entry: Entry, now: float) -> None:
-        """Keeps the queue within its bound: the job that would go last is refused. Raises Overloaded if it is
+        """Keeps the queue within its bound by refusing the job that would go last. Raises Overloaded if that is
         `entry`."""
         if len(self._line) <= self._config.admission.max_queued:
             return
@@ -265,7 +269,7 @@ class Admission:
             raise error
 
     def _overloaded(self, why: str, entry: Entry, *, least_s: float = 0.0) -> Overloaded:
-        """Come again when what is in line has been read, and not before `least_s`."""
+        """An error whose retry time is when the queue has been prefilled, and at least `least_s`."""
         candidates = self._fleet.loads()
         wait_s = predicted_ttft_s(candidates, 0, self._line.tokens_ahead(entry))
         if wait_s is None:
@@ -273,8 +277,8 @@ class Admission:
         return Overloaded(why, retry_after_s=self._retry_s(max(wait_s, least_s), entry, candidates))
 
     def _measured_s(self, entry: Entry) -> float:
-        """Seconds until its turn at the pace at which prompts have begun since there is a line: seats or blocks may be
-        scarce where reading is quick. At most `max_queue_s`; 0 while it has not been measured."""
+        """Seconds until the entry's turn, at the rate at which prompts have begun since the queue formed: running
+        sequences or blocks can be scarcer than prefill. At most `max_queue_s`; 0 before it is measured."""
         now, most_s = loop_time(), self._config.admission.max_queue_s
         if not self._line or now - self._waiting_since_s < LEAST_MEASURED_S:
             return 0.0
@@ -282,14 +286,14 @@ class Admission:
         return min(most_s, (self._line.tokens_ahead(entry) + entry.num_tokens) / rate) if rate else most_s
 
     def _retry_s(self, wait_s: float, entry: Entry, candidates: CandidateTable) -> float:
-        """The time after which the job fits: behind the queue, and behind jobs refused before it."""
+        """Seconds until the job fits: behind the queue, and behind jobs that were refused before it."""
         behind_s = self._returning.after_s(entry, speed=reading_speed(candidates), now=loop_time())
         return max(LEAST_RETRY_S, wait_s, min(wait_s + behind_s, self._config.admission.max_queue_s))
 
-    # -- letting through -----------------------------------------------------------------------------------------------
+    # -- admitting -----------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Lets the line move on whenever the fleet has changed, for as long as there is one."""
+        """Admits queued jobs whenever the fleet has changed, until the queue is empty."""
         try:
             while self._line:
                 self._move()
@@ -306,7 +310,7 @@ class Admission:
         head = self._line.peek()
         if head is not None and self._has_room(head):
             self._answer(head, self._too_late(head, now))
-            # One at a time: its job runs before this is called again, and the decision it makes counts as load then.
+            # One job at a time: the job runs before the next call, so its decision already counts as load.
             asyncio.get_running_loop().call_soon(self._move)
 
     def _answer(self, entry: Entry, error: Overloaded | None) -> None:
@@ -320,7 +324,7 @@ class Admission:
             turn.came.set_exception(error)
 
     def _has_room(self, entry: Entry) -> bool:
-        if self._fleet.num_turned_away:  # they were let through before, and found no room
+        if self._fleet.num_turned_away:  # jobs that were admitted before have found no room
             return False
         num_blocks = -(-entry.num_tokens // (self._fleet.block_size or 1))
         return self._room.fits(self._fleet.loads(), num_blocks)

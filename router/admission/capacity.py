@@ -1,4 +1,4 @@
-"""What the fleet's load promises a request that is not there yet. Pure functions over candidates."""
+"""The time and room that the fleet's load leaves for a new request. Pure functions over candidates."""
 
 from __future__ import annotations
 
@@ -60,11 +60,12 @@ class Room:
 
 
 class Overrun:
-    """How much later than predicted first tokens have come lately: what steps in between, full writers and a burst add.
-    Learned soon, forgotten by half in `HALF_LIFE_S`, so that nobody is refused for long for what is over.
+    """How much later than predicted first tokens have come recently: other steps, full decode workers and bursts delay
+    them. The estimate rises quickly and halves every `HALF_LIFE_S`, so that jobs are not refused for a delay that is
+    over.
 
-    Whoever has less before it than those that were late is later by as much less: a cluster that fell behind once, and
-    has nothing to do now, would refuse everybody otherwise.
+    A job with less work before it than the late jobs is assumed to be late by proportionally less. Otherwise a cluster
+    that fell behind once would refuse every job even while it is idle.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,7 @@ class Overrun:
         self._predicted_s = 0.0
 
     def observe(self, seconds: float, *, predicted_s: float, now: float) -> None:
-        """A first token came so much later than was predicted."""
+        """Records that a first token came `seconds` later than predicted."""
         self._late_s.age(now)
         [known] = self._late_s.sums
         self._late_s.add(_ATTACK * max(0.0, seconds - known))
@@ -80,7 +81,7 @@ class Overrun:
             self._predicted_s += _ATTACK * (predicted_s - self._predicted_s)
 
     def of(self, predicted_s: float, *, now: float) -> float:
-        """Of one that is predicted to come after so many seconds."""
+        """The expected delay of a first token that is predicted after `predicted_s`."""
         share = predicted_s / self._predicted_s if predicted_s < self._predicted_s else 1.0
         return self._late_s.at(now)[0] * share
 

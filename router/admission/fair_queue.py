@@ -1,9 +1,10 @@
-"""Who goes next: the highest priority, in it the tenant that was served least, of it the earliest deadline. Pure.
+"""The order of waiting jobs: the highest priority, then the tenant that was served least, then the earliest deadline.
+Pure.
 
 Tenants share by tokens served, not by requests: each has a virtual counter, and the lowest goes first (VTC: Sheng et
 al., "Fairness in Serving Large Language Models", OSDI 2024). A prompt's token counts once, an answer's `OUTPUT_WEIGHT`
-times, both divided by the tenant's weight. Who comes back after a pause starts level with those that wait: silence
-saves nothing up.
+times, both divided by the tenant's weight. A tenant that returns after a pause starts level with the waiting tenants: a
+pause earns no credit.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ OUTPUT_WEIGHT = 2.0
 
 
 class Entry(Value, frozen=True, kw_only=True):
-    """A job that waits. `deadline_s` (the loop's clock) is when its first token must be there, or inf;
-    `num_tokens` are to be read for it. `number` tells equals apart: earlier ones have smaller ones."""
+    """A waiting job. `deadline_s` (the loop's clock) is when its first token is due, or inf. `num_tokens` are to be
+    prefilled for it. `number` orders equal entries: the earlier one has the smaller number."""
 
     number: int
     tenant: str
@@ -36,7 +37,7 @@ def _order(entry: Entry) -> tuple[float, int]:
 
 @dataclass(slots=True)
 class TenantQueue:
-    """What waits of one tenant, earliest first, and how many tokens that are."""
+    """The waiting jobs of one tenant, earliest deadline first, and the number of their tokens."""
 
     entries: list[Entry] = field(default_factory=list)
     num_tokens: int = 0
@@ -46,7 +47,7 @@ class TenantQueue:
         self.num_tokens += entry.num_tokens
 
     def remove(self, entry: Entry) -> bool:
-        """Whether it was there."""
+        """Removes the entry; False if it was not there."""
         place = self._place(entry)
         if place == len(self.entries) or self.entries[place] != entry:
             return False
@@ -55,11 +56,12 @@ class TenantQueue:
         return True
 
     def before(self, entry: Entry) -> int:
-        """Tokens of those that go before it. Who comes goes last, mostly: what is behind is less to look at."""
+        """Tokens of the entries before this one. A new entry is usually near the end, so the sum runs over the entries
+        behind."""
         return self.num_tokens - sum(other.num_tokens for other in self.entries[self._place(entry) :])
 
     def check_integrity(self) -> None:
-        assert self.entries, "a row of nobody is kept"
+        assert self.entries, "an empty row is kept"
         assert all(_order(a) < _order(b) for a, b in pairwise(self.entries)), "a row is out of order"
         num_tokens = sum(entry.num_tokens for entry in self.entries)
         assert self.num_tokens == num_tokens, f"a row counts {self.num_tokens} tokens, {num_tokens} wait in it"
@@ -69,8 +71,8 @@ class TenantQueue:
 
 
 class FairQueue:
-    """`weights` of tenants; one that is not named has weight 1. What is done for every request is about linear in the
-    tenants that wait; `tokens_ahead` also in those of the same tenant that are due later, which are mostly few."""
+    """A queue of jobs, fair by tenant. A tenant without an entry in `weights` has weight 1. A call takes about linear
+    time in the number of waiting tenants; `tokens_ahead` also in the tenant's own later entries, usually few."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
@@ -86,7 +88,7 @@ class FairQueue:
         return (entry for tenants in self._waiting.values() for row in tenants.values() for entry in row.entries)
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """The tenants' weights from now on; those no longer named, who do not wait either, are forgotten."""
+        """Replaces the tenants' weights. A tenant that is not named and does not wait is dropped."""
         self._weights = dict(weights)
         waiting = {entry.tenant for entry in self}
         self._served = {name: count for name, count in self._served.items() if name in waiting or name in weights}
@@ -97,7 +99,7 @@ class FairQueue:
         self._size += 1
 
     def peek(self) -> Entry | None:
-        """Who goes next."""
+        """The entry that goes next."""
         if not self._waiting:
             return None
         tenants = self._waiting[max(self._waiting)]
@@ -105,7 +107,7 @@ class FairQueue:
         return tenants[least].entries[0]
 
     def last(self) -> Entry | None:
-        """Who would go last: the first to be refused when the queue is full."""
+        """The entry that would go last: the first to be refused when the queue is full."""
         if not self._waiting:
             return None
         tenants = self._waiting[min(self._waiting)]
@@ -113,7 +115,7 @@ class FairQueue:
         return tenants[most].entries[-1]
 
     def remove(self, entry: Entry) -> None:
-        """The entry leaves, whether its turn has come or not. Unknown: nothing happens."""
+        """Removes the entry, whether its turn has come or not. An unknown entry is ignored."""
         tenants = self._waiting.get(entry.priority, {})
         row = tenants.get(entry.tenant)
         if row is None or not row.remove(entry):
@@ -126,7 +128,7 @@ class FairQueue:
             del self._waiting[entry.priority]
 
     def charge(self, tenant: str, *, num_input: int = 0, num_output: int = 0) -> None:
-        """The tenant has been served so many tokens."""
+        """Records that the tenant was served these tokens."""
         cost = INPUT_WEIGHT * num_input + OUTPUT_WEIGHT * num_output
         self._served[tenant] = self.served(tenant) + cost / self._weights.get(tenant, 1.0)
 
@@ -135,7 +137,7 @@ class FairQueue:
         return self._served.get(tenant, 0.0)
 
     def tokens_ahead(self, entry: Entry) -> int:
-        """About how many prompt tokens are read before those of `entry`, which need not wait yet: all of higher
+        """About how many prompt tokens are prefilled before those of `entry`, which need not wait yet: all of higher
         priority; of its own tenant those that are due earlier; of each other tenant at most its fair share of that."""
         higher = sum(
             row.num_tokens
@@ -152,23 +154,23 @@ class FairQueue:
         return higher + own
 
     def late(self, now: float) -> list[Entry]:
-        """Entries whose deadline has passed: the first ones of each tenant's."""
+        """Entries whose deadline has passed. Each tenant's entries are in order of deadline."""
         rows = (row for tenants in self._waiting.values() for row in tenants.values())
         return [entry for row in rows for entry in takewhile(lambda one: one.deadline_s <= now, row.entries)]
 
     def next_deadline_s(self) -> float:
-        """inf when none waits, or none has a deadline."""
+        """The earliest deadline; inf if no entry waits or has one."""
         heads = (row.entries[0] for tenants in self._waiting.values() for row in tenants.values())
         return min((entry.deadline_s for entry in heads), default=float("inf"))
 
     def check_integrity(self) -> None:
-        """What is counted is what waits."""
-        assert all(self._waiting.values()), "a priority that nobody has is kept"
+        """Asserts that the counts match the waiting entries."""
+        assert all(self._waiting.values()), "an empty priority is kept"
         rows = [row for tenants in self._waiting.values() for row in tenants.values()]
         for row in rows:
             row.check_integrity()
         num_entries = sum(len(row.entries) for row in rows)
-        assert self._size == num_entries, f"{self._size} are said to wait, {num_entries} do"
+        assert self._size == num_entries, f"{self._size} are counted, {num_entries} wait"
 
     def _backlog(self, tenants: Mapping[str, TenantQueue], tenant: str) -> float:
         return self.served(tenant) + tenants[tenant].num_tokens / self._weights.get(tenant, 1.0)

@@ -1,4 +1,4 @@
-"""Admission as Prometheus metrics: read at each scrape from the counts that admission keeps."""
+"""Prometheus metrics of admission, read at each scrape from the counts that admission keeps."""
 
 from __future__ import annotations
 

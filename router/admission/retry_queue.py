@@ -1,9 +1,7 @@
-"""Retry times of refused requests: each gets a time behind those refused before it, at the rate at which prompts are
-prefilled.
+"""Retry times of refused requests. Each request gets a time behind those refused before it, at the rate of prefill.
 
-The load of the fleet and of the queue is known. Refused requests come back as well, and would find the same queue again
-if all came back at the same moment: so each keeps a place in a second queue, in the same fair order, which advances by
-as many tokens as are really prefilled.
+Refused requests return. If all returned at the same moment, they would find the same queue again. So each keeps a place
+in a second queue, in the same fair order, which advances by the tokens that are really prefilled.
 """
 
 from __future__ import annotations
@@ -16,13 +14,13 @@ from router.admission.fair_queue import Entry, FairQueue
 from router.latency.decayed import Decayed
 
 HALF_LIFE_S = 3.0
-CALM_S = 10.0  # seconds without a refusal: then the rate is measured again, because the fleet was not busy
+CALM_S = 10.0  # seconds without a refusal after which the rate is measured again, because the fleet was not busy
 LEAST_MEASURED_S = 1.0
 MAX_REMEMBERED = 512
 
 
 class Rate:
-    """Tokens a second of late, since `begin`."""
+    """Recent tokens per second, since `begin`."""
 
     def __init__(self) -> None:
         self._begun_s: float | None = None
@@ -36,7 +34,7 @@ class Rate:
         self._num_tokens.add(num_tokens)
 
     def at(self, now: float) -> float | None:
-        """None until it has been measured for long enough, and while nothing was prefilled."""
+        """The rate; None until it has been measured for long enough, and while nothing was prefilled."""
         [num_tokens] = self._num_tokens.at(now)
         if self._begun_s is None or now - self._begun_s < LEAST_MEASURED_S or not num_tokens:
             return None
@@ -55,16 +53,16 @@ class Returning:
         self._refused_s = -math.inf
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """The tenants' weights from now on."""
+        """Replaces the tenants' weights."""
         self._line.weigh(weights)
 
     def read(self, num_tokens: int, *, now: float) -> None:
-        """A prompt of `num_tokens` has been prefilled."""
+        """Records that a prompt of `num_tokens` has been prefilled."""
         self._rate.observe(num_tokens, now)
 
     def after_s(self, entry: Entry, *, speed: float, now: float) -> float:
-        """Seconds for which requests refused before `entry` keep the fleet busy, at `speed` tokens a second unless
-        another speed was measured. Later entries come after this one, too."""
+        """Seconds for which requests refused before `entry` keep the fleet busy, at the measured rate or else at
+        `speed` tokens per second. Later entries come after this one, too."""
         if now - self._refused_s > CALM_S:
             self._rate.begin(now)
         self._refused_s = now

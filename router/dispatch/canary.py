@@ -1,12 +1,12 @@
-"""The parity canary: one in N greedy requests is run again on one worker, and must give the same tokens.
+"""The parity canary runs one in N greedy requests again on one worker, and compares the tokens.
 
     job ─▶ as usual ─▶ client             prefill, transfer, decode, caches, migrations
       └──▶ later ───▶ one worker          the whole prompt computed there, nothing cached, nothing migrated
                           └─▶ the first position that differs: logged, counted
 
 The second run starts after the first one, one at a time, at the lowest priority, under a salt of its own, so that no
-other request shares its blocks. No client waits for it. In bfloat16 two tokens of nearly equal probability may come out
-either way, as batches differ: one difference is a reason to look, several at low positions are a reason to worry.
+other request shares its blocks. No client waits for it. In bfloat16 the batch decides between two tokens of nearly
+equal probability. So one difference is a reason to look, and several at low positions are a reason to worry.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ PRIORITY = -100
 class CanaryOutcome(StrEnum):
     SAME = "same"
     DIFFERENT = "different"
-    FAILED = "failed"  # the second run did not come to its end
-    SKIPPED = "skipped"  # it was due while another one ran
+    FAILED = "failed"  # the second run ended early
+    SKIPPED = "skipped"  # the second run was due while another one was running
 
 
 def by_one_worker(policy: Policy) -> Policy:
-    """The policy's choice of a worker, which serves both halves."""
+    """Makes the policy choose one worker for both halves of each request."""
 
     def decide(view: RequestView, candidates: CandidateTable) -> Decision:
         return replace(policy(view, candidates.decode_pool), prefill=None)
@@ -48,7 +48,7 @@ def by_one_worker(policy: Policy) -> Policy:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first index at which two answers differ, be it that one of them ends there; None if they are the same."""
+    """The first index at which two answers differ or one of them ends; None if they are equal."""
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return index
@@ -56,7 +56,8 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 class Canary:
-    """A `Generate` around another one. `alone` runs the second time; `every` 0 never does. `close` it at the end."""
+    """Wraps a `Generate` and runs every `every`-th greedy request again with `alone`; never if `every` is 0. The owner
+    calls `close` at the end."""
 
     def __init__(self, generate: Generate, *, alone: Generate, every: int) -> None:
         self._generate = generate
@@ -122,7 +123,7 @@ class Canary:
                 extra={"request": job.request_id},
             )
             return
-        except Exception:  # no task awaits this one, and the next canary must run after any outcome of this one
+        except Exception:  # the task is not awaited, and the next canary must run after any outcome of this one
             self.outcomes[CanaryOutcome.FAILED] += 1
             log.exception("the canary of %s failed: internal error", job.request_id, extra={"request": job.request_id})
             return

@@ -1,8 +1,9 @@
-"""Decides where jobs go, keeps why, and learns from what came of it: the policy's memory, so that it needs none.
+"""Chooses the workers of jobs, records each decision, and learns from its outcome. Policies need no memory of their
+own.
 
 Chooser.choose ─▶ policy ─▶ Decision ─▶ Record
-        ▲            └─ shadows: what others would have done
-        └── Predictor ◀── first token, KV arrived, ended: how long it really took
+        ▲            └─ shadows: the choices of other policies
+        └── Predictor ◀── measured times: first token, KV arrived, ended
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ from router.traces.cache_misses import EvictionLog
 from router.traces.request_trace import DecisionRecord, RequestTrace, RequestTraces
 from router.traces.shadow import ShadowPolicy
 
-LEAST_TOKENS = 4  # of an answer from whose pace the predictor learns
+LEAST_TOKENS = 4  # an answer with fewer tokens is ignored by the predictor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """What a router keeps of its decisions: traces of requests, evictions, and shadow policies."""
+    """A router's records of its decisions: traces of requests, evictions, and shadow policies."""
 
     records: RequestTraces = field(default_factory=RequestTraces)
     evictions: EvictionLog = field(default_factory=EvictionLog)
     shadows: tuple[ShadowPolicy, ...] = ()
 
     def observe(self, worker_id: str, events: Sequence[KVEvent]) -> None:
-        """Called by the feed of the index."""
+        """Records a worker's cache events. The index's feed calls it."""
         self.evictions.observe(worker_id, events, loop_time())
 
 
 def routing_of(config: RouterConfig) -> Routing:
-    """Raises Misconfigured for a policy that does not exist, also for a shadow policy."""
+    """Builds the records. Raises Misconfigured for an unknown policy or shadow policy."""
     check_names(config)
     shadows = tuple(ShadowPolicy(name, policy_of(config, name)) for name in shadow_names(config))
     return Routing(records=RequestTraces(config.decision_history_size), shadows=shadows)
 
 
 class Chooser:
-    """One for a router, on its event loop."""
+    """Chooses the workers of a router's jobs. There is one per router, on its event loop."""
 
     def __init__(self, *, fleet: Fleet, policy: Policy, routing: Routing) -> None:
         self._fleet = fleet
@@ -65,12 +66,13 @@ class Chooser:
         return self._routing.records.of(job)
 
     def decisions(self, request_id: str) -> tuple[Decision, ...]:
-        """Of the job, or all jobs, of that name, oldest first; empty for an unknown one, or one of too long ago."""
+        """The decisions for a job, or for all jobs of a request, oldest first. Empty for an unknown or too old
+        request."""
         records = self._routing.records.find(request_id)
         return tuple(choice.decision for record in records for choice in record.choices)
 
     def choose(self, job_state: JobState, candidates: CandidateTable) -> Decision:
-        """Of candidates of which one at least can write."""
+        """Chooses among the candidates; at least one of them must be able to decode."""
         fleet, record, now = self._fleet, job_state.record, loop_time()
         block_size = fleet.block_size or 1
         hashes = job_state.hashes(block_size)
@@ -109,15 +111,15 @@ class Chooser:
         return decision
 
     def _session(self, job_state: JobState, hashes: Chain, candidates: CandidateTable) -> str:
-        """Found once for a job: a retry does not count as another prompt."""
+        """The job's session, found once: a retry does not count as another prompt."""
         if job_state.session is None:
             job_state.session = self._sessions.of(hashes, len(candidates.prompt_pool))
         return job_state.session
 
-    # -- what came of it -----------------------------------------------------------------------------------------------
+    # -- outcomes ------------------------------------------------------------------------------------------------------
 
     def took(self, record: RequestTrace, num_tokens: int, num_cached_tokens: int) -> None:
-        """Tokens went to the client; the first of them show how fast prompts are computed."""
+        """Records tokens sent to the client. The first of them show how fast prompts are computed."""
         now = loop_time()
         first = record.timestamps.first_s is None
         record.took(num_tokens, num_cached_tokens, now)
@@ -136,7 +138,7 @@ class Chooser:
             )
 
     def arrived(self, record: RequestTrace) -> None:
-        """A decode worker goes on with KV that a prefill worker sent."""
+        """Records that a decode worker continues with KV from a prefill worker."""
         now, timestamps = loop_time(), record.timestamps
         record.arrived(now)
         if timestamps.prefilled_s is None or not record.choices:
@@ -151,7 +153,8 @@ class Chooser:
         )
 
     def ended(self, record: RequestTrace, outcome: str, message: str = "") -> None:
-        """The end of a job. The predictor learns from the pace of its answer, unless several workers decoded it."""
+        """Records the end of a job. The predictor learns from the pace of its answer, unless several workers decoded
+        it."""
         now, timestamps = loop_time(), record.timestamps
         record.end(outcome, now, message)
         since = timestamps.arrived_s if timestamps.arrived_s is not None else timestamps.first_s

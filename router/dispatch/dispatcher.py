@@ -1,4 +1,4 @@
-"""The life of a job, from its token ids to its last token, whatever happens to workers meanwhile.
+"""The life of a job, from its token ids to its last token, also when workers fail.
 
     hash blocks ─▶ match ─▶ decide ─┬─ alone ───────▶ submit to d ──────────────────────────────▶ tokens of d
         ▲                           │
@@ -6,13 +6,13 @@
         │                                             p: submit(ticket) ─▶ first token ─────────▶ token of p
         │                                             d: submit(ticket, first token) ───────────▶ tokens of d
         │                                                 KV travels p ══▶ d meanwhile
-        │   d drains: its sequences go on elsewhere, with their KV (`router.dispatch.migration`)
+        │   d drains: its sequences migrate, with their KV (`router.dispatch.migration`)
         └── worker lost, KV lost, draining: prompt + emitted tokens go to another pair; the client sees a pause
             no worker, or no room: wait for the fleet to change, for `max_queue_s` at most; an answer that has begun
             waits for up to `successor_timeout_s` while a worker is being started
 
-Whoever stops listening, for whatever reason, aborts on both workers (`finally`). A reservation under way when the
-client leaves is given back as soon as it is known (`WorkerClient.reserve`).
+A consumer that closes the stream aborts the job on both workers (`finally`). If a client disconnects during a
+reservation, the reservation is released as soon as its answer arrives (`WorkerClient.reserve`).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")
 
-RETRY_AFTER_S = 1.0  # for a client, where the worker gave none
+RETRY_AFTER_S = 1.0  # for a client, if the worker sent none
 RENEWALS_A_LEASE = 3
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Attempt:
-    """One try of a job on one worker or one pair. `prefill` is None where `decode` serves both halves; `pull` is the
-    prefix that the prefill worker fetches instead of computing it. A sequence that has moved depends on other
+    """One attempt to run a job on one worker or one pair. `prefill` is None where `decode` serves both halves; `pull`
+    is the prefix that the prefill worker fetches instead of computing it. A migrated sequence depends on other
     `members`. `is_reserved`: the decode worker of a pair has blocks for it."""
 
     request_id: str
@@ -78,11 +78,11 @@ class Attempt:
 
     @property
     def refuser(self) -> Member:
-        """The worker that has no room, when the attempt is refused: of a pair the decode worker comes first."""
+        """The worker without room, when the attempt is refused. Of a pair, the decode worker is checked first."""
         return self.prefill_worker if self.is_reserved else self.decode
 
     def end_pull(self) -> None:
-        """A second call does nothing."""
+        """Ends the pull, if there is one. Idempotent."""
         pull, self.pull = self.pull, None
         if pull is not None:
             pull.end()
@@ -91,7 +91,7 @@ class Attempt:
         self.moved_to = members
 
     def lost(self) -> Life | None:
-        """Which of its workers is gone, as far as is known yet."""
+        """The life of a worker of this attempt that is known to be lost, or None."""
         gone = (member for member in self.members if member.client is None or member.client.lost)
         return next(((member.worker_id, member.info.incarnation) for member in gone if member.info is not None), None)
 
@@ -99,9 +99,9 @@ class Attempt:
 class Dispatcher:
     """Runs jobs on a fleet: the router's `Generate`. Lives on one event loop, whose clock it uses.
 
-    `num_cached_tokens` of a job is what the worker that read its prompt found in its own cache, or pulled from another
-    one's: every other token of the prompt was computed. What the decode worker had cached as well saved a transfer, not
-    a computation.
+    `num_cached_tokens` of a job counts the prompt tokens that its prefill worker found in its own cache or pulled from
+    another worker's. All other prompt tokens were computed. Tokens cached on the decode worker save a transfer, not a
+    computation, and do not count.
     """
 
     def __init__(self, *, fleet: Fleet, policy: Policy, config: RouterConfig, routing: Routing | None = None) -> None:
@@ -117,7 +117,7 @@ class Dispatcher:
         self.num_resumed = 0
 
     async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
-        """Deltas of one job. Raises BatonError when it cannot be run, or not to its end."""
+        """Streams the deltas of one job. Raises BatonError when the job cannot be run to its end."""
         record = self._chooser.record(job)
         job_state = JobState(job, now=loop_time(), record=record, sink=sink)
         record.note(EventKind.ADMITTED, loop_time())
@@ -143,7 +143,7 @@ class Dispatcher:
             self._poison.drop(job_state.crashes)
 
     def _note(self, update: SequenceUpdate, job_state: JobState, attempt: Attempt) -> TokenDelta:
-        """What is new in an update, which everything that learns from answers has noted."""
+        """Records an update with all that learn from answers, and returns the new tokens."""
         chooser, record = self._chooser, job_state.record
         first = not job_state.output_ids
         delta = job_state.append(update)
@@ -164,14 +164,14 @@ class Dispatcher:
         return self._chooser.decisions(request_id)
 
     def assert_idle(self) -> None:
-        """No job is tried apart, and none waits in line for room."""
+        """Asserts that no job is tried in isolation and none waits for room."""
         self._poison.assert_idle()
         assert not self._line.locked(), "a job waits in line for room after all jobs have ended"
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     def _decide(self, job_state: JobState) -> Attempt:
-        """Raises NoWorkers. The load the decision brings to its workers counts from now on."""
+        """Chooses the workers of an attempt; their load includes the attempt from now on. Raises NoWorkers."""
         fleet = self._fleet
         candidates = self._candidates(job_state)
         if not len(candidates.decode_pool):
@@ -197,8 +197,8 @@ class Dispatcher:
         fleet.given(prefill_worker.worker_id, job_state.num_tokens - num_cached, num_blocks)
         if attempt.decode is not prefill_worker:
             fleet.given(attempt.decode.worker_id, 0, num_blocks)
-        # The decode worker of a pair is not expected to hold anything yet: a sibling would stay there as a short
-        # remainder, before any KV has come, and have the whole prompt computed by the wrong pool.
+        # The index does not expect blocks on the decode worker of a pair yet. Otherwise a request with the same prefix
+        # would count as a short remainder there before any KV has arrived, and the wrong pool would compute its prompt.
         hashes = job_state.hashes(attempt.prefill_worker.block_size or 1)
         fleet.index.expect(
             attempt.prefill_worker.worker_id, hashes, until=loop_time() + self._config.dispatch.speculative_prefix_ttl_s
@@ -206,7 +206,7 @@ class Dispatcher:
         return attempt
 
     def _give(self, prefill_worker: Member, request_id: str, num_tokens: int, num_blocks: int) -> None:
-        """So many tokens to compute: they count as the prefill worker's from now on."""
+        """Adds these tokens to the prefill worker's load from now on."""
         prefill_worker.route(request_id, num_tokens, num_blocks)
         if prefill_worker.role is not None:
             beside = prefill_worker.load.num_running + prefill_worker.load.num_waiting
@@ -230,7 +230,7 @@ class Dispatcher:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def _run(self, job_state: JobState, attempt: Attempt) -> AsyncGenerator[SequenceUpdate, None]:
-        """The updates of the attempt's workers, in one sequence."""
+        """The updates of all workers of the attempt, as one sequence."""
         if attempt.prefill is None:
             return self._single_worker(job_state, attempt, attempt.decode)
         return self._disaggregated(job_state, attempt, attempt.prefill, attempt.decode)
@@ -261,7 +261,8 @@ class Dispatcher:
     async def _disaggregated(
         self, job_state: JobState, attempt: Attempt, prefill: Member, decode: Member
     ) -> AsyncGenerator[SequenceUpdate, None]:
-        """Prefill computes the prompt and the first token, decode the rest, with the KV that prefill pushes."""
+        """The prefill worker computes the prompt and the first token and pushes the KV; the decode worker computes the
+        rest."""
         request_id = attempt.request_id
         answer: Updates | None = None
         arrived = finished = False
@@ -280,10 +281,10 @@ class Dispatcher:
                 job_state.record.note(EventKind.SUBMITTED, loop_time(), worker=prefill.worker_id)
                 async for update in reading:
                     if update.finish_reason is FinishReason.PREFILLED:
-                        renewals.end()  # from here on KV moves, or is lost
+                        renewals.end()  # from here on KV is moved or lost
                         job_state.record.prefilled(loop_time())
                         answer = decode.submit(job_state.request(request_id, ticket=ticket, more=update.token_ids))
-                        reading.forward_failures_to(answer)  # until KV has arrived
+                        reading.forward_failures_to(answer)  # until the KV has arrived
                     else:
                         finished = update.finish_reason is not None
                     yield update
@@ -292,7 +293,7 @@ class Dispatcher:
             place = MigrationTarget(worker=decode, request_id=request_id, updates=answer)
             async with aclosing(self.moves.follow(job_state, place, attempt.depends_on)) as updates:
                 async for update in updates:
-                    if not arrived:  # then prefill has nothing more to do, or to fail with
+                    if not arrived:  # the prefill worker is done then, and cannot fail any more
                         arrived = True
                         self._chooser.arrived(job_state.record)
                         prefill.abort(request_id)
@@ -304,15 +305,16 @@ class Dispatcher:
             attempt.end_pull()
 
     async def _fetch(self, job_state: JobState, attempt: Attempt) -> Ticket | None:
-        """What comes of the attempt's pull. The reservation of one that fails is given back at once: the request could
-        wait for the very blocks until the lease ends."""
+        """Fetches the attempt's pull, if there is one. The reservation of a failed pull is released at once: the
+        request could otherwise wait for those blocks until the lease ends."""
         ticket = await self.pulls.fetch(job_state, attempt.pull) if attempt.pull is not None else None
         if ticket is None:
             attempt.end_pull()
         return ticket
 
     def _reservation(self, job_state: JobState, attempt: Attempt, prefill: Member) -> ReserveRequest:
-        """For the blocks of all that prefill computes: after a failure the prompt and the tokens emitted so far."""
+        """A reservation for the blocks of all that the prefill worker computes. After a failure these are the prompt
+        and the tokens emitted so far."""
         if prefill.info is None:
             raise WorkerLost(f"worker {prefill.worker_id} has never been connected")
         return ReserveRequest(
@@ -329,7 +331,7 @@ class Dispatcher:
     # -- recovering ----------------------------------------------------------------------------------------------------
 
     async def _recover(self, error: BatonError, job_state: JobState, attempt: Attempt | None) -> None:
-        """Returns when the job is worth another attempt, after waiting for what was missing. Else raises `error`."""
+        """Returns when the job can be tried again, after waiting for workers or room. Otherwise raises `error`."""
         now, config = loop_time(), self._config
         job_state.record.failed(error, now)
         job_state.failed_again()
@@ -364,19 +366,19 @@ class Dispatcher:
             return
         self.num_resumed += 1
         self._fleet.blame(attempt.worker_ids)
-        if job_state.num_failures > 1:  # the first time, others are there to try
+        if job_state.num_failures > 1:  # after the first failure, other workers are ready
             await asyncio.sleep(config.dispatch.retry_pause_s * 2 ** (job_state.num_failures - 2))
 
     def _patience_s(self, job_state: JobState) -> float:
-        """How long a job waits for a worker. An answer that has begun would be lost with the pool that wrote it, while
-        the next process of a worker reads its weights."""
+        """Seconds that a job waits for a worker. A job with tokens also waits for the successors of lost workers, which
+        load their weights."""
         config = self._config
         if job_state.output_ids and len(self._fleet.successors):
             return max(config.admission.max_queue_s, config.dispatch.successor_timeout_s)
         return config.admission.max_queue_s
 
     async def _wait_for_room(self, job_state: JobState, attempt: Attempt, deadline: float) -> None:
-        """Returns at once while each pool has a worker that has not refused yet; else jobs wait in line, and each
+        """Returns at once if each pool has a worker that has not refused the job. Otherwise jobs wait in line, and each
         change of a load lets one of them try again, so that a full pool is not flooded with requests."""
         job_state.full.add(attempt.refuser.worker_id)
         offered = self._fleet.candidates(NO_MATCH, 1)
@@ -394,8 +396,8 @@ class Dispatcher:
 
 
 class LeaseRenewal:
-    """Renews a reservation until `end`: while its prefix is fetched and its prompt waits and is computed. When a
-    renewal fails, the attached updates of the prefill fail with TransferFailed."""
+    """Renews a reservation until `end`, while its prefix is fetched and its prompt waits and is computed. If a renewal
+    fails, the attached updates of the prefill worker fail with TransferFailed."""
 
     def __init__(self, asked: ReserveRequest, decode: Member, lease_s: float) -> None:
         self._reading: Updates | None = None
@@ -409,8 +411,8 @@ class LeaseRenewal:
             reading.fail(self._failure)
 
     def end(self) -> None:
-        """Forgets its task: what cancels that holds its frame, which holds us and the prompt, and no counting of
-        references would free such a circle."""
+        """Cancels the task and drops the reference to it. The cancelled task holds a frame that holds this object and
+        the prompt: the cycle would outlive reference counting."""
         if self._task is not None:
             self._task.cancel()
             self._task = None

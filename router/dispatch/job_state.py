@@ -1,4 +1,4 @@
-"""The tokens that a job's client has received: any worker can continue from there, and no token is sent twice."""
+"""The tokens of a job that its client has received. Any worker can continue from them, and no token is sent twice."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from router.streaming.token_sink import TokenSink
 from router.traces.request_trace import RequestTrace
 
 LEAST_PROGRESS = 16
-"""An answer that has grown by this many tokens since its last failure has all its attempts again."""
+"""An answer that has grown by this number of tokens since its last failure regains all of its attempts."""
 
 
 class JobState:
-    """`output_ids` have been emitted. `num_failures` and `blocked_since_s` (the loop's clock; None while tokens flow)
-    bound how long the job is tried; `failed` and `full` are workers to keep away from.
-    `unread`: blocks that readers had cached when attempts chose them that ended before it was read.
-    `session`: the conversation, once it has been found out.
-    `record` notes what happens."""
+    """The state of a job between attempts.
+
+    - `output_ids`: the emitted tokens.
+    - `num_failures`, `blocked_since_s` (the loop's clock; None while tokens flow): bounds of the job's attempts.
+    - `failed`, `full`: workers to avoid.
+    - `unread`: cached blocks by worker, of attempts that ended before their prompt was prefilled.
+    - `session`: the conversation, once it is known.
+    - `record`: the trace of the request.
+    """
 
     def __init__(
         self, job: Job, *, now: float, record: RequestTrace | None = None, sink: TokenSink | None = None
@@ -30,7 +34,7 @@ class JobState:
         self.job = job
         self.sink = sink
         self.record = record or RequestTrace(job=job, received_s=now)
-        self.read_since_s = now  # when a worker was given the prompt
+        self.read_since_s = now  # when a worker got the prompt
         self._arrival_s = now
         self.output_ids: list[int] = []
         self.num_failures = 0
@@ -50,7 +54,7 @@ class JobState:
 
     @property
     def first_due_s(self) -> float:
-        """When the first token must be there, or inf."""
+        """The time when the first token is due, or inf."""
         job = self.job
         if job.max_ttft_s is None or self.output_ids:
             return math.inf
@@ -58,12 +62,12 @@ class JobState:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Everything that must be in a KV cache before the next token."""
+        """All tokens that must be in a KV cache before the next token."""
         return self.job.prompt_ids if not self.output_ids else (*self.job.prompt_ids, *self.output_ids)
 
     @property
     def num_tokens(self) -> int:
-        """The sum over `token_ids`."""
+        """The length of `token_ids`."""
         return len(self.job.prompt_ids) + len(self.output_ids)
 
     def hashes(self, block_size: int) -> Chain:
@@ -77,7 +81,7 @@ class JobState:
         return known[1]
 
     def failed_again(self) -> None:
-        """An attempt has failed. Those before it are forgotten if the answer has grown since."""
+        """Counts a failed attempt. Earlier failures no longer count if the answer has grown since."""
         if len(self.output_ids) >= self._num_tokens_at_failure + LEAST_PROGRESS:
             self.num_failures = 0
         self._num_tokens_at_failure = len(self.output_ids)
@@ -90,13 +94,13 @@ class JobState:
 
     def next_id(self) -> tuple[str, int]:
         """(request id on the workers, generation) of an attempt, or of a migration within one. All ids differ, so that
-        a late message or transfer of an earlier attempt is not taken for the new one's."""
+        a late message of an earlier attempt is not mistaken for the new one's."""
         self._num_ids += 1
         return f"{self.job.request_id}.{self._num_ids}", self._num_ids
 
     def know_cached(self, num_tokens: int) -> None:
-        """The number of tokens that were cached anywhere at the first attempt's decision. Blocks that a failed attempt
-        computed are no cache hit: the client is reported at most this number."""
+        """Sets the number of tokens that any worker had cached at the first decision. The client is reported at most
+        this number: blocks computed by a failed attempt are no cache hit."""
         if self._num_cached is None:
             self._num_cached = num_tokens
 
@@ -124,12 +128,12 @@ class JobState:
 
     @property
     def may_skip_deltas(self) -> bool:
-        """True if a sink may take tokens. The first token, and every token of a job suspected of a crash, are
-        deltas."""
+        """True if a sink may receive tokens directly. The first token, and every token of a job suspected of a crash,
+        must be deltas."""
         return bool(self.output_ids) and not self.crashes.crash_count
 
     def append(self, update: SequenceUpdate) -> TokenDelta:
-        """Records an update; the returned delta has its new tokens."""
+        """Records an update and returns a delta with its new tokens."""
         first = not self.output_ids and bool(update.token_ids)
         repeated = self._num_prompt_logprobs - self._num_heard
         self._num_heard += len(update.prompt_logprobs)

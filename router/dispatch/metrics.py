@@ -1,4 +1,4 @@
-"""What moved between workers outside of the usual way, and what the parity canary found, as Prometheus sees it."""
+"""Prometheus metrics of migrations, pulls and the parity canary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.dispatch.prefix_pull import PrefixPulls
 
 class MigrationCollector(Collector):
     """Series `baton_moves_total{outcome}`, `baton_pulled_blocks_total`, `baton_pull_failures_total{reason}` and
-    `baton_canary_total{outcome}`. Read at every scrape."""
+    `baton_canary_total{outcome}`. They are read at every scrape."""
 
     def __init__(self, moves: Migrations, pulls: PrefixPulls, canary: Canary) -> None:
         self._moves = moves

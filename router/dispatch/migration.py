@@ -1,7 +1,7 @@
 """Migrates running sequences, with their KV, away from draining workers, without a gap for their clients.
 
     tokens of a ──▶ a drains: b reserves room, a pushes while it continues ──▶ a: MOVED ──▶ b continues ──▶ tokens of b
-                             └── no worker has room, or a lane fails: it stays on a, until another try after a pause
+                             └── no worker has room, or a lane fails: it stays on a; the next try follows after a pause
 
 Every token is sent once: a stops at MOVED, and b gets all tokens that were sent before it. If a or b is lost, or the KV
 never arrives, the job continues as after any failure: its dispatcher sends prompt and tokens to another worker.
@@ -30,19 +30,19 @@ log = logging.getLogger("baton.router")
 ROOM_TOKENS = (
     64  # that a sequence may write while its KV is transferred: at the end of them it stops and waits for the rest
 )
-MAX_MOVES_AT_ONCE = 8  # from one worker: with fewer, each of them ends sooner
+MAX_MOVES_AT_ONCE = 8  # from one worker: fewer migrations at a time end sooner
 PAUSE_S = 0.5
 
 Choose = Callable[[JobState, Member], Member]
 """The worker to which a sequence migrates. Raises NoWorkers when there is no other."""
 
 RestOn = Callable[[Sequence[Member]], None]
-"""Called with the workers that a sequence needs after a migration: later failures are theirs."""
+"""Called with the workers that a sequence depends on after a migration: later failures are attributed to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationTarget:
-    """The worker that a sequence runs on, and its updates from there."""
+    """The worker that a sequence runs on, and its updates from there on."""
 
     worker: Member
     request_id: str
@@ -50,7 +50,7 @@ class MigrationTarget:
 
 
 class _Migration:
-    """One attempt to move a sequence. `ticket` is known once the next worker has made room."""
+    """One attempt to migrate a sequence. `ticket` is set once the target has reserved blocks."""
 
     def __init__(self) -> None:
         self.to: Member | None = None
@@ -60,7 +60,7 @@ class _Migration:
         self.task: asyncio.Task[None] | None = None
 
     def end(self, *, adopted: bool = False) -> None:
-        """Releases its reservation, unless the sequence uses it."""
+        """Releases the reservation, unless the sequence uses it."""
         self.over.set()
         if self.task is not None:
             self.task.cancel()
@@ -69,7 +69,7 @@ class _Migration:
 
 
 class Migrations:
-    """One for a router. `num_moved` sequences went on elsewhere, `num_stayed` times one could not."""
+    """Migrates the sequences of a router. `num_moved` counts migrations, `num_stayed` failed attempts."""
 
     def __init__(self, choose: Choose, *, gateway_id: str, config: RouterConfig) -> None:
         self._choose = choose
@@ -83,9 +83,9 @@ class Migrations:
     async def follow(
         self, job_state: JobState, place: MigrationTarget, depends_on: RestOn
     ) -> AsyncGenerator[SequenceUpdate, None]:
-        """All updates of a running sequence, on any worker. The caller must note each update in the job's state before
-        it takes the next. Closed early, or on an error, it aborts the sequence on every worker but its first. The job's
-        sink gets no token from a worker's first update, nor while a migration is due or under way."""
+        """All updates of a running sequence, on any worker. The caller must record each update in the job's state
+        before it reads the next. An early close or an error aborts the sequence on every worker but the first. The
+        job's sink receives no token from a worker's first update, nor while a migration is due or under way."""
         here, again_s = place, 0.0
         left: MigrationTarget | None = None
         move: _Migration | None = None
@@ -93,12 +93,12 @@ class Migrations:
         try:
             while True:
                 update = await anext(here.updates)
-                if left is not None:  # the KV has come: there is nothing more to do, or to fail with
+                if left is not None:  # the KV has arrived: the old worker is done, and cannot fail any more
                     left.worker.abort(left.request_id)
                     left = None
                     depends_on((here.worker,))
                 if update.finish_reason is FinishReason.MOVED:
-                    if update.token_ids:  # a slow client gets the last ones with the news of the move
+                    if update.token_ids:  # a slow client gets the last tokens together with the migration
                         yield replace(update, finish_reason=None)
                     here, left = self._take_over(job_state, here, move), here
                     depends_on((left.worker, here.worker))
@@ -134,7 +134,7 @@ class Migrations:
         return move
 
     async def _arrange(self, job_state: JobState, here: MigrationTarget, move: _Migration) -> None:
-        """Finds room elsewhere and requests the migration; holds its place in the line until that is over."""
+        """Reserves room on another worker and requests the migration. It keeps its place in the line until then."""
         async with self._gates.setdefault(here.worker, asyncio.Semaphore(MAX_MOVES_AT_ONCE)):
             try:
                 to = self._choose(job_state, here.worker)
@@ -168,7 +168,7 @@ class Migrations:
         )
 
     def _take_over(self, job_state: JobState, here: MigrationTarget, move: _Migration | None) -> MigrationTarget:
-        """The worker has stopped: the next one continues as soon as the rest of the KV has arrived."""
+        """Continues on the next worker once the old one has stopped and the rest of the KV has arrived."""
         if move is None or move.to is None or move.ticket is None:
             raise TransferFailed(
                 f"worker {here.worker.worker_id} ended {here.request_id} as migrated, without a request to migrate it"
@@ -190,7 +190,7 @@ class Migrations:
 
     def _stays(self, here: MigrationTarget, move: _Migration, error: BatonError) -> None:
         self.num_stayed += 1
-        why = (here.worker.worker_id, type(error))  # it is tried again and again, for each request
+        why = (here.worker.worker_id, type(error))  # each request retries: log a reason once
         level = logging.DEBUG if why in self._told else logging.INFO
         self._told.add(why)
         log.log(level, "%s stays on %s for now: %s", here.request_id, here.worker.worker_id, error.message)

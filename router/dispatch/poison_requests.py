@@ -1,12 +1,12 @@
-"""Finds the request that crashes its workers before it has crashed them all, and rejects none that only ran beside it.
+"""Finds the request that crashes its workers, and rejects no request that only ran beside it.
 
     worker lost ─▶ a crash counted for each job on it ─▶ `max_worker_crashes` ─┬─ one job in that loss: rejected
                              ▲                                                 └─ several: halved, tried half by half
        a token since then: back to none                 ◀──────── no loss ─────┤
                                                           a loss again ────────┴─▶ halved again, down to one
 
-A request that crashes workers is found with as many further losses as the logarithm of the jobs lost with it. A request
-that gets a few tokens in each life of a worker is bounded by its attempts.
+Finding the request costs further losses: the logarithm of the number of jobs lost with it. A request that gets a few
+tokens before each crash is bounded by its attempts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from protos.errors import RequestKillsWorkers
 from protos.event_loop import Changed
 
 PAUSE_S = 0.05
-"""Time for the other jobs of a lost worker to be suspected, too: they learn of the loss within an instant."""
+"""Seconds until the other jobs of a lost worker are suspected, too: they learn of the loss at nearly the same time."""
 MAX_LOSSES = 256
 MAX_ROUNDS = 16
-"""Trials of one job that end with a loss. Halves of any group are down to one job before."""
+"""The most trials of one job that may end with a loss. By then, any group has been halved down to one job."""
 
 Life = tuple[str, int]
 """A worker's id and incarnation."""
@@ -31,7 +31,7 @@ Life = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class CrashHistory:
-    """The case against one job. It waits for the turn of its `batch`, and leaves the batch once it gets a token;
+    """The crashes of one job. The job waits for the turn of its `batch`, and leaves the batch once it gets a token.
     `num_rounds` of its trials have ended with a loss."""
 
     crash_count: int = 0
@@ -42,7 +42,8 @@ class CrashHistory:
 
 @dataclass(slots=True, eq=False)
 class _WorkerLoss:
-    """Jobs that struck out in the loss of one life: `num_jobs` in all, of which `jobs` are still here. Divided once."""
+    """Jobs that reached the limit in the loss of one life: `num_jobs` in all, of which `jobs` are still here. They are
+    divided once."""
 
     num_jobs: int = 0
     jobs: list[CrashHistory] = field(default_factory=list)
@@ -50,9 +51,8 @@ class _WorkerLoss:
 
 
 class PoisonRequests:
-    """One for a dispatcher. Lives on its event loop. The batch at the head of the line is tried; when the line has not
-    moved for `patience_s`, the next one is tried beside it: a slow one costs the others time, and not their answers.
-    """
+    """One for a dispatcher. Lives on its event loop. The batch at the head of the line is tried. If the line has not
+    moved for `patience_s`, the next batch is tried beside it, so that a slow batch only delays the others."""
 
     def __init__(self, *, max_worker_crashes: int, patience_s: float) -> None:
         self._max_kills = max_worker_crashes
@@ -65,12 +65,12 @@ class PoisonRequests:
 
     @property
     def are_tried(self) -> bool:
-        """True if a queued job is the likely reason for a loss."""
+        """Whether a queued job is the likely reason for a loss."""
         return bool(self._line)
 
     async def lost(self, job_id: str, crashes: CrashHistory, life: Life, num_tokens: int) -> None:
-        """A worker was lost with the job on it, which has `num_tokens` of its answer. Returns when it is known where
-        the job stands, for it to await its `turn`; raises RequestKillsWorkers when it is not tried again."""
+        """Records the loss of a worker with the job on it, which has `num_tokens` of its answer. Returns when the job
+        may await its `turn`. Raises RequestKillsWorkers if the job must not be tried again."""
         was_tried = crashes.batch is not None
         self.drop(crashes)
         if num_tokens > crashes.num_tokens:
@@ -94,11 +94,11 @@ class PoisonRequests:
         if not loss.is_divided:
             loss.is_divided = True
             self._divide([crashes, *loss.jobs])
-        elif crashes.batch is None:  # it came forward late
+        elif crashes.batch is None:  # its loss was reported late
             self._divide([crashes])
 
     async def turn(self, crashes: CrashHistory) -> bool:
-        """Returns when the job may be tried: at once unless others are tried before it. Whether it had to wait."""
+        """Returns when the job may be tried; True if it had to wait for others."""
         waited = False
         while (batch := crashes.batch) is not None and not any(batch is one for one in self._tried()):
             waited, num_moves = True, self._moved.count
@@ -106,18 +106,18 @@ class PoisonRequests:
                 async with asyncio.timeout(self._patience_s):
                     await self._moved.wait()
             except TimeoutError:
-                if num_moves == self._moved.count:  # the first of all that wait
+                if num_moves == self._moved.count:  # the first of all waiting jobs
                     self._num_tried += 1
                     self._moved.notify()
         return waited
 
     def progressed(self, crashes: CrashHistory, num_tokens: int) -> None:
-        """Records that the answer has this many tokens now."""
+        """Records that the answer has this number of tokens."""
         if num_tokens > crashes.num_tokens:
             self.drop(crashes)
 
     def drop(self, crashes: CrashHistory) -> None:
-        """Ends the job's trials: it continues, has ended, or was lost. Idempotent."""
+        """Ends the job's trials, because it continues, has ended or was lost. Idempotent."""
         batch, crashes.batch = crashes.batch, None
         if batch is None:
             return
@@ -125,9 +125,9 @@ class PoisonRequests:
         if not batch:
             place = next(place for place, one in enumerate(self._line) if one is batch)
             del self._line[place]
-            if place == 0:  # the next suspects replace each one tried beside a slow one
+            if place == 0:  # the next suspects take the place of each batch tried beside a slow one
                 self._num_tried = max(1, self._num_tried - 1)
-            if not self._line:  # a later loss is tried from one batch on again
+            if not self._line:  # after a later loss, one batch at a time is tried again
                 self._num_tried = 1
         self._moved.notify()
 

@@ -1,9 +1,9 @@
-"""Fetches a prompt's first blocks from a worker that has them cached, when that takes less time than computing them.
+"""Fetches a prompt's first blocks from a worker that has them cached, if this is faster than computing them.
 
     decide: prefill worker r has 2 blocks, h has 40 ── cheaper? ─▶ r: reserve 38 ─▶ h: share, says how many it still has
                                                                          ─▶ r: submit(pull): waits, and reads the rest
 
-Whatever fails on the way costs a computation and nothing else: it is logged and counted with its reason.
+A failed pull costs a computation and nothing else. It is logged and counted with its reason.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")
 
-OVERHEAD_S = 0.004  # two calls, and the steps that each end is in the middle of
-GAIN = 2.0  # a pull must be so much cheaper: it is a prediction, and one that fails costs both
-UNMEASURED_BYTES_PER_S = 1e9  # of a worker that has moved nothing yet: a network of ten gigabits
+OVERHEAD_S = 0.004  # two calls, and the rest of the step that runs at each end
+GAIN = 2.0  # a pull must be this many times cheaper: the estimate is uncertain, and a failed pull costs both
+UNMEASURED_BYTES_PER_S = 1e9  # of a worker that has not moved KV yet: a network of ten gigabits per second
 
 EVICTED = "evicted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHolder:
-    """A worker that has the first `num_tokens` of a sequence, and pushes so many bytes a second. Before that it takes
-    `load_s` to load those of them that only its host has."""
+    """A worker that has the first `num_tokens` of a sequence and pushes `bytes_per_s`. Loading the tokens that only its
+    host has takes `load_s`, before the push."""
 
     worker_id: str
     num_tokens: int
@@ -44,14 +44,14 @@ class PrefixHolder:
 
 
 def measured_bytes_per_s(load: WorkerLoad) -> float:
-    """What a worker's lanes have moved in the time that they were busy."""
+    """The bytes that a worker's lanes have moved per second of busy time."""
     return load.transfer_bytes / load.transfer_s if load.transfer_s > 0 else UNMEASURED_BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullingWorker:
-    """A prefill worker that has the first `num_cached` tokens of a sequence, all but `num_on_host` of them on its
-    device; loading the others takes `load_s`."""
+    """A prefill worker that has the first `num_cached` tokens of a sequence. `num_on_host` of them are only in host
+    memory; loading those takes `load_s`."""
 
     num_cached: int
     tokens_per_s: float
@@ -61,11 +61,11 @@ class PullingWorker:
 
 
 def best_holder(holders: Sequence[PrefixHolder], prefill_worker: PullingWorker) -> PrefixHolder | None:
-    """The best worker to pull from; None if loading from the own host and computing the rest takes less.
+    """The best worker to pull from; None if loading from the own host and computing the rest takes less time.
 
     A pull of n tokens takes OVERHEAD_S + load_s + n * bytes_per_token / bytes_per_s, computing them n / tokens_per_s.
     It begins after the tokens on the prefill worker's device; its host's blocks are not loaded then. The largest gain
-    wins. A prefill worker of unknown speed computes, and its speed is measured by that.
+    wins. A prefill worker of unknown speed computes the prompt, and this measures its speed.
     """
     if prefill_worker.tokens_per_s <= 0:
         return None
@@ -82,13 +82,13 @@ def best_holder(holders: Sequence[PrefixHolder], prefill_worker: PullingWorker) 
 
 
 def pull_id(request_id: str) -> str:
-    """What the reservation of a pull is called: its request may have one of its own on the same worker."""
+    """The id of a pull's reservation. The request itself may have a reservation on the same worker under its own id."""
     return f"{request_id}/pull"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixPull:
-    """The first `num_tokens` of an attempt's tokens are to go from the holder to the prefill worker."""
+    """A planned transfer of the first `num_tokens` of an attempt's tokens, from the holder to the prefill worker."""
 
     request_id: str
     generation: int
@@ -97,13 +97,14 @@ class PrefixPull:
     num_tokens: int
 
     def end(self) -> None:
-        """Gives back what is left of it. What the request has taken over is its own."""
+        """Releases the reservation, except blocks that the request has taken over."""
         self.prefill_worker.abort(self.request_id)
         self.holder.abort(self.request_id)
 
 
 class PrefixPulls:
-    """One for a router. `num_blocks` have been pulled; `failures` counts, by error code, pulls that came to nothing."""
+    """Plans and runs the pulls of a router. `num_blocks` have been pulled; `failures` counts failed pulls by error
+    code."""
 
     def __init__(self, fleet: Fleet, *, lease_s: float) -> None:
         self._fleet = fleet
@@ -114,8 +115,8 @@ class PrefixPulls:
     def choose(
         self, job_state: JobState, request_id: str, generation: int, prefill_worker: Member, candidates: CandidateTable
     ) -> PrefixPull | None:
-        """The prefix that the prefill worker of an attempt fetches, and from which worker; None if it fetches none, as
-        for a request with logprobs of the prompt, which must be computed."""
+        """The prefix that the attempt's prefill worker fetches, and its holder; None without a pull. A request with
+        logprobs of the prompt has no pull: its prompt must be computed."""
         if prefill_worker.info is None or (
             job_state.job.sampling.prompt_logprobs is not None and not job_state.output_ids
         ):
@@ -149,7 +150,7 @@ class PrefixPulls:
         )
 
     def _holders(self, one: Candidate, most: int, block_size: int) -> Iterator[PrefixHolder]:
-        """A worker with what its device has, and with what its host has besides."""
+        """A worker as holder of the tokens on its device, and as holder of those and the tokens on its host."""
         bytes_per_s = measured_bytes_per_s(self._fleet.member(one.worker_id).load)
         on_device = one.num_cached_tokens - one.num_host_tokens
         for num_tokens in dict.fromkeys((min(on_device, most), min(one.num_cached_tokens, most))):
@@ -162,8 +163,8 @@ class PrefixPulls:
                 )
 
     async def fetch(self, job_state: JobState, pull: PrefixPull) -> Ticket | None:
-        """A reservation on the prefill worker into which the holder pushes; None when the prefill worker had better
-        begin to compute. The caller ends the pull in any case."""
+        """Reserves blocks on the prefill worker, into which the holder pushes. None if the prefill worker should
+        compute the prompt instead. The caller ends the pull in any case."""
         try:
             ticket = await pull.prefill_worker.reserve(self._reservation(job_state, pull))
             block_size = pull.holder.block_size or ticket.layout.block_size

@@ -1,1 +1,1 @@
-"""The workers that the router knows: connections, state, load."""
+"""The workers that the router knows, with their connections, states and loads."""

@@ -1,7 +1,8 @@
 """The fleet's workers as columns, from which each request's `CandidateTable` is cut.
 
-A member reports every change of itself, and the predictor every worker of which something was observed: only their
-columns are worked out anew. What depends on the request (cached tokens) and on the time is filled in for all at once.
+A member reports each of its changes, and the predictor each worker with a new observation. Only their columns are
+computed again. The numbers that depend on the request (cached tokens) or on the time are filled in for all workers at
+once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from router.prefix.index import Match
 
 
 class FleetTable:
-    """Of members in the order in which they came."""
+    """The members as columns, in the order in which they joined."""
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
@@ -27,7 +28,7 @@ class FleetTable:
         self._changed: dict[Member, None] = {}
         self._doubted: dict[Member, None] = {}
         self._is_laid_out = False
-        self._sizes: Collection[int] | None = None  # of blocks, once they have been read
+        self._sizes: Collection[int] | None = None  # of blocks, once they have been computed
         self._lay_out()
 
     def add(self, member: Member) -> None:
@@ -42,25 +43,25 @@ class FleetTable:
         self._is_laid_out = False
 
     def doubt(self, member: Member) -> None:
-        """Its breaker may forbid it work from now on."""
+        """The member's breaker may forbid new requests from now on."""
         self._doubted[member] = None
 
     @property
     def block_sizes(self) -> Collection[int]:
-        """Tokens of a block, of all members that were met."""
+        """The block sizes, in tokens, of all members that have been connected."""
         self._refresh()
         if self._sizes is None:
             self._sizes = tuple(dict.fromkeys(size for size in self._block_sizes if size))
         return self._sizes
 
     def loads(self) -> CandidateTable:
-        """Workers that take new work, with their load alone. It changes with the fleet: read it, do not keep it."""
+        """The workers that take new work, with their load alone. The table changes with the fleet: do not keep it."""
         self._refresh()
         workers, columns = self._taking_work()
         return CandidateTable(workers, self._values[:, columns])
 
     def candidates(self, matched: Match, num_tokens: int, block_size: int, *, now: float) -> CandidateTable:
-        """Workers that take new work and are trusted. `matched` is an index's answer for a sequence of `num_tokens`
+        """The workers that take new work and are trusted. `matched` is an index's answer for a sequence of `num_tokens`
         tokens, of which the last must always be computed."""
         self._refresh()
         self._refresh_features(now)
@@ -71,18 +72,18 @@ class FleetTable:
             self._predictor.predict(table, self._features[:, columns], now=now)
         return table
 
-    # -- what changes seldom -------------------------------------------------------------------------------------------
+    # -- columns that change seldom ------------------------------------------------------------------------------------
 
     def _lay_out(self) -> None:
-        """Members have come or gone: all are worked out anew."""
+        """Computes all columns again, after members have come or gone."""
         count = len(self._members)
         self._places = {member: place for place, member in enumerate(self._members.values())}
         self._values = np.zeros((NUM_ROWS, count))
         for name, line in UNOBSERVED.items():
             self._values[ROWS[name]], self._values[ROWS[name] + 1] = line.fixed_s, line.each_s
         self._features = np.full((len(WorkerFeatures._fields), count), np.nan)
-        self._roles: list[WorkerRole | None] = [None] * count  # in which each takes work
-        self._due = dict.fromkeys(self._members.values())  # whose features are to be read
+        self._roles: list[WorkerRole | None] = [None] * count  # the role in which each worker takes work
+        self._due = dict.fromkeys(self._members.values())  # members whose features must be computed again
         self._block_sizes = [0] * count
         self._sizes = None
         self._taking: WorkerSubset | None = None
@@ -91,7 +92,7 @@ class FleetTable:
         self._is_laid_out = True
 
     def _refresh(self) -> None:
-        """The columns of members that have changed."""
+        """Computes the columns of changed members again."""
         if not self._is_laid_out:
             self._lay_out()
         if not self._changed:
@@ -105,7 +106,7 @@ class FleetTable:
     def _note(self, member: Member, place: int) -> None:
         self._due[member] = None
         role = member.role if member.takes_work else None
-        if self._roles[place] is not role:  # a worker may come back in another role
+        if self._roles[place] is not role:  # a worker may return in another role
             self._roles[place] = role
             self._taking = self._without = None
         if member.info is None:
@@ -128,7 +129,7 @@ class FleetTable:
                 features = self._predictor.features(member.worker_id, role, member.load, now=now)
                 self._features[:, place] = features
                 self._features[_LOAD_EACH, place] *= member.token_bytes
-            self._note_observed()  # these members' speeds may make a difference of others'
+            self._note_observed()  # these members' speeds may change whether others count as slow
         self._due = waiting
 
     def _note_observed(self) -> None:
@@ -136,7 +137,7 @@ class FleetTable:
             if (known := self._members.get(worker_id)) is not None:
                 self._due[known] = None
 
-    # -- who is offered ------------------------------------------------------------------------------------------------
+    # -- the workers that are offered ----------------------------------------------------------------------------------
 
     def _taking_work(self) -> WorkerSubset:
         if self._taking is None:
@@ -144,7 +145,8 @@ class FleetTable:
         return self._taking
 
     def _trusted(self, now: float) -> WorkerSubset:
-        """Those that take work, without those whose breaker gives them a pause: never a pool's last."""
+        """The workers that take work, without those that their breaker pauses. The last worker of a pool is always
+        included."""
         paused = [member for member in self._doubted if not member.breaker.allows(now)]
         if not paused:
             return self._taking_work()
@@ -166,7 +168,7 @@ class FleetTable:
         return WorkerSubset(workers, columns_of([place for _, _, place in kept]))
 
 
-_LOAD_EACH = WorkerFeatures._fields.index("load_each_s")  # of a byte, until it is of a token
+_LOAD_EACH = WorkerFeatures._fields.index("load_each_s")  # per byte, until it is converted to a token
 
 
 def _fill_cached(table: CandidateTable, matched: Match, num_tokens: int, block_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Channels to workers: their limits, the certificate that a member of the cluster shows, and the token of its run."""
+"""Channels to workers: their limits, the client certificate, and the token of the worker's run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ MAX_MESSAGE_BYTES = 64 * 2**20  # a prompt of a million tokens is 4 MB; a snapsh
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A peer that is gone without a word, or stopped, is noticed after about two seconds.
+    # A peer that has vanished or stopped is noticed after about two seconds.
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 1500),
-    ("grpc.http2.ping_timeout_ms", 1500),  # alone decides when a keepalive ping is lost; 60 s without it
+    ("grpc.http2.ping_timeout_ms", 1500),  # this alone decides when a keepalive ping is lost; the default is 60 s
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # A new client connects afresh: it inherits no back-off from a lost one. When to try again is the fleet's business.
+    # A new client connects immediately: it does not inherit the back-off of a lost one. The fleet decides when to
+    # retry.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
 )
 
 OpenChannel = Callable[[str], Any]
-"""Makes the channel to an address: gRPC's, or one that a simulator carries messages over."""
+"""Opens the channel to an address: gRPC's, or a simulator's."""
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
@@ -36,8 +37,8 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 
 class Channels:
-    """How a member of the cluster opens its channels: with its certificate, if it has one, and the token of the
-    worker's run. Raises Misconfigured for certificates that cannot be read."""
+    """Opens the channels of a member of the cluster, with its certificate if it has one, and the token of the worker's
+    run. Raises Misconfigured for certificates that cannot be read."""
 
     def __init__(self, peers: PeerTls) -> None:
         self._credentials = peers.channel_credentials()
@@ -50,8 +51,8 @@ class Channels:
         return TokenChannel(channel, token) if token else channel
 
     def learn(self, address: str, token: str) -> None:
-        """The token with which the worker at this address was announced ("": none): channels opened from now on send
-        it."""
+        """Records the token with which the worker at this address was announced ("" for none). Channels opened from now
+        on send it."""
         if token:
             self._tokens[address] = token
         else:
@@ -65,7 +66,7 @@ class Channels:
 
 
 class TokenChannel:
-    """A channel whose calls show a token. Not an interceptor of grpc's, which makes a task for every call."""
+    """A channel whose calls send a token. It is not a gRPC interceptor, because those create a task for every call."""
 
     def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
         self._channel = channel

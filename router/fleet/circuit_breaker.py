@@ -5,7 +5,7 @@ closed ── MAX_FAILURES in a row ──▶ open ── its pause is over ─�
                                      └─────────── a failure ─────────┘   the pause doubles, up to MAX_PAUSE_S
 
 Other gateway processes publish how often the worker has failed them in a row. Recent failures of all processes are
-added up, also on trial: MAX_FAILURES together open the breaker. A process that had a success begins again at one.
+added up, also on trial: MAX_FAILURES together open the breaker. After a success, a process counts from one again.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ class CircuitBreaker:
 
     def __init__(self) -> None:
         self.failures = 0
-        """In a row, in this process."""
+        """Counts failures in a row, in this process."""
         self._failed_s = 0.0
-        self._published: dict[int, tuple[int, float]] = {}  # by process: its failures in a row, and when published
+        self._published: dict[int, tuple[int, float]] = {}  # by process: failures in a row, and when reported
         self._successes = 0
         self._until_s: float | None = None
         self._pause_s = FIRST_PAUSE_S
 
     def allows(self, now: float) -> bool:
-        """Whether the worker may get requests. On trial it may: a request that fails resumes on another worker."""
+        """Whether the worker may get requests. A worker on trial may: a request that fails resumes on another
+        worker."""
         return self._until_s is None or now >= self._until_s
 
     def failed(self, now: float) -> bool:
-        """Counts a request that failed for a reason that may be the worker's. True if a pause begins."""
+        """Counts a request that failed, possibly because of the worker. True if a pause begins."""
         self._successes = 0
         self.failures += 1
         self._failed_s = now
@@ -52,7 +53,7 @@ class CircuitBreaker:
         return self._pause(now)
 
     def succeeded(self) -> None:
-        """A request got tokens from the worker."""
+        """Records that a request got tokens from the worker."""
         self.failures = 0
         self._published.clear()
         if self._until_s is None:
@@ -62,7 +63,7 @@ class CircuitBreaker:
             self.reset()
 
     def reset(self) -> None:
-        """Forgets all failures: the worker has restarted, or has passed its trial."""
+        """Drops all failures: the worker has restarted, or has passed its trial."""
         self.failures = self._successes = 0
         self._published.clear()
         self._until_s, self._pause_s = None, FIRST_PAUSE_S

@@ -1,10 +1,10 @@
-"""All workers the router knows: met, kept in touch with, offered to policies, and met again after every loss.
+"""The workers of the router: it connects to them, watches them, offers them to policies, and reconnects after a loss.
 
     join(address) ─▶ describe ─▶ compatible? ─▶ healthy? ─▶ stream: Hello ─▶ first load: READY
                         ▲                                                       │
                         └─────────── pause, doubling ◀── stream lost, no progress, ...
 
-How workers become known is not decided here: the cluster calls `join` and `leave`.
+The fleet does not discover workers: the cluster calls `add_worker` and `remove_worker`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("baton.router")
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
 STATE_LINE = "worker %s at %s is %s%s"
-"""Logged of a worker's new state by every process."""
+"""Logged by every process when a worker enters a state."""
 ELSEWHERE_S = 1.0  # how long another process's work counts, unless the worker's load includes it sooner
 
 
@@ -56,7 +56,8 @@ class PoolTotals:
 
 
 class Fleet:
-    """Lives on one event loop. `totals` are by pool; `num_faults` counts sessions that ended in a bug of ours."""
+    """The router's workers, on one event loop. `totals` are by pool; `num_faults` counts sessions that ended with an
+    internal error."""
 
     def __init__(
         self,
@@ -88,23 +89,23 @@ class Fleet:
         self.host_totals = HostTotals()
         self.num_faults = 0
         self.notices: list[Callable[[], str]] = []  # more faults for `degraded`
-        self.publish_load: Callable[[str, int, int], None] | None = None  # (worker, tokens, blocks): work given to it
+        self.publish_load: Callable[[str, int, int], None] | None = None  # (worker, tokens, blocks): work routed to it
         self.publish_failure: Callable[[str, int], None] | None = (
             None  # (worker, its failures in a row), to the other gateway processes
         )
         self._num_elsewhere = 0
         self._behind = ""  # the fault of the cluster behind the workers
-        self.num_turned_away = 0  # jobs that wait because no worker had room for them, though it seemed so
+        self.num_turned_away = 0  # jobs that wait because no worker had room for them, contrary to the reported loads
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
     def starting(self, worker_id: str, successor: Successor | None) -> None:
-        """A process of the worker is being started: running answers that no worker can take wait for it."""
+        """Records that a process of the worker is being started. Running answers without a worker wait for it."""
         if self.successors.starting(worker_id, successor):
             self._changed.notify()
 
     def add_worker(self, address: str, *, worker_id: str) -> None:
-        """Adds a worker that serves at this address. A known worker is connected to again, at its new address."""
+        """Adds a worker that serves at this address. A known worker is reconnected at its new address."""
         member = self._members.get(worker_id)
         if member is None or member.address != address or member.state is not WorkerState.READY:
             self.successors.joined(worker_id)
@@ -139,11 +140,11 @@ class Fleet:
         for worker_id in tuple(self._members):
             await self.remove_worker(worker_id)
 
-    # -- what is offered -----------------------------------------------------------------------------------------------
+    # -- offers to policies --------------------------------------------------------------------------------------------
 
     @property
     def block_size(self) -> int | None:
-        """Tokens in the blocks that prompts are hashed in: those of the first worker; None before the first worker."""
+        """Tokens in the blocks that prompts are hashed in: those of the first worker; None before it has joined."""
         reference = self._reference()
         return reference.layout.block_size if reference is not None else None
 
@@ -154,18 +155,18 @@ class Fleet:
         return reference.layout.block_bytes if reference is not None else 0
 
     def member(self, worker_id: str) -> Member:
-        """Raises WorkerLost for one that has left."""
+        """The member with this id. Raises WorkerLost if it has left."""
         if worker_id not in self._members:
             raise WorkerLost(f"worker {worker_id} has left")
         return self._members[worker_id]
 
     def given(self, worker_id: str, num_tokens: int, num_blocks: int) -> None:
-        """Publishes the work that a worker is about to be given: tokens to prefill, blocks to hold."""
+        """Publishes the work that a worker is about to get: tokens to prefill, and blocks to reserve."""
         if self.publish_load is not None:
             self.publish_load(worker_id, num_tokens, num_blocks)
 
     def given_elsewhere(self, worker_id: str, num_tokens: int, num_blocks: int) -> None:
-        """Work published by another gateway process. It counts until the worker's load includes it."""
+        """Counts work published by another gateway process, until the worker's load includes it."""
         member = self._members.get(worker_id)
         if member is None or member.role is None or not member.takes_work:
             return
@@ -179,9 +180,8 @@ class Fleet:
             self.predictor.routed(worker_id, member.role, num_tokens, beside=beside, now=loop.time())
 
     def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match:
-        """The blocks of `block_size` that each worker has of a sequence; `hashes` gives its chain in blocks of any
-        size. Every worker is matched in its own block size; smaller blocks that do not fill one of ours do not count.
-        """
+        """The cached blocks that each worker has of a sequence, in units of `block_size`. `hashes` gives the chain in
+        blocks of any size. Each worker is matched in its own block size; an incomplete unit does not count."""
         size = self.block_size or 1
         matched = self.index.match(hashes(size), now=now)
         for other in self._table.block_sizes:
@@ -190,17 +190,17 @@ class Fleet:
         return matched
 
     def candidates(self, matched: Match, num_tokens: int) -> CandidateTable:
-        """Workers that take new work, without those whose breaker gives them a pause. `matched` is an index's answer
-        for a sequence of `num_tokens` tokens, of which the last must always be computed."""
+        """The workers that take new work, without those that their breaker pauses. `matched` is an index's answer for a
+        sequence of `num_tokens` tokens, of which the last must always be computed."""
         now = loop_time()
         return self._table.candidates(matched, num_tokens, self.block_size or 1, now=now)
 
     def loads(self) -> CandidateTable:
-        """Workers that take new work, with their load alone. Changes with the fleet: read it, do not keep it."""
+        """The workers that take new work, with their load alone. The table changes with the fleet: do not keep it."""
         return self._table.loads()
 
     def overhead_s(self) -> float:
-        """Recent time of first tokens besides prefill; 0 while unknown."""
+        """The recent time of first tokens besides prefill; 0 while unknown."""
         now, roles = loop_time(), dict.fromkeys(self.loads().prompt_pool.workers.roles)
         return min((self.predictor.overhead_s(role, now=now) for role in roles), default=0.0)
 
@@ -209,18 +209,18 @@ class Fleet:
         return any(member.takes_work for member in self._members.values())
 
     def set_degraded(self, reason: str) -> None:
-        """The fault of the cluster behind the workers; "" if there is none."""
+        """Sets the fault of the cluster behind the workers; "" for none."""
         self._behind = reason
 
     def degraded(self) -> str:
-        """Faults despite which requests are served: of the cluster behind the workers, or of the knowledge about them;
-        "" if there are none."""
+        """The faults despite which requests are served, of the cluster or of the connections to workers; "" if there
+        are none."""
         shared = (self._peers.trouble, self._peers.warning) if self._peers is not None else ()
         return "; ".join(filter(None, (self._behind, *shared, *(notice() for notice in self.notices))))
 
     @property
     def shares_index(self) -> bool:
-        """False while the prefix index does not reach the other gateways that should share it."""
+        """False while the prefix index is disconnected from the other gateways that should share it."""
         return self._peers is None or not self._peers.trouble
 
     async def wait(self, *, until: float) -> None:
@@ -241,11 +241,11 @@ class Fleet:
         )
 
     def position(self, worker_id: str) -> tuple[int, int]:
-        """Incarnation of a worker, and number of its KV event that is expected next."""
+        """The incarnation of a worker, and the number of its next KV event."""
         return self._feed.position(worker_id)
 
     async def stats(self, worker_id: str) -> WorkerStats:
-        """Tickets and lanes, from the worker itself. Raises WorkerLost."""
+        """The worker's tickets and lanes, queried from the worker. Raises WorkerLost."""
         return await self.member(worker_id).connection().stats()
 
     async def profile(self, worker_id: str, recording: bool | None = None) -> Profile:
@@ -253,8 +253,8 @@ class Fleet:
         return await self.member(worker_id).connection().profile(recording)
 
     async def drain(self, worker_id: str) -> int:
-        """The worker takes no new work from now on, and ends when nothing runs on it; how many requests do. Raises
-        NotFound for a worker that is not known here, WorkerLost for one that cannot be reached."""
+        """Requests a drain: the worker takes no new work, and ends when nothing runs on it. Returns the number of
+        running requests. Raises NotFound for an unknown worker, and WorkerLost for an unreachable one."""
         member = self._members.get(worker_id)
         if member is None:
             raise NotFound(f"there is no worker {worker_id}: the fleet is {', '.join(self._members) or 'empty'}")
@@ -265,12 +265,13 @@ class Fleet:
             if not drained:
                 raise
             raise WorkerLost(
-                f"worker {worker_id} is already on its way out, or its successor on its way in: `baton status` shows "
+                f"worker {worker_id} is already draining, or its successor is starting: `baton status` shows "
                 "when it is ready"
             ) from error
 
     def blame(self, worker_ids: Iterable[str]) -> None:
-        """A request failed on these workers and may fail there again. Published to the other gateway processes."""
+        """Counts a failed request on these workers, which may fail again. The count is published to the other gateway
+        processes."""
         for worker_id in worker_ids:
             if (member := self._members.get(worker_id)) is not None:
                 self._doubt(member, member.breaker.failed(loop_time()))
@@ -278,7 +279,7 @@ class Fleet:
                     self.publish_failure(worker_id, member.breaker.failures)
 
     def blame_elsewhere(self, worker_id: str, process: int, in_row: int) -> None:
-        """A request of that gateway process failed on the worker, its `in_row`-th without a success."""
+        """Counts another gateway process's failed request on the worker, its `in_row`-th without a success."""
         if (member := self._members.get(worker_id)) is not None:
             now = loop_time()
             self._doubt(member, member.breaker.failed_elsewhere(now, process=process, in_row=in_row))
@@ -287,19 +288,19 @@ class Fleet:
         self._table.doubt(member)
         if paused and member.role is not None:
             log.warning(
-                "worker %s keeps failing what it is given: it gets no new requests for a while",
+                "worker %s fails its requests repeatedly: it gets no new requests for a while",
                 member.worker_id,
                 extra=_of(member),
             )
             self.totals[member.role].num_pauses += 1
 
     def count_read(self, prefill_worker: Member, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """A prompt has been computed, but for the cached tokens."""
+        """Counts the tokens of a computed prompt, and the cached ones among them."""
         if prefill_worker.role is not None:
             self.totals[prefill_worker.role].num_prompt_tokens += num_prompt_tokens
             self.totals[prefill_worker.role].num_cached_tokens += num_cached_tokens
 
-    # -- keeping in touch ----------------------------------------------------------------------------------------------
+    # -- connections ---------------------------------------------------------------------------------------------------
 
     async def _keep(self, member: Member, again: asyncio.Event) -> None:
         pause_s = FIRST_PAUSE_S
@@ -312,10 +313,10 @@ class Fleet:
             except BatonError as error:
                 if member.state in (WorkerState.READY, WorkerState.DRAINING):
                     pause_s = FIRST_PAUSE_S
-                if member.role is not None and member.state is WorkerState.READY:  # one that drains is meant to go
+                if member.role is not None and member.state is WorkerState.READY:  # a draining one is expected to end
                     self.totals[member.role].num_losses += 1
                 self._enter(member, WorkerState.LOST, error.message)
-            except Exception as error:  # one worker's nonsense must not end the others' fleet
+            except Exception as error:  # one worker's invalid messages must not end the sessions of others
                 log.exception("worker %s: its session failed: internal error", member.worker_id, extra=_of(member))
                 self.num_faults += 1
                 self._enter(member, WorkerState.LOST, f"{type(error).__name__}: {error}")
@@ -325,7 +326,7 @@ class Fleet:
             pause_s = FIRST_PAUSE_S if again.is_set() else min(2 * pause_s, MAX_PAUSE_S)
 
     async def _session(self, member: Member) -> None:
-        """One connection, from its handshake to its loss. Raises the BatonError that ended it."""
+        """Runs one connection, from its handshake to its loss. Raises the BatonError that ended it."""
         config = self._config
         client = WorkerClient(
             member.address,
@@ -342,7 +343,7 @@ class Fleet:
             self._admit(member, info)
             hello = self._feed.hello(member.worker_id, info.incarnation)
             watch = asyncio.create_task(self._watch(member, client))
-            member.connected(info, client)  # from here to `run`'s first statement no other task runs
+            member.connected(info, client)  # no other task runs from here to the first statement of `run`
             await client.run(hello, lambda step: self._receive(member, client, step))
         finally:
             member.disconnected()
@@ -352,7 +353,7 @@ class Fleet:
             await client.close()
 
     def _admit(self, member: Member, info: WorkerInfo) -> None:
-        """Raises IncompatibleWorkers when the worker cannot share requests with those that are here."""
+        """Admits a worker to the fleet. Raises IncompatibleWorkers if it cannot share requests with the others."""
         if info.worker_id != member.worker_id:
             raise IncompatibleWorkers(
                 f"{member.address} answers as {info.worker_id}, not as {member.worker_id}: "
@@ -364,7 +365,7 @@ class Fleet:
         for name, theirs, ours in (
             ("model", info.model, reference.model),
             ("vocab_size", info.vocab_size, reference.vocab_size),
-            ("device", info.device, reference.device),  # one lane's ranks are all on GPUs, or none is
+            ("device", info.device, reference.device),  # one lane's ranks are all on GPUs, or all on CPUs
         ):
             if theirs != ours:
                 raise IncompatibleWorkers(
@@ -372,7 +373,7 @@ class Fleet:
                     "start both with the same setting",
                     param=name,
                 )
-        # Two layouts that fit the first need not fit each other: blocks of 4, 8 and 12.
+        # Two layouts that fit the first one may not fit each other: blocks of 4, 8 and 12.
         others = {other.layout: other.worker_id for other in self._here(besides=member)}
         for layout, worker_id in others.items():
             require_compatible(info.worker_id, info.layout, worker_id, layout)
@@ -383,8 +384,8 @@ class Fleet:
             )  # fmt: skip
 
     def _reference(self, besides: Member | None = None) -> WorkerInfo | None:
-        """The first worker of the fleet, with which new ones are compared."""
-        for member in self._members.values():  # several times a request
+        """The first worker of the fleet, with which a new one is compared."""
+        for member in self._members.values():  # called several times per request
             if member.info is not None and member.client is not None and member is not besides:
                 return member.info
         return None
@@ -419,7 +420,7 @@ class Fleet:
         self._changed.notify()
 
     async def _watch(self, member: Member, client: WorkerClient) -> None:
-        """Health means progress: a worker that makes none is lost, although its connection stands."""
+        """Watches for progress: a worker without progress is lost, even if its connection is open."""
         while True:
             await asyncio.sleep(self._config.fleet.health_period_s)
             try:
@@ -436,7 +437,7 @@ class Fleet:
             self.successors.arrived(member.worker_id)
         if member.state is WorkerState.DRAINED:
             log.info("worker %s at %s has drained and ended", member.worker_id, member.address, extra=_of(member))
-        elif not was is state is WorkerState.LOST:  # that it is still away is not news
+        elif not was is state is WorkerState.LOST:  # that it is still lost is not logged again
             log.log(
                 logging.INFO if state in (WorkerState.READY, WorkerState.DRAINING) else logging.WARNING,
                 STATE_LINE, member.worker_id, member.address, state, f": {reason}" if reason else "",
@@ -452,5 +453,5 @@ async def _check(client: WorkerClient, worker_id: str) -> None:
 
 
 def _of(member: Member) -> dict[str, str]:
-    """Fields of a record of the log."""
+    """The fields of a log record about this worker."""
     return {"worker": member.worker_id}

@@ -1,4 +1,4 @@
-"""Host tiers by pool, as Prometheus metrics: their hits and their transfers."""
+"""Prometheus metrics of host tiers by pool: their hits and their transfers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class HostTotals:
         self._totals = {role: dict.fromkeys([name for name, _, _ in COUNTERS], 0.0) for role in WorkerRole}
 
     def note(self, role: WorkerRole, before: WorkerLoad, after: WorkerLoad) -> None:
-        """Adds the difference of two reports of a worker."""
+        """Adds the difference between two reports of a worker."""
         if after.host is not None:
             for name, _, value_of in COUNTERS:
                 self._totals[role][name] += max(0.0, value_of(after.host) - value_of(before.host or NOTHING))
 
     def metrics(self, pools: Mapping[WorkerRole, Sequence[WorkerLoad]]) -> Iterable[Metric]:
-        """`pools`: the loads of workers that are here."""
+        """The metrics of all pools. `pools` contains the loads of the present workers."""
         room = GaugeMetricFamily("baton_pool_host_kv_blocks", "KV blocks host memory has room for", labels=("pool",))
         used = GaugeMetricFamily("baton_pool_host_kv_blocks_used", "KV blocks in host memory", labels=("pool",))
         for role, loads in pools.items():

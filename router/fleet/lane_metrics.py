@@ -1,4 +1,5 @@
-"""How the workers' lanes fare, by pool, transport and why it was not a faster one; counted also for those that left."""
+"""Prometheus metrics of the workers' lanes, by pool, transport and the reason against a faster one. Removed workers
+count, too."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ Key = tuple[str, str, str]
 
 
 class LaneTotals:
-    """Since the gateway's start."""
+    """Totals of all lanes since the gateway's start."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[Key]] = {what: Counter() for what in _COUNTED}
 
     def note(self, role: WorkerRole, before: WorkerLoad, now: WorkerLoad) -> None:
-        """The traffic of a worker's lanes between two of its messages."""
+        """Adds the traffic of a worker's lanes between two of its messages."""
         if not now.lanes or now.lanes == before.lanes:
             return
         known = {(lane.transport, lane.reason): lane for lane in before.lanes}
@@ -37,7 +38,7 @@ class LaneTotals:
                 counts[role, lane.transport, lane.reason] += max(0, grown)
 
     def metrics(self, loads: Mapping[WorkerRole, Sequence[WorkerLoad]]) -> Iterable[Metric]:
-        """`loads` are those of the workers that are here."""
+        """The metrics of all lanes. `loads` are those of the present workers."""
         lanes = [(role, lane) for role, of_role in loads.items() for load in of_role for lane in load.lanes]
         num_open: Counter[Key] = Counter()
         for role, lane in lanes:

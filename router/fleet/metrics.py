@@ -1,4 +1,4 @@
-"""The fleet as Prometheus sees it, by pool. Read from the fleet at every scrape: nothing is counted twice."""
+"""Prometheus metrics of the fleet by pool, read from the fleet at every scrape."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ class FleetCollector(Collector):
 
 
 def _by_worker(status: Sequence[WorkerStatus]) -> Iterable[Metric]:
-    """What each worker says, for `MAX_WORKERS` of them: series must not grow with a cluster for ever."""
+    """Metrics of single workers, for `MAX_WORKERS` of them: the number of series must stay bounded in a large
+    cluster."""
     listed = sorted((one for one in status if one.info is not None), key=lambda one: one.worker_id)[:MAX_WORKERS]
     yield GaugeMetricFamily(
         "baton_worker_unlisted", "Workers beyond those that have series of their own", len(status) - len(listed)

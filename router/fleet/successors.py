@@ -1,4 +1,4 @@
-"""Workers that are about to serve, as their supervisor announces them, for which running answers may wait.
+"""Workers that their supervisor has announced and that are about to serve. Running answers may wait for them.
 
 starting ─▶ joined: announced, not connected yet ─▶ ready: no longer a successor
     └─▶ withdrawn, or its supervisor is silent
@@ -14,14 +14,14 @@ from protos.values import WorkerRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Successor:
-    """A process of a worker that is being started. `loaded` is the share of its weights that it has read (0 to 1)."""
+    """A process of a worker that is being started. `loaded` is the share of its weights that it has loaded (0 to 1)."""
 
     role: WorkerRole
     loaded: float = 0.0
 
 
 class Successors:
-    """By worker id. The fleet changes it."""
+    """The successors by worker id. The fleet updates them."""
 
     def __init__(self) -> None:
         self._starting: dict[str, Successor] = {}
@@ -31,7 +31,7 @@ class Successors:
         return len(self._starting.keys() | self._joined)
 
     def starting(self, worker_id: str, successor: Successor | None) -> bool:
-        """None: no longer announced by its supervisor. Returns whether anything changed."""
+        """Records an announcement; None withdraws it. Returns whether anything changed."""
         before = self._starting.get(worker_id)
         if successor is None:
             self._starting.pop(worker_id, None)
@@ -45,12 +45,12 @@ class Successors:
         self._joined.add(worker_id)
 
     def arrived(self, worker_id: str) -> None:
-        """The fleet has connected to it, or knows that it will not come. Ignores an unknown one."""
+        """Removes a worker that the fleet has connected to or no longer expects. Ignores an unknown one."""
         self._starting.pop(worker_id, None)
         self._joined.discard(worker_id)
 
     def of(self, role: WorkerRole | None) -> Sequence[str]:
-        """A phrase for each that starts, with its progress; of one pool, or of all (None)."""
+        """A phrase with the progress of each successor, of one pool or of all (None)."""
         return [
             f"{worker_id} is starting" + (f" ({successor.loaded:.0%} of its weights read)" if successor.loaded else "")
             for worker_id, successor in self._starting.items()

@@ -1,9 +1,9 @@
-"""One worker as the fleet sees it: its state, its load, and what was routed to it that its load does not show yet.
+"""One worker of the fleet: its state, its load, and the work routed to it that its load does not include yet.
 
 joining ──▶ ready ⇄ draining          ready: takes new work; draining: finishes what it has
    ▲          │
    └── lost ◀─┘   incompatible: answers, but cannot work with the rest; never routed to
-                  left: gone after draining, until its successor comes, or has not come for long
+                  drained: ended after draining; lost if no successor comes within `SUCCESSOR_S`
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from router.fleet.worker_client import Updates, WorkerClient
 from router.policies.table import LoadRow
 
 SUCCEEDED = "its successor is due"
-SUCCESSOR_S = 600.0  # as long as `baton drain` waits: large weights take minutes
+SUCCESSOR_S = 600.0  # the time that `baton drain` waits: loading large weights takes minutes
 UNSUCCEEDED = f"it has drained, and no successor has come for {SUCCESSOR_S / 60:g} minutes"
-STEPS_TO_SHOW = 2  # a step that was running when a request arrived does not show it; the step after that does
+STEPS_TO_SHOW = 2  # the step that runs when a request arrives does not include it; the next step does
 
 
 class WorkerState(StrEnum):
@@ -46,8 +46,8 @@ class WorkerState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """What is known of a worker. `reason` is why it is lost, drained, incompatible or still joining. Of
-    its cached blocks, `num_host_blocks` are in host memory, some of them on the device as well."""
+    """The status of a worker. `reason` explains why it is lost, drained, incompatible or still joining. Of its cached
+    blocks, `num_host_blocks` are in host memory, some of them on the device as well."""
 
     worker_id: str
     address: str
@@ -62,7 +62,7 @@ class WorkerStatus:
 
 @dataclass(slots=True)
 class RoutedWork:
-    """Work on its way to a worker: tokens to prefill, blocks to hold. `since_step` is the number of steps that
+    """Work that was routed to a worker: tokens to prefill, blocks to reserve. `since_step` is the number of steps that
     the worker had reported when it got the work."""
 
     num_tokens: int
@@ -71,9 +71,9 @@ class RoutedWork:
 
 
 class Member:
-    """Identity of a worker across its connections and lives. The fleet changes its state, the dispatcher adds work.
+    """A worker across its connections and lives. The fleet changes its state, the dispatcher adds work.
 
-    `on_change` is called with it and None whenever anything may have changed that candidates are made of.
+    `on_change` is called with the member and None after each change that may affect its candidate.
     """
 
     def __init__(self, worker_id: str, address: str) -> None:
@@ -87,7 +87,7 @@ class Member:
         self.breaker = CircuitBreaker()
         self.on_change: Callable[[Member, None], None] | None = None
         self._routed: dict[str, RoutedWork] = {}
-        self._num_steps = 0  # reported
+        self._num_steps = 0  # reported by the worker
         self._left_s: float | None = None
 
     def changed(self) -> None:
@@ -96,17 +96,17 @@ class Member:
 
     @property
     def role(self) -> WorkerRole | None:
-        """Known once the worker has answered."""
+        """The worker's role; None before its first connection."""
         return self.info.role if self.info is not None else None
 
     @property
     def block_size(self) -> int | None:
-        """Tokens of its blocks; None while it was never met."""
+        """Tokens per block; None before the first connection."""
         return self.info.layout.block_size if self.info is not None else None
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of a token's KV; 0 while it was never met."""
+        """Bytes of a token's KV; 0 before the first connection."""
         return self.info.layout.block_bytes / self.info.layout.block_size if self.info is not None else 0.0
 
     @property
@@ -115,17 +115,17 @@ class Member:
 
     @property
     def drains(self) -> bool:
-        """Should what runs here go on elsewhere?"""
+        """Whether running sequences should migrate to other workers."""
         return self.state is WorkerState.DRAINING
 
     def connection(self) -> WorkerClient:
-        """Raises WorkerLost when there is none."""
+        """The open connection. Raises WorkerLost if there is none."""
         if self.client is None:
             raise WorkerLost(f"worker {self.worker_id} is {self.state}: {self.reason}")
         return self.client
 
     def connected(self, info: WorkerInfo, client: WorkerClient) -> None:
-        """A handshake went well. A new life of the worker starts without load."""
+        """Records a successful handshake. A new life of the worker starts without load."""
         if self.info is None or self.info.incarnation != info.incarnation:
             self.load = WorkerLoad()
             self.breaker.reset()
@@ -133,13 +133,13 @@ class Member:
         self.changed()
 
     def disconnected(self) -> None:
-        """Its connection has ended."""
+        """Records the end of the connection."""
         self.client = None
         self.changed()
 
     def enter(self, state: WorkerState, reason: str = "", *, now: float) -> bool:
-        """Whether anything changed. A draining worker whose connection ends is
-        `drained`; it is `lost` if no successor has come within `SUCCESSOR_S`."""
+        """Changes the state; returns whether anything changed. A draining worker whose connection ends is `drained`; it
+        is `lost` if no successor has come within `SUCCESSOR_S`."""
         if state is not WorkerState.LOST:
             self._left_s = None
         elif self.state is WorkerState.DRAINING:
@@ -155,38 +155,39 @@ class Member:
     # -- work under way ------------------------------------------------------------------------------------------------
 
     def route(self, request_id: str, num_tokens: int, num_blocks: int = 0) -> None:
-        """A decision sent a request here, with so many tokens to prefill. Counted until the worker's load shows it."""
+        """Counts a request with `num_tokens` to prefill that was routed to this worker, until its load includes it."""
         self._routed[request_id] = RoutedWork(num_tokens, num_blocks)
         self.changed()
 
     def route_elsewhere(self, name: str, num_tokens: int, num_blocks: int) -> None:
-        """Another process of this gateway sent a request here: the worker has it."""
+        """Counts a request that another process of this gateway routed to this worker, which has it already."""
         self._routed[name] = RoutedWork(num_tokens, num_blocks, since_step=self._num_steps)
         self.changed()
 
     def drop_routed(self, name: str) -> None:
-        """What a decision sent here counts no more."""
+        """Stops counting work that was routed to this worker."""
         if self._routed.pop(name, None) is not None:
             self.changed()
 
     async def reserve(self, request: ReserveRequest) -> Ticket:
-        """Raises the worker's error, or WorkerLost."""
+        """Reserves blocks. Raises the worker's error, or WorkerLost."""
         ticket = await self.connection().reserve(request)
         self._told(request.request_id)
         return ticket
 
     async def renew(self, request: ReserveRequest) -> None:
-        """Extends the lease of a reservation made here. Raises the worker's error, or WorkerLost."""
+        """Extends the lease of a reservation. Raises the worker's error, or WorkerLost."""
         await self.connection().renew(request)
 
     def submit(self, request: GenerateRequest) -> Updates:
-        """Raises WorkerLost when there is no connection; one that is lost later fails the updates."""
+        """Submits a request. Raises WorkerLost without a connection; a later loss fails the updates."""
         updates = self.connection().submit(request)
         self._told(request.request_id)
         return updates
 
     def move(self, request: MoveRequest) -> None:
-        """Raises WorkerLost when there is no connection; the outcome comes with the request's updates."""
+        """Requests a migration; its outcome comes with the request's updates. Raises WorkerLost without a
+        connection."""
         self.connection().move(request)
 
     def release(self, request_id: str) -> None:
@@ -196,18 +197,18 @@ class Member:
             self.client.release(request_id)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request here, whatever its state."""
+        """Ends a request on the worker, in any state."""
         self.drop_routed(request_id)
         if self.client is not None:
             self.client.abort(request_id)
 
     def _told(self, request_id: str) -> None:
-        """The worker has the request now: its load will show it."""
+        """The worker has the request now: its load will include it."""
         if (routed := self._routed.get(request_id)) is not None:
             routed.since_step = self._num_steps
 
     def apply_step(self, step: StepMessage) -> bool:
-        """Takes a step's load, and forgets routed work that it shows. Does anything but the step's number change?"""
+        """Applies a step's load and drops the routed work that it includes. False if only the step's number changed."""
         num_routed = len(self._routed)
         if num_routed:
             for update in step.updates:
@@ -234,7 +235,7 @@ class Member:
     # ------------------------------------------------------------------------------------------------------------------
 
     def load_row(self) -> LoadRow:
-        """Its load with what was routed here."""
+        """The worker's load with the work routed to it."""
         load, routed = self.load, self._routed.values()
         return LoadRow(
             load.num_running + load.num_waiting + load.num_tickets + len(routed),
@@ -247,7 +248,7 @@ class Member:
         )
 
     def status(self, num_cached_blocks: int, num_host_blocks: int, successor: str = "") -> WorkerStatus:
-        """`successor` describes the process that is about to take its place; "" where there is none."""
+        """The worker's status. `successor` describes the process that is about to replace it; "" without one."""
         return WorkerStatus(
             worker_id=self.worker_id,
             address=self.address,
@@ -262,5 +263,5 @@ class Member:
 
 
 def _without_key(info: WorkerInfo | None) -> WorkerInfo | None:
-    """What may be shown of a worker: not the key of its rendezvous server."""
+    """The public description of a worker, without the key of its rendezvous server."""
     return info and replace(info, lane=replace(info.lane, key=""))

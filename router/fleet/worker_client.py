@@ -4,8 +4,8 @@
     submit(b) ─┼─▶ outbox ══ Stream ══▶ worker ══▶ run ─┼─▶ Updates of b
     abort(c)  ─┘            (Hello first)               └─▶ receive(step): events and load, for the fleet
 
-Everything lives on one event loop; `submit`, `abort` and `lose` return at once. A connection that is lost stays lost:
-every open request is told, and the fleet makes a new client.
+Everything lives on one event loop; `submit`, `abort` and `lose` return at once. A lost connection stays lost: every
+open request fails, and the fleet makes a new client.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ MAX_TOGETHER_BYTES = 2**20
 class Updates:
     """One worker's updates of one request, in order. Raises the error that the worker, or its loss, ended it with.
 
-    A reader slower than the worker gets several updates joined to one, and catches up. While the
-    reader waits it has passed on all that came before: then an attached sink takes plain tokens.
+    A consumer slower than the worker gets several updates joined to one, and catches up. While the consumer waits, it
+    has processed all earlier updates: then an attached sink receives plain tokens.
     """
 
     def __init__(self, request_id: str = "", number: int = 0, table: SinkTable | None = None) -> None:
@@ -77,7 +77,8 @@ class Updates:
         self._heir: Updates | None = None
 
     def attach(self, sink: TokenSink | None) -> None:
-        """To be called by the reader, between two updates: the sink is open while the reader waits for the next."""
+        """Attaches a sink. The consumer calls this between two updates; the sink is open while the consumer waits for
+        the next update."""
         if self._sink is not None and sink is None:
             self._sink.close()
         self._sink = sink
@@ -97,7 +98,7 @@ class Updates:
             self._add(error)
 
     def forward_failures_to(self, heir: Updates) -> None:
-        """Failures from here on, and one that waits to be read, concern `heir`: its work needs this worker still."""
+        """Passes later failures, and a failure that is still queued, to `heir`: its work still needs this worker."""
         self._heir = heir
         for item in self._waiting:
             if isinstance(item, BatonError):
@@ -122,7 +123,7 @@ class Updates:
         while not waiting:
             if self._is_cancelled:
                 raise asyncio.CancelledError
-            # Asking for the running loop is a system call in Python 3.11, and every token passes here.
+            # Finding the running loop is a system call in Python 3.11, and every token takes this path.
             self._loop = self._loop or asyncio.get_running_loop()
             self._reader = self._loop.create_future()
             if self._sink is not None and self._table is not None:
@@ -132,7 +133,7 @@ class Updates:
             except asyncio.CancelledError:
                 if not self.report():
                     raise
-                self._is_cancelled = True  # raised once the tokens that were taken are accounted for
+                self._is_cancelled = True  # raised once the sink's tokens are counted
         item = waiting.popleft()
         if isinstance(item, BatonError):
             self._over = True
@@ -152,7 +153,7 @@ class Updates:
             self._reader.set_result(None)
 
     def _joined(self, first: SequenceUpdate) -> SequenceUpdate:
-        """With all that waits up to an end, or to something that is no token."""
+        """The update joined with all queued ones, up to an end or to an item that is no token."""
         waiting, parts = self._waiting, [first]
         while waiting and parts[-1].finish_reason is None and parts[-1].error is None:
             following = waiting[0]
@@ -175,7 +176,7 @@ class Updates:
 
 class WorkerClient:
     """The client of the worker at `address` (host:port). Control calls raise the worker's typed error, or WorkerLost.
-    `encoding`: of messages that are many or large. `on_loss` is called when the connection is lost or closed."""
+    `encoding` encodes messages that are many or large. `on_loss` is called when the connection is lost or closed."""
 
     def __init__(
         self,
@@ -196,7 +197,7 @@ class WorkerClient:
         self._stub: Any = worker_pb2_grpc.WorkerStub(self._channel)
         self._outbox: asyncio.Queue[worker_pb2.ToWorker | None] = asyncio.Queue()
         self._open: dict[str, Updates] = {}
-        self._numbered: dict[int, Updates] = {}  # the same ones
+        self._numbered: dict[int, Updates] = {}  # by number
         self._numbers = count(1)
         self._sinks = SinkTable()
         self._is_draining = False
@@ -214,7 +215,7 @@ class WorkerClient:
 
     async def run(self, hello: Hello, receive: Callable[[StepMessage], None]) -> NoReturn:
         """Holds the token stream until it is lost, then raises WorkerLost. `receive` gets each message after its
-        updates have been handed out. Nothing is submitted before this runs: Hello comes first."""
+        updates were delivered. No request may be submitted earlier: Hello comes first."""
         self.send_hello(hello)
         clock = asyncio.get_running_loop().time
         self._stream = self._stub.Stream(self._outgoing())
@@ -228,7 +229,7 @@ class WorkerClient:
             error = self._typed(failed)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._lost is None or (task is not None and task.cancelling()):  # else `lose` cancelled the call only
+            if self._lost is None or (task is not None and task.cancelling()):  # else `lose` only cancelled the call
                 error = WorkerLost(f"the connection to the worker at {self.address} was closed")
                 raise
         finally:
@@ -243,11 +244,11 @@ class WorkerClient:
     # -- the token path ------------------------------------------------------------------------------------------------
 
     def send_hello(self, hello: Hello) -> None:
-        """Requests KV events from a sequence number on: at the beginning, and again when some are missing."""
+        """Requests KV events from a sequence number on, at the beginning and when some are missing."""
         self._outbox.put_nowait(worker_pb2.ToWorker(hello=to_proto(hello)))
 
     def submit(self, request: GenerateRequest) -> Updates:
-        """Hands over a request. `release` or `abort` it when its updates are no longer of interest."""
+        """Submits a request. The caller ends its updates with `release` or `abort`."""
         updates = Updates(request.request_id, next(self._numbers), self._sinks)
         if self._lost is not None:
             updates.fail(WorkerLost(self._lost.message))
@@ -257,24 +258,24 @@ class WorkerClient:
         return updates
 
     def release(self, request_id: str) -> None:
-        """Stops listening to a request that needs nothing more."""
+        """Stops receiving updates of a request that has ended."""
         if (updates := self._open.pop(request_id, None)) is not None:
             del self._numbered[updates.number]
             updates.attach(None)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request and its reservation on the worker, whatever their state. No error if there are none."""
+        """Ends a request and its reservation on the worker, in any state. An unknown request is ignored."""
         self.release(request_id)
         if self._lost is None:
             self._outbox.put_nowait(worker_pb2.ToWorker(abort=worker_pb2.AbortRequest(request_ids=[request_id])))
 
     def move(self, request: MoveRequest) -> None:
-        """A running request is to go on elsewhere: its updates report that it has MOVED, or why it stays."""
+        """Requests the migration of a running request: its updates report MOVED, or why it stays."""
         if self._lost is None:
             self._outbox.put_nowait(worker_pb2.ToWorker(move=to_proto(request)))
 
     def lose(self, error: WorkerLost) -> None:
-        """Gives the connection up: every open request fails with this error at once."""
+        """Closes the connection: every open request fails with this error immediately."""
         if self._lost is not None:
             return
         self._lost = error
@@ -290,7 +291,8 @@ class WorkerClient:
     # -- control -------------------------------------------------------------------------------------------------------
 
     async def reserve(self, request: ReserveRequest) -> Ticket:
-        """Blocks for one request. Cancelled while under way, it gives the blocks back as soon as they are known."""
+        """Reserves blocks for one request. If it is cancelled, the blocks are released as soon as the worker has
+        answered."""
         call = asyncio.create_task(
             self._call(self._stub.Reserve, self._encoding.value(request), self._control_timeout_s)
         )
@@ -302,11 +304,11 @@ class WorkerClient:
             raise
 
     async def renew(self, request: ReserveRequest) -> None:
-        """Repeats the call of `reserve`, which renews the lease. Cancelled, it leaves the reservation alone."""
+        """Repeats the call of `reserve`, which renews the lease. Cancelling it leaves the reservation unchanged."""
         await self._call(self._stub.Reserve, self._encoding.value(request), self._control_timeout_s)
 
     async def share(self, request: ShareRequest) -> int:
-        """Requests cached blocks to be pushed to a ticket. Returns how many of its blocks they are."""
+        """Requests that cached blocks are pushed to a ticket. Returns the number of pushed blocks."""
         reply = await self._call(self._stub.Share, to_proto(request), self._control_timeout_s)
         return int(reply.num_blocks)
 
@@ -342,7 +344,8 @@ class WorkerClient:
         self.abort(request_id)
 
     async def _outgoing(self) -> AsyncIterator[worker_pb2.ToWorker]:
-        """Requests made while a message is on its way leave with the next: each message has a fixed cost."""
+        """Messages to the worker. Requests made during one message leave together in the next: each message has a fixed
+        cost."""
         outbox = self._outbox
         while (message := await outbox.get()) is not None:
             num_bytes = message.ByteSize() if outbox.qsize() else 0
@@ -360,10 +363,10 @@ class WorkerClient:
             self._is_draining = step.load.draining
         left: Sequence[int] = range(len(numbers))
         due: Sequence[int] = ()
-        if not self._is_draining:  # else sequences are to move, which begins between two updates
+        if not self._is_draining:  # while draining, sequences migrate, which begins between two updates
             left, due = self._sinks.deliver(numbers, token_ids, now)
         for place in left:
-            if (updates := numbered.get(numbers[place])) is not None:  # else aborted meanwhile
+            if (updates := numbered.get(numbers[place])) is not None:  # otherwise the request was aborted
                 updates.put(SequenceUpdate(request_id=updates.request_id, token_ids=(token_ids[place],)))
         for place in due:
             if (updates := numbered.get(numbers[place])) is not None:
@@ -386,12 +389,13 @@ class WorkerClient:
             task = asyncio.current_task()
             if self._lost is None or (task is not None and task.cancelling()):
                 raise
-            raise WorkerLost(self._lost.message) from None  # closing a channel cancels its calls, not their callers
+            raise WorkerLost(self._lost.message) from None  # closing a channel cancels its calls and not their callers
 
     def _typed(self, failed: grpc.RpcError) -> BatonError:
-        """The worker's own error, or its loss: only its end cancels calls, and a crash cuts them off."""
+        """The worker's own error, or its loss: only the end of a worker cancels calls, and only a crash cuts them
+        off."""
         if (said := peer_error(failed)) is not None:
-            if isinstance(said, Unauthenticated):  # which no client of ours is to hear as its own fault
+            if isinstance(said, Unauthenticated):  # the gateway's own credentials failed, not its client's
                 return WorkerLost(f"the worker at {self.address} refuses this process: {said.message}")
             return said
         error = error_of(failed)

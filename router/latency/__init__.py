@@ -1,1 +1,1 @@
-"""Predicts workers' times from measured ones."""
+"""Predictions of workers' latencies, learned from measured ones."""

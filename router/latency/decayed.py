@@ -1,4 +1,4 @@
-"""Sums of observations of which the late ones count most. Pure: time is an argument."""
+"""Sums of observations in which recent observations count most. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Decayed:
         self._since_s = 0.0
 
     def at(self, now: float) -> list[float]:
-        """The share of the sums that remains."""
+        """The sums at the time `now`: the share of them that remains."""
         return self._left(max(0.0, now - self._since_s) / self._half_life_s)
 
     def age(self, now: float) -> None:
-        """Call it before adding an observation."""
+        """Ages the sums to the time `now`, as for one more observation. Call it before `add`."""
         self.sums = self._left(self._each + max(0.0, now - self._since_s) / self._half_life_s)
         self._since_s = now
 

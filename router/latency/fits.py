@@ -15,15 +15,16 @@ from router.policies.table import Line
 
 HALF_LIFE_S = 300.0
 HALF_COUNT = 32
-TRUST = 2.0  # observations that outweigh what was believed before them
+TRUST = 2.0  # observations that the prior counts for
 SURE = 8.0  # observations after which outliers can be recognised, and workers distinguished from their pool
 DOUBT = 1.5  # standard errors by which a worker must differ from its pool
-OUTLIER = 4.0  # mean errors off the line
-FAR = 10.0  # times as long as expected: the most that one of the first observations counts
+OUTLIER = 4.0  # mean errors: an observation further from the line is an outlier
+FAR = 10.0  # times the expected duration: an early observation counts for no more than that
 
 
 class PredictionErrors(Value, frozen=True, kw_only=True):
-    """How far predictions have been off lately, in seconds: on average, and after early and late have cancelled."""
+    """The errors of recent predictions in seconds: the mean size, and the mean with early and late ones cancelling
+    out."""
 
     num_observed: int = 0
     mean_s: float = 0.0
@@ -31,13 +32,14 @@ class PredictionErrors(Value, frozen=True, kw_only=True):
 
 
 class ErrorTracker:
-    """The errors of one prediction, by which outliers are recognised."""
+    """Tracks the errors of one prediction, to recognise outliers."""
 
     def __init__(self) -> None:
         self.so_far = PredictionErrors()
 
     def observe(self, seconds: float, expected: float, *, sure: bool) -> float:
-        """The seconds to learn from: those observed, or the nearest that are no outlier."""
+        """Records an error and returns the seconds to learn from: the observed seconds, or the bound that an outlier
+        exceeds."""
         before, error = self.so_far, seconds - expected
         share = max(1 / (before.num_observed + 1), 1 - 0.5 ** (1 / HALF_COUNT))
         size = min(abs(error), 2 * OUTLIER * before.mean_s) if sure else abs(error)
@@ -51,35 +53,35 @@ class ErrorTracker:
 
 
 class LinearFit:
-    """seconds = fixed + each x amount, from observations of both. The prior counts like `TRUST` observations."""
+    """Fits seconds = fixed + each x amount to observations. The prior counts like `TRUST` observations."""
 
     def __init__(self) -> None:
         self.errors = ErrorTracker()
         self._observed = Decayed(5, half_life_s=HALF_LIFE_S, half_count=HALF_COUNT)  # 1, x, y, xx, xy
-        self._known: tuple[Line, Line] | None = None  # a prior, and its `line`
+        self._known: tuple[Line, Line] | None = None  # a prior, and the line fitted with it
 
     def observe(self, amount: float, seconds: float, *, prior: Line, now: float) -> None:
-        """The prediction that the observation is compared with is `line(prior)` before this call."""
+        """Compares the observation with `line(prior)` as it was before this call."""
         self._observed.age(now)
         expected = self.line(prior)(amount)
         seconds = self.errors.observe(seconds, expected, sure=self.sure)
         if prior.fixed_s and not self.sure:
-            seconds = min(seconds, FAR * expected)  # memory is touched and code is loaded by the first
+            seconds = min(seconds, FAR * expected)  # first observations include touching memory and loading code
         self._observed.add(1, amount, seconds, amount * amount, amount * seconds)
         self._known = None
 
     @property
     def known(self) -> bool:
-        """Whether anything was observed."""
+        """Whether there was any observation."""
         return self._observed.sums[0] > 0
 
     @property
     def sure(self) -> bool:
-        """Whether so much was observed lately that an outlier is an exception."""
+        """Whether there are enough recent observations to recognise an outlier."""
         return self._observed.sums[0] >= SURE
 
     def line(self, prior: Line) -> Line:
-        """Neither part is negative. The prior's observations are of amounts as seen so far."""
+        """The fitted line; neither part is negative. The prior counts as observations at the amounts seen so far."""
         if not self.known:
             return prior
         if self._known is None or self._known[0] != prior:
@@ -89,7 +91,7 @@ class LinearFit:
     def _fitted(self, prior: Line) -> Line:
         weight, x, y, xx, xy = self._observed.sums
         amount = x / weight or 1.0
-        half = TRUST / 2  # at nothing, and at twice the mean
+        half = TRUST / 2  # one half at amount 0, the other at twice the mean
         weight, x, xx = weight + 2 * half, x + half * 2 * amount, xx + half * (2 * amount) ** 2
         y += half * (prior(0) + prior(2 * amount))
         xy += half * 2 * amount * prior(2 * amount)
@@ -105,19 +107,21 @@ class LinearFit:
 
 
 class SlowdownFactor:
-    """How many times longer than `line` one worker took lately. One number is learned from few observations; a
-    difference that could be chance does not count: it would send all cheap requests to one of several equal workers,
-    and a conversation away from its cached prefix."""
+    """How many times longer than `line` one worker took recently.
+
+    A single number is learned from few observations. A difference that could be chance is ignored: otherwise one of
+    several equal workers would get all cheap requests, and a conversation would leave its cached prefix.
+    """
 
     def __init__(self) -> None:
         self.errors = ErrorTracker()
-        # 1, seconds taken, expected, off the mean; of those expected the part by the amount; reported slowness
+        # weight, seconds taken and expected, deviations from the mean, expected seconds by amount, reported slowness
         self._observed = Decayed(6, half_life_s=HALF_LIFE_S, half_count=HALF_COUNT)
         self._reported = 1.0
 
     def set_slowness(self, slower: float) -> None:
-        """The slowness that the worker's own measurement implies. Lines already count it where it is a difference, so
-        past observations are rescaled: otherwise the difference would count twice."""
+        """Sets the slowness that the worker's own measurement implies. Lines include it where `counted` does, so past
+        observations are rescaled: otherwise it would count twice."""
         share = counted(slower) / counted(self._reported)
         self._reported = slower
         weight, took_s, expected_s, off_s, each_s, reported = self._observed.sums
@@ -127,8 +131,8 @@ class SlowdownFactor:
             self._observed.sums = [weight, took_s * since, expected_s, off_s * since, each_s * share, slower * weight]
 
     def observe(self, amount: float, seconds: float, *, line: Line, now: float, learn: bool = True) -> None:
-        """The prediction that the observation is compared with is `of(line)` before this call. With `learn` False,
-        while the pool's line is not reliable yet, only the error is kept."""
+        """Compares the observation with `of(line)` as it was before this call. With `learn` False, while the pool's
+        line is unreliable, only the error is kept."""
         if not learn:
             self.errors.observe(seconds, self.of(line)(amount), sure=False)
             return
@@ -144,7 +148,7 @@ class SlowdownFactor:
 
     @property
     def ratio(self) -> float:
-        """1 while nothing was observed, or the difference could be chance."""
+        """The factor; 1 without observations, or while the difference could be chance."""
         weight, _, expected_s, off_s, *_ = self._observed.sums
         if not expected_s:
             return 1.0

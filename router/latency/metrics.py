@@ -1,4 +1,4 @@
-"""How far predictions are off, and what shadow policies would have done, as Prometheus sees it, at every scrape."""
+"""Prometheus metrics of prediction errors and of shadow policies, computed at every scrape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ PREDICTED = ("ttft", "tpot")
 
 
 class PredictionCollector(Collector):
-    """Series `baton_prediction_...`, labelled by worker and by what was predicted, and `baton_shadow_...` by policy."""
+    """Series `baton_prediction_...`, labelled by worker and predicted time, and `baton_shadow_...`, labelled by
+    policy."""
 
     def __init__(self, predictor: Predictor, shadows: Sequence[ShadowPolicy] = ()) -> None:
         self._predictor = predictor

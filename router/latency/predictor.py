@@ -1,11 +1,11 @@
-"""What a worker will take, learned from what it took: seconds to a first token, between tokens, and until KV is there.
+"""Predicts each worker's seconds to a first token, between tokens and until KV arrives, from measured ones.
 
     measured by the worker (its load) ──────┐
     observed of its pool ── LinearFit ──────┴─▶ Line ── observed of it: SlowdownFactor ──▶ CandidateTable ──▶ policies
                                                         └─▶ errors ──▶ `baton_prediction_*`
 
-The features of a worker are a column of numbers that changes with its load and with what is observed of it; the fits
-of its pool change with every request. `predict` combines both for all workers at once.
+The features of a worker are a column of numbers that changes with its load and with observations of it. The fits of its
+pool change with every request. `predict` combines both for all workers at once.
 
 The estimators are in `router.latency.fits`. Pure: time is an argument.
 """
@@ -36,16 +36,16 @@ from router.policies.table import (
     where,
 )
 
-# Before the first observations: between a laptop and the largest GPU, and corrected after a few requests.
+# Priors, between a laptop and the largest GPU; a few requests correct them.
 PREFILL = Line(fixed_s=0.005, each_s=1e-4)
 STEP = Line(fixed_s=0.02, each_s=1e-4)
 TRANSFER = Line(fixed_s=0.0, each_s=1e-9)
-LOAD = Line(fixed_s=0.0, each_s=1e-10)  # from host memory, a byte: of a worker that has loaded nothing yet
+LOAD = Line(fixed_s=0.0, each_s=1e-10)  # from host memory, per byte, for a worker that has not loaded anything yet
 UNOBSERVED = {"prefill_time": PREFILL, "load_time": LOAD, "step_time": STEP, "transfer_time": TRANSFER}
 
 
 class Predictor:
-    """The fits of all workers and lanes. A worker without observations counts as its pool does."""
+    """The fits of all workers and lanes. A worker without observations gets the predictions of its pool."""
 
     def __init__(self) -> None:
         self._prefill: dict[str, SlowdownFactor] = {}
@@ -57,7 +57,7 @@ class Predictor:
         self._overheads = {role: TtftOverhead() for role in WorkerRole}
         self._all_lanes = LinearFit()
         self._offered = _NOTHING_OFFERED
-        self._priors: dict[str, _Prior] = {}  # of workers that are not among those offered last
+        self._priors: dict[str, _Prior] = {}  # of workers that are not in the latest table
         self._fits_of_lanes: dict[str, dict[str, LinearFit]] = {}
         self._lanes: dict[str, LaneLatencies] = {}
         self._recent = {role: RecentWork() for role in WorkerRole}
@@ -65,10 +65,11 @@ class Predictor:
         self._changed: dict[str, None] = {}
         self.answer_tokens = 64.0
 
-    # -- what is expected ----------------------------------------------------------------------------------------------
+    # -- predictions ---------------------------------------------------------------------------------------------------
 
     def features(self, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float) -> WorkerFeatures[float]:
-        """Stays the same while the worker's load does and `changed` does not name it."""
+        """The features of one worker. They stay the same until the worker's load changes or `changed` returns the
+        worker."""
         speeds, measured = self._speeds[role], load.transfer_bytes > 0
         speeds.report(worker_id, load.prefill_tokens_per_s)
         self._overheads[role].add(worker_id)
@@ -97,15 +98,15 @@ class Predictor:
         )
 
     def changed(self) -> Sequence[str]:
-        """Workers whose features have changed since the last call: something was observed of them, or other workers'
-        speeds make a difference of theirs, or none any more."""
+        """Workers whose features have changed since the last call: an observation of them was recorded, or other
+        workers' speeds have changed whether theirs counts as different."""
         crossed = [worker_id for speeds in self._speeds.values() for worker_id in speeds.crossed()]
         changed, self._changed = tuple(dict.fromkeys((*self._changed, *crossed))), {}
         return changed
 
     def predict(self, table: CandidateTable, features: Floats, *, now: float) -> None:
-        """Fills in the lines of workers with these `features`, a row for each of `WorkerFeatures`, and their recent
-        tokens. What is observed of them from now on is compared with this."""
+        """Fills in the predicted lines and the recent tokens of the table's workers. `features` has a row for each
+        field of `WorkerFeatures`. Later observations are compared with these predictions."""
         roles, numbers = table.workers.role_numbers
         priors: Priors
         pools, lane = [self._pool_numbers(role, now) for role in roles], self._all_lanes.line(TRANSFER)
@@ -140,16 +141,17 @@ class Predictor:
         )
 
     def overhead_s(self, role: WorkerRole, *, now: float) -> float:
-        """What every first token took lately on idle workers of that role, besides its prefill; 0 while unknown."""
+        """Seconds that every recent first token took on idle workers of that role, besides its prefill; 0 while
+        unknown."""
         return self._overheads[role].at(now)
 
     @property
     def lanes(self) -> Mapping[str, LaneLatencies]:
-        """By prefill_id and decode_id, of those measured. It goes on changing."""
+        """The measured lanes by prefill worker. The mapping changes later."""
         return self._lanes
 
     def errors(self) -> Mapping[str, tuple[PredictionErrors, PredictionErrors]]:
-        """By worker: of first tokens, and of the time between tokens."""
+        """The errors by worker: of first tokens, and of the time between tokens."""
         return {
             worker_id: (
                 self._prefill[worker_id].errors.so_far if worker_id in self._prefill else PredictionErrors(),
@@ -159,24 +161,24 @@ class Predictor:
         }
 
     def routed(self, worker_id: str, role: WorkerRole, num_tokens: int, *, beside: int, now: float) -> None:
-        """A worker was given a request with `num_tokens` to prefill, `beside` so many requests."""
+        """Records that a worker got a request with `num_tokens` to prefill, while it had `beside` other requests."""
         self._recent[role].give(worker_id, num_tokens + self._slowed_tokens(role, beside), now=now)
         self._changed[worker_id] = None
 
-    # -- what was observed: of a worker that has left, its pool learns and nothing else is kept ------------------------
+    # -- observations: of a worker that has left, only its pool learns -------------------------------------------------
 
     def saw_first_token(
         self, worker_id: str, role: WorkerRole, *, num_tokens: float, seconds: float, now: float, on_idle: bool = False
     ) -> None:
-        """A first token came `seconds` after its decision; the worker had `num_tokens` to prefill before it. `on_idle`:
-        it had no other request when it was given this one."""
+        """Records a first token `seconds` after its decision. The worker had `num_tokens` to prefill before it.
+        `on_idle`: the worker had no other request at the decision."""
         pool = self._pools[role][0]
         if (prior := self._prior_of(worker_id)) is not None:
             pace = self._prefill.setdefault(worker_id, SlowdownFactor())
             pace.observe(num_tokens, seconds, line=prior.prefill, now=now, learn=pool.sure)
             self._changed[worker_id] = None
         pool.observe(num_tokens, seconds, prior=PREFILL, now=now)
-        if on_idle:  # others' steps are no part of what comes to everybody
+        if on_idle:  # on a busy worker the time includes steps of other requests
             pooled_s = pool.line(PREFILL).each_s
             each_s = pooled_s if prior is None else max(prior.prefill.each_s, pooled_s)
             self._overheads[role].observe(seconds, reading_s=num_tokens * each_s, now=now)
@@ -184,7 +186,7 @@ class Predictor:
     def saw_answer(
         self, worker_id: str, role: WorkerRole, *, num_sequences: float, num_tokens: int, seconds: float, now: float
     ) -> None:
-        """The tokens of an answer, decoded among so many sequences, were `seconds` apart."""
+        """Records an answer whose tokens were `seconds` apart, decoded among `num_sequences` sequences."""
         pool = self._pools[role][1]
         if (prior := self._prior_of(worker_id)) is not None:
             pace = self._step.setdefault(worker_id, SlowdownFactor())
@@ -194,7 +196,7 @@ class Predictor:
         self.answer_tokens += (num_tokens - self.answer_tokens) / HALF_COUNT
 
     def saw_transfer(self, prefill_id: str, decode_id: str, *, num_bytes: float, seconds: float, now: float) -> None:
-        """An answer waited `seconds` for KV of `num_bytes`."""
+        """Records that an answer waited `seconds` for KV of `num_bytes`."""
         if self._prior_of(prefill_id) is not None and (known := self._prior_of(decode_id)) is not None:
             prior = known.transfer
             lane = self._fits_of_lanes.setdefault(prefill_id, {}).setdefault(decode_id, LinearFit())
@@ -205,7 +207,7 @@ class Predictor:
         self._all_lanes.observe(num_bytes, seconds, prior=TRANSFER, now=now)
 
     def drop(self, worker_id: str) -> None:
-        """A worker has left, with its lanes."""
+        """Removes a worker that has left, and its lanes."""
         self._prefill.pop(worker_id, None)
         self._step.pop(worker_id, None)
         self._transfer.pop(worker_id, None)
@@ -226,8 +228,8 @@ class Predictor:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _slowed_tokens(self, role: WorkerRole, beside: int) -> float:
-        """The prompt tokens that could be computed in the time that one more answer costs those beside it. 0 where
-        prefill and decode have workers of their own: only a colocated worker's answers slow down its prefill."""
+        """The prompt tokens that could be computed in the time that one more answer adds to those beside it. 0 except
+        for colocated workers: only their answers slow down their prefill."""
         prefill, step = self._pools[role]
         each_s = prefill.line(PREFILL).each_s
         if role is not WorkerRole.COLOCATED or not each_s:
@@ -245,8 +247,8 @@ class Predictor:
         self._offered = _NOTHING_OFFERED
 
     def _prior_of(self, worker_id: str) -> _Prior | None:
-        """What was expected of a worker when it was last offered, without what its jobs taught; None if it never was,
-        or has left."""
+        """The expectations for a worker in the latest table with it, before its own observations; None for a worker
+        that was in no table or has left."""
         workers, priors = self._offered
         place = workers.places.get(worker_id)
         return self._priors.get(worker_id) if place is None else _prior(priors[place])
@@ -257,7 +259,7 @@ _UNKNOWN = Line(fixed_s=math.nan, each_s=math.nan)
 
 _AWAITS_FIT = WorkerFeatures._fields.index("awaits_fit")
 Priors = Sequence[tuple[float, ...]] | Floats
-"""Of each worker the numbers of a `_Prior`."""
+"""The numbers of a `_Prior` for each worker."""
 _NOTHING_OFFERED: tuple[WorkerSet, Priors] = (WorkerSet((), ()), ())
 
 
@@ -277,17 +279,17 @@ def _prior(numbers: Iterable[float]) -> _Prior:
 def expected(
     known: WorkerFeatures[Numbers], pool: PoolNumbers[Numbers], lane: Line
 ) -> tuple[tuple[Numbers, ...], tuple[Numbers, ...]]:
-    """Of one worker, or of many as columns: the numbers of a `_Prior`, and those of `PREDICTED_ROWS`. `lane` is the
+    """The numbers of a `_Prior` and those of `PREDICTED_ROWS`, for one worker or, as columns, for many. `lane` is the
     line of all lanes."""
     slower = slowness(known.prefill_tokens_per_s, pool.prefill_tokens_per_s)
     is_measured = pool.prefill_tokens_per_s == pool.prefill_tokens_per_s
     prefill_each_s = where(is_measured, slower / pool.prefill_tokens_per_s, pool.prefill_each_s)
-    # A slow step of long ago must not keep an idle worker idle: it counts as its pool does.
+    # An old slow step must not keep an idle worker idle: the pool's step counts instead.
     as_pool = (known.num_running < pool.has_steps) | (known.step_s == 0)
     own_s = known.step_s - pool.step_each_s * known.num_running
     step_fixed_s = where(as_pool, pool.step_fixed_s, where(own_s > 0, own_s, 0.0))
-    # A colocated worker's steps are long while it has prompts: they show where prompts went, not where to send the next
-    # one. So the pool's line counts, by how fast each computes prompts.
+    # A colocated worker's steps are long while it has prompts. They show where prompts went, not where the next prompt
+    # should go. So the pool's line counts, scaled by the worker's prefill speed.
     step_fixed_s = where(pool.is_colocated, pool.step_fixed_s * slower, step_fixed_s)
     step_each_s = where(pool.is_colocated, pool.step_each_s * slower, pool.step_each_s)
     lane_fixed_s, lane_each_s, fitted_fixed_s, fitted_each_s = (
@@ -317,6 +319,6 @@ def expected(
 
 
 def _load_line(load: WorkerLoad) -> Line:
-    """As the worker measures its copies."""
+    """The line of loads from host memory, from the worker's own measurements."""
     host = load.host
     return Line(each_s=host.load_s / host.loaded_bytes) if host is not None and host.loaded_bytes else LOAD

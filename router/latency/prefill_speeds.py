@@ -1,7 +1,7 @@
-"""How fast workers compute prompts by their own reports, and which of them are slower than their pool beyond chance.
+"""The speeds at which workers compute prompts, and which workers differ from their pool beyond chance.
 
-A report is an average over the worker's latest steps, with the fixed cost of a step: a worker that computes the ends of
-cached prompts, or had a stall, seems slow. So only a speed far from the pool's mean counts as a difference.
+A worker reports an average over its latest steps, including the fixed cost of a step. A worker that computed the ends
+of cached prompts, or had a stall, therefore seems slow. So only a speed far from the pool's mean counts as different.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Sequence
 
 from router.policies.table import Numbers, where
 
-ALIKE = 2.0  # times as fast as another, within which workers are of one kind: the router learns what differs less
+ALIKE = 2.0  # speeds within this ratio count as equal: the router learns smaller differences
 
 
 class PrefillSpeeds:
-    """Of one pool's workers, in tokens a second."""
+    """The prefill speeds that one pool's workers report, in tokens per second."""
 
     def __init__(self) -> None:
         self._reported: dict[str, float] = {}
         self._mean: float | None = 0.0
         self._last_mean = 0.0
-        self._kinds: dict[str, int] = {}  # as of the last call of `slower`
-        self._between = (0.0, math.inf)  # a mean that is neither at its ends nor beyond changes nobody's kind
+        self._kinds: dict[str, int] = {}  # at the last call of `slower`
+        self._between = (0.0, math.inf)  # no worker's kind changes while the mean stays inside
 
     def report(self, worker_id: str, speed: float) -> None:
-        """0 is none yet."""
+        """Records a reported speed; 0 is ignored."""
         if speed and self._reported.get(worker_id) != speed:
             self._reported[worker_id], self._mean = speed, None
 
@@ -35,14 +35,14 @@ class PrefillSpeeds:
 
     @property
     def mean(self) -> float:
-        """Of all reported speeds; 0 before the first."""
+        """The mean of all reported speeds; 0 before the first report."""
         if self._mean is None:
             self._mean = self._last_mean = sum(self._reported.values()) / len(self._reported) if self._reported else 0.0
         return self._mean
 
     def slower(self, worker_id: str) -> float:
-        """How many times slower than the mean the worker reports to be; 1 if unknown. By the mean as last computed: a
-        new mean for each worker that reports would cost too much."""
+        """How many times slower than the mean the worker is by its reports; 1 if unknown. The mean is the last computed
+        one: a new mean for each report would cost too much."""
         speed = self.of(worker_id)
         slower = self._last_mean / speed if speed and self._last_mean else 1.0
         if speed:
@@ -50,7 +50,8 @@ class PrefillSpeeds:
         return slower
 
     def crossed(self) -> Sequence[str]:
-        """Workers whose kind has changed with the speeds of others since `slower` was last called; each once."""
+        """Workers whose kind has changed with other workers' speeds since `slower` was last called, without
+        duplicates."""
         mean, (low, high) = self.mean, self._between
         if not mean or low < mean < high:
             return ()
@@ -66,7 +67,7 @@ class PrefillSpeeds:
     def _sort(self, worker_id: str, speed: float, kind: int) -> None:
         self._kinds[worker_id] = kind
         low, high = self._between
-        fast, slow = speed / ALIKE, speed * ALIKE  # where the mean makes it so
+        fast, slow = speed / ALIKE, speed * ALIKE  # the means at which the kind changes
         self._between = (
             max(low, (fast, slow, 0.0)[kind]),
             min(high, (slow, math.inf, fast)[kind]),
@@ -79,16 +80,17 @@ class PrefillSpeeds:
 
 
 def slowness(speed: Numbers, mean: Numbers) -> Numbers:
-    """How many times slower than the mean: 1 of those like it, and of those unknown (NaN)."""
+    """How many times slower than the mean a worker counts as: 1 within `ALIKE` of the mean, and for an unknown speed
+    (NaN)."""
     times = mean / speed
     return where((times >= ALIKE) | (times * ALIKE <= 1), times, 1.0)
 
 
 def _kind(slower: float) -> int:
-    """Slow (1), fast (-1), or like the others (0)."""
+    """The kind of a worker: slow (1), fast (-1) or like the others (0)."""
     return 1 if slower >= ALIKE else -1 if slower * ALIKE <= 1 else 0
 
 
 def counted(slower: float) -> float:
-    """As a difference; 1 is none."""
+    """The slowness if it counts as a difference, otherwise 1."""
     return slower if slower >= ALIKE or slower * ALIKE <= 1 else 1.0

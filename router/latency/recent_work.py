@@ -1,4 +1,4 @@
-"""The work that each worker of a pool was given lately, by which `slo` keeps it even. Pure: time is an argument."""
+"""The recent work of each worker of a pool, with which `slo` keeps the pool even. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ import numpy as np
 from router.policies.slo import GUARD
 from router.policies.table import Numbers
 
-RECENT_S = 300.0  # after which work counts half
-RECENT_EACH = 80  # or after this many newer requests for each worker: a busy pool is even again sooner
+RECENT_S = 300.0  # age at which work counts half
+RECENT_EACH = 80  # newer requests per worker after which work counts half, so that a busy pool becomes even sooner
 
 
 class RecentWork:
-    """Work is in prompt tokens. The clock counts halvings: it advances with time and with each request."""
+    """The recent work of a pool's workers, in prompt tokens. The clock counts halvings: it advances with time and with
+    each request."""
 
     def __init__(self) -> None:
-        self._given: dict[str, tuple[float, float]] = {}  # work, as of which time of the clock
+        self._given: dict[str, tuple[float, float]] = {}  # work, and its time on the clock
         self._halvings = 0.0
         self._now = 0.0
 
     def clock(self, now: float) -> float:
-        """Halvings since the beginning."""
+        """Halvings since the start."""
         return self._halvings + max(0.0, now - self._now) / RECENT_S
 
     def give(self, worker_id: str, work: float, *, now: float) -> None:
-        """A request was sent to a worker."""
+        """Records a request that was sent to a worker."""
         before, at = self.of(worker_id, now=now)
         self._halvings, self._now = self.clock(now) + 1 / (RECENT_EACH * len(self._given)), now
         self._given[worker_id] = (before * kept(self._halvings - at) + work, self._halvings)
 
     def of(self, worker_id: str, *, now: float) -> tuple[float, float]:
-        """A worker's work, and the time of the clock as of which it is. A new worker starts with a share of the mean
-        work, so that the pool does not send everything to it; the others are then `GUARD` above the mean, so that their
-        caches do not keep all requests away from it."""
+        """A worker's work, and its time on the clock. A new worker starts with a share of the mean work, so that the
+        pool does not send everything to it. The others are then `GUARD` above the mean, so that their caches do not
+        keep all requests away from it."""
         if worker_id not in self._given:
             at = self.clock(now)
             others = [work * kept(at - was) for work, was in self._given.values()]
@@ -43,30 +44,30 @@ class RecentWork:
         return self._given[worker_id]
 
     def drop(self, worker_id: str) -> None:
-        """A worker has left."""
+        """Removes a worker that has left."""
         self._given.pop(worker_id, None)
 
 
 def whole(work: float, at: float) -> tuple[float, float]:
-    """The same work as of the last whole halving. What is left of it at any time is then a power of two times a factor
-    that all workers share (`since_whole`)."""
+    """Converts the work to the time of the last whole halving. The work that remains at any time is then a power of two
+    times a factor that all workers share (`since_whole`)."""
     before = math.floor(at)
     return work / kept(at - before), float(before)
 
 
 def since_whole(clock: float) -> tuple[float, int]:
-    """The share that is left of work as of the last whole halving, and the number of that halving."""
+    """The share that remains of work from the last whole halving, and the number of that halving."""
     before = math.floor(clock)
     return kept(clock - before), before
 
 
 def halved(share: Numbers, halvings: Numbers) -> Numbers:
-    """The share that is left after so many whole halvings, which are negative."""
+    """The share that remains after this number of whole halvings; `halvings` is negative."""
     if isinstance(share, np.ndarray):
         return np.ldexp(share, halvings.astype(np.intc))
     return math.ldexp(share, int(halvings))
 
 
 def kept(halvings: float) -> float:
-    """The share that is left after so many halvings."""
+    """The share that remains after this number of halvings."""
     return float(0.5**halvings)

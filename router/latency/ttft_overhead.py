@@ -1,4 +1,4 @@
-"""The time of every first token besides its prefill: no worker can meet a limit below it."""
+"""The time of a first token besides its prefill. No worker can meet a shorter limit."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 
 
 class TtftOverhead:
-    """The least that a first token on an idle worker took lately besides its prefill: steps, calls, the gateway itself.
-    Unknown (0) before `ENOUGH` observations; it rises after as many in two periods.
+    """The least time of recent first tokens on idle workers, besides their prefill: steps, calls, the gateway itself.
+    It is unknown (0) before `ENOUGH` observations, and it rises after as many in two periods.
 
-    It is halved for every two periods without observations: refused requests are never observed, so that a limit that
-    was refused is tried again some time later. Another prefill worker may be faster: it is unknown again once one has
-    come or gone.
+    It is halved for every two periods without observations: a refused request is not observed, so the limit that caused
+    the refusal must become possible again. It becomes unknown when a worker joins or leaves, because another worker may
+    be faster.
     """
 
     PERIOD_S = 60.0
@@ -23,13 +23,13 @@ class TtftOverhead:
         self._reset()
 
     def _reset(self) -> None:
-        self._least_s = self._before_s = math.inf  # in this period, and in the previous one
+        self._least_s = self._before_s = math.inf  # of this period, and of the previous one
         self._num_least = self._num_before = self._num_observed = 0
         self._known_s = 0.0
         self._since_s = self._last_s = 0.0
 
     def add(self, worker_id: str) -> None:
-        """A worker of the pool, perhaps a new one."""
+        """Adds a worker of the pool. A new worker resets the estimate."""
         if worker_id not in self._workers:
             self._workers[worker_id] = None
             self._reset()
@@ -40,8 +40,8 @@ class TtftOverhead:
             self._reset()
 
     def observe(self, seconds: float, *, reading_s: float, now: float) -> None:
-        """A first token came after `seconds`, of which prefill should take `reading_s`. Where that is the larger part,
-        the rest is noise of the speed and does not count."""
+        """Records a first token after `seconds`, of which prefill should take `reading_s`. An observation with mostly
+        prefill is ignored: the rest is noise of the prefill speed."""
         beside_s = seconds - reading_s
         if reading_s > beside_s:
             return

@@ -1,4 +1,4 @@
-"""What the predictor knows of each worker alone: numbers by name, of one worker or, as columns, of many."""
+"""The predictor's numbers about single workers and about pools, for one worker or, as columns, for many."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from router.policies.table import Numbers
 
 
 class WorkerFeatures(NamedTuple, Generic[Numbers]):
-    """NaN where nothing is known."""
+    """The predictor's numbers about one worker. Unknown numbers are NaN."""
 
     num_running: Numbers
-    prefill_tokens_per_s: Numbers  # as the worker measures it
+    prefill_tokens_per_s: Numbers  # measured by the worker
     step_s: Numbers
     load_fixed_s: Numbers
     load_each_s: Numbers
-    lane_fixed_s: Numbers  # of a byte of KV, as the worker measures it
+    lane_fixed_s: Numbers  # for a byte of KV, measured by the worker
     lane_each_s: Numbers
-    fitted_fixed_s: Numbers  # with what was observed of it
+    fitted_fixed_s: Numbers  # with the router's observations
     fitted_each_s: Numbers
     prefill_ratio: Numbers  # measured over expected
     step_ratio: Numbers
-    awaits_fit: Numbers  # has received KV and measured no lane itself: the line of all lanes is its prior
+    awaits_fit: Numbers  # the worker has received KV and has not measured a lane: the line of all lanes is its prior
     recent_tokens: Numbers
-    recent_at: Numbers  # by its pool's clock
+    recent_at: Numbers  # on its pool's clock
 
 
 class PoolNumbers(NamedTuple, Generic[Numbers]):
-    """What the predictor knows of a worker's pool. NaN where nothing is known."""
+    """The predictor's numbers about a worker's pool. Unknown numbers are NaN."""
 
     prefill_fixed_s: Numbers
     prefill_each_s: Numbers

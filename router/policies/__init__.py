@@ -1,1 +1,1 @@
-"""Which workers a request goes to: pure functions over values, composed from ranks, limits and the choice of a pair."""
+"""Routing policies choose the workers of a request. They are pure functions, composed from ranks, limits and pairs."""

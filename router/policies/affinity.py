@@ -1,8 +1,8 @@
 """Session affinity: a conversation stays with one worker, while that worker is not overloaded.
 
 Workers are ordered by a hash of session and worker (rendezvous hashing: Thaler and Ravishankar, 1998), so that only the
-sessions of a worker that leaves move. The first in that order with room is chosen; room is a queue under `BOUND` times
-the mean (Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded loads", 2018).
+sessions of a worker that leaves move. The policy chooses the first worker in that order that has room: a queue shorter
+than `BOUND` times the mean (Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded loads", 2018).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def session_affinity(config: RouterConfig) -> Policy:
 
 
 def _session_order(view: RequestView, candidates: CandidateTable) -> PoolScores:
-    """`place` in the session's order; workers without room come after all that have room. A request without a session
-    is a session of its own."""
+    """The term `place` is the worker's place in the session's order; workers without room come after all that have
+    room. A request without a session counts as a session of its own."""
     session, count = view.session or view.request_id, len(candidates)
     num_requests = candidates.num_requests
     most = ceil(BOUND * (num_requests.sum() + 1) / count)

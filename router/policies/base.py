@@ -18,12 +18,13 @@ from router.policies.table import CandidateTable, LaneLatencies, Line
 
 
 class RequestView(Value, frozen=True, kw_only=True):
-    """What a policy may know of a request. `num_tokens` must be in the KV cache before the next token can be made:
-    the prompt, and what was answered before the request had to move. `num_decided` decisions came before this one.
+    """The facts about a request that a policy may use. `num_tokens` tokens must be in the KV cache before the next
+    token can be computed: the prompt, and the tokens answered before the request changed workers. `num_decided` is the
+    number of earlier decisions.
 
-    Requests of one `session` are turns of one conversation: the client names it, or else it is the first block that few
-    prompts share (`router.dispatch.sessions`). An answer is expected to have `answer_tokens`; its first token is due
-    within `within_s`. The KV of a block has `block_bytes`; `lanes` are the measured lanes by prefill worker.
+    `session` identifies a conversation. The client names it; otherwise it is the first block that few prompts share
+    (`router.dispatch.sessions`). An answer is expected to have `answer_tokens`; its first token is due within
+    `within_s`. The KV of a block has `block_bytes`; `lanes` are the measured lanes by prefill worker.
     """
 
     request_id: str
@@ -43,7 +44,7 @@ class RequestView(Value, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What one candidate would cost, and the terms that make up the total."""
+    """The cost of one candidate, and the terms that add up to it."""
 
     worker_id: str
     role: WorkerRole
@@ -52,7 +53,7 @@ class Score:
 
 
 class SingleWorkerReason(StrEnum):
-    """Why one worker does the whole request."""
+    """Why one worker both computes the prompt and decodes."""
 
     COLOCATED = "colocated"
     NO_PREFILL_WORKER = "no prefill worker"
@@ -62,7 +63,8 @@ class SingleWorkerReason(StrEnum):
 
 class Decision(Value, frozen=True, kw_only=True):
     """`prefill` is None when the worker `decode` computes the prompt itself, for the reason `single_worker`. `scores`
-    are those of the prefill workers, then of the decode workers; of large pools the lowest and the chosen one's."""
+    lists prefill workers before decode workers; of a large pool it keeps only the lowest scores and the chosen
+    worker's."""
 
     policy: str
     prefill: str | None
@@ -72,18 +74,18 @@ class Decision(Value, frozen=True, kw_only=True):
 
 
 Policy = Callable[[RequestView, CandidateTable], Decision]
-"""Chooses from all pools; pure. There is at least one candidate."""
+"""Chooses workers from all pools. A policy is pure and gets at least one candidate."""
 
 
 def cost_unit(policy: str) -> tuple[str, float]:
-    """The unit in which a policy's costs are shown, and how many of it are one of the policy's. `slo` weighs seconds;
-    other policies' costs have no unit."""
+    """The unit in which a policy's costs are shown, and the factor from the policy's costs to it. `slo` weighs seconds;
+    the costs of other policies have no unit."""
     return ("ms", 1000.0) if policy == "slo" else ("", 1.0)
 
 
 def cost_figure(cost: float) -> str:
-    """A cost as shown, also by the page (router/dashboard/script.js): three digits, and all before the point; 0 for
-    what is nearer to it than to a thousandth."""
+    """Formats a cost for display. It has three significant digits, and all digits before the point; below 0.0005 it is
+    0. The page formats costs the same way (router/dashboard/script.js)."""
     if abs(cost) < 0.0005:
         return "0"
     return f"{cost:,.0f}" if abs(cost) >= 999.5 else f"{cost:.3g}"

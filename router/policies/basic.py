@@ -1,4 +1,4 @@
-"""Policies that do not look at caches: round robin, least loaded, the less loaded of two."""
+"""Policies that ignore caches: round robin, least loaded, the less loaded of two."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def least_loaded(config: RouterConfig) -> Policy:
 
 
 def power_of_two(config: RouterConfig) -> Policy:
-    """The less loaded of two workers of each pool, drawn by the request's id.
+    """Draws two workers of each pool by the request's id and takes the less loaded one.
 
     Mitzenmacher, "The power of two choices in randomized load balancing" (2001).
     """
@@ -39,13 +39,13 @@ def power_of_two(config: RouterConfig) -> Policy:
 
 
 def _turns(view: RequestView, candidates: CandidateTable) -> PoolScores:
-    """`turn` is the number of decisions until the worker's turn."""
+    """The term `turn` is the number of decisions until the worker's turn."""
     count = len(candidates)
     places = np.arange(count, dtype=np.float64)
     return pool_scores(candidates, turn=(places - view.num_decided % count) % count)
 
 
 def load(view: RequestView, candidates: CandidateTable) -> PoolScores:
-    """The number of requests; a thousand queued prompt blocks count as one more."""
+    """Scores by the number of requests. A thousand queued prompt blocks count as one more request."""
     queue = candidates.queued_prefill_tokens / view.block_size / 1000
     return pool_scores(candidates, requests=candidates.num_requests, queue=queue)

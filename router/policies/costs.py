@@ -1,4 +1,5 @@
-"""The seconds that a request takes on candidates: what `slo` weighs, and what every decision is compared with.
+"""The seconds that a request takes on each candidate. `slo` weighs them; the estimate of every decision is made of
+them.
 
 decided ──overhead──▶ ──queue──▶ ──load──▶ ──compute──▶ first token ──transfer──▶ second ──step──▶ ... ──step──▶ last
 """
@@ -15,9 +16,9 @@ from router.policies.table import Candidate, CandidateTable, Floats, Numbers, Wo
 
 
 class LatencyEstimate(Value, frozen=True, kw_only=True):
-    """What is expected of a decision. The worker that computes the prompt has `num_cached_tokens` of it,
-    `num_host_tokens` of them on its host; loading those takes `load_s`. The time to the first token begins with the
-    decision; the second token waits `transfer_s` for its KV."""
+    """The times expected of a decision. The worker that computes the prompt has `num_cached_tokens` of it cached,
+    including `num_host_tokens` in host memory; loading those takes `load_s`. The time to the first token begins with
+    the decision; the second token waits `transfer_s` for its KV."""
 
     ttft_s: float
     tpot_s: float
@@ -37,26 +38,27 @@ def num_off_device(view: RequestView, candidates: WorkerNumbers[Numbers]) -> Num
 
 
 def load_s(candidates: WorkerNumbers[Numbers]) -> Numbers:
-    """Until the tokens of the host are on the device; a worker computes them instead where that takes less."""
+    """Seconds until the host's tokens are on the device. A worker computes them instead where that takes less time."""
     num_tokens = candidates.num_host_tokens
     loaded_s, computed_s = candidates.load_time(num_tokens), candidates.prefill_time.each_s * num_tokens
     return where(loaded_s < computed_s, loaded_s, computed_s)
 
 
 def ttft_s(view: RequestView, candidates: WorkerNumbers[Numbers], load: Numbers) -> Numbers:
-    """To the first token, behind the prompts that are queued already; `load` is `load_s` of the same candidates."""
+    """Seconds to the first token, behind the prompts that are already queued. `load` is `load_s` of the same
+    candidates."""
     queued = candidates.queued_prefill_tokens + num_uncached(view, candidates)
     return candidates.prefill_time(queued) + load
 
 
 def tpot_s(candidates: WorkerNumbers[Numbers]) -> Numbers:
-    """Between tokens, with one sequence more than there are."""
+    """Seconds between tokens, once the worker has one sequence more."""
     return candidates.step_time(candidates.num_requests + 1)
 
 
 def transfer_s(view: RequestView, prefill_ids: Sequence[str], decode: CandidateTable) -> Floats:
-    """[prefill workers, decode workers]: how long an answer waits for its KV, which is what the decode worker's device
-    lacks, over the lane between the two."""
+    """[prefill workers, decode workers]: seconds that an answer waits for its KV. The lane between the two workers
+    carries the tokens that the decode worker's device lacks."""
     num_bytes = handed_bytes(view, decode)
     unmeasured = decode.transfer_time(num_bytes)
     seconds = np.empty((len(prefill_ids), len(decode)))
@@ -75,7 +77,8 @@ def handed_bytes(view: RequestView, decode: WorkerNumbers[Numbers]) -> Numbers:
 
 
 def estimate(view: RequestView, prefill: Candidate, decode: Candidate) -> LatencyEstimate:
-    """What to expect of a decision, by whichever policy: `decode` is `prefill` where it computes the prompt itself."""
+    """The times expected of a decision by any policy. `decode` is `prefill` where one worker serves the whole
+    request."""
     load, handed_s = load_s(prefill), 0.0
     if decode is not prefill:
         lane = view.lane(prefill.worker_id, decode.worker_id) or decode.transfer_time

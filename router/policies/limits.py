@@ -1,4 +1,4 @@
-"""Limits as wrappers: what no policy may do."""
+"""Limits that no policy may exceed, as wrappers around policies and ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from router.policies.table import CandidateTable
 
 MAX_DIFFERENCE = 32
 MAX_RATIO = 1.1
-FORBIDDING = 1e9  # per request in excess: no other cost comes near it
+FORBIDDING = 1e9  # per excess request: no other cost comes near it
 
 
 def balanced(rank: Rank) -> Rank:
-    """Follows `rank` while its pool is balanced, else the shortest queue, until the pool is balanced again.
+    """Follows `rank` while its pool is balanced, and otherwise prefers the shortest queue.
 
-    Out of balance: the longest queue has over 32 requests more than the shortest and is over 1.1 times as long, the
-    bounds of SGLang's cache-aware router.
+    A pool is unbalanced when its longest queue exceeds the shortest by over 32 requests and is over 1.1 times as long.
+    These are the bounds of SGLang's cache-aware router.
     """
 
     def guarded(view: RequestView, candidates: CandidateTable) -> PoolScores:

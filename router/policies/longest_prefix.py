@@ -1,4 +1,4 @@
-"""The policy that looks at caches alone: a baseline to compare others with, not one to serve with."""
+"""A policy that considers caches alone. It is a baseline for comparisons and not meant for serving."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def longest_prefix(config: RouterConfig) -> Policy:
 
 
 def _prefix(view: RequestView, candidates: CandidateTable) -> PoolScores:
-    """Tokens to be computed, where a worker has at least `MATCH` of the prompt cached. A shorter match may be the
-    beginning of all prompts: then the least loaded worker is chosen, or the first worker with that beginning would
-    compute every prompt."""
+    """Scores by the tokens to be computed, where a worker has at least `MATCH` of the prompt cached. A shorter match
+    may be a beginning that all prompts share: the first worker with it would then compute every prompt. So the least
+    loaded worker is chosen instead."""
     if candidates.num_cached_tokens.max() < MATCH * view.num_tokens:
         return basic.load(view, candidates)
     return pool_scores(candidates, uncached=num_uncached(view, candidates))

@@ -3,11 +3,12 @@
     for each decode worker d:   cost(d) = decode(d) + prefill by d itself                       if d serves both halves
                                           decode(d) + prefill by p + KV from p to d, the best p      else
 
-Without decode workers the prefill workers stand in: each is a d that serves both halves.
+Without decode workers the prefill workers stand in: each of them serves both halves.
 
-d serves both halves when it is colocated, when there is no prefill worker, or when so little of the prompt is missing
-on it that a transfer would not pay (conditional disaggregation): where costs are seconds, unless it would pay by them.
-Otherwise a decode worker that lacks more of a prompt would be offered a prefill worker, and be preferred for that.
+A worker d serves both halves in three cases: it is colocated, there is no prefill worker, or d lacks so little of the
+prompt that a transfer would not pay (conditional disaggregation). Where costs are seconds, the third case also requires
+that the seconds agree: otherwise a decode worker that lacks more of a prompt would be preferred, because it gets a
+prefill worker.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from router.policies.table import Bools, CandidateTable, Floats, LaneLatencies, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortRemainder:
-    """A remainder is short below both bounds: tokens, and share of all the request's tokens."""
+    """A remainder is short when it is below both bounds: a number of tokens, and a share of the request's tokens."""
 
     max_tokens: int
     max_share: float
@@ -42,17 +43,18 @@ class ShortRemainder:
 
 
 TransferCost = Callable[[RequestView, Sequence[str], CandidateTable], Floats]
-"""[prefill workers, decode workers]: the cost of sending KV from each of some prefill workers to each decode worker."""
+"""[prefill workers, decode workers]: the cost of sending KV from each of these prefill workers to each decode
+worker."""
 
-NEAR_PREFILL = 8  # the cheapest prefill workers, of which a better lane may decide
+NEAR_PREFILL = 8  # the number of cheapest prefill workers for which lanes are compared
 MAX_SCORES = 16
-"""Scores of a pool that a decision keeps: the lowest, and the chosen one's."""
+"""The number of a pool's lowest scores that a decision keeps, besides the chosen worker's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PrefillChoice:
-    """For each decode worker the place of its prefill worker in `scores`, or -1 for itself. `cost` is the prefill's,
-    `transfer` the KV's, NaN where none is sent."""
+    """For each decode worker: the place of its prefill worker in `scores`, or -1 for itself; the `cost` of the prefill;
+    the cost `transfer` of its KV, NaN without a transfer."""
 
     scores: PoolScores | None
     place: Places
@@ -69,14 +71,14 @@ def pair(
     transfer: TransferCost | None = None,
     tolerance: float = 0.0,
 ) -> Policy:
-    """A policy called `name`, from a rank of prefill workers and a rank of decode workers whose costs can be added up.
-    Costs that differ by less than the share `tolerance` are equal."""
+    """Builds the policy called `name` from a rank of prefill workers and a rank of decode workers. The costs of both
+    are in the same unit, so that they can be added. Costs that differ by less than the share `tolerance` are equal."""
 
     def decide(view: RequestView, candidates: CandidateTable) -> Decision:
         return without_choice(view, candidates) or weigh(view, candidates)
 
     def without_choice(view: RequestView, candidates: CandidateTable) -> Decision | None:
-        """Where only one pair is possible it is weighed when its scores are read."""
+        """The decision where only one pair is possible. The pair is weighed when its scores are read."""
         prefill_ids, pool = candidates.workers.prefill_pool.workers.worker_ids, candidates.workers.decode_pool.workers
         if len(pool) != 1 or len(prefill_ids) > 1:
             return None
@@ -129,7 +131,7 @@ def pair(
 
 
 def _lanes_to(decode_id: str, prefill_ids: Sequence[str], view: RequestView) -> Mapping[str, LaneLatencies]:
-    """A copy: the view's own lanes go on changing."""
+    """The lanes to one decode worker, copied: the view's own lanes change later."""
     measured = [(prefill_id, view.lane(prefill_id, decode_id)) for prefill_id in prefill_ids]
     return {prefill_id: LaneLatencies({decode_id: line}) for prefill_id, line in measured if line is not None}
 
@@ -142,8 +144,8 @@ def _disaggregated(
     transfer: TransferCost | None,
     tolerance: float,
 ) -> _PrefillChoice:
-    """For each decode worker the cheapest of the near prefill workers with their lanes to it; the best prefill worker
-    unless another is cheaper by more than counts as equal."""
+    """For each decode worker the cheapest of its near prefill workers, lanes included. The best prefill worker is kept
+    unless another is cheaper by more than the tolerance."""
     count, totals = len(decode_pool), prefilling.totals
     slack = tolerance * float(totals.min())
     best = cheapest(totals, view, slack=slack, among=prefill_pool if tolerance else None)
@@ -161,7 +163,7 @@ def _disaggregated(
 
 
 def _or_single_worker(chosen: _PrefillChoice, single: Bools, own: Floats) -> _PrefillChoice:
-    """With the decode workers that serve both halves as their own prefill workers, at the cost `own`."""
+    """Makes the decode workers that serve both halves their own prefill workers, at the cost `own`."""
     return _PrefillChoice(
         scores=chosen.scores,
         place=np.where(single, -1, chosen.place),
@@ -171,7 +173,7 @@ def _or_single_worker(chosen: _PrefillChoice, single: Bools, own: Floats) -> _Pr
 
 
 def _unsteered(scores: PoolScores) -> Floats:
-    """Without the term that keeps a pool even: it does not compare workers of two pools."""
+    """The totals without the term that keeps a pool even: that term cannot compare workers of two pools."""
     return scores.totals - dict(scores.terms).get("imbalance", 0.0)
 
 
@@ -180,8 +182,8 @@ def _or_zero(transfer: Floats) -> Floats:
 
 
 def _evened(totals: Floats, prefill: Floats, tolerance: float) -> Floats:
-    """Without differences below `tolerance` in prefill, or in decode: an answer of seconds that every worker would
-    decode alike must not hide which of them computes the prompt soonest."""
+    """The totals without prefill differences or decode differences below `tolerance`. Otherwise an answer that takes
+    seconds on every worker would hide which worker computes the prompt soonest."""
     decode = totals - prefill
     least_prefill, least_decode = (1 + tolerance) * prefill.min(), (1 + tolerance) * decode.min()
     evened: Floats = np.maximum(prefill, least_prefill) + np.maximum(decode, least_decode)
@@ -196,7 +198,7 @@ def _reason(role: WorkerRole, *, has_prefill: bool) -> SingleWorkerReason:
     return SingleWorkerReason.SHORT_REMAINDER if has_prefill else SingleWorkerReason.NO_PREFILL_WORKER
 
 
-# -- what is kept of a decision ----------------------------------------------------------------------------------------
+# -- the scores that a decision keeps ----------------------------------------------------------------------------------
 
 
 def _parts(decision: Decision) -> Sequence[PoolScores]:
@@ -205,7 +207,7 @@ def _parts(decision: Decision) -> Sequence[PoolScores]:
 
 
 def _kept_scores(decoding: PoolScores, totals: Floats, chosen: _PrefillChoice, place: int) -> Sequence[PoolScores]:
-    """Of the prefill pool, and of the decode pool with the prefill that each of its workers would have."""
+    """The scores of the prefill pool, and of the decode pool with the prefill of each of its workers."""
     transfer = [] if chosen.transfer is None else [("transfer", chosen.transfer)]
     whole = PoolScores(decoding.workers, totals, (*decoding.terms, *transfer, ("prefill", chosen.cost)))
     kept = _lowest(whole, place)
@@ -220,7 +222,7 @@ def _kept_scores(decoding: PoolScores, totals: Floats, chosen: _PrefillChoice, p
 
 
 def _lowest(scores: PoolScores, chosen: int) -> Sequence[int]:
-    """In their order: all of them, or the lowest with the chosen."""
+    """The places to keep, in order: all places, or the lowest totals and the chosen place."""
     if len(scores) <= MAX_SCORES:
         return range(len(scores))
     lowest = set(scores.cheapest(MAX_SCORES).tolist())
@@ -228,8 +230,8 @@ def _lowest(scores: PoolScores, chosen: int) -> Sequence[int]:
 
 
 def kept_candidates(candidates: CandidateTable, decision: Decision) -> CandidateTable:
-    """The candidates that a record keeps: all of few; of many those whose scores the decision keeps, and of the pool
-    that computes the prompt the other worker that had most of it."""
+    """The candidates that a record keeps. A small table is kept whole. Of a large one, the record keeps the candidates
+    whose scores the decision keeps, and the other worker that had most of the prompt cached."""
     if len(candidates) <= 2 * MAX_SCORES:
         return candidates
     workers, prefill_id = candidates.workers, decision.prefill or decision.decode

@@ -1,4 +1,5 @@
-"""The policy that sends a prompt to where its beginning is cached, unless the queue there costs more than it saves.
+"""A policy that sends a prompt to the worker with its beginning cached, unless the queue there costs more than that
+saves.
 
 All costs are in prompt tokens computed by the fastest worker of the pool. A worker of unknown speed counts as the
 fastest.
@@ -16,11 +17,11 @@ from router.policies.pair import ShortRemainder, pair
 from router.policies.scores import PoolScores, pool_scores
 from router.policies.table import CandidateTable, Floats
 
-COMPUTING_WEIGHT = 2.0  # a token to be computed takes this request's time, and that of those queued behind it
-TRANSFER_SHARE = 0.1  # moving the KV of a token, against computing it
-LOAD_SHARE = 0.1  # loading it from the worker's own host
+COMPUTING_WEIGHT = 2.0  # a token to be computed delays this request and those queued behind it
+TRANSFER_SHARE = 0.1  # cost of moving a token's KV, relative to computing the token
+LOAD_SHARE = 0.1  # cost of loading a token from the worker's own host, relative to computing it
 REQUEST_TOKENS = 64.0  # share by which one more running sequence slows down its neighbours
-SHORTAGE_SHARE = 10.0  # a token without a free block waits for others to end, or evicts and recomputes them
+SHORTAGE_SHARE = 10.0  # a token without a free block waits for other answers to end, or evicts and recomputes them
 
 
 def prefix_aware(config: RouterConfig) -> Policy:
@@ -29,10 +30,8 @@ def prefix_aware(config: RouterConfig) -> Policy:
 
 
 def _prefill(view: RequestView, candidates: CandidateTable) -> PoolScores:
-    """The prompt's uncached tokens, after those queued before it.
-
-    Waiting for the prefill of a prompt with the same beginning is cheaper than a second prefill elsewhere.
-    """
+    """Scores by the prompt's uncached tokens and the tokens queued before it. A queued prompt with the same beginning
+    attracts the request: waiting for its prefill is cheaper than a second prefill elsewhere."""
     slowness = _slowness(candidates.prefill_tokens_per_s)
     return pool_scores(
         candidates,
@@ -43,7 +42,7 @@ def _prefill(view: RequestView, candidates: CandidateTable) -> PoolScores:
 
 
 def _decode(view: RequestView, candidates: CandidateTable) -> PoolScores:
-    """KV to be moved to the worker, a place among its running sequences, and blocks to hold the answer."""
+    """Scores by the KV to be moved to the worker, by its running sequences, and by the blocks that the answer lacks."""
     steps = candidates.decode_step_s
     known = steps > 0
     slowness = np.where(known, steps / steps[known].min(), 1.0) if known.any() else np.ones(len(steps))
@@ -58,6 +57,6 @@ def _decode(view: RequestView, candidates: CandidateTable) -> PoolScores:
 
 
 def _slowness(speeds: Floats) -> Floats:
-    """How many times slower each is than the fastest; one of unknown speed counts as the fastest."""
+    """Each speed relative to the fastest: how many times slower. A worker of unknown speed counts as the fastest."""
     fastest = speeds.max() or 1.0
     return fastest / np.where(speeds > 0, speeds, fastest)

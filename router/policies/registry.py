@@ -1,6 +1,6 @@
-"""The policies by name. A new policy is a function `(RouterConfig) -> Policy` and a line of `_POLICIES`.
+"""The policies by name. To add a policy, write a function `(RouterConfig) -> Policy` and a line of `_POLICIES`.
 
-Modules of policies import numpy: they are imported when a policy is made, and not by a command that only checks names.
+Policy modules import numpy, so they are imported when a policy is built. A command that only checks names imports none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = tuple(_POLICIES)
 
 
 def policy_of(config: RouterConfig, name: str = "") -> Policy:
-    """The policy of that name, or the one that the configuration names. Raises Misconfigured for an unknown name."""
+    """The policy called `name`, or the configured policy. Raises Misconfigured for an unknown name."""
     name = name or config.policy
     check_name(name)
     module, function = _POLICIES[name].split(":")
@@ -37,19 +37,20 @@ def policy_of(config: RouterConfig, name: str = "") -> Policy:
 
 
 def shadow_names(config: RouterConfig) -> list[str]:
-    """Each once."""
+    """The configured shadow policies, without duplicates."""
     return list(dict.fromkeys(name for one in config.shadow_policy.split(",") if (name := one.strip())))
 
 
 def check_names(config: RouterConfig) -> None:
-    """The deciding policy and the shadow policies. Raises Misconfigured."""
+    """Checks the names of the deciding policy and of the shadow policies. Raises Misconfigured."""
     check_name(config.policy)
     for name in shadow_names(config):
         check_name(name, "shadow_policy")
 
 
 def check_name(name: str, setting: str = "policy") -> None:
-    """Raises Misconfigured with the router's setting and the nearest name, or all names."""
+    """Raises Misconfigured for an unknown policy. The message contains the setting and the nearest name, or all
+    names."""
     if name not in NAMES:
         near = nearest(name, NAMES)
         hint = f"did you mean {near}?" if near else f"choose one of {', '.join(NAMES)}"

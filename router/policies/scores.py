@@ -1,4 +1,4 @@
-"""The costs of candidates, as columns: a rank scores one pool, a decision keeps the scores of both."""
+"""The costs of candidates, as columns: a rank scores one pool, and a decision keeps the scores of both pools."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from router.policies.table import CandidateTable, Floats, Places, WorkerSet
 
 
 class PoolScores:
-    """Totals of some workers and their terms. A term that some workers do not have is NaN for them; its name is one for
-    all workers, or one for each."""
+    """The total costs of some workers, and the terms of the totals. A term that does not apply to a worker is NaN for
+    it. A term has one name for all workers, or one name for each."""
 
     __slots__ = ("terms", "totals", "workers")
 
@@ -41,22 +41,22 @@ class PoolScores:
         )
 
     def take(self, places: Sequence[int]) -> PoolScores:
-        """Terms whose name is the same for all workers."""
+        """The scores of some of the workers. Every term must have one name for all workers."""
         columns = np.asarray(places, dtype=np.intp)
         terms = [(name, cost[columns]) for name, cost in self.terms]
         return PoolScores(self.workers.take(places), self.totals[columns], terms)
 
     def renamed(self, term: str, names: Sequence[str]) -> PoolScores:
-        """The same, with a name for each worker."""
+        """The same scores; `term` has its own name for each worker."""
         terms = [(names if name == term else name, cost) for name, cost in self.terms]
         return PoolScores(self.workers, self.totals, terms)
 
     def plus(self, **terms: Floats) -> PoolScores:
-        """The same, with more costs."""
+        """The same scores with further costs."""
         return PoolScores(self.workers, reduce(add, terms.values(), self.totals), (*self.terms, *terms.items()))
 
     def cheapest(self, count: int) -> Places:
-        """The places of the lowest totals, the first of equals first."""
+        """The places of the lowest totals; of equal totals the first comes first."""
         totals = self.totals
         if count >= len(totals):
             return np.argsort(totals, kind="stable")
@@ -66,17 +66,16 @@ class PoolScores:
 
 
 def pool_scores(candidates: CandidateTable, **terms: Floats) -> PoolScores:
-    """Sums of named costs."""
+    """Scores whose totals are the sums of the named costs."""
     return PoolScores(candidates.workers, reduce(add, terms.values()), tuple(terms.items()))
 
 
 Rank = Callable[[RequestView, CandidateTable], PoolScores]
-"""Scores the candidates of one pool."""
+"""A rank scores the candidates of one pool."""
 
 
 class CostBreakdown(Sequence[Score]):
-    """The scores of a decision, worked out when they are first read: those of the prefill pool, then those of the
-    decode pool."""
+    """The scores of a decision, computed when they are first read: the prefill pool's, then the decode pool's."""
 
     def __init__(self, weigh: Callable[[], Sequence[PoolScores]]) -> None:
         self._weigh: Callable[[], Sequence[PoolScores]] | None = weigh
@@ -111,9 +110,9 @@ def scored_workers(pool_scores: Sequence[Score]) -> Sequence[str]:
 
 
 def cheapest(totals: Floats, view: RequestView, *, slack: float = 0.0, among: CandidateTable | None = None) -> int:
-    """The place of the lowest total. Candidates that exceed it by no more than `slack` count as equal and take turns,
-    so that an idle pool fills all of its caches. If all equals `among` the candidates have the same number of requests,
-    those that have most of this request cached take turns: a conversation keeps its worker."""
+    """The place of the lowest total. Candidates within `slack` of the lowest total count as equal and take turns, so
+    that an idle pool fills all of its caches. If the equal ones among `among` all have the same number of requests,
+    only those with most of this request cached take turns: a conversation keeps its worker."""
     equals = np.flatnonzero(totals <= totals.min() + slack)
     if len(equals) == 1:
         return int(equals[0])

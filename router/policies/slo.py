@@ -1,16 +1,21 @@
-"""The default: the pair whose first token comes soonest and whose tokens follow fastest, without making others late.
+"""The default policy: it chooses the pair with the earliest first token and the fastest tokens after it, and avoids
+making other requests late. Every cost is in seconds.
 
-Every cost is in seconds. Prefill: `overhead`, `queue`, `load` (of what is in host memory) and `compute` add up to the
-predicted time to the first token.
-`displaced` is what computing costs others. A second of it evicts blocks that others would find. Once every worker
-has a queue, it also delays the requests behind the prompt, about as many as the worker has:
-`compute x (DISPLACED + requests x shortest queue / mean queue)` (the externality of a job in a queue: Haviv and Ritov,
-"Externalities, tangible externalities, and queue disciplines", Management Science 44, 1998).
-While some prefill worker has no queue, the next prompt goes there and is not delayed.
-`imbalance` keeps the work of prefill workers near its mean.
-Decode: `decode` is what the answer takes, and what it adds to the answers beside it; `shortage` the wait for blocks.
-Beyond an objective a second counts `LATE` times more (`late_ttft`, `late_tpot`), beyond the request's own limit
-`OVERDUE` times, unless every worker would be late: then the request goes where it costs least.
+Prefill:
+- `overhead`, `queue`, `load` (from host memory) and `compute` add up to the predicted time to the first token.
+- `displaced` is the cost of computing to other requests. A second of computing evicts blocks that others would have
+  found. Once every worker has a queue, it also delays the requests behind the prompt, about as many as the worker has:
+  `compute x (DISPLACED + requests x shortest queue / mean queue)`. This is the externality of a job in a queue (Haviv
+  and Ritov, "Externalities, tangible externalities, and queue disciplines", Management Science 44, 1998).
+  While a prefill worker has no queue, it takes the next prompt, and no prompt is delayed.
+- `imbalance` keeps the work of prefill workers near its mean.
+
+Decode:
+- `decode` is the time of the answer and the time that it adds to the answers beside it.
+- `shortage` is the wait for blocks.
+
+A second beyond an objective counts `LATE` times more (`late_ttft`, `late_tpot`), and a second beyond the request's own
+limit `OVERDUE` times more. If every worker would be late, the request goes to the worker where it costs least.
 """
 
 from __future__ import annotations
@@ -28,17 +33,17 @@ from router.policies.scores import PoolScores, Rank, pool_scores
 from router.policies.table import CandidateTable, Floats
 
 # Tried on Mooncake's synthetic trace (benchmarks/routing/trace.py): hits and time to the first token, 4 and 16 workers.
-DISPLACED = 3.0  # seconds that others lose by a second of computing on an idle worker: by what it evicts
-GUARD = 0.2  # share of work above its pool's mean from which a worker's cache attracts no more requests
-SETTLING = 4.0  # requests of this size, added to the mean: the first requests are no imbalance
+DISPLACED = 3.0  # seconds that other requests lose, through evicted blocks, for a second of computing on an idle worker
+GUARD = 0.2  # share of work above its pool's mean at which a worker's cache attracts no more requests
+SETTLING = 4.0  # requests of this size, added to the mean, so that the first requests are no imbalance
 LATE = 4.0
-OVERDUE = 1000.0  # a request that was admitted with a limit is answered within it
-TOLERANCE = 0.05  # costs are predictions: smaller differences do not count
+OVERDUE = 1000.0  # an admitted request is answered within its limit
+TOLERANCE = 0.05  # costs are predictions: smaller differences are ignored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objectives:
-    """Seconds to the first token, and between tokens, that a request should not exceed."""
+    """The objectives for the time to the first token and the time between tokens, in seconds."""
 
     ttft_s: float
     tpot_s: float
@@ -82,7 +87,7 @@ def prefill_rank(objectives: Objectives) -> Rank:
 
 
 def decode_rank(objectives: Objectives) -> Rank:
-    """Orders by the time of the answer, its cost for the answers beside it, and the wait for blocks."""
+    """Orders by the time of the answer, its cost for other answers, and the wait for blocks."""
 
     def rank(view: RequestView, candidates: CandidateTable) -> PoolScores:
         step_s = tpot_s(candidates)
@@ -99,14 +104,14 @@ def decode_rank(objectives: Objectives) -> Rank:
 
 
 def _congestion(candidates: CandidateTable) -> float:
-    """0 while some worker has no queue, 1 when all queues are equally long: the shortest queue over the mean."""
+    """The shortest queue over the mean queue: 0 while a worker has no queue, 1 when all queues are equally long."""
     queues = candidates.queued_prefill_tokens
     total = _sum(queues)
     return float(queues.min()) * len(queues) / total if total else 0.0
 
 
 def _late(seconds: Floats, objective_s: float) -> Floats:
-    """Seconds beyond the objective; none of them count where no worker keeps it."""
+    """Seconds beyond the objective; 0 for all where every worker exceeds it."""
     kept = seconds.min() <= objective_s
     return np.maximum(0.0, seconds - objective_s) if kept else np.zeros(len(seconds))
 
@@ -123,12 +128,13 @@ def _excess(view: RequestView, candidates: CandidateTable) -> Floats:
 
 
 def _sum(values: Floats) -> float:
-    """Adds in order: numpy's own sum differs between processors."""
+    """Adds in order: the result of numpy's sum depends on the processor."""
     return float(np.cumsum(values)[-1])
 
 
 def _shortage(view: RequestView, candidates: CandidateTable) -> Floats:
-    """How much of the present answers must end before there are blocks for this one: 0 with room, 1 for all."""
+    """The share of the running answers that must end before this answer has its blocks: 0 with room, 1 for all
+    answers."""
     needed = num_off_device(view, candidates) / view.block_size + 1
     used = candidates.num_blocks - candidates.num_free_blocks
     missing = np.maximum(0.0, needed - candidates.num_free_blocks)

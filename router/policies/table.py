@@ -1,4 +1,4 @@
-"""What is known of workers as columns, so that a thousand of them are weighed in a few operations on arrays.
+"""The state of workers as columns, so that a few array operations weigh a thousand workers.
 
     WorkerSet        ids and roles: the same object from request to request
     CandidateTable   a row of `values` for every number of a `Candidate`, a column for every worker
@@ -25,21 +25,22 @@ Places = NDArray[np.intp]
 Columns = Places | slice
 
 FEW = 8
-"""As many workers are weighed one by one, by the same formulas: numpy costs as much for one number as for hundreds."""
+"""Up to this many workers are weighed one by one, with the same formulas: a numpy call costs as much for one number as
+for hundreds."""
 
 Numbers = TypeVar("Numbers", float, Floats)
-"""One worker's, or an array of all workers'."""
+"""The number of one worker, or the array of all workers."""
 
 
 def where(condition: Any, chosen: Numbers, other: Numbers | float) -> Numbers:
-    """`np.where`, also of one worker's numbers."""
+    """`np.where`, also for the number of one worker."""
     if isinstance(condition, np.ndarray):
         return np.where(condition, chosen, other)  # type: ignore[return-value]  # arrays, then
     return chosen if condition else other  # type: ignore[return-value]  # floats
 
 
 class Line(Value, frozen=True, kw_only=True):
-    """Seconds for an amount of work: `fixed_s`, and `each_s` for each unit of it."""
+    """The seconds that an amount of work takes: `fixed_s`, plus `each_s` per unit."""
 
     fixed_s: float = 0.0
     each_s: float = 0.0
@@ -60,7 +61,7 @@ class LineNumbers(Protocol[Numbers]):
 
 
 class WorkerNumbers(Protocol[Numbers]):
-    """A `Candidate`, or a `CandidateTable`: what formulas of costs read of it."""
+    """The numbers that cost formulas read, from a `Candidate` or a `CandidateTable`."""
 
     @property
     def num_cached_tokens(self) -> Numbers: ...
@@ -79,7 +80,7 @@ class WorkerNumbers(Protocol[Numbers]):
 
 
 class Lines:
-    """A `Line` of each worker."""
+    """The `Line` of each worker, as columns."""
 
     __slots__ = ("each_s", "fixed_s")
 
@@ -92,7 +93,7 @@ class Lines:
 
 
 class LoadRow(NamedTuple):
-    """A worker's load with the work that was routed to it and that its load does not show yet."""
+    """A worker's load, and the work routed to it that its load does not include yet."""
 
     num_requests: float
     num_waiting: float
@@ -104,17 +105,17 @@ class LoadRow(NamedTuple):
 
 
 class Candidate(Value, frozen=True, kw_only=True):
-    """A worker that takes new work: one column of a `CandidateTable`.
+    """A worker that accepts new work: one column of a `CandidateTable`.
 
-    `num_cached_tokens` of this request are in its cache, always fewer than the request has; `num_host_tokens` of them
-    only in its host's memory, and must be loaded. `num_waiting` of its `num_requests` have not begun. Speed and step
-    are the worker's latest measurements, 0 before the first.
+    `num_cached_tokens` of this request are in its cache, always fewer than the request has. Of these, `num_host_tokens`
+    are only in host memory and must be loaded. `num_waiting` of its `num_requests` have not begun.
+    `prefill_tokens_per_s` and `decode_step_s` are the worker's latest measurements, 0 before the first.
 
     The predictor (`router.latency.predictor`) fills in the rest: seconds to a first token by the tokens to be computed
     before it (`prefill_time`), seconds to load tokens from the host (`load_time`), seconds between tokens by the
-    sequences that it decodes at a time (`step_time`), and seconds that KV is awaited, by its bytes, over a lane that
-    has not been measured (`transfer_time`). `recent_tokens` is the prefill work that it was given lately, in tokens;
-    the older the work, the less it counts.
+    sequences that it decodes at a time (`step_time`), and seconds that an answer waits for its KV, by its bytes, over
+    an unmeasured lane (`transfer_time`). `recent_tokens` is the worker's recent prefill work in tokens; older work
+    counts less.
     """
 
     worker_id: str
@@ -141,7 +142,7 @@ LINES = ("prefill_time", "load_time", "step_time", "transfer_time")
 ROWS = {name: row for row, name in enumerate(NUMBERS)} | {
     name: len(NUMBERS) + 2 * number for number, name in enumerate(LINES)
 }
-"""Where a number is in a table; of a line the fixed part, and in the next row what each unit takes."""
+"""The row of each number in a table. A line has two rows: its fixed part, then its part per unit."""
 NUM_ROWS = len(NUMBERS) + 2 * len(LINES)
 LOAD_ROWS = slice(ROWS["num_requests"], ROWS["decode_step_s"] + 1)
 PREDICTED_ROWS = slice(ROWS["recent_tokens"], NUM_ROWS)
@@ -163,12 +164,13 @@ class WorkerSet:
 
     @cached_property
     def prefill_pool(self) -> WorkerSubset:
-        """Empty while it stands in for the decode pool: then each of its workers serves whole requests."""
+        """The workers that compute prompts for decode workers. Empty while they stand in for the decode pool: each then
+        serves whole requests."""
         return self._subset(lambda role: role is WorkerRole.PREFILL and not self.stands_in)
 
     @cached_property
     def decode_pool(self) -> WorkerSubset:
-        """The workers that decode: the prefill pool while no other worker is here."""
+        """The workers that decode: the prefill pool while there are no other workers."""
         return self._subset(lambda role: role is not WorkerRole.PREFILL or self.stands_in)
 
     @cached_property
@@ -182,7 +184,7 @@ class WorkerSet:
 
     @cached_property
     def role_numbers(self) -> tuple[Sequence[WorkerRole], Places]:
-        """The roles that there are, and of each worker the place of its role among them."""
+        """The roles that occur, and for each worker the place of its role among them."""
         roles = tuple(dict.fromkeys(self.roles))
         return roles, np.array([roles.index(role) for role in self.roles], dtype=np.intp)
 
@@ -203,15 +205,15 @@ class WorkerSubset(NamedTuple):
 
 
 def columns_of(places: Sequence[int]) -> Columns:
-    """Of ascending places: a slice, which needs no copy, where there is no gap."""
+    """The columns at ascending places: a slice, which needs no copy, where the places have no gap."""
     if places and places[-1] - places[0] + 1 == len(places):
         return slice(places[0], places[-1] + 1)
     return np.array(places, dtype=np.intp)
 
 
 class LaneLatencies(Mapping[str, Line]):
-    """The measured lanes of one prefill worker, by decode worker. For the workers that were used last they are kept as
-    arrays."""
+    """The measured lanes of one prefill worker, by decode worker. They are cached as arrays for the workers used
+    last."""
 
     __slots__ = ("_lines", "_measured", "_workers")
 
@@ -235,7 +237,7 @@ class LaneLatencies(Mapping[str, Line]):
             self._lines.fixed_s[place], self._lines.each_s[place] = line.fixed_s, line.each_s
 
     def drop(self, decode: str) -> None:
-        """A lane that was not measured is fine."""
+        """Removes a lane, if it was measured."""
         if self._measured.pop(decode, None) is not None:
             self._workers = None
 
@@ -273,7 +275,7 @@ class _LineColumns:
 
 
 class CandidateTable:
-    """What a policy knows of the workers that take new work. A table that a policy was given does not change."""
+    """The state of the workers that accept new work. A policy's table does not change after it was built."""
 
     __slots__ = ("values", "workers")
 
@@ -298,7 +300,7 @@ class CandidateTable:
 
     @property
     def lines(self) -> Floats:
-        """Both rows of each of `LINES`."""
+        """The fixed row and the unit row of each line in `LINES`."""
         return self.values[len(NUMBERS) :]
 
     @classmethod
@@ -329,7 +331,8 @@ class CandidateTable:
         return self[self.workers.places[worker_id]]
 
     def pair(self, prefill_id: str | None, decode_id: str) -> tuple[Candidate, Candidate]:
-        """The worker that computes the prompt, and the one that decodes: the same without a `prefill_id`."""
+        """The worker that computes the prompt, and the worker that decodes. Without a `prefill_id` they are the
+        same."""
         decode = self.candidate(decode_id)
         return (self.candidate(prefill_id) if prefill_id is not None else decode), decode
 
@@ -338,12 +341,12 @@ class CandidateTable:
 
     @property
     def most_cached(self) -> int:
-        """Tokens of the request that one worker has cached, at most."""
+        """The most tokens of the request that any worker has cached."""
         return int(np.maximum.reduce(self.num_cached_tokens))
 
     @property
     def caching(self) -> Sequence[str]:
-        """The workers that have anything of the request cached."""
+        """The workers that have some of the request cached."""
         return [self.workers.worker_ids[place] for place in self.num_cached_tokens.nonzero()[0].tolist()]
 
     def only(self, worker_id: str) -> CandidateTable:
@@ -354,7 +357,7 @@ class CandidateTable:
         return CandidateTable(self.workers.take(places), self.values[:, places])
 
     def besides(self, worker_ids: Collection[str]) -> CandidateTable:
-        """The table without some workers; unchanged if none would be left."""
+        """The table without some workers, or the same table if no worker would be left."""
         kept = [place for place, worker_id in enumerate(self.workers.worker_ids) if worker_id not in worker_ids]
         return self.take(kept) if kept and len(kept) < len(self) else self
 

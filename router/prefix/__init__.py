@@ -1,1 +1,1 @@
-"""Which worker holds how much of a prompt: the index, its backends, and the feed of KV events that keeps it true."""
+"""The prefix index of the blocks that each worker caches: its backends, and the feed of KV events that updates it."""

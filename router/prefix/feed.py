@@ -1,7 +1,8 @@
-"""Keeps a prefix index true to its workers' events: numbered, of one life of the worker, none missing.
+"""Keeps a prefix index equal to its workers' events, which are numbered within each life of a worker. None may be
+missing.
 
 worker ── its own stream ──────────▶ receive ─┐
-                                              ├─▶ one cursor a worker ─▶ index      whoever comes first is applied
+                                              ├─▶ one cursor a worker ─▶ index      the first copy is applied
 other gateways ── Redis, if any ───▶ receive_shared ─┘
 """
 
@@ -20,34 +21,34 @@ class Peers(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Why nothing is shared at present; "" while it is."""
+        """Why sharing has stopped; "" while it works."""
         ...
 
     @property
     def warning(self) -> str:
-        """What an operator should look at although it is shared; "" where there is nothing."""
+        """A problem for the operator although sharing works; "" if there is none."""
         ...
 
     async def start(self) -> None:
-        """Returns when what others know is known here too, or after a few seconds without them."""
+        """Starts sharing. Returns when the others' knowledge has been loaded, or after a few seconds without them."""
         ...
 
     async def close(self) -> None: ...
 
     def join(self, feed: Feed) -> None:
-        """From now on events of other gateways go to `feed.receive_shared`."""
+        """Passes the events of other gateways to `feed.receive_shared` from now on."""
         ...
 
     def met(self, worker_id: str) -> None:
-        """A connection to the worker is open: it sends its events to this gateway."""
+        """Records that a connection to the worker is open: it sends its events to this gateway."""
         ...
 
     def heard(self, worker_id: str, message: KVEvents) -> None:
-        """The worker sent this, and it has been applied."""
+        """Records a worker's message that has been applied."""
         ...
 
     def lost(self, worker_id: str) -> None:
-        """The connection to the worker is closed."""
+        """Records that the connection to the worker is closed."""
         ...
 
 
@@ -75,7 +76,7 @@ class Feed:
             peers.join(self)
 
     def hello(self, worker_id: str, incarnation: int) -> Hello:
-        """The greeting for a worker that has just been connected. The cache of a former life of it is dropped."""
+        """The greeting for a new connection to a worker. Blocks of the worker's former life are dropped."""
         cursor = self._cursors.get(worker_id)
         if cursor is None or cursor.incarnation != incarnation:
             self.drop(worker_id)
@@ -86,8 +87,8 @@ class Feed:
         return Hello(gateway_id=self._gateway_id, incarnation=cursor.incarnation, next_seq=cursor.next_seq)
 
     def receive(self, worker_id: str, message: KVEvents) -> Hello | None:
-        """Applies a worker's message. Where events are missing, nothing changes and the Hello to close the gap with
-        comes back, once per gap: the worker replays them or sends a snapshot, and what follows fits again."""
+        """Applies a worker's message. If events are missing, nothing changes, and the result is a Hello that requests
+        them, once per gap. The worker then replays them or sends a snapshot."""
         news = self._cursors[worker_id].accept(message)
         if not isinstance(news, Gap):
             self._asking.discard(worker_id)
@@ -102,7 +103,7 @@ class Feed:
         return Hello(gateway_id=self._gateway_id, incarnation=news.incarnation, next_seq=news.next_seq)
 
     def receive_shared(self, worker_id: str, message: KVEvents) -> bool:
-        """Applies a worker's message to another gateway. False, and nothing has changed, where events are missing."""
+        """Applies a message that a worker sent to another gateway. False, without any change, if events are missing."""
         cursor = self._cursors.get(worker_id) or EventCursor()
         news = cursor.accept(message)
         if isinstance(news, Gap):
@@ -112,22 +113,22 @@ class Feed:
         return True
 
     def position(self, worker_id: str) -> tuple[int, int]:
-        """Incarnation of a worker, and number of the event that is expected next; (0, 0) before the first."""
+        """The incarnation of a worker and the number of its next event; (0, 0) before the first."""
         cursor = self._cursors.get(worker_id)
         return (cursor.incarnation, cursor.next_seq) if cursor is not None else (0, 0)
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
-        """All that something is known of."""
+        """The workers with a known incarnation."""
         return tuple(self._cursors)
 
     def lost(self, worker_id: str) -> None:
-        """A connection ended. The worker's cached blocks are kept: it may come back in the same life."""
+        """Records the end of a connection. The worker's cached blocks are kept: it may reconnect in the same life."""
         if self._peers is not None:
             self._peers.lost(worker_id)
 
     def drop(self, worker_id: str) -> None:
-        """Forgets a worker that has left."""
+        """Drops a worker that has left."""
         self._cursors.pop(worker_id, None)
         self._asking.discard(worker_id)
         self.index.drop(worker_id)

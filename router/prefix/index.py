@@ -29,11 +29,11 @@ class Match(NamedTuple):
         )
 
     def joined(self, other: Match) -> Match:
-        """Of other workers."""
+        """This match together with one of other workers."""
         return Match({**self.blocks, **other.blocks}, {**self.on_device, **other.on_device})
 
     def at_most(self, blocks: Mapping[str, int]) -> Match:
-        """With at most this many blocks for each of some workers."""
+        """The match with these upper bounds for some workers."""
         if not blocks:
             return self
         fewer = {worker_id: min(num, blocks.get(worker_id, num)) for worker_id, num in self.blocks.items()}
@@ -49,12 +49,13 @@ NO_MATCH = Match()
 
 
 class PrefixIndex(Protocol):
-    """Called on the router's event loop only, and never blocks it. Times are seconds of that loop's clock."""
+    """The interface of prefix indexes. It is called on the router's event loop only, and never blocks it. Times are
+    seconds of that loop's clock."""
 
     def match(self, hashes: Sequence[BlockHash], *, now: float) -> Match: ...
 
     def apply(self, worker_id: str, events: Sequence[KVEvent]) -> None:
-        """Takes events in their order; the caller has seen to it that none is missing."""
+        """Applies events in their order; the caller ensures that none is missing."""
         ...
 
     def drop(self, worker_id: str) -> None:

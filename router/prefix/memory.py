@@ -60,7 +60,7 @@ class MemoryPrefixIndex:
         return Match(blocks, fewer or NONE)
 
     def _note(self, depths: dict[str, int], slots: int, depth: int) -> None:
-        """The number of blocks that the workers of these slots hold; those with none are not listed."""
+        """Adds the depth of the workers in these slots; workers without blocks are left out."""
         if depth:
             depths.update((self._names[slot], depth) for slot in _bits(slots))
 
@@ -179,7 +179,7 @@ class _Expected:
 
 
 def _chains(parents: Parents) -> list[tuple[BlockHash, list[BlockHash]]]:
-    """Each with the block above its first."""
+    """Chains of blocks, each with the parent of its first block."""
     chains: list[tuple[BlockHash, list[BlockHash]]] = []
     seen: set[BlockHash] = set()
     for block in parents:

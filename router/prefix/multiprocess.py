@@ -25,7 +25,7 @@ from router.replicas.peers import expectations_socket
 
 log = logging.getLogger("baton.router")
 
-MAX_BLOCKS = 4096  # of a prompt, published to other processes: 64 kB
+MAX_BLOCKS = 4096  # blocks of a prompt that are published to other processes: 64 kB
 _HEAD = struct.Struct("!dH")
 _MAX_BYTES = _HEAD.size + 2**16 + MAX_BLOCKS * BLOCK_HASH_BYTES
 

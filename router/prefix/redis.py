@@ -1,12 +1,12 @@
 """The prefix index that any number of gateways share: matched in this process's memory, published through Redis.
 
-    worker ══ its own stream ══▶ every gateway ──▶ its local index                 the truth, with or without Redis
+    worker ══ its own stream ══▶ every gateway ──▶ its local index                 complete, with or without Redis
                                  the one that has the worker's lease ──▶ Redis     events, and snapshots of its blocks
-    Redis ──▶ every gateway      at its start: all blocks at once; then events it has not heard itself, and what the
-                                 others expect of workers, so that siblings of one burst land together
+    Redis ──▶ every gateway      at its start: all blocks at once; then events that it lacks, and the prompts that
+                                 others route, so that equal prompts of one burst meet
 
-Which gateway writes for a worker is nobody's decision: the first that takes the worker's lease, until it or the worker
-dies. What was not written while Redis was away is made up for by a snapshot, so nothing is kept for later.
+The first gateway that acquires a worker's lease writes for it, until the gateway or the worker ends. Events during an
+outage of Redis are not kept: a snapshot replaces them.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ UNREADABLE = (LookupError, ValueError, TypeError, ArithmeticError, AssertionErro
 
 @dataclass(slots=True)
 class Scribe:
-    """A worker with a connection to this gateway. While `writing`, `told` are its events that Redis has not got yet;
-    `num_since` blocks were written after the last snapshot, when the stream had `read_then` entries behind it."""
+    """A worker with a connection to this gateway. While `writing`, `told` contains its events that Redis does not have
+    yet; `num_since` blocks were written after the last snapshot, when the stream had `read_then` entries behind it."""
 
     writing: bool = False
     snapshot_due: bool = True
@@ -65,9 +65,9 @@ class Scribe:
 class RedisPrefixIndex:
     """`PrefixIndex` and `Peers` of one gateway, on one event loop. `start` and `close` it.
 
-    Without Redis it is its local index, and `trouble` says so. `num_entries` of the stream of events were read;
-    `num_outages` counts times that Redis was lost or had forgotten everything, `num_faults` times that sharing began
-    again for a reason of our own. What somebody else wrote to its keys is left out, and `warning` says so for a minute.
+    Without Redis only the local index works, and `trouble` is set. `num_entries` of the stream of events were read;
+    `num_outages` counts how often Redis was lost or was empty, `num_faults` how often an internal error restarted the
+    sharing. Foreign data in its keys is ignored, and `warning` is set for a minute.
     """
 
     def __init__(self, local: PrefixIndex, store: Store) -> None:
@@ -77,7 +77,7 @@ class RedisPrefixIndex:
         self._scribes: dict[str, Scribe] = {}
         self._expected: list[tuple[str, Sequence[BlockHash], float]] = []
         self._released: list[str] = []
-        self._lost: set[str] = set()  # leases that turned out not to be ours any more
+        self._lost: set[str] = set()  # leases that another gateway has taken
         self._unled_since_s: dict[str, float] = {}
         self._places = StreamPositions()
         self._news = asyncio.Event()
@@ -151,11 +151,11 @@ class RedisPrefixIndex:
         self._news.set()
 
     def lost(self, worker_id: str) -> None:
-        """Its lease is not renewed any more: it ends, unless the worker comes back before."""
+        """The lease is no longer renewed: it ends unless the worker reconnects in time."""
         self._scribes.pop(worker_id, None)
 
     def writes_for(self, worker_id: str) -> bool:
-        """Whether Redis has all of the worker's events from this gateway, except those on their way."""
+        """Whether Redis has all of the worker's events from this gateway, except those being sent."""
         scribe = self._scribes.get(worker_id)
         return scribe is not None and scribe.writing and not scribe.snapshot_due
 
@@ -169,7 +169,7 @@ class RedisPrefixIndex:
                 await self._warmed.wait()
 
     async def close(self) -> None:
-        """Releases its leases, if Redis can be reached."""
+        """Releases the leases, if Redis can be reached."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -192,7 +192,7 @@ class RedisPrefixIndex:
                 await self._share()
             except TROUBLES as error:
                 self._met_trouble(error)
-            except Exception as error:  # what others wrote must not end this gateway's sharing for good
+            except Exception as error:  # foreign data must not end this gateway's sharing for good
                 log.exception("the prefix index in Redis: an internal error, or foreign data in it")
                 self.num_faults += 1
                 self._met_trouble(error)
@@ -200,7 +200,7 @@ class RedisPrefixIndex:
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     async def _share(self) -> NoReturn:
-        """Reads and writes until one of the two fails, and raises its error."""
+        """Reads and writes until one of them fails, and raises its error."""
         both = asyncio.create_task(self._follow()), asyncio.create_task(self._write())
         try:
             await asyncio.gather(*both)
@@ -236,7 +236,7 @@ class RedisPrefixIndex:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     async def _warm(self) -> None:
-        """Every worker's snapshot, and the events since."""
+        """Loads every worker's snapshot and the events since."""
         places = await self._store.ends()
         first = places.events
         for worker_id in await self._worker_ids():
@@ -254,7 +254,8 @@ class RedisPrefixIndex:
         return sorted(one for one in found if one is not None)
 
     async def _load(self, worker_id: str) -> str | None:
-        """A worker's snapshot, unless more is known already; where in the stream it goes on."""
+        """Loads a worker's snapshot, unless the index has later events. Returns the position in the stream after the
+        snapshot."""
         assert self._feed is not None
         try:
             found = await self._store.snapshot(worker_id)
@@ -290,12 +291,12 @@ class RedisPrefixIndex:
                     self.local.expect(entry.worker_id, entry.hashes, until=now + entry.for_s)
                 continue
             if (entry.incarnation, entry.first_seq + entry.num_events) <= self._feed.position(entry.worker_id):
-                continue  # known from the worker itself
+                continue  # received from the worker itself
             if not self._heard_of(entry) and entry.worker_id not in self._scribes:
                 await self._load(entry.worker_id)
 
     def _heard_of(self, entry: EventEntry) -> bool:
-        """False where events before it are missing."""
+        """Applies an entry of events; False if events before it are missing."""
         assert self._feed is not None
         try:
             return self._feed.receive_shared(entry.worker_id, entry.message())
@@ -304,7 +305,7 @@ class RedisPrefixIndex:
             return True
 
     def _leave_out(self, what: str, error: Exception) -> None:
-        """What no gateway has written."""
+        """Ignores an entry that no gateway has written."""
         self._unreadable.note(
             f"{what[:120]} in Redis cannot be read ({type(error).__name__}), and no gateway has written it: left out. "
             f"Only gateways may write to {self._store.root}*"
@@ -328,7 +329,7 @@ class RedisPrefixIndex:
                     await self._news.wait()
 
     async def _tick(self) -> None:
-        """Renews leases, takes those that are free, and drops workers without a gateway."""
+        """Renews leases, acquires free ones, and drops workers without a gateway."""
         self._lost.update(await self._store.renew([name for name, one in self._scribes.items() if one.writing]))
         lost, self._lost = self._lost, set()
         for worker_id in lost:
@@ -352,7 +353,7 @@ class RedisPrefixIndex:
             scribe.writing = scribe.snapshot_due = True
 
     async def _bury(self) -> None:
-        """Removes workers for which no gateway has written during a lease: they are gone, and no successor came."""
+        """Removes workers for which no gateway has written for a whole lease: they have ended without a successor."""
         assert self._feed is not None
         now = loop_time()
         known = {*self._feed.worker_ids, *await self._worker_ids()} - self._scribes.keys()
@@ -367,7 +368,7 @@ class RedisPrefixIndex:
                     self._feed.drop(worker_id)
 
     async def _flush(self, *, until: float) -> None:
-        """Writes what there is; leases must be renewed `until` then, so the rest may have to wait."""
+        """Writes the pending events. Leases must be renewed at `until`, so the rest may have to wait."""
         expected, self._expected = self._expected, []
         clock = asyncio.get_running_loop().time
         now = clock()

@@ -1,15 +1,15 @@
-"""What gateways keep in Redis for one another, about one model's workers. All its keys live in one slot of a cluster.
+"""The data about one model's workers that gateways share in Redis. All keys are in one slot of a cluster.
 
     baton:{model}:kv1:lease:<worker>   the gateway that writes for this worker, while the worker lives; expires
     baton:{model}:kv1:blocks:<worker>  its cache as it was at some event: incarnation, next_seq, position in the stream,
                                        and the blocks in numbered pieces; expires some leases later
     baton:{model}:kv1:workers          ids that may have the two above (a set)
-    baton:{model}:kv1:events           what workers said after that (a stream, trimmed)
+    baton:{model}:kv1:events           events after that (a stream, trimmed)
     baton:{model}:kv1:expected         prompts just routed (a stream, trimmed)
 
-Every write is one script that looks at the lease first, and at the incarnation: a gateway that was paused, or tells of
-a former life of a worker, changes nothing. `kv1` is the form of all this, block names included: another form gets
-another number, and gateways of two forms do not see one another's.
+Every write is one script that first checks the lease and the incarnation: a gateway that was paused, or that writes
+about a former life of a worker, changes nothing. `kv1` is the version of the format, block names included. Gateways
+with different versions do not see each other's data.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from router.prefix.redis_url import close
 
 FORM = "kv1"
 LEASE_S = 5.0
-MAX_ENTRIES = 4096  # of the stream of events, about
-MAX_EXPECTED = 1024  # prompts in the stream of those
-ENTRY_BLOCKS = 1024  # in an entry, unless one event has more
-PIECE_BLOCKS = 65_536  # of a snapshot in one value: a megabyte
-SNAPSHOT_LEASES = 12.0  # how long blocks outlive the last renewal, in leases: a gateway may restart meanwhile
+MAX_ENTRIES = 4096  # approximate length of the stream of events
+MAX_EXPECTED = 1024  # length of the stream of prompts
+ENTRY_BLOCKS = 1024  # blocks per entry, unless one event has more
+PIECE_BLOCKS = 65_536  # blocks of a snapshot per value: a megabyte
+SNAPSHOT_LEASES = 12.0  # leases for which blocks outlive the last renewal: a gateway may restart meanwhile
 BLOCK_MS = 500
 READ_COUNT = 128
 
@@ -87,8 +87,8 @@ end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventEntry:
-    """An entry of the stream of events: events that a worker sent to `gateway`; decoded when used. One without
-    events announces a snapshot."""
+    """An entry of the stream of events: events that a worker sent to `gateway`, decoded on use. An entry without events
+    announces a snapshot."""
 
     gateway: str
     worker_id: str
@@ -104,7 +104,8 @@ class EventEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEntry:
-    """An entry of the stream of prompts: `gateway` gave this one to a worker, which will hold it for `for_s`."""
+    """An entry of the stream of prompts: `gateway` sent this prompt to a worker, which is expected to cache it for
+    `for_s`."""
 
     gateway: str
     worker_id: str
@@ -121,14 +122,14 @@ class ForeignEntry:
 
 @dataclass(slots=True)
 class StreamPositions:
-    """How far the two streams have been read."""
+    """The positions up to which the two streams have been read."""
 
     events: str = "0-0"
     expected: str = "0-0"
 
 
 class Store:
-    """One gateway's hand on Redis. Everything raises what redis-py does when Redis cannot be reached."""
+    """One gateway's access to Redis. Its methods raise redis-py's errors when Redis cannot be reached."""
 
     def __init__(
         self, client: Any, *, model: str, gateway_id: str, lease_s: float = LEASE_S, max_entries: int = MAX_ENTRIES
@@ -146,12 +147,12 @@ class Store:
     # -- writing for a worker ------------------------------------------------------------------------------------------
 
     async def acquire(self, worker_id: str, incarnation: int) -> bool:
-        """Whether this gateway now writes for the worker: no other gateway does, or knows a later life of it."""
+        """Acquires a worker's lease. False if another gateway holds it or knows a later life of the worker."""
         keys = (self._lease(worker_id), self._blocks(worker_id))
         return bool(await self._client.eval(ACQUIRE, 2, *keys, self.gateway_id, _sortable(incarnation), self._lease_ms))
 
     async def renew(self, worker_ids: Sequence[str]) -> list[str]:
-        """Those among them for which this gateway does not write any more."""
+        """Renews leases. Returns the workers whose lease this gateway has lost."""
         if not worker_ids:
             return []
         keys = [key for worker_id in worker_ids for key in (self._lease(worker_id), self._blocks(worker_id))]
@@ -160,7 +161,7 @@ class Store:
         return [worker_ids[int(number)] for number in lost]
 
     async def append(self, worker_id: str, messages: Sequence[KVEvents]) -> bool:
-        """Events of one life of a worker that follow one another; False when this gateway may not write them."""
+        """Appends consecutive events of one life of a worker. False if this gateway does not hold the lease."""
         entries: list[Any] = []
         for entry in _entries(messages):
             entries += (entry.first_seq, len(entry.events), to_proto(entry).SerializeToString())
@@ -169,7 +170,7 @@ class Store:
         return bool(await self._client.eval(APPEND, 2, *keys, *arguments, *entries))
 
     async def write(self, worker_id: str, snapshot: KVEvents) -> bool:
-        """All of a worker's blocks; False when this gateway may not write them."""
+        """Writes all of a worker's blocks. False if this gateway does not hold the lease."""
         keys = (self._lease(worker_id), self._blocks(worker_id), self.root + "workers", self.root + "events")
         about = (self.gateway_id, worker_id, _sortable(snapshot.incarnation), snapshot.first_seq, self._snapshot_ms)
         pieces = [to_proto(piece).SerializeToString() for piece in _pieces(snapshot)]
@@ -178,14 +179,14 @@ class Store:
     async def release(self, worker_id: str) -> None:
         await self._client.eval(RELEASE, 1, self._lease(worker_id), self.gateway_id)
 
-    # -- for the others ------------------------------------------------------------------------------------------------
+    # -- reading what others wrote -------------------------------------------------------------------------------------
 
     async def worker_ids(self) -> list[str | None]:
-        """None stands for what is no id."""
+        """The ids of all workers. None stands for an invalid id."""
         return [_text(worker_id) for worker_id in await self._client.smembers(self.root + "workers")]
 
     async def holders(self, worker_ids: Sequence[str]) -> dict[str, str | None]:
-        """Who writes for each worker."""
+        """The gateway that holds each worker's lease."""
         if not worker_ids:
             return {}
         holders = await self._client.mget([self._lease(worker_id) for worker_id in worker_ids])
@@ -206,7 +207,7 @@ class Store:
         return snapshot, found[b"position"].decode()
 
     async def tidy(self, worker_id: str) -> None:
-        """Drops a worker for which no gateway writes."""
+        """Removes the data of a worker for which no gateway writes."""
         keys = (self._lease(worker_id), self._blocks(worker_id), self.root + "workers")
         await self._client.eval(TIDY, 3, *keys, worker_id)
 
@@ -219,7 +220,7 @@ class Store:
         )
 
     async def ends(self) -> StreamPositions:
-        """Where both streams end now."""
+        """The present ends of both streams."""
         last = [
             await self._client.xrevrange(self.root + name, count=1)
             for name in ("events", "expected")
@@ -228,7 +229,7 @@ class Store:
         return StreamPositions(events=events, expected=expected)
 
     async def read(self, places: StreamPositions, *, wait: bool) -> list[EventEntry | PromptEntry | ForeignEntry]:
-        """What came after `places`, which move on; waits for half a second at most, or not at all."""
+        """Entries after `places`, which are advanced. Waits for half a second at most, or not at all."""
         names = {self.root + "events": places.events, self.root + "expected": places.expected}
         found = await self._client.xread(names, count=READ_COUNT, block=BLOCK_MS if wait else None)
         streams = found.items() if isinstance(found, dict) else found
@@ -289,7 +290,7 @@ def _expected(fields: dict[bytes, bytes]) -> PromptEntry:
 
 
 def stream_order(place: str) -> tuple[int, int]:
-    """Places in a stream, as numbers that can be compared."""
+    """Places in a stream, as comparable numbers."""
     milliseconds, _, number = place.partition("-")
     return int(milliseconds), int(number)
 
@@ -299,8 +300,8 @@ def num_blocks(event: KVEvent) -> int:
 
 
 def _entries(messages: Sequence[KVEvents]) -> Iterator[KVEvents]:
-    """The same events, each once, in messages neither tiny nor huge. One may begin with what was told before it; where
-    another gateway told of some in between, a new one begins."""
+    """The same events without duplicates, in messages of moderate size. A message may repeat earlier events; a new
+    message begins after events of another gateway."""
     gathered: list[KVEvent] = []
     size, first_seq, incarnation = 0, messages[0].first_seq, messages[0].incarnation
     for message in messages:

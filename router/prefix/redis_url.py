@@ -1,12 +1,12 @@
-"""From a URL to a Redis client: one server, servers watched by Sentinels, or a cluster; plain or under TLS.
+"""Parses the URL of a Redis: one server, servers with Sentinels, or a cluster; plain or with TLS.
 
     redis://[[user]:password@]host[:6379][/db]                       rediss://... is the same under TLS
     redis+sentinel://[[user]:password@]host[:26379],host.../service[/db]    the service's name with the Sentinels
     redis+cluster://[[user]:password@]host[:6379],host...            any nodes of the cluster
 
-What redis-py takes as an option of a connection may follow as a query: `?ssl_ca_certs=/etc/redis/ca.pem`. The password
-is for the servers; one for the Sentinels themselves is `sentinel_password` in the query. A URL without a password takes
-the one in the environment variable BATON_REDIS_PASSWORD, so that settings need not hold it.
+The query may contain connection options of redis-py: `?ssl_ca_certs=/etc/redis/ca.pem`. The password is for the
+servers; one for the Sentinels themselves is `sentinel_password` in the query. A URL without a password takes the one in
+the environment variable BATON_REDIS_PASSWORD, so that settings need not hold it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from protos.errors import Misconfigured
 SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 PASSWORD_VARIABLE = "BATON_REDIS_PASSWORD"
 TROUBLES = (RedisError, OSError, TimeoutError)
-"""What a command raises when Redis cannot be reached, or used."""
+"""The exceptions of a command when Redis cannot be reached or used."""
 _PORTS = {"": 6379, "sentinel": 26379, "cluster": 6379}
 _FORM = "write it as redis://host:port, redis+sentinel://host:port,host:port/service or redis+cluster://host:port"
 _OPTIONS = (
@@ -39,12 +39,12 @@ _OPTIONS = (
 
 
 MAX_DIGITS = 9
-"""Of the number of a database."""
+"""The limit for the number of a database."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisUrl:
-    """`kind` is "", "sentinel" or "cluster". `shown` is the URL without its password, for people."""
+    """`kind` is "", "sentinel" or "cluster". `shown` is the URL without its password, for messages."""
 
     kind: str
     tls: bool
@@ -62,14 +62,14 @@ class RedisUrl:
         return f"{scheme}://{','.join(f'{host}:{port}' for host, port in self.hosts)}{path}"
 
     def client(self, *, timeout_s: float) -> Redis | RedisCluster:
-        """A client that speaks bytes. Connects when it is first used; a command takes `timeout_s` at most."""
+        """A client for bytes. It connects on first use; a command takes `timeout_s` at most."""
         told: dict[str, Any] = {
             name: value for name, value in self.options.items() if not name.startswith("sentinel_")
         } | {"username": self.username, "password": self.password, "socket_timeout": timeout_s}
         told |= {
             "socket_connect_timeout": timeout_s,
             "retry": Retry(NoBackoff(), 0),
-        }  # the caller has a loop of its own
+        }  # the caller has an event loop of its own
         if self.kind == "cluster":
             nodes = [ClusterNode(host, port) for host, port in self.hosts]
             return RedisCluster(startup_nodes=nodes, ssl=self.tls, **told)
@@ -95,7 +95,7 @@ def raise_if_cancelled() -> None:
 
 
 async def close(client: Redis | RedisCluster) -> None:
-    """Also the connections to Sentinels, which redis-py leaves open."""
+    """Closes the client, and the connections to Sentinels, which redis-py leaves open."""
     await client.aclose()
     if isinstance(client, Redis) and isinstance(client.connection_pool, SentinelConnectionPool):
         for sentinel in client.connection_pool.sentinel_manager.sentinels:
@@ -103,7 +103,7 @@ async def close(client: Redis | RedisCluster) -> None:
 
 
 def parse(url: str, *, setting: str) -> RedisUrl:
-    """Raises Misconfigured, which names the setting and never the password."""
+    """Parses a URL. Raises Misconfigured, which names the setting and never the password."""
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES:
         raise Misconfigured(f"{setting}: {parts.scheme or url!r} is not a Redis URL: {_FORM}", param=setting)

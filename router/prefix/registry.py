@@ -1,4 +1,4 @@
-"""Where the prefix index lives, from one setting: in this process, or shared through Redis."""
+"""Opens the prefix index, in this process or shared through Redis, as one setting decides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 2.0  # of a command to Redis
 
 
 def local_index() -> PrefixIndex:
-    """The best of this machine. May compile, for a second, the first time."""
+    """The best index of this machine. The first call may compile for a second."""
     hashing.fastest()
     return TablePrefixIndex() if compiled() is not None else MemoryPrefixIndex()
 
@@ -27,8 +27,8 @@ def local_index() -> PrefixIndex:
 def open_index(
     where: str, *, model: str, gateway_id: str, processes: PeerProcesses | None = None
 ) -> tuple[PrefixIndex, Peers | None]:
-    """The index, and the gateways it is shared with: through Redis where `where` is a URL, else ("memory") with the
-    other gateway processes on this machine, if there are any. Raises Misconfigured."""
+    """Opens the index, and the connection to the gateways that share it: through Redis if `where` is a URL, else
+    ("memory") with the other gateway processes on this machine, if there are any. Raises Misconfigured."""
     if where == MEMORY:
         if processes is None or processes.folder is None:
             return local_index(), None

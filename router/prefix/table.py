@@ -2,12 +2,12 @@
 
     a block      hash, parent, and which workers hold it: one of few distinct sets, stored once
     a match      bisects the chain, for a worker that holds a block holds those before it ...
-    an orphan    ... unless it has said that it removed one of them: that worker's chains are walked, block by block
-    two tiers    a second set of workers beside the first, and a second match, for workers that have said they use both
+    an orphan    ... unless it has removed one of them: that worker's chains are walked, block by block
+    two tiers    a second set of workers beside the first, and a second match, for workers that use both
 
-So a match is exact whatever the order in which workers evict, and takes the log of the prompt when they evict tails
-first, as ours do. Events must tell the truth about parents: a block stored under a wrong one may be found where a walk
-would not find it.
+So a match is exact for any order of evictions. It takes logarithmic time in the prompt's blocks when workers evict
+tails first, as Baton's do. Events must have the right parents: a block stored under a wrong parent may be found where a
+walk would not find it.
 """
 
 from __future__ import annotations

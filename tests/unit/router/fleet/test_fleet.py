@@ -152,7 +152,7 @@ async def test_a_worker_that_was_told_to_leave_is_not_called_lost(
     with caplog.at_level(logging.INFO, logger="baton.router"):
         await cluster["c0"].die()
         await cluster.until_state("c0", WorkerState.DRAINED)
-        with pytest.raises(WorkerLost, match="c0 is already on its way out"):
+        with pytest.raises(WorkerLost, match="c0 is already draining"):
             await cluster.fleet.drain("c0")
         member, now = cluster.fleet.member("c0"), asyncio.get_running_loop().time()
         assert not member.enter(WorkerState.LOST, "Connection refused", now=now), "nothing new"

@@ -242,7 +242,7 @@ def test_processes_of_one_gateway_hear_of_each_others_failures(
     config = town(prefill=1, decode=1, num_gateways=2, siblings=siblings)
     with caplog.at_level(logging.WARNING, logger="baton"):
         outcome = simulate(config, asked, [Fault.parse("0.5 reset decode-0")])
-    paused = "worker decode-0 keeps failing what it is given: it gets no new requests for a while"
+    paused = "worker decode-0 fails its requests repeatedly: it gets no new requests for a while"
     assert caplog.messages.count(paused) == 2 * siblings
     assert [record.error for record in outcome.records] == [""] * 6
 
