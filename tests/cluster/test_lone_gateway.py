@@ -45,7 +45,7 @@ async def asking(baton: Deployed, gate: Gate) -> AsyncIterator[asyncio.Task[byte
 
 async def freed(caplog: pytest.LogCaptureFixture, *, times: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while caplog.text.count("went away: aborting its 1 request") < times:  # noqa: ASYNC110 - on any thread
+        while caplog.text.count("has disconnected: aborting its 1 request") < times:  # noqa: ASYNC110 - on any thread
             await asyncio.sleep(0.02)
 
 

@@ -82,7 +82,7 @@ async def test_two_processes_are_one_gateway_and_one_may_die(
             told = await client.until("/ready", lambda told: told["degraded"])
             assert (told["ready"], "gateway process 1" in told["degraded"]) == (True, True)
             async with asyncio.timeout(60):
-                while "went away: aborting its 1 request" not in caplog.text:  # noqa: ASYNC110 - logged on any thread
+                while "has disconnected: aborting its 1 request" not in caplog.text:  # noqa: ASYNC110 - logged on any thread
                     await asyncio.sleep(0.02)
             gate.open.set()
             ended = await asyncio.gather(*answers, return_exceptions=True)

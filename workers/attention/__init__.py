@@ -1,1 +1,1 @@
-"""Attention over a paged KV cache, one backend a kind of machine."""
+"""Attention over a paged KV cache, with one backend per kind of device."""

@@ -1,4 +1,4 @@
-"""The seam between the decoder stack and the attention backends of this machine.
+"""The interface between the decoder stack and the attention backends.
 
 Legend of shape suffixes: T tokens of the batch (rows packed, never padded), S sequences (rows), B blocks of the longest
 sequence, N query heads, K key/value heads, D head dim, both of this rank. The cache is `workers.kv.storage.KVStorage`.
@@ -17,7 +17,7 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTables:
-    """Where a step's tokens lie in the blocks of one `protos.values.KVGroup`."""
+    """The positions of a step's tokens in the blocks of one `protos.values.KVGroup`."""
 
     slots_T: torch.Tensor  # int64, block id * block size + offset: where the token's keys and values are written
     block_tables_SB: torch.Tensor  # int32, padded with 0
@@ -25,28 +25,27 @@ class GroupTables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionInputs:
-    """Where each token of the step stands. Made once a step, before the first layer."""
+    """The positions of a step's tokens. Made once per step, before the first layer."""
 
     positions_T: torch.Tensor  # int64
     query_starts: tuple[int, ...]  # S + 1 offsets into T
-    context_lens: tuple[int, ...]  # S, tokens visible to the row's last token, itself included
-    tables: tuple[GroupTables, ...]  # one for each group of the layout
+    context_lens: tuple[int, ...]  # S, tokens visible to the row's last token, including itself
+    tables: tuple[GroupTables, ...]  # one per group of the layout
     max_query: int  # over the rows, on the host
     max_context: int
 
 
 class AttentionBackend(Protocol):
-    """Three methods. `begin` once a step, then for each layer `write` before `attend`."""
+    """An attention backend. `begin` is called once per step, then for each layer `write` before `attend`."""
 
     def begin(self, inputs: AttentionInputs) -> None: ...
 
     def write(
         self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
     ) -> torch.Tensor:
-        """Turns queries and keys, and puts keys and values into the cache at their slots. Returns the turned queries.
-
-        One call, so that one kernel can do all of it. The inputs may be views into one tensor and stay as they are.
-        """
+        """Rotates queries and keys, and writes keys and values to their slots of the cache. Returns the rotated
+        queries. This is a single call, so that one kernel can do all of it. The inputs may be views into one tensor and
+        stay as they are."""
         ...
 
     def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:

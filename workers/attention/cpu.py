@@ -1,9 +1,9 @@
-"""Attention on CPUs: a compiled kernel that reads the pages where they lie, and the same in torch where there is none.
+"""Attention on CPUs: a compiled kernel that reads the pages in place, and its twin in torch.
 
 In torch, decode rows are computed in padded batches, each prefill row alone over its own pages.
 
 Legend as in `base`, and: G queries that share a key/value head (N / K), Q tokens of one row, C positions of the pages
-that are looked at (a window leaves the earlier pages out).
+that are read (a window skips the earlier pages).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TILE_DEPTH = 32
 
 
 def cpu_attention(storage: KVStorage, group: int = 0) -> AttentionBackend:
-    """The compiled backend, or torch's where nothing can be compiled or the cache has a dtype it does not know."""
+    """The compiled backend. If nothing can be compiled, or the kernel does not support the cache's dtype, torch's."""
     keys = storage.keys(storage.layout.groups[group].layers[0])
     kernels, tiles = native(keys.dtype), native_tiles()
     if kernels is None:
@@ -33,7 +33,8 @@ def cpu_attention(storage: KVStorage, group: int = 0) -> AttentionBackend:
 
 
 class NativeAttention:
-    """One call a layer, over all rows at once: attention.cpp or attention_tiles.cpp in `workers/kernels/cpu`."""
+    """Attention by a compiled kernel, one call per layer over all rows: attention.cpp or attention_tiles.cpp in
+    `workers/kernels/cpu`."""
 
     def __init__(self, storage: KVStorage, kernels: Native | Tiles, group: int = 0) -> None:
         self.kernels = kernels
@@ -45,7 +46,7 @@ class NativeAttention:
 
     @property
     def rows(self) -> RowTables:
-        """Of the step that has begun."""
+        """The tables of the current step's rows."""
         assert self._rows is not None, "no step has begun"
         return self._rows
 
@@ -95,10 +96,10 @@ class NativeAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DecodeBatch:
-    """RowTables of one token whose contexts are within a factor of two of one another.
+    """Rows of one token, whose contexts differ by less than a factor of two.
 
-    `pages` index the cache as [blocks * K, block size * D]; `hidden` are the (row, position) pairs that the mask
-    leaves out: their contents are zeroed, since not even a weight of zero hides another sequence's NaN.
+    `pages` index the cache as [blocks * K, block size * D]; `hidden` are the (row, position) pairs that the mask leaves
+    out: their contents are zeroed, since not even a weight of zero hides another sequence's NaN.
     """
 
     tokens_S: torch.Tensor
@@ -120,14 +121,14 @@ class _PrefillRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """How one step's rows are computed; the same for every layer that has the same window."""
+    """The batches and rows of one step, the same for every layer with the same window."""
 
     decodes: tuple[_DecodeBatch, ...]
     prefills: tuple[_PrefillRow, ...]
 
 
 class TorchAttention:
-    """Runs wherever torch does; made for CPUs."""
+    """Attention in torch. It runs wherever torch does and is made for CPUs."""
 
     def __init__(self, storage: KVStorage, group: int = 0) -> None:
         self._storage = storage
@@ -170,7 +171,7 @@ class TorchAttention:
         rows, positions = batch.hidden
         k_SKCD[rows, :, positions] = 0
         v_SKCD[rows, :, positions] = 0
-        # The G queries of a key/value head stand where a sequence's tokens would: nothing is expanded.
+        # The G queries of a key/value head take the place of a sequence's tokens: nothing is expanded.
         q_SKGD = q_TND[batch.tokens_S].view(num_rows, self._storage.num_heads, -1, q_TND.shape[-1])
         out_SKGD = F.scaled_dot_product_attention(q_SKGD, k_SKCD, v_SKCD, attn_mask=batch.mask_S11C, scale=scale)
         out_TND[batch.tokens_S] = out_SKGD.reshape(num_rows, *q_TND.shape[1:])
@@ -193,7 +194,7 @@ class TorchAttention:
         out_TND[row.start : row.stop] = out_KGQD.flatten(0, 1).transpose(0, 1)
 
     def _read(self, cache: torch.Tensor, pages: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """[rows, K, C, D]: one copy, page by page."""
+        """The pages as [rows, K, C, D]: one copy, page by page."""
         block_size, head_dim = cache.shape[2:]
         copied = cache.reshape(-1, block_size * head_dim).index_select(0, pages)
         return copied.view(num_rows, self._storage.num_heads, -1, head_dim)
@@ -240,7 +241,7 @@ class TorchAttention:
         first_pages = [self._first_page(context_len - 1, window) for context_len in lens]
         width = max(self._last_page(n) - first for n, first in zip(lens, first_pages, strict=True))
         first_S1 = torch.tensor(first_pages, device=device).unsqueeze(1)
-        # A row with fewer pages repeats its last one; the mask leaves it out.
+        # A row with fewer pages repeats its last one; the mask hides it.
         last_S1 = torch.tensor([self._last_page(n) - 1 for n in lens], device=device).unsqueeze(1)
         columns_SB = torch.minimum(first_S1 + torch.arange(width, device=device), last_S1)
         rows_S = torch.tensor(rows, device=device)

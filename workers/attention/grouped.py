@@ -1,4 +1,4 @@
-"""Attention over several groups of layers, each with block tables of its own: one backend for each group."""
+"""Attention over several groups of layers, with one backend and its own block tables per group."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Attention on GPUs: Triton kernels over the pages. Rows of one token are decoded, the others go in tiles of queries.
-
-Nothing here waits for the device: what a step's kernels need to know of its lengths is planned on the host and copied.
-Legend as in `base`, and: R rows of one token.
-"""
+"""Attention on GPUs: Triton kernels over the pages. Rows of one token are decoded, the others are computed in tiles of
+queries. Nothing here waits for the device: the host plans the step's lengths and copies the plans. Legend as in `base`,
+and: R rows of one token."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from workers.kv.storage import KVStorage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """The step's rows by kind. Rows without tokens are of neither."""
+    """The step's rows by kind. Rows without tokens have no kind."""
 
     decode: tuple[int, ...]
     prefill: tuple[int, ...]
@@ -32,8 +30,8 @@ class PagedAttention:
     """`attend` launches two kernels for the rows of one token and one for the others, for any batch.
 
     For CUDA graphs: steps of R rows of one token keep their plans at the same addresses. After the `begin` of such a
-    step a graph captured for R rows is right for the new lengths; block tables and slots must lie where they were
-    captured, and a step of R rows must have run before the capture, so that the model's windows are known.
+    step, a graph captured for R rows has the new lengths. Block tables and slots must stay at the captured addresses. A
+    step of R rows must have run before the capture, so that the model's windows are known.
     """
 
     def __init__(self, storage: KVStorage, group: int = 0) -> None:
@@ -85,7 +83,7 @@ class PagedAttention:
         return out_TND
 
     def _plan_decode(self, inputs: AttentionInputs, window: int | None) -> None:
-        """Into the tensors that the last step of as many rows used, if there was one."""
+        """Writes the plan into the tensors of the last step with the same number of rows, if there was one."""
         arrays = plan_decode(
             self._rows.decode,
             inputs.query_starts,
@@ -105,7 +103,7 @@ class PagedAttention:
         self._planned.add(window)
 
     def _plan_prefill(self, inputs: AttentionInputs, q_TND: torch.Tensor) -> PrefillPlan:
-        """The same for all layers of the step."""
+        """The plan of prefill rows, the same for all layers of the step."""
         group = q_TND.shape[1] // self._storage.num_heads
         tile = prefill_tile(q_TND.shape[2], group, q_TND.dtype, inputs.max_query)
         work_W4 = plan_prefill(self._rows.prefill, inputs.query_starts, inputs.context_lens, group=group, tile=tile)
@@ -116,7 +114,7 @@ class PagedAttention:
 
 
 def _num_multiprocessors(device: torch.device) -> int:
-    """1 where kernels are interpreted."""
+    """The number of multiprocessors; 1 if kernels are interpreted."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

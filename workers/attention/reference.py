@@ -1,4 +1,4 @@
-"""Attention that is slow and obviously right: the twin the other backends are compared with."""
+"""Slow and simple attention, with which the other backends are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which attention serves which device. A backend's module is imported when it is chosen, not before."""
+"""The attention backend of each device. A backend's module is imported when it is chosen."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""An attention backend that reports each layer whose keys and values are in the cache: from then on they may be
-pushed."""
+"""An attention backend that reports each layer whose keys and values are in the cache, so that they may be pushed."""
 
 from __future__ import annotations
 
@@ -11,14 +10,15 @@ from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
 
 
 class WatchedAttention:
-    """Computes nothing itself. On CUDA "written" means queued: work queued later is ordered after it."""
+    """Wraps a backend and computes nothing itself. On CUDA "written" means queued: work queued later is ordered after
+    it."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
         self._watchers: list[Callable[[int], None]] = []
 
     def watch(self, watcher: Callable[[int], None]) -> None:
-        """Calls it with every layer that has been written, in order, from the thread that runs the model."""
+        """Calls `watcher` with every written layer, in order, from the thread that runs the model."""
         self._watchers.append(watcher)
 
     def begin(self, inputs: AttentionInputs) -> None:
@@ -32,7 +32,7 @@ class WatchedAttention:
         return turned_TND
 
     def notify(self, layer: int) -> None:
-        """This layer has been written, and all before it: for those that write in another way, as a graph does."""
+        """Reports a layer, and all layers before it, as written. For writers other than `write`, such as a graph."""
         for watcher in self._watchers:
             watcher(layer)
 

@@ -1,1 +1,1 @@
-"""The engine: plan a step, run it, sample, apply. It never asks which pool it serves."""
+"""The engine: plan a step, run it, sample, apply. It does not depend on its pool."""

@@ -1,4 +1,4 @@
-"""The engine: accepts requests, takes steps, reports what each brought. It has no role of its own: pools compose it.
+"""The engine accepts requests, takes steps, and reports each step's updates. It has no role: pools compose it.
 
     depth 0   plan n   launch n   fetch n   apply n            the device waits while the host plans and publishes
     depth 1   plan n+1 launch n+1 fetch n   apply n            the host does both while the device computes n+1
@@ -106,8 +106,8 @@ class Engine:
 
     def submit(self, request: GenerateRequest, now: float) -> None:
         """Accepts a request, or raises WorkerDraining, InvalidRequest, ContextLengthExceeded or Overloaded without any
-        effect. A request with a ticket is accepted however many wait, and one with reserved blocks also while this
-        worker drains: it migrates from here with its KV."""
+        effect. `max_waiting` does not apply to a request with a ticket. A request with reserved blocks is accepted
+        while this worker drains, too: it migrates from here with its KV."""
         if self.draining and not self._role.has_reservation(request):
             raise WorkerDraining("this worker is draining and takes no new requests: send them to another one")
         if request.request_id in self._scheduler:
@@ -124,7 +124,7 @@ class Engine:
         self._scheduler.add(request, now)
 
     def abort(self, request_ids: Collection[str]) -> int:
-        """Returns how many of them were here, as a request or as a reservation. Their blocks are free then, unless a
+        """Ends requests and reservations, and returns how many of them were here. Their blocks are free then, unless a
         step in flight computes them or a transfer still reads them."""
         known: list[str] = []
         unknown: list[str] = []  # in order: a simulated run must not depend on hashes of strings
@@ -154,8 +154,8 @@ class Engine:
         return self._role.share(asked.ticket, asked.hashes, now, coming)
 
     def step(self, now: float) -> list[SequenceUpdate]:
-        """Launches the next step and returns the updates of the one `depth` before it; if there is none to launch, of
-        the oldest in flight."""
+        """Launches the next step and returns the updates of the step that is `depth` earlier. If there is no step to
+        launch, it returns those of the oldest step in flight."""
         updates = self._tick(now)
         updates += self.advance(now)
         if self._grammars is not None and len(self._grammars):
@@ -163,9 +163,9 @@ class Engine:
         return updates
 
     def advance(self, now: float, num_steps: int = 1) -> list[SequenceUpdate]:
-        """A step without a tick of the role. With several `num_steps` it is as if this were called so often: the batch
-        that is fetched takes the others as well, so that their tokens come in one update. Limits: the pipeline's
-        `row_limits`, and `Scheduler.prolong`."""
+        """A step without a tick of the role. `num_steps` above 1 has the effect of as many calls: the fetched batch
+        takes all steps, so that their tokens come in one update. Limits: the pipeline's `row_limits`, and
+        `Scheduler.prolong`."""
         assert num_steps <= self._row_limits.num_steps, f"the pipeline takes {self._row_limits.num_steps} steps at once"
         prolongs_next = not self._in_flight
         if num_steps > 1 and not prolongs_next:
@@ -182,8 +182,8 @@ class Engine:
         return self._apply(oldest.batch, output)
 
     def has_work(self) -> bool:
-        """Must `step` be called again? It may still find nothing to compute: then `num_steps` stays the same and
-        `num_in_flight` is 0."""
+        """Whether `step` must be called again. It may still find nothing to compute: then `num_steps` stays the same
+        and `num_in_flight` is 0."""
         return bool(self._in_flight) or self._scheduler.has_requests() or self._role.busy()
 
     @property
@@ -192,11 +192,11 @@ class Engine:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps launched and not applied."""
+        """Steps that are launched and not applied."""
         return len(self._in_flight)
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from any thread, when `step` may find work that it did not find before."""
+        """Sets `wake`, which is called, from any thread, when `step` may find new work."""
         if self._grammars is not None:
             self._grammars.listener = wake
 
@@ -224,7 +224,7 @@ class Engine:
         return self._events.since(hello.incarnation, hello.next_seq) or self._events.snapshot(self.pool.snapshot())
 
     def drain_events(self) -> KVEvents | None:
-        """The events since the last call, each once; None if there are none."""
+        """The events since the last call; None if there are none."""
         if self._num_drained == self._events.next_seq:
             return None
         events = self._events.since(self._events.incarnation, self._num_drained)
@@ -235,7 +235,7 @@ class Engine:
         self._scheduler.check_integrity(reserved_ids)
 
     def written_ids(self) -> Iterator[int]:
-        """Blocks that steps in flight write."""
+        """The blocks that steps in flight write."""
         size = self._scheduler.pool.block_size
         for launched in self._in_flight:
             for row in launched.batch.rows:
@@ -244,7 +244,7 @@ class Engine:
                     yield from block_ids[row.start // size : -(-stop // size)]
 
     def assert_idle(self) -> None:
-        """No request, transfer, block or grammar is left."""
+        """Asserts that no request, transfer, block or grammar is left."""
         assert not self._role.busy()
         assert self._grammars is None or not len(self._grammars)
         self._scheduler.assert_idle()
@@ -278,7 +278,7 @@ class Engine:
             return self._scheduler.plan(now, self._grammars.pending() if self._grammars is not None else ())
 
     def _prolong(self, num_steps: int) -> None:
-        """The only batch in flight takes so many further steps."""
+        """Extends the only batch in flight by this number of steps."""
         (launched,) = self._in_flight
         assert isinstance(launched.pending, ProlongableStep)
         batch = self._scheduler.prolong(launched.batch, num_steps)
@@ -292,7 +292,7 @@ class Engine:
             self._in_flight.append(_Launched(batch=batch, pending=self._pipeline.launch(batch), start_s=start_s))
 
     def _fetch(self, launched: _Launched) -> StepOutput:
-        """The step's time counts from the end of the step before it."""
+        """Fetches a step's output. The step's time counts from the end of the previous step."""
         step = self.num_steps + launched.batch.num_steps
         with self.timeline.span("fetch", launched.batch, step=step):
             self._wait(launched)
@@ -340,7 +340,7 @@ class Engine:
         self._grammars.begin(request.request_id, request.sampling.grammar, request.output_ids)
 
     def _prepare_masks(self, grammars: Grammars, updates: Sequence[SequenceUpdate]) -> None:
-        """Begins to compute the masks of the tokens after these, beside the next step."""
+        """Begins to compute the masks of the tokens after these updates, during the next step."""
         grammars.release([update.request_id for update in updates if update.finish_reason is not None])
         for update in updates:
             request = self._scheduler.find(update.request_id) if update.token_ids else None

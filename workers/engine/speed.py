@@ -1,4 +1,4 @@
-"""How fast an engine's steps have been lately."""
+"""An engine's recent speed of prefill and decode."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _LEAST_PREFILL = 32
 
 
 class EngineSpeed:
-    """Each older step counts a tenth less than the one after it.
+    """Averages over recent steps: each step counts a tenth less than the next.
 
-    The first step of a kind does not count: it touches memory and loads code that later steps find ready. Nor do steps
-    of few prompt tokens: most of their time is a step's fixed cost, and would be taken for the speed of long prompts.
+    Two kinds of steps do not count. The first step of a kind touches memory and loads code that later steps find ready.
+    A step with few prompt tokens consists mostly of its fixed cost, which would look like a low speed.
     """
 
     def __init__(self) -> None:
@@ -26,8 +26,8 @@ class EngineSpeed:
         self._decode_s = 0.0
 
     def observe(self, batch: Batch, elapsed_s: float) -> None:
-        """A mixed step's time is shared out by tokens to prefill, and counts in full as a decode step: that is how
-        long the decoding clients waited."""
+        """Records a step. The time of a mixed step is divided by tokens for prefill, and counts in full as a decode
+        step: the decoding clients waited for all of it."""
         chunks = [row.num_tokens for row in batch.rows if not row.is_decode]
         if chunks:
             num_prefill = sum(chunks)
@@ -46,12 +46,12 @@ class EngineSpeed:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """0 until measured."""
+        """Tokens per second; 0 until measured."""
         return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
 
     @property
     def decode_step_s(self) -> float:
-        """0 until measured. To six binary digits, so that gateways are not notified of changes too small to alter a
-        decision."""
+        """Seconds per step; 0 until measured. The value is rounded to six binary digits, so that gateways are not
+        notified of changes too small to alter a decision."""
         mantissa, exponent = math.frexp(self._decode_s / self._decode_steps if self._decode_steps else 0.0)
         return math.ldexp(round(mantissa * 64), exponent - 6)

@@ -1,4 +1,4 @@
-"""What a worker refuses of a request before it is scheduled."""
+"""Checks of a request before it is scheduled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def check_tokens(request: GenerateRequest, vocab_size: int) -> None:
 
 
 def check_length(request: GenerateRequest, limit: int) -> None:
-    """`limit` is of prompt and answer together. Raises InvalidRequest or ContextLengthExceeded."""
+    """Checks the length of prompt and answer together against `limit`. Raises InvalidRequest or
+    ContextLengthExceeded."""
     num_given, max_tokens = len(request.output_ids), request.sampling.max_tokens
     if max_tokens < 0 or (num_given > 0 and num_given >= max_tokens):
         raise InvalidRequest(
@@ -48,7 +49,7 @@ def check_length(request: GenerateRequest, limit: int) -> None:
 
 
 def _are_ids(token_ids: Sequence[int], vocab_size: int) -> bool:
-    """True if each is from 0 to below `vocab_size`."""
+    """Whether each token id is from 0 to below `vocab_size`."""
     if not isinstance(token_ids, Remembering):
         return _are_below(token_ids, vocab_size)
     if vocab_size not in token_ids.are_below:
@@ -57,7 +58,7 @@ def _are_ids(token_ids: Sequence[int], vocab_size: int) -> bool:
 
 
 def _are_below(token_ids: Sequence[int], vocab_size: int) -> bool:
-    """In a third of the time that `min` and `max` take of a long prompt."""
+    """As `_are_ids`, in a third of the time that `min` and `max` take for a long prompt."""
     try:
         ids = array("I", tuple(token_ids))  # a plain tuple: `array` calls any other sequence for each of its items
         return int(np.frombuffer(ids, dtype=np.uintc).max()) < vocab_size

@@ -1,1 +1,1 @@
-"""One kernel a file, each with its reference twin."""
+"""Kernels, one per file, each with its reference twin."""

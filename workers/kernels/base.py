@@ -1,7 +1,7 @@
-"""The seam under the layers: what each device computes in its own way, and the lazy choice between them.
+"""The interface between the layers and each device's kernels. A device's module is imported when it is chosen.
 
-Legend: T tokens, E hidden size, F intermediate size, H heads (of queries or keys), K key/value heads, D head dim,
-P D / 2 rotated pairs, NB blocks of the cache, BS positions of a block.
+Legend: T tokens, E hidden size, F intermediate size, H heads (of queries or keys), K key/value heads, D head dim, P D /
+2 rotated pairs, NB blocks of the cache, BS positions of a block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MODULES = {"cpu": "workers.kernels.cpu", "cuda": "workers.kernels.cuda"}
 
 
 class Kernels(Protocol):
-    """A module of functions; `workers.kernels.reference` has a readable twin of each."""
+    """The functions of a kernel module. `workers.kernels.reference` has a readable twin of each."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
     def add_rms_norm(

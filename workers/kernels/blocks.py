@@ -1,7 +1,8 @@
-"""Copies of KV blocks in Triton: gathered into one piece before a transfer, scattered after it, all layers in a launch.
+"""Copies of KV blocks in Triton. They are gathered into one piece before a transfer and scattered after it, with all
+layers in one launch.
 
-Legend: L layers, NB blocks of the cache, K key/value heads, BS positions of a block, D head dim. A run is what one
-block keeps of one layer's keys or values: K * BS * D elements side by side.
+Legend: L layers, NB blocks of the cache, K key/value heads, BS positions of a block, D head dim. A run is one block's
+part of one layer's keys or values: K * BS * D contiguous elements.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _NUM_WARPS = 4
 def _copy_runs(
     cache_ptr, ids_ptr, payload_ptr, num_blocks, num_ids, RUN: tl.constexpr, CHUNK: tl.constexpr, OUT: tl.constexpr
 ):
-    """One chunk of one run: out of the cache into the payload, or back."""
+    """Copies one chunk of one run from the cache to the payload, or back."""
     index = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
     elements = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
@@ -46,7 +47,7 @@ def gather(cache: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor | Non
 
 
 def scatter(cache: torch.Tensor, block_ids: torch.Tensor, payload: torch.Tensor) -> None:
-    """`reference.scatter`. The ids must differ from one another: two writers of a block have no order."""
+    """`reference.scatter`. The ids must be distinct: two writers of a block have no order."""
     shape = (*cache.shape[:2], len(block_ids), *cache.shape[3:])
     assert payload.shape == shape, f"payload {tuple(payload.shape)} does not fit {shape}"
     assert payload.dtype == cache.dtype, f"payload is {payload.dtype}, the cache {cache.dtype}"

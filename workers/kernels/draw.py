@@ -1,12 +1,12 @@
 """Chooses each row's token in Triton: argmax, or temperature, min-p, top-k, top-p and a draw. The host never waits.
 
-The same steps, ties and random numbers as `workers.sampling.sampler`, in float64: a row gets the same token on any
-device (but where its random number falls within rounding of a border between two tokens).
+It has the same steps, ties and random numbers as `workers.sampling.sampler`, in float64. So a row gets the same token
+on any device, unless its random number is within rounding of the border between two tokens.
 
 Nothing is sorted. A filter keeps the tokens above a threshold and some of those on it, and the threshold is found by
-bisection over the float32 logits' bits, each step a pass over a row that L2 holds. Bounds move on to the next logits
-that there are, and the search ends when one is left between them: some 15 passes for 128,000 logits.
-Legend: R rows, V vocabulary, L logits of one pass's block.
+bisection over the float32 logits' bits, each step a pass over a row that L2 holds. Bounds move to the next existing
+logits, and the search ends when one logit is left between them: some 15 passes for 128,000 logits. Legend: R rows, V
+vocabulary, L logits of one pass's block.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _weights(logits_L, largest, temperature, floor):
 
 @triton.jit
 def _best(row_ptr, V, BLOCK: tl.constexpr):
-    """The largest logit, and the first id that has it."""
+    """The largest logit, and the first id with it."""
     largest_L = tl.full([BLOCK], float("-inf"), tl.float32)
     ids_L = tl.zeros([BLOCK], tl.int32)
     for start in range(0, V, BLOCK):
@@ -66,7 +66,8 @@ def _best(row_ptr, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def _above(row_ptr, V, key, largest, temperature, floor, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
-    """(number, weight) of the tokens above a key, number on it, and the nearest keys: not above it, and above it."""
+    """(number, weight) of the tokens above a key, the number of tokens on it, and the nearest keys: at or below it, and
+    above it."""
     number_L = tl.zeros([BLOCK], tl.int32)
     equal_L = tl.zeros([BLOCK], tl.int32)
     weight_L = tl.zeros([BLOCK], tl.float64)
@@ -89,8 +90,8 @@ def _above(row_ptr, V, key, largest, temperature, floor, WEIGHED: tl.constexpr, 
 
 @triton.jit
 def _search(row_ptr, V, goal, low, number_low, largest, temperature, floor, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
-    """The lowest key above which less than `goal` tokens, or less weight, are found. Above `low` there is not less:
-    `number_low` tokens."""
+    """The lowest key with less than `goal` tokens, or weight, above it. Above `low` there are `number_low` tokens, at
+    least `goal`."""
     high = _keys(largest)
     number_high = number_low * 0
     while (high > low + 1) & (number_low - number_high > 1):
@@ -114,7 +115,7 @@ def _uniform(seed, index):
 @triton.jit
 def _pick(row_ptr, V, target, key, quota, largest, temperature, floor, BLOCK: tl.constexpr):
     """The first token in vocabulary order at which the kept weights add up to more than `target`: those above the key,
-    and the first `quota` on it. Should `target` round up to all of them, the last with any weight."""
+    and the first `quota` on it. If `target` rounds up to all weights, the last token with a weight."""
     total, equal = target * 0.0, quota * 0
     passed, last = 0, 0
     for start in range(0, V, BLOCK):
@@ -162,7 +163,7 @@ def _draw(
             _number, weight, equal, _under, _over = _above(row_ptr, V, key, largest, temperature, floor, True, BLOCK)
             on_key = _weights(_logit(key), largest, temperature, floor)
             quota = equal.to(tl.int64)
-        # Those on the key before which the goal is not reached yet.
+        # the tokens on the key that are needed to reach the goal
         needed = tl.ceil((goal - weight) / tl.where(on_key > 0.0, on_key, 1.0))
         quota = tl.minimum(quota, tl.maximum(needed, 1.0).to(tl.int64))
         total = weight + quota.to(tl.float64) * tl.where(quota > 0, on_key, 0.0)
@@ -173,8 +174,8 @@ def _draw(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """How each row is chosen: `temperature_R`, `floor_R` (logarithm of min-p) and `top_p_R` float64, `top_k_R` int64
-    (the vocabulary's size: all), `seed_R` and `index_R` int64, whose bits count modulo 2**64."""
+    """The sampling parameters of each row: `temperature_R`, `floor_R` (logarithm of min-p) and `top_p_R` float64,
+    `top_k_R` int64 (the vocabulary's size: all), `seed_R` and `index_R` int64, whose bits count modulo 2**64."""
 
     temperature_R: torch.Tensor
     floor_R: torch.Tensor
@@ -196,7 +197,8 @@ class Draws:
         vocab_size: int,
         device: torch.device | str,
     ) -> Draws:
-        """From each row's sampling parameters; a top-k of 0 keeps all. Two copies to the device, without waiting."""
+        """Packs each row's sampling parameters; a top-k of 0 keeps all tokens. It makes two copies to the device,
+        without waiting."""
         with np.errstate(divide="ignore"):
             floors = np.log(np.array(min_ps, dtype=np.float64))
         real = np.stack((np.array(temperatures, dtype=np.float64), floors, np.array(top_ps, dtype=np.float64)))

@@ -1,14 +1,14 @@
 """Attention of one query token a row over its pages, in Triton: flash-decoding (Dao et al., 2023) over a work list.
 
-    contexts          row 0 [ item 0 | item 1 | item 2 ]   row 1 [ item 3 ]      long rows have more, of one length
+    contexts          row 0 [ item 0 | item 1 | item 2 ]   row 1 [ item 3 ]      long rows have more items of one length
     first kernel      one program an item and key/value head: online softmax over its positions, for all G queries
     second kernel     one program a split row and query head: its items' results, weighed by their softmax sums
 
-The G queries that share a key/value head are the rows of one matrix product, so each key and value is read once.
-A batch of one long context and many short ones keeps the device as busy as one of equal contexts. The list's length
-depends on the number of rows alone, so a CUDA graph captured for it serves every context.
-Legend: R decoding rows, S rows, T tokens, N query heads, K key/value heads, G = N / K, D head dim, M query rows of a
-tile (G, padded), C positions of a tile, W items, X items reduced at once, B blocks of a row.
+The G queries that share a key/value head are the rows of one matrix product, so each key and value is read once. A
+batch of one long context and many short ones keeps the device as busy as one of equal contexts. The list's length
+depends on the number of rows alone, so a CUDA graph captured for it serves every context. Legend: R decoding rows, S
+rows, T tokens, N query heads, K key/value heads, G = N / K, D head dim, M query rows of a tile (G, padded), C positions
+of a tile, W items, X items reduced at once, B blocks of a row.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from numpy.typing import NDArray
 from workers.kernels.tile import Tile, accumulate, check_indices, check_paged
 
 _MIN_ITEM = 256
-"""Positions that are worth an item: their keys and values (128 KiB for heads of 128 in bfloat16) are 60 times the
-partial result of four queries that a split costs. Chosen by reasoning, not measured yet."""
+"""The minimum number of positions in an item. Their keys and values (128 KiB for heads of 128 in bfloat16) are 60 times
+the partial result of four queries that a split costs. Chosen by reasoning, not measured yet."""
 
 _PROGRAMS = 4
-"""Programs wanted on each multiprocessor when contexts are split. Three run at once, and one that comes last has the
-bandwidth to itself. Chosen by reasoning, not measured yet."""
+"""The number of programs per multiprocessor for split contexts. Three run at once, and the last one has the bandwidth
+to itself. Chosen by reasoning, not measured yet."""
 
 _GRAIN = 64  # items are of whole tiles,
-_ALIGNMENT = 16  # and begin where a page may
+_ALIGNMENT = 16  # and begin where a page can begin
 _REDUCED = 16
 _WHOLE, _UNUSED = -1, -1
 
@@ -63,8 +63,8 @@ def _decode(
     C: tl.constexpr,
     D: tl.constexpr,
 ):
-    """One item, one key/value head. A whole row's result goes to its token, a part's with its log2-sum-exp to the work
-    space."""
+    """Computes one item for one key/value head. The result of a whole row is written to its token, that of a part to
+    the work space, with its log2-sum-exp."""
     item_ptr, head = items_ptr + tl.program_id(0) * 6, tl.program_id(1)
     row, token = tl.load(item_ptr), tl.load(item_ptr + 1).to(tl.int64)
     first, start, stop = tl.load(item_ptr + 2), tl.load(item_ptr + 3), tl.load(item_ptr + 4)
@@ -94,7 +94,7 @@ def _decode(
 
 @triton.jit
 def _reduce(partial_ptr, lse_ptr, out_ptr, parts_ptr, out_stride, DIM: tl.constexpr, X: tl.constexpr, D: tl.constexpr):
-    """One query head of one row. Parts are never empty, so every log2-sum-exp is finite."""
+    """Reduces one query head of one row. Parts are never empty, so every log2-sum-exp is finite."""
     part_ptr, head, num_heads = parts_ptr + tl.program_id(0) * 3, tl.program_id(1), tl.num_programs(1)
     token, slot = tl.load(part_ptr).to(tl.int64), tl.load(part_ptr + 1).to(tl.int64)
     count = tl.load(part_ptr + 2)
@@ -121,19 +121,17 @@ def _reduce(partial_ptr, lse_ptr, out_ptr, parts_ptr, out_stride, DIM: tl.conste
 
 
 def decode_tile(dim: int, group: int, dtype: torch.dtype) -> Tile:
-    """16 KiB of keys and as much of values a stage, for any head dim. Three stages take 70 KiB of shared memory
+    """The tile of a head size: 16 KiB of keys and 16 KiB of values per stage. Three stages take 70 KiB of shared memory
     and 120 registers a thread (compiled for 9.0), so three programs fit a multiprocessor (two on 8.0), each with 64 KiB
-    under way: five times what 4.3 TB/s at a latency of 1 us need. Chosen by reasoning, not measured yet.
-    """
+    under way: five times what 4.3 TB/s at a latency of 1 us need. Chosen by reasoning, not measured yet."""
     positions = 16384 // (max(16, triton.next_power_of_2(dim)) * dtype.itemsize)
     return Tile(rows=max(16, triton.next_power_of_2(group)), positions=min(128, max(16, positions)), warps=4, stages=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
-    """`items_W6`: (row, token, first visible position, start, stop, slot of the partial result). Slot -1: the whole
-    row, row -1: unused. `parts_R3`: (token, first slot, number of slots); 0 slots: nothing to reduce. Both int32.
-    """
+    """`items_W6`: (row, token, first visible position, start, stop, slot of the partial result). Slot -1 is a whole
+    row, row -1 is unused. `parts_R3`: (token, first slot, number of slots); 0 slots: nothing to reduce. Both int32."""
 
     items_W6: torch.Tensor
     parts_R3: torch.Tensor
@@ -149,10 +147,10 @@ def plan_decode(
     num_multiprocessors: int,
     min_item: int = _MIN_ITEM,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """A `DecodePlan`'s arrays, of shapes that depend on len(rows) and the last two settings but `min_item` only.
+    """The arrays of a `DecodePlan`. Their shapes depend only on len(rows) and the last two settings before `min_item`.
 
-    All items are of one length but the last of each row: the least at which there are no more than are wanted. The
-    longest stand first, so that what is left for the end is short.
+    All items have one length, except the last of each row. It is the least length with no more items than wanted. The
+    longest items come first, so that the last ones are short.
     """
     rows_R = np.asarray(rows, dtype=np.int64)
     stops_R = np.asarray(context_lens, dtype=np.int64)[rows_R]
@@ -189,7 +187,8 @@ def paged_decode(
     window: int | None,
     tile: Tile | None = None,
 ) -> None:
-    """Writes the attention of the plan's tokens into `out_TND`; its other tokens stay. `window` must be the plan's.
+    """Writes the attention of the plan's tokens into `out_TND`. Its other tokens stay unchanged. `window` must be the
+    plan's.
 
     Caches [NB, K, BS, D], block tables int32. Rows without context give zeros.
     """

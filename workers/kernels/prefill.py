@@ -47,7 +47,7 @@ def _prefill(
     C: tl.constexpr,
     D: tl.constexpr,
 ):
-    """One tile of one row's queries, for the G heads of one key/value head."""
+    """Computes one tile of one row's queries, for the G heads of one key/value head."""
     item_ptr, head = work_ptr + tl.program_id(0) * 4, tl.program_id(1)
     row, start = tl.load(item_ptr), tl.load(item_ptr + 1)
     count, position = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
@@ -116,8 +116,8 @@ class PrefillPlan:
 def plan_prefill(
     rows: Sequence[int], query_starts: Sequence[int], context_lens: Sequence[int], *, group: int, tile: Tile
 ) -> NDArray[np.int32]:
-    """A `PrefillPlan`'s array. Tiles with the most positions to read stand first: what is left for the end, when
-    multiprocessors run dry, is short."""
+    """The array of a `PrefillPlan`. Tiles with the most positions come first, so that the last ones, when
+    multiprocessors run out of work, are short."""
     tokens = tile.rows // group
     work = []
     for row in rows:
@@ -139,8 +139,8 @@ def prefill(
     scale: float,
     window: int | None,
 ) -> None:
-    """Writes the attention of the plan's tokens into `out_TND`; its other tokens stay. Caches [NB, K, BS, D], block
-    tables int32."""
+    """Writes the attention of the plan's tokens into `out_TND`. Its other tokens stay unchanged. Caches [NB, K, BS, D],
+    block tables int32."""
     group = check_paged(q_TND, k_cache, v_cache, block_tables_SB)
     assert out_TND.stride()[1:] == q_TND.stride()[1:], f"out has strides {out_TND.stride()}"
     check_indices(work=plan.work_W4)

@@ -1,7 +1,7 @@
-"""What every kernel computes, in plain torch: the twin that the fast ones are tested against, and the CPU's own.
+"""Every kernel in plain torch. The fast kernels are tested against these twins, and CPUs fall back to them.
 
-Legend: T tokens, E hidden size, F intermediate size, H heads (of queries or keys), N query heads, K key/value heads,
-D head dim, P D / 2 rotated pairs, NB blocks of the cache, BS positions of a block, B blocks of one row.
+Legend: T tokens, E hidden size, F intermediate size, H heads (of queries or keys), N query heads, K key/value heads, D
+head dim, P D / 2 rotated pairs, NB blocks of the cache, BS positions of a block, B blocks of one row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual): the residual stream goes on beside the normed copy."""
+    """(rms_norm(x + residual), x + residual): the residual stream and its normed copy."""
     stream_TE = x_TE + residual_TE
     return rms_norm(stream_TE, weight_E, eps), stream_TE
 
@@ -42,7 +42,7 @@ def silu_mul(gate_up_TF2: torch.Tensor) -> torch.Tensor:
 def kv_write(
     k_TKD: torch.Tensor, v_TKD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots_T: torch.Tensor
 ) -> None:
-    """Puts each token's keys and values into its slot (block * BS + offset) of the caches [NB, K, BS, D]."""
+    """Writes each token's keys and values to its slot (block * BS + offset) of the caches [NB, K, BS, D]."""
     block_size = k_cache.shape[2]
     blocks_T, offsets_T = slots_T // block_size, slots_T % block_size
     k_cache[blocks_T, :, offsets_T] = k_TKD
@@ -59,7 +59,7 @@ def rope_kv_write(
     v_cache: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> torch.Tensor:
-    """`rope` of queries and keys, then `kv_write`. Returns the turned queries."""
+    """`rope` of queries and keys, then `kv_write`. Returns the rotated queries."""
     kv_write(rope(k_TKD, cos_TP, sin_TP), v_TKD, k_cache, v_cache, slots_T)
     return rope(q_TND, cos_TP, sin_TP)
 
@@ -98,7 +98,7 @@ def paged_attention(
 
 
 def embed(token_ids_T: torch.Tensor, table_SE: torch.Tensor, start: int) -> torch.Tensor:
-    """[T, E]: the table's rows for ids from `start` on, zeros for ids that it does not hold (other ranks do)."""
+    """[T, E]: the table's rows for ids from `start` on, zeros for ids that other ranks hold."""
     rows_T = token_ids_T - start
     foreign_T1 = ((rows_T < 0) | (rows_T >= len(table_SE))).unsqueeze(1)
     return F.embedding(rows_T.clamp(0, len(table_SE) - 1), table_SE).masked_fill(foreign_T1, 0)

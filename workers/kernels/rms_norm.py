@@ -27,7 +27,7 @@ def _rms_norm(
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Rows [ROWS * id, ROWS * (id + 1)). Rounds where `reference` rounds, so that the bits agree but for the sum."""
+    """Rows [ROWS * id, ROWS * (id + 1)). It rounds where `reference` rounds, so that only the sum can differ."""
     rows_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns_E = tl.arange(0, BLOCK)
     inside_RE = (rows_R < num_rows)[:, None] & (columns_E < SIZE)[None, :]

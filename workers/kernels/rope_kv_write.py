@@ -1,7 +1,7 @@
-"""Rope and the write into the paged cache in one Triton kernel: q, k and v are read once, nothing is written twice.
+"""Rope and the write into the paged cache in one Triton kernel: q, k and v are read once and written once.
 
-Legend: T tokens, N query heads, K key/value heads, D head dim, P D / 2 rotated pairs, H heads of one program,
-NB blocks of the cache, BS positions of a block.
+Legend: T tokens, N query heads, K key/value heads, D head dim, P D / 2 rotated pairs, H heads of one program, NB blocks
+of the cache, BS positions of a block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _turn(x_ptr, read_H, pairs_P, inside_HP, cos_P, sin_P, PAIRS: tl.constexpr):
-    """The halves of each head, turned in float32."""
+    """The rotated halves of each head, in float32."""
     first_HP = tl.load(x_ptr + read_H[:, None] + pairs_P[None, :], mask=inside_HP, other=0.0)
     second_HP = tl.load(x_ptr + read_H[:, None] + PAIRS + pairs_P[None, :], mask=inside_HP, other=0.0)
     wide_first_HP, wide_second_HP = first_HP.to(tl.float32), second_HP.to(tl.float32)
@@ -51,7 +51,7 @@ def _rope_kv_write(
     H: tl.constexpr,
     P: tl.constexpr,
 ):
-    """H heads of one token: the first programs of a token take its queries, the others its keys and values."""
+    """Handles H heads of one token: the first programs of a token take its queries, the others its keys and values."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     query_parts: tl.constexpr = (N + H - 1) // H
@@ -93,9 +93,8 @@ def rope_kv_write(
     v_cache: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> torch.Tensor:
-    """`reference.rope_kv_write`. q, k and v may be views into one [T, (N + 2 K) D]; each token's heads lie side by
-    side. The caches are [NB, K, BS, D] with contiguous blocks. A slot below 0 (padding of a CUDA graph) is not written.
-    """
+    """`reference.rope_kv_write`. q, k and v may be views into one [T, (N + 2 K) D]; each token's heads are contiguous.
+    The caches are [NB, K, BS, D] with contiguous blocks. A slot below 0 (padding of a CUDA graph) is not written."""
     (num_tokens, num_heads, dim), num_kv_heads, block_size = q_TND.shape, k_TKD.shape[1], k_cache.shape[2]
     _check_heads(q_TND, k_TKD, v_TKD, k_cache, v_cache)
     for name, angles_TP in (("cos", cos_TP), ("sin", sin_TP)):

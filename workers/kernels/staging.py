@@ -1,6 +1,6 @@
 """Copies of numbers between host and device without waiting: pinned memory, and copies queued on the current stream.
 
-torch keeps pinned memory for the next copy, and hands it out again only when the copy that reads it is over.
+torch reuses pinned memory only after the copy that reads it has ended.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _cuda: Any = torch.cuda
 
 
 def to_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    """The array on the device, once the copies queued before this one are over. The host may change it at once."""
+    """Queues a copy of the array to the device. The host may change the array immediately."""
     return _pinned(array, torch.device(device)).to(device, non_blocking=True)
 
 
 def overwrite(target: torch.Tensor, array: np.ndarray) -> None:
-    """The same into a tensor that has its place, and the array's shape."""
+    """As `to_device`, into an existing tensor of the array's shape."""
     target.copy_(_pinned(array, target.device), non_blocking=True)
 
 
 class Queued:
-    """All that is queued on a device's current stream now."""
+    """The work that is queued on a device's current stream now."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._end: Any = None
@@ -42,7 +42,7 @@ class Queued:
 
 
 class Landing:
-    """Tensors of one device on their way to the host, as they are when all that is queued before is done."""
+    """Tensors that are copied from a device to the host, with their values after all work queued before."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._landed = None
@@ -53,7 +53,7 @@ class Landing:
             self._landed.record()
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """On the host."""
+        """The tensors on the host, once the copies have ended."""
         if self._landed is not None:
             self._landed.synchronize()
         return self._tensors

@@ -1,4 +1,4 @@
-"""What both attention kernels are made of: how much a program takes at a time, where a page is, a step of the softmax.
+"""The shared parts of both attention kernels: the size of a tile, the address of a page, a step of the softmax.
 
 Legend: M query rows of a tile, C positions of a tile, D head dim, S rows, B blocks of a row, T tokens, N query heads.
 """
@@ -15,8 +15,8 @@ import triton.language as tl
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
     """`rows` of queries (tokens times the heads that share a key/value head) by `positions` of the context, the
-    positions loaded `stages` - 1 tiles ahead by programs of `warps` warps. `max_registers` a thread: less, and more
-    programs run at once, until values spill; None leaves it to the compiler."""
+    positions loaded `stages` - 1 tiles ahead by programs of `warps` warps. `max_registers` is per thread: with fewer
+    registers, more programs run at once, until values spill; None leaves it to the compiler."""
 
     rows: int
     positions: int
@@ -29,7 +29,7 @@ class Tile:
 def _softmax_step(scores_MC, scale_log2, max_M, sum_M, acc_MD):
     """FlashAttention's online softmax to the base 2: (weights of this tile, new maximum, new sum, rescaled result).
 
-    What is not seen has a score of -inf; a row may have seen nothing yet.
+    A position that is not visible has a score of -inf. A row may have no visible position yet.
     """
     new_max_M = tl.maximum(max_M, tl.max(scores_MC, axis=1) * scale_log2)
     finite_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
@@ -46,11 +46,13 @@ def accumulate(
 ):  # fmt: skip
     """Attention to positions [start, stop) of one row, in tiles from `start` on. Returns (result, sum, maximum).
 
-    Not masked: every query sees all of them, and stop - start is a multiple of C. Masked: those before `first` are not
-    even loaded, they may be anybody's. Causal: each query, at position `queries_M`, sees up to itself and its window.
+    Not masked: every query sees all of them, and stop - start is a multiple of C. Masked: positions before `first` are
+    not loaded, because their blocks may belong to other sequences. Causal: each query, at position `queries_M`, sees up
+    to itself and its window.
 
     Block ids are fetched a tile ahead by hand: the compiler then sees no load that waits for another load, and keeps a
-    tile of keys and values under way for every stage but one. Left to it, there was one (read from the compiled code).
+    tile of keys and values under way for every stage but one. The compiler alone kept one tile under way (read from the
+    compiled code).
     """
     inside_D = (tl.arange(0, D) < DIM)[None, :]
     positions_C = start + tl.arange(0, C)
@@ -84,7 +86,7 @@ def accumulate(
 def check_paged(
     q_TND: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables_SB: torch.Tensor
 ) -> int:
-    """Asserts what both attention kernels expect of their inputs. Returns how many queries share a key/value head."""
+    """Asserts the requirements of both attention kernels. Returns the number of queries that share a key/value head."""
     (_, num_heads, dim), (_, num_kv_heads, block_size, _) = q_TND.shape, k_cache.shape
     assert q_TND.stride()[1:] == (dim, 1), f"q has strides {q_TND.stride()}"
     assert num_heads % num_kv_heads == 0, f"{num_heads} query heads on {num_kv_heads} key/value heads"
@@ -99,7 +101,7 @@ def check_paged(
 
 
 def check_indices(**indices: torch.Tensor) -> None:
-    """Asserts that they are what the kernels read as plain arrays."""
+    """Asserts that the index tensors are contiguous arrays of the kernels' type."""
     for name, index in indices.items():
         assert index.dtype == torch.int32, f"{name} is {index.dtype}"
         assert index.is_contiguous(), f"{name} has strides {index.stride()}"

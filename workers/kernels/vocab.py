@@ -1,4 +1,4 @@
-"""The two ends of a model whose vocabulary is cut over ranks, in Triton: ids to vectors, and the ranks' logits to rows.
+"""The embedding and the logits of a model whose vocabulary is divided among ranks, in Triton.
 
 Legend: T tokens, E hidden size, P ranks, R rows, S ids of a rank's share, V vocabulary.
 """
@@ -49,7 +49,7 @@ def embed(token_ids_T: torch.Tensor, table_SE: torch.Tensor, start: int) -> torc
 
 
 def join(parts_PRS: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """`reference.join`: side by side, without the padding, and in float32 in one pass."""
+    """`reference.join`: joined, without the padding, and converted to float32 in one pass."""
     num_ranks, num_rows, share = parts_PRS.shape
     assert parts_PRS.is_contiguous(), f"the ranks' logits have strides {parts_PRS.stride()}"
     assert num_ranks * share >= vocab_size, f"{num_ranks} shares of {share} for a vocabulary of {vocab_size}"

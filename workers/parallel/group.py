@@ -1,4 +1,5 @@
-"""Collectives between the ranks of one worker. Groups are objects: no default group, so a process can be in many."""
+"""Collectives between the ranks of one worker. Groups are objects, without a default group, so that a process can be in
+many."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ class TensorParallel(Protocol):
         ...
 
     def begin_all_reduce(self, x: torch.Tensor) -> Callable[[], None]:
-        """The same, under way: `x` is the sum once what is returned has been called. On a GPU it is the stream that
-        waits then, not the host. Sums are made in the order in which they began."""
+        """Begins an all-reduce. `x` is the sum once the returned function has been called; on a GPU the stream waits in
+        it, not the host. Sums are made in the order in which they began."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -50,14 +51,13 @@ class TensorParallel(Protocol):
         ...
 
     def broadcast(self, message: bytes = b"") -> bytes:
-        """Rank 0's message, on every rank. Waits for rank 0 as long as it takes: a follower rests in here. Rank 0
-        does not wait longer for the others than in any collective. Raises UnreadableMessage for bytes that rank 0 did
-        not send."""
+        """Rank 0's message, on every rank. A follower waits for rank 0 without a limit. Rank 0 waits for the others no
+        longer than in any collective. Raises UnreadableMessage for bytes that rank 0 did not send."""
         ...
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """The element-wise minimum over the ranks; all give equally many numbers. From host to host, without waiting
-        for the devices."""
+        """The element-wise minimum over the ranks, which all pass the same number of values. It runs from host to host,
+        without waiting for the devices."""
         ...
 
     def close(self) -> None: ...
@@ -97,12 +97,11 @@ class Solo:
 class RankGroup:
     """Two or more ranks: tensors over gloo (CPU) or NCCL (CUDA), messages over gloo on either.
 
-    Made with the same `store` and `name` on every rank; the constructor waits until all have come. `timeout_s`
-    bounds that and each collective, but not a follower's wait in `broadcast`. `closing` is called when the group is
-    closed.
+    Made with the same `store` and `name` on every rank; the constructor waits until all have come. `timeout_s` bounds
+    that and each collective, but not a follower's wait in `broadcast`. `closing` is called when the group is closed.
 
-    A rank that dies is noticed at once, but for one case: gloo drops a message that it was about to write when the
-    connection closes, and its sender waits for all of `timeout_s`.
+    The end of a rank is noticed at once, with one exception: if gloo was about to write a message when the connection
+    closes, it drops the message, and the sender waits for all of `timeout_s`.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class RankGroup:
         assert 0 <= rank < size, f"rank {rank} of {size}"
         self.rank = rank
         self.size = size
-        self._store, self._closing = store, closing  # torch keeps its own half of a store alive, not ours
+        self._store, self._closing = store, closing  # torch keeps its own half of a store alive, and not this one
         self._timeout = timedelta(seconds=timeout_s)
         self._tensors: Any = _process_group(PrefixStore(f"{name}/tensors", store), rank, size, device, self._timeout)
         self._values: Any = _process_group(PrefixStore(f"{name}/values", store), rank, size, "cpu", timedelta(days=365))
@@ -194,7 +193,7 @@ class RankGroup:
         for group in (self._tensors, self._values):
             if group is not None:
                 group.abort()
-        self._tensors = self._values = None  # gloo hangs up when its group is destroyed, not when it is aborted
+        self._tensors = self._values = None  # gloo disconnects when its group is destroyed, not when it is aborted
         self._closing()
 
     def _call(self, group: Any, collective: str, *arguments: object) -> None:
@@ -221,7 +220,7 @@ class RankGroup:
 
 
 def _process_group(store: Store, rank: int, size: int, device: str, timeout: timedelta) -> Any:
-    """gloo or NCCL over a store of the caller's. Untyped: a CPU build of torch does not name NCCL's class.
+    """A group of gloo or NCCL over the caller's store. Untyped: a CPU build of torch does not name NCCL's class.
 
     gloo needs no key, and listens at the machine's name by default: the ranks of a worker share a host, so their group
     listens on the loopback alone.

@@ -1,7 +1,7 @@
-"""What every rank of a worker does, in the same order on all of them. Pure: the types of what travels between ranks.
+"""The operations that every rank of a worker does, in the same order, and the types of their messages. Pure.
 
 Rank 0 calls a method of one of these Protocols; its followers call the same method of their own part with the same
-arguments (`workers.parallel.ranks`). A method that is listed here returns nothing that a follower could report.
+arguments (`workers.parallel.ranks`). The methods return nothing, so followers have nothing to report.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ BlockIds = tuple[int, ...]
 
 
 class StepOperations(Protocol):
-    """Of the runner (`workers.batch.Pipeline`)."""
+    """Operations of the runner (`workers.batch.Pipeline`)."""
 
     def launch(self, batch: Batch) -> Any: ...
 
 
 class CopyOperations(Protocol):
-    """Of the host tier (`workers.kv.host.HostCopies`)."""
+    """Operations of the host tier (`workers.kv.host.HostCopies`)."""
 
     def offload(self, block_ids: BlockIds, slots: BlockIds) -> None: ...
     def onload(self, load_id: int, slots: BlockIds, block_ids: BlockIds) -> None: ...
@@ -31,7 +31,7 @@ class CopyOperations(Protocol):
 
 
 class TransferOperations(Protocol):
-    """Of the lanes (`workers.transfer.rank_transfer.RankTransfer`)."""
+    """Operations of the lanes (`workers.transfer.rank_transfer.RankTransfer`)."""
 
     def open(self, ticket: Ticket) -> None: ...
     def push(self, ticket: Ticket, chunk: Chunk, block_ids: BlockIds, num_in_flight: int | None) -> None: ...
@@ -47,7 +47,7 @@ class TransferOperations(Protocol):
 
 
 class RankOperations(StepOperations, CopyOperations, TransferOperations, Protocol):
-    """All of them."""
+    """All operations of a rank."""
 
 
 def operations_of(protocol: type) -> dict[str, Any]:
@@ -65,4 +65,4 @@ def operations_of(protocol: type) -> dict[str, Any]:
 STOP = "stop"
 LANE_ADDRESS = "lane_address"
 MESSAGES = Messages({STOP: tuple[()], LANE_ADDRESS: tuple[LaneAddress], **operations_of(RankOperations)})
-"""All that rank 0 sends to the other ranks, with the types of the arguments. Nothing else is read."""
+"""The messages that rank 0 sends to the other ranks, with the types of the arguments. Followers read no others."""

@@ -1,10 +1,10 @@
-"""How rank 0 leads the ranks of one worker: the followers do each of its operations too, in the same order.
+"""Rank 0 leads the ranks of one worker: the followers repeat each of its operations, in the same order.
 
     rank 0    followers.launch(batch) ── broadcast ──▶ rank 1, 2 ...   follow: runner.launch(batch)
               runner.launch(batch) ◀════ collectives of the layers ════▶ runner.launch(batch)
 
-A rank that fails leaves the group. A rank that is in a collective then, or comes into one, gets WorkerLost: at once
-when a process died, after the group's timeout when it hangs.
+A rank that fails leaves the group. A rank in a collective then gets WorkerLost, immediately if the failed process
+ended, or after the group's timeout if it hangs. So does a rank that begins a collective later.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _SAMPLED_ELSEWHERE = Sample(params=SamplingParams(), index=0)
 
 
 class Leader:
-    """Rank 0's way to the other ranks. With one rank there are none, and everything below costs nothing.
+    """Rank 0's connection to the other ranks. With a single rank there are no followers and no costs.
 
-    `followers` has every other rank do an operation, in the order of the calls. Raises WorkerLost.
+    `followers` makes every other rank do an operation, in the order of the calls. It raises WorkerLost.
     """
 
     def __init__(self, group: TensorParallel, messages: Messages = MESSAGES) -> None:
@@ -50,11 +50,11 @@ class Leader:
         self.followers = cast(RankOperations, _Followers(self._send, messages))
 
     def everywhere(self, part: Part) -> Part:
-        """`part` of rank 0, of which the followers do each operation before rank 0 does it."""
+        """Wraps `part` of rank 0: the followers do each operation before rank 0 does it."""
         return part if self.alone else cast(Part, _Everywhere(part, self.followers, self._messages))
 
     def close(self) -> None:
-        """Lets the followers end, and ends the group, whether or not they are still there."""
+        """Ends the followers and the group, even if they have already ended."""
         try:
             self._send(STOP)
         except WorkerLost as error:
@@ -68,7 +68,7 @@ class Leader:
 
 
 class _Followers:
-    """`RankOperations` as messages."""
+    """`RankOperations` as messages to the followers."""
 
     def __init__(self, send: Callable[..., None], messages: Messages) -> None:
         for name in messages.bodies:
@@ -76,7 +76,7 @@ class _Followers:
 
 
 class _Everywhere:
-    """Looks like `part`."""
+    """A part whose operations all ranks do."""
 
     def __init__(self, part: object, followers: RankOperations, messages: Messages) -> None:
         self._part = part
@@ -94,7 +94,7 @@ def _do(elsewhere: Callable[..., None], here: Callable[..., Any], *arguments: ob
 
 
 class LeadingRunner:
-    """The runner of a whole worker: rank 0's own, with the other ranks in step."""
+    """The runner of a whole worker: rank 0's own, with the followers repeating its steps."""
 
     def __init__(self, leader: Leader, runner: Pipeline) -> None:
         self._leader = leader
@@ -122,12 +122,12 @@ def follow(
     after_each: Callable[[], None],
     messages: Messages = MESSAGES,
 ) -> None:
-    """Calls the methods that rank 0 sends, each of the one of `parts` that has it, and `after_each`, until it sends
-    STOP.
+    """Calls the methods that rank 0 sends until it sends STOP, and `after_each` after each. A method belongs to one of
+    `parts`.
 
-    An operation that refuses with a typed error does so on rank 0 as well, which reports it: all go on.
-    Raises WorkerLost when rank 0 or another rank is gone, UnreadableMessage for bytes that are none of `messages`, and
-    any other error of an operation. In each case the group is closed first, so that no rank waits for this one.
+    A typed error of an operation is raised on rank 0 as well, which reports it: all ranks continue. Raises WorkerLost
+    if rank 0 or another rank has ended, UnreadableMessage for bytes that are none of `messages`, and any other error of
+    an operation. In each case the group is closed first, so that no rank waits for this one.
     """
     assert group.rank > 0, "rank 0 leads"
     operations = {name: getattr(part, name) for part in parts for name in messages.bodies if hasattr(part, name)}
@@ -176,14 +176,14 @@ class HostedStore(RendezvousStore):
 
 
 def open_store(host: str, port: int = 0, *, key: bytes = b"", timeout_s: float = 60.0) -> HostedStore:
-    """Rank 0's meeting place. `store.port` is the port it listens on when `port` is 0, `store.key` what the other ranks
-    need when no `key` is given."""
+    """Opens rank 0's store for the rendezvous. `store.port` is the port it listens on when `port` is 0, `store.key`
+    what the other ranks need when no `key` is given."""
     return HostedStore(host, port, key=key, timeout_s=timeout_s)
 
 
 def find_store(host: str, port: int, *, key: bytes, timeout_s: float = 60.0) -> RendezvousStore:
-    """The store that rank 0 opens, or has opened, at this address. Raises WorkerLost when none is opened there, or one
-    with another key."""
+    """Connects to the store that rank 0 opens at this address. Raises WorkerLost if there is no store, or one with
+    another key."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -199,11 +199,11 @@ def find_store(host: str, port: int, *, key: bytes, timeout_s: float = 60.0) -> 
 def join_group(
     store: RendezvousStore | None, *, rank: int, size: int, name: str, device: str, timeout_s: float
 ) -> TensorParallel:
-    """The group of a worker's ranks, once all have come. `store` is not needed, nor used, when there is one rank.
+    """Returns the group of a worker's ranks, once all have joined. With one rank, `store` is not used.
 
     `name` distinguishes this group from others over the same store: give every incarnation of a worker its own.
     `timeout_s` bounds the wait here and every later collective. The group closes the store with itself. Raises
-    WorkerLost when a rank does not come.
+    WorkerLost if a rank does not join.
     """
     if size == 1:
         return Solo()

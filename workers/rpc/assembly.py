@@ -1,7 +1,7 @@
 """Assembles a worker, in the same way for each pool. A pool adds its role.
 
 assemble   rank 0: connect to the other ranks, read the model, make role and engine ──▶ WorkerParts, for a Worker
-follow     the others: connect, read, then do what rank 0 sends until it stops or is lost
+follow the others: connect, read, then repeat rank 0's operations until it stops or is lost
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def assemble(
     make_role: Callable[[LoadedRank, TransferLeader, BlockPool], TransferRole],
     on_progress: Progress | None = None,
 ) -> WorkerParts:
-    """Rank 0 of a worker. Blocks while the weights are read. Raises as `open_rank` does."""
+    """Assembles rank 0 of a worker. Blocks while the weights are read. Raises as `open_rank` does."""
     assert rank_id.rank == 0, f"rank {rank_id.rank} must call follow()"
-    fastest()  # compiled now, if need be, rather than during the first request
+    fastest()  # compiled now if necessary, not during the first request
     store = open_store(rank_id.store_host, rank_id.store_port, key=rank_id.store_key) if rank_id.size > 1 else None
     group = _meet(config, rank_id, store)
     rank = open_rank(config, group, on_progress=on_progress)
@@ -74,7 +74,7 @@ def assemble(
 
 
 def follow(config: WorkerConfig, rank_id: RankId) -> None:
-    """Ranks above 0. Returns when rank 0 stops; raises WorkerLost when a rank is gone."""
+    """Runs a rank above 0. Returns when rank 0 stops; raises WorkerLost if a rank has ended."""
     group = _meet(config, rank_id, find_store(rank_id.store_host, rank_id.store_port, key=rank_id.store_key))
     rank = open_rank(config, group)
     follow_rank0(rank, _open_lanes(config.lanes, rank, rank_id, WakeUp()))

@@ -1,4 +1,4 @@
-"""An engine on a thread of its own. Steps never wait for the network, the event loop never waits for a step.
+"""Runs an engine on its own thread. Steps never wait for the network, and the event loop never waits for a step.
 
 event loop ── call(fn) ──▶ inbox ──▶ between two steps: fn()      only this thread touches engine, role and blocks
 event loop ◀── publish(StepMessage) ── after each step
@@ -87,7 +87,7 @@ class ThreadedEngineLoop:
         await asyncio.to_thread(self._thread.join)
 
     def wake(self) -> None:
-        """Something outside the engine happened (KV arrived): tick soon. Callable from any thread."""
+        """Makes the loop tick soon, after an event outside the engine such as arrived KV. Callable from any thread."""
         self._wake.set()
 
     async def call(self, fn: Callable[[], Result]) -> Result:
@@ -99,7 +99,7 @@ class ThreadedEngineLoop:
         def run() -> None:
             try:
                 result = fn()
-            except Exception as error:  # the caller's: the engine is intact
+            except Exception as error:  # the caller's error: the engine is intact
                 self._call_on_loop(_fail, future, error)
             else:
                 self._call_on_loop(_succeed, future, result)
@@ -108,7 +108,7 @@ class ThreadedEngineLoop:
         return await future
 
     async def idle(self) -> None:
-        """Returns when nothing runs, and nothing is on its way."""
+        """Returns when no request runs and no message is pending."""
         future: asyncio.Future[None] = self._loop.create_future()
         self.post(lambda: self._awaiting_idle.append(future))
         await future

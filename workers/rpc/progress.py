@@ -1,4 +1,5 @@
-"""When a worker is stuck: it has work and finishes no step for too long. The same rule in a simulator."""
+"""Finds out whether a worker is stuck: it has work and has not finished a step for too long. A simulator uses the same
+rule."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from workers.engine.engine import Engine
 
 
 class StepProgress:
-    """`ThreadedEngineLoop`, or a simulator's loop, calls it at every turn. Time is an argument."""
+    """The progress of an engine. `ThreadedEngineLoop`, or a simulator's loop, updates it at every turn. Time is an
+    argument."""
 
     def __init__(self, *, stall_s: float, now: float) -> None:
         self._stall_s = stall_s
@@ -15,17 +17,17 @@ class StepProgress:
         self._working = False
 
     def resting(self) -> None:
-        """The engine has no work."""
+        """Records that the engine has no work."""
         self._working = False
 
     def working(self, now: float) -> None:
-        """The engine has work."""
+        """Records that the engine has work."""
         if not self._working:
             self._working, self._since_s = True, now
 
     def turned(self, engine: Engine, *, stepped: bool, now: float) -> None:
-        """After a turn, in which a step ended or began, or none could. A worker with tickets alone is not stuck: they
-        wait for other workers, and their leases are renewed."""
+        """Records a turn, in which a step may have ended or begun. A worker with tickets alone is not stuck: they wait
+        for other workers, and their leases are renewed."""
         if stepped or not engine.scheduler.has_requests():
             self._since_s = now
 

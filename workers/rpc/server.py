@@ -45,19 +45,20 @@ MAX_BACKLOG_MESSAGES = 8192
 
 
 class GatewayStream:
-    """Messages on their way to one gateway, and its requests, until the stream has `ended`."""
+    """The queued messages to one gateway, and its requests, until the stream has `ended`."""
 
     def __init__(self, gateway_id: str) -> None:
         self.gateway_id = gateway_id
         self.ended = False
         self.request_ids: dict[str, int] = {}  # oldest first, and their numbers
-        self.updated: set[str] = set()  # requests of which it got an update
+        self.updated: set[str] = set()  # requests with at least one update
         self.queue: asyncio.Queue[StepMessage | None] = asyncio.Queue()
 
     def message(
         self, updates: Sequence[SequenceUpdate], events: tuple[KVEvents, ...], load: WorkerLoad | None
     ) -> StepMessage:
-        """Requests with one more token and nothing else are named by their numbers."""
+        """The message to this gateway. A request with exactly one more token and no other change is named by its
+        number."""
         others, numbers, token_ids = list[SequenceUpdate](), list[int](), list[int]()
         for update in updates:
             request_id = update.request_id
@@ -74,7 +75,8 @@ class GatewayStream:
         )
 
     def send(self, message: StepMessage) -> bool:
-        """False for a gateway that does not read: its whole backlog is dropped, so that it does not fill the memory."""
+        """Queues a message. False for a gateway that does not read: its whole backlog is dropped, so that it does not
+        fill the memory."""
         if self.queue.qsize() < MAX_BACKLOG_MESSAGES:
             self.queue.put_nowait(message)
             return True
@@ -90,8 +92,9 @@ class GatewayStream:
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """`reserve` is None on workers that do not receive KV; `leave` ends the worker once it is drained; `wall_clock`
-    aligns profiles of several workers. Lives on the event loop, and reaches the engine only through `loop`."""
+    """The gRPC service of a worker. `reserve` is None on workers that do not receive KV; `leave` ends the worker once
+    it is drained; `wall_clock` aligns profiles of several workers. Lives on the event loop, and reaches the engine only
+    through `loop`."""
 
     def __init__(
         self,
@@ -142,8 +145,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             if own or message.events or not message.updates or idle:
                 self._send(stream, stream.message(own, message.events, message.load))
         for update in message.updates:
-            # The owner needs the outcome of a transfer, too: a request that is handed over stays its own until the
-            # gateway aborts it, which it does once the other worker has answered.
+            # A request that is handed over stays with this stream: its gateway needs the outcome of the transfer, too.
+            # The gateway aborts the request once the other worker has answered.
             if update.finish_reason is not None and update.finish_reason.is_last:
                 self._disown(update.request_id)
 
@@ -242,7 +245,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self.loop.post(move)
 
     def _own(self, stream: GatewayStream, request_id: str, number: int = 0) -> None:
-        """The request belongs to this stream, no longer to an older one of the same gateway."""
+        """Makes the request belong to this stream, and no longer to an older one of the same gateway."""
         self._disown(request_id)
         self._owners[request_id] = stream
         stream.request_ids[request_id] = number
@@ -259,7 +262,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._streams.pop(stream, None)
         orphans = tuple(stream.request_ids)
         if orphans:
-            log.warning("gateway %s went away: aborting its %s", stream.gateway_id, counted(len(orphans), "request"))
+            num_orphans = counted(len(orphans), "request")
+            log.warning("gateway %s has disconnected: aborting its %s", stream.gateway_id, num_orphans)
             self._abort(orphans)
 
     # -- control -------------------------------------------------------------------------------------------------------
@@ -271,7 +275,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         reserve = self._reserve
         try:
             if reserve is None:
-                raise InvalidRequest(f"worker {self._info.worker_id} is a {self._info.role} worker: it takes no KV")
+                raise InvalidRequest(
+                    f"worker {self._info.worker_id} is a {self._info.role} worker, which receives no KV: "
+                    "reserve on a decode worker"
+                )
             asked = from_proto(ReserveRequest, request)
             was_owned = asked.request_id in self._owners
             self._own_reservation(asked)
@@ -299,7 +306,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         own = (stream for stream in reversed(self._streams) if stream.gateway_id == asked.gateway_id)
         stream = next(own, None)
         if stream is None:
-            raise Unavailable(f"gateway {asked.gateway_id} has no stream here: say hello before Reserve")
+            raise Unavailable(f"gateway {asked.gateway_id} has no stream to this worker: send Hello before Reserve")
         self._own(stream, asked.request_id)
 
     async def Abort(self, request: Any, context: Any) -> Any:
@@ -315,20 +322,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.DrainReply(num_running=num_left)
 
     def _drain(self) -> int:
-        """On the engine's thread: the number of running requests; not 0 while a transfer runs."""
+        """The number of running requests, at least 1 while a transfer runs. Called on the engine's thread."""
         self._engine.drain()
         load = self._engine.load()
         self.loop.deliver(self._send_load, StepMessage(load=load))
         return max(load.num_running + load.num_waiting, int(self._engine.has_work()))
 
     async def disowned(self) -> None:
-        """Returns when no gateway owns a request here, not even one whose KV has left already."""
+        """Returns when no gateway owns a request on this worker, including requests whose KV has already been sent."""
         while self._owners:
             self._disowned.clear()
             await self._disowned.wait()
 
     def unowned(self, request_ids: Iterable[str]) -> list[str]:
-        """Those that no gateway owns here."""
+        """The requests that no gateway owns on this worker."""
         return [request_id for request_id in request_ids if request_id not in self._owners]
 
     def end_streams(self) -> None:
@@ -358,7 +365,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
 def new_server(token: str = "") -> grpc.aio.Server:
     """A server with limits that fit long prompts and pings that find a dead gateway in seconds. With a `token` it
-    answers only calls that have it."""
+    accepts only calls that have it."""
     return grpc.aio.server(
         interceptors=[TokenCheck(token)] if token else [],
         options=[
@@ -366,7 +373,7 @@ def new_server(token: str = "") -> grpc.aio.Server:
             ("grpc.max_send_message_length", 64 * 2**20),
             ("grpc.keepalive_time_ms", 2000),
             ("grpc.keepalive_timeout_ms", 2000),
-            ("grpc.http2.ping_timeout_ms", 2000),  # alone decides when a keepalive ping is lost; 60 s without it
+            ("grpc.http2.ping_timeout_ms", 2000),  # this alone decides when a keepalive ping is lost; default 60 s
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 1000),
             ("grpc.http2.max_ping_strikes", 0),

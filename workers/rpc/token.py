@@ -1,4 +1,4 @@
-"""A worker answers only calls that carry the token of its run, Health and Describe included."""
+"""Checks the token of a worker's run in every call, Health and Describe included."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("baton.worker")
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers a call without the token with UNAUTHENTICATED, before it reads anything of the call."""
+    """Rejects a call without the token with UNAUTHENTICATED, before any of its content is read."""
 
     def __init__(self, token: str) -> None:
         ((_, value),) = token_metadata(token)

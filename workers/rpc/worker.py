@@ -27,22 +27,23 @@ def no_tickets(now: float) -> Sequence[TicketStats]:
 
 
 class WakeUp:
-    """Lanes call `notify` when there is something to poll. Without effect until a worker has set the listener."""
+    """Wakes a worker: lanes call `notify` when there is something to poll. It has no effect until the worker has set
+    the listener."""
 
     def __init__(self) -> None:
         self.listener: Callable[[], None] | None = None
 
     def notify(self) -> None:
-        """Callable from any thread."""
+        """Calls the listener. Callable from any thread."""
         if self.listener is not None:
             self.listener()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """The parts that a pool composes. `reserve` and `tickets` belong to a role that receives KV, `lanes` to one that
-    sends or receives it. `close` frees ranks, lanes and stores; it is called last, when the engine's thread has ended.
-    """
+    """The parts that a pool composes. `reserve` and `tickets` belong to a role that receives KV, `lanes` to a role that
+    sends or receives it. `close` frees ranks, lanes and stores; it is called last, when the engine's thread has
+    ended."""
 
     info: WorkerInfo
     engine: Engine
@@ -54,7 +55,8 @@ class WorkerParts:
 
 
 class Worker:
-    """Create, `start`, then `wait` (until it breaks or `stop` is called). Lives on one event loop."""
+    """A worker's life: create it, `start`, then `wait` (until it breaks or `stop` is called). It lives on one event
+    loop."""
 
     def __init__(
         self, parts: WorkerParts, *, clock: Callable[[], float] = time.monotonic, stall_s: float = 60.0
@@ -140,8 +142,8 @@ class Worker:
             self._ended.set_result(None)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Accepts no more calls, lets open streams finish for `grace_s`, ends the engine, frees everything. Idempotent.
-        The ended streams of a worker that has left get `LAST_WORDS_S` to send their last messages."""
+        """Stops accepting calls, lets open streams finish for `grace_s`, ends the engine and frees everything.
+        Idempotent. If the worker has left, its ended streams get `LAST_WORDS_S` to send their last messages."""
         server, loop = self._server, self._loop
         self._server = self._loop = None
         has_left = self._leaving is not None and self._leaving.done()

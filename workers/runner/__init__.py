@@ -1,1 +1,1 @@
-"""A planned step on the device."""
+"""Runs planned steps on the device."""

@@ -4,8 +4,8 @@
     replay    step's numbers ──▶ the places that were recorded      attention.begin: plans at their places
               graph of its size ──▶ logits at their place, of which the first rows are the step's
 
-Tensors that depend on a step must lie where they lay when it was recorded: this file's tensors, and the attention's
-plans. Sampling is not recorded: it differs from step to step, and is a few launches. Legend: P rows of a padded step, B
+Tensors that depend on a step must have the addresses that were recorded: this file's tensors, and the attention's
+plans. Sampling is not recorded: it differs between steps, and it has few launches. Legend: P rows of a padded step, B
 blocks of the longest sequence there may be, G groups of the KV layout, V vocabulary.
 """
 
@@ -37,7 +37,8 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """One memory pool serves all graphs, for they run one after the other: record the largest first."""
+    """Records CUDA graphs. All graphs share one memory pool, because they run one after the other: record the largest
+    first."""
 
     def __init__(self) -> None:
         self._pool = _cuda.graph_pool_handle()
@@ -58,7 +59,7 @@ def why_eager(decoder: Decoder) -> str:
 
 
 class DecodeGraphs:
-    """`num_replayed` and `num_eager` count launched steps."""
+    """The graphs of decode steps. `num_replayed` and `num_eager` count launched steps."""
 
     def __init__(
         self,
@@ -103,20 +104,20 @@ class DecodeGraphs:
         log.info("captured %d decode steps in %.1f s", len(self._sizes), time.perf_counter() - start_s)
 
     def size_for(self, packed: Packed) -> int | None:
-        """The size to pad this step to, or None if it must run eagerly; counted."""
+        """The size to pad this step to, or None if it must run eagerly. The step is counted."""
         size = size_for(packed, self._sizes)
         self.num_replayed += size is not None
         self.num_eager += size is None
         return size
 
     def replay(self, inputs: ModelInputs, size: int) -> torch.Tensor:
-        """The logits [size, V] of a padded step, until the next replay."""
+        """The logits [size, V] of a padded step. They are valid until the next replay."""
         self._attention.begin(self._put(inputs, size).attention)
         self._replays[size]()
         return self._logits_PV[:size]
 
     def _put(self, inputs: ModelInputs, size: int) -> ModelInputs:
-        """The step at the places that are recorded."""
+        """Copies the step's inputs to the recorded addresses."""
         given = inputs.attention
         numbers = inputs.token_ids_T, given.positions_T, *(group.slots_T for group in given.tables)
         for place_P, numbers_P in zip(self._numbers_GP, numbers, strict=True):
@@ -137,7 +138,7 @@ class DecodeGraphs:
 
 
 class _Begun:
-    """An attention backend whose step has begun on the host: what a graph may hold of it."""
+    """An attention backend whose step has begun on the host: the part that a graph may hold."""
 
     def __init__(self, attention: AttentionBackend) -> None:
         self._attention = attention

@@ -1,10 +1,10 @@
-"""When a GPU began and ended a step, by events in its own queue, in the host's time. For profiles only.
+"""The times at which a GPU began and ended a step, in the host's time, from events in its queue. For profiles only.
 
     host clock    ── base_s ────────────────────────────────▶ start_s ─────────────────────▶ end_s
     device queue     base event, waited for ─────── ... ──── start event ── the step ────── end event
 
-The two clocks are brought together by a profile's first step, unless they just have been, and by one in FORGET_S from
-then on: that step is not launched ahead, for the host waits until all that was queued before it is done.
+The first step of a profile aligns the two clocks, unless they were aligned recently, and then one step in FORGET_S.
+That step is not launched ahead: the host waits until all earlier work in the queue has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def _event() -> Any:
 
 
 class DeviceClock:
-    """`clock` is the host's, `event` makes what a device's queue can be marked with, as torch's CUDA events do."""
+    """Times work in a device's queue. `clock` is the host's clock; `event` makes a marker for the queue, such as
+    torch's CUDA events."""
 
     def __init__(self, clock: Callable[[], float], *, event: Callable[[], Any] = _event) -> None:
         self._clock = clock

@@ -16,8 +16,8 @@ from workers.models.decoder import Decoder, Through
 def fused_layers(decoder: Decoder, attention: AttentionBackend, notify: Callable[[int], None]) -> Through | None:
     """The fused layers of a packed model with this attention; None if its layers run one by one.
 
-    `notify` is called with each layer whose keys and values are written; in a step that only decodes with the last
-    layer only, since no push waits for a part of it.
+    `notify` is called with each layer whose keys and values are written; in a decode-only step, it is called with the
+    last layer only, since no push waits for a part of the step.
     """
     if not isinstance(attention, NativeAttention):
         return None

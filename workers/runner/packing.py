@@ -1,4 +1,4 @@
-"""A batch as the arrays that a model reads, on the host. No torch: what goes where is decided, and tested, here.
+"""A batch as the arrays that a model reads, on the host. No torch, so that the arrays can be tested alone.
 
 Legend: T tokens of the batch (rows packed), S rows, B blocks of the longest row, R positions with logits.
 """
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from workers.batch import Batch, Row
 
 KNOWN = -1
-"""In `follows_T`: the token is known."""
+"""The value in `follows_T` of a token that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTables:
-    """Like `GroupTables`, for one group."""
+    """The tables of one group, as in `GroupTables`."""
 
     slots_T: NDArray[np.int64]
     tables_SB: NDArray[np.int32]
@@ -28,8 +28,8 @@ class PackedTables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """`follows_T`: which of the tokens that the step before sampled stands here, or KNOWN. Arrays are int64. The rest
-    as in `AttentionInputs` and `ModelInputs`."""
+    """A batch as arrays of int64. `follows_T` is the index, among the tokens that the previous step sampled, of the
+    token at this position, or KNOWN. The other fields are as in `AttentionInputs` and `ModelInputs`."""
 
     token_ids_T: NDArray[np.int64]
     follows_T: NDArray[np.int64]
@@ -43,7 +43,7 @@ class Packed:
 
 
 def pack(batch: Batch, *, block_size: int, sampled: Mapping[int, int]) -> Packed:
-    """`sampled` maps each sampling row of the previous batch to its place among the sampling rows.
+    """Packs a batch. `sampled` maps each sampling row of the previous batch to its place among the sampling rows.
 
     Logits are ordered by row; within a row, positions that predict prompt targets come first.
     """
@@ -97,7 +97,8 @@ def _tokens(row: Row) -> tuple[int, ...]:
 
 
 def _wanted(row: Row, start: int) -> list[int]:
-    """Indices into T of a row that starts there: first the positions that predict its targets, then the sampled."""
+    """Indices into T of the logits of a row that starts at `start`: first the positions that predict its targets, then
+    the sampled one."""
     wanted = list(range(start, start + len(row.prompt_targets)))
     if row.sample is not None:
         wanted += range(start + row.num_tokens - 1 - len(row.draft_ids), start + row.num_tokens)

@@ -1,6 +1,6 @@
-"""How decode steps are padded to the few sizes that have been captured. No torch: pure choices over host arrays.
+"""Pads decode steps to the few sizes that have been captured. No torch: pure functions over host arrays.
 
-A row of padding is a token 0 at position 0 whose key and value go nowhere and whose context is empty.
+A padding row is token 0 at position 0, with an empty context; its key and value are not written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def size_for(packed: Packed, sizes: tuple[int, ...]) -> int | None:
 
 
 def padded(packed: Packed, size: int) -> Packed:
-    """A step of single tokens, with rows of padding behind it."""
+    """A step of single tokens, followed by padding rows."""
     num_rows = len(packed.context_lens)
     missing = size - num_rows
     assert missing >= 0, f"{num_rows} rows do not fit {size}"

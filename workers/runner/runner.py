@@ -66,12 +66,12 @@ class TorchRunner:
         self.graphs: DecodeGraphs | None = None
 
     def run(self, batch: Batch) -> StepOutput:
-        """A step by itself. Raises as `launch` does."""
+        """Runs one step by itself. Raises as `launch` does."""
         return self.launch(batch).fetch()
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
-        """Raises WorkerLost if a rank has ended, and torch's own error if memory runs out."""
+        """Launches a step. Raises WorkerLost if a rank has ended, and torch's own error if memory runs out."""
         timed = self._device_clock.begin() if self._device_clock is not None and self._timeline.recording else None
         packed = pack(batch, block_size=self._block_size, sampled=self._sampled)
         latest_R = self._latest(batch)
@@ -97,20 +97,20 @@ class TorchRunner:
         self._attention.watch(watcher)
 
     def record(self, timeline: Timeline) -> None:
-        """The forward pass and the sampling of each launch are recorded there: on a GPU how long queueing them took,
-        and by CUDA events when the device began and ended the step."""
+        """Records the forward pass and the sampling of each launch in `timeline`. On a GPU these are the times to queue
+        them, and, by CUDA events, when the device began and ended the step."""
         self._timeline = timeline
         if torch.device(self._device).type == "cuda":
             self._device_clock = DeviceClock(timeline.now)
 
     def capture(self, recorder: Recorder, *, max_rows: int, max_blocks: int, num_groups: int = 1) -> None:
-        """From now on decode-only steps are replayed. Call it once, on all ranks at the same time."""
+        """Captures decode-only steps, which are replayed from now on. Call it once, on all ranks at the same time."""
         sizes = {"max_rows": max_rows, "max_blocks": max_blocks, "num_groups": num_groups}
         self.graphs = DecodeGraphs(self._decoder, self._attention, recorder, **sizes)
         self.graphs.capture(self._inputs)
 
     def _forward(self, packed: Packed) -> torch.Tensor:
-        """[R, V], queued."""
+        """Queues the forward pass. Returns the logits [R, V]."""
         size = self.graphs.size_for(packed) if self.graphs is not None else None
         if self.graphs is None or size is None:
             return self._decoder.forward(self._inputs(packed), self._attention, self._through)
@@ -119,7 +119,7 @@ class TorchRunner:
         return logits_RV
 
     def _latest(self, batch: Batch) -> torch.Tensor | None:
-        """For the sampling rows, the token that each follows if penalties must count it."""
+        """For each sampling row, the token before the sampled one, if penalties must count it."""
         places = [
             self._sampled[row.depends_on_row]
             if row.depends_on_row is not None and is_penalised(row.sample.params)
@@ -137,7 +137,7 @@ class TorchRunner:
             self._parallel.share(self._ids_R)
 
     def _inputs(self, packed: Packed) -> ModelInputs:
-        """On the device, with the tokens that the previous step sampled there."""
+        """The inputs on the device, with the tokens that the previous step sampled there."""
         numbers = packed.token_ids_T, packed.follows_T, packed.positions_T, *(group.slots_T for group in packed.tables)
         token_ids_T, follows_T, positions_T, *slots = to_device(np.stack(numbers), self._device)
         if packed.follows_T.max() >= 0:
@@ -201,7 +201,8 @@ class Sampling:
         return self._queued.is_over()
 
     def fetch(self) -> StepOutput:
-        """Also waits for a step that samples nothing: its duration is measured, and its KV must be complete."""
+        """The step's output. It waits also for a step that samples nothing: the step's duration is measured, and its KV
+        must be complete."""
         self._queued.wait()
         drawn = iter(self.drawn.fetch() if self.drawn is not None else ())
         rows = [next(drawn) if row.sample is not None else RowOutput() for row in self._batch.rows]
@@ -212,7 +213,8 @@ class Sampling:
         return StepOutput(rows=tuple(rows))
 
     def _mask(self, index: int, row: Row, asked: Sample) -> Mask | None:
-        """None for a row whose answer cannot continue, or not yet: it is sampled with the others, and reported."""
+        """A row's mask; None if its answer cannot continue, or not yet. Such a row is sampled with the others, and
+        reported."""
         assert self._grammars is not None, "a grammar passed an engine that has none"
         try:
             mask = self._grammars.allowed(row.request_id, asked)

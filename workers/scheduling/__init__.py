@@ -1,1 +1,1 @@
-"""Which rows a step has: requests, blocks, preemption. Pure."""
+"""Chooses the rows of each step: requests, blocks, preemption. Pure."""

@@ -7,7 +7,7 @@ from workers.scheduling.request import Request, State
 
 
 def check_request(request: Request, pool: BlockPool, num_due: int) -> None:
-    """`num_due`: tokens that steps in flight sample for it."""
+    """Asserts a request's invariants. `num_due` tokens are sampled for it by steps in flight."""
     size = pool.block_size
     assert len(request.block_ids) * size >= request.num_planned
     assert request.num_sealed <= request.num_computed // size

@@ -6,11 +6,10 @@
 
 An onload for another worker (`fetch`) belongs to no request: its blocks are cached once they are on the device.
 
-An onload is never cut short: its blocks belong to it until it is done. What it brought is cached even if its request
-has gone.
+An onload always finishes: its blocks belong to it until it is done. They are cached even if its request has ended.
 
-Loading is worth it if it takes less time than computing: the blocks and those of onloads before it, at the speed of
-earlier onloads, against their tokens, at the speed of prompts (`prefill_tokens_per_s`; 0 while unknown: then load).
+A request loads blocks if that takes less time than computing their tokens. The load waits for earlier onloads and has
+their speed; computing has the speed of prompts (`prefill_tokens_per_s`). While that is unknown (0), the request loads.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ class Onloads:
         self._unmeasured: dict[int, int] = {}  # number of blocks by load id
 
     def __len__(self) -> int:
-        """Onloads that are not done."""
+        """The number of onloads that are not done."""
         return len(self._copying)
 
     @property
     def num_batch_slots(self) -> int:
-        """Slots of the batch kept for requests whose blocks are being loaded."""
+        """Slots of the batch that are kept for requests whose blocks are being loaded."""
         return len(self._batch_slots)
 
     def num_on_host(self, hashes: Sequence[BlockHash]) -> int:
-        """Leading blocks of the chain that are on the host."""
+        """The number of the chain's leading blocks that are on the host."""
         return len(self._pool.host.match(hashes)) if self._pool.host is not None else 0
 
     def prefix_savings(self, request: Request) -> int:
-        """Tokens that a waiting request need not compute: they are being loaded, or were cached when it came."""
+        """Tokens that a waiting request need not compute: they are being loaded, or were cached when it arrived."""
         if request.onload is None:
             return request.prefix_savings
         return 0 if request.onload.done else len(request.onload.slots) * self._pool.block_size
@@ -98,7 +97,7 @@ class Onloads:
 
     def fetch(self, hashes: Sequence[BlockHash], *, headroom: int, at_once: bool) -> Onload | None:
         """Begins to load the chain's blocks that follow those on the device, as far as there is room besides `headroom`
-        blocks. None if there is nothing to load. `at_once`: no step is computed, so the device may wait for it."""
+        blocks. None if there is nothing to load. `at_once`: no step is running, so the device may wait for it."""
         host, pool = self._pool.host, self._pool
         matched = pool.match(hashes)
         slots = host.match(hashes[len(matched) :]) if host is not None else []
@@ -121,7 +120,7 @@ class Onloads:
         return load
 
     def poll(self) -> None:
-        """Finishes onloads whose copies are over."""
+        """Finishes onloads whose copies have ended."""
         host = self._pool.host
         if host is None or not self._unmeasured:
             return
@@ -139,7 +138,8 @@ class Onloads:
         return load is not None
 
     def start(self, request: Request, hashes: Sequence[BlockHash]) -> None:
-        """The request begins to compute. Blocks of `hashes` beyond that are on the host count as recomputed."""
+        """Records that the request begins to compute. Blocks of `hashes` after its start that are on the host count as
+        recomputed."""
         num_loaded = 0 if request.onload is None else len(request.onload.slots) * self._pool.block_size
         if request.num_preemptions == 0:
             self._pool.hit(request.num_computed - num_loaded)
@@ -150,7 +150,7 @@ class Onloads:
             self._pool.host.recomputed(num_recomputed * self._pool.block_size)
 
     def drop(self, request: Request) -> bool:
-        """The request goes. True if its blocks are released later, when its onload is done."""
+        """Removes the request. True if its blocks are released later, when its onload is done."""
         load, request.onload = request.onload, None
         self._batch_slots.discard(request)
         if load is None or load.done:
@@ -160,7 +160,7 @@ class Onloads:
         return True
 
     def held_ids(self) -> Iterator[int]:
-        """References to blocks that onloads hold for requests that have ended."""
+        """The blocks that onloads hold for ended requests."""
         return (block_id for load in self._copying.values() for block_id in load.held)
 
     def _is_worth(self, num_blocks: int) -> bool:

@@ -1,4 +1,4 @@
-"""Prefix blocks that a request computes or loads: others that begin with them wait for it."""
+"""Prefix blocks that a request computes or loads. Other requests that begin with them wait for it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class PendingBlocks:
         return block_hash in self._owners
 
     def add(self, request: Request, hashes: Iterable[BlockHash]) -> None:
-        """The first request of several that compute a block is its owner."""
+        """Registers a request's blocks. The first request that computes a block owns it."""
         for block_hash in hashes:
             self._owners.setdefault(block_hash, request)
 
     def discard(self, request: Request, hashes: Iterable[BlockHash]) -> None:
-        """Of the hashes those that the request owns."""
+        """Removes those of the hashes that the request owns."""
         for block_hash in hashes:
             if self._owners.get(block_hash) is request:
                 del self._owners[block_hash]
 
     def num_leading(self, hashes: Iterable[BlockHash]) -> int:
-        """How many of the first are pending."""
+        """The number of leading blocks that are pending."""
         return len(list(takewhile(self._owners.__contains__, hashes)))
 
     def check_integrity(self) -> None:

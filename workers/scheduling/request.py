@@ -1,6 +1,6 @@
-"""One sequence on its way through an engine: the scheduler's only mutable noun.
+"""One sequence in an engine: the scheduler's only mutable object.
 
-Positions of its tokens, and who has computed them::
+Positions of its tokens, and where they are computed::
 
     0 ........ num_cached ........ num_computed ........ num_planned ........ num_tokens ........ num_expected
     |  prefix cache  |  by this engine  |  by steps in flight  |  still to plan  |  being sampled in flight  |
@@ -10,9 +10,9 @@ Steps in flight are planned and not applied. Without any, num_planned == num_com
 with some, num_planned may lie beyond num_tokens: the device can compute a token that the host does not know yet.
 
 `block_ids[i]` holds positions [i * block_size, (i + 1) * block_size). Every id in it is one reference of the block
-pool, taken when the block was matched, allocated or adopted, and given back once, by the scheduler, when the request
-leaves or is preempted; the blocks of a step in flight stay taken until it is over. A sequence decodes when exactly one
-token, the last, is still to plan. A preempted one starts again at 0, with those of its blocks that are still cached.
+pool. The scheduler takes it when the block is matched, allocated or adopted, and releases it once, when the request
+ends or is preempted. The blocks of a step in flight stay taken until it ends. A sequence decodes when exactly one
+token, the last, is still to plan. A preempted sequence starts again at 0, with its blocks that are still cached.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A sequence as the scheduler knows it.
+    """A sequence in the scheduler.
 
     `hashes` are the chained hashes of the full blocks of prompt and output known so far; `num_sealed` of them are
     registered in the pool as cached prefix. `rank` orders requests: the smallest goes first, the largest is preempted
-    first. A request with `adopted` has blocks that came with a reservation, or that it kept when it was paused.
+    first. A request with `adopted` has blocks from a reservation, or blocks that it kept during a pause.
     """
 
     request_id: str
@@ -51,8 +51,8 @@ class Request:
     tells_progress: bool = False  # the client gets updates while its prompt is computed
     text_only: bool = False  # no stop ids, logprobs, penalties or grammar: all its decode steps are alike
     arrival_s: float = 0.0
-    since_s: float = 0.0  # when it began to wait, or to run
-    awaits_slot: bool = False  # waits because `max_num_seqs` others run
+    since_s: float = 0.0  # when it began to wait or to run
+    awaits_slot: bool = False  # waits because `max_num_seqs` other sequences run
     rank: tuple[float, int] = (0.0, 0)
     output_ids: list[int] = field(default_factory=list)
     state: State = State.WAITING
@@ -61,19 +61,19 @@ class Request:
     num_computed: int = 0
     num_planned: int = 0
     num_due: int = 0  # tokens that steps in flight sample
-    num_cached: int = 0  # tokens that its first admission found; a recomputation is not the client's gain
-    prefix_savings: int = 0  # tokens that were cached, or being computed, when it came
+    num_cached: int = 0  # tokens found at its first admission: a recomputation saves nothing
+    prefix_savings: int = 0  # tokens that were cached or being computed at its arrival
     num_sealed: int = 0
     num_preemptions: int = 0
     num_given: int = 0  # output tokens that came with the request
-    num_prompt_reported: int = 0  # prompt logprobs that the client has
+    num_prompt_reported: int = 0  # prompt logprobs sent to the client
     adopted: bool = False
-    waiting_on_block: BlockHash | None = None  # another request computes it
-    onload: Onload | None = None  # blocks that come from the host before it can start
+    waiting_on_block: BlockHash | None = None  # another request computes this block
+    onload: Onload | None = None  # blocks that must be loaded from the host before it can start
 
     @classmethod
     def of(cls, request: GenerateRequest, arrival_s: float) -> Request:
-        """Prompt logprobs count as reported if output tokens came with the request."""
+        """Makes a request. With output tokens, prompt logprobs count as already reported."""
         return cls(
             request_id=request.request_id,
             prompt_ids=request.prompt_ids,
@@ -133,8 +133,8 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Onload:
-    """Blocks on their way from the host to the device (`workers.scheduling.onloads`). `parent` is the hash before
-    `hashes`. `held` are blocks of a request that has gone meanwhile, or of an onload that is for none."""
+    """Blocks that are loaded from the host to the device (`workers.scheduling.onloads`). `parent` is the hash before
+    `hashes`. `held` are blocks of a request that has ended meanwhile, or of an onload without a request."""
 
     load_id: int
     request: Request | None

@@ -1,4 +1,4 @@
-"""What a pool decides for its engine, which does not know which pool it serves.
+"""The decisions that a pool makes for its engine. The engine does not know its pool.
 
 The engine calls `tick` once at the head of every step, from its thread, also when nothing runs. A role that moves KV
 does its work there: it reads and writes the engine's blocks between two launches. A step in flight writes only
@@ -20,16 +20,16 @@ from workers.scheduling.request import Onload, Request
 
 
 class Disposition(Enum):
-    """What happens to a request whose prompt was computed and whose first token was sampled."""
+    """The disposition of a request whose prompt was computed and whose first token was sampled."""
 
-    KEEP = auto()  # go on decoding here
+    KEEP = auto()  # continue decoding here
     HOLD = auto()  # finish it for the client ("prefilled"), keep its blocks until `tick` releases it
     RELEASE = auto()  # finish it for the client ("prefilled"), free its blocks now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """What came of transfers, by request id; unknown ids are ignored.
+    """Outcomes of transfers, by request id. Unknown ids are ignored.
 
     - `moved`: running requests that continue on another worker, and are HELD from now on;
     - `stayed`: requests that could not be migrated, and continue here;
@@ -64,7 +64,8 @@ class Role(Protocol):
         ...
 
     def admissible(self, request: Request, now: float) -> bool:
-        """May this waiting request enter the batch? Called for every waiting request, every step; must be cheap.
+        """Whether this waiting request may enter the batch. It is called for every waiting request in every step, so it
+        must be cheap.
 
         A decode role returns True once the request's ticket has arrived, and gives the ticket's blocks to the request
         then (`request.block_ids`, `num_computed`, `num_cached`, `adopted = True`). Not called again for a request that
@@ -73,7 +74,8 @@ class Role(Protocol):
         ...
 
     def after_prefill(self, request: Request) -> Disposition:
-        """Called once, with the first token this engine sampled for the request, unless it ended the request."""
+        """The disposition of a request. Called once, with the first token that this engine sampled for it, unless that
+        token ended it."""
         ...
 
     def migrate(self, request: Request, ticket: Ticket, now: float) -> None:
@@ -87,7 +89,7 @@ class Role(Protocol):
         ...
 
     def drop(self, request: Request) -> None:
-        """The request was aborted or has ended: stops its transfers. The engine frees its blocks right after this
+        """Stops the transfers of a request that was aborted or has ended. The engine frees its blocks right after this
         returns, unless it is HELD: then `tick` releases it once no transfer reads them. May be called for unknown
         requests, and more than once."""
         ...
@@ -109,7 +111,7 @@ class Role(Protocol):
         ...
 
     def launching(self, batch: Batch, now: float) -> None:
-        """The batch is launched next. A role that moves KV may arm pushes for when its layers are computed."""
+        """Called before the batch is launched. A role that moves KV may arm pushes for when its layers are computed."""
         ...
 
     def busy(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which tokens each step computes, in which blocks, and what sampled tokens mean. Pure: no torch, no clock.
+"""Plans the tokens and blocks of each step, and applies the sampled tokens. Pure: no torch, no clock.
 
     add ──▶ WAITING ── plan: blocks for all its tokens ──▶ RUNNING ── apply: a stop condition ──▶ FINISHED
                ▲                                            │   └─── apply: the role answers HOLD ──▶ HELD ── release ─▶
@@ -12,17 +12,17 @@ long as tokens, sequences and blocks last. A sequence gets blocks for all its to
 whenever its answer grows into it. If no block is free, the request of the largest rank is preempted: so the one of the
 smallest rank always proceeds, and in the end every request has the smallest rank.
 
-`plan` and `apply` share only the steps between them (`_in_flight`, oldest first). Step n + 1 may be planned before
-step n is applied; then
+`plan` and `apply` share only the steps between them (`_in_flight`, oldest first). Step n + 1 may be planned before step
+n is applied; then
 
 - its decoding rows depend on those of step n, whose tokens they read on the device;
 - a request has no row in it if it is known to end in step n, if its role may hand it over then, or if the host needs
   the token of step n to choose the next one (grammars, and penalties with two unknown tokens: the device counts one);
-- a request that turns out to have ended in step n has computed its row in vain;
+- if a request turns out to have ended in step n, its row in step n + 1 is discarded;
 - blocks of a request that has gone are free when the last step that computes it is applied;
 - no request is preempted: a plan that lacks blocks to grow into is None until step n is applied.
 
-A request whose grammar's mask is pending is left out and keeps what it has. If the mask is missing only when the row is
+A request whose grammar's mask is pending is left out and keeps its state. If the mask is first missing while the row is
 sampled, its last position is computed again.
 """
 
@@ -51,7 +51,7 @@ from workers.scheduling.time_slicing import enter_batch, leave_batch, sequences_
 
 
 def no_key(num_prompt: int) -> bytes:
-    """Of models whose KV depends on tokens alone, as nearly all do."""
+    """The prefix key of models whose KV depends on tokens alone, as in nearly all models."""
     return b""
 
 
@@ -61,17 +61,18 @@ def _rank(request: Request) -> tuple[float, int]:
 
 @dataclass(slots=True, eq=False)
 class _PlannedStep:
-    """Planned and not applied. `freed`: blocks of requests that have gone since."""
+    """A step that is planned and not applied. `freed`: blocks of requests that have ended since."""
 
     requests: tuple[Request, ...]
-    sampling: dict[Request, int]  # which row, of those that sample
+    sampling: dict[Request, int]  # the row of each request that samples
     freed: list[list[int]] = field(default_factory=list)
 
 
 class Scheduler:
     """Continuous batching over one block pool. Requests given to `add` have been validated (`Engine.submit`).
 
-    `prefix_key` of a prompt's length: prompts with different keys share no cached blocks (`ModelConfig.prefix_key`).
+    `prefix_key` maps a prompt's length to a key: prompts with different keys share no cached blocks
+    (`ModelConfig.prefix_key`).
     """
 
     def __init__(
@@ -106,33 +107,34 @@ class Scheduler:
 
     @property
     def running(self) -> Sequence[Request]:
-        """By rank, which is the order of a batch's rows that decode."""
+        """Running requests by rank, which is the order of a batch's decoding rows."""
         return self._running
 
     @property
     def num_leaving_blocks(self) -> int:
-        """References to blocks of requests that have gone, which end when the last step that computes them does."""
+        """References to blocks of ended requests. They are released after the last step that computes these
+        requests."""
         return sum([len(freed) for step in self._in_flight for freed in step.freed])
 
     @property
     def blocked(self) -> bool:
-        """Did the last plan leave a request waiting for lack of blocks? Then none should be reserved for tickets. False
-        once no request waits: there may be no further plan that would notice it."""
+        """Whether the last plan left a request waiting for lack of blocks. Then none should be reserved for tickets.
+        False once no request waits: there may be no further plan that would notice it."""
         return self._blocked and bool(self._waiting)
 
     @property
     def queued_prefill_tokens(self) -> int:
-        """Prompt tokens still to be computed; for waiting requests without `Onloads.prefix_savings`."""
-        left = [len(r.prompt_ids) + len(r.output_ids) - r.num_computed for r in self._running]  # of many: no calls
+        """Prompt tokens to be computed. For waiting requests, `Onloads.prefix_savings` are left out."""
+        left = [len(r.prompt_ids) + len(r.output_ids) - r.num_computed for r in self._running]  # many: no calls
         running = sum([num for num in left if num > 1])
         waiting = (r.num_to_compute - self.onloads.prefix_savings(r) for r in self._waiting if not r.adopted)
         return running + sum(waiting)
 
     def has_requests(self) -> bool:
-        """Also true for held requests, and for onloads whose requests have gone."""
+        """Whether there are requests, held ones included, or onloads whose requests have ended."""
         return bool(self._requests) or len(self.onloads) > 0
 
-    # -- coming and going ----------------------------------------------------------------------------------------------
+    # -- adding and removing requests ----------------------------------------------------------------------------------
 
     def add(self, asked: GenerateRequest, now: float) -> None:
         assert asked.request_id not in self._requests
@@ -146,8 +148,8 @@ class Scheduler:
         insort(self._waiting, request, key=_rank)
 
     def abort(self, request_ids: Iterable[str]) -> int:
-        """Ends requests in any state, and returns how many there were. A step in flight may still compute them in vain;
-        their blocks are free when it is applied."""
+        """Ends requests in any state, and returns how many there were. A step in flight may still compute them; their
+        blocks are free when it is applied."""
         known = [self._requests[name] for name in dict.fromkeys(request_ids) if name in self._requests]
         for request in known:
             if request.state is State.HELD:
@@ -157,15 +159,15 @@ class Scheduler:
         return len(known)
 
     def requests(self) -> Collection[Request]:
-        """Of every state."""
+        """Requests in every state."""
         return self._requests.values()
 
     def find(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
 
     def hold(self, request_id: str) -> bool:
-        """Takes a running request out of the batch for its role; its blocks stay until `release`. What a step in flight
-        computes for it is dropped. False if it does not run."""
+        """Takes a running request out of the batch for its role; its blocks stay until `release`. Results of a step in
+        flight are dropped. False if the request is not running."""
         request = self._requests.get(request_id)
         if request is None or request.state is not State.RUNNING:
             return False
@@ -174,7 +176,7 @@ class Scheduler:
         return True
 
     def release(self, request_id: str) -> bool:
-        """Ends a request for its role, without `Role.drop`. False if there is none."""
+        """Ends a request for its role, without `Role.drop`. False for an unknown request."""
         request = self._requests.get(request_id)
         if request is not None:
             self._drop(request)
@@ -183,8 +185,8 @@ class Scheduler:
     # -- plan ----------------------------------------------------------------------------------------------------------
 
     def plan(self, now: float, mask_pending: Collection[str] = ()) -> Batch | None:
-        """The next batch, or None if nothing can run, or not before a step in flight is applied. Every batch must be
-        applied, in the order they were planned. Requests in `mask_pending` neither begin nor decode."""
+        """The next batch, or None if nothing can run now. Every batch must be applied, in the order they were planned.
+        Requests in `mask_pending` neither begin nor decode."""
         self.onloads.poll()
         if self._waiting and (leaving := sequences_to_pause(self._running, self._waiting, self.pool, self.config, now)):
             if self._in_flight:
@@ -215,8 +217,8 @@ class Scheduler:
         return Batch(rows=tuple([row for _, row in rows]))
 
     def prolong(self, batch: Batch, num_steps: int) -> Batch:
-        """The only planned batch, with so many further steps. Every running request decodes in it, none ends before
-        the last step, and there are blocks for all of them."""
+        """The only planned batch, extended by `num_steps` steps. Every running request decodes in it, no request ends
+        before the last step, and there are blocks for all."""
         (step,) = self._in_flight
         assert len(step.requests) == len(step.sampling) == len(self._running), "not every request decodes"
         rows = list(batch.rows)
@@ -236,8 +238,8 @@ class Scheduler:
         return num_tokens
 
     def _admit(self, now: float, budget: int, rows: list[tuple[Request, Row]], mask_pending: Collection[str]) -> None:
-        """Admits waiting requests by rank. The first that lacks blocks holds back all after it, except those that hold
-        blocks already: only they can free some."""
+        """Admits waiting requests by rank. The first request that lacks blocks holds back all later ones, except those
+        that hold blocks already: only they can free some."""
         self._blocked = False
         for request in self._waiting:
             if request.request_id in mask_pending:
@@ -272,8 +274,8 @@ class Scheduler:
         return len(self._running) + self.onloads.num_batch_slots < self.config.max_num_seqs
 
     def _break_tie(self) -> None:
-        """Requests that adopted blocks and each lack another one would deadlock. The last in rank releases its blocks
-        and recomputes them when it is admitted."""
+        """Breaks the deadlock of requests that adopted blocks and each lack another block. The last in rank releases
+        its blocks and recomputes them when it is admitted."""
         adopted = [request for request in self._waiting if request.adopted]
         if len(adopted) > 1:
             self._unqueue(adopted[-1])
@@ -295,7 +297,7 @@ class Scheduler:
         return matched if request.waiting_on_block is None else None
 
     def _prefix_savings(self, request: Request) -> int:
-        """Tokens that a new request need not compute if nothing is evicted before its turn."""
+        """Tokens that a new request need not compute, unless a block is evicted before its turn."""
         usable = request.hashes[: self._num_cacheable(request)]
         num_blocks = len(self.pool.match(usable))
         num_blocks += self.onloads.num_on_host(usable[num_blocks:])
@@ -303,16 +305,17 @@ class Scheduler:
         return num_blocks * self.pool.block_size
 
     def _num_cacheable(self, request: Request) -> int:
-        """Blocks that need not be computed if they are cached: without the last token, whose logits are needed, and
-        without prompt positions whose logprobs were requested."""
+        """The number of blocks that need not be computed if they are cached. The last token is left out, because its
+        logits are needed, and so are prompt positions whose logprobs were requested."""
         limit = request.num_tokens - 1
         if request.owes_prompt_logprobs:
             limit = min(limit, request.num_prompt_reported)
         return limit // self.pool.block_size
 
     def _provide(self, request: Request, matched: list[int]) -> bool:
-        """All the blocks that the request needs now, or none; the onload of those on the host begins. A request that
-        holds no blocks yet must leave one for each running sequence to grow into, or it would be preempted at once."""
+        """Takes all blocks that the request needs now, or none, and begins the onload of those on the host. A request
+        without blocks must leave one for each running sequence to grow into. Otherwise it would be preempted at
+        once."""
         holds = bool(request.block_ids)
         slots = [] if holds else self.onloads.pin(request.hashes[: self._num_cacheable(request)], len(matched))
         self.pool.acquire(matched)
@@ -352,8 +355,8 @@ class Scheduler:
         self._seal(request)
 
     def _grow(self, request: Request, num_blocks: int) -> bool:
-        """Takes blocks for the next tokens, if need be those of other requests. False if the request was the last in
-        rank itself, and has been preempted."""
+        """Takes blocks for the next tokens, by preempting other requests if necessary. False if the request itself was
+        the last in rank and has been preempted."""
         while num_blocks > 0:
             if (fresh := self.pool.allocate(1)) is not None:
                 request.block_ids += fresh
@@ -389,11 +392,12 @@ class Scheduler:
     # -- apply ---------------------------------------------------------------------------------------------------------
 
     def apply(self, batch: Batch, output: StepOutput) -> list[SequenceUpdate]:
-        """What the oldest planned batch brought. Rows of requests that are gone by now are dropped.
+        """Applies the oldest planned batch and returns its updates. Rows of ended requests are dropped.
 
-        A row that samples may bring any number of tokens: none while its mask is pending, more with drafts. What it
-        computed beyond them counts as not computed, so that no such block is sealed; and since how many will come is
-        not known before, no row of the batch after it depends on such a row."""
+        A row that samples may bring any number of tokens: none while its mask is pending, more with drafts. Positions
+        after the last of them count as not computed, so that no such block is sealed. The number is unknown in advance,
+        so no row of the next batch depends on such a row.
+        """
         step = self._in_flight.popleft()
         for block_ids in step.freed:
             self.pool.release(block_ids)
@@ -458,7 +462,7 @@ class Scheduler:
         return FinishReason.PREFILLED
 
     def _seal(self, request: Request) -> None:
-        """Registers blocks that are full and computed, of prompt and answer, as cached prefix."""
+        """Registers full and computed blocks, of prompt and answer, as cached prefix."""
         num_full = request.num_computed // self.pool.block_size
         if num_full == request.num_sealed:
             return
@@ -474,7 +478,7 @@ class Scheduler:
         parent = request.hashes[-1] if known else None
         request.hashes += chain_hashes(request.in_blocks(known, size), size, salt=request.cache_salt, parent=parent)
 
-    # -- letting go ----------------------------------------------------------------------------------------------------
+    # -- releasing blocks ----------------------------------------------------------------------------------------------
 
     def _end(self, request: Request) -> None:
         self.role.drop(request)
@@ -507,13 +511,13 @@ class Scheduler:
     # -- invariants ----------------------------------------------------------------------------------------------------
 
     def check_balance(self, num_reserved: int = 0) -> None:
-        """The numbers of references: the part of `check_integrity` that is cheap enough after every event."""
+        """Asserts the numbers of references: the part of `check_integrity` that is cheap enough after every event."""
         num_held = sum(len(request.block_ids) for request in self._requests.values())
         num_loading = sum(1 for _ in self.onloads.held_ids())
         self.pool.check_balance(num_reserved + self.num_leaving_blocks + num_held + num_loading)
 
     def check_integrity(self, reserved_ids: Sequence[int] = ()) -> None:
-        """Every reference in the pool belongs to a request, an onload or a ticket (`reserved_ids`)."""
+        """Asserts that every reference in the pool belongs to a request, an onload or a ticket (`reserved_ids`)."""
         self.pool.check_integrity()
         for queue, state in ((self._waiting, State.WAITING), (self._running, State.RUNNING)):
             assert all(request.state is state for request in queue)
@@ -535,7 +539,7 @@ class Scheduler:
         self._pending.check_integrity()
 
     def assert_idle(self) -> None:
-        """No request is here, and no block is held."""
+        """Asserts that there are no requests and no held blocks."""
         assert not self._requests, f"requests {sorted(self._requests)} are still here"
         assert not len(self._pending)
         assert not self._in_flight

@@ -1,4 +1,4 @@
-"""One request's part of a step: the row that the runner gets, and what the tokens of its output mean."""
+"""One request's part of a step: the row for the runner, and the tokens of its output."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def next_row(request: Request, num_tokens: int, *, eos_ids: tuple[int, ...], dep
 def decodable(
     running: Sequence[Request], sampled: Container[Request], *, max_len: int, block_size: int
 ) -> Iterator[tuple[Request, int]]:
-    """Requests whose last token is known, or is among those `sampled` by the step before where the device can read it;
-    and how many blocks the next token needs that they do not have."""
-    for request in running:  # often many: no calls
+    """Requests whose last token is known, or was `sampled` by the previous step and can be read on the device; each
+    with the number of blocks that its next token lacks."""
+    for request in running:  # no calls in the loop: there are often many requests
         num_due = request.num_due
         num_expected = len(request.prompt_ids) + len(request.output_ids) + num_due
         if num_expected - request.num_planned != 1:
@@ -47,8 +47,8 @@ def decodable(
 
 
 def may_follow(request: Request, max_len: int) -> bool:
-    """May the token that is being sampled for the request be computed before the host knows it? Not if the request ends
-    with it, its role may hand the request over then, or the host needs it to choose the token after it."""
+    """Whether the token that is being sampled for the request may be computed before the host knows it. Not if the
+    request ends with it, its role may hand the request over then, or the host needs it to choose the token after it."""
     num_output = len(request.output_ids) + request.num_due
     if num_output >= request.sampling.max_tokens or len(request.prompt_ids) + num_output >= max_len:
         return False
@@ -60,14 +60,15 @@ def may_follow(request: Request, max_len: int) -> bool:
 
 
 def stop_ids(request: Request, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Tokens that end the answer."""
+    """The tokens that end the answer."""
     return (() if request.sampling.ignore_eos else eos_ids) + request.sampling.stop_token_ids
 
 
 def extend(
     request: Request, token_ids: tuple[int, ...], *, eos_ids: tuple[int, ...], max_len: int
 ) -> tuple[tuple[int, ...], FinishReason | None]:
-    """Appends sampled tokens to the answer, up to the one that ends it. Returns those, and why the answer ends."""
+    """Appends sampled tokens to the answer, up to the one that ends it. Returns the appended tokens, and why the answer
+    ends."""
     room = min(request.sampling.max_tokens, max_len - len(request.prompt_ids)) - len(request.output_ids)
     taken = token_ids[:room]
     finish_reason = FinishReason.LENGTH if len(taken) == room else None

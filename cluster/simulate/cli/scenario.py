@@ -262,7 +262,7 @@ def _settings(given: Mapping[str, Any]) -> ClusterConfig:
     further, host_kv_gib = given["further"] or (), given["host_kv_gib"]
     above = () if host_kv_gib is None else (f"worker.host_kv_gib={host_kv_gib!r}",)
     if given["policy"] is not None:
-        above = (*above, f"router.policy={NAMES[0]}")  # each cluster has its own, from flags
+        above = (*above, f"router.policy={NAMES[0]}")  # the policy of each cluster comes from flags
     settings = read_settings(given["file"], (*further, *above))
     if names := without_effect(further):
         warn(f"no effect in a simulation: --set {', '.join(names)}")

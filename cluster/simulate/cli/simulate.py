@@ -135,7 +135,7 @@ def simulate(
     events: Annotated[Path | None, typer.Option(help="Write the event log to this file.")] = None,
 ) -> None:
     """Run the production code in virtual time: size a cluster, tune a policy, look for faults."""
-    logging.getLogger("baton").setLevel(logging.ERROR)  # a simulated worker's end is no news here
+    logging.getLogger("baton").setLevel(logging.ERROR)  # the end of a simulated worker is expected
     _check(context, {"json": json_file, "html": html_file, "events": events})
     if replay is not None:
         return replay_one(replay, events)

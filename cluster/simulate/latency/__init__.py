@@ -1,1 +1,1 @@
-"""How long a step takes: rooflines, measured kernels, fitted steps."""
+"""Models of the time of a step: rooflines, measured kernels, fitted steps."""

@@ -76,7 +76,7 @@ class _Phase:
         while True:
             try:
                 ((name, *_),) = self._evaluate([len(names)], batch_size=1, s=128)
-            except ValueError:  # beyond the last one
+            except ValueError:  # beyond the last measured size
                 return names
             names.append(name)
 
@@ -110,11 +110,12 @@ class Aiconfigurator:
         return taken_s
 
     def chance(self, key: str) -> None:
-        """All steps of a shape are alike."""
+        """No variation: all steps of a shape take the same time."""
 
 
 class _Grid:
-    """Interpolates `exact` linearly between points whose distance is proportional to their size. Caches its results."""
+    """Interpolates `exact` linearly between grid points whose distance is proportional to their size. Caches its
+    results."""
 
     def __init__(self, exact: Callable[..., float]) -> None:
         self._exact = exact

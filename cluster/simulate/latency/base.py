@@ -1,7 +1,7 @@
-"""What the models of a step's time have in common, and the model that is fitted to measured steps.
+"""The interface of the models of a step's time, and the model that is fitted to measured steps.
 
-roofline        of each kind of kernel (`cluster.simulate.latency.roofline`) aiconfigurator  measured kernels, looked up
-(`cluster.simulate.latency.aiconfigurator`) calibrated      a + b * sampled rows + c * computed tokens + d * tokens read
+roofline of each kind of kernel (`cluster.simulate.latency.roofline`) aiconfigurator measured kernels, looked up
+(`cluster.simulate.latency.aiconfigurator`) calibrated a + b * sampled rows + c * computed tokens + d * tokens read
 back, none below 0, fitted to measurements (`cluster.simulate.latency.calibration`), and how single steps scatter about
 that
 """
@@ -34,7 +34,7 @@ class StepWork(NamedTuple):
 
 
 class Latency(Protocol):
-    """The usual time of a step; a device's `chance` varies single steps, None: not at all."""
+    """The usual time of a step. A device's `chance` varies single steps; None for no variation."""
 
     def step_s(self, step: StepWork) -> float: ...
 

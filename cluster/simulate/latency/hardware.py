@@ -1,4 +1,5 @@
-"""GPUs and models by name, or from one's own files: a TOML file for a GPU, a checkpoint's config.json for a model."""
+"""GPUs and models by name, or from files of the user's own: a TOML file for a GPU, a checkpoint's config.json for a
+model."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 def gpu_of(name: str) -> Gpu:
-    """Raises Misconfigured for a GPU that is not described here, nor in a file."""
+    """The GPU of this name or file. Raises Misconfigured for an unknown GPU."""
     if name.endswith(GPU_SUFFIX):
         return read_gpu(Path(name))
     if name not in GPUS:
@@ -46,8 +47,8 @@ def gpu_of(name: str) -> Gpu:
 
 
 def model_of(name: str, dtype: str | None = None, *, spread: bool = False) -> ModelShape:
-    """With weights of `dtype`, or of the type that its checkpoint has. Raises Misconfigured for a model that is not
-    described here, nor in a file, and for one without experts that is to be `spread`."""
+    """The model of this name or file, with weights of `dtype` or of its checkpoint's type. Raises Misconfigured for an
+    unknown model, and for a model without experts if `spread` is set."""
     path = Path(name)
     if name.endswith(MODEL_SUFFIX) or (name not in MODELS and path.is_dir()):
         model = read_model(path / "config.json" if path.is_dir() else path)
@@ -70,8 +71,8 @@ def model_of(name: str, dtype: str | None = None, *, spread: bool = False) -> Mo
 
 
 def read_gpu(path: Path) -> Gpu:
-    """`like` names the GPU whose figures hold where the file has none, and whose measured shares apply. Raises
-    Misconfigured."""
+    """Reads a GPU's file. `like` names the GPU whose figures replace missing ones, and whose measured shares apply.
+    Raises Misconfigured."""
     given = f"--gpu {shlex.quote(str(path))}"
     try:
         said = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -97,8 +98,8 @@ def read_gpu(path: Path) -> Gpu:
 
 
 def read_model(path: Path) -> ModelShape:
-    """From the config.json of a checkpoint: dense models and mixtures of experts, with attention in groups or latent
-    attention. Raises Misconfigured."""
+    """Reads the config.json of a checkpoint: dense models and mixtures of experts, with grouped or latent attention.
+    Raises Misconfigured."""
     given = f"--model {shlex.quote(str(path))}"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -108,12 +109,12 @@ def read_model(path: Path) -> ModelShape:
         raise Misconfigured(f"{given}: it is not JSON: {error}", param="model") from error
     if not isinstance(config, dict):
         raise Misconfigured(f"{given}: it is not a checkpoint's config.json", param="model")
-    text = config.get("text_config")  # of a model that sees
+    text = config.get("text_config")  # of a multimodal model
     return _Checkpoint(given, {**config, **text} if isinstance(text, dict) else config).model()
 
 
 class _Checkpoint:
-    """A config.json's figures. Raises Misconfigured for those that are missing or make no sense."""
+    """The figures of a config.json. Raises Misconfigured for missing or impossible ones."""
 
     def __init__(self, given: str, config: Mapping[str, Any]) -> None:
         self._given = given
@@ -195,7 +196,7 @@ class _Checkpoint:
 
 
 def _num_params(model: ModelShape, *, tied: bool) -> float:
-    """Of all matrices; norms and biases are left out."""
+    """The number of parameters in all matrices, without norms and biases."""
     experts, latent, heads = model.experts, model.latent, model.heads
     if latent is None:
         attention = (2 * heads + 2 * model.kv_heads) * model.head_dim * model.hidden

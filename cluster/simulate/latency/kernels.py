@@ -1,9 +1,9 @@
-"""How long the kernels of one GPU take, by kind: a few coefficients a GPU, fitted to measured kernels.
+"""The times of one GPU's kernels, by kind: a few coefficients per GPU, fitted to measured kernels.
 
 products    ((arithmetic / (rate x share))^s + (bytes / (memory rate x share))^s)^(1/s) + fixed: a roofline (Williams,
             Waterman, Patterson, 2009) whose ridge is as sharp as `s`
-prefill     arithmetic / (rate x share) + elements x what one costs + fixed
-decode      bytes / (memory rate x share) + rows and heads x what one costs + fixed
+prefill     arithmetic / (rate x share) + elements x cost of an element + fixed
+decode      bytes / (memory rate x share) + rows and heads x cost of each + fixed
 all-reduce  bytes / (link rate x share) + fixed
 
 `cluster.simulate.latency.fitted` has the coefficients; `python -m benchmarks.simulation.step_fit` fits them.
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 from cluster.simulate.latency.shapes import HOST_GPUS, Gpu
 
-ELEMENTWISE_SHARE = 0.8  # of the memory's rate: what NVIDIA's aiconfigurator takes for norms and activations
-ELEMENTWISE_S = 3e-6  # of one such kernel, besides; same source
-HOP_S = 10e-6  # of one message between hosts; same source (`p2p_latency`)
+ELEMENTWISE_SHARE = 0.8  # of the memory's rate: as in NVIDIA's aiconfigurator for norms and activations
+ELEMENTWISE_S = 3e-6  # fixed time of one such kernel; same source
+HOP_S = 10e-6  # time of one message between hosts; same source (`p2p_latency`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductTimes:
-    """Matrix products of a GPU with weights of one type."""
+    """Times of a GPU's matrix products with weights of one type."""
 
     compute_share: float
     memory_share: float
@@ -39,8 +39,8 @@ class ProductTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTimes:
-    """Attention of one layer. `element_s`: time per number of a query, for reading and writing it with its key, value
-    and output; `row_s`: per head of a decoding sequence."""
+    """Times of one layer's attention. `element_s`: time per number of a query, for reading and writing it with its key,
+    value and output; `row_s`: per head of a decoding sequence."""
 
     compute_share: float
     memory_share: float
@@ -75,7 +75,7 @@ class AllReduceTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTimes:
-    """The kernels of one GPU. `products` and `experts` by the weights' type (`shapes.DTYPES`)."""
+    """The times of one GPU's kernels. `products` and `experts` are by the weights' type (`shapes.DTYPES`)."""
 
     products: dict[str, ProductTimes]
     experts: dict[str, ProductTimes]

@@ -26,8 +26,8 @@ class StepTimes:
         self._made: dict[tuple[str, str, Gpu, ModelShape, int, float], Latency] = {}
 
     def of(self, gpu: str, model: str, card: Gpu, shape: ModelShape, *, tp: int, host_s: float) -> Latency:
-        """For workers of `tp` GPUs, whose steps take `host_s` of host work that nothing hides; with the names of GPU
-        and model. Raises Misconfigured."""
+        """The model for workers of `tp` GPUs, given the names of GPU and model. `host_s` is the host work of a step
+        that nothing hides. Raises Misconfigured."""
         key = (gpu, model, card, shape, tp, host_s)
         if key not in self._made:
             self._made[key] = self._make(*key)

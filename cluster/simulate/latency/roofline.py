@@ -33,7 +33,8 @@ def check_fitted(gpu_name: str, gpu: Gpu, model_name: str, model: ModelShape) ->
 
 
 class Product(NamedTuple):
-    """Product of activations of `depth` numbers a token with weights of `depth` x `width`, `repeats` times a step."""
+    """A product of activations with `depth` numbers per token and weights of `depth` x `width`, `repeats` times per
+    step."""
 
     width: float
     depth: float
@@ -41,7 +42,7 @@ class Product(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """Seconds of a step, by kind."""
+    """The seconds of a step, by kind."""
 
     products: float = 0.0
     experts: float = 0.0
@@ -54,7 +55,7 @@ class StepParts(NamedTuple):
 
 
 class Roofline:
-    """Steps on the `tp` GPUs of one worker, which share heads, experts and the hidden layers of MLPs. `slowness`
+    """Step times of one worker's `tp` GPUs, which share heads, experts and the hidden layers of MLPs. `slowness`
     multiplies the time of arithmetic."""
 
     def __init__(
@@ -83,7 +84,7 @@ class Roofline:
         return self._without_attention(step.num_tokens, step.num_rows)._replace(attention=self.attention_s(step))
 
     def chance(self, key: str) -> None:
-        """All steps of a shape are alike."""
+        """No variation: all steps of a shape take the same time."""
 
     def attention_s(self, step: StepWork) -> float:
         taken_s = 0.0
@@ -98,8 +99,8 @@ class Roofline:
         return taken_s
 
     def _make_decode_s(self) -> tuple[float, float, float]:
-        """Of all layers: constant, per sequence, per KV position read. The heads that share a key read it once;
-        absorbed latent attention may be bound by arithmetic, as 128 heads share one key."""
+        """The times of decode attention in all layers: constant, per sequence, per KV position read. The heads that
+        share a key read it once; absorbed latent attention may be bound by arithmetic, as 128 heads share one key."""
         model, gpu, layers, latent = self.model, self.gpu, self.model.layers, self.model.latent
         heads, kept = model.heads / self.tp, model.kept_bytes(self.tp) / self.tp / layers
         fitted = self._kernels.attention if latent is None else self._kernels.latent
@@ -110,7 +111,8 @@ class Roofline:
         return fitted.decode_fixed_s * layers, fitted.row_s * heads * layers, read_s * layers
 
     def _make_prefill_s(self) -> tuple[float, float, float, float]:
-        """Of all layers: constant, per token, per pair of a token and one it attends to, per KV position read."""
+        """The times of prefill attention in all layers: constant, per token, per pair of a token and one it attends to,
+        per KV position read."""
         model, layers, latent = self.model, self.model.layers, self.model.latent
         heads = model.heads / self.tp
         fitted = self._kernels.attention if latent is None else self._kernels.latent
@@ -122,11 +124,11 @@ class Roofline:
         return fitted.prefill_fixed_s * layers, token_s * layers, attended_s * layers, read_s * layers
 
     def projections(self) -> list[Product]:
-        """Products around attention, of all layers."""
+        """The products around attention, in all layers."""
         return self._latent_projections() if self.model.latent is not None else self._grouped_projections()
 
     def mlps(self) -> list[Product]:
-        """Products of all layers, with shared experts but without routed ones."""
+        """The MLPs' products in all layers, with shared experts but without routed ones."""
         model, experts = self.model, self.model.experts
         num_routed = self._num_routed_layers()
         widths = [(model.width, model.layers - num_routed)]
@@ -149,7 +151,7 @@ class Roofline:
         return taken_s
 
     def _without_attention(self, num_tokens: float, num_rows: float) -> StepParts:
-        """Products of `num_tokens`, of which `num_rows` are sampled."""
+        """The products of `num_tokens` tokens, of which `num_rows` are sampled."""
         model, gpu, tp = self.model, self.gpu, self.tp
         products_s = self.products_s([*self.projections(), *self.mlps()], num_tokens, model.dtype)
         products_s += self.products_s([Product(model.vocab / tp, model.hidden, 1)], num_rows, BFLOAT16)
@@ -165,7 +167,7 @@ class Roofline:
         )
 
     def _grouped_projections(self) -> list[Product]:
-        """Queries, keys and values in one product; and the output."""
+        """Queries, keys and values in one product, and the output's product."""
         model, tp = self.model, self.tp
         heads, kv_heads = model.heads / tp, max(1.0, model.kv_heads / tp)
         return [
@@ -174,9 +176,9 @@ class Roofline:
         ]
 
     def _latent_projections(self) -> list[Product]:
-        """Latent attention: queries and keys are compressed (on every rank); queries are expanded from their latents.
-        The expansion of keys and values is absorbed into queries and output while decoding, at the same size. Then the
-        output."""
+        """The products of latent attention. Queries and keys are compressed, on every rank. Queries are expanded from
+        their latents. The expansion of keys and values is absorbed into queries and output while decoding, at the same
+        size. The output's product comes last."""
         model, latent = self.model, self.model.latent
         assert latent is not None
         heads, layers = model.heads / self.tp, model.layers
@@ -193,7 +195,7 @@ class Roofline:
         return 0 if experts is None else self.model.layers - experts.num_dense_layers
 
     def experts_s(self, num_tokens: float) -> float:
-        """Each GPU has its share of every expert."""
+        """Seconds of the routed experts. Each GPU has its share of every expert."""
         if (experts := self.model.experts) is None:
             return 0.0
         params = 3.0 * experts.width * self.model.hidden
@@ -204,7 +206,8 @@ class Roofline:
         return self._num_routed_layers() * taken_s
 
     def _elementwise_bytes(self, num_tokens: float) -> float:
-        """Two norms with residual additions, on every GPU; the activation on its share: two numbers in, one out."""
+        """Bytes of elementwise kernels: two norms with residual additions on every GPU, and the activation on its
+        share, which reads two numbers and writes one."""
         model, experts = self.model, self.model.experts
         hidden = 2 * 4 * model.hidden * model.layers
         width = float(model.width * model.layers)

@@ -24,4 +24,4 @@ class Rough:
         return max(flops / (FLOPS * self.compute_share), moved / MEMORY_RATE) + LAUNCH_S
 
     def chance(self, key: str) -> None:
-        """All steps of a shape are alike."""
+        """No variation: all steps of a shape take the same time."""

@@ -1,4 +1,4 @@
-"""What simulated hardware can do and what simulated models need: public figures, of `gpus.toml` and `models.toml`.
+"""The figures of simulated GPUs and models: public figures from `gpus.toml` and `models.toml`.
 
 Rates are the makers' dense figures. `cluster.simulate.latency.kernels` holds the share of them that kernels reach.
 """
@@ -20,22 +20,22 @@ from workers.models.config import splits_heads
 HOST_GPUS = 8
 BFLOAT16, FP8, FP8_BLOCK = "bfloat16", "fp8", "fp8_block"
 DTYPES = (BFLOAT16, FP8, FP8_BLOCK)
-"""Of weights. `fp8` has one scale a tensor, `fp8_block` one for each block of 128 x 128, as DeepSeek-V3 has."""
+"""The types of weights. `fp8` has one scale per tensor, `fp8_block` one per block of 128 x 128, as in DeepSeek-V3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A worker of more than the `HOST_GPUS` of one host reduces over its network cards, one a GPU."""
+    """A GPU. A worker with more GPUs than the `HOST_GPUS` of one host reduces over their network cards, one per GPU."""
 
-    flops: float  # a second, dense, bfloat16
-    fp8_flops: float | None  # a second, dense; None: its tensor cores have no fp8
+    flops: float  # per second, dense, bfloat16
+    fp8_flops: float | None  # per second, dense; None: its tensor cores have no fp8
     memory_bytes: float
-    memory_rate: float  # bytes a second
-    link_rate: float  # bytes a second to the other GPUs of its host, one way
-    network_rate: float  # bytes a second of its network card, one way
-    host_rate: float  # bytes a second to its host's memory, one way
-    usd_per_hour: float  # an example
-    like: str  # whose fitted shares apply (`fitted.json`)
+    memory_rate: float  # bytes per second
+    link_rate: float  # bytes per second to the other GPUs of its host, one way
+    network_rate: float  # bytes per second of its network card, one way
+    host_rate: float  # bytes per second to its host's memory, one way
+    usd_per_hour: float  # an example price
+    like: str  # the GPU whose fitted shares apply (`fitted.json`)
 
 
 GPU_KEYS = {
@@ -52,7 +52,7 @@ GPU_KEYS = {
 
 
 def gpu_figures(described: Mapping[str, float]) -> dict[str, Any]:
-    """The fields of `Gpu` that a GPU's file has, from its keys. No `fp8_tflops` are None."""
+    """The fields of `Gpu` from the keys of a GPU's file. `fp8_tflops` of 0 becomes None."""
     figures = {GPU_KEYS[key][0]: value * GPU_KEYS[key][1] for key, value in described.items()}
     return figures | {name: value or None for name, value in figures.items() if name == "fp8_flops"}
 
@@ -66,8 +66,8 @@ GPUS = {name: Gpu(like=name, **gpu_figures(one)) for name, one in _described("gp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A token visits `num_active` of the `num` routed experts of a layer, and all `num_shared`. The first
-    `num_dense_layers` layers have none."""
+    """The experts of a model. A token visits `num_active` of the `num` routed experts of a layer, and all `num_shared`.
+    The first `num_dense_layers` layers have none."""
 
     num: int
     num_active: int
@@ -76,15 +76,16 @@ class Experts:
     num_dense_layers: int = 0
 
     def touched(self, num_tokens: float) -> float:
-        """How many routed experts of a layer so many tokens visit, each of which draws its own at random."""
+        """The expected number of a layer's routed experts that `num_tokens` tokens visit, if each token draws its
+        experts at random."""
         return self.num * (1 - float((1 - self.num_active / self.num) ** num_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): `kv_rank + rope_dim` numbers are cached a token and
-    layer. A prompt attends over heads of `nope_dim + rope_dim`, with values of `value_dim`; a decode step attends over
-    what is cached, so that a head compares `kv_rank + rope_dim` numbers and sums up `kv_rank`."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): `kv_rank + rope_dim` numbers are cached per token
+    and layer. A prompt attends with heads of `nope_dim + rope_dim` and values of `value_dim`. A decode step attends to
+    the cached numbers: a head compares `kv_rank + rope_dim` numbers and sums up `kv_rank`."""
 
     query_rank: int  # 0: queries are not compressed
     kv_rank: int
@@ -95,9 +96,9 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """`kv_heads` x `kv_width` numbers are cached as keys, as many as values, a layer and token. The GPUs of a worker
-    share all layers (tensor parallelism), or, if it is `spread`, only the routed experts: each GPU has requests of its
-    own, and all other weights."""
+    """The sizes of a model. Per layer and token, `kv_heads` x `kv_width` numbers are cached as keys, and as many as
+    values. The GPUs of a worker share all layers (tensor parallelism). If the model is `spread`, they share only the
+    routed experts: each GPU has its own requests and all other weights."""
 
     params: float
     layers: int
@@ -109,53 +110,55 @@ class ModelShape:
     width: int  # of the hidden layer of a dense layer's MLP
     vocab: int
     max_len: int
-    dtype: str = BFLOAT16  # of the weights: one of `DTYPES`
+    dtype: str = BFLOAT16  # the weights' type: one of `DTYPES`
     experts: Experts | None = None
     latent: Latent | None = None
     spread: bool = False
 
     @property
     def weight_bytes(self) -> float:
-        """Of one parameter."""
+        """Bytes per parameter."""
         return 2.0 if self.dtype == BFLOAT16 else 1.0
 
     @property
     def expert_params(self) -> float:
-        """Of all routed experts."""
+        """The number of parameters of all routed experts."""
         if (experts := self.experts) is None:
             return 0.0
         return 3.0 * experts.num * experts.width * self.hidden * (self.layers - experts.num_dense_layers)
 
     @property
     def active_params(self) -> float:
-        """That one token is multiplied with."""
+        """The number of parameters that one token is multiplied with."""
         if self.experts is None:
             return self.params
         return self.params - self.expert_params * (1 - self.experts.num_active / self.experts.num)
 
     @property
     def kv_bytes(self) -> float:
-        """Of one token, all layers."""
+        """Bytes of KV per token, in all layers."""
         return 2.0 * 2 * self.layers * self.kv_heads * self.kv_width
 
     def kept_bytes(self, tp: int) -> float:
-        """Of one token on all of `tp` ranks. A head cannot be split: where there are more ranks than key/value heads,
-        several keep the same one, and with MLA, which has one, all do. Where requests are spread, one rank has it."""
+        """Bytes of KV per token on all `tp` ranks together. A head cannot be split: with more ranks than key/value
+        heads, several ranks keep the same head. With latent attention, which has one head, all ranks keep it. With
+        spread requests, one rank keeps it."""
         return self.kv_bytes if self.spread else self.kv_bytes * max(1.0, tp / self.kv_heads)
 
     def held_bytes(self, tp: int) -> float:
-        """Of weights, on all of `tp` GPUs."""
+        """Bytes of weights on all `tp` GPUs together."""
         params = (self.params - self.expert_params) * tp + self.expert_params if self.spread else self.params
         return params * self.weight_bytes
 
     def splits(self, tp: int) -> bool:
-        """Can so many ranks share its heads evenly, or its experts?"""
+        """Whether this number of ranks can share its heads, or its experts, evenly."""
         if self.spread and self.experts is not None:
             return self.experts.num % tp == 0
         return splits_heads(self.heads, self.kv_heads, tp)
 
     def layout(self, block_size: int) -> KVLayout:
-        """Of all ranks together: a simulated worker is one rank, however many GPUs its device stands for."""
+        """The KV layout of all ranks together: a simulated worker is one rank, however many GPUs its device stands
+        for."""
         return KVLayout.dense(
             num_layers=self.layers,
             num_kv_heads=self.kv_heads,
@@ -194,5 +197,5 @@ def num_blocks(gpu: Gpu, model: ModelShape, *, tp: int, block_size: int, memory_
 
 
 def max_ranks(model: ModelShape) -> int:
-    """Beyond which there is no head, or no expert, for each."""
+    """The largest number of ranks with a head, or an expert, for each."""
     return model.experts.num if model.spread and model.experts is not None else model.heads

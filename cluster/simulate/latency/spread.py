@@ -49,10 +49,10 @@ class ExpertParallelLatency:
         return self._host_s + min(apart_s, max(2 * self.compute_s(half), travel_s))
 
     def chance(self, key: str) -> None:
-        """All steps of a shape are alike."""
+        """No variation: all steps of a shape take the same time."""
 
     def compute_s(self, own: StepWork) -> float:
-        """On one GPU."""
+        """Seconds of computing on one GPU."""
         sizes = (own.num_tokens, own.num_rows)
         taken_s = self._by_tokens.get(sizes)
         if taken_s is None:
@@ -61,7 +61,7 @@ class ExpertParallelLatency:
         return taken_s + self._one.attention_s(own)
 
     def _experts_s(self, num_tokens: float) -> float:
-        """A GPU's experts get as many tokens as the GPU has itself."""
+        """Seconds of a GPU's experts, which get as many tokens as the GPU has itself."""
         model, experts, gpu = self.model, self._experts, self.gpu
         params = 3.0 * experts.width * model.hidden
         touched = experts.touched(num_tokens * self.num_gpus) / self.num_gpus
@@ -71,7 +71,8 @@ class ExpertParallelLatency:
         return (model.layers - experts.num_dense_layers) * seconds
 
     def travel_s(self, own: StepWork) -> float:
-        """To the experts and back: between hosts over the GPU's network card, within a host over its links."""
+        """Seconds that tokens travel to the experts and back: between hosts over the GPU's network card, within a host
+        over its links."""
         experts, gpu, num_hosts = self._experts, self.gpu, math.ceil(self.num_gpus / HOST_GPUS)
         is_many = own.num_tokens >= MANY_TOKENS
         copies = min(experts.num_active, num_hosts, MAX_HOSTS) if is_many else experts.num_active

@@ -1,8 +1,8 @@
 """A simulated device: computes the toy model's tokens in the time of the latency model.
 
-What a block holds is kept position by position, so that a block that was never sent, was given away too early or has
-two owners shows as a wrong token (`workers.toy`). A sequence is summed up in full whenever it comes to this device or
-comes back; in between only its new positions are added, unless the device is `thorough`.
+The device keeps the content of every position of a block. So a block that was never sent, was released too early or has
+two owners produces a wrong token (`workers.toy`). A sequence is summed up in full when it comes to this device or
+returns to it. In between, only its new positions are added, unless the device is `thorough`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOTHING = RowOutput()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """A copy of blocks in transfer; `nbytes` is the size of real ones, `sums` are those of the blocks."""
+    """A copy of blocks in transfer. `nbytes` is the size of real blocks, `sums` are the blocks' sums."""
 
     content: Any  # uint16 [units, positions of a unit]
     nbytes: int
@@ -37,7 +37,7 @@ class Payload:
 
 @dataclass(slots=True)
 class DeviceWork:
-    """What a device has computed. A step's time is divided by tokens between prompts and answers."""
+    """The work that a device has done. A step's time is divided between prompts and answers by tokens."""
 
     prompt_s: float = 0.0
     answer_s: float = 0.0
@@ -56,15 +56,15 @@ class DeviceWork:
         self.prompt_s += step_s * num_prompt / step.num_tokens
 
     def count_decode(self, num_rows: int, steps_s: Sequence[float]) -> None:
-        """Steps with a token for each of `num_rows` answers."""
+        """Counts steps with a token for each of `num_rows` answers."""
         self.num_answer_tokens += num_rows * len(steps_s)
         for step_s in steps_s:
-            self.answer_s += step_s * num_rows / num_rows  # to the last bit what `count` adds
+            self.answer_s += step_s * num_rows / num_rows  # the same bits as with `count`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """The pending steps of a batch, over at `end_s`: `fetch` moves the device's clock there."""
+    """The pending steps of a batch, which end at `end_s`. `fetch` moves the device's clock there."""
 
     device: Device
     output: StepOutput
@@ -102,7 +102,7 @@ class Device:
         self.began: dict[str, int] = {}
         self.last = Batch(rows=())
         self.last_s = 0.0
-        self.before_s = 0.0  # of the step before it, which may be under way still
+        self.before_s = 0.0  # of the previous step, which may still be running
         self._latency = latency
         self._layout = layout
         self._block_size = layout.block_size
@@ -113,17 +113,17 @@ class Device:
         self._free_s = 0.0
         self._output = StepOutput(rows=())
         self._content = np.zeros((num_blocks, layout.block_size), dtype=np.uint16)  # modulo `MODULUS`, as tokens are
-        self._flat = self._content.data.cast("B").cast("H")  # the same, quicker for a few positions
-        self._sums = array("q", bytes(8 * num_blocks))  # over a block's positions
+        self._flat = self._content.data.cast("B").cast("H")  # the same memory, faster for a few positions
+        self._sums = array("q", bytes(8 * num_blocks))  # the sum over each block's positions
         self._num_before = 0  # steps launched before those that were foreseen
-        self._steps_s: list[float] = []  # foreseen: how long each takes
-        self._ends_s: list[float] = []  # and when they are over
+        self._steps_s: list[float] = []  # foreseen: the duration of each step
+        self._ends_s: list[float] = []  # and their ends
         self._totals: dict[str, tuple[int, int]] = {}  # request -> (positions, their sum) of the last batch
 
     # -- a pipeline ----------------------------------------------------------------------------------------------------
 
     def launch(self, batch: Batch) -> Launched:
-        """Begins when the step before it is over."""
+        """Launches a batch, which begins when the previous step ends."""
         step = step_of([((stop := row.stop) - row.start, stop) for row in batch.rows])
         step_s = self._step_s(self._num_launched, step)
         self.work.count(step, int(step.num_single), step_s)
@@ -148,7 +148,7 @@ class Device:
     # -- several steps at once -----------------------------------------------------------------------------------------
 
     def foresee(self, num_steps: int, *, in_flight: bool) -> list[float]:
-        """The ends of so many further steps, counted from the one `in_flight` if there is one."""
+        """The ends of `num_steps` further steps, counted from the end of the `in_flight` one, if any."""
         rows = self.last.rows
         num_rows, read = len(rows), sum([stop for stop, _ in self._totals.values()])  # each of them sampled
         end_s = max(self._free_s, self.now_s)
@@ -162,7 +162,7 @@ class Device:
         return [self._free_s, *self._ends_s[:-1]] if in_flight else self._ends_s
 
     def prolong(self, batch: Batch) -> Launched:
-        """The last batch takes more steps, which were foreseen since it was launched."""
+        """Extends the last batch by further steps, which were foreseen since its launch."""
         num_steps, first = batch.num_steps - self.last.num_steps, self._num_launched - self._num_before
         steps_s, ends_s = self._steps_s[first : first + num_steps], self._ends_s[first : first + num_steps]
         assert len(steps_s) == num_steps, "the steps have not been foreseen"
@@ -177,13 +177,14 @@ class Device:
         return Launched(device=self, output=self._output, end_s=self._free_s)
 
     def _decode(self, row: Row, token_id: int, num_steps: int) -> tuple[int, ...]:
-        """The tokens of so many steps after those that the device has summed up, the last of which is given."""
+        """The tokens of `num_steps` steps after the positions that the device has summed up; the last of these is
+        `token_id`."""
         start, total = self._totals[row.request_id]
         assert row.sample is not None
         params, size = row.sample.params, self._vocab_size
         seed, stride = (params.seed * 31, 17) if params.temperature > 0 else (0, 0)
         index = row.sample.index + start - row.stop  # of the last token
-        total += (base := WEIGHT * STRIDE + seed + index * stride)  # what `summed_token` adds
+        total += (base := WEIGHT * STRIDE + seed + index * stride)  # as `summed_token` adds
         flat, tokens, stop, block_ids = self._flat, list[int](), start + num_steps, row.block_ids
         while start < stop:
             index, offset = divmod(start, self._block_size)
@@ -207,7 +208,8 @@ class Device:
         return tuple(tokens)
 
     def _compute(self, batch: Batch) -> StepOutput:
-        """All rows write before any reads. A sequence that has one more token is not summed up again."""
+        """The output of a batch. All rows write before any row reads. A sequence with just one new token is not summed
+        up again."""
         rows, known, vocab_size = batch.rows, self._totals, self._vocab_size
         added = [self._write(row, self._tokens(row)) for row in rows]
         totals: dict[str, tuple[int, int]] = {}
@@ -233,14 +235,14 @@ class Device:
         return StepOutput(rows=tuple(outputs))
 
     def _tokens(self, row: Row) -> Sequence[int]:
-        """With the token that the step before sampled."""
+        """The row's tokens, with the token that the previous step sampled."""
         if row.depends_on_row is None:
             return row.token_ids
         token_ids = self._output.rows[row.depends_on_row].token_ids
         assert token_ids, f"request {row.request_id} depends on a row that sampled nothing"
         return (*row.token_ids, token_ids[-1])
 
-    # -- what blocks hold ----------------------------------------------------------------------------------------------
+    # -- the contents of blocks ----------------------------------------------------------------------------------------
 
     def read(self, cut: Cut, stage: Callable[[int], object]) -> Payload:
         """A copy of whole blocks, also for a part of them: positions have no layers and no heads here."""
@@ -261,18 +263,19 @@ class Device:
         return self._content[list(block_ids)]
 
     def put(self, block_ids: Sequence[int], content: Any, sums: Sequence[int] | None = None) -> None:
-        """Overwrites whole blocks. `sums` are those of the new content, None if unknown."""
+        """Overwrites whole blocks. `sums` are those of the new content, or None if unknown."""
         ids, rows = list(block_ids), np.asarray(content)
         self._content[ids] = rows
         for block_id, total in zip(ids, rows.sum(axis=1).tolist() if sums is None else sums, strict=True):
             self._sums[block_id] = total
 
     def wait_until(self, when_s: float) -> None:
-        """Steps launched from now on begin no sooner."""
+        """Delays the steps launched from now on until `when_s`."""
         self._free_s = max(self._free_s, when_s)
 
     def _write(self, row: Row, token_ids: Sequence[int]) -> int | None:
-        """The value written, if it is one position. A block's first position clears what an earlier owner left."""
+        """Writes the row's tokens. Returns the written value if there is one. A block's first position clears the
+        previous owner's content."""
         size, start = self._block_size, row.start
         if len(token_ids) == 1:
             block_id, offset = row.block_ids[start // size], start % size
@@ -302,21 +305,21 @@ class Device:
         return None
 
     def _total(self, block_ids: Sequence[int], stop: int) -> int:
-        """Of positions [0, stop): all full blocks', and the beginning of the last."""
+        """The sum of positions [0, stop): all full blocks and the beginning of the last."""
         full, rest = divmod(stop, self._block_size)
         total = sum([self._sums[block_id] for block_id in block_ids[:full]])
         return total + (int(self._content[block_ids[full], :rest].sum()) if rest else 0)
 
 
 def _logprobs(row: Row) -> tuple[Logprobs, ...]:
-    """Of the row's prompt targets: a client can check which token each is of."""
+    """Logprobs of the row's prompt targets, from which a client can check the token of each."""
     return tuple(
         [Logprobs(chosen=TokenLogprob(token_id=target, logprob=-1.0), rank=1) for target in row.prompt_targets]
     )
 
 
 def weighed(token_ids: Sequence[int], start: int) -> Any:
-    """The terms (i + 1) * kv[i] of `workers.toy` for these tokens at positions from `start` on, int64."""
+    """The terms (i + 1) * kv[i] of `workers.toy` for tokens at positions from `start` on, int64."""
     num = len(token_ids)
     positions = np.arange(start, start + num, dtype=np.int64)
     ids = np.frombuffer(pack(f"{num}q", *token_ids), dtype=np.int64)  # several times as fast as np.array

@@ -3,8 +3,8 @@
     wake ─▶ inbox ─▶ Engine.step ─▶ (the device's time passes) ─▶ publish, inbox ─▶ Engine.step ─▶ ...
 
 A leap takes several steps that are alike (`cluster.simulate.node.leaps`) as one batch. The loop foresees when they end;
-it launches the batch and publishes its tokens, in one message, when the last step is over or something comes from
-outside. Nothing that a gateway decides by changes meanwhile.
+it launches the batch and publishes its tokens, in one message, when the last step ends or an event arrives from
+outside. The facts that gateways decide by do not change meanwhile.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from workers.rpc.progress import StepProgress
 Result = TypeVar("Result")
 
 MIN_CALM_STEPS = 3
-"""Steps that are published one by one after any change: by then no gateway counts what it sent here as unseen
-(`router.fleet.worker.STEPS_TO_SHOW`), and each has an update of every request that began."""
+"""Steps that are published one by one after a change. By then the worker's load includes all requests that gateways
+sent before it (`router.fleet.worker.STEPS_TO_SHOW`), and each request that began has had an update."""
 
 
 _BUT_STEP = attrgetter(*(field.name for field in fields(WorkerLoad) if field.name != "step"))
@@ -85,11 +85,11 @@ class SimulatedEngineLoop:
         self._withholds = withholds and quiet_until is not None
         self._round_trip_s = round_trip_s
         self._withheld: dict[str, list[SequenceUpdate]] = {}  # by request whose first tokens were published
-        self._made: list[tuple[list[str], Sequence[float]]] = []  # requests with a token a step, and ends of the steps
+        self._made: list[tuple[list[str], Sequence[float]]] = []  # requests with a token per step, ends of steps
         self._gaps = gaps
         self._busy = False
-        self._has_prefill = False  # does the step in progress compute a prompt?
-        self._ahead_s: Sequence[float] = ()  # when the steps of a leap are over
+        self._has_prefill = False  # whether the step in progress computes a prompt
+        self._ahead_s: Sequence[float] = ()  # the ends of a leap's steps
         self._num_calm = 0
         self._num_rows = 0
         self._progress = StepProgress(stall_s=stall_s, now=self._loop.time())
@@ -99,7 +99,7 @@ class SimulatedEngineLoop:
         self.num_turns = 0
         self.ticked_s = -math.inf  # the last tick of the engine's role, by the engine's clock
 
-    # -- as a service sees it ------------------------------------------------------------------------------------------
+    # -- the service's interface ---------------------------------------------------------------------------------------
 
     async def call(self, fn: Callable[[], Result]) -> Result:
         future: asyncio.Future[Result] = self._loop.create_future()
@@ -107,7 +107,7 @@ class SimulatedEngineLoop:
         def run() -> None:
             try:
                 result = fn()
-            except Exception as error:  # belongs to the caller: the engine itself is intact
+            except Exception as error:  # the caller's error: the engine itself is intact
                 failure = error
                 self._loop.call_soon(lambda: None if future.done() else future.set_exception(failure))
             else:
@@ -124,15 +124,16 @@ class SimulatedEngineLoop:
         self._loop.call_soon(fn, message)
 
     def wake(self) -> None:
-        """Something came from outside. Between two steps the next turn begins at once."""
+        """An event from outside has arrived. Between two steps the next turn begins at once."""
         if self._stopped or self._frozen:
             return
         self._resume()
         self._num_calm = 0
 
     def on_kv(self) -> None:
-        """KV has arrived or left. During a decode step it waits for the next turn. Otherwise transfers advance at once;
-        a turn begins, or a leap ends, only if a request may begin or end by it: the rest is not published."""
+        """KV has arrived or left. During a decode step it waits for the next turn. Otherwise transfers advance
+        immediately. A turn begins, or a leap ends, only if this lets a request begin or end: other changes are not
+        published."""
         if self._stopped or self._frozen or (self._busy and not self._has_prefill):
             return
         if self._turning:
@@ -162,13 +163,13 @@ class SimulatedEngineLoop:
 
     @property
     def is_due(self) -> bool:
-        """Are there calls that the engine has not run yet?"""
+        """Whether there are calls that the engine has not run yet."""
         return bool(self._inbox)
 
-    # -- its process ---------------------------------------------------------------------------------------------------
+    # -- the process ---------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """The process has ended; nothing is published from now on."""
+        """Ends the process: nothing is published from now on."""
         self._stopped = True
         self._disarm()
 
@@ -210,7 +211,7 @@ class SimulatedEngineLoop:
             self._turn()
 
     def _finish(self) -> None:
-        """The step in flight is over."""
+        """Ends the step in flight."""
         self._busy = False
         self._progress.turned(self._engine, stepped=True, now=self._loop.time())
         self._publish_step()
@@ -244,15 +245,15 @@ class SimulatedEngineLoop:
         self._rest()
 
     def _rest(self) -> None:
-        """Nothing can be computed: the next turn is when the role may have something to do, in whole ticks from now."""
+        """Waits without work: the next turn is when the role may have something to do, in whole ticks from now."""
         quiet_s = self._quiet_until() - self._loop.time() - self.skew_s if self._quiet_until is not None else 0.0
         num_ticks = max(1, math.ceil(quiet_s / IDLE_TICK_S)) if math.isfinite(quiet_s) else 1
         if self._timer is None:
             self._timer = self._loop.call_first(self._loop.time() + num_ticks * IDLE_TICK_S, self._due)
 
     def _step(self, start_s: float) -> float | None:
-        """One step of the engine from `start_s` on; its end, or None if there was nothing to compute. The engine's
-        state is the one after the step, though it is not over yet."""
+        """Runs one step from `start_s` on. Returns its end, or None if there was nothing to compute. The engine is then
+        in the state after the step, although the step has not ended."""
         engine, device = self._engine, self._device
         device.now_s = start_s
         num_steps, before = engine.num_steps, device.last if engine.num_in_flight else None
@@ -263,8 +264,8 @@ class SimulatedEngineLoop:
         return device.now_s if engine.num_steps != num_steps or engine.num_in_flight else None
 
     def _publish_step(self, *, shows: bool | None = None) -> None:
-        """Publishes the updates and events since the last message, as one. With a load the message `shows` that another
-        step is over, for gateways that wait for it."""
+        """Publishes the updates and events since the last message as one message. With a load, `shows` reports that
+        another step has ended, to gateways that wait for it."""
         updates, self._updates = self._updates, []
         self._count_gaps()
         self._num_calm += 1
@@ -288,12 +289,12 @@ class SimulatedEngineLoop:
 
     @property
     def _is_withholding(self) -> bool:
-        """Not while the worker drains: answers migrate with the tokens that were published."""
+        """Whether tokens are withheld. Not while the worker drains: answers migrate with the published tokens."""
         return self._withholds and not self._engine.draining
 
     def _sifted(self, updates: Sequence[SequenceUpdate]) -> list[SequenceUpdate]:
-        """Without further tokens of answers whose first were published: those come with the next update of another
-        kind."""
+        """The updates without further tokens of answers whose first tokens were published. Those tokens come with the
+        answer's next update of another kind."""
         told: list[SequenceUpdate] = []
         withheld = self._withheld
         for update in updates:
@@ -343,7 +344,7 @@ class SimulatedEngineLoop:
     def _foresee(self) -> list[float]:
         """The ends of the next steps that are alike, up to the first after which a load is to be published.
 
-        At most one soon after a change: gateways count the messages of the next steps (`MIN_CALM_STEPS`).
+        At most one step soon after a change: gateways count the messages of the next steps (`MIN_CALM_STEPS`).
         """
         engine, device = self._engine, self._device
         num_in_flight = engine.num_in_flight
@@ -370,8 +371,8 @@ class SimulatedEngineLoop:
         return bool(self._ahead_s)
 
     def _cut_leap(self) -> bool:
-        """Cuts a leap to end with the step in progress, unless a gateway must get the steps before it now. True if
-        that is all there is to do, also for a leap that is cut already."""
+        """Cuts a leap to end with the step in progress, unless a gateway must get the earlier steps now. True if
+        nothing else must be done, also for a leap that was cut before."""
         ahead_s = self._ahead_s
         if not ahead_s or self._busy:
             return bool(ahead_s)
@@ -383,17 +384,19 @@ class SimulatedEngineLoop:
         return True
 
     def _continue_until(self, end_s: float) -> None:
-        """The step in progress ends then, as any other."""
+        """Ends the step in progress at `end_s`, as any other step."""
         self._busy, self._has_prefill = True, False
         self._disarm()
         self._arm(end_s)
 
     def _is_awaited(self, num_over: int) -> bool:
-        """Does a gateway get the message of the last of so many steps after it has sent what ends the leap?"""
+        """Whether a gateway gets the message of the last of `num_over` steps after it has sent the event that ends the
+        leap."""
         return num_over > 0 and self._ahead_s[num_over - 1] > self._loop.time() - self._round_trip_s
 
     def flush(self) -> None:
-        """Takes the steps of a leap that are over by now, and begins the one in progress, which ends as any other."""
+        """Takes the steps of a leap that have ended by now, and begins the step in progress, which ends as any
+        other."""
         ahead_s = self._ahead_s
         if not ahead_s:
             return
@@ -416,12 +419,12 @@ class SimulatedEngineLoop:
             self._continue_until(ahead_s[num_over])
 
     def _take_steps(self, ends_s: Sequence[float]) -> None:
-        """Takes steps of a leap, with these ends."""
+        """Takes the steps of a leap that end at these times."""
         self._record(self._engine.advance(self._device.now_s + self.skew_s, len(ends_s)), ends_s)
 
 
 def merged(updates: Sequence[SequenceUpdate]) -> tuple[SequenceUpdate, ...]:
-    """One update a request, with the tokens of all its updates."""
+    """One update per request, with the tokens of all its updates."""
     by_request: dict[str, list[SequenceUpdate]] = {}
     for update in updates:
         by_request.setdefault(update.request_id, []).append(update)

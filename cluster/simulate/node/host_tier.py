@@ -13,7 +13,7 @@ from workers.kv.host import FinishedOnload
 
 
 class HostMemory:
-    """`workers.kv.host.HostCopies` of one device."""
+    """The `workers.kv.host.HostCopies` of one device."""
 
     def __init__(self, device: Device, *, block_s: float) -> None:
         self.blocks_per_s = 1 / block_s

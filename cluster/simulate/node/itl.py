@@ -1,8 +1,8 @@
 """The time between the tokens of each answer (ITL), from the ends of the workers' steps.
 
-A gap counts when its token is published and the answer's client still waits: also for an answer that fails later, and
-for a token that is lost with a connection or a worker. Such an answer's pause is then two gaps, one of them as long as
-a step.
+A gap counts if the answer's client still waits when its token is published. So gaps count for an answer that fails
+later, and for a token that is lost with a connection or a worker. The pause of such an answer counts as two gaps, one
+of them as long as a step.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Gaps:
         self._max_s = 0.0
 
     def begun(self, job: str) -> None:
-        """A client waits for the job's tokens from now on."""
+        """Records that a client waits for the job's tokens from now on."""
         self._attempts[job] = ""
 
     def made(self, request_ids: Sequence[str], ends_s: Sequence[float]) -> None:
-        """Each of these steps brought a token of each request."""
+        """Records that each of these steps produced a token of each request."""
         first_s, last_s = ends_s[0], self._last_s
         befores_s = [last_s.get(request_id) for request_id in request_ids]
         last_s.update(dict.fromkeys(request_ids, ends_s[-1]))
@@ -43,7 +43,7 @@ class Gaps:
             self._count(after_s - before_s, num_awaited)
 
     def ended(self, job: str) -> None:
-        """The client has gone: later tokens do not count."""
+        """Records that the client has gone: later tokens do not count."""
         self._last_s.pop(self._attempts.pop(job), None)
 
     def assert_idle(self) -> None:
@@ -52,7 +52,7 @@ class Gaps:
         assert not self._last_s, f"the last tokens of {len(self._last_s)} attempts are kept, whose jobs have ended"
 
     def _count_each(self, first_s: float, request_ids: Sequence[str], befores_s: Sequence[float | None]) -> int:
-        """Returns for how many of them a client waits."""
+        """Counts the gaps of requests with a waiting client, and returns their number."""
         num_awaited, since_s = 0, dict[float, int]()
         for request_id, before_s in zip(request_ids, befores_s, strict=True):
             if before_s is None:
@@ -69,12 +69,12 @@ class Gaps:
         return num_awaited
 
     def _begin(self, job: str, request_id: str) -> float | None:
-        """The time of the last token of the previous attempt, at an attempt's first token."""
+        """At an attempt's first token: the time of the previous attempt's last token."""
         before, self._attempts[job] = self._attempts[job], request_id
         return self._last_s.pop(before, None)
 
     def spread(self) -> Percentiles | None:
-        """None if no answer had two tokens."""
+        """The percentiles of all gaps; None if no answer had two tokens."""
         ordered = [self._seen[key] for key in sorted(self._seen)]
         num = sum(count for count, _ in ordered)
         if not num:

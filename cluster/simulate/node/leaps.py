@@ -18,8 +18,8 @@ from workers.scheduling.scheduler import Scheduler
 
 
 class LeapLimits(Value, frozen=True, kw_only=True):
-    """From the scheduler. `has_eos`: some tokens end an answer that does not ignore them. `can_grow`: there is a free
-    block for every sequence, and taking it has no other effect."""
+    """Limits from the scheduler. `has_eos`: some tokens end an answer that does not ignore them. `can_grow`: there is a
+    free block for every sequence, and taking it has no other effect."""
 
     block_size: int
     max_len: int
@@ -37,8 +37,8 @@ class LeapLimits(Value, frozen=True, kw_only=True):
 
 
 def num_uniform(scheduler: Scheduler, last: Batch, num_in_flight: int) -> int:
-    """How many steps from here on are alike, including the one that takes or fills a block, with this many launched
-    already. They continue the `last` batch: it must have sampled exactly the running sequences."""
+    """The number of uniform steps from here on, including the one that takes or fills a block. `num_in_flight` of them
+    are already launched. They continue the `last` batch, which must have sampled exactly the running sequences."""
     running = scheduler.running
     if num_in_flight > 1 or not running or scheduler.num_waiting or len(scheduler.onloads):
         return 0
@@ -75,8 +75,8 @@ def _num_uniform(request: Request, limits: LeapLimits, num_in_flight: int) -> in
 
 
 def num_steady(speed: EngineSpeed, steps_s: Sequence[float]) -> int:
-    """How many of these steps run until the published time of a step changes, that step included; all of them if it
-    does not."""
+    """The number of steps until the published time of a step changes, that step included; all steps if it does not
+    change."""
     speed = copy(speed)
     published_s = speed.decode_step_s
     for number, step_s in enumerate(steps_s, 1):

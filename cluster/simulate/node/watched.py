@@ -15,7 +15,8 @@ from workers.transfer.role import TransferRole
 
 
 class WatchedPool(BlockPool):
-    """No block is freed while a step in flight writes it, even if its request has gone."""
+    """A block pool that checks that no block is freed while a step in flight writes it, even if its request has
+    gone."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class WatchedPool(BlockPool):
 
 
 class WatchedEngine(Engine):
-    """Aborted requests have no ticket and no transfer left."""
+    """An engine that checks that aborted requests leave no ticket and no transfer."""
 
     def __init__(self, *arguments: Any, sender: InprocSender, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -53,7 +54,7 @@ class WatchedEngine(Engine):
 
 
 class TicketWatch:
-    """Between two turns no ticket is left whose lease had ended at the last tick, or whose lane is lost."""
+    """Checks between two turns that no ticket is left whose lease had ended at the last tick, or whose lane is lost."""
 
     def __init__(self, role: TransferRole, sender: InprocSender, receiver: InprocReceiver) -> None:
         self._role = role
@@ -61,7 +62,7 @@ class TicketWatch:
         self._receiver = receiver
 
     def check(self, ticked_s: float) -> None:
-        """`ticked_s`: time of the role's last tick."""
+        """Checks all tickets. `ticked_s` is the time of the role's last tick."""
         until_s = self._role.next_deadline_s()
         assert until_s > ticked_s, f"a ticket is live {ticked_s - until_s:.3f} s after its lease"
         tickets = self._role.tickets(0.0)

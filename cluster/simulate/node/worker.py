@@ -141,8 +141,7 @@ class SimulatedWorker:
 
     @property
     def held_up(self) -> bool:
-        """Whether another part may be the reason for which it makes no progress: KV is held up by its source or by a
-        lane."""
+        """Whether another part may stop its progress: its KV is held up by the source or by a lane."""
         waits = any(ticket.state != TicketState.ARRIVED for ticket in self.role.ledger.stats(0.0))
         return self._was_held_up or waits
 
@@ -167,7 +166,7 @@ class SimulatedWorker:
             self._leaving = self._loop.create_task(self._leave(), name=f"leaving of {self.worker_id}")
 
     async def _leave(self) -> None:
-        """Like `workers.rpc.worker.Worker.drain`."""
+        """Ends the worker like `workers.rpc.worker.Worker.drain`."""
         await self.turns.call(self.engine.drain)
         while self.alive and self.busy:  # noqa: ASYNC110 - there is no event for it while frozen
             await asyncio.sleep(LEAVE_LOOK_S)
@@ -217,7 +216,7 @@ class SimulatedWorker:
         self._tickets.check(self.turns.ticked_s)
 
     def check(self) -> None:
-        """Between two steps: every reference to a block belongs to a request, an onload or a ticket."""
+        """Checks between two steps that every reference to a block belongs to a request, an onload or a ticket."""
         self.role.ledger.check_integrity()
         self.engine.check_integrity([*self.role.ledger.reserved_ids(), *self.role.outgoing.shared_ids()])
         if not self.turns.is_due:
@@ -286,8 +285,8 @@ class SimulatedWorker:
         return DecodeRole(self._transfers, pool, spec.layout, spec.decode)
 
     def _quiet_until(self) -> float:
-        """The end of the first lease, if KV is only awaited. A transfer needs every turn, and so does the turn after a
-        ticket's end, which publishes it."""
+        """The end of the first lease, if the worker only waits for KV. A transfer needs every turn, and so does the
+        turn after a ticket's end, which publishes it."""
         role = self.role
         if role.outgoing.busy() or role.incoming.has_failures() or self._transfers.is_moving():  # lanes keep it busy
             return -math.inf
@@ -297,8 +296,7 @@ class SimulatedWorker:
         return -math.inf if self._changes_turn == self.turns.num_turns else self.role.ledger.next_deadline_s()
 
     def _move(self, now: float) -> bool:
-        """Receives KV that has arrived, and sends KV that there is room for. True if a request may begin or end by
-        it."""
+        """Receives KV that has arrived, and sends KV that has room. True if a request may begin or end as a result."""
         incoming = self.role.incoming
         before = incoming.num_settled
         incoming.receive(now)
@@ -323,4 +321,4 @@ class SimulatedWorker:
         )
 
 
-"""From worker id, role and incarnation."""
+"""Makes a worker from its id, role and incarnation."""

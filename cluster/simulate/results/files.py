@@ -1,4 +1,5 @@
-"""The files that a run writes: checked before it begins, written at its end even if the table cannot be printed."""
+"""The files that a run writes. They are checked before the run and written at its end, even if the table cannot be
+printed."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ NUM_COLOURS = 5
 DASH = 6
 NUM_SLOTS = 60
 MANY_FAULTS = 20
-"""More are folded away."""
+"""Longer lists are folded."""
 
 _ROLES = tuple(WorkerRole)
 
@@ -34,7 +34,7 @@ Line = Sequence[tuple[float, float]]
 
 
 class Mark(NamedTuple):
-    """Across a plot. `told` is shown where it is pointed at, `label` always."""
+    """A vertical line across a plot. `told` is shown while it is pointed at, `label` always."""
 
     at: float
     told: str
@@ -42,7 +42,8 @@ class Mark(NamedTuple):
 
 
 class Size(NamedTuple):
-    """`letter`: how wide the widest of usual fonts draws a digit; texts are as high as the page's style says."""
+    """The size of a plot. `letter` is the width of a digit in the widest usual font; the height of texts is in the
+    page's style."""
 
     name: str
     width: int
@@ -59,7 +60,7 @@ _PAGE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8
 
 
 def page(outcome: SimulationOutcome, summary: Summary, *, command: str, latency: str = "", objective: Objective) -> str:
-    """One page that needs nothing else. `latency` says where steps' times are from, if not from a roofline."""
+    """One page that needs nothing else. `latency` describes the source of step times, if it is not a roofline."""
     samples, records = outcome.samples, outcome.records
     happened = sorted((fault for fault in summary.faults if not fault.passed_over), key=lambda fault: fault.at_s)
     marks = [Mark(fault.at_s, fault.what, str(number)) for number, fault in enumerate(happened, 1)]
@@ -104,7 +105,7 @@ def document(title: str, table: RenderableType, *, command: str, note: str, part
 
 
 def _listed(marks: Sequence[Mark], passed_over: Sequence[Happened]) -> str:
-    """Faults by the number that they have in the plots, and those that did not happen."""
+    """The faults with their numbers in the plots, and the faults that did not happen."""
     if not marks and not passed_over:
         return ""
     each = [f"<li>{escape(mark.told)}, at {mark.at:,.2f} s</li>" for mark in marks]
@@ -137,7 +138,7 @@ def _by_worker(samples: Sequence[WorkerSample]) -> dict[str, Line]:
 
 
 def _moved(samples: Sequence[TimelineSample]) -> Line:
-    """Megabytes a second since the sample before."""
+    """Megabytes per second since the previous sample."""
     seen = [sample for sample in samples if sample.role == samples[0].role]
     return [
         (after.at_s, (after.num_moved_bytes - before.num_moved_bytes) / (after.at_s - before.at_s) / 1e6)
@@ -146,7 +147,7 @@ def _moved(samples: Sequence[TimelineSample]) -> Line:
 
 
 def _spent(outcome: SimulationOutcome) -> Line:
-    """What the workers that served have cost since the load began."""
+    """The cost of all workers since the load began."""
     usd_per_s = {str(role): outcome.config.gpus_of(role) * outcome.config.usd_per_gpu_hour / 3600 for role in _ROLES}
     spent, before_s, line = 0.0, 0.0, list[tuple[float, float]]()
     for at_s, at_once in groupby(outcome.samples, key=lambda sample: sample.at_s):
@@ -157,14 +158,14 @@ def _spent(outcome: SimulationOutcome) -> Line:
 
 
 def _distribution(records: Sequence[RequestRecord], name: str) -> dict[str, Line]:
-    """Cumulative, in milliseconds and percent, at most a few hundred points."""
+    """A cumulative distribution, in milliseconds and percent, with at most a few hundred points."""
     values = sorted(value for record in records if not record.error and (value := getattr(record, name)) is not None)
     step = max(1, len(values) // 300)
     return {"": [(1000 * values[i], 100 * (i + 1) / len(values)) for i in range(0, len(values), step)]}
 
 
 def _over_time(records: Sequence[RequestRecord]) -> dict[str, Line]:
-    """Median and longest of those that were asked in each of some slots of time."""
+    """Median and maximum of the requests in each time slot."""
     asked = [(record.due_s or 0.0, record.ttft_s) for record in records]
     slot_s = max((due_s for due_s, _ in asked), default=0.0) / NUM_SLOTS or 1.0
     slots: dict[int, list[float]] = {}
@@ -185,7 +186,7 @@ def plot(
     until: float | None = None,
     marks: Sequence[Mark] = (),
 ) -> str:
-    """For both widths, of which the page shows one; `whole`: there are no halves of what is counted. `until`: the axis
+    """A plot for both widths, of which the page shows one. `whole`: only whole numbers are labelled. `until`: the axis
     is from 0 to there."""
     points = [point for line in lines.values() for point in line]
     if not points:
@@ -204,7 +205,7 @@ def plot(
 
 
 class Dot(NamedTuple):
-    """`told` is shown where it is pointed at. `style` is a class of the page's."""
+    """A point of a scatter plot. `told` is shown while it is pointed at. `style` is a class of the page's style."""
 
     x: float
     y: float
@@ -225,9 +226,9 @@ def scatter(title: str, unit: str, dots: Sequence[Dot], line: Line) -> str:
 
 
 class _Drawing:
-    """One plot of one size. Lines that lie over another are dashed, so that both are seen. Above the plot are two rows:
-    of names of lines, and of marks' labels, so that no text lies over a curve. Labels that would lie over their
-    neighbour are left out."""
+    """One plot in one size. A line that lies over another is dashed, so that both are visible. Above the plot are a row
+    for the names of lines and a row for labels of marks, so that no text covers a curve. A label that would touch its
+    neighbour is left out."""
 
     def __init__(self, size: Size, ups: Sequence[float], *, low: float, high: float, log: bool) -> None:
         self._size = size
@@ -254,7 +255,7 @@ class _Drawing:
                 f'<circle class="dot" cx="{across(x):.1f}" cy="{up(y):.1f}" r="4">'
                 f"<title>{escape(f'{name}: ' if name else '')}{_number(y)} at {_number(x)} {unit}</title></circle>"
                 for x, y in line
-                if size is WIDE  # fingers cannot hover
+                if size is WIDE  # a touch screen cannot hover
             ]
             if name and name_at + size.text(name) <= size.width:
                 parts.append(f'<text class="f{k % NUM_COLOURS}" x="{name_at:.1f}" y="14">{escape(name)}</text>')
@@ -299,7 +300,8 @@ class _Drawing:
         return parts
 
     def _apart(self, labels: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-        """Where labels have their middle: within the picture. The first of those that would touch is kept."""
+        """The labels with the positions of their centres, within the picture. Of labels that would touch, the first is
+        kept."""
         kept, free = list[tuple[float, str]](), 0.0
         for x, text in labels:
             half = self._size.text(text) / 2
@@ -319,7 +321,7 @@ class _Drawing:
 
 
 def _ticks(low: float, high: float, *, least: float = 0.0) -> list[float]:
-    """Round numbers, three to six of them unless they are `least` apart, the last of which is `high` or above."""
+    """Three to six round numbers, or fewer if they would be closer than `least`. The last is `high` or above."""
     rough = (high - low) / 4 or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
     step = max(least, next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999))
@@ -328,7 +330,7 @@ def _ticks(low: float, high: float, *, least: float = 0.0) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of each power of ten; both ends where these are too few, powers alone where they are too many."""
+    """1, 2 and 5 of each power of ten. Both ends if these are too few, the powers alone if they are too many."""
     powers = [10.0**k for k in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
     found = [factor * power for power in powers for factor in (1, 2, 5) if low <= factor * power <= high]
     if len(found) < 2:

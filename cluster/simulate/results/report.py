@@ -21,7 +21,7 @@ from protos.hints import counted
 from protos.values import WorkerRole
 
 MAX_FAULTS = 12
-"""Rows that the table shows."""
+"""The most rows of the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ def summarise(
 
 
 def figures(summary: Summary) -> dict[str, Any]:
-    """For a file: times in whole microseconds, without the noise of floats."""
+    """The report as a file contains it: times in whole microseconds, without floating-point noise."""
     told: dict[str, Any] = _rounded(asdict(summary))
     return told
 
@@ -126,7 +126,8 @@ def _rounded(told: Any, *, is_time: bool = False) -> Any:
 
 
 def usd_figure(usd: float) -> str:
-    """Rounded to the cent, or to three significant digits if that is finer: small loads differ by less than a cent."""
+    """USD rounded to the cent, or to three significant digits if that is finer, since small loads differ by less than a
+    cent."""
     if usd >= 1:
         return f"{usd:,.2f}"
     exponent = int(f"{usd:.2e}".partition("e")[2])

@@ -18,13 +18,13 @@ from protos.errors import Misconfigured
 from router.policies.registry import NAMES
 
 MAX_CLUSTERS = 10_000
-"""Clusters that one sweep tries at most."""
+"""The most clusters of one sweep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterChoice:
-    """One cluster. `prefill` 0: `decode` colocated workers prefill their prompts themselves. Workers have `tp` GPUs,
-    unless their pool has a number of its own."""
+    """One cluster. With `prefill` 0, `decode` colocated workers prefill their prompts themselves. Workers have `tp`
+    GPUs, unless their pool has its own number."""
 
     prefill: int
     decode: int
@@ -47,7 +47,7 @@ class ClusterChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepTrial:
-    """What one cluster reached of each target, and its price."""
+    """The results of one cluster for each target, and its price."""
 
     choice: ClusterChoice
     summary: Summary
@@ -60,7 +60,7 @@ class SweepTrial:
 
     @property
     def binding(self) -> Reached:
-        """The target that it misses by most, or reaches with least to spare."""
+        """The target that it misses by most, or meets with least to spare."""
         return min(self.reached, key=lambda one: one.ratio)
 
 
@@ -157,7 +157,7 @@ def _said(name: str, flag: str | None, path: str, setting: object, *, least: int
 
 
 def _own_ranks(pools: PoolsConfig, **flags: str | None) -> list[_Said]:
-    """Pools whose workers have a number of GPUs of their own."""
+    """The pools whose workers have their own number of GPUs."""
     found = []
     for name, flag in flags.items():
         setting = getattr(pools, name)
@@ -194,8 +194,8 @@ def choices(
 def within(
     settings: ClusterConfig, *, gpus: int, tp: str | None, policy: str | None, colocated: bool
 ) -> list[ClusterChoice]:
-    """Every cluster of at most this many GPUs: all splits into two pools, and as many colocated workers as fit. Raises
-    Misconfigured."""
+    """Every cluster of at most this number of GPUs: all splits into two pools, and as many colocated workers as fit.
+    Raises Misconfigured."""
     ranks, chosen = (
         _said("tp", tp, "worker.tp", settings.worker.tp, least=1),
         _said("policy", policy, "router.policy", settings.router.policy),
@@ -225,7 +225,7 @@ def front(trials: Sequence[SweepTrial]) -> list[SweepTrial]:
 
 
 def cheapest(trials: Sequence[SweepTrial]) -> SweepTrial | None:
-    """By USD an hour, then by most to spare."""
+    """The cheapest trial by USD per hour, then the one with most to spare."""
     good = [trial for trial in trials if trial.is_good]
     return min(good, key=lambda trial: (trial.usd_per_hour, -trial.binding.ratio), default=None)
 
@@ -263,7 +263,7 @@ def _misses(trial: SweepTrial) -> str:
 
 
 def _wider(trial: SweepTrial, trials: Sequence[SweepTrial]) -> str:
-    """Which number, of workers or of their GPUs, would have to grow beyond those tried."""
+    """The name of the number, of workers or of their GPUs, that would have to grow beyond the tried values."""
     choice, binding = trial.choice, trial.binding.target
     if not choice.prefill:
         return _beyond("workers", choice.decode, [one.choice.decode for one in trials if not one.choice.prefill])
@@ -273,7 +273,7 @@ def _wider(trial: SweepTrial, trials: Sequence[SweepTrial]) -> str:
 
 
 def _slow(target: PercentileTarget, trial: SweepTrial) -> str:
-    """Which metric of a trial misses an objective by more."""
+    """The metric of a trial that misses an objective by more."""
     if target.objective is None:
         return target.metric
     report, objective = trial.summary.report, target.objective

@@ -1,4 +1,4 @@
-"""A sweep as one HTML file: its table, and each cluster by its cost and what it reached, with the Pareto front."""
+"""A sweep as one HTML file: its table, and a plot of each cluster's result by cost, with the Pareto front."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Answer:
         self._params = params
 
     def next(self, count: int) -> list[int]:
-        """The next `num` expected tokens."""
+        """The next `count` expected tokens."""
         assert self._params.temperature == 0.0
         total, position, token_ids = self._total, self._position, []
         for _ in range(count):
@@ -146,7 +146,7 @@ class Clients:
     async def _ask(
         self, request_id: str, turn: SessionTurn, prompt_ids: tuple[int, ...], tenant: str
     ) -> tuple[int, ...] | None:
-        """The answer, or None if it was not completed."""
+        """Sends a request. Returns its answer, or None if it was not completed."""
         gateway = self._deployment.gateway_for(self._num_asked)
         index, self._num_asked = self._num_asked, self._num_asked + 1
         sent_s = self._loop.time()
@@ -241,7 +241,7 @@ class Clients:
                         asked.times.append(now)
                         self._event_log.note("first token", job.request_id, by=self._deciders(gateway, job.request_id))
                     else:
-                        if len(asked.times) == 1:  # if the first token was the last one no worker takes over
+                        if len(asked.times) == 1:  # a single token is not handed over
                             by = self._deciders(gateway, job.request_id)
                             asked.handed_over = not by.rpartition(",")[2].startswith(ALONE)
                         asked.times[1:] = [now]
@@ -289,7 +289,8 @@ class Clients:
 
 
 def _check_prompt_logprobs(job: Job, delta: TokenDelta, num_before: int) -> int:
-    """The number of entries now. Entry i is of the prompt's token i + 1."""
+    """Checks logprobs of the prompt. Returns the number of entries so far; entry i belongs to the prompt's token i +
+    1."""
     ids = tuple(entry.chosen.token_id for entry in delta.prompt_logprobs)
     num = num_before + len(ids)
     assert ids == job.prompt_ids[num_before + 1 : num + 1], (
@@ -299,7 +300,7 @@ def _check_prompt_logprobs(job: Job, delta: TokenDelta, num_before: int) -> int:
 
 
 class Prefixes:
-    """The block hashes of each tenant's requests: the most that a cache can have of a prompt."""
+    """The block hashes of each tenant's requests: the largest part of a prompt that a cache can have."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -309,14 +310,14 @@ class Prefixes:
         self._num_holders.update(job.hashes(self._block_size))
 
     def answered(self, job: Job, tokens: Sequence[int]) -> None:
-        """Its answer, complete or not, has this many tokens."""
+        """Records that the job's answer, complete or not, has these tokens."""
         size, prompt = self._block_size, job.hashes(self._block_size)
         rest = (*job.prompt_ids[len(prompt) * size :], *tokens)
         parent = prompt[-1] if prompt else None
         self._num_holders.update(chain_hashes(rest, size, salt=job.cache_salt, parent=parent))
 
     def num_shared(self, job: Job) -> int:
-        """Prompt tokens that another request of its tenant begins with, in full blocks."""
+        """The prompt tokens that another request of its tenant begins with, in full blocks."""
         shared = takewhile(lambda block_hash: self._num_holders[block_hash] > 1, job.hashes(self._block_size))
         return self._block_size * sum(1 for _ in shared)
 

@@ -130,7 +130,7 @@ def read_settings(file: Path | None, further: Sequence[str]) -> ClusterConfig:
 
 def _make(tables: Table) -> ClusterConfig:
     config = make_config(merge(GPU_WORKERS, tables))
-    for name in config.router.policy.split(","):  # a sweep tries them all
+    for name in config.router.policy.split(","):  # a sweep tries all of these policies
         check_name(name)
     if config.worker.dtype not in SIMULATED_DTYPES:
         raise Misconfigured(
@@ -142,13 +142,13 @@ def _make(tables: Table) -> ClusterConfig:
 
 
 def without_effect(further: Sequence[str]) -> list[str]:
-    """The settings of `--set` that have no effect in a simulation."""
+    """The settings of `--set` without effect in a simulation."""
     given = (path for one in further for path, _ in paths_of(setting(one)))
     return [path for path in dict.fromkeys(given) if _is_in(path, WITHOUT_EFFECT)]
 
 
 def gateways_told(num: int, *, siblings: bool) -> str:
-    """For a report's cluster; "" for a single gateway."""
+    """The gateways, for a report's cluster; "" for a single gateway."""
     if num == 1:
         return ""
     return f", {num:,} processes of one gateway" if siblings else f", {num:,} gateways"

@@ -1,4 +1,5 @@
-"""The simulated cluster: supervised workers, and gateways that know them. Only its surroundings are modelled.
+"""The simulated cluster: supervised workers, and gateways that are connected to them. Only its surroundings are
+modelled.
 
 Supervisor ─ launch ─▶ SimulatedWorker ... ─ Serving ─▶ announce ─▶ Fleet of every Gateway ─▶ Dispatcher, Admission
 """
@@ -76,7 +77,7 @@ class SimulatedGateway:
             await self.shared.close()
 
     async def kill(self) -> None:
-        """Its process ends, and with it every running answer, without an error to clients."""
+        """Ends its process, and with it every running answer, without an error to clients."""
         self.alive = False
         if self._client is not None:
             self._client.dead = True
@@ -91,7 +92,8 @@ class SimulatedGateway:
         )
 
     async def receive(self) -> None:
-        """Reads a request, and later writes its answer: one process does it for all requests, one after the other."""
+        """Waits for the time that the gateway needs to read a request and write its answer: one process handles all
+        requests, one after the other."""
         now = loop_time()
         self._free_s = max(self._free_s, now) + self._request_s
         await asyncio.sleep(self._free_s - now)
@@ -180,7 +182,7 @@ class SimulatedDeployment:
             gateway.assert_no_faults()
 
     def forget_index(self, place: int) -> None:
-        """Gateways lose their memory: they know of no cached block."""
+        """Empties the gateways' prefix indexes."""
         for planned in self.plans:
             self.gateways[place].local.drop(planned.worker_id)
 
@@ -211,7 +213,7 @@ class SimulatedDeployment:
         return [other for other in self.gateways if other is not gateway and other.alive]
 
     async def restart_gateway(self, place: int) -> None:
-        """Its process ends, and with it every running answer; another one takes its place."""
+        """Ends a gateway's process, and with it every running answer; another process replaces it."""
         old = self.gateways[place]
         self.event_log.note("gateway lost", old.name)
         await old.kill()
@@ -223,7 +225,7 @@ class SimulatedDeployment:
     # -- workers -------------------------------------------------------------------------------------------------------
 
     async def drain(self, worker: SimulatedWorker) -> None:
-        """As in a rollout: the worker is requested to end, and its supervisor starts it again."""
+        """Drains a worker as in a rollout: the worker ends, and its supervisor restarts it."""
         client = self._client(worker.info.address)
         try:
             await client.drain(exit=True)
@@ -239,7 +241,7 @@ class SimulatedDeployment:
         worker_id, launched_s = plan.worker_id, self._loop.time()
         try:
             worker = self._make_worker(plan, incarnation)
-        except Exception as error:  # there will never be one: the simulation ends with it
+        except Exception as error:  # the worker will never start: the simulation ends with this error
             self._loop.call_exception_handler({"message": f"{worker_id} cannot be made", "exception": error})
             raise
         self.num_made += 1
@@ -297,7 +299,7 @@ class SimulatedDeployment:
             await gateway.fleet.remove_worker(worker_id)
 
     async def close(self) -> None:
-        """There is nothing to be closed."""
+        """Does nothing: there is nothing to close."""
 
     async def _check_health(self, address: str) -> None:
         client = self._client(address)

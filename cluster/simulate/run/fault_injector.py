@@ -98,13 +98,13 @@ class Trouble:
                     self._pass_over(fault, fault.at_s, TOO_LATE)
 
     def over(self) -> None:
-        """No client sends requests any more."""
+        """Notes that the clients send no more requests."""
         self._over_s = self._loop.time()
         self._over.set()
 
     async def _until(self, due_s: float) -> bool:
-        """Messages of leaping workers must have been published by then: a fault could not lose later ones. False if no
-        fault depends on it."""
+        """Waits until a fault is due, and until leaping workers have published all earlier messages: otherwise the fault
+        could not lose them. False if the fault would come more than `LATEST_S` after the load."""
         ahead_s = self._deployment.network.wire.delay_s + 1e-9
         if due_s - ahead_s > self._loop.time() + LATEST_S:
             with suppress(TimeoutError):
@@ -118,7 +118,7 @@ class Trouble:
         return True
 
     async def _while_it_lasts(self, fault: Fault) -> None:
-        """A long fault ends soon after the load."""
+        """Waits for the duration of the fault. A long fault ends soon after the load."""
         if fault.duration_s <= LATEST_S:
             return await asyncio.sleep(fault.duration_s)
         with suppress(TimeoutError):
@@ -127,7 +127,7 @@ class Trouble:
                 await asyncio.sleep(LATEST_S)
 
     def _why_not(self, fault: Fault) -> str:
-        """ "" if the target exists."""
+        """Why the fault's target does not exist; "" if it exists."""
         workers = self._deployment.workers
         if fault.kind is Kind.LANE_CUT:
             return "" if all(worker_id in workers for worker_id in fault.target.split(">")) else NOBODY

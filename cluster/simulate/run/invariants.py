@@ -46,7 +46,7 @@ class Invariants:
         self._patience_s = deployment.config.patience_s
         self._forgetful = forgetful
         self._look_s = self._orphans_look_s = 0.0
-        self._orphans: dict[tuple[SimulatedWorker, str], float] = {}  # requests without a client, and since when
+        self._orphans: dict[tuple[SimulatedWorker, str], float] = {}  # requests without a client, and the time since
         self._num_events = 0
         self._seen: dict[SimulatedWorker, int] = {}
         self._loop = asyncio.get_running_loop()
@@ -81,7 +81,7 @@ class Invariants:
             _check_queues(worker)
 
     async def when_idle(self) -> None:
-        """After the last request: soon nothing is held, moved or waited for, and every worker is back."""
+        """After the last request, waits until nothing is held or transferred, and every worker is back."""
         lives: dict[str, int] = {}
         for look in range(int(SETTLING_S / LOOK_S)):
             if not self._is_busy() and not self._missing():
@@ -92,7 +92,7 @@ class Invariants:
         lost = [worker_id for worker_id, life in lives.items() if self._lives().get(worker_id, life) != life]
         assert not lost, f"{lost[0]} ended {CALM_S:.0f} s after the last fault and request, or later: what did it hold?"
         if self._deployment.config.siblings:
-            await asyncio.sleep(ELSEWHERE_S)  # the work they published to each other counts for so long
+            await asyncio.sleep(ELSEWHERE_S)  # published work counts for so long
         self.audit()
         assert not self._clients.asked
         assert not (missing := self._missing()), f"{missing[0]} {SETTLING_S:.0f} s after the last request"
@@ -109,7 +109,7 @@ class Invariants:
             assert silent_s < self._patience_s, f"{asked.request_id} has heard nothing for {silent_s:.1f} s"
 
     def _check_orphans(self) -> None:
-        """What a worker computes for a request that has ended is released after the running step."""
+        """Checks that a worker releases its work for an ended request after the running step."""
         now, seen = self._loop.time(), self._orphans
         self._orphans = {}
         for worker in self._deployment.workers.values():
@@ -127,12 +127,12 @@ class Invariants:
         return any(worker.busy for worker in self._deployment.workers.values())
 
     def _lives(self) -> dict[str, int]:
-        """For workers without a reason to end."""
+        """The lives of workers without a reason to end."""
         workers = self._deployment.workers.values()
         return {one.worker_id: one.info.incarnation for one in workers if not one.engine.draining}
 
     def _missing(self) -> list[str]:
-        """Workers that do not serve."""
+        """The workers that do not serve."""
         deployment = self._deployment
         gone = [plan.worker_id for plan in deployment.plans if plan.worker_id not in deployment.workers]
         return [f"{worker_id} was not started again" for worker_id in gone] + [
@@ -153,11 +153,11 @@ class Invariants:
             self._check_index(gateway, self._deployment.workers[known.worker_id])
 
     def _check_index(self, gateway: SimulatedGateway, worker: SimulatedWorker) -> None:
-        """A gateway that received all events knows exactly the cached blocks."""
+        """Checks that a gateway with all events knows exactly the cached blocks."""
         log, heard = worker.log, gateway.fleet.position(worker.worker_id)
         said = (log.incarnation, log.next_seq)
         assert heard <= said, f"{gateway.name} has heard of {heard}, {worker.worker_id} has said {said}"
-        if heard < said:  # the last events were lost: the next message shows the gap
+        if heard < said:  # the last events were lost: the next message reveals the gap
             return
         known, cached = _blocks(gateway.local.blocks(worker.worker_id)), _blocks(worker.engine.pool.snapshot())
         stale, unknown = len(known - cached), len(cached - known)
@@ -170,7 +170,7 @@ def _blocks(chains: Iterable[BlockStored]) -> set[tuple[Tier, BlockHash]]:
 
 
 def _check_queues(worker: SimulatedWorker) -> None:
-    """`max_waiting` bounds requests without a ticket that have not begun."""
+    """Checks that `max_waiting` bounds the requests without a ticket that have not begun."""
     scheduler = worker.engine.scheduler
     waiting = [request for request in scheduler.requests() if request.state is State.WAITING]
     num_waiting = sum(request.ticket is None and not request.num_preemptions for request in waiting)

@@ -1,6 +1,6 @@
 """Shows the progress of a run: a bar on a terminal, a line every half minute elsewhere.
 
-A thread polls it. The simulation sends nothing and waits for nothing, so that no event depends on being watched.
+A thread polls it. The simulation sends nothing and waits for nothing, so that watching changes no event.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEAST_TO_FORETELL = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartProgress:
-    """Before the load begins: workers made so far. When all are made, the gateways connect to them."""
+    """Progress before the load begins: the number of workers made. When all are made, the gateways connect to them."""
 
     num_made: int
     num_workers: int
@@ -36,14 +36,15 @@ class StartProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """`num_ended` requests have ended, with or without an answer, in `at_s` seconds of virtual time."""
+    """Progress of the load: `num_ended` requests have ended, with or without an answer, in `at_s` seconds of virtual
+    time."""
 
     num_ended: int
     at_s: float
 
 
 def warn(line: str) -> None:
-    """On stderr, on one line of any terminal."""
+    """Prints a warning on stderr, as one line of any terminal."""
     Console(stderr=True).print(line, style="yellow", highlight=False, soft_wrap=True)
 
 
@@ -52,9 +53,9 @@ Look = Callable[[], StartProgress | RunProgress]
 
 
 def bars(console: Console) -> Progress:
-    """For rows of steps that follow one another; they disappear at their end."""
+    """A progress bar for steps that follow one another. Bars disappear at their end."""
     columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    off = not console.is_interactive  # it would leave an empty line there
+    off = not console.is_interactive  # elsewhere a bar would leave an empty line
     return Progress(*columns, console=console, transient=True, refresh_per_second=1 / BAR_EVERY_S, disable=off)
 
 
@@ -124,8 +125,8 @@ class ProgressWatch:
             self.show()
 
     def _left(self, standing: RunProgress) -> str:
-        """The smaller share of requests or of virtual time: while few requests are due, time remains to be simulated;
-        after the last was sent, requests remain."""
+        """The remaining share of requests or of virtual time, whichever is smaller. Time decides while few requests are
+        due, and requests decide after the last one was sent."""
         share = min(standing.num_ended / self._num_requests, standing.at_s / self._until_s if self._until_s else 1.0)
         if share < LEAST_TO_FORETELL:
             return ""

@@ -47,7 +47,7 @@ class SimulationOutcome:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, this many seconds after the load began, or None if before."""
+    """Raised after Ctrl-C, with the seconds since the load began, or None before it."""
 
     def __init__(self, at_s: float | None) -> None:
         super().__init__(at_s)
@@ -86,7 +86,7 @@ def _simulate(
     watch: Callable[[Look | None], object] | None,
     keep: Callable[[], None],
 ) -> SimulationOutcome:
-    """Everything it makes but its result is referenced only here, and is freed when it ends."""
+    """Runs the simulation. Only this call refers to its objects, so that they are freed when it ends."""
     loop = VirtualLoop(seed=config.seed)
     event_log = SimulationLog(loop, write)
 
@@ -99,7 +99,7 @@ def _simulate(
             watch(lambda: StartProgress(num_made=deployment.num_made, num_workers=len(config.pools.worker_ids())))
         try:
             await deployment.start()
-        finally:  # also the events of a cluster that does not start
+        finally:  # also logs the events of a cluster that does not start
             event_log.begin()
         keep()
         start_s, loop.after = loop.time(), invariants.after_event

@@ -30,17 +30,17 @@ MAX_PROMPT = 400
 CROWDED_EVERY = 4
 RARER = 8
 BRIMFUL, TORN, LASTING = 4, 1, 5
-"""One in this many clusters is one of `RARER`."""
+"""One in this number of clusters is one of `RARER`."""
 RAREST, SLOW_LANE = 32, 30
 TENANTS = ("", "a", "b")
 AFTERMATH_S = 30.0
-"""A fault explains failed attempts until this long after its end."""
+"""Seconds after the end of a fault in which it can explain failed attempts."""
 TEARING = (*2 * (*OF_LANES, Kind.ABORTS), Kind.KILL, Kind.PAUSE, Kind.RESET)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakTrial:
-    """Everything a run depends on."""
+    """All inputs of a run."""
 
     seed: int
     config: SimulationConfig
@@ -77,7 +77,7 @@ def trial(seed: int) -> SoakTrial:
 
 
 def _owned(session: UserSession, tenant: str, share: float, rng: random.Random) -> UserSession:
-    """A tenant's session, with a `share` of its turns requesting logprobs of the prompt."""
+    """A tenant's session. A `share` of its turns requests logprobs of the prompt."""
     turns = tuple(replace(turn, prompt_logprobs=rng.random() < share) for turn in session.turns)
     return replace(session, tenant=tenant, turns=turns)
 
@@ -160,8 +160,9 @@ def _crowded(seed: int, config: SimulationConfig) -> SoakTrial:
 
 
 def _brimful(seed: int, config: SimulationConfig) -> SoakTrial:
-    """Prompts that fill their last block exactly, and decode workers that two or three prompts fill to the last block:
-    each answer lacks one more, all have arrived at the same time, and no other request can release one."""
+    """Full memories: prompts that fill their last block exactly, and decode workers that two or three prompts fill to
+    the last block. Each answer lacks one more block, all have arrived at the same time, and no other request can
+    release one."""
     rng = random.Random(f"{seed} brimful")
     block_size, num_blocks = config.spec.layout.block_size, rng.choice((2, 5))
     length = Lengths(low=num_blocks * block_size, high=num_blocks * block_size)
@@ -186,8 +187,8 @@ def _brimful(seed: int, config: SimulationConfig) -> SoakTrial:
 
 
 def _torn(seed: int, config: SimulationConfig) -> SoakTrial:
-    """KV that travels for long, prefixes that are pulled since computing them takes even longer, and lanes that
-    meanwhile are held up, cut, or lose an end."""
+    """Slow transfers: KV that travels for long, prefixes that are pulled because computing them takes even longer, and
+    lanes that are held up, cut or lose an end meanwhile."""
     rng = random.Random(f"{seed} torn")
     is_slow = random.Random(f"{seed} slow").random() < 0.5
     load = GeneratedLoad(
@@ -219,7 +220,7 @@ def _torn(seed: int, config: SimulationConfig) -> SoakTrial:
 
 
 def _lasting(seed: int, config: SimulationConfig) -> SoakTrial:
-    """Answers so long that workers are lost, stopped and drained in the middle of them, several times in one."""
+    """Long answers: workers are lost, stopped and drained several times during one answer."""
     rng = random.Random(f"{seed} lasting")
     load = GeneratedLoad(
         num_requests=rng.choice((4, 8)),
@@ -248,7 +249,7 @@ def _lasting(seed: int, config: SimulationConfig) -> SoakTrial:
 
 
 def _slow_lane(seed: int, config: SimulationConfig) -> SoakTrial:
-    """One conversation without a fault, over a lane so slow that KV takes longer than a lease."""
+    """A slow lane: one conversation without a fault, whose KV travels for longer than a lease."""
     rng = random.Random(f"{seed} slow lane")
     num_turns, length = rng.choice((2, 4)), rng.choice((200, MAX_PROMPT))
     load = GeneratedLoad(
@@ -312,7 +313,7 @@ def _hurts(fault: Fault, failure: Failure) -> bool:
 
 
 def _excuses(made: SoakTrial) -> set[str]:
-    """Errors that clients may get."""
+    """The errors that clients may get."""
     kinds, router = [fault.kind for fault in made.faults], made.config.router
     num_asked = sum(len(session.turns) for session in made.sessions)
     told = {ABORTED: Kind.ABORTS in kinds, GATEWAY_LOST: Kind.GATEWAY_RESTART in kinds}
@@ -384,7 +385,7 @@ def _config(seed: int, rng: random.Random) -> SimulationConfig:
 
 
 def _host(rng: random.Random) -> dict[str, Any]:
-    """Half of the clusters have a host tier, over links that are worth it or not."""
+    """The host tier's settings, for half of the clusters. Its links may or may not be fast enough to be worth it."""
     return {"host_blocks": rng.choice((0, 0, 8, 300)), "host_bytes_per_s": rng.choice((1e9, 50e9))}
 
 
@@ -395,6 +396,6 @@ def _pools(rng: random.Random) -> PoolsConfig:
 
 
 def _hurried(session: UserSession, *, read_s: float = 0.0) -> UserSession:
-    """Short pauses: the soak looks for faults in turns, not between them."""
+    """The session with short pauses: the soak looks for faults in turns, not between them."""
     turns = tuple(replace(turn, pause_s=turn.pause_s / 20, read_s=read_s) for turn in session.turns)
     return replace(session, turns=turns)

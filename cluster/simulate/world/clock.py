@@ -5,7 +5,7 @@ order.
     none is ready       ─▶ jump to the next timers' time; timers of one instant run in an order drawn from the seed,
                            but ticks of idle parts come first, because some runs leave them out
 
-The loop raises if code uses the outside world, or waits when nothing is scheduled: both are faults of a simulation.
+The loop raises if code uses the outside world, or waits while nothing is scheduled: both are faults of a simulation.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def call_first(self, when: float, callback: Callable[[], object]) -> Timer:
-        """Runs before all other timers of its instant; their order does not depend on it."""
+        """Schedules a timer before all other timers of its instant. The order of the others does not depend on it."""
         timer = Timer(when, callback, (), self, None)
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers - _FIRST, timer))
@@ -169,7 +169,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise RuntimeError("Event loop is closed")
 
     def one_was_cancelled(self) -> None:
-        """Most timers are timeouts that were not needed: they are removed once they are half of the heap."""
+        """Counts a cancelled timer. Most timers are timeouts that were not needed: they are removed once they are half
+        of the heap."""
         self._num_cancelled += 1
         if self._num_cancelled > 64 and self._num_cancelled * 2 > len(self._timers):
             self._timers = [entry for entry in self._timers if not entry[2].is_cancelled]
@@ -293,13 +294,13 @@ def _interruptible(loop: VirtualLoop) -> Iterator[None]:
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield
-        loop.check_interrupted()  # it came too late for the loop to see
+        loop.check_interrupted()  # the loop may have ended before it could check
     finally:
         signal.signal(signal.SIGINT, usual)
 
 
 def _end(loop: VirtualLoop) -> None:
-    """Cancels the remaining tasks and lets them clean up. Their errors are ignored: the run is over."""
+    """Cancels the remaining tasks and waits for their clean-up. Their errors are ignored: the run is over."""
     loop.after = None
     tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
     for task in tasks:

@@ -24,7 +24,7 @@ class SimulationLog:
         self._before: list[tuple[float, str]] = []
 
     def begin(self) -> None:
-        """Also writes the lines of a run that ended before its load began."""
+        """Begins the load's time. It also writes the lines of a run that ended before its load began."""
         self._start_s = self._loop.time()
         for at_s, text in self._before:
             self._put(at_s - self._start_s, text)
@@ -32,7 +32,7 @@ class SimulationLog:
 
     @property
     def over_s(self) -> float | None:
-        """When the run was over; None if that was before the load."""
+        """When the run ended; None if that was before the load."""
         if self._start_s is None or self._loop.over_s is None or self._loop.over_s <= self._start_s:
             return None
         return self._loop.over_s - self._start_s

@@ -1,9 +1,10 @@
-"""The Redis that simulated gateways share their prefix index through: what `router.prefix.redis_store` asks of one.
+"""A simulated Redis through which gateways share their prefix index. It has the commands that
+`router.prefix.redis_store` uses.
 
 RedisPrefixIndex ─ Store ─▶ Client ── delay, away or not ──▶ Server: strings, hashes, sets, streams, leases that end
 
-The gateways' half of it is the real one, keys and messages included. Scripts are known by their text, and done in
-Python as Redis would do them in Lua: a test asks the same of this server and of a real one.
+The gateways run the real client code, keys and messages included. Scripts are recognised by their text and run in
+Python, with the effects of Redis's Lua: one test sends the same commands to this server and to a real one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from router.prefix import redis_store
 
 DELAY_S = 0.0002
 NODE_ENTRIES = 100
-"""A stream that is cut to about a length is cut by whole nodes of so many entries."""
+"""The size of a stream's nodes in entries. A stream that is cut to about a length loses whole nodes."""
 Entry = tuple[bytes, dict[bytes, bytes]]
 Result = TypeVar("Result")
 
@@ -31,7 +32,8 @@ class FakeRedisStream:
 
 
 class Server:
-    """One Redis, on one event loop. Nobody reaches it from `part` to `meet`; `forget` is what it has when it ends."""
+    """One Redis, on one event loop. It cannot be reached from `part` to `meet`; `forget` is its loss of all data when
+    it ends."""
 
     def __init__(self) -> None:
         self.reachable = True
@@ -49,7 +51,7 @@ class Server:
         }
 
     def part(self) -> None:
-        """Nobody reaches it; it keeps what it has, but for leases that end meanwhile."""
+        """Makes the server unreachable. It keeps its data, except leases that end meanwhile."""
         self.reachable = False
         self._stir()
 
@@ -85,7 +87,7 @@ class Server:
         return place
 
     def after(self, key: str, place: str, count: int) -> list[Entry]:
-        """Entries of a stream that follow a place, at most so many."""
+        """At most `count` entries of a stream that follow a place."""
         entries, since = self._stream(key).entries, redis_store.stream_order(place)
         first = len(entries)
         while first and redis_store.stream_order(entries[first - 1][0].decode()) > since:
@@ -96,7 +98,7 @@ class Server:
         return self._stream(key).entries[: -count - 1 : -1]
 
     async def news(self, timeout_s: float) -> None:
-        """Returns when something was added or nobody is reached any more, or after so long."""
+        """Waits until an entry was added, the server became unreachable, or the time is over."""
         reading: asyncio.Future[None] = self._loop.create_future()
         self._reading[reading] = None
         try:
@@ -185,7 +187,8 @@ class Server:
 
 
 class FakeRedisClient:
-    """One gateway's connection, as `redis.asyncio.Redis` has it; `dead` once its gateway is. Raises what that does."""
+    """One gateway's connection, with the methods of `redis.asyncio.Redis` and its errors. It is `dead` once its gateway
+    is."""
 
     def __init__(self, server: Server) -> None:
         self.dead = False
@@ -225,14 +228,14 @@ class FakeRedisClient:
         return await self._answer(found)
 
     async def aclose(self) -> None:
-        """There is nothing to be closed."""
+        """Does nothing: there is no connection to close."""
 
     def _found(self, places: Mapping[str, str], count: int) -> list[Any]:
         entries = {key: self._server.after(key, place, count) for key, place in places.items()}
         return [[key.encode(), found] for key, found in entries.items() if found]
 
     async def _answer(self, answer: Result) -> Result:
-        """What was done is done, also if nobody hears of it."""
+        """Returns an answer after the delay. A command takes effect even if its answer is lost."""
         await self._travel()
         return answer
 

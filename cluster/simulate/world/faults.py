@@ -24,9 +24,9 @@ class Kind(StrEnum):
     KILL = "kill"
     PAUSE = "pause"
     SLOW = "slow"
-    RESET = "reset"  # its connections to gateways
-    DRAIN = "drain"  # takes no new work, ends when all requests have ended or migrated, and is started again
-    CLOCK_SKEW = "clock-skew"  # its clock jumps this many seconds ahead
+    RESET = "reset"  # the worker's connections to gateways
+    DRAIN = "drain"  # the worker takes no new work, ends when all requests have ended or migrated, and is started again
+    CLOCK_SKEW = "clock-skew"  # the worker's clock jumps this many seconds ahead
     LANE_STALL = "lane-stall"
     LANE_CUT = "lane-cut"
     LANE_SLOW = "lane-slow"
@@ -36,7 +36,7 @@ class Kind(StrEnum):
     EVENTS_SWAP = "events-swap"
     INDEX_LOST = "index-lost"
     GATEWAY_RESTART = "gateway-restart"
-    STORE_AWAY = "store-away"  # no gateway reaches the Redis of the shared index
+    STORE_AWAY = "store-away"  # no gateway can reach the Redis of the shared index
     STORE_LOST = "store-lost"  # Redis ends, and is empty when it comes back
     ABORTS = "aborts"
 
@@ -54,7 +54,8 @@ DURATION_S, AMOUNT = 1.0, 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`amount`: the factor of a slowdown, the share of clients that leave, or the seconds that a clock jumps."""
+    """One fault. `amount` is the factor of a slowdown, the share of clients that leave, or the seconds that a clock
+    jumps."""
 
     at_s: float
     kind: Kind

@@ -20,9 +20,9 @@ STALL_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cards:
-    """Rates are bytes a second each way, of all cards of a worker together: by worker in `rates`, else `rate`. Workers
-    on one of `hosts`, by number, use the rate of its `links`. `delay_s`: of a message. Each lane stages about
-    `max_staged_bytes`, as in `kvtransfer.config.LaneConfig`."""
+    """The network cards of workers. Rates are bytes per second each way, of all cards of a worker together: `rates` by
+    worker, else `rate`. Workers on one of `hosts`, by number, use the rate of its `links`. `delay_s` is the delay of a
+    message. Each lane stages about `max_staged_bytes`, as in `kvtransfer.config.LaneConfig`."""
 
     rate: float = 50e9
     rates: Mapping[str, float] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Cards:
 
 
 def hosts_of(num_gpus: Mapping[str, int]) -> dict[str, int]:
-    """The host of `HOST_GPUS` of each worker whose GPUs fit on one: pools alternate, so that a host has workers of
+    """The host of each worker whose GPUs fit on one of `HOST_GPUS`. Pools alternate, so that a host has workers of
     both. A worker of several hosts shares none."""
     pools: dict[str, list[str]] = {}
     for worker in num_gpus:
@@ -51,7 +51,7 @@ def hosts_of(num_gpus: Mapping[str, int]) -> dict[str, int]:
         (place / len(workers), pool, worker) for pool, workers in pools.items() for place, worker in enumerate(workers)
     )
     found: dict[str, int] = {}
-    free: list[int] = []  # GPUs of each host so far
+    free: list[int] = []  # free GPUs of each host so far
     for *_, worker in mixed:
         if (num := num_gpus[worker]) > HOST_GPUS:
             continue
@@ -65,7 +65,7 @@ def hosts_of(num_gpus: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass(slots=True, eq=False)
 class Condition:
-    """The faults of the lane between two workers, by their ids, for all their incarnations."""
+    """The faults of the lane between two workers, for all their incarnations."""
 
     slowness: float = 1.0
     held: bool = False
@@ -79,19 +79,19 @@ class Travel:
     over_s: float
 
     def waited_s(self, since_s: float) -> float:
-        """Seconds of it after this time."""
+        """Seconds of the transfer after this time."""
         return max(0.0, self.over_s - max(since_s, self.begun_s))
 
 
 class Lanes:
-    """`exchange` makes senders and receivers; lives on one event loop."""
+    """The lanes of all workers. `exchange` makes senders and receivers; all live on one event loop."""
 
     def __init__(self, cards: Cards) -> None:
         self._loop = asyncio.get_running_loop()
         self.exchange = InprocExchange(self._carry, max_staged_bytes=cards.max_staged_bytes, clock=self._loop.time)
         self.num_bytes = 0
         self._cards = cards
-        self._sending: dict[str, float] = {}  # peer -> when its card is free again
+        self._sending: dict[str, float] = {}  # by worker: when its card is free again
         self._receiving: dict[str, float] = {}
         self._conditions: dict[tuple[str, str], Condition] = {}
         self._held: dict[tuple[str, str], list[Callable[[], None]]] = {}
@@ -119,7 +119,8 @@ class Lanes:
         return self._travels.pop(job, {})
 
     def _carry(self, parcel: InprocParcel, deliver: Callable[[], None]) -> None:
-        """Parcels of a lane arrive in the order they were offered: its cards take them one after the other."""
+        """Carries a parcel. Parcels of a lane arrive in the order they were offered: the cards take them one after the
+        other."""
         pair = (_worker(parcel.source), _worker(parcel.destination))
         condition = self._conditions.get(pair)
         took_s = parcel.num_bytes / self._cards.rate_between(*pair) * (1.0 if condition is None else condition.slowness)

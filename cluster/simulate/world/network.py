@@ -34,7 +34,7 @@ RETRANSMIT_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkModel:
-    """Delay of a message, up to `jitter_s` more, and the share of messages that are sent twice."""
+    """The delay of a message, with up to `jitter_s` more, and the share of messages that are sent twice."""
 
     delay_s: float = 0.0002
     jitter_s: float = 0.0
@@ -140,7 +140,7 @@ class Port:
         self._waiting: list[Callable[[], object]] = []
 
     def freeze(self) -> None:
-        """Peers give up after `KEEPALIVE_S`; it learns of this when it thaws."""
+        """Freezes the process: peers give up after `KEEPALIVE_S`, and the process notices this when it thaws."""
         self.frozen = True
         asyncio.get_running_loop().call_later(KEEPALIVE_S, self._given_up, tuple(self.calls))
 
@@ -160,14 +160,14 @@ class Port:
             await thawed.wait()
 
     def close(self) -> None:
-        """The process is gone: callers and connected peers learn of it immediately."""
+        """Ends the process: callers and connected peers notice it immediately."""
         self.closed = True
         for call in tuple(self.calls):
             call.stop()
             call.fail_later(RESET_S, "Connection reset by peer")
 
     def reset(self) -> None:
-        """Every connection breaks; both sides live on."""
+        """Breaks every connection; both sides live on."""
         for call in tuple(self.calls):
             call.fail_later(RESET_S, "Connection reset by peer")
             call.stop()

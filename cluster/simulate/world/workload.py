@@ -25,8 +25,8 @@ _OWN, _SYSTEM, _DOCUMENT, _ANSWERED = 10, 11, 12, 13  # kinds of spans; the benc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTurn:
-    """`pause_s` passes between the previous answer and this turn, and `read_s` after each message that its client
-    reads. `prompt_logprobs`: requested, one per position."""
+    """A turn of a session. `pause_s` passes between the previous answer and this turn, and `read_s` after each message
+    that its client reads. `prompt_logprobs`: requested, one per position."""
 
     spans: tuple[PrefixSpan, ...]
     num_output: int
@@ -41,7 +41,8 @@ class SessionTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserSession:
-    """The first turn is sent `due_s` after the start. Sessions of different tenants share no cached block."""
+    """One user's session. The first turn is sent `due_s` after the start. Sessions of different tenants share no cached
+    block."""
 
     number: int
     due_s: float
@@ -50,7 +51,7 @@ class UserSession:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its last turn's prompt and answer, which a worker must be able to hold."""
+        """Tokens of the last turn's prompt and answer, which a worker must be able to hold."""
         return sum(turn.num_added + turn.num_output for turn in self.turns)
 
 
@@ -124,17 +125,17 @@ def steady(at_s: float) -> float:
 
 
 def bursty(at_s: float) -> float:
-    """Ten seconds of every minute at four times the rate, the others at 0.4 times."""
+    """Ten seconds of every minute have four times the rate, the others 0.4 times."""
     return _PEAK if at_s % 60 < 10 else 0.4
 
 
 def diurnal(at_s: float) -> float:
-    """A day in ten minutes: from nearly nothing at night to twice the mean at noon."""
+    """A day in ten minutes: from almost no requests at night to twice the mean at noon."""
     return 1.0 - 0.95 * math.cos(2 * math.pi * at_s / 600)
 
 
 def arrivals(rate: float, pace: Pace, rng: random.Random) -> Iterator[float]:
-    """An inhomogeneous Poisson process, by thinning: Lewis and Shedler (1979)."""
+    """The times of an inhomogeneous Poisson process, by thinning: Lewis and Shedler (1979)."""
     at_s = 0.0
     while True:
         at_s += rng.expovariate(rate * _PEAK)
@@ -156,7 +157,7 @@ def independent(load: GeneratedLoad, pace: Pace) -> list[UserSession]:
 
 
 def conversations(load: GeneratedLoad, *, num_turns: int = 5, pause_s: float = 8.0) -> list[UserSession]:
-    """Each turn adds a fifth of a prompt's length to the conversation; people think for `pause_s` on average."""
+    """Conversations whose turns each add a fifth of a prompt's length. Users pause for `pause_s` on average."""
     rng = random.Random(f"{load.seed} conversations")
     due = arrivals(load.rate / num_turns, steady, rng)
     sessions = []
@@ -174,7 +175,7 @@ def conversations(load: GeneratedLoad, *, num_turns: int = 5, pause_s: float = 8
 def agents(
     load: GeneratedLoad, *, num_systems: int = 8, system_tokens: int = 4096, num_turns: int = 4
 ) -> list[UserSession]:
-    """Agents of a few kinds, each kind with a long system prompt of its own; tools answer within a second."""
+    """Requests of a few kinds of agents, each kind with its own long system prompt. Tools answer within a second."""
     rng = random.Random(f"{load.seed} agents")
     due = arrivals(load.rate / num_turns, steady, rng)
     sessions = []
@@ -203,9 +204,9 @@ def documents(load: GeneratedLoad, *, num_documents: int = 20, document_tokens: 
 
 
 ASSISTANT_RATE = 3.4  # requests a second of Mooncake's conversation trace
-SYSTEM_TOKENS = 880  # its shortest prompt has 891
+SYSTEM_TOKENS = 880  # the trace's shortest prompt has 891
 MORE_TURNS = 2.6
-MAX_TALK = 124_000  # tokens of a conversation: its longest prompt has 126,195
+MAX_TALK = 124_000  # tokens of a conversation: the trace's longest prompt has 126,195
 Quantiles = tuple[tuple[float, float], ...]
 """(share of all, value): between two points the value grows by the same factor for equal shares. The points are the
 trace's (`python -m benchmarks.routing.workload_shape`)."""
@@ -231,7 +232,7 @@ def assistant(load: GeneratedLoad) -> list[UserSession]:
     speed, turns_each = load.rate / ASSISTANT_RATE, MORE_TURNS / (MORE_TURNS - 1)
     earliest_s = -_PAUSE_S[-1][1] / speed
     talks: list[Sequence[tuple[float, SessionTurn]]] = []
-    ahead: list[float] = []  # times of turns that are not among the first
+    ahead: list[float] = []  # times of turns that are not the first of their conversation
     num_due = 0
     for after_s in arrivals(load.rate / turns_each, steady, rng):
         begin_s = earliest_s + after_s
@@ -249,7 +250,7 @@ def assistant(load: GeneratedLoad) -> list[UserSession]:
 
 
 def _talk(number: int, begin_s: float, speed: float, rng: random.Random) -> list[tuple[float, SessionTurn]]:
-    """A conversation's turns, and when each is sent if answers take no time."""
+    """A conversation's turns, and the time at which each is sent if answers take no time."""
     own = PrefixSpan(key=(_OWN, number * 1000), num_tokens=_tokens(_FIRST, rng))
     turn = SessionTurn(
         spans=(PrefixSpan(key=(_SYSTEM, 0), num_tokens=SYSTEM_TOKENS), own), num_output=_tokens(_ANSWER, rng)
@@ -268,7 +269,7 @@ def _talk(number: int, begin_s: float, speed: float, rng: random.Random) -> list
 
 
 def _asked_until(talks: Sequence[Sequence[tuple[float, SessionTurn]]], last_s: float) -> list[UserSession]:
-    """The turns from 0 until then. Earlier turns are the beginning of a conversation's first prompt."""
+    """The turns from time 0 to `last_s`. Earlier turns become the beginning of a conversation's first prompt."""
     sessions = []
     for number, talk in enumerate(talks):
         asked = [(at_s, turn) for at_s, turn in talk if 0 <= at_s <= last_s]

@@ -19,7 +19,7 @@ scatter = reference.scatter
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `reference.rms_norm`; `x` may be heads [T, H, D] cut out of a wider tensor."""
+    """`reference.rms_norm`. `x` may be heads [T, H, D] cut out of a wider tensor."""
     kernels = native(x.dtype)
     heads = x if x.dim() == 3 else x.view(-1, 1, x.shape[-1]) if x.is_contiguous() else None
     if kernels is None or heads is None or not has_whole_rows(heads):
@@ -122,18 +122,18 @@ def rope_kv_write(
 
 
 def _stride(width: int, dtype: torch.dtype) -> int:
-    """Of rows that a product reads: ours, on tiles, reads them a column at a time."""
+    """The stride of rows that a product reads. Baton's product on tiles reads them a column at a time."""
     return apart(width, dtype) if dtype == torch.bfloat16 and native_tiles() is not None else width
 
 
 def empty_heads(x_TND: torch.Tensor, stride: int) -> torch.Tensor:
-    """Of its shape and dtype, `stride` elements from token to token."""
+    """An uninitialised tensor of the same shape and dtype, with `stride` elements from token to token."""
     num_tokens, num_heads, head_dim = x_TND.shape
     rows = empty_rows(num_tokens, num_heads * head_dim, dtype=x_TND.dtype, stride=stride)
     return rows.view(num_tokens, num_heads, head_dim)
 
 
 def has_whole_rows(x_THD: torch.Tensor) -> bool:
-    """True if each token's part of it is contiguous."""
+    """Whether each token's part of it is contiguous."""
     _, of_head, of_number = x_THD.stride()
     return of_number == 1 and of_head == x_THD.shape[2]

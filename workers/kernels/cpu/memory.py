@@ -1,6 +1,6 @@
-"""Memory on huge pages, if the system has them: data that each step reads from end to end is read a third faster, as
-fewer addresses have to be translated. Intermediate results of a long step use such pages, too, which are kept for the
-next layer."""
+"""Memory on huge pages, if the system has them: data that each step reads in full is read a third faster, because fewer
+addresses are translated. Intermediate results of a long step use such pages, too; the pages are kept for the next
+layer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _NEVER, _LARGE = 1 << 30, 1 << 21
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
 _LINE = 64
-_COLLIDING = 1024  # bytes: rows so far from one another share few places of a cache
+_COLLIDING = 1024  # bytes: rows with this distance share few places of a cache
 
 
 def roomy_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU. Pages are taken when they are first written, as torch's own zeros are."""
+    """Zeros on the CPU. Pages are allocated on their first write, as for torch's own zeros."""
     num_bytes = prod(shape) * dtype.itemsize
     if num_bytes < HUGE_PAGE or _ADVICE is None:
         return torch.zeros(shape, dtype=dtype)
@@ -32,10 +32,10 @@ def roomy_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def empty_rows(num_rows: int, width: int, *, dtype: torch.dtype, stride: int = 0) -> torch.Tensor:
-    """[num_rows, width], uninitialised, `stride` elements from row to row (0: one behind the other).
+    """An uninitialised tensor [num_rows, width], with `stride` elements from row to row (0: contiguous rows).
 
-    Large ones come from memory that is kept: it is reused once the last reference to the tensor, or to a part of it, is
-    gone.
+    Large tensors use memory that is kept. It is reused once the last reference to the tensor, or to a part of it, has
+    been dropped.
     """
     stride = stride or width
     num_bytes = num_rows * stride * dtype.itemsize
@@ -43,7 +43,7 @@ def empty_rows(num_rows: int, width: int, *, dtype: torch.dtype, stride: int = 0
         small = torch.empty(num_rows, stride, dtype=dtype)
         return small if stride == width else small[:, :width]
     region = _KEPT.take(num_bytes)
-    held = memoryview(region)  # one of its own for each tensor: it goes when the tensor's memory does
+    held = memoryview(region)  # one per tensor: it is freed with the tensor's memory
     weakref.finalize(held, _KEPT.give_back, region).atexit = False
     whole = torch.frombuffer(held, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
@@ -51,25 +51,28 @@ def empty_rows(num_rows: int, width: int, *, dtype: torch.dtype, stride: int = 0
 
 
 def apart(width: int, dtype: torch.dtype) -> int:
-    """The stride with which rows of `width`, read a column at a time, do not push one another out of a cache."""
+    """A stride for rows of `width` that are read a column at a time, so that they do not evict one another from a
+    cache."""
     line = _LINE // dtype.itemsize
     return width if width * dtype.itemsize % _COLLIDING else width + line
 
 
 class Regions:
-    """Never more of them, free and taken, than were taken at the same time; from any thread."""
+    """Reusable regions of memory. There are never more, free and taken, than were taken at the same time. Callable from
+    any thread."""
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
 
     def take(self, num_bytes: int) -> mmap.mmap:
-        """The smallest that is free and large enough; else a new one, for which the largest that is free goes."""
+        """The smallest free region that is large enough; otherwise a new one, for which the largest free region is
+        released."""
         while free := sorted(self._free, key=len):
             fitting = [region for region in free if len(region) >= num_bytes + HUGE_PAGE]
             best = fitting[0] if fitting else free[-1]
             try:
                 self._free.remove(best)
-            except ValueError:  # another thread was faster
+            except ValueError:  # another thread took it first
                 continue
             if fitting:
                 return best
@@ -84,11 +87,11 @@ _KEPT = Regions()
 
 
 def _region(num_bytes: int) -> mmap.mmap:
-    """With room for `num_bytes` from the first huge page's start on."""
+    """A region with room for `num_bytes` from the start of its first huge page."""
     size = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
     region = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if _ADVICE is not None:
-        with suppress(OSError):  # a system without them: the pages are small ones
+        with suppress(OSError):  # a system without huge pages: small pages are used
             region.madvise(_ADVICE)
     return region
 
