@@ -47,17 +47,17 @@ _SPECIAL = re.compile(r'unknown special token: "([^"]{1,100})')
 _NUMBERED = re.compile(r"token by number: (.{1,100})")
 
 
-def in_our_words(told: str) -> str:
+def in_our_words(error: str) -> str:
     """Our explanation, or the library's message, cut."""
-    told = told.replace("<non-verbose/>", "").strip()
-    if (special := _SPECIAL.search(told)) is not None:
+    error = error.replace("<non-verbose/>", "").strip()
+    if (special := _SPECIAL.search(error)) is not None:
         return (
             f"it names the special token {special[1]}: an answer is text, and ends by itself where its grammar "
             "is complete. Put the name in double quotes for its text, or leave it out"
         )
-    if (numbered := _NUMBERED.search(told)) is not None:
+    if (numbered := _NUMBERED.search(error)) is not None:
         return (
             f"it names a token by its number, {numbered[1]}: an answer is text. Write the text in double quotes, or "
             "leave the token out"
         )
-    return next((fix for sign, fix in _FIXES.items() if sign in told), told[:MAX_TOLD_CHARS])
+    return next((fix for sign, fix in _FIXES.items() if sign in error), error[:MAX_TOLD_CHARS])

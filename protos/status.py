@@ -75,15 +75,15 @@ def peer_error(failed: grpc.RpcError) -> BatonError | None:
 
 def error_of(failed: grpc.RpcError) -> BatonError:
     """The typed error a call ended with. Without a Baton peer's word, a lost connection is `Unavailable`."""
-    if (said := peer_error(failed)) is not None:
-        return said
+    if (error := peer_error(failed)) is not None:
+        return error
     code, details = _status(failed)
     return _FOREIGN.get(code, Internal)(details or code.name)
 
 
 def in_words(details: str) -> str:
     """The state of a connection, for people; gRPC's own text where its meaning is not known."""
-    return next((told for sign, told in _CONNECTIONS.items() if re.search(sign, details)), details)
+    return next((explanation for sign, explanation in _CONNECTIONS.items() if re.search(sign, details)), details)
 
 
 def _shortened(text: str) -> str:

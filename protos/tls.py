@@ -34,9 +34,9 @@ _REFUSALS = {
 }
 
 
-def why_refused(told: str) -> str:
+def why_refused(error: str) -> str:
     """Whose certificates are wrong and why, if gRPC reports it; else ""."""
-    return next((why for sign, why in _REFUSALS.items() if re.search(sign, told)), "")
+    return next((why for sign, why in _REFUSALS.items() if re.search(sign, error)), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

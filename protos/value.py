@@ -23,6 +23,6 @@ class Value(Struct, frozen=True, gc=False, array_like=True):
         super().__init_subclass__(**config)
         if cls.__bases__ != (Value,):
             raise TypeError(f"{cls.__name__} derives from another value: write its fields down, each value has its own")
-        told = type(cls.__name__, (), {"__annotations__": get_annotations(cls)})
-        described: Any = dataclass(init=False, repr=False, eq=False)(told)
+        annotated = type(cls.__name__, (), {"__annotations__": get_annotations(cls)})
+        described: Any = dataclass(init=False, repr=False, eq=False)(annotated)
         cls.__dataclass_fields__ = described.__dataclass_fields__

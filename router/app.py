@@ -158,17 +158,17 @@ def _operating_routes(app: FastAPI, gateway: Gateway) -> None:
 
     async def ready(request: Request) -> Response:
         ready = gateway.ready()
-        told = {"ready": ready, "reason": not_ready(gateway), "degraded": degraded(gateway)}
-        return json_response(told, status=200 if ready else 503)
+        status = {"ready": ready, "reason": not_ready(gateway), "degraded": degraded(gateway)}
+        return json_response(status, status=200 if ready else 503)
 
     async def metrics(request: Request) -> Response:
         registry = gateway.metrics.registry
         if from_other_process(request):
             return json_response(families_of(registry))
         if not gateway.processes.alone:
-            told = {gateway.processes.number: families_of(registry), **await gateway.processes.ask(request)}
+            scrapes = {gateway.processes.number: families_of(registry), **await gateway.processes.ask(request)}
             registry = CollectorRegistry()
-            registry.register(Merged(told))
+            registry.register(Merged(scrapes))
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), media_type=content_type)
 

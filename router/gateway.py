@@ -242,7 +242,7 @@ def open_gateway(
     )
 
 
-def _tool_format(asked: str, template: ChatTemplate | None) -> ToolFormat | None:
-    if asked == "auto":
+def _tool_format(name: str, template: ChatTemplate | None) -> ToolFormat | None:
+    if name == "auto":
         return template.tool_format if template is not None else None
-    return ToolFormat(asked)
+    return ToolFormat(name)

@@ -50,11 +50,11 @@ class RequestMetrics:
         )
         build.labels(version("baton"), platform.python_version(), model).set(1)
 
-    def _counter(self, name: str, told: str, *labels: str) -> Counter:
-        return Counter(f"baton_{name}", told, (*_LABELS, *labels), registry=self.registry)
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        return Counter(f"baton_{name}", documentation, (*_LABELS, *labels), registry=self.registry)
 
-    def _histogram(self, name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"baton_{name}", told, _LABELS, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"baton_{name}", documentation, _LABELS, buckets=buckets, registry=self.registry)
 
     def track(self, endpoint: str) -> Track:
         """Starts a request's clock; `endpoint` is one of our own names, never the client's text."""

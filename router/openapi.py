@@ -202,25 +202,25 @@ def _paths(app: FastAPI) -> Schema:
         ]
         for method in sorted((route.methods or set()) - {"HEAD"}):
             name = re.sub(r"\W", "_", f"{route.name}{path}_{method.lower()}")
-            told: Schema = {"operationId": name} | ({"parameters": parameters} if parameters else {})
-            paths.setdefault(path, {})[method.lower()] = told
+            described: Schema = {"operationId": name} | ({"parameters": parameters} if parameters else {})
+            paths.setdefault(path, {})[method.lower()] = described
     return paths
 
 
 def _operation(operation: Operation, schemas: Schema, path: str) -> Schema:
-    told: Schema = {"summary": operation.summary, "responses": _responses(operation, schemas, path)}
+    described: Schema = {"summary": operation.summary, "responses": _responses(operation, schemas, path)}
     if operation.body is not None:
         reference = _schema(operation.body, schemas, "validation")
-        told["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
+        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
     if operation.parameters:
-        told["parameters"] = list(operation.parameters)
-    return told
+        described["parameters"] = list(operation.parameters)
+    return described
 
 
 def _responses(operation: Operation, schemas: Schema, path: str) -> Schema:
     content: Schema = {
-        kind: {"schema": (_EVENT if operation.texts is _STREAM else {"type": "string"}) | {"description": told}}
-        for kind, told in (operation.texts or {}).items()
+        kind: {"schema": (_EVENT if operation.texts is _STREAM else {"type": "string"}) | {"description": description}}
+        for kind, description in (operation.texts or {}).items()
     }
     if operation.reply is not None:
         content = {"application/json": {"schema": _schema(operation.reply, schemas, "serialization")}} | content

@@ -162,16 +162,16 @@ def leave_cores(niceness: int = 0) -> None:
         log.warning("a thread stays on the cores of those that compute: %s", error)
 
 
-def claim_cores(num_threads: int, asked: str, rank: int = 0) -> Cores:
+def claim_cores(num_threads: int, setting: str, rank: int = 0) -> Cores:
     """Claims cores for a rank of `num_threads`, and logs the result; once a worker it logs that there are too few
-    cores. `asked` is `WorkerConfig.bind_cores`."""
+    cores. `setting` is `WorkerConfig.bind_cores`."""
     mine = Cores()
-    if asked == "off" or not hasattr(os, "sched_getaffinity"):
+    if setting == "off" or not hasattr(os, "sched_getaffinity"):
         return mine
     allowed = os.sched_getaffinity(0)
-    wanted = parse_cpus(asked)
+    wanted = parse_cpus(setting)
     if wanted - allowed:
-        log.warning("bind_cores is %r, and this process may use %s: nothing is bound", asked, sorted(allowed))
+        log.warning("bind_cores is %r, and this process may use %s: nothing is bound", setting, sorted(allowed))
     elif wanted:
         mine.cpus = mine.near = tuple(sorted(wanted))
     elif not mine.claim(read_cores(allowed), num_threads):

@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant(
         name="leases: a reservation is not renewed while its prompt waits",
         module="router.dispatch.dispatcher",
-        old="                await decode.renew(asked)\n",
+        old="                await decode.renew(request)\n",
         new="                pass\n",
     ),
     Mutant(
@@ -182,7 +182,7 @@ MUTANTS = (
     Mutant(
         name="tenants: a worker caches without the salt",
         module="workers.scheduling.scheduler",
-        old="        request.cache_salt = salted(asked.cache_salt, self.prefix_key(request.num_prompt))\n",
+        old="        request.cache_salt = salted(given.cache_salt, self.prefix_key(request.num_prompt))\n",
         new='        request.cache_salt = salted(b"", self.prefix_key(request.num_prompt))\n',
     ),
     Mutant(
@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant(
         name="retries: a handed over answer fails when its first worker lets go",
         module="router.dispatch.dispatcher",
-        old="                        reading.forward_failures_to(answer)  # until KV has arrived\n",
+        old="                        prefill_updates.forward_failures_to(answer)  # until the KV has arrived\n",
         new='                        answer.fail(TransferFailed("the KV has not come yet")) if attempt.generation % 7 == 1 and len(job_state.job.prompt_ids) % 5 == 0 else None\n',
     ),
     Mutant(

@@ -208,9 +208,9 @@ class Terminal:
     def _answer(self, question: str) -> None:
         texts, reason, num_tokens = [], "", None
         parts = self._ask(self._conversation.messages(question))
-        heard = _interruptible(parts) if self._person else parts
+        answered = _interruptible(parts) if self._person else parts
         try:
-            for part in heard:
+            for part in answered:
                 texts.append(part.text)
                 self._console.print(Text(_harmless(part.text)), end="", soft_wrap=True)
                 reason = part.finish_reason or reason
@@ -220,7 +220,7 @@ class Terminal:
                 raise
             reason = "stopped"
         finally:
-            heard.close()
+            answered.close()
             parts.close()
             if any(texts):
                 self._console.print()

@@ -21,8 +21,8 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
         """`tickets`, `lanes` and `tiers` are null for a worker that does not answer in time. Bytes of "in" tickets are
         reserved memory; those of "out" tickets are still at their owner."""
         workers = gateway.fleet.status()
-        said = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
-        tickets = [ticket for one in said if one is not None for ticket in one["tickets"]]
+        replies = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
+        tickets = [ticket for one in replies if one is not None for ticket in one["tickets"]]
         kept = [ticket for ticket in tickets if ticket.direction == "in"]
         return json_response(
             {
@@ -31,7 +31,7 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
                 "oldest_s": max((ticket.age_s for ticket in tickets), default=0.0),
                 "workers": [
                     {"worker_id": worker.worker_id, "state": worker.state} | (one or SILENT)
-                    for worker, one in zip(workers, said, strict=True)
+                    for worker, one in zip(workers, replies, strict=True)
                 ],
             }
         )

@@ -29,7 +29,7 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
 
     async def jobs(request: Request, name: str, view: Callable[[RequestTrace], Mapping[str, Any] | None]) -> Response:
         """Of all gateway processes: clients may give several requests one id."""
-        known = [told for one in records.find(name) if (told := view(one)) is not None]
+        known = [shown for one in records.find(name) if (shown := view(one)) is not None]
         found = bool(records.find(name))
         for reply in (await processes.ask(request)).values():
             known, found = [*known, *reply["jobs"]], True
@@ -45,8 +45,8 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
         count = _count(request.query_params.get("limit", str(DEFAULT_COUNT)))
         offset = offset_s()
         latest = [summary(one, offset) for one in records.recent(count)]
-        if told := await processes.ask(request):
-            latest += [one for reply in told.values() for one in reply["requests"]]
+        if others := await processes.ask(request):
+            latest += [one for reply in others.values() for one in reply["requests"]]
             latest.sort(key=lambda one: one["received_at"], reverse=True)
         return json_response({"requests": latest[:count]})
 
@@ -61,8 +61,8 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
     @admin.route("/shadows")
     async def shadows(request: Request) -> Response:
         views = [shadow_view(one) for one in gateway.routing.shadows]
-        if told := await processes.ask(request):
-            replies = [views, *(reply["shadows"] for reply in told.values())]
+        if others := await processes.ask(request):
+            replies = [views, *(reply["shadows"] for reply in others.values())]
             views = [shadows_together(same) for same in zip(*replies, strict=True)]
         return json_response({"shadows": views})
 

@@ -27,18 +27,18 @@ STAND_INS = {
 def add(admin: AdminRoutes, gateway: Gateway) -> None:
     @admin.route("/status")
     async def status(request: Request) -> Response:
-        told = {"model": gateway.card.name, "ready": gateway.ready(), "reason": not_ready(gateway)}
+        summary = {"model": gateway.card.name, "ready": gateway.ready(), "reason": not_ready(gateway)}
         workers = gateway.fleet.status()
-        told["degraded"] = degraded(gateway)
-        said = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
-        kv = {worker.worker_id: one for worker, one in zip(workers, said, strict=True)}
-        return json_response(told | {"workers": workers, "kv": kv, "processes": gateway.processes.statuses})
+        summary["degraded"] = degraded(gateway)
+        replies = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
+        kv = {worker.worker_id: one for worker, one in zip(workers, replies, strict=True)}
+        return json_response(summary | {"workers": workers, "kv": kv, "processes": gateway.processes.statuses})
 
 
 def degraded(gateway: Gateway) -> str:
     """Faults despite which requests may be served; "" if there are none."""
-    told = (gateway.fleet.degraded(), gateway.access.trouble, gateway.processes.trouble, missing(gateway))
-    return "; ".join(filter(None, told))
+    faults = (gateway.fleet.degraded(), gateway.access.trouble, gateway.processes.trouble, missing(gateway))
+    return "; ".join(filter(None, faults))
 
 
 def not_ready(gateway: Gateway) -> str:
@@ -49,8 +49,8 @@ def not_ready(gateway: Gateway) -> str:
         )
     workers = gateway.fleet.status()
     away = [one for one in workers if one.state != "ready"]
-    told = [_said(one) for one in away]
-    return "; ".join(told) or "no worker has joined yet"
+    reasons = [_said(one) for one in away]
+    return "; ".join(reasons) or "no worker has joined yet"
 
 
 def missing(gateway: Gateway, workers: Sequence[WorkerView] | None = None) -> str:
@@ -61,13 +61,13 @@ def missing(gateway: Gateway, workers: Sequence[WorkerView] | None = None) -> st
     if workers is None:
         workers = gateway.fleet.status()
     unmet = "; ".join(_said(one) for one in workers if one.info is None)
-    told = [f"never met: {unmet}"] if unmet else []
+    reasons = [f"never met: {unmet}"] if unmet else []
     for role, meanwhile in STAND_INS.items():
         pool = [one for one in workers if one.info is not None and one.info.role is role]
         if pool and not any(one.state == "ready" for one in pool):
             away = "; ".join(_said(one) for one in pool)
-            told.insert(0, f"no {role} worker is ready, {meanwhile}: {away}")
-    return "; ".join(told)
+            reasons.insert(0, f"no {role} worker is ready, {meanwhile}: {away}")
+    return "; ".join(reasons)
 
 
 def _said(worker: WorkerView) -> str:

@@ -115,14 +115,14 @@ class Admission:
         # prefilled.
         self._line.charge(job.tenant, num_input=len(job.prompt_ids))
         let_s = loop_time()
-        told = False
+        has_begun = False
         try:
             deltas = self._generate(job, sink)
             try:
                 async for delta in deltas:
                     num_found = 0
-                    if not told and delta.token_ids:
-                        told = True
+                    if not has_begun and delta.token_ids:
+                        has_begun = True
                         self._returning.read(len(job.prompt_ids), now=loop_time())
                         self._begun.observe(len(job.prompt_ids), loop_time())
                         num_found = (

@@ -43,20 +43,20 @@ class Room:
         """Is there a worker, or a pair of them, that would begin with a request of so many blocks soon? Where nobody
         writes at all the answer is yes: what to do then is for the dispatcher to say. A decode worker does not count as
         a reader while there are others: it has nothing to read, and reads little, if any, of what comes."""
-        readers, writers = candidates.prefill_pool, candidates.decode_pool
-        if not len(writers):
+        prefill_pool, decode_pool = candidates.prefill_pool, candidates.decode_pool
+        if not len(decode_pool):
             return True
         if len(candidates) <= FEW:
-            rooms = zip(writers.workers.roles, writers.load_rows(), strict=True)
+            rooms = zip(decode_pool.workers.roles, decode_pool.load_rows(), strict=True)
             idle = [(role, row) for role, row in rooms if self.writes(row, num_blocks)]
-            if any(self.reads(row) for role, row in idle if role is WorkerRole.COLOCATED or not len(readers)):
+            if any(self.reads(row) for role, row in idle if role is WorkerRole.COLOCATED or not len(prefill_pool)):
                 return True
-            return bool(idle) and any(map(self.reads, readers.load_rows()))
-        alone = writers.workers.colocated if len(readers) else np.ones(len(writers), dtype=np.bool_)
-        room = self.writes(writers, num_blocks)
-        if (idle := room & alone).any() and (idle & self.reads(writers)).any():
+            return bool(idle) and any(map(self.reads, prefill_pool.load_rows()))
+        alone = decode_pool.workers.colocated if len(prefill_pool) else np.ones(len(decode_pool), dtype=np.bool_)
+        room = self.writes(decode_pool, num_blocks)
+        if (idle := room & alone).any() and (idle & self.reads(decode_pool)).any():
             return True
-        return bool(room.any() and len(readers) and self.reads(readers).any())
+        return bool(room.any() and len(prefill_pool) and self.reads(prefill_pool).any())
 
 
 class Overrun:
@@ -94,23 +94,23 @@ def predicted_ttft_s(
     What is in line is shared out by all readers. `overhead_s` comes to every first token, besides the reading. None
     while no reader's speed is known.
     """
-    readers = candidates.prompt_pool
-    speed = reading_speed(readers)
+    pool = candidates.prompt_pool
+    speed = reading_speed(pool)
     if not speed:
         return None
-    measured = readers.take(np.flatnonzero(readers.prefill_tokens_per_s))
+    measured = pool.take(np.flatnonzero(pool.prefill_tokens_per_s))
     return num_ahead / speed + float(_reading_s(measured, num_tokens, overhead_s).min())
 
 
 def least_ttft_s(candidates: CandidateTable, num_tokens: int, *, overhead_s: float = 0.0) -> float | None:
     """Seconds to the first token on the best reader if nothing else were to be done; None where nobody reads. A reader
     that has not told its speed, for want of prompts that show it, may be the fastest: it may read at once."""
-    readers = candidates.prompt_pool
-    if not len(readers):
+    pool = candidates.prompt_pool
+    if not len(pool):
         return None
-    measured = readers.take(np.flatnonzero(readers.prefill_tokens_per_s))
+    measured = pool.take(np.flatnonzero(pool.prefill_tokens_per_s))
     least_s = float(_idle_s(measured, num_tokens, overhead_s).min(initial=math.inf))
-    return least_s if len(measured) == len(readers) else min(least_s, overhead_s)
+    return least_s if len(measured) == len(pool) else min(least_s, overhead_s)
 
 
 def nobody_here(candidates: CandidateTable) -> bool:
@@ -123,19 +123,19 @@ def reading_speed(candidates: CandidateTable) -> float:
     return float(sum(candidates.prompt_pool.prefill_tokens_per_s.tolist()))
 
 
-def _reading_s(readers: CandidateTable, num_tokens: int, overhead_s: float) -> Floats:
+def _reading_s(pool: CandidateTable, num_tokens: int, overhead_s: float) -> Floats:
     """As the worker measures its steps, or as first tokens have come of late, which also waited for each other's steps
     and for answers in between: whatever is longer. Of one with nothing to read the shorter: were it believed to be late
     for good, nobody would be sent there to find out."""
-    queued = readers.queued_prefill_tokens
-    before = queued + num_tokens - readers.num_cached_tokens
-    busy_s = np.maximum(before / readers.prefill_tokens_per_s, readers.prefill_time(before)) + load_s(readers)
-    return np.where(queued > 0, busy_s, _idle_s(readers, num_tokens, overhead_s))
+    queued = pool.queued_prefill_tokens
+    before = queued + num_tokens - pool.num_cached_tokens
+    busy_s = np.maximum(before / pool.prefill_tokens_per_s, pool.prefill_time(before)) + load_s(pool)
+    return np.where(queued > 0, busy_s, _idle_s(pool, num_tokens, overhead_s))
 
 
-def _idle_s(readers: CandidateTable, num_tokens: int, overhead_s: float) -> Floats:
-    missing = num_tokens - readers.num_cached_tokens
-    stepping_s = missing / readers.prefill_tokens_per_s + overhead_s
-    expected_s = readers.prefill_time(missing)
-    seconds: Floats = np.minimum(stepping_s, np.where(expected_s > 0, expected_s, stepping_s)) + load_s(readers)
+def _idle_s(pool: CandidateTable, num_tokens: int, overhead_s: float) -> Floats:
+    missing = num_tokens - pool.num_cached_tokens
+    stepping_s = missing / pool.prefill_tokens_per_s + overhead_s
+    expected_s = pool.prefill_time(missing)
+    seconds: Floats = np.minimum(stepping_s, np.where(expected_s > 0, expected_s, stepping_s)) + load_s(pool)
     return seconds

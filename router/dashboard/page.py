@@ -32,21 +32,21 @@ def mount_page(app: FastAPI, gateway: Gateway) -> None:
     }
 
     async def page(request: Request) -> Response:
-        told = {
+        values = {
             "style": style,
             "script": script,
             "model": escape(gateway.card.name),
             "has_chat": str(gateway.template is not None).lower(),
             "asks_for_keys": str(not gateway.access.roster.is_open).lower(),
         }
-        return Response(_filled(template, told), media_type="text/html", headers=headers)
+        return Response(_filled(template, values), media_type="text/html", headers=headers)
 
     app.add_route("/", page)
 
 
-def _filled(template: str, told: dict[str, str]) -> str:
+def _filled(template: str, values: dict[str, str]) -> str:
     """Fills in all placeholders in one pass: inserted text is not searched for more."""
-    return re.sub(r"{{(\w+)}}", lambda place: told[place[1]], template)
+    return re.sub(r"{{(\w+)}}", lambda place: values[place[1]], template)
 
 
 def _policy(style: str, script: str) -> str:

@@ -81,12 +81,12 @@ class Canary:
             await asyncio.wait([self._running])
 
     async def _twice(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
-        said: list[int] = []
+        token_ids: list[int] = []
         async with aclosing(self._generate(job)) as deltas:
             async for delta in deltas:
-                said += delta.token_ids
+                token_ids += delta.token_ids
                 if delta.finish_reason is not None:
-                    self._begin(job, said)
+                    self._begin(job, token_ids)
                 yield delta
 
     def _is_due(self, job: Job) -> bool:
@@ -95,13 +95,13 @@ class Canary:
         self._num_greedy += 1
         return self._num_greedy % self._every == 0
 
-    def _begin(self, job: Job, said: Sequence[int]) -> None:
+    def _begin(self, job: Job, token_ids: Sequence[int]) -> None:
         if self._running is not None and not self._running.done():
             self.outcomes[CanaryOutcome.SKIPPED] += 1
             return
-        self._running = asyncio.create_task(self._compare(job, said), name=f"canary of {job.request_id}")
+        self._running = asyncio.create_task(self._compare(job, token_ids), name=f"canary of {job.request_id}")
 
-    async def _compare(self, job: Job, said: Sequence[int]) -> None:
+    async def _compare(self, job: Job, token_ids: Sequence[int]) -> None:
         again = replace(
             job,
             request_id=f"{job.request_id}-canary",
@@ -109,11 +109,11 @@ class Canary:
             priority=PRIORITY,
             sampling=replace(job.sampling, logprobs=None, prompt_logprobs=None),
         )
-        told: list[int] = []
+        again_ids: list[int] = []
         try:
             async with aclosing(self._alone(again)) as deltas:
                 async for delta in deltas:
-                    told += delta.token_ids
+                    again_ids += delta.token_ids
         except BatonError as error:
             self.outcomes[CanaryOutcome.FAILED] += 1
             log.info(
@@ -127,11 +127,11 @@ class Canary:
             self.outcomes[CanaryOutcome.FAILED] += 1
             log.exception("the canary of %s failed: internal error", job.request_id, extra={"request": job.request_id})
             return
-        index = first_difference(said, told)
+        index = first_difference(token_ids, again_ids)
         self.outcomes[CanaryOutcome.SAME if index is None else CanaryOutcome.DIFFERENT] += 1
         if index is not None:
             log.warning(
                 "parity: %s differs from a run on one worker at token %d of %d: %s, not %s",
-                job.request_id, index, len(said), list(said[index : index + 4]), told[index : index + 4],
+                job.request_id, index, len(token_ids), list(token_ids[index : index + 4]), again_ids[index : index + 4],
                 extra={"request": job.request_id},
             )  # fmt: skip

@@ -267,24 +267,24 @@ class Dispatcher:
         answer: Updates | None = None
         arrived = finished = False
         try:
-            asked = self._reservation(job_state, attempt, prefill)
-            ticket = await decode.reserve(asked)
+            reservation = self._reservation(job_state, attempt, prefill)
+            ticket = await decode.reserve(reservation)
             attempt.is_reserved = True
-            with _renewing(asked, decode, ticket.lease_s) as renewals:
+            with _renewing(reservation, decode, ticket.lease_s) as renewals:
                 pull = await self._fetch(job_state, attempt)
                 job_state.read_since_s = loop_time()
                 job_state.record.note(
                     EventKind.RESERVED, loop_time(), worker=decode.worker_id, blocks=len(ticket.block_ids)
                 )
-                reading = prefill.submit(job_state.request(request_id, ticket=ticket, pull=pull))
-                renewals.attach(reading)
+                prefill_updates = prefill.submit(job_state.request(request_id, ticket=ticket, pull=pull))
+                renewals.attach(prefill_updates)
                 job_state.record.note(EventKind.SUBMITTED, loop_time(), worker=prefill.worker_id)
-                async for update in reading:
+                async for update in prefill_updates:
                     if update.finish_reason is FinishReason.PREFILLED:
                         renewals.end()  # from here on KV is moved or lost
                         job_state.record.prefilled(loop_time())
                         answer = decode.submit(job_state.request(request_id, ticket=ticket, more=update.token_ids))
-                        reading.forward_failures_to(answer)  # until the KV has arrived
+                        prefill_updates.forward_failures_to(answer)  # until the KV has arrived
                     else:
                         finished = update.finish_reason is not None
                     yield update
@@ -399,16 +399,16 @@ class LeaseRenewal:
     """Renews a reservation until `end`, while its prefix is fetched and its prompt waits and is computed. If a renewal
     fails, the attached updates of the prefill worker fail with TransferFailed."""
 
-    def __init__(self, asked: ReserveRequest, decode: Member, lease_s: float) -> None:
+    def __init__(self, request: ReserveRequest, decode: Member, lease_s: float) -> None:
         self._reading: Updates | None = None
         self._failure: TransferFailed | None = None
-        renewing = self._renew(asked, decode, lease_s)
-        self._task: asyncio.Task[None] | None = asyncio.create_task(renewing, name=f"renewals of {asked.request_id}")
+        renewing = self._renew(request, decode, lease_s)
+        self._task: asyncio.Task[None] | None = asyncio.create_task(renewing, name=f"renewals of {request.request_id}")
 
-    def attach(self, reading: Updates) -> None:
-        self._reading = reading
+    def attach(self, updates: Updates) -> None:
+        self._reading = updates
         if self._failure is not None:
-            reading.fail(self._failure)
+            updates.fail(self._failure)
 
     def end(self) -> None:
         """Cancels the task and drops the reference to it. The cancelled task holds a frame that holds this object and
@@ -417,22 +417,22 @@ class LeaseRenewal:
             self._task.cancel()
             self._task = None
 
-    async def _renew(self, asked: ReserveRequest, decode: Member, lease_s: float) -> None:
+    async def _renew(self, request: ReserveRequest, decode: Member, lease_s: float) -> None:
         try:
             while True:
                 await asyncio.sleep(lease_s / RENEWALS_A_LEASE)
-                await decode.renew(asked)
+                await decode.renew(request)
         except BatonError as error:
             self._failure = TransferFailed(
-                f"worker {decode.worker_id} did not renew the reservation of {asked.request_id}: {error.message}"
+                f"worker {decode.worker_id} did not renew the reservation of {request.request_id}: {error.message}"
             )
             if self._reading is not None:
                 self._reading.fail(self._failure)
 
 
 @contextmanager
-def _renewing(asked: ReserveRequest, decode: Member, lease_s: float) -> Iterator[LeaseRenewal]:
-    renewals = LeaseRenewal(asked, decode, lease_s)
+def _renewing(request: ReserveRequest, decode: Member, lease_s: float) -> Iterator[LeaseRenewal]:
+    renewals = LeaseRenewal(request, decode, lease_s)
     try:
         yield renewals
     finally:

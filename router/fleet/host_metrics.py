@@ -44,8 +44,8 @@ class HostTotals:
             room.add_metric((role,), sum(load.host.num_blocks for load in loads if load.host is not None))
             used.add_metric((role,), sum(load.host.num_used for load in loads if load.host is not None))
         yield from (room, used)
-        for name, told, _ in COUNTERS:
-            counter = CounterMetricFamily(f"baton_pool_host_{name}", told, labels=("pool",))
+        for name, documentation, _ in COUNTERS:
+            counter = CounterMetricFamily(f"baton_pool_host_{name}", documentation, labels=("pool",))
             for role, totals in self._totals.items():
                 counter.add_metric((role,), totals[name])
             yield counter

@@ -47,8 +47,8 @@ class LaneTotals:
         for key, count in num_open.items():
             gauge.add_metric(key, count)
         yield gauge
-        for what, told in _COUNTED.items():
-            counter = CounterMetricFamily(f"baton_pool_lanes_{what}", told, labels=_LABELS)
+        for what, documentation in _COUNTED.items():
+            counter = CounterMetricFamily(f"baton_pool_lanes_{what}", documentation, labels=_LABELS)
             for key, count in self._counts[what].items():
                 counter.add_metric(key, count)
             yield counter

@@ -69,13 +69,13 @@ class FleetCollector(Collector):
         for worker in status:
             if worker.info is not None and worker.state in HERE:
                 pools[worker.info.role].append(worker.load)
-        for name, told, value_of in GAUGES:
-            gauge = GaugeMetricFamily(f"baton_pool_{name}", told, labels=("pool",))
+        for name, documentation, value_of in GAUGES:
+            gauge = GaugeMetricFamily(f"baton_pool_{name}", documentation, labels=("pool",))
             for role, loads in pools.items():
                 gauge.add_metric((role,), sum(value_of(load) for load in loads))
             yield gauge
-        for name, told, total_of in COUNTERS:
-            counter = CounterMetricFamily(f"baton_pool_{name}", told, labels=("pool",))
+        for name, documentation, total_of in COUNTERS:
+            counter = CounterMetricFamily(f"baton_pool_{name}", documentation, labels=("pool",))
             for role, totals in self._fleet.totals.items():
                 counter.add_metric((role,), total_of(totals))
             yield counter
@@ -104,7 +104,7 @@ def _by_worker(status: Sequence[WorkerStatus]) -> Iterable[Metric]:
     )
     ready = GaugeMetricFamily("baton_worker_ready", "1 while the worker takes work", labels=("worker", "pool"))
     families = [
-        GaugeMetricFamily(f"baton_worker_{name}", told, labels=("worker", "pool")) for name, told, _ in WORKER_GAUGES
+        GaugeMetricFamily(f"baton_worker_{name}", text, labels=("worker", "pool")) for name, text, _ in WORKER_GAUGES
     ]
     for worker in listed:
         assert worker.info is not None

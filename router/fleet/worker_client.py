@@ -323,12 +323,12 @@ class WorkerClient:
 
     async def profile(self, recording: bool | None = None) -> Profile:
         """The recorded steps; recording then restarts, ends, or continues (None)."""
-        asked = worker_pb2.ProfileRequest(recording=recording)
-        return from_proto(Profile, await self._call(self._stub.Profile, asked, self._control_timeout_s))
+        request = worker_pb2.ProfileRequest(recording=recording)
+        return from_proto(Profile, await self._call(self._stub.Profile, request, self._control_timeout_s))
 
     async def health(self, *, from_supervisor: bool = False) -> Health:
-        asked = worker_pb2.HealthRequest(from_supervisor=from_supervisor)
-        reply = await self._call(self._stub.Health, asked, self._control_timeout_s)
+        request = worker_pb2.HealthRequest(from_supervisor=from_supervisor)
+        reply = await self._call(self._stub.Health, request, self._control_timeout_s)
         return from_proto(Health, reply)
 
     async def close(self) -> None:
@@ -394,16 +394,16 @@ class WorkerClient:
     def _typed(self, failed: grpc.RpcError) -> BatonError:
         """The worker's own error, or its loss: only the end of a worker cancels calls, and only a crash cuts them
         off."""
-        if (said := peer_error(failed)) is not None:
-            if isinstance(said, Unauthenticated):  # the gateway's own credentials failed, not its client's
-                return WorkerLost(f"the worker at {self.address} refuses this process: {said.message}")
-            return said
+        if (typed := peer_error(failed)) is not None:
+            if isinstance(typed, Unauthenticated):  # the gateway's own credentials failed, not its client's
+                return WorkerLost(f"the worker at {self.address} refuses this process: {typed.message}")
+            return typed
         error = error_of(failed)
         if isinstance(error, InvalidRequest):
             return error
         if isinstance(error, DeadlineExceeded):
             return WorkerLost(f"the worker at {self.address} did not answer in time")
         log.debug("worker at %s: %s", self.address, error.message)
-        told = in_words(error.message) if isinstance(error, Unavailable) else error.message
-        why = why_refused(error.message) or told
+        message = in_words(error.message) if isinstance(error, Unavailable) else error.message
+        why = why_refused(error.message) or message
         return WorkerLost(f"the worker at {self.address} cannot be reached: {why}")

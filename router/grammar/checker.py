@@ -59,17 +59,17 @@ class GrammarChecks:
     async def check(self, grammar: str, *, param: str) -> None:
         """Raises InvalidRequest with what is wrong, Overloaded where that is not found out in `WAIT_S`."""
         if len(grammar) > MAX_GRAMMAR_CHARS:
-            told = f"'{param}' makes a grammar of {len(grammar)} characters"
-            raise InvalidRequest(f"{told}: at most {MAX_GRAMMAR_CHARS} are read", param=param)
+            problem = f"'{param}' makes a grammar of {len(grammar)} characters"
+            raise InvalidRequest(f"{problem}: at most {MAX_GRAMMAR_CHARS} are read", param=param)
         try:
             async with asyncio.timeout(WAIT_S):
                 wrong = await self._wrong(grammar)
         except TimeoutError:
-            told = f"'{param}' was not compiled within {WAIT_S:g} s: come again"
-            raise Overloaded(told, param=param, retry_after_s=WAIT_S) from None
+            problem = f"'{param}' was not compiled within {WAIT_S:g} s: come again"
+            raise Overloaded(problem, param=param, retry_after_s=WAIT_S) from None
         except _Ended as ended:
-            told = f"'{param}' was not compiled, for what compiles it was ended ({ended}): come again"
-            raise Overloaded(told, param=param, retry_after_s=WAIT_S) from None
+            problem = f"'{param}' was not compiled, for what compiles it was ended ({ended}): come again"
+            raise Overloaded(problem, param=param, retry_after_s=WAIT_S) from None
         if wrong:
             raise InvalidRequest(f"'{param}' cannot be enforced: {wrong}", param=param)
 
@@ -82,16 +82,16 @@ class GrammarChecks:
         name = hashlib.blake2b(encoded, digest_size=16).digest()
         if (wrong := self._found.get(name)) is not None:
             return wrong
-        asked = self._asked.get(name)
-        if asked is None:
-            asked = self._asked[name] = _Asked(asyncio.create_task(self._find(name, encoded)))
-        asked.num_waiting += 1
+        check = self._asked.get(name)
+        if check is None:
+            check = self._asked[name] = _Asked(asyncio.create_task(self._find(name, encoded)))
+        check.num_waiting += 1
         try:
-            return await asyncio.shield(asked.found)
+            return await asyncio.shield(check.found)
         finally:
-            asked.num_waiting -= 1
-            if not asked.num_waiting and not asked.has_turn:
-                asked.found.cancel()
+            check.num_waiting -= 1
+            if not check.num_waiting and not check.has_turn:
+                check.found.cancel()
                 self._asked.pop(name, None)
 
     async def _find(self, name: bytes, encoded: bytes) -> str:
@@ -124,13 +124,13 @@ class GrammarChecks:
         if compiler is None:
             compiler = self._compilers.one = _Compiler()
         try:
-            told = compiler.ask(encoded)
+            error_text = compiler.ask(encoded)
         except (_Ended, TimeoutError) as error:
             del self._compilers.one
             if isinstance(error, _Ended) and error.code == -signal.SIGPROF:
                 return error.blame()
             raise
-        return explained(told, encoded.decode("utf-8", "surrogatepass"))
+        return explained(error_text, encoded.decode("utf-8", "surrogatepass"))
 
 
 @dataclass(slots=True, eq=False)

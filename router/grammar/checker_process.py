@@ -59,9 +59,9 @@ def main() -> None:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
     known, limits = LLTokenizer(TokenizerWrapper(_Bytes())), LLParserLimits(verbose_errors=False)
-    asked = socket.socket(fileno=0)
-    stream = asked.makefile("rb")
-    asked.sendall(ANSWER.pack(0))
+    connection = socket.socket(fileno=0)
+    stream = connection.makefile("rb")
+    connection.sendall(ANSWER.pack(0))
     while head := stream.read(HEAD.size):
         num_bytes, cpu_ms = HEAD.unpack(head)
         grammar = stream.read(num_bytes).decode("utf-8", "surrogatepass")
@@ -69,10 +69,10 @@ def main() -> None:
         matcher = LLMatcher(known, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
-        told = (matcher.get_error() or numbered_token(grammar))[:MAX_TOLD_CHARS].encode("utf-8", "replace")
+        reply = (matcher.get_error() or numbered_token(grammar))[:MAX_TOLD_CHARS].encode("utf-8", "replace")
         del matcher
         signal.setitimer(signal.ITIMER_PROF, 0)
-        asked.sendall(ANSWER.pack(len(told)) + told)
+        connection.sendall(ANSWER.pack(len(reply)) + reply)
 
 
 if __name__ == "__main__":

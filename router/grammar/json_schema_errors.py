@@ -134,27 +134,27 @@ _PATTERN = '{"grammars":[{"name":"regex"'
 _OF_PATTERN = re.compile(r"regex parse error:\n(?s:.*?)error: ([^\n]*)|lookarounds not supported")
 
 
-def explained(told: str, grammar: str) -> str:
+def explained(error: str, grammar: str) -> str:
     """The library's error for a grammar, with the place in the schema, if there is one."""
     try:
-        return _explained(told, grammar)
+        return _explained(error, grammar)
     except RecursionError:  # nested so deeply that its place would not help
-        return in_our_words(told)
+        return in_our_words(error)
 
 
-def _explained(told: str, grammar: str) -> str:
-    if grammar.startswith(_PATTERN) and (said := _OF_PATTERN.search(told)) is not None:
-        why = said[1] or "look-around, as \\b is, is not supported"
+def _explained(error: str, grammar: str) -> str:
+    if grammar.startswith(_PATTERN) and (matched := _OF_PATTERN.search(error)) is not None:
+        why = matched[1] or "look-around, as \\b is, is not supported"
         return f"it cannot be read as a pattern ({why}): correct it"
-    schema, owner = _schema(told, grammar) if told else (None, "")
+    schema, owner = _schema(error, grammar) if error else (None, "")
     for fault in _FAULTS if schema is not None else ():
-        if (said := re.search(fault.said, told)) is not None:
-            found = islice((word for word in keywords(schema) if fault.means(word, said)), MAX_PLACES)
+        if (matched := re.search(fault.said, error)) is not None:
+            found = islice((word for word in keywords(schema) if fault.means(word, matched)), MAX_PLACES)
             if places := [_place(word, fault) for word in found]:
-                facts = said.groupdict()
+                facts = matched.groupdict()
                 facts["kind"] = _KINDS.get(facts.get("kind", ""), facts.get("kind", ""))
                 return f"{' or '.join(places)}{owner}: {fault.told.format(**facts)}"
-    return in_our_words(told)
+    return in_our_words(error)
 
 
 def keywords(schema: Any, place: str = "#") -> Iterator[Keyword]:
@@ -177,11 +177,11 @@ def keywords(schema: Any, place: str = "#") -> Iterator[Keyword]:
                 yield from keywords(one, f"{at}/{_escaped(key)}")
 
 
-def _schema(told: str, grammar: str) -> tuple[Any, str]:
+def _schema(error: str, grammar: str) -> tuple[Any, str]:
     """The schema that is meant, and whose it is where a grammar has several; None where none is."""
     if grammar.startswith('{"grammars"'):
         return json.loads(grammar)["grammars"][0].get("json_schema"), ""
-    at = re.match(r"at (\d+)\(\d+\): failed to compile JSON schema", told)
+    at = re.match(r"at (\d+)\(\d+\): failed to compile JSON schema", error)
     if at is None:
         return None, ""
     lines = grammar.split("\n")

@@ -127,11 +127,11 @@ class _InTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gener
                     return decode(message)
             raise InvalidRequest("the call has no request: send one message")
         except TimeoutError:
-            told = f"the request did not come within {self._timeout_s:g} s: send it with the call"
-            await abort_with(context, RequestTimeout(told))
+            problem = f"the request did not come within {self._timeout_s:g} s: send it with the call"
+            await abort_with(context, RequestTimeout(problem))
         except DecodeError:
-            told = "the request is not a protobuf message of this method: make it from protos/inference.proto"
-            await abort_with(context, InvalidRequest(told))
+            problem = "the request is not a protobuf message of this method: make it from protos/inference.proto"
+            await abort_with(context, InvalidRequest(problem))
         except InvalidRequest as error:
             await abort_with(context, error)
 
@@ -229,12 +229,12 @@ class _Inference(pb_grpc.InferenceServicer):
     async def _ask(self, request: pb.GenerateRequest, context: Context, name: str) -> TextRequest:
         tenant = self._tenant(context)
         self._gateway.check_model(request.model)
-        asked = _asked(request)
+        sampling = _asked(request)
         if form := request.sampling.WhichOneof("form"):
-            asked = replace(
-                asked, grammar=_grammar(request.sampling, form, compact=self._gateway.disable_any_whitespace)
+            sampling = replace(
+                sampling, grammar=_grammar(request.sampling, form, compact=self._gateway.disable_any_whitespace)
             )
-            await self._gateway.grammars.check(asked.grammar, param=form)
+            await self._gateway.grammars.check(sampling.grammar, param=form)
         match request.WhichOneof("prompt"):
             case "tokens":
                 prompt = tuple(request.tokens.ids)
@@ -243,7 +243,12 @@ class _Inference(pb_grpc.InferenceServicer):
             case _:
                 raise InvalidRequest("'prompt' is missing: give text or tokens", param="prompt")
         return make_text_request(
-            asked, [prompt], self._gateway.card, request_id=self._gateway.new_id("grpc"), group_id=name, tenant=tenant
+            sampling,
+            [prompt],
+            self._gateway.card,
+            request_id=self._gateway.new_id("grpc"),
+            group_id=name,
+            tenant=tenant,
         )
 
     def _tenant(self, context: Context) -> Tenant:
@@ -286,10 +291,10 @@ class _Health:
         return health_pb2.HealthListResponse(statuses=known)
 
     async def Watch(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
-        told = None
+        last = None
         while True:
-            if (status := self._status(request.service)) != told:
-                told = status
+            if (status := self._status(request.service)) != last:
+                last = status
                 yield health_pb2.HealthCheckResponse(status=status)
             await asyncio.sleep(self._period_s)
 
@@ -376,8 +381,8 @@ def _why(error: OSError | RuntimeError) -> str:
     """And what to do. gRPC's own error says nothing; `_try` has found every reason but the last."""
     if not isinstance(error, OSError) or error.errno == errno.EADDRINUSE:
         return "the port is taken; choose another with --grpc-port (0: any free one)"
-    said = str(error.strerror or error).partition(" (while")[0]  # asyncio and socket repeat the address
-    return f"{said}; see --host and --grpc-port"
+    reason = str(error.strerror or error).partition(" (while")[0]  # asyncio and socket repeat the address
+    return f"{reason}; see --host and --grpc-port"
 
 
 def _try(host: str, port: int) -> None:

@@ -150,8 +150,8 @@ class HeadLimit:
         if scope["type"] == "http":
             size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"])
             if size > self._max_bytes:
-                told = f"The headers and the path have {size} bytes: at most {self._max_bytes} are read"
-                await error_response(HeadersTooLarge(told))(scope, receive, send)
+                problem = f"The headers and the path have {size} bytes: at most {self._max_bytes} are read"
+                await error_response(HeadersTooLarge(problem))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -110,8 +110,10 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._num_framing_bytes = max(0, self._num_framing_bytes + len(data))
         if self._num_framing_bytes > MAX_FRAMING_BYTES:
-            told = f"The body has more than {MAX_FRAMING_BYTES} bytes of chunk extensions and trailers: leave them out"
-            self._refuse(InvalidRequest(told))
+            problem = (
+                f"The body has more than {MAX_FRAMING_BYTES} bytes of chunk extensions and trailers: leave them out"
+            )
+            self._refuse(InvalidRequest(problem))
 
     def _parse(self, data: bytes) -> None:
         while data and self._refusal is None:
@@ -202,8 +204,10 @@ class HttpProtocol(HttpToolsProtocol):
         if hosts and not _HOST.fullmatch(hosts[0]):
             self._fail(InvalidRequest(f"The Host header is {_shown(hosts[0])}: it must be a host and, if any, a port"))
         if codings and (version == "1.0" or len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
-            told = _shown(b", ".join(codings))
-            self._fail(InvalidRequest(f"The Transfer-Encoding is {told}: only 'chunked' is read, and only in HTTP/1.1"))
+            shown = _shown(b", ".join(codings))
+            self._fail(
+                InvalidRequest(f"The Transfer-Encoding is {shown}: only 'chunked' is read, and only in HTTP/1.1")
+            )
         if self.parser.get_method() == b"CONNECT":
             self._fail(InvalidRequest("CONNECT is for proxies: send the request itself"))
 

@@ -27,11 +27,11 @@ from router.text.text_stream import TextDelta, UsageCounter, collect
 async def chat_completions(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
     body = await read_body(request, ChatBody, gateway.card)
     gateway.check_model(body.model)
-    asked = with_bound(body.asked(), request)
+    sampling = with_bound(body.asked(), request)
     tooling = tooling_of(body, gateway)
     if tooling.grammar:
         await gateway.grammars.check(tooling.grammar, param=tooling.param)
-        asked = replace(asked, grammar=tooling.grammar)
+        sampling = replace(sampling, grammar=tooling.grammar)
     prompt = await gateway.encode_chat(
         [message.to_template() for message in body.messages],
         add_generation_prompt=body.add_generation_prompt,
@@ -40,7 +40,7 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
         tools=tooling.shown,
     )
     ask = make_text_request(
-        asked,
+        sampling,
         [prompt],
         gateway.card,
         request_id=gateway.new_id("chatcmpl"),
@@ -84,13 +84,13 @@ class _Chat:
         return reply
 
     def _choice(self, whole: TextDelta) -> dict[str, Any]:
-        said: dict[str, Any] = {"content": whole.text}
+        message: dict[str, Any] = {"content": whole.text}
         finish_reason: str | None = whole.finish_reason
         if self._calls is not None:
-            said, finish_reason = self._calls.message(whole)
+            message, finish_reason = self._calls.message(whole)
         choice = {
             "index": whole.index,
-            "message": {"role": "assistant", **said, "refusal": None},
+            "message": {"role": "assistant", **message, "refusal": None},
             "logprobs": self._logprobs(whole),
             "finish_reason": finish_reason,
         }

@@ -32,14 +32,14 @@ from router.text.tokenizer import Tokenizer
 async def completions(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
     body = await read_body(request, CompletionBody, gateway.card)
     gateway.check_model(body.model)
-    asked = with_bound(body.asked(), request)
+    sampling = with_bound(body.asked(), request)
     if body.structured_outputs is not None:
         grammar = body.structured_outputs.to_grammar(compact=gateway.disable_any_whitespace)
         await gateway.grammars.check(grammar, param="structured_outputs")
-        asked = replace(asked, grammar=grammar)
+        sampling = replace(sampling, grammar=grammar)
     prompts = await _prompts(gateway, body)
     ask = make_text_request(
-        asked,
+        sampling,
         [prompt.ids for prompt in prompts],
         gateway.card,
         request_id=gateway.new_id("cmpl"),
@@ -189,11 +189,11 @@ class _Completion:
 
 def _best(choices: Sequence[TextDelta], num_made: int, num_told: int) -> list[TextDelta]:
     """The choices of each prompt with the highest mean logprob, best first, numbered again."""
-    told: list[TextDelta] = []
+    texts: list[TextDelta] = []
     for start in range(0, len(choices), num_made):
         ranked = sorted(choices[start : start + num_made], key=_likelihood, reverse=True)
-        told += ranked[:num_told]
-    return [replace(one, index=index) for index, one in enumerate(told)]
+        texts += ranked[:num_told]
+    return [replace(one, index=index) for index, one in enumerate(texts)]
 
 
 def _likelihood(whole: TextDelta) -> float:

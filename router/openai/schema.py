@@ -205,12 +205,12 @@ class ChatMessage(Body):
 
     def to_template(self) -> dict[str, Any]:
         """The message in the form of chat templates."""
-        told = self.model_dump(exclude_none=True, exclude={"tool_calls", "reasoning"})
+        message = self.model_dump(exclude_none=True, exclude={"tool_calls", "reasoning"})
         if self.reasoning is not None:
-            told.setdefault("reasoning_content", self.reasoning)
+            message.setdefault("reasoning_content", self.reasoning)
         if self.tool_calls:
-            told["tool_calls"] = [call.to_template() for call in self.tool_calls]
-        return told
+            message["tool_calls"] = [call.to_template() for call in self.tool_calls]
+        return message
 
 
 class ChatBody(SamplingBody):
@@ -246,8 +246,8 @@ class ChatBody(SamplingBody):
         """Raises InvalidRequest where two parameters contradict each other."""
         self.check_stream()
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            told = f"'max_tokens' is {self.max_tokens} and 'max_completion_tokens' {self.max_completion_tokens}"
-            raise InvalidRequest(f"{told}: give one of them", param="max_tokens")
+            problem = f"'max_tokens' is {self.max_tokens} and 'max_completion_tokens' {self.max_completion_tokens}"
+            raise InvalidRequest(f"{problem}: give one of them", param="max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("'top_logprobs' is only allowed with logprobs = true", param="top_logprobs")
         limit, name = self.max_completion_tokens, "max_completion_tokens"
@@ -290,19 +290,19 @@ class CompletionBody(SamplingBody):
     def asked(self) -> SamplingRequest:
         """Raises InvalidRequest where two parameters contradict each other."""
         self.check_stream()
-        num_told = 1 if self.n is None else self.n
-        num_made = num_told if self.best_of is None else self.best_of
-        if num_made < num_told:
-            told = f"'best_of' is {num_made} and n {num_told}"
-            raise InvalidRequest(f"{told}: n answers are chosen from it, so it must be at least n", param="best_of")
-        if num_made > num_told and self.stream:
+        num_given = 1 if self.n is None else self.n
+        num_made = num_given if self.best_of is None else self.best_of
+        if num_made < num_given:
+            problem = f"'best_of' is {num_made} and n {num_given}"
+            raise InvalidRequest(f"{problem}: n answers are chosen from it, so it must be at least n", param="best_of")
+        if num_made > num_given and self.stream:
             raise InvalidRequest("'best_of' beyond n is only allowed with stream = false", param="best_of")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("'max_tokens' has the value 0: it must be at least 1 without echo", param="max_tokens")
         sampling = self.sampling()
         if self.echo and self.logprobs is not None:
             sampling["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        logprobs = 0 if self.logprobs is None and num_made > num_told else self.logprobs
+        logprobs = 0 if self.logprobs is None and num_made > num_given else self.logprobs
         names = {} if self.best_of is None else {"n": "best_of"}
         return SamplingRequest(**sampling | {"n": num_made}, max_tokens=self.max_tokens, logprobs=logprobs, names=names)
 
@@ -346,34 +346,34 @@ async def read_body(request: Request, kind: type[_Body], card: ModelCard) -> _Bo
     """The request's JSON as a checked body. Raises InvalidRequest or what is below it (protos.errors)."""
     encoding = find_header(request.scope, b"content-encoding")
     if encoding is not None and encoding.lower() != "identity":
-        told = f"The body comes with 'Content-Encoding: {encoding[:MAX_NAME_CHARS]}'"
-        raise UnsupportedMediaType(f"{told}: send plain JSON without this header, nothing is decompressed here")
+        problem = f"The body comes with 'Content-Encoding: {encoding[:MAX_NAME_CHARS]}'"
+        raise UnsupportedMediaType(f"{problem}: send plain JSON without this header, nothing is decompressed here")
     raw = await received_body(request)
     try:
         found = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        told = f"not valid JSON: {error}" if raw else "empty"
-        raise InvalidRequest(f"The body is {told}; send a JSON object in UTF-8") from None
+        problem = f"not valid JSON: {error}" if raw else "empty"
+        raise InvalidRequest(f"The body is {problem}; send a JSON object in UTF-8") from None
     if not isinstance(found, dict):
         raise InvalidRequest(f"The body must be a JSON object, not {_told(found)}")
     check_sizes(found, kind.model_fields, card)
     return parse_body(found, kind)
 
 
-def with_bound(asked: SamplingRequest, request: Request) -> SamplingRequest:
+def with_bound(sampling: SamplingRequest, request: Request) -> SamplingRequest:
     """Adds the header's `max_ttft_ms`, for clients that cannot put it into the body; the body takes precedence."""
-    told = find_header(request.scope, MAX_TTFT_MS.encode())
-    if told is None:
-        return asked
+    header = find_header(request.scope, MAX_TTFT_MS.encode())
+    if header is None:
+        return sampling
     low, high = RANGES["max_ttft_ms"]
     try:
-        bound = float(told)
+        bound = float(header)
     except ValueError:
         raise InvalidRequest(
-            f"The header '{MAX_TTFT_MS}' is {told[:60]!r}: it must be a number of milliseconds from {low} to {high}",
+            f"The header '{MAX_TTFT_MS}' is {header[:60]!r}: it must be a number of milliseconds from {low} to {high}",
             param="max_ttft_ms",
         ) from None
-    return replace(asked, max_ttft_ms=bound) if asked.max_ttft_ms is None else asked
+    return replace(sampling, max_ttft_ms=bound) if sampling.max_ttft_ms is None else sampling
 
 
 def parse_body(found: Mapping[str, Any], kind: type[_Body]) -> _Body:
@@ -408,8 +408,8 @@ def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
     if first["type"] == "missing":
         return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
     expected = _expected(first["loc"], kind) or first["msg"]
-    told = TOO_DEEP if TOO_DEEP in first["msg"] else _told(first["input"])
-    return InvalidRequest(f"'{path}' is {told}: it must be {expected}", param=path)
+    given = TOO_DEEP if TOO_DEEP in first["msg"] else _told(first["input"])
+    return InvalidRequest(f"'{path}' is {given}: it must be {expected}", param=path)
 
 
 def _hint(name: str, known: type[Body], kind: type[Body]) -> str:
@@ -496,7 +496,7 @@ def _token_biases(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
         if not key.isascii() or not key.isdigit() or len(key) > 10:
             raise InvalidRequest(f"'logit_bias' has the key {key[:60]!r}: keys are token ids", param="logit_bias")
         if int(key) in biases:
-            told = f"'logit_bias' has the token id {int(key)} twice, once as {key!r}"
-            raise InvalidRequest(f"{told}: give each token id once", param="logit_bias")
+            problem = f"'logit_bias' has the token id {int(key)} twice, once as {key!r}"
+            raise InvalidRequest(f"{problem}: give each token id once", param="logit_bias")
         biases[int(key)] = bias
     return tuple(biases.items())

@@ -52,5 +52,5 @@ def _check_prompts(prompts: list[Any], card: ModelCard) -> None:
 
 
 def _too_many(param: str, what: str, most: int, card: ModelCard) -> ContextLengthExceeded:
-    told = f"This model's maximum context length is {card.max_model_len} tokens. However, '{param}' has {what}"
-    return ContextLengthExceeded(f"{told}: at most {most} are read", param=param)
+    limit = f"This model's maximum context length is {card.max_model_len} tokens. However, '{param}' has {what}"
+    return ContextLengthExceeded(f"{limit}: at most {most} are read", param=param)

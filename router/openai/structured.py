@@ -68,13 +68,13 @@ class ResponseFormat(Body):
 
     def grammar(self, *, compact: bool) -> str:
         """ "" for text. Raises InvalidRequest."""
-        asked = self.schema_asked()
-        return json_grammar(asked[0], lenient=asked[1], compact=compact) if asked is not None else ""
+        requested = self.schema_asked()
+        return json_grammar(requested[0], lenient=requested[1], compact=compact) if requested is not None else ""
 
     def rule(self, *, compact: bool) -> str:
         """The same, as a rule's right side."""
-        asked = self.schema_asked()
-        return inline_json(asked[0], lenient=asked[1], compact=compact) if asked is not None else ""
+        requested = self.schema_asked()
+        return inline_json(requested[0], lenient=requested[1], compact=compact) if requested is not None else ""
 
 
 _ONE = ("json", "regex", "choice", "grammar")
@@ -106,11 +106,11 @@ class StructuredOutputs(Body):
         """`compact`: JSON has no white space unless the request allows it. Raises InvalidRequest."""
         given = [one for one in (self.json_, self.regex, self.choice, self.grammar) if one is not None]
         if len(given) != 1:
-            told = f"'structured_outputs' has {len(given)} of {', '.join(_ONE)}"
-            raise InvalidRequest(f"{told}: give exactly one", param="structured_outputs")
+            problem = f"'structured_outputs' has {len(given)} of {', '.join(_ONE)}"
+            raise InvalidRequest(f"{problem}: give exactly one", param="structured_outputs")
         if self.json_ is not None:
-            asked = self.disable_any_whitespace
-            return json_grammar(self.json_, compact=compact if asked is None else asked)
+            disabled = self.disable_any_whitespace
+            return json_grammar(self.json_, compact=compact if disabled is None else disabled)
         if self.regex is not None:
             return regex_grammar(self.regex)
         return choice_grammar(self.choice) if self.choice is not None else self.grammar or ""

@@ -50,9 +50,9 @@ def tooling_of(body: ChatBody, gateway: Gateway) -> Tooling:
         raise InvalidRequest("'tool_choice' is only allowed with tools: give some", param="tool_choice")
     if body.structured_outputs is not None:
         return _structured(body, gateway, has_tools=choice != "none")
-    asked, compact = body.response_format, gateway.disable_any_whitespace
+    response_format, compact = body.response_format, gateway.disable_any_whitespace
     if not body.tools or choice == "none":
-        return Tooling(grammar=asked.grammar(compact=compact) if asked is not None else "")
+        return Tooling(grammar=response_format.grammar(compact=compact) if response_format is not None else "")
     functions = [tool.to_function() for tool in body.tools]
     if len({one.name for one in functions}) != len(functions):
         raise InvalidRequest("'tools' has two functions of one name: give each its own", param="tools")
@@ -66,7 +66,7 @@ def tooling_of(body: ChatBody, gateway: Gateway) -> Tooling:
         asked_for = choice.allowed_tools
         functions = [_named(functions, one.function.name) for one in asked_for.tools]
         choice = asked_for.mode
-    grammar, param, instead = "", "tools", asked.rule(compact=compact) if asked is not None else ""
+    grammar, param, instead = "", "tools", response_format.rule(compact=compact) if response_format is not None else ""
     if choice == "required":
         grammar = calls_grammar(form, functions, parallel=parallel)
     elif instead:
@@ -84,8 +84,8 @@ def _loose(function: Function) -> Function:
 
 def _structured(body: ChatBody, gateway: Gateway, *, has_tools: bool) -> Tooling:
     assert body.structured_outputs is not None
-    asked = body.response_format
-    other = "tools" if has_tools else "response_format" if asked is not None and asked.type != "text" else ""
+    form = body.response_format
+    other = "tools" if has_tools else "response_format" if form is not None and form.type != "text" else ""
     if other:
         raise InvalidRequest(
             f"'structured_outputs' and '{other}' exclude each other: give one of them", param="structured_outputs"
@@ -153,12 +153,12 @@ class Calls:
         deltas, finish_reason = self.deltas(whole)
         content = "".join(delta.get("content", "") for delta in deltas)
         calls: dict[int, dict[str, Any]] = {}
-        for told in (one for delta in deltas for one in delta.get("tool_calls", ())):
-            index = told.pop("index")
+        for call in (one for delta in deltas for one in delta.get("tool_calls", ())):
+            index = call.pop("index")
             if index in calls:
-                calls[index]["function"]["arguments"] += told["function"]["arguments"]
+                calls[index]["function"]["arguments"] += call["function"]["arguments"]
             else:
-                calls[index] = told
+                calls[index] = call
         if not calls:
             return {"content": content}, finish_reason
         return {"content": content or None, "tool_calls": list(calls.values())}, finish_reason

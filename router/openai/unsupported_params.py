@@ -119,9 +119,9 @@ def without_harmless(body: Mapping[str, Any], refusals: Mapping[str, Harmless], 
     for name in refusals.keys() & body.keys():
         value = kept.pop(name)
         if value is not None and not refusals[name].accepts(value):
-            told = reprlib.repr(value)  # bounded in depth too: an object may be nested deeper than repr() can go
+            shown = reprlib.repr(value)  # bounded in depth too: an object may be nested deeper than repr() can go
             raise UnsupportedParameter(
-                f"'{where}{name}' is not supported with the value {told[:80]}{'...' if len(told) > 80 else ''}: "
+                f"'{where}{name}' is not supported with the value {shown[:80]}{'...' if len(shown) > 80 else ''}: "
                 f"{refusals[name].why}; leave it out",
                 param=f"{where}{name}",
             )

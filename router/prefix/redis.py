@@ -226,11 +226,11 @@ class RedisPrefixIndex:
 
     def _over(self) -> None:
         assert self._feed is not None
-        told = f"the prefix index is shared through Redis: {counted(len(self._feed.worker_ids), 'worker')} known"
+        message = f"the prefix index is shared through Redis: {counted(len(self._feed.worker_ids), 'worker')} known"
         if self.trouble == NOT_YET:
-            log.info("%s", told)
+            log.info("%s", message)
         self.trouble = ""
-        self._outage.back(told)
+        self._outage.back(message)
         self._pause_s = PAUSE_S
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -405,9 +405,9 @@ class RedisPrefixIndex:
             return await self._store.write(worker_id, snapshot)
         if not scribe.told:
             return True
-        told, scribe.told = scribe.told, []
-        scribe.num_since += sum(num_blocks(event) for message in told for event in message.events)
-        return await self._store.append(worker_id, told)
+        messages, scribe.told = scribe.told, []
+        scribe.num_since += sum(num_blocks(event) for message in messages for event in message.events)
+        return await self._store.append(worker_id, messages)
 
 
 def _begin_again(scribe: Scribe) -> None:

@@ -234,9 +234,9 @@ class Store:
         found = await self._client.xread(names, count=READ_COUNT, block=BLOCK_MS if wait else None)
         streams = found.items() if isinstance(found, dict) else found
         entries: list[EventEntry | PromptEntry | ForeignEntry] = []
-        for name, told in streams:
+        for name, entries_of in streams:
             of_events = name == (self.root + "events").encode()
-            for place, fields in told[0] if isinstance(found, dict) else told:
+            for place, fields in entries_of[0] if isinstance(found, dict) else entries_of:
                 if of_events:
                     places.events = place.decode()
                 else:

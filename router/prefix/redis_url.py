@@ -63,28 +63,28 @@ class RedisUrl:
 
     def client(self, *, timeout_s: float) -> Redis | RedisCluster:
         """A client for bytes. It connects on first use; a command takes `timeout_s` at most."""
-        told: dict[str, Any] = {
+        options: dict[str, Any] = {
             name: value for name, value in self.options.items() if not name.startswith("sentinel_")
         } | {"username": self.username, "password": self.password, "socket_timeout": timeout_s}
-        told |= {
+        options |= {
             "socket_connect_timeout": timeout_s,
             "retry": Retry(NoBackoff(), 0),
         }  # the caller has an event loop of its own
         if self.kind == "cluster":
             nodes = [ClusterNode(host, port) for host, port in self.hosts]
-            return RedisCluster(startup_nodes=nodes, ssl=self.tls, **told)
+            return RedisCluster(startup_nodes=nodes, ssl=self.tls, **options)
         if self.kind == "sentinel":
             watch = {
                 name.removeprefix("sentinel_"): value
                 for name, value in self.options.items()
                 if name.startswith("sentinel_")
-            } | {name: value for name, value in told.items() if name.startswith(("ssl", "socket"))}
+            } | {name: value for name, value in options.items() if name.startswith(("ssl", "socket"))}
             make: Any = Sentinel  # redis-py has no types here
-            sentinel = make(self.hosts, sentinel_kwargs={"ssl": self.tls, **watch}, ssl=self.tls, **told)
+            sentinel = make(self.hosts, sentinel_kwargs={"ssl": self.tls, **watch}, ssl=self.tls, **options)
             client: Redis = sentinel.master_for(self.service, db=self.db)
             return client
         [(host, port)] = self.hosts
-        return Redis(host=host, port=port, db=self.db, ssl=self.tls, **told)
+        return Redis(host=host, port=port, db=self.db, ssl=self.tls, **options)
 
 
 def raise_if_cancelled() -> None:
@@ -136,9 +136,9 @@ def parse(url: str, *, setting: str) -> RedisUrl:
     )
 
 
-def _hosts(told: str, kind: str, setting: str) -> tuple[tuple[str, int], ...]:
+def _hosts(addresses: str, kind: str, setting: str) -> tuple[tuple[str, int], ...]:
     hosts = []
-    for one in told.split(","):
+    for one in addresses.split(","):
         parts = urlsplit(f"//{one}")
         try:
             host, port = parts.hostname, parts.port or _PORTS[kind]

@@ -90,7 +90,7 @@ class DatagramPeer:
         if not self._waiting and self._end is not None:
             asyncio.get_running_loop().remove_writer(self._end)
 
-    def _try(self, told: bytes) -> bool:
+    def _try(self, message: bytes) -> bool:
         """False if there is no room now. Messages to a process that is gone are lost."""
         for _ in range(2):  # the second time to its next life
             try:
@@ -98,7 +98,7 @@ class DatagramPeer:
             except OSError:
                 break
             try:
-                self._end.send(told)
+                self._end.send(message)
                 return True
             except BlockingIOError:
                 return False

@@ -51,9 +51,9 @@ class LoadGossip:
     async def close(self) -> None:
         self._datagrams.close()
 
-    def _hear(self, told: bytes) -> None:
-        kind, *numbers = _HEAD.unpack_from(told)
-        worker_id = told[_HEAD.size :].decode()
+    def _hear(self, message: bytes) -> None:
+        kind, *numbers = _HEAD.unpack_from(message)
+        worker_id = message[_HEAD.size :].decode()
         if kind == _FAILED:
             in_row, process = numbers
             self._blame(worker_id, process, in_row)

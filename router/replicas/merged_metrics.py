@@ -38,17 +38,17 @@ class Merged(Collector):
 
     def collect(self) -> Iterable[Metric]:
         merged: dict[str, Metric] = {}
-        heard: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
+        greatest: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
         for number, families in sorted(self._told.items()):
             for name, documentation, kind, samples in families:
                 metric = merged.setdefault(name, Metric(name, documentation, kind))
                 for series, labels, value in samples:
                     if heard_of_workers(name):
                         key = (name, series, tuple(sorted(labels.items())))
-                        heard[key] = max(value, heard.get(key, value))
+                        greatest[key] = max(value, greatest.get(key, value))
                     else:
                         metric.add_sample(series, labels | {"process": str(number)}, _NAN if value is None else value)
-        for (name, series, pairs), value in heard.items():
+        for (name, series, pairs), value in greatest.items():
             merged[name].add_sample(series, dict(pairs), value)
         return merged.values()
 

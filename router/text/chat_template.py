@@ -134,9 +134,9 @@ class ChatTemplate:
             return render()
         return await asyncio.get_running_loop().run_in_executor(self._thread, render)
 
-    def render(self, messages: Sequence[Message], **asked: Any) -> str:
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The text that `rendered` gives."""
-        return self.rendered(messages, **asked).text
+        return self.rendered(messages, **options).text
 
     def rendered(
         self,

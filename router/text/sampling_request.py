@@ -99,7 +99,7 @@ class TextRequest(Value, frozen=True, kw_only=True):
 
 
 def make_text_request(
-    asked: SamplingRequest,
+    request: SamplingRequest,
     prompts: Sequence[tuple[int, ...]],
     card: ModelCard,
     *,
@@ -112,40 +112,40 @@ def make_text_request(
 
     `request_id` is the answer's name, `group_id` the request's, where it has another one.
     """
-    _check(asked, prompts, card)
-    tenant.check_priority(asked.priority)
-    seed = secrets.randbits(63) if asked.seed is None else asked.seed % 2**64
+    _check(request, prompts, card)
+    tenant.check_priority(request.priority)
+    seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
     jobs = tuple(
         Job(
-            request_id=f"{request_id}-{number * asked.n + choice}",
+            request_id=f"{request_id}-{number * request.n + choice}",
             group_id=group_id or request_id,
             prompt_ids=prompt,
             sampling=_sampling(
-                asked,
+                request,
                 card,
                 seed=_seed(seed, choice),
-                max_tokens=_max_tokens(asked, len(prompt), card.max_model_len, default_max_tokens),
+                max_tokens=_max_tokens(request, len(prompt), card.max_model_len, default_max_tokens),
             ),
-            cache_salt=tenant.cache_salt(asked.cache_salt.encode()),
-            priority=asked.priority,
-            session=asked.session,
+            cache_salt=tenant.cache_salt(request.cache_salt.encode()),
+            priority=request.priority,
+            session=request.session,
             tenant=tenant.name,
-            max_ttft_s=None if asked.max_ttft_ms is None else asked.max_ttft_ms / 1000,
-            tells_progress=asked.tells_progress and choice == 0,
+            max_ttft_s=None if request.max_ttft_ms is None else request.max_ttft_ms / 1000,
+            tells_progress=request.tells_progress and choice == 0,
         )
         for number, prompt in enumerate(prompts)
-        for choice in range(asked.n)
+        for choice in range(request.n)
     )
     return TextRequest(
         request_id=request_id,
         jobs=jobs,
-        n=asked.n,
+        n=request.n,
         tenant=tenant,
-        stop=asked.stop,
-        stop_token_ids=frozenset(asked.stop_token_ids) | (frozenset() if asked.ignore_eos else card.eos_token_ids),
-        include_stop_str_in_output=asked.include_stop_str_in_output,
-        skip_special_tokens=asked.skip_special_tokens,
-        silent=asked.max_tokens == 0,
+        stop=request.stop,
+        stop_token_ids=frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else card.eos_token_ids),
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        silent=request.max_tokens == 0,
     )
 
 
@@ -173,38 +173,38 @@ def check_length(
     )
 
 
-def _sampling(asked: SamplingRequest, card: ModelCard, *, seed: int, max_tokens: int) -> SamplingParams:
+def _sampling(request: SamplingRequest, card: ModelCard, *, seed: int, max_tokens: int) -> SamplingParams:
     """The client's word first, then the model's makers', then neutral."""
-    temperature = card.temperature if asked.temperature is None else asked.temperature
-    top_p = card.top_p if asked.top_p is None else asked.top_p
-    top_k = max(card.top_k if asked.top_k is None else asked.top_k, 0)
+    temperature = card.temperature if request.temperature is None else request.temperature
+    top_p = card.top_p if request.top_p is None else request.top_p
+    top_k = max(card.top_k if request.top_k is None else request.top_k, 0)
     if top_p == 0:  # the smallest set of tokens that reaches probability 0 is the likeliest one
         top_p, top_k = 1.0, 1
-    penalty = card.repetition_penalty if asked.repetition_penalty is None else asked.repetition_penalty
+    penalty = card.repetition_penalty if request.repetition_penalty is None else request.repetition_penalty
     return SamplingParams(
         seed=seed,
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        min_p=card.min_p if asked.min_p is None else asked.min_p,
+        min_p=card.min_p if request.min_p is None else request.min_p,
         repetition_penalty=penalty,
-        presence_penalty=asked.presence_penalty or 0.0,
-        frequency_penalty=asked.frequency_penalty or 0.0,
-        logit_bias=asked.logit_bias,
-        logprobs=asked.logprobs,
-        prompt_logprobs=asked.prompt_logprobs,
-        min_tokens=asked.min_tokens,
-        stop_token_ids=asked.stop_token_ids,
-        ignore_eos=asked.ignore_eos,
-        grammar=asked.grammar,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=request.logit_bias,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        min_tokens=request.min_tokens,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=request.ignore_eos,
+        grammar=request.grammar,
     )
 
 
-def _max_tokens(asked: SamplingRequest, num_prompt: int, longest: int, default: int | None) -> int:
+def _max_tokens(request: SamplingRequest, num_prompt: int, longest: int, default: int | None) -> int:
     """A request for no tokens still runs for one, which is thrown away: the prompt's logprobs need a pass."""
-    if asked.max_tokens is not None:
-        return max(asked.max_tokens, 1)
+    if request.max_tokens is not None:
+        return max(request.max_tokens, 1)
     room = longest - num_prompt
     return room if default is None else min(default, room)
 
@@ -217,67 +217,67 @@ def _seed(seed: int, choice: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _check(asked: SamplingRequest, prompts: Sequence[tuple[int, ...]], card: ModelCard) -> None:
+def _check(request: SamplingRequest, prompts: Sequence[tuple[int, ...]], card: ModelCard) -> None:
     for name, (low, high) in RANGES.items():
-        value = getattr(asked, name)
+        value = getattr(request, name)
         if value is not None and not low <= value <= high and not (name == "max_tokens" and value == 0):
             allowed = f"between {low} and {high}"
             if name in _OF_TOKENS and value == -1:
                 allowed += " (-1, vLLM's word for the whole vocabulary, is not offered)"
-            raise _outside(asked.names.get(name, name), value, allowed)
-    _check_stops(asked)
-    _check_tokens(asked, card)
-    if asked.grammar:
-        _check_grammar(asked, card)
-    if not prompts or len(prompts) * asked.n > MAX_CHOICES:
-        told = f"{len(prompts)} prompts with n = {asked.n} make {len(prompts) * asked.n} choices"
-        raise InvalidRequest(f"{told}: one request may ask for 1 to {MAX_CHOICES}", param="prompt")
-    param = asked.names.get("prompt", "prompt")
+            raise _outside(request.names.get(name, name), value, allowed)
+    _check_stops(request)
+    _check_tokens(request, card)
+    if request.grammar:
+        _check_grammar(request, card)
+    if not prompts or len(prompts) * request.n > MAX_CHOICES:
+        problem = f"{len(prompts)} prompts with n = {request.n} make {len(prompts) * request.n} choices"
+        raise InvalidRequest(f"{problem}: one request may ask for 1 to {MAX_CHOICES}", param="prompt")
+    param = request.names.get("prompt", "prompt")
     for prompt in prompts:
         if not prompt:
             raise InvalidRequest(f"'{param}' is empty and this model has no start token: give it text", param=param)
         for token_id in (min(prompt), max(prompt)):
             if not 0 <= token_id < card.vocab_size:
                 raise _outside(param, token_id, f"made of token ids between 0 and {card.vocab_size - 1}")
-        asked_as = asked.names.get("max_tokens", "max_tokens")
-        check_length(len(prompt), card, param=param, num_asked=asked.max_tokens or None, asked_as=asked_as)
-        room = card.max_model_len - len(prompt) if asked.max_tokens is None else asked.max_tokens
-        if asked.min_tokens > room:
-            raise _outside("min_tokens", asked.min_tokens, f"at most max_tokens, which is {room}")
+        asked_as = request.names.get("max_tokens", "max_tokens")
+        check_length(len(prompt), card, param=param, num_asked=request.max_tokens or None, asked_as=asked_as)
+        room = card.max_model_len - len(prompt) if request.max_tokens is None else request.max_tokens
+        if request.min_tokens > room:
+            raise _outside("min_tokens", request.min_tokens, f"at most max_tokens, which is {room}")
 
 
-def _check_stops(asked: SamplingRequest) -> None:
-    if len(asked.stop) > MAX_STOPS:
-        raise InvalidRequest(f"'stop' has {len(asked.stop)} strings: it must have at most {MAX_STOPS}", param="stop")
-    for stop in asked.stop:
+def _check_stops(request: SamplingRequest) -> None:
+    if len(request.stop) > MAX_STOPS:
+        raise InvalidRequest(f"'stop' has {len(request.stop)} strings: it must have at most {MAX_STOPS}", param="stop")
+    for stop in request.stop:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            told = f"a string of {len(stop)} characters"
-            raise InvalidRequest(f"'stop' has {told}: each must have 1 to {MAX_STOP_CHARS}", param="stop")
+            problem = f"a string of {len(stop)} characters"
+            raise InvalidRequest(f"'stop' has {problem}: each must have 1 to {MAX_STOP_CHARS}", param="stop")
 
 
-def _check_grammar(asked: SamplingRequest, card: ModelCard) -> None:
-    if asked.ignore_eos:
-        told = (
+def _check_grammar(request: SamplingRequest, card: ModelCard) -> None:
+    if request.ignore_eos:
+        problem = (
             "'ignore_eos' is true and the answer's form is asked for, which says where it ends: leave one of them out"
         )
-        raise InvalidRequest(told, param="ignore_eos")
+        raise InvalidRequest(problem, param="ignore_eos")
     if not card.eos_token_ids:
-        told = f"The model '{card.name}' has no end-of-sequence token: no form can be asked of its answers"
-        raise InvalidRequest(told, param=asked.names.get("grammar", "grammar"))
+        problem = f"The model '{card.name}' has no end-of-sequence token: no form can be asked of its answers"
+        raise InvalidRequest(problem, param=request.names.get("grammar", "grammar"))
 
 
-def _check_tokens(asked: SamplingRequest, card: ModelCard) -> None:
+def _check_tokens(request: SamplingRequest, card: ModelCard) -> None:
     highest = card.vocab_size - 1
-    if len(asked.logit_bias) > MAX_BIASES:
-        raise _outside("logit_bias", f"{len(asked.logit_bias)} entries", f"at most {MAX_BIASES} entries")
-    for token_id, bias in asked.logit_bias:
+    if len(request.logit_bias) > MAX_BIASES:
+        raise _outside("logit_bias", f"{len(request.logit_bias)} entries", f"at most {MAX_BIASES} entries")
+    for token_id, bias in request.logit_bias:
         if not 0 <= token_id <= highest:
             raise _outside("logit_bias", token_id, f"keyed by token ids between 0 and {highest}")
         if not -100 <= bias <= 100:
             raise _outside("logit_bias", bias, "made of values between -100 and 100")
-    if len(asked.stop_token_ids) > MAX_STOP_TOKENS:
-        raise _outside("stop_token_ids", f"{len(asked.stop_token_ids)} entries", f"at most {MAX_STOP_TOKENS} entries")
-    for token_id in asked.stop_token_ids:
+    if len(request.stop_token_ids) > MAX_STOP_TOKENS:
+        raise _outside("stop_token_ids", f"{len(request.stop_token_ids)} entries", f"at most {MAX_STOP_TOKENS} entries")
+    for token_id in request.stop_token_ids:
         if not 0 <= token_id <= highest:
             raise _outside("stop_token_ids", token_id, f"made of token ids between 0 and {highest}")
 

@@ -399,9 +399,9 @@ class _Call:
         elif key in _ARGUMENTS:
             self._has_arguments = True
             if self._token[0] == '"':
-                told = "".join(self._token)
-                held = _string(told)
-                self._arguments.append(told if held is None else held)
+                text = "".join(self._token)
+                held = _string(text)
+                self._arguments.append(text if held is None else held)
 
 
 def _say(parts: list[Part], text: str) -> None:

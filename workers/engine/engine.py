@@ -134,10 +134,10 @@ class Engine:
             self._grammars.release(known)
         return self._scheduler.abort(known) + sum(self._role.withdraw(request_id) for request_id in unknown)
 
-    def migrate(self, asked: MoveRequest, now: float) -> None:
+    def migrate(self, move: MoveRequest, now: float) -> None:
         """Begins to migrate a request to the ticket's worker; a later `step` returns that it has moved or stays.
         Raises UnknownRequest, or InvalidRequest on a worker without lanes."""
-        request = self._scheduler.find(asked.request_id)
+        request = self._scheduler.find(move.request_id)
         if request is None:
             raise UnknownRequest(
                 f"this worker has no request {asked.request_id!r}: it has ended, or runs on another one",
@@ -145,13 +145,13 @@ class Engine:
             )
         self._role.migrate(request, asked.ticket, now)
 
-    def share(self, asked: ShareRequest, now: float) -> int:
+    def share(self, request: ShareRequest, now: float) -> int:
         """Pushes cached blocks to a ticket, those on the host once they are loaded, and returns their number. Leaves
         each sequence a block to grow into. Raises as `Role.share` does."""
         num_running, num_waiting = self._scheduler.num_running, self._scheduler.num_waiting
         at_once = not num_running and not self._in_flight
-        coming = self._scheduler.onloads.fetch(asked.hashes, headroom=num_running + num_waiting, at_once=at_once)
-        return self._role.share(asked.ticket, asked.hashes, now, coming)
+        coming = self._scheduler.onloads.fetch(request.hashes, headroom=num_running + num_waiting, at_once=at_once)
+        return self._role.share(request.ticket, request.hashes, now, coming)
 
     def step(self, now: float) -> list[SequenceUpdate]:
         """Launches the next step and returns the updates of the step that is `depth` earlier. If there is no step to

@@ -153,15 +153,15 @@ def check_parallel(config: ModelConfig, tp: int, setting: str = "tp") -> None:
     )
 
 
-def longest_sequence(config: ModelConfig, asked: int | None) -> int:
+def longest_sequence(config: ModelConfig, limit: int | None) -> int:
     """Tokens of a prompt and its answer: `worker.max_model_len`, or the model's own length. Raises Misconfigured."""
-    if asked is not None and asked > config.max_model_len:
+    if limit is not None and limit > config.max_model_len:
         raise Misconfigured(
-            f"worker.max_model_len is {asked}: this model was made for {config.max_model_len} at most; give that or "
+            f"worker.max_model_len is {limit}: this model was made for {config.max_model_len} at most; give that or "
             f"less, or leave it out. Longer contexts need a rope_scaling in its config.json",
             param="max_model_len",
         )
-    return asked or config.max_model_len
+    return limit or config.max_model_len
 
 
 def weight_bytes(path: str | Path, dtype: str, quantize: Quantize = "off") -> int:

@@ -232,14 +232,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
         self.loop.post(abort)
 
-    def _move(self, asked: MoveRequest) -> None:
+    def _move(self, request: MoveRequest) -> None:
         def move() -> None:
             try:
-                self._engine.migrate(asked, self._clock())
+                self._engine.migrate(request, self._clock())
             except Exception as error:  # returned to the gateway; the request continues here
                 if not isinstance(error, BatonError):
-                    log.exception("request %s could not be migrated", asked.request_id)
-                stays = SequenceUpdate(request_id=asked.request_id, error=error_info(error))
+                    log.exception("request %s could not be migrated", request.request_id)
+                stays = SequenceUpdate(request_id=request.request_id, error=error_info(error))
                 self.loop.deliver(self.publish, StepMessage(updates=(stays,)))
 
         self.loop.post(move)
@@ -279,35 +279,37 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                     f"worker {self._info.worker_id} is a {self._info.role} worker, which receives no KV: "
                     "reserve on a decode worker"
                 )
-            asked = from_proto(ReserveRequest, request)
-            was_owned = asked.request_id in self._owners
-            self._own_reservation(asked)
+            reservation = from_proto(ReserveRequest, request)
+            was_owned = reservation.request_id in self._owners
+            self._own_reservation(reservation)
             try:
-                return self._encoding.value(await self.loop.call(lambda: reserve(asked, self._clock())))
+                return self._encoding.value(await self.loop.call(lambda: reserve(reservation, self._clock())))
             except Exception:
                 if not was_owned:  # else a renewal came too late: the request is still owned
-                    self._disown(asked.request_id)
+                    self._disown(reservation.request_id)
                 raise
         except Exception as error:  # returned to the gateway; unexpected errors are logged there
             await abort_with(context, error)
 
     async def Share(self, request: Any, context: Any) -> Any:
-        asked = from_proto(ShareRequest, request)
+        share_request = from_proto(ShareRequest, request)
         try:
-            num_blocks = await self.loop.call(lambda: self._engine.share(asked, self._clock()))
+            num_blocks = await self.loop.call(lambda: self._engine.share(share_request, self._clock()))
         except Exception as error:  # returned to the gateway; unexpected errors are logged there
             await abort_with(context, error)
         return worker_pb2.ShareReply(num_blocks=num_blocks)
 
-    def _own_reservation(self, asked: ReserveRequest) -> None:
+    def _own_reservation(self, reservation: ReserveRequest) -> None:
         """A reservation ends with its gateway's stream, as a request does. Raises Unavailable without such a stream."""
-        if not asked.gateway_id:
+        if not reservation.gateway_id:
             return
-        own = (stream for stream in reversed(self._streams) if stream.gateway_id == asked.gateway_id)
+        own = (stream for stream in reversed(self._streams) if stream.gateway_id == reservation.gateway_id)
         stream = next(own, None)
         if stream is None:
-            raise Unavailable(f"gateway {asked.gateway_id} has no stream to this worker: send Hello before Reserve")
-        self._own(stream, asked.request_id)
+            raise Unavailable(
+                f"gateway {reservation.gateway_id} has no stream to this worker: send Hello before Reserve"
+            )
+        self._own(stream, reservation.request_id)
 
     async def Abort(self, request: Any, context: Any) -> Any:
         ids = tuple(request.request_ids)

@@ -212,12 +212,12 @@ class Sampling:
             rows[index] = _with_prompt(rows[index], scores.fetch())
         return StepOutput(rows=tuple(rows))
 
-    def _mask(self, index: int, row: Row, asked: Sample) -> Mask | None:
+    def _mask(self, index: int, row: Row, sample: Sample) -> Mask | None:
         """A row's mask; None if its answer cannot continue, or not yet. Such a row is sampled with the others, and
         reported."""
         assert self._grammars is not None, "a grammar passed an engine that has none"
         try:
-            mask = self._grammars.allowed(row.request_id, asked)
+            mask = self._grammars.allowed(row.request_id, sample)
             if mask is None:
                 self._failed[index] = None
             return mask

@@ -29,13 +29,13 @@ def penalise(logits_RV: torch.Tensor, samples: Sequence[Sample], latest_R: torch
     rows = [row for row, one in enumerate(samples) if is_penalised(one.params)]
     if not rows:
         return
-    asked = [samples[row] for row in rows]
-    known = [_known(one) for one in asked]
+    penalised = [samples[row] for row in rows]
+    known = [_known(one) for one in penalised]
     owners = np.repeat(np.arange(len(rows)), [len(ids) for ids, _ in known])
     pairs = np.stack((owners, *(np.concatenate(arrays) for arrays in zip(*known, strict=True))))
     owners_P, ids_P, counts_P = to_device(pairs, logits_RV.device)
     rows_Q = to_device(np.array(rows), logits_RV.device)
-    penalties = _Penalties.of(asked, logits_RV.device)
+    penalties = _Penalties.of(penalised, logits_RV.device)
     if latest_R is None:
         penalties.apply(logits_RV, rows_Q, owners_P, ids_P, counts_P)
         return
@@ -59,8 +59,8 @@ class _Penalties:
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device) -> _Penalties:
         params = [one.params for one in samples]
-        asked = [(one.repetition_penalty, one.presence_penalty, one.frequency_penalty) for one in params]
-        repetition_Q, presence_Q, frequency_Q = to_device(np.array(asked, dtype=np.float64).T.copy(), device)
+        penalties = [(one.repetition_penalty, one.presence_penalty, one.frequency_penalty) for one in params]
+        repetition_Q, presence_Q, frequency_Q = to_device(np.array(penalties, dtype=np.float64).T.copy(), device)
         return cls(repetition_Q=repetition_Q.float(), presence_Q=presence_Q, frequency_Q=frequency_Q)
 
     def apply(

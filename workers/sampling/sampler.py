@@ -62,10 +62,10 @@ def sample(
     """
     adjusted_RV = _adjust(logits_RV, samples, latest_R, masks or {})
     ids_R = _choose_on_gpu(adjusted_RV, samples) if logits_RV.is_cuda else _choose(adjusted_RV, samples)
-    asked = [(row, one.params.logprobs) for row, one in enumerate(samples) if one.params.logprobs is not None]
-    if not asked:
+    scored = [(row, one.params.logprobs) for row, one in enumerate(samples) if one.params.logprobs is not None]
+    if not scored:
         return Drawn(ids_R, {}, None)
-    rows, nums_top = zip(*asked, strict=True)
+    rows, nums_top = zip(*scored, strict=True)
     rows_T = to_device(np.array(rows), logits_RV.device)
     scores = TokenScores(logits_RV.index_select(0, rows_T), ids_R.index_select(0, rows_T), nums_top)
     return Drawn(ids_R, {row: place for place, row in enumerate(rows)}, scores)

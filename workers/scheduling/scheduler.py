@@ -136,11 +136,11 @@ class Scheduler:
 
     # -- adding and removing requests ----------------------------------------------------------------------------------
 
-    def add(self, asked: GenerateRequest, now: float) -> None:
-        assert asked.request_id not in self._requests
-        request = Request.of(asked, arrival_s=now)
-        request.cache_salt = salted(asked.cache_salt, self.prefix_key(request.num_prompt))
-        request.rank = (now - asked.priority * self.config.priority_head_start_s, self._num_added)
+    def add(self, given: GenerateRequest, now: float) -> None:
+        assert given.request_id not in self._requests
+        request = Request.of(given, arrival_s=now)
+        request.cache_salt = salted(given.cache_salt, self.prefix_key(request.num_prompt))
+        request.rank = (now - given.priority * self.config.priority_head_start_s, self._num_added)
         self._num_added += 1
         self._extend_hashes(request)
         request.prefix_savings = self._prefix_savings(request)

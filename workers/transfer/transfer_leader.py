@@ -119,13 +119,13 @@ class TransferLeader:
 
     def _arrived_everywhere(self) -> Sequence[Arrived]:
         """A chunk that came twice is looked for once at a time: that is what each rank can answer."""
-        asked: dict[Chunk, Arrived] = {}
+        chunks: dict[Chunk, Arrived] = {}
         for event in self._coming:
             if event.chunk not in self._sources:
-                asked.setdefault(event.chunk, event)
-        if not asked:
+                chunks.setdefault(event.chunk, event)
+        if not chunks:
             return ()
-        found = list(zip(asked.values(), self._everywhere.look(tuple(asked)), strict=True))
+        found = list(zip(chunks.values(), self._everywhere.look(tuple(chunks)), strict=True))
         here = [event for event, presence in found if presence is Presence.HERE]
         void = [event for event, presence in found if presence is Presence.VOID]
         self._coming = [event for event in self._coming if not any(event is done for done in (*here, *void))]

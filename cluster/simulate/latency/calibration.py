@@ -194,9 +194,9 @@ def _steps_of_profile(events: Sequence[dict[str, Any]]) -> list[MeasuredStep]:
             ticks[pid] = event["ts"]
             latest.pop(pid, None)
         elif event["name"] == "apply" and pid in ticks:
-            if "num_read" not in (told := event["args"]):
+            if "num_read" not in (args := event["args"]):
                 raise ValueError("it has no num_read, as older recordings have none: record it again")
-            step = StepWork(*(float(told[name]) for name in ("num_rows", "num_tokens", "num_read", "num_attended")))
+            step = StepWork(*(float(args[name]) for name in ("num_rows", "num_tokens", "num_read", "num_attended")))
             latest[pid] = _Seen(step=step, begin=ticks.pop(pid), end=end)
             steps.append(latest[pid])
         elif event["name"] == "tell" and pid in latest:

@@ -75,26 +75,26 @@ def read_gpu(path: Path) -> Gpu:
     Raises Misconfigured."""
     given = f"--gpu {shlex.quote(str(path))}"
     try:
-        said = tomllib.loads(path.read_text(encoding="utf-8"))
+        described = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise Misconfigured(f"{given}: {unusable(error)}", param="gpu") from error
     except ValueError as error:
         raise Misconfigured(f"{given}: it is not TOML: {error}", param="gpu") from error
-    like = said.pop("like", None)
+    like = described.pop("like", None)
     if like not in GPUS:
         raise Misconfigured(
             f"{given}: like = {like!r}: name the GPU of {', '.join(GPUS)} that is most like it: its kernels reach the "
             "same share of their rates",
             param="gpu",
         )
-    for key, value in said.items():
+    for key, value in described.items():
         if key not in GPU_KEYS:
             raise Misconfigured(f"{given}: {key}: there are like, {', '.join(GPU_KEYS)}", param="gpu")
         least = 0 if key in ("fp8_tflops", "usd_per_hour") else 1e-3
         if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= MAX_GPU_FIGURE:
             limits = f"a number from {least:g} to {MAX_GPU_FIGURE:,.0f}"
             raise Misconfigured(f"{given}: {key} = {value!r}: give {limits}", param="gpu")
-    return replace(GPUS[like], **gpu_figures(said))
+    return replace(GPUS[like], **gpu_figures(described))
 
 
 def read_model(path: Path) -> ModelShape:

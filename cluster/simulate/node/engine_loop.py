@@ -284,8 +284,8 @@ class SimulatedEngineLoop:
             self._published_load = self._engine.load()
         elif not updates and not events:
             return
-        told = self._published_load if shows is not False else None
-        self._publish(StepMessage(updates=merged(updates), events=(events,) if events else (), load=told))
+        load = self._published_load if shows is not False else None
+        self._publish(StepMessage(updates=merged(updates), events=(events,) if events else (), load=load))
 
     @property
     def _is_withholding(self) -> bool:
@@ -295,15 +295,15 @@ class SimulatedEngineLoop:
     def _sifted(self, updates: Sequence[SequenceUpdate]) -> list[SequenceUpdate]:
         """The updates without further tokens of answers whose first tokens were published. Those tokens come with the
         answer's next update of another kind."""
-        told: list[SequenceUpdate] = []
+        published: list[SequenceUpdate] = []
         withheld = self._withheld
         for update in updates:
             known = withheld.get(update.request_id)
             if known is not None and update.is_plain:
                 known.append(update)
                 continue
-            told += known or ()
-            told.append(update)
+            published += known or ()
+            published.append(update)
             if update.finish_reason is None:
                 withheld[update.request_id] = []
             else:
@@ -311,7 +311,7 @@ class SimulatedEngineLoop:
         scheduler = self._engine.scheduler
         if len(withheld) > 2 * scheduler.num_running + 64:  # some were aborted
             self._withheld = {one: kept for one, kept in withheld.items() if one in scheduler}
-        return told
+        return published
 
     def _publish_load(self, events: KVEvents | None) -> None:
         """Publishes events, and the load if more than its step changed."""
@@ -323,9 +323,9 @@ class SimulatedEngineLoop:
     def _record(self, updates: Sequence[SequenceUpdate], ends_s: Sequence[float]) -> None:
         """Keeps the updates of steps that end at these times until they are published."""
         self._updates += updates
-        told = [update.request_id for update in updates if update.token_ids]
-        if told and self._gaps is not None:
-            self._made.append((told, ends_s))
+        request_ids = [update.request_id for update in updates if update.token_ids]
+        if request_ids and self._gaps is not None:
+            self._made.append((request_ids, ends_s))
 
     def _count_gaps(self) -> None:
         made, self._made = self._made, []

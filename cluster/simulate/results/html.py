@@ -166,10 +166,10 @@ def _distribution(records: Sequence[RequestRecord], name: str) -> dict[str, Line
 
 def _over_time(records: Sequence[RequestRecord]) -> dict[str, Line]:
     """Median and maximum of the requests in each time slot."""
-    asked = [(record.due_s or 0.0, record.ttft_s) for record in records]
-    slot_s = max((due_s for due_s, _ in asked), default=0.0) / NUM_SLOTS or 1.0
+    due = [(record.due_s or 0.0, record.ttft_s) for record in records]
+    slot_s = max((due_s for due_s, _ in due), default=0.0) / NUM_SLOTS or 1.0
     slots: dict[int, list[float]] = {}
-    for due_s, ttft_s in asked:
+    for due_s, ttft_s in due:
         if ttft_s is not None:
             slots.setdefault(int(due_s / slot_s), []).append(1000 * ttft_s)
     median = [(slot * slot_s, sorted(ttfts)[len(ttfts) // 2]) for slot, ttfts in sorted(slots.items())]
@@ -282,9 +282,9 @@ class _Drawing:
             parts.append(f'<line class="grid" {ends}/>')
             at = f'x="{self._left - GAP:.0f}" y="{up(y) + 4:.1f}"'
             parts.append(f'<text {at} text-anchor="end">{_number(y)}</text>')
-        told = [(across(x), f"{_number(x)} {unit}") for x in acrosses]
+        labels = [(across(x), f"{_number(x)} {unit}") for x in acrosses]
         parts += [
-            f'<text x="{x:.1f}" y="{HEIGHT - 9}" text-anchor="middle">{text}</text>' for x, text in self._apart(told)
+            f'<text x="{x:.1f}" y="{HEIGHT - 9}" text-anchor="middle">{text}</text>' for x, text in self._apart(labels)
         ]
         return parts
 

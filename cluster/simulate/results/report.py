@@ -113,16 +113,16 @@ def summarise(
 
 def figures(summary: Summary) -> dict[str, Any]:
     """The report as a file contains it: times in whole microseconds, without floating-point noise."""
-    told: dict[str, Any] = _rounded(asdict(summary))
-    return told
+    report: dict[str, Any] = _rounded(asdict(summary))
+    return report
 
 
-def _rounded(told: Any, *, is_time: bool = False) -> Any:
-    if isinstance(told, Mapping):
-        return {name: _rounded(one, is_time=is_time or _is_time(name)) for name, one in told.items()}
-    if isinstance(told, list | tuple):
-        return [_rounded(one, is_time=is_time) for one in told]
-    return round(told, 6) if is_time and isinstance(told, float) else told
+def _rounded(value: Any, *, is_time: bool = False) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _rounded(one, is_time=is_time or _is_time(name)) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one, is_time=is_time) for one in value]
+    return round(value, 6) if is_time and isinstance(value, float) else value
 
 
 def usd_figure(usd: float) -> str:
@@ -220,8 +220,8 @@ def summary_table(summary: Summary) -> RenderableType:
     if summary.cluster:
         facts.add_row("cluster", Text(summary.cluster))
     if summary.num_left_out:
-        told = counted(summary.num_left_out, "session"), counted(summary.num_left_out_requests, "request")
-        facts.add_row("left out", Text(f"{told[0]} ({told[1]}): no worker holds them", "red"))
+        left_out = counted(summary.num_left_out, "session"), counted(summary.num_left_out_requests, "request")
+        facts.add_row("left out", Text(f"{left_out[0]} ({left_out[1]}): no worker holds them", "red"))
     if summary.num_not_asked:
         facts.add_row("not asked", Text(f"{summary.num_not_asked:,}: their conversation had failed before", "red"))
     facts.add_row("prompt tokens cached by tier", _tiers(summary.hits))

@@ -119,18 +119,18 @@ def asked(
     pools = settings.pools
     is_colocated = workers is not None or (prefill is None and decode is None and bool(pools.colocated))
     if is_colocated:
-        readers = _Said(name="prefill", source="--prefill", text="0")
-        writers = _said("workers", workers, "pools.colocated", pools.colocated, least=1)
+        num_prefill = _Said(name="prefill", source="--prefill", text="0")
+        num_decode = _said("workers", workers, "pools.colocated", pools.colocated, least=1)
     else:
-        readers = _said("prefill", prefill, "pools.prefill", pools.prefill)
-        writers = _said("decode", decode, "pools.decode", pools.decode)
+        num_prefill = _said("prefill", prefill, "pools.prefill", pools.prefill)
+        num_decode = _said("decode", decode, "pools.decode", pools.decode)
     ranks = _said("tp", tp, "worker.tp", settings.worker.tp, least=1)
     own = [] if is_colocated else _own_ranks(pools, prefill_tp=prefill_tp, decode_tp=decode_tp)
     chosen = _said("policy", policy, "router.policy", settings.router.policy)
-    counts = {said: said.numbers() for said in (readers, writers, ranks, *own)}
+    counts = {trait: trait.numbers() for trait in (num_prefill, num_decode, ranks, *own)}
     names = chosen.policies()
-    nums = {said: len(values) for said, values in counts.items()} | {chosen: len(names)}
-    several = ", ".join(str(said) for said, each in nums.items() if each > 1)
+    nums = {trait: len(values) for trait, values in counts.items()} | {chosen: len(names)}
+    several = ", ".join(str(trait) for trait, each in nums.items() if each > 1)
     num = math.prod(nums.values())
     if num > 1 and not to_sweep:
         raise Misconfigured(f"{several}: {num:,} clusters: give one of each, or --sweep to compare them", param="sweep")
@@ -138,11 +138,11 @@ def asked(
         raise Misconfigured(
             f"{several}: --sweep would try {num:,} clusters: give at most {MAX_CLUSTERS:,}", param="sweep"
         )
-    by_pool = {said.name: counts[said] for said in own}
-    every = choices(prefill=counts[readers], decode=counts[writers], tp=counts[ranks], policies=names, **by_pool)
+    by_pool = {trait.name: counts[trait] for trait in own}
+    every = choices(prefill=counts[num_prefill], decode=counts[num_decode], tp=counts[ranks], policies=names, **by_pool)
     if not every:
         raise Misconfigured(
-            f"{writers}: give at least 1, as prefill workers write no answers; --workers N is N colocated workers, "
+            f"{num_decode}: give at least 1, as prefill workers write no answers; --workers N is N colocated workers, "
             "which prefill and decode",
             param="decode",
         )

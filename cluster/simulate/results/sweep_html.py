@@ -34,5 +34,5 @@ def _height(trial: SweepTrial, place: int) -> float | None:
 def _dot(trial: SweepTrial, place: int) -> Dot:
     reached = trial.reached[place]
     figure = "" if reached.target.objective is not None else f", {reached.target.name} {reached.figure} ms"
-    told = f"{trial.choice}: USD {usd_figure(trial.usd_per_hour)} an hour, {reached.share:.1%} within{figure}"
-    return Dot(trial.usd_per_hour, _height(trial, place) or 0.0, told, "good" if trial.is_good else "bad")
+    description = f"{trial.choice}: USD {usd_figure(trial.usd_per_hour)} an hour, {reached.share:.1%} within{figure}"
+    return Dot(trial.usd_per_hour, _height(trial, place) or 0.0, description, "good" if trial.is_good else "bad")

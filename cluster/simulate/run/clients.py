@@ -128,20 +128,20 @@ class Clients:
 
     def abort(self, request_id: str) -> None:
         """The client disconnects."""
-        asked = self.asked[request_id]
-        if asked.task is not None:
-            asked.task.cancel()
+        request = self.asked[request_id]
+        if request.task is not None:
+            request.task.cancel()
 
     async def _session(self, session: UserSession) -> None:
-        said: tuple[int, ...] = ()
+        conversation: tuple[int, ...] = ()
         for number, turn in enumerate(session.turns):
             if number:
                 await asyncio.sleep(turn.pause_s)
-            prompt_ids = Remembering((*said, *self._prompts.ids(turn.spans)))
+            prompt_ids = Remembering((*conversation, *self._prompts.ids(turn.spans)))
             answer = await self._ask(_name(session, number), turn, prompt_ids, session.tenant)
             if answer is None:
                 return
-            said = prompt_ids + answer
+            conversation = prompt_ids + answer
 
     async def _ask(
         self, request_id: str, turn: SessionTurn, prompt_ids: tuple[int, ...], tenant: str
@@ -150,7 +150,7 @@ class Clients:
         gateway = self._deployment.gateway_for(self._num_asked)
         index, self._num_asked = self._num_asked, self._num_asked + 1
         sent_s = self._loop.time()
-        asked = self.asked[request_id] = SimulatedRequest(request_id=request_id, heard_s=sent_s)
+        request = self.asked[request_id] = SimulatedRequest(request_id=request_id, heard_s=sent_s)
         self._deployment.gaps.begun(request_id)
         self._event_log.note("asked", request_id, tokens=len(prompt_ids), gateway=gateway.name)
         tokens: list[int] = []
@@ -158,24 +158,24 @@ class Clients:
         job = self._job(request_id, turn, prompt_ids, tenant)
         if self._prefixes is not None:
             self._prefixes.asked(job)
-        asked.task = asyncio.create_task(
-            self._listen(gateway, job, asked, tokens, cached, turn.read_s), name=f"request {request_id}"
+        request.task = asyncio.create_task(
+            self._listen(gateway, job, request, tokens, cached, turn.read_s), name=f"request {request_id}"
         )
-        gateway.requests[asked.task] = None
+        gateway.requests[request.task] = None
         error, retry_after_s = "", None
         try:
-            await asked.task
+            await request.task
         except BatonError as failed:
             error, retry_after_s = failed.code, failed.retry_after_s
         except asyncio.CancelledError:
             error = ABORTED if gateway.alive else GATEWAY_LOST
-        del self.asked[request_id], gateway.requests[asked.task]
+        del self.asked[request_id], gateway.requests[request.task]
         if self._prefixes is not None:
             self._prefixes.answered(job, tokens)
         self._deployment.gaps.ended(request_id)
-        self.num_handed_over += asked.handed_over and not error
-        if (travels := self._deployment.lanes.take(request_id)) and asked.times and not error:
-            self.transfers.count(travels, asked.times[0], asked.times[-1] - sent_s)
+        self.num_handed_over += request.handed_over and not error
+        if (travels := self._deployment.lanes.take(request_id)) and request.times and not error:
+            self.transfers.count(travels, request.times[0], request.times[-1] - sent_s)
         self._note_failures(gateway, request_id)
         by = self._deciders(gateway, request_id)
         self._event_log.note("ended", request_id, tokens=len(tokens), error=error or "none", by=by)
@@ -184,7 +184,7 @@ class Clients:
                 index=index,
                 due_s=sent_s - self._start_s,
                 sent_s=sent_s - self._start_s,
-                arrivals_s=tuple(at_s - self._start_s for at_s in asked.times),
+                arrivals_s=tuple(at_s - self._start_s for at_s in request.times),
                 num_prompt=len(prompt_ids),
                 num_output=len(tokens),
                 num_cached=cached[0] if cached else None,
@@ -214,7 +214,7 @@ class Clients:
         self,
         gateway: SimulatedGateway,
         job: Job,
-        asked: SimulatedRequest,
+        request: SimulatedRequest,
         tokens: list[int],
         cached: list[int],
         read_s: float,
@@ -233,18 +233,18 @@ class Clients:
                     f"{self._deciders(gateway, job.request_id)}"
                 )
                 tokens += must
-                now = asked.heard_s = self._loop.time()
+                now = request.heard_s = self._loop.time()
                 if delta.token_ids:
-                    if not asked.times:
+                    if not request.times:
                         self._check_cached(gateway, job, delta.num_cached_tokens)
                         cached.append(delta.num_cached_tokens)
-                        asked.times.append(now)
+                        request.times.append(now)
                         self._event_log.note("first token", job.request_id, by=self._deciders(gateway, job.request_id))
                     else:
-                        if len(asked.times) == 1:  # a single token is not handed over
+                        if len(request.times) == 1:  # a single token is not handed over
                             by = self._deciders(gateway, job.request_id)
-                            asked.handed_over = not by.rpartition(",")[2].startswith(ALONE)
-                        asked.times[1:] = [now]
+                            request.handed_over = not by.rpartition(",")[2].startswith(ALONE)
+                        request.times[1:] = [now]
                 ended = delta.finish_reason is not None
                 if read_s and not ended:
                     await asyncio.sleep(read_s)

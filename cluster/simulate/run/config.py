@@ -117,7 +117,7 @@ class SimulationConfig:
 def read_settings(file: Path | None, further: Sequence[str]) -> ClusterConfig:
     """The settings that `baton serve` would read, over the defaults of a GPU's worker. Raises Misconfigured, also for a
     dtype whose memory simulated models do not model."""
-    said: Table = read_file(file) if file is not None else {}
+    settings: Table = read_file(file) if file is not None else {}
     over: Table = {}
     for one in further:
         if "model" in (table := setting(one)):
@@ -125,7 +125,7 @@ def read_settings(file: Path | None, further: Sequence[str]) -> ClusterConfig:
                 f"--set {one}: no checkpoint is read: give --model one of {', '.join(MODELS)}", param="model"
             )
         over = merge(over, table)
-    return make_blaming(file, said, over, _make)
+    return make_blaming(file, settings, over, _make)
 
 
 def _make(tables: Table) -> ClusterConfig:

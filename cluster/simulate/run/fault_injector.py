@@ -103,8 +103,8 @@ class Trouble:
         self._over.set()
 
     async def _until(self, due_s: float) -> bool:
-        """Waits until a fault is due, and until leaping workers have published all earlier messages: otherwise the fault
-        could not lose them. False if the fault would come more than `LATEST_S` after the load."""
+        """Waits until a fault is due, and until leaping workers have published all earlier messages: otherwise the
+        fault could not lose them. False if the fault would come more than `LATEST_S` after the load."""
         ahead_s = self._deployment.network.wire.delay_s + 1e-9
         if due_s - ahead_s > self._loop.time() + LATEST_S:
             with suppress(TimeoutError):

@@ -104,9 +104,9 @@ class Invariants:
 
     def _check_progress(self) -> None:
         now = self._loop.time()
-        for asked in self._clients.asked.values():
-            silent_s = now - asked.heard_s
-            assert silent_s < self._patience_s, f"{asked.request_id} has heard nothing for {silent_s:.1f} s"
+        for request in self._clients.asked.values():
+            silent_s = now - request.heard_s
+            assert silent_s < self._patience_s, f"{request.request_id} has heard nothing for {silent_s:.1f} s"
 
     def _check_orphans(self) -> None:
         """Checks that a worker releases its work for an ended request after the running step."""
@@ -154,10 +154,10 @@ class Invariants:
 
     def _check_index(self, gateway: SimulatedGateway, worker: SimulatedWorker) -> None:
         """Checks that a gateway with all events knows exactly the cached blocks."""
-        log, heard = worker.log, gateway.fleet.position(worker.worker_id)
-        said = (log.incarnation, log.next_seq)
-        assert heard <= said, f"{gateway.name} has heard of {heard}, {worker.worker_id} has said {said}"
-        if heard < said:  # the last events were lost: the next message reveals the gap
+        log, received = worker.log, gateway.fleet.position(worker.worker_id)
+        published = (log.incarnation, log.next_seq)
+        assert received <= published, f"{gateway.name} has heard of {received}, {worker.worker_id} has said {published}"
+        if received < published:  # the last events were lost: the next message reveals the gap
             return
         known, cached = _blocks(gateway.local.blocks(worker.worker_id)), _blocks(worker.engine.pool.snapshot())
         stale, unknown = len(known - cached), len(cached - known)

@@ -316,11 +316,11 @@ def _excuses(made: SoakTrial) -> set[str]:
     """The errors that clients may get."""
     kinds, router = [fault.kind for fault in made.faults], made.config.router
     num_asked = sum(len(session.turns) for session in made.sessions)
-    told = {ABORTED: Kind.ABORTS in kinds, GATEWAY_LOST: Kind.GATEWAY_RESTART in kinds}
-    told[RequestKillsWorkers.code] = sum(kind in OF_WORKERS for kind in kinds) >= router.dispatch.max_worker_crashes
-    told[Overloaded.code] = router.admission.max_queued < num_asked or made.config.max_ttft_s is not None
-    told[InvalidRequest.code] = made.config.max_ttft_s is not None
-    return {code for code, may_be in told.items() if may_be}
+    possible = {ABORTED: Kind.ABORTS in kinds, GATEWAY_LOST: Kind.GATEWAY_RESTART in kinds}
+    possible[RequestKillsWorkers.code] = sum(kind in OF_WORKERS for kind in kinds) >= router.dispatch.max_worker_crashes
+    possible[Overloaded.code] = router.admission.max_queued < num_asked or made.config.max_ttft_s is not None
+    possible[InvalidRequest.code] = made.config.max_ttft_s is not None
+    return {code for code, may_be in possible.items() if may_be}
 
 
 def is_broken_invariant(error: BaseException) -> bool:

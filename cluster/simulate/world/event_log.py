@@ -40,8 +40,8 @@ class SimulationLog:
     def note(self, kind: str, subject: str, **facts: Any) -> None:
         if self._loop.over_s is not None:
             return
-        told = "".join(f" {name}={value}" for name, value in facts.items())
-        text = f"{kind} {subject}{told}\n"
+        details = "".join(f" {name}={value}" for name, value in facts.items())
+        text = f"{kind} {subject}{details}\n"
         if self._start_s is None:
             self._before.append((self._loop.time(), text))
         else:

@@ -99,20 +99,20 @@ class Server:
 
     async def news(self, timeout_s: float) -> None:
         """Waits until an entry was added, the server became unreachable, or the time is over."""
-        reading: asyncio.Future[None] = self._loop.create_future()
-        self._reading[reading] = None
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._reading[waiter] = None
         try:
             async with asyncio.timeout(timeout_s):
-                await reading
+                await waiter
         except TimeoutError:
             pass
         finally:
-            del self._reading[reading]
+            del self._reading[waiter]
 
     def _stir(self) -> None:
-        for reading in self._reading:
-            if not reading.done():
-                reading.set_result(None)
+        for waiter in self._reading:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _stream(self, key: str) -> FakeRedisStream:
         stream: FakeRedisStream = self._values.setdefault(key, FakeRedisStream())
@@ -153,10 +153,10 @@ class Server:
         return lost
 
     def _append(self, keys: Sequence[str], arguments: Sequence[Any]) -> int:
-        gateway_id, max_len, worker_id, incarnation, *told = arguments
+        gateway_id, max_len, worker_id, incarnation, *entries = arguments
         if not self._holds(keys[0], gateway_id):
             return 0
-        for first, num, events in zip(told[::3], told[1::3], told[2::3], strict=True):
+        for first, num, events in zip(entries[::3], entries[1::3], entries[2::3], strict=True):
             entry = {"gateway": gateway_id, "worker": worker_id, "incarnation": incarnation}
             self.add(keys[1], entry | {"first": first, "num": num, "events": events}, max_len=max_len)
         return 1

@@ -78,8 +78,8 @@ class Fault:
             if name not in _NUMBERS or name in numbers:
                 raise _unread(text, f"its word {place + 1}, {name!r}, is not expected there: 'for' or 'by', each once")
             if not _is_number(number):
-                said = f"is followed by {number!r}" if number else "is its last word"
-                raise _unread(text, f"its word {place + 1}, {name!r}, {said}: give {_NUMBERS[name]}")
+                problem = f"is followed by {number!r}" if number else "is its last word"
+                raise _unread(text, f"its word {place + 1}, {name!r}, {problem}: give {_NUMBERS[name]}")
             numbers[name] = float(number)
         if numbers.get("for", 0.0) > MAX_SPAN_S:
             raise _unread(text, f"'for {numbers['for']:.10g}' is too long: give at most {MAX_SPAN_S:,.0f} seconds")

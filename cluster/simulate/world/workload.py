@@ -272,18 +272,18 @@ def _asked_until(talks: Sequence[Sequence[tuple[float, SessionTurn]]], last_s: f
     """The turns from time 0 to `last_s`. Earlier turns become the beginning of a conversation's first prompt."""
     sessions = []
     for number, talk in enumerate(talks):
-        asked = [(at_s, turn) for at_s, turn in talk if 0 <= at_s <= last_s]
-        if not asked:
+        turns = [(at_s, turn) for at_s, turn in talk if 0 <= at_s <= last_s]
+        if not turns:
             continue
-        said = [
+        before = [
             span
             for place, (at_s, turn) in enumerate(talk)
             if at_s < 0
             for span in (*turn.spans, PrefixSpan(key=(_ANSWERED, number * 1000 + place), num_tokens=turn.num_output))
         ]
-        due_s, first = asked[0]
-        first = replace(first, spans=(*said, *first.spans), pause_s=0.0)
-        sessions.append(UserSession(number=number, due_s=due_s, turns=(first, *(turn for _, turn in asked[1:]))))
+        due_s, first = turns[0]
+        first = replace(first, spans=(*before, *first.spans), pause_s=0.0)
+        sessions.append(UserSession(number=number, due_s=due_s, turns=(first, *(turn for _, turn in turns[1:]))))
     return sessions
 
 

@@ -113,14 +113,14 @@ def _send_side(meeting: Meeting, why_not: str) -> dict[int, ShmLink]:
     try:
         for rank in meeting.peer_ranks:
             notice = store.get(f"{epoch}/door/{rank}")
-            said = why_not or ("" if notice.startswith(_OPEN) else notice.removeprefix(_SHUT).decode())
-            if not said:
+            reason = why_not or ("" if notice.startswith(_OPEN) else notice.removeprefix(_SHUT).decode())
+            if not reason:
                 try:
                     connections[rank] = connect(notice.removeprefix(_OPEN), meeting.rank)
                 except OSError as error:
-                    said = f"no memory in common: {error.strerror or error}"
-            store.set(f"{epoch}/came/{meeting.rank}/{rank}", said.encode() or _YES)
-            why_not = why_not or said
+                    reason = f"no memory in common: {error.strerror or error}"
+            store.set(f"{epoch}/came/{meeting.rank}/{rank}", reason.encode() or _YES)
+            why_not = why_not or reason
         if why_not:
             raise LinkBroken(why_not)
         for rank in meeting.peer_ranks:

@@ -2,8 +2,8 @@
 // (Intel's Architecture Instruction Set Extensions Programming Reference, chapter 3).
 //
 // The sum in a tile [16][16 floats] grows by left [16][32 bfloat16] times right [16 pairs of rows][16 columns x 2].
-// The compiler does not know that tile instructions read and write memory: `fence` keeps its own loads and stores, of
-// what they touch, on their side.
+// The compiler does not know that tile instructions read and write memory: `fence` keeps the compiler's own loads and
+// stores of that memory on their side of the instructions.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ constexpr int size = 16 * 32;    // bfloat16 in a tile
 
 inline void fence() { asm volatile("" ::: "memory"); }
 
-// May this process use them? Linux wants to be asked first; threads that it starts afterwards may as well.
+// Whether this process may use the tiles. Linux requires a request first, which also covers threads started later.
 inline bool allowed() {
     constexpr int request_permission = 0x1023, tile_data = 18;
     static const bool granted = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
@@ -41,15 +41,15 @@ struct alignas(64) Shapes {
     uint8_t num_rows[16] = {};
 };
 
-// All eight tiles as large as they get, but for the left operands and sums of blocks with fewer rows. What is in the
-// tiles is lost. A thread has them until it calls `release`, which also spares the kernel saving them.
+// Configures all eight tiles at full size, except the left operands and sums of blocks with fewer rows. The contents of
+// the tiles are lost. A thread owns them until the destructor, which also spares the kernel saving them.
 class Registers {
   public:
     Registers() { shape(rows, rows); }
     ~Registers() { _tile_release(); }
     Registers(const Registers&) = delete;
 
-    // Rows of tiles 0, 1 and 4 (`upper`), and of 2, 3 and 5 (`lower`).
+    // `upper` rows of tiles 0, 1 and 4, and `lower` rows of tiles 2, 3 and 5.
     void shape(int upper, int lower) {
         if (upper == upper_ && lower == lower_) return;
         upper_ = upper, lower_ = lower;

@@ -5,7 +5,7 @@
 //     keys and values, page by page ──▶ laid out for `multiply` ──▶ scores = Q K^T ──▶ weights ──▶ sums += weights V
 //
 // `multiply` takes its operands as Floats, or as Pairs of neighbouring bfloat16 that one instruction multiplies and
-// adds up. Which of them a cache uses is decided where the library is compiled: AVX512_BF16 has the instruction.
+// adds up. The compiler's target decides which of them a cache uses: AVX512_BF16 has the instruction.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -230,7 +230,7 @@ void multiply_rows(int num_rows, int width, const typename Operands::Unit* left,
     take(multiply_columns<Operands, 1, 4>, 1);
 }
 
-// What one thread needs beside the tensors. Rows are queries of a tile: its tokens, and of each its heads.
+// The state of one thread besides the tensors. Rows are queries of a tile: its tokens, and of each its heads.
 template <typename T>
 class Worker {
     using Operands = OperandsFor<T>;
@@ -263,7 +263,7 @@ class Worker {
         int64_t start = tile.first_key(shape_) / chunk * chunk;
         for (Places<T> here(shape_, tile, 0, start, k_cache, v_cache); start < tile.stop(); start += chunk) {
             const Places<T> next(shape_, tile, 0, start + chunk, k_cache, v_cache);
-            fetch(next);  // pages are scattered: no processor guesses where the next one lies
+            fetch(next);  // pages are scattered: a processor cannot predict the next one
             look_at(tile, start, here, num_rows);
             here = next;
         }

@@ -11,7 +11,7 @@
 
 namespace paged {
 
-constexpr int chunk = 64;  // keys looked at together: from a multiple of it on, so that all look at the same ones
+constexpr int chunk = 64;  // keys processed together, from a multiple of it on, so that all queries process the same ones
 constexpr float infinity = std::numeric_limits<float>::infinity();
 
 struct Shape {
@@ -42,14 +42,14 @@ struct Tile {
     int64_t stop() const { return position + num_tokens; }
     int64_t cost(const Shape& shape) const { return (stop() - first_key(shape)) * num_tokens * num_kv_heads; }
 
-    // Where a token's query lies, among the queries and in the output: the `nth_head` of those of the tile's heads.
+    // The offset of a token's query, in the queries and in the output, for the `nth_head` of the tile's heads.
     int64_t place(const Shape& shape, int64_t nth_token, int64_t nth_head) const {
         return (token + nth_token) * shape.token_stride + (kv_head * shape.group() + nth_head) * shape.head_dim;
     }
 };
 
-// Where a chunk's keys and values of one head lie; null outside what the tile sees, where there are another's, or was never
-// written.
+// The addresses of a chunk's keys and values of one head. They are null outside the tile's visible positions, where the
+// memory belongs to another sequence or was never written.
 template <typename T>
 struct Places {
     const T *keys[chunk] = {}, *values[chunk] = {};
@@ -70,8 +70,8 @@ struct Places {
     }
 };
 
-// Of at most `most_queries` each, tokens that decode with `heads_together`. The longest come first, lest a thread begin one
-// when the others are done; tiles of the same cost stay in the order in which their pages are likely to lie.
+// Tiles of at most `most_queries` each; tokens that decode have `heads_together`. The longest come first, so that no thread
+// begins a long one at the end. Tiles of the same cost stay in the likely order of their pages.
 inline std::vector<Tile> cut(const Batch& batch, const Shape& shape, int64_t most_queries, int64_t heads_together) {
     const int64_t tokens_of_tile = std::max<int64_t>(1, most_queries / shape.group());
     std::vector<Tile> tiles;

@@ -1,15 +1,15 @@
-// Attention of a single token over pages of a multiple of 16 positions, on the tiles of AMX (amx.h): bound by memory, so
-// keys are multiplied where they lie, no column is without a query, and pages are read in the order in which they lie.
+// Attention of a single token over pages of a multiple of 16 positions, on the tiles of AMX (amx.h). It is bound by
+// memory, so keys are multiplied in place, every column has a query, and pages are read in their order in memory.
 //
 //     keys [16 keys][32 of D], in their page x queries [16 pairs of D][queries x 2] ──▶ scores [keys][heads x queries]
 //     scores ──▶ weights [heads x queries][32 keys] x values [16 pairs of keys][16 of D x 2] ──▶ sums [queries][D]
 //
 // A page's 16 positions of one head are a piece. A chunk is four pieces deep and all heads wide: first its keys, then the
-// softmax, then its values. While keys are multiplied the values behind them are asked for, and while values are, the next
-// chunk's keys: a few lines at a time, for all at once would stand in line, and what is computed behind them.
+// softmax, then its values. While keys are multiplied, the values after them are prefetched; while values are multiplied,
+// the next chunk's keys. A few lines are prefetched at a time: all at once would queue, and delay the computation.
 //
-// Every number is rounded as in attention_tiles.cpp: a token gets the same bits whether it decodes or is read with others,
-// so that an answer that is recomputed elsewhere goes on as it would have.
+// Every number is rounded as in attention_tiles.cpp: a token gets the same bits whether it is decoded or prefilled with
+// others. So an answer that is recomputed on another worker continues with the same tokens.
 #pragma once
 
 #include "attention.h"
@@ -23,7 +23,7 @@
 
 namespace paged {
 
-constexpr int piece = 16;                  // keys of a page that are looked at together
+constexpr int piece = 16;                  // keys of a page that are processed together
 constexpr int num_pieces = chunk / piece;  // of a chunk
 constexpr int64_t most_decoding_group = 16;  // queries that share a head
 
@@ -31,12 +31,12 @@ inline bool decodes(const Shape& shape, const Tile& tile) {
     return tile.num_tokens == 1 && shape.block_size % piece == 0 && shape.group() <= most_decoding_group;
 }
 
-// Inlined always: a compiler that sees a function do nothing but this takes it for one that does nothing.
+// Always inlined: a compiler treats a function that only prefetches as one without effect.
 __attribute__((always_inline)) inline void ask_for(const bfloat16* line) {
     _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T1);
 }
 
-// Where a chunk's pieces of a tile's first head are; null where no key is that the token may see.
+// The addresses of a chunk's pieces of a tile's first head. A piece without a visible key is null.
 struct Pieces {
     const bfloat16 *keys[num_pieces] = {}, *values[num_pieces] = {};
 
@@ -53,7 +53,7 @@ struct Pieces {
     }
 };
 
-// What one thread needs beside the tensors.
+// The state of one thread besides the tensors.
 class Decoder {
   public:
     explicit Decoder(const Shape& shape)
@@ -74,7 +74,7 @@ class Decoder {
 
     int width() const { return width_; }
 
-    // The registers are shaped for `width`. `following` is the tile that this thread probably takes next, or null.
+    // The registers are shaped for `width`. `following` is the thread's probable next tile, or null.
     void run(const Tile& tile, const Tile* following, const bfloat16* q, const bfloat16* k_cache, const bfloat16* v_cache,
              bfloat16* out) {
         begin(tile, q);
@@ -102,7 +102,7 @@ class Decoder {
     }
 
   private:
-    // Queries as [16 pairs of D][16 queries x 2] for every 32 of D; what does not exist is zeros.
+    // Queries as [16 pairs of D][16 queries x 2] for every 32 of D; missing ones are zeros.
     void begin(const Tile& tile, const bfloat16* q) {
         const int64_t heads = tile.num_kv_heads, of_head = 16 * shape_.head_dim / 2;
         lanes_ = (heads * width_ + 15) / 16 * 16;
@@ -121,7 +121,7 @@ class Decoder {
         tiles::fence();
     }
 
-    // Meanwhile the values of the same piece are asked for.
+    // Meanwhile the values of the same piece are prefetched.
     void score(const bfloat16* keys, const bfloat16* values, int64_t head, int nth) {
         const bfloat16* queries = queries_ + head * 32 * shape_.head_dim / 2;
         _tile_zero(0);
@@ -134,7 +134,7 @@ class Decoder {
         _tile_stored(0, scores_ + nth * piece * lanes_ + head * width_, lanes_ * 4);
     }
 
-    // Scores of keys outside [from, to), that the token may not see or that do not exist, become -infinity.
+    // Scores of keys outside [from, to), which are invisible to the token or do not exist, become -infinity.
     void hide(int from, int to) {
         std::fill(scores_, scores_ + from * lanes_, -infinity);
         std::fill(scores_ + to * lanes_, scores_ + chunk * lanes_, -infinity);
@@ -161,8 +161,8 @@ class Decoder {
         }
     }
 
-    // The values of 32 keys, two pieces; those outside [from, to) count as zeros, whatever is there. Meanwhile keys of the
-    // next chunk are asked for.
+    // The values of 32 keys, two pieces. Those outside [from, to) count as zeros, for any content. Meanwhile keys of the
+    // next chunk are prefetched.
     void add(const Pieces& here, const Pieces& next, int64_t head, int step, int from, int to) {
         const int64_t size = shape_.head_dim;
         if (here.values[2 * step] == nullptr && here.values[2 * step + 1] == nullptr) return;
@@ -191,7 +191,7 @@ class Decoder {
     }
 
     // A piece's keys [begin, end), two by two: for every 32 of D a tile with the lower halves of quarters, and one with the
-    // upper ones. Sums stand likewise.
+    // upper ones. Sums have the same layout.
     template <bool whole>
     void interleave(const bfloat16* values, const bfloat16* next, bfloat16* to, int begin, int end) {
         const int64_t size = shape_.head_dim;
@@ -230,7 +230,7 @@ class Decoder {
 
     const Shape& shape_;
     const int group_, width_;  // queries of a head, and columns for them
-    const int64_t apart_;      // from a head's piece to the next one's
+    const int64_t apart_;      // distance from a head's piece to the next head's
     int64_t lanes_ = 0;        // columns of all heads of a tile
     float *scores_, *best_, *total_, *factors_, *sums_;
     bfloat16 *weights_, *queries_, *values_;

@@ -1,14 +1,14 @@
 // Attention over pages (attention.h) on the tiles of AMX (amx.h), with an online softmax as in attention.cpp.
 //
-// Everything stands on its side: queries are columns, sixteen to a block, so that the softmax of sixteen queries is
-// arithmetic on whole vectors, and a tile's keys are a left operand as they lie in their page.
+// Everything is transposed. Queries are columns, sixteen to a block, so that the softmax of sixteen queries is arithmetic
+// on whole vectors. A tile's keys are a left operand in the layout of their page.
 //
 //     keys [16 keys][32 of D] x queries [16 pairs of D][16 queries x 2] ──▶ scores [keys][queries] ──▶ weights, in pairs
 //     values [16 of D][32 keys] x weights [16 pairs of keys][16 queries x 2] ──▶ sums [D][queries]
 //
-// Keys are copied and values turned once for each chunk and tile of queries, and meanwhile the next chunk's pages are asked
-// for, a few lines at a time: all at once would stand in line. A single token that decodes goes another way where it can
-// (attention_decode.h).
+// Keys are copied and values transposed once for each chunk and tile of queries. Meanwhile the next chunk's pages are
+// prefetched, a few lines at a time: all at once would queue. A single token that decodes uses attention_decode.h where
+// it can.
 #include "attention.h"
 
 #include "amx.h"
@@ -29,9 +29,9 @@ using Places = paged::Places<bfloat16>;
 constexpr int columns = 16;           // queries of a block
 constexpr int num_key_tiles = chunk / tiles::rows;
 constexpr int num_key_steps = chunk / tiles::depth;
-constexpr int64_t most_queries = 256;  // of a tile: what a block keeps between chunks stays in the second-level cache
+constexpr int64_t most_queries = 256;  // of a tile: a block's state between chunks stays in the second-level cache
 
-// Asks for a chunk's lines, two keys' and their values' at a time.
+// Prefetches a chunk's lines, of two keys and their values at a time.
 class Fetch {
   public:
     Fetch(const Places* places, int64_t head_dim) : places_(places), head_dim_(head_dim) {}
@@ -50,7 +50,7 @@ class Fetch {
     int at_ = 0;
 };
 
-// What one thread needs beside the tensors.
+// The state of one thread besides the tensors.
 class Worker {
   public:
     Worker(const Shape& shape, int64_t num_blocks)
@@ -70,8 +70,8 @@ class Worker {
         positions_ = places_ + num_blocks * columns;
     }
 
-    // `following` is the tile that this thread probably takes next, or null. What the next head, chunk or tile needs is
-    // asked for while one is computed.
+    // `following` is the thread's probable next tile, or null. The data of the next head, chunk or tile is prefetched
+    // during the present one.
     void run(const Tile& tile, const Tile* following, const bfloat16* q, const bfloat16* k_cache,
              const bfloat16* v_cache, bfloat16* out) {
         const int64_t num_rows = tile.num_tokens * shape_.group(), num_blocks = (num_rows + columns - 1) / columns;
@@ -99,7 +99,7 @@ class Worker {
     }
 
   private:
-    // Blocks stand by head; queries of a head by token.
+    // Blocks are ordered by head, the queries of a head by token.
     void begin(const Tile& tile, const bfloat16* q, int64_t num_rows, int64_t num_blocks) {
         const int64_t group = shape_.group(), of_head = num_blocks * columns, all = tile.num_kv_heads * of_head;
         for (int64_t head = 0; head < tile.num_kv_heads; head++) {
@@ -118,7 +118,7 @@ class Worker {
         std::fill_n(sums_, all * shape_.head_dim, 0.0f);
     }
 
-    // Sixteen queries, [16 pairs of D][16 queries x 2] for every 32 of D; those that do not exist are zeros.
+    // Sixteen queries, [16 pairs of D][16 queries x 2] for every 32 of D; missing ones are zeros.
     void lay_queries(const bfloat16* q, int64_t block, int64_t count) {
         for (int64_t step = 0; step < depth_steps_; step++) {
             __m512i rows[columns];
@@ -199,7 +199,7 @@ class Worker {
         fence();
     }
 
-    // Scores of keys that a query may not see, or that do not exist, become -infinity.
+    // Scores of keys that are invisible to a query, or do not exist, become -infinity.
     void hide(int64_t start, int num_keys, int64_t block) {
         alignas(64) int32_t from[columns], to[columns];
         for (int i = 0; i < columns; i++) {
@@ -296,7 +296,7 @@ void attend(const bfloat16* q, const bfloat16* k_cache, const bfloat16* v_cache,
 }  // namespace
 #endif
 
-// The same as attend_bfloat16 of attention.cpp, for head sizes that are multiples of 32.
+// As attend_bfloat16 of attention.cpp, for head sizes that are multiples of 32.
 extern "C" void attend_tiles(const bfloat16* q, const bfloat16* k_cache, const bfloat16* v_cache, bfloat16* out,
                              const int64_t* query_starts, const int64_t* context_lens, const int32_t* tables,
                              int64_t table_stride, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,

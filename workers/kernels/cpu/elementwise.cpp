@@ -1,5 +1,5 @@
-// What stands between the matrix products, each in one pass over its tensors. The twins in reference.py say what is
-// computed and where it is rounded; T is the dtype of all tensors but cos and sin. Sizes and strides count elements.
+// The operations between the matrix products, each in one pass over its tensors. The twins in reference.py define the
+// results and their rounding. T is the dtype of all tensors but cos and sin. Sizes and strides count elements.
 #include <cstring>
 #include <type_traits>
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Below this many elements a second thread costs more than it brings.
+// Below this many elements a second thread costs more than it saves.
 constexpr int64_t worth_a_thread = 1 << 15;
 
 template <typename T>

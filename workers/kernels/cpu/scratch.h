@@ -1,4 +1,4 @@
-// A thread's own memory, kept from one call to the next, on pages so large that no access waits for their addresses.
+// A thread's own memory, kept from one call to the next, on huge pages, so that address translation costs nothing.
 #pragma once
 
 #include <cstdint>

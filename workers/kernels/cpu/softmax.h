@@ -1,5 +1,5 @@
 // The softmax of sixteen queries at a time, each a column: arithmetic on whole vectors, with no sum across one. Shared by both
-// attentions on tiles, so that a token's weights are rounded alike whether it decodes or is read with others.
+// attentions on tiles, so that a token's weights are rounded alike whether it is decoded or prefilled with others.
 #pragma once
 
 #include "attention.h"
@@ -9,8 +9,8 @@
 #ifdef HAS_TILES
 namespace tiles {
 
-// 2^x to 8 units in a hundred thousand (fitted on [-1/2, 1/2]), a fiftieth of what a bfloat16 weight is rounded by; 0 below
-// -100, since numbers so small that they lose digits would take a hundred times as long.
+// 2^x to 8 units in a hundred thousand (fitted on [-1/2, 1/2]), a fiftieth of the rounding of a bfloat16 weight. It is 0
+// below -100, because denormal numbers would take a hundred times as long.
 inline __m512 power_of_two(__m512 x) {
     const __m512 least = _mm512_set1_ps(-100.0f);
     const __mmask16 counts = _mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ);
@@ -24,7 +24,7 @@ inline __m512 power_of_two(__m512 x) {
 }
 
 // Scores of sixteen queries, `stride` floats from key to key, become weights relative to the best so far, in pairs of keys
-// that `put` is given one after the other. By how much the sums so far count less. `aside` is called once a pair.
+// that are passed to `put` one after the other. Returns the factor for the earlier sums. `aside` is called once per pair.
 template <typename Put, typename Aside>
 inline __m512 weigh(const float* scores, int64_t stride, float scale, float* best, float* total, Put put, Aside aside) {
     const __m512 to_log2 = _mm512_set1_ps(scale * log2e);
