@@ -49,7 +49,7 @@ def not_ready(gateway: Gateway) -> str:
         )
     workers = gateway.fleet.status()
     away = [one for one in workers if one.state != "ready"]
-    reasons = [_said(one) for one in away]
+    reasons = [_described(one) for one in away]
     return "; ".join(reasons) or "no worker has joined yet"
 
 
@@ -60,17 +60,17 @@ def missing(gateway: Gateway, workers: Sequence[WorkerView] | None = None) -> st
         return ""
     if workers is None:
         workers = gateway.fleet.status()
-    unmet = "; ".join(_said(one) for one in workers if one.info is None)
+    unmet = "; ".join(_described(one) for one in workers if one.info is None)
     reasons = [f"never met: {unmet}"] if unmet else []
     for role, meanwhile in STAND_INS.items():
         pool = [one for one in workers if one.info is not None and one.info.role is role]
         if pool and not any(one.state == "ready" for one in pool):
-            away = "; ".join(_said(one) for one in pool)
+            away = "; ".join(_described(one) for one in pool)
             reasons.insert(0, f"no {role} worker is ready, {meanwhile}: {away}")
     return "; ".join(reasons)
 
 
-def _said(worker: WorkerView) -> str:
+def _described(worker: WorkerView) -> str:
     return f"{worker.worker_id} is {worker.state}{f' ({worker.reason})' if worker.reason else ''}"
 
 

@@ -22,7 +22,7 @@ from typing import Protocol
 from protos.errors import InvalidRequest, Overloaded
 from protos.event_loop import loop_time
 from protos.values import BlockHash
-from router.admission.capacity import Overrun, Room, least_ttft_s, nobody_here, predicted_ttft_s, reading_speed
+from router.admission.capacity import Overrun, Room, is_idle, least_ttft_s, predicted_ttft_s, prefill_speed
 from router.admission.fair_queue import Entry, FairQueue
 from router.admission.retry_queue import LEAST_MEASURED_S, Rate, Returning
 from router.config import RouterConfig
@@ -125,9 +125,7 @@ class Admission:
                         has_begun = True
                         self._returning.read(len(job.prompt_ids), now=loop_time())
                         self._begun.observe(len(job.prompt_ids), loop_time())
-                        num_found = (
-                            delta.num_cached_tokens
-                        )  # cost nobody anything; what tells of progress says it as well
+                        num_found = delta.num_cached_tokens  # they cost no computing
                     if expected_s is not None and delta.token_ids:
                         now = loop_time()
                         self._overrun.observe(now - let_s - expected_s, predicted_s=expected_s, now=now)
@@ -156,9 +154,9 @@ class Admission:
         now = loop_time()
         if job.max_ttft_s is not None:
             job = replace(job, due_s=entry.deadline_s)
-        reading_s = self._check_hope(job, entry, now)
+        prefill_s = self._check_hope(job, entry, now)
         if not self._line and self._has_room(entry):
-            return job, reading_s
+            return job, prefill_s
         if not self._line:
             self._waiting_since_s = now
             self._begun.begin(now)
@@ -180,7 +178,7 @@ class Admission:
         finally:
             self._turns.pop(entry.number, None)
             self._line.remove(entry)
-        return job, self._reading_s(job, loop_time()) if job.max_ttft_s is not None else None
+        return job, self._prefill_s(job, loop_time()) if job.max_ttft_s is not None else None
 
     def check_integrity(self) -> None:
         """All queued jobs wait for a turn, and no others."""
@@ -213,13 +211,13 @@ class Admission:
                 param="max_ttft_ms",
             )
         num_ahead = self._line.tokens_ahead(entry)
-        reading_s = predicted_ttft_s(candidates, num_tokens, num_ahead, overhead_s=overhead_s)
-        if reading_s is None or (not num_ahead and nobody_here(candidates)):
+        prefill_s = predicted_ttft_s(candidates, num_tokens, num_ahead, overhead_s=overhead_s)
+        if prefill_s is None or (not num_ahead and is_idle(candidates)):
             # No other work delays the job, so coming later would not help: it is admitted, because it may be in time.
-            return reading_s
-        predicted_s = reading_s + self._overrun.of(reading_s, now=now)
+            return prefill_s
+        predicted_s = prefill_s + self._overrun.of(prefill_s, now=now)
         if predicted_s <= job.max_ttft_s:
-            return reading_s
+            return prefill_s
         self.refused.deadline_unreachable += 1
         raise Overloaded(
             f"the first token would come after about {predicted_s:.3g} s, later than the {job.max_ttft_s:g} s that "
@@ -234,15 +232,15 @@ class Admission:
         turn = self._turns.get(entry.number)
         if turn is None or entry.deadline_s == math.inf:
             return None
-        reading_s = self._reading_s(turn.job, now)
+        prefill_s = self._prefill_s(turn.job, now)
         # The job is assumed to be as late as recent jobs were.
         latest_s = entry.deadline_s - HEADROOM * (turn.job.max_ttft_s or 0.0)
-        if reading_s is None or now + reading_s + self._overrun.of(reading_s, now=now) <= latest_s:
+        if prefill_s is None or now + prefill_s + self._overrun.of(prefill_s, now=now) <= latest_s:
             return None
         self.refused.queue_timeout += 1
         return self._overloaded(TOO_LATE, entry)
 
-    def _reading_s(self, job: Job, now: float) -> float | None:
+    def _prefill_s(self, job: Job, now: float) -> float | None:
         """Seconds to the first token of a job whose turn it is."""
         overhead_s = self._fleet.overhead_s()
         return predicted_ttft_s(self._candidates(job, now), len(job.prompt_ids), 0, overhead_s=overhead_s)
@@ -287,7 +285,7 @@ class Admission:
 
     def _retry_s(self, wait_s: float, entry: Entry, candidates: CandidateTable) -> float:
         """Seconds until the job fits: behind the queue, and behind jobs that were refused before it."""
-        behind_s = self._returning.after_s(entry, speed=reading_speed(candidates), now=loop_time())
+        behind_s = self._returning.after_s(entry, speed=prefill_speed(candidates), now=loop_time())
         return max(LEAST_RETRY_S, wait_s, min(wait_s + behind_s, self._config.admission.max_queue_s))
 
     # -- admitting -----------------------------------------------------------------------------------------------------

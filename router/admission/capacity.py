@@ -19,44 +19,46 @@ _ATTACK = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """How much a worker may have before it before new work waits at the gateway instead, where it can still be ordered.
+    """The work that a worker may have before new work waits at the gateway instead, where its order can still change.
 
-    A reader is busy with prompts for more than `max_backlog_s` (at its measured speed), or with `max_waiting` requests
-    that have not begun; a writer has as many that wait for a seat, or fewer free blocks than a request needs.
+    A prefill worker has no room with prompts for more than `max_backlog_s` (at its measured speed), or with
+    `max_waiting` requests that have not begun. A decode worker has none with as many waiting requests, or with fewer
+    free blocks than a request needs.
     """
 
     max_backlog_s: float
     max_waiting: int
 
-    def reads(self, load: LoadRow | CandidateTable) -> Any:
-        """A bool, or those of all workers of a table."""
+    def can_prefill(self, load: LoadRow | CandidateTable) -> Any:
+        """Whether a worker has room for a prompt: a bool, or an array for the workers of a table."""
         speed = load.prefill_tokens_per_s
         in_time = (speed == 0) | (load.queued_prefill_tokens <= self.max_backlog_s * speed)
         return (load.num_waiting < self.max_waiting) & (in_time | (load.num_waiting == 0))
 
-    def writes(self, load: LoadRow | CandidateTable, num_blocks: int) -> Any:
-        """A bool, or those of all workers of a table."""
+    def can_decode(self, load: LoadRow | CandidateTable, num_blocks: int) -> Any:
+        """Whether a worker has room for an answer: a bool, or an array for the workers of a table."""
         has_room = (load.num_free_blocks > num_blocks) & (load.num_waiting < self.max_waiting)
         return has_room | (load.num_requests == 0)
 
     def fits(self, candidates: CandidateTable, num_blocks: int) -> bool:
-        """Is there a worker, or a pair of them, that would begin with a request of so many blocks soon? Where nobody
-        writes at all the answer is yes: what to do then is for the dispatcher to say. A decode worker does not count as
-        a reader while there are others: it has nothing to read, and reads little, if any, of what comes."""
+        """Whether a worker, or a pair, would soon begin a request with this number of blocks. Without any decode worker
+        the answer is True: the dispatcher handles that case. A decode worker does not count for prefill while there are
+        prefill workers: it computes few prompts, if any."""
         prefill_pool, decode_pool = candidates.prefill_pool, candidates.decode_pool
         if not len(decode_pool):
             return True
         if len(candidates) <= FEW:
             rooms = zip(decode_pool.workers.roles, decode_pool.load_rows(), strict=True)
-            idle = [(role, row) for role, row in rooms if self.writes(row, num_blocks)]
-            if any(self.reads(row) for role, row in idle if role is WorkerRole.COLOCATED or not len(prefill_pool)):
+            free = [(role, row) for role, row in rooms if self.can_decode(row, num_blocks)]
+            whole = (row for role, row in free if role is WorkerRole.COLOCATED or not len(prefill_pool))
+            if any(map(self.can_prefill, whole)):
                 return True
-            return bool(idle) and any(map(self.reads, prefill_pool.load_rows()))
+            return bool(free) and any(map(self.can_prefill, prefill_pool.load_rows()))
         alone = decode_pool.workers.colocated if len(prefill_pool) else np.ones(len(decode_pool), dtype=np.bool_)
-        room = self.writes(decode_pool, num_blocks)
-        if (idle := room & alone).any() and (idle & self.reads(decode_pool)).any():
+        room = self.can_decode(decode_pool, num_blocks)
+        if (idle := room & alone).any() and (idle & self.can_prefill(decode_pool)).any():
             return True
-        return bool(room.any() and len(prefill_pool) and self.reads(prefill_pool).any())
+        return bool(room.any() and len(prefill_pool) and self.can_prefill(prefill_pool).any())
 
 
 class Overrun:
@@ -89,22 +91,20 @@ class Overrun:
 def predicted_ttft_s(
     candidates: CandidateTable, num_tokens: int, num_ahead: int, *, overhead_s: float = 0.0
 ) -> float | None:
-    """Seconds to the first token on the best reader, with `num_ahead` prompt tokens in line before it at the gateway.
-
-    What is in line is shared out by all readers. `overhead_s` comes to every first token, besides the reading. None
-    while no reader's speed is known.
-    """
+    """Seconds to the first token on the best worker, with `num_ahead` prompt tokens before it in the gateway's queue.
+    All workers of the pool share the queued tokens. `overhead_s` is the time of each first token besides prefill. None
+    while no worker's speed is known."""
     pool = candidates.prompt_pool
-    speed = reading_speed(pool)
+    speed = prefill_speed(pool)
     if not speed:
         return None
     measured = pool.take(np.flatnonzero(pool.prefill_tokens_per_s))
-    return num_ahead / speed + float(_reading_s(measured, num_tokens, overhead_s).min())
+    return num_ahead / speed + float(_prefill_s(measured, num_tokens, overhead_s).min())
 
 
 def least_ttft_s(candidates: CandidateTable, num_tokens: int, *, overhead_s: float = 0.0) -> float | None:
-    """Seconds to the first token on the best reader if nothing else were to be done; None where nobody reads. A reader
-    that has not told its speed, for want of prompts that show it, may be the fastest: it may read at once."""
+    """Seconds to the first token on the best worker without any other request; None without a worker for prompts. A
+    worker of unknown speed may be the fastest: its prefill is assumed to take no time."""
     pool = candidates.prompt_pool
     if not len(pool):
         return None
@@ -113,20 +113,20 @@ def least_ttft_s(candidates: CandidateTable, num_tokens: int, *, overhead_s: flo
     return least_s if len(measured) == len(pool) else min(least_s, overhead_s)
 
 
-def nobody_here(candidates: CandidateTable) -> bool:
-    """Has no worker any request?"""
+def is_idle(candidates: CandidateTable) -> bool:
+    """Whether no worker has a request."""
     return not (candidates.num_requests.any() or candidates.queued_prefill_tokens.any())
 
 
-def reading_speed(candidates: CandidateTable) -> float:
-    """Tokens a second of all readers; 0 while none has been measured."""
+def prefill_speed(candidates: CandidateTable) -> float:
+    """Tokens per second of all workers that compute prompts; 0 before the first measurement."""
     return float(sum(candidates.prompt_pool.prefill_tokens_per_s.tolist()))
 
 
-def _reading_s(pool: CandidateTable, num_tokens: int, overhead_s: float) -> Floats:
-    """As the worker measures its steps, or as first tokens have come of late, which also waited for each other's steps
-    and for answers in between: whatever is longer. Of one with nothing to read the shorter: were it believed to be late
-    for good, nobody would be sent there to find out."""
+def _prefill_s(pool: CandidateTable, num_tokens: int, overhead_s: float) -> Floats:
+    """Seconds to the first token on each worker. Busy workers: the longer of the time by the worker's own measurements
+    and the time by recent first tokens, which includes the wait for other steps and answers. Idle workers: the shorter
+    of both. Otherwise a worker that was once slow would get no request, and would never be measured again."""
     queued = pool.queued_prefill_tokens
     before = queued + num_tokens - pool.num_cached_tokens
     busy_s = np.maximum(before / pool.prefill_tokens_per_s, pool.prefill_time(before)) + load_s(pool)

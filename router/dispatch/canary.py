@@ -70,7 +70,7 @@ class Canary:
     def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
         return self._twice(job) if self._is_due(job) else self._generate(job, sink)
 
-    async def settled(self) -> None:
+    async def idle(self) -> None:
         """Returns when no second run is under way."""
         if self._running is not None:
             await asyncio.wait([self._running])

@@ -49,7 +49,7 @@ class JobState:
         self._num_attempts = 0
         self._num_cached: int | None = None
         self._num_prompt_logprobs = 0  # emitted to the client
-        self._num_heard = 0  # of them, sent by the present attempt
+        self._num_received = 0  # of them, sent by the present attempt
         self._hashes: dict[int, tuple[int, Chain]] = {}  # by block size, with the number of output tokens
 
     @property
@@ -89,7 +89,7 @@ class JobState:
     def next_attempt(self) -> tuple[str, int]:
         """The `next_id` of an attempt, which computes the prompt from its start."""
         self._num_attempts += 1
-        self._num_heard = 0
+        self._num_received = 0
         return self.next_id()
 
     def next_id(self) -> tuple[str, int]:
@@ -135,9 +135,9 @@ class JobState:
     def append(self, update: SequenceUpdate) -> TokenDelta:
         """Records an update and returns a delta with its new tokens."""
         first = not self.output_ids and bool(update.token_ids)
-        repeated = self._num_prompt_logprobs - self._num_heard
-        self._num_heard += len(update.prompt_logprobs)
-        self._num_prompt_logprobs = max(self._num_prompt_logprobs, self._num_heard)
+        repeated = self._num_prompt_logprobs - self._num_received
+        self._num_received += len(update.prompt_logprobs)
+        self._num_prompt_logprobs = max(self._num_prompt_logprobs, self._num_received)
         self.output_ids += update.token_ids
         if update.token_ids:
             self.blocked_since_s = None
@@ -149,11 +149,11 @@ class JobState:
             logprobs=update.logprobs,
             prompt_logprobs=update.prompt_logprobs[repeated:],
             finish_reason=reason if reason is not None and reason.is_last else None,
-            num_cached_tokens=self._told_cached(update.num_cached_tokens) if first or update.num_prompt_computed else 0,
+            num_cached_tokens=self._cached(update.num_cached_tokens) if first or update.num_prompt_computed else 0,
             num_prompt_computed=update.num_prompt_computed,
             queue_s=self.read_since_s - self._arrival_s if first else 0.0,
         )
 
-    def _told_cached(self, num_tokens: int) -> int:
+    def _cached(self, num_tokens: int) -> int:
         known = self._num_cached if self._num_attempts > 1 and self._num_cached is not None else num_tokens
         return min(num_tokens, known, len(self.job.prompt_ids))

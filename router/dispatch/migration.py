@@ -78,7 +78,7 @@ class Migrations:
         self._gates: WeakKeyDictionary[Member, asyncio.Semaphore] = WeakKeyDictionary()
         self.num_moved = 0
         self.num_stayed = 0
-        self._told: set[tuple[str, type[BatonError]]] = set()  # why sequences stay, since the last that moved
+        self._logged: set[tuple[str, type[BatonError]]] = set()  # why sequences stay, since the last that moved
 
     async def follow(
         self, job_state: JobState, place: MigrationTarget, depends_on: RestOn
@@ -177,7 +177,7 @@ class Migrations:
         here.updates.forward_failures_to(updates)  # until the KV has arrived, losing either worker loses it
         move.end(adopted=True)
         self.num_moved += 1
-        self._told.clear()
+        self._logged.clear()
         job_state.record.note(EventKind.MOVED, loop_time(), source=here.worker.worker_id, worker=move.to.worker_id)
         log.info(
             "%s continues on %s as %s",
@@ -191,7 +191,7 @@ class Migrations:
     def _stays(self, here: MigrationTarget, move: _Migration, error: BatonError) -> None:
         self.num_stayed += 1
         why = (here.worker.worker_id, type(error))  # each request retries: log a reason once
-        level = logging.DEBUG if why in self._told else logging.INFO
-        self._told.add(why)
+        level = logging.DEBUG if why in self._logged else logging.INFO
+        self._logged.add(why)
         log.log(level, "%s stays on %s for now: %s", here.request_id, here.worker.worker_id, error.message)
         move.end()

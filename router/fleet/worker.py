@@ -172,7 +172,7 @@ class Member:
     async def reserve(self, request: ReserveRequest) -> Ticket:
         """Reserves blocks. Raises the worker's error, or WorkerLost."""
         ticket = await self.connection().reserve(request)
-        self._told(request.request_id)
+        self._submitted(request.request_id)
         return ticket
 
     async def renew(self, request: ReserveRequest) -> None:
@@ -182,7 +182,7 @@ class Member:
     def submit(self, request: GenerateRequest) -> Updates:
         """Submits a request. Raises WorkerLost without a connection; a later loss fails the updates."""
         updates = self.connection().submit(request)
-        self._told(request.request_id)
+        self._submitted(request.request_id)
         return updates
 
     def move(self, request: MoveRequest) -> None:
@@ -202,7 +202,7 @@ class Member:
         if self.client is not None:
             self.client.abort(request_id)
 
-    def _told(self, request_id: str) -> None:
+    def _submitted(self, request_id: str) -> None:
         """The worker has the request now: its load will include it."""
         if (routed := self._routed.get(request_id)) is not None:
             routed.since_step = self._num_steps

@@ -181,7 +181,7 @@ class Predictor:
         if on_idle:  # on a busy worker the time includes steps of other requests
             pooled_s = pool.line(PREFILL).each_s
             each_s = pooled_s if prior is None else max(prior.prefill.each_s, pooled_s)
-            self._overheads[role].observe(seconds, reading_s=num_tokens * each_s, now=now)
+            self._overheads[role].observe(seconds, prefill_s=num_tokens * each_s, now=now)
 
     def saw_answer(
         self, worker_id: str, role: WorkerRole, *, num_sequences: float, num_tokens: int, seconds: float, now: float

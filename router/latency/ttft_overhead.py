@@ -39,11 +39,11 @@ class TtftOverhead:
             del self._workers[worker_id]
             self._reset()
 
-    def observe(self, seconds: float, *, reading_s: float, now: float) -> None:
-        """Records a first token after `seconds`, of which prefill should take `reading_s`. An observation with mostly
+    def observe(self, seconds: float, *, prefill_s: float, now: float) -> None:
+        """Records a first token after `seconds`, of which prefill should take `prefill_s`. An observation with mostly
         prefill is ignored: the rest is noise of the prefill speed."""
-        beside_s = seconds - reading_s
-        if reading_s > beside_s:
+        beside_s = seconds - prefill_s
+        if prefill_s > beside_s:
             return
         self._turn(now)
         self._least_s = min(self._least_s, beside_s)

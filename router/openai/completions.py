@@ -84,7 +84,7 @@ class _Completion:
         self._body = body
         self._ask = ask
         self._prompts = prompts
-        self._num_told = body.n or 1  # for each choice of a prompt
+        self._num_returned = body.n or 1  # for each choice of a prompt
         self._opened: set[int] = set()
         self._waiting: dict[int, list[Logprobs]] = {}
 
@@ -93,14 +93,14 @@ class _Completion:
         """True if only the text of its tokens is sent."""
         body = self._body
         is_text = body.logprobs is None and not (body.return_token_ids or body.continuous_usage)
-        return is_text and self._ask.n == self._num_told
+        return is_text and self._ask.n == self._num_returned
 
     async def whole(self, track: Track) -> dict[str, Any]:
         pieces = self._gateway.answer(self._ask, track, is_plain=self._is_plain)
         choices, usage = await collect(pieces, self._ask)
         track.count(usage)
-        if self._ask.n > self._num_told:
-            choices = _best(choices, self._ask.n, self._num_told)
+        if self._ask.n > self._num_returned:
+            choices = _best(choices, self._ask.n, self._num_returned)
         reply = reply_head(self._gateway, self._ask.request_id, "text_completion")
         return reply | {"choices": [self._choice(one, opening=True) for one in choices], "usage": usage_body(usage)}
 
@@ -154,7 +154,7 @@ class _Completion:
 
     def _choice(self, piece: TextDelta, *, opening: bool) -> dict[str, Any]:
         """`opening`: the piece is the choice's first, where an echo and the prompt's ids have their place."""
-        prompt, tokenizer = self._prompts[piece.index // self._num_told], self._gateway.tokenizer
+        prompt, tokenizer = self._prompts[piece.index // self._num_returned], self._gateway.tokenizer
         echoing = opening and bool(self._body.echo)
         choice = {
             "index": piece.index,
@@ -178,21 +178,21 @@ class _Completion:
         if echoing:
             # Special tokens that the tokenizer put round a text have no width in it.
             written = Detokenizer(tokenizer.vocabulary, skip_special_tokens=prompt.text is not None, at_start=True)
-            for token_id, entry in zip(prompt.ids, chain([None], _as_told(piece.prompt_logprobs)), strict=False):
+            for token_id, entry in zip(prompt.ids, chain([None], _or_none(piece.prompt_logprobs)), strict=False):
                 columns.add(token_id, entry, written.num_chars)
                 written.feed(token_id)
         shift = len(prompt.echo(tokenizer)) if self._body.echo else 0
-        for token_id, entry, offset in zip(piece.token_ids, _as_told(piece.logprobs), piece.text_offsets, strict=False):
+        for token_id, entry, offset in zip(piece.token_ids, _or_none(piece.logprobs), piece.text_offsets, strict=False):
             columns.add(token_id, entry, shift + offset)
         return columns.body()
 
 
-def _best(choices: Sequence[TextDelta], num_made: int, num_told: int) -> list[TextDelta]:
+def _best(choices: Sequence[TextDelta], num_made: int, num_returned: int) -> list[TextDelta]:
     """The choices of each prompt with the highest mean logprob, best first, numbered again."""
     texts: list[TextDelta] = []
     for start in range(0, len(choices), num_made):
         ranked = sorted(choices[start : start + num_made], key=_likelihood, reverse=True)
-        texts += ranked[:num_told]
+        texts += ranked[:num_returned]
     return [replace(one, index=index) for index, one in enumerate(texts)]
 
 
@@ -203,6 +203,6 @@ def _likelihood(whole: TextDelta) -> float:
     return sum(one.chosen.logprob for one in whole.logprobs) / len(whole.logprobs)
 
 
-def _as_told(entries: Sequence[Logprobs]) -> Iterator[Logprobs | None]:
+def _or_none(entries: Sequence[Logprobs]) -> Iterator[Logprobs | None]:
     """The entries that a worker sent, then None: missing ones are null."""
     return chain(entries, repeat(None))

@@ -14,13 +14,13 @@ _LOWEST = -9999.0  # OpenAI's substitute for minus infinity, which JSON lacks
 def chat_logprobs(entries: Sequence[Logprobs], tokenizer: Tokenizer) -> dict[str, Any]:
     """`choices[].logprobs` of a chat; `bytes` join to whole characters where a token holds part of one."""
     content = [
-        {**_told(entry.chosen, tokenizer), "top_logprobs": [_told(one, tokenizer) for one in entry.top]}
+        {**_entry(entry.chosen, tokenizer), "top_logprobs": [_entry(one, tokenizer) for one in entry.top]}
         for entry in entries
     ]
     return {"content": content, "refusal": None}
 
 
-def _told(one: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
+def _entry(one: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
     raw = tokenizer.vocabulary.bytes_of(one.token_id)
     return {"token": raw.decode("utf-8", "replace"), "logprob": max(one.logprob, _LOWEST), "bytes": list(raw)}
 

@@ -355,7 +355,7 @@ async def read_body(request: Request, kind: type[_Body], card: ModelCard) -> _Bo
         problem = f"not valid JSON: {error}" if raw else "empty"
         raise InvalidRequest(f"The body is {problem}; send a JSON object in UTF-8") from None
     if not isinstance(found, dict):
-        raise InvalidRequest(f"The body must be a JSON object, not {_told(found)}")
+        raise InvalidRequest(f"The body must be a JSON object, not {_shown(found)}")
     check_sizes(found, kind.model_fields, card)
     return parse_body(found, kind)
 
@@ -408,7 +408,7 @@ def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
     if first["type"] == "missing":
         return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
     expected = _expected(first["loc"], kind) or first["msg"]
-    given = TOO_DEEP if TOO_DEEP in first["msg"] else _told(first["input"])
+    given = TOO_DEEP if TOO_DEEP in first["msg"] else _shown(first["input"])
     return InvalidRequest(f"'{path}' is {given}: it must be {expected}", param=path)
 
 
@@ -475,7 +475,7 @@ def _expected(loc: tuple[int | str, ...], kind: type[Body]) -> str | None:
     return described
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     """A JSON value for error messages: shortened, with its type if the type is wrong."""
     match value:
         case None | bool():

@@ -39,11 +39,11 @@ class Peers(Protocol):
         """Passes the events of other gateways to `feed.receive_shared` from now on."""
         ...
 
-    def met(self, worker_id: str) -> None:
+    def connected(self, worker_id: str) -> None:
         """Records that a connection to the worker is open: it sends its events to this gateway."""
         ...
 
-    def heard(self, worker_id: str, message: KVEvents) -> None:
+    def received(self, worker_id: str, message: KVEvents) -> None:
         """Records a worker's message that has been applied."""
         ...
 
@@ -83,7 +83,7 @@ class Feed:
             cursor = self._cursors[worker_id] = EventCursor()
         self._asking.discard(worker_id)
         if self._peers is not None:
-            self._peers.met(worker_id)
+            self._peers.connected(worker_id)
         return Hello(gateway_id=self._gateway_id, incarnation=cursor.incarnation, next_seq=cursor.next_seq)
 
     def receive(self, worker_id: str, message: KVEvents) -> Hello | None:
@@ -94,7 +94,7 @@ class Feed:
             self._asking.discard(worker_id)
             self._apply(worker_id, news)
             if self._peers is not None:
-                self._peers.heard(worker_id, message)
+                self._peers.received(worker_id, message)
             return None
         if worker_id in self._asking:
             return None

@@ -52,12 +52,12 @@ UNREADABLE = (LookupError, ValueError, TypeError, ArithmeticError, AssertionErro
 
 @dataclass(slots=True)
 class Scribe:
-    """A worker with a connection to this gateway. While `writing`, `told` contains its events that Redis does not have
+    """A worker with a connection to this gateway. While `writing`, `pending` has its events that Redis does not have
     yet; `num_since` blocks were written after the last snapshot, when the stream had `read_then` entries behind it."""
 
     writing: bool = False
     snapshot_due: bool = True
-    told: list[KVEvents] = field(default_factory=list)
+    pending: list[KVEvents] = field(default_factory=list)
     num_since: int = 0
     read_then: int = 0
 
@@ -133,21 +133,21 @@ class RedisPrefixIndex:
     def join(self, feed: Feed) -> None:
         self._feed = feed
 
-    def met(self, worker_id: str) -> None:
+    def connected(self, worker_id: str) -> None:
         self._scribes[worker_id] = Scribe()
         self._unled_since_s.pop(worker_id, None)
         self._tick_due = True
         self._news.set()
 
-    def heard(self, worker_id: str, message: KVEvents) -> None:
+    def received(self, worker_id: str, message: KVEvents) -> None:
         scribe = self._scribes[worker_id]
         if not scribe.writing or scribe.snapshot_due or not (message.events or message.snapshot):
             return
         if message.snapshot:
             scribe.snapshot_due = True
-            scribe.told.clear()
+            scribe.pending.clear()
         else:
-            scribe.told.append(message)
+            scribe.pending.append(message)
         self._news.set()
 
     def lost(self, worker_id: str) -> None:
@@ -400,16 +400,16 @@ class RedisPrefixIndex:
             incarnation, next_seq = self._feed.position(worker_id)
             blocks = self.local.blocks(worker_id)
             scribe.snapshot_due, scribe.num_since, scribe.read_then = False, 0, self.num_entries
-            scribe.told.clear()
+            scribe.pending.clear()
             snapshot = KVEvents(incarnation=incarnation, first_seq=next_seq, events=blocks, snapshot=True)
             return await self._store.write(worker_id, snapshot)
-        if not scribe.told:
+        if not scribe.pending:
             return True
-        messages, scribe.told = scribe.told, []
+        messages, scribe.pending = scribe.pending, []
         scribe.num_since += sum(num_blocks(event) for message in messages for event in message.events)
         return await self._store.append(worker_id, messages)
 
 
 def _begin_again(scribe: Scribe) -> None:
     scribe.writing, scribe.snapshot_due = False, True
-    scribe.told.clear()
+    scribe.pending.clear()

@@ -234,15 +234,15 @@ class Store:
         found = await self._client.xread(names, count=READ_COUNT, block=BLOCK_MS if wait else None)
         streams = found.items() if isinstance(found, dict) else found
         entries: list[EventEntry | PromptEntry | ForeignEntry] = []
-        for name, entries_of in streams:
+        for name, listed in streams:
             of_events = name == (self.root + "events").encode()
-            for place, fields in entries_of[0] if isinstance(found, dict) else entries_of:
+            for place, fields in listed[0] if isinstance(found, dict) else listed:
                 if of_events:
                     places.events = place.decode()
                 else:
                     places.expected = place.decode()
                 try:
-                    entries.append(_told(fields) if of_events else _expected(fields))
+                    entries.append(_event_entry(fields) if of_events else _expected(fields))
                 except (LookupError, ValueError, AssertionError) as error:
                     entries.append(ForeignEntry(error=error))
         return entries
@@ -269,7 +269,7 @@ def _text(name: bytes) -> str | None:
         return None
 
 
-def _told(fields: dict[bytes, bytes]) -> EventEntry:
+def _event_entry(fields: dict[bytes, bytes]) -> EventEntry:
     return EventEntry(
         gateway=fields[b"gateway"].decode(),
         worker_id=fields[b"worker"].decode(),

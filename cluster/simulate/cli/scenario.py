@@ -23,7 +23,7 @@ from cluster.simulate.results.report import Summary, summarise
 from cluster.simulate.results.sweep import ClusterChoice
 from cluster.simulate.run.config import (
     SimulationConfig,
-    gateways_told,
+    gateways_text,
     hardware_spec,
     in_force,
     read_settings,
@@ -170,7 +170,7 @@ class Scene:
         """The sources of times, sizes and prices, and the number of gateways, in words."""
         model = f"{Path(self.model).name}{'' if self.dtype is None else f' in {self.dtype}'}"
         model += ", experts in parallel" if self.expert_parallel else ""
-        sheet = f"GPU {Path(self.gpu).name}, model {model}{gateways_told(self.num_gateways, siblings=self.siblings)}"
+        sheet = f"GPU {Path(self.gpu).name}, model {model}{gateways_text(self.num_gateways, siblings=self.siblings)}"
         if self.latency is not None:
             files = ", ".join(path.name for path in self.calibration)
             return f"times calibrated on {files}; sizes and prices of {sheet}"

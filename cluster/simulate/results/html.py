@@ -34,10 +34,10 @@ Line = Sequence[tuple[float, float]]
 
 
 class Mark(NamedTuple):
-    """A vertical line across a plot. `told` is shown while it is pointed at, `label` always."""
+    """A vertical line across a plot. `title` is shown while it is pointed at, `label` always."""
 
     at: float
-    told: str
+    title: str
     label: str
 
 
@@ -108,7 +108,7 @@ def _listed(marks: Sequence[Mark], passed_over: Sequence[Happened]) -> str:
     """The faults with their numbers in the plots, and the faults that did not happen."""
     if not marks and not passed_over:
         return ""
-    each = [f"<li>{escape(mark.told)}, at {mark.at:,.2f} s</li>" for mark in marks]
+    each = [f"<li>{escape(mark.title)}, at {mark.at:,.2f} s</li>" for mark in marks]
     others = [f"<li>{escape(one.what)}, at {one.at_s:,.2f} s: {escape(one.why)}</li>" for one in passed_over]
     opened = "" if len(marks) + len(others) > MANY_FAULTS else " open"
     parts = [f"<details{opened}><summary>{counted(len(marks), 'fault')}, by number in the plots</summary><ol>", *each]
@@ -205,11 +205,11 @@ def plot(
 
 
 class Dot(NamedTuple):
-    """A point of a scatter plot. `told` is shown while it is pointed at. `style` is a class of the page's style."""
+    """A point of a scatter plot. `title` is shown while it is pointed at. `style` is a class of the page's style."""
 
     x: float
     y: float
-    told: str
+    title: str
     style: str
 
 
@@ -267,7 +267,7 @@ class _Drawing:
         points = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in line)
         circles = [
             f'<circle class="{dot.style}" cx="{across(dot.x):.1f}" cy="{up(dot.y):.1f}" r="4">'
-            f"<title>{escape(dot.told)}</title></circle>"
+            f"<title>{escape(dot.title)}</title></circle>"
             for dot in dots
         ]
         front = f'<polyline class="front" points="{points}"/>'
@@ -294,7 +294,7 @@ class _Drawing:
         for mark in seen:
             at = f"{self._across(mark.at):.1f}"
             ends = f'x1="{at}" x2="{at}" y1="{TOP - 6}" y2="{HEIGHT - BOTTOM}"'
-            parts.append(f'<g class="mark"><title>{escape(mark.told)}</title><line {ends}/></g>')
+            parts.append(f'<g class="mark"><title>{escape(mark.title)}</title><line {ends}/></g>')
         for x, label in self._apart([(self._across(mark.at), mark.label) for mark in seen]):
             parts.append(f'<text class="mark" x="{x:.1f}" y="{TOP - 9}" text-anchor="middle">{escape(label)}</text>')
         return parts

@@ -88,24 +88,24 @@ class Failure:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """A running request. `heard_s`: when its last message arrived; `handed_over`: tokens came from another worker than
-    the prefill worker."""
+    """A running request. `last_message_s` is when its last message arrived. `handed_over`: another worker than the
+    prefill worker sent tokens."""
 
     request_id: str
-    heard_s: float
+    last_message_s: float
     task: asyncio.Task[None] | None = None
     handed_over: bool = False
     times: list[float] = field(default_factory=list)
 
 
 class Clients:
-    """Runs sessions against a deployment. `records` are of requests that have ended, `asked` of running ones.
+    """Runs sessions against a deployment. `records` are of requests that have ended, `running` of running ones.
     `num_handed_over`: complete answers that began on the prefill worker and continued on another. `failures`: failed
     attempts of requests that have ended."""
 
     def __init__(self, deployment: SimulatedDeployment, event_log: SimulationLog, *, seed: int) -> None:
         self.records: list[RequestRecord] = []
-        self.asked: dict[str, SimulatedRequest] = {}
+        self.running: dict[str, SimulatedRequest] = {}
         self.num_handed_over = 0
         self.failures: list[Failure] = []
         self.transfers = Transfers()
@@ -128,7 +128,7 @@ class Clients:
 
     def abort(self, request_id: str) -> None:
         """The client disconnects."""
-        request = self.asked[request_id]
+        request = self.running[request_id]
         if request.task is not None:
             request.task.cancel()
 
@@ -150,14 +150,14 @@ class Clients:
         gateway = self._deployment.gateway_for(self._num_asked)
         index, self._num_asked = self._num_asked, self._num_asked + 1
         sent_s = self._loop.time()
-        request = self.asked[request_id] = SimulatedRequest(request_id=request_id, heard_s=sent_s)
+        request = self.running[request_id] = SimulatedRequest(request_id=request_id, last_message_s=sent_s)
         self._deployment.gaps.begun(request_id)
         self._event_log.note("asked", request_id, tokens=len(prompt_ids), gateway=gateway.name)
         tokens: list[int] = []
         cached: list[int] = []
         job = self._job(request_id, turn, prompt_ids, tenant)
         if self._prefixes is not None:
-            self._prefixes.asked(job)
+            self._prefixes.add(job)
         request.task = asyncio.create_task(
             self._listen(gateway, job, request, tokens, cached, turn.read_s), name=f"request {request_id}"
         )
@@ -169,7 +169,7 @@ class Clients:
             error, retry_after_s = failed.code, failed.retry_after_s
         except asyncio.CancelledError:
             error = ABORTED if gateway.alive else GATEWAY_LOST
-        del self.asked[request_id], gateway.requests[request.task]
+        del self.running[request_id], gateway.requests[request.task]
         if self._prefixes is not None:
             self._prefixes.answered(job, tokens)
         self._deployment.gaps.ended(request_id)
@@ -233,7 +233,7 @@ class Clients:
                     f"{self._deciders(gateway, job.request_id)}"
                 )
                 tokens += must
-                now = request.heard_s = self._loop.time()
+                now = request.last_message_s = self._loop.time()
                 if delta.token_ids:
                     if not request.times:
                         self._check_cached(gateway, job, delta.num_cached_tokens)
@@ -306,7 +306,7 @@ class Prefixes:
         self._block_size = block_size
         self._num_holders: Counter[BlockHash] = Counter()
 
-    def asked(self, job: Job) -> None:
+    def add(self, job: Job) -> None:
         self._num_holders.update(job.hashes(self._block_size))
 
     def answered(self, job: Job, tokens: Sequence[int]) -> None:

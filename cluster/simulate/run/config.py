@@ -147,7 +147,7 @@ def without_effect(further: Sequence[str]) -> list[str]:
     return [path for path in dict.fromkeys(given) if _is_in(path, WITHOUT_EFFECT)]
 
 
-def gateways_told(num: int, *, siblings: bool) -> str:
+def gateways_text(num: int, *, siblings: bool) -> str:
     """The gateways, for a report's cluster; "" for a single gateway."""
     if num == 1:
         return ""

@@ -169,7 +169,7 @@ class SimulatedDeployment:
     def gateway_for(self, number: int) -> SimulatedGateway:
         return self.gateways[number % len(self.gateways)]
 
-    def settle(self) -> None:
+    def end_leaps(self) -> None:
         """Ends every leap before an inspection."""
         for worker in self.workers.values():
             worker.turns.flush()
@@ -181,7 +181,7 @@ class SimulatedDeployment:
         for gateway in self.gateways:
             gateway.assert_no_faults()
 
-    def forget_index(self, place: int) -> None:
+    def clear_index(self, place: int) -> None:
         """Empties the gateways' prefix indexes."""
         for planned in self.plans:
             self.gateways[place].local.drop(planned.worker_id)
@@ -193,17 +193,17 @@ class SimulatedDeployment:
         gateway = SimulatedGateway(f"gateway-{self._num_gateways}", self.config, self.network, self.store)
         self.gateways.append(gateway)
         if self.config.siblings:
-            gateway.fleet.publish_load = partial(self._tell_siblings, gateway)
-            gateway.fleet.publish_failure = partial(self._tell_failure, gateway)
+            gateway.fleet.publish_load = partial(self._publish_work, gateway)
+            gateway.fleet.publish_failure = partial(self._publish_failure, gateway)
         for worker in self.workers.values():
             gateway.fleet.add_worker(worker.info.address, worker_id=worker.worker_id)
         return gateway
 
-    def _tell_siblings(self, gateway: SimulatedGateway, worker_id: str, num_tokens: int, num_blocks: int) -> None:
+    def _publish_work(self, gateway: SimulatedGateway, worker_id: str, num_tokens: int, num_blocks: int) -> None:
         for other in self._siblings(gateway):
             self._loop.call_later(DATAGRAM_S, other.fleet.given_elsewhere, worker_id, num_tokens, num_blocks)
 
-    def _tell_failure(self, gateway: SimulatedGateway, worker_id: str, in_row: int) -> None:
+    def _publish_failure(self, gateway: SimulatedGateway, worker_id: str, in_row: int) -> None:
         place = self.gateways.index(gateway)
         for other in self._siblings(gateway):
             self._loop.call_later(DATAGRAM_S, other.fleet.blame_elsewhere, worker_id, place, in_row)

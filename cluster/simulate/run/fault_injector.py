@@ -22,7 +22,7 @@ from protos.values import KVEvents, StepMessage
 Events = tuple[KVEvents, ...]
 LATEST_S = 60.0
 TOO_LATE = "it begins after the load was over"
-NOBODY = "nobody was there"
+NO_TARGET = "its target did not exist"
 PAUSED = "it was paused already"
 
 
@@ -113,7 +113,7 @@ class Trouble:
         if due_s > self._over_s + LATEST_S:
             return False
         await asyncio.sleep(max(0.0, due_s - ahead_s - self._loop.time()))
-        self._deployment.settle()
+        self._deployment.end_leaps()
         await asyncio.sleep(max(0.0, due_s - self._loop.time()))
         return True
 
@@ -130,12 +130,12 @@ class Trouble:
         """Why the fault's target does not exist; "" if it exists."""
         workers = self._deployment.workers
         if fault.kind is Kind.LANE_CUT:
-            return "" if all(worker_id in workers for worker_id in fault.target.split(">")) else NOBODY
+            return "" if all(worker_id in workers for worker_id in fault.target.split(">")) else NO_TARGET
         if fault.kind not in (*OF_WORKERS, *OF_EVENTS):
             return ""
         worker = workers.get(fault.target)
         if worker is None or not worker.alive:
-            return NOBODY
+            return NO_TARGET
         return PAUSED if fault.kind is Kind.PAUSE and worker.frozen else ""
 
     async def _happen(self, fault: Fault) -> None:
@@ -148,7 +148,7 @@ class Trouble:
             case Kind.GATEWAY_RESTART:
                 await self._deployment.restart_gateway(int(fault.target))
             case Kind.INDEX_LOST:
-                self._deployment.forget_index(int(fault.target))
+                self._deployment.clear_index(int(fault.target))
             case Kind.STORE_AWAY | Kind.STORE_LOST:
                 await self._store(fault)
             case Kind.ABORTS:
@@ -218,14 +218,14 @@ class Trouble:
     async def _store(self, fault: Fault) -> None:
         store = self._deployment.store
         assert store is not None
-        store.part()
+        store.disconnect()
         if fault.kind is Kind.STORE_LOST:
-            store.forget()
+            store.clear()
         await self._while_it_lasts(fault)
-        store.meet()
+        store.reconnect()
 
     def _abort(self, share: float) -> None:
-        for request_id in tuple(self._clients.asked):
+        for request_id in tuple(self._clients.running):
             if self._rng.random() < share:
                 self._clients.abort(request_id)
 

@@ -94,7 +94,7 @@ class Invariants:
         if self._deployment.config.siblings:
             await asyncio.sleep(ELSEWHERE_S)  # published work counts for so long
         self.audit()
-        assert not self._clients.asked
+        assert not self._clients.running
         assert not (missing := self._missing()), f"{missing[0]} {SETTLING_S:.0f} s after the last request"
         for worker in self._deployment.workers.values():
             worker.assert_idle()
@@ -104,8 +104,8 @@ class Invariants:
 
     def _check_progress(self) -> None:
         now = self._loop.time()
-        for request in self._clients.asked.values():
-            silent_s = now - request.heard_s
+        for request in self._clients.running.values():
+            silent_s = now - request.last_message_s
             assert silent_s < self._patience_s, f"{request.request_id} has heard nothing for {silent_s:.1f} s"
 
     def _check_orphans(self) -> None:
@@ -116,7 +116,7 @@ class Invariants:
             if worker.held_up:
                 continue
             for request in worker.engine.scheduler.requests():
-                if request.request_id.rpartition(".")[0] not in self._clients.asked:
+                if request.request_id.rpartition(".")[0] not in self._clients.running:
                     since_s = self._orphans[worker, request.request_id] = seen.get((worker, request.request_id), now)
                     bound_s = ORPHANED_S + 2 * max(worker.device.last_s, worker.device.before_s)
                     assert now - since_s < bound_s, (

@@ -12,7 +12,7 @@ from cluster.config.config import PoolsConfig, SupervisionConfig
 from cluster.simulate.latency.hardware import gpu_of
 from cluster.simulate.latency.rough import Rough
 from cluster.simulate.run.clients import ABORTED, GATEWAY_LOST, Failure
-from cluster.simulate.run.config import SimulationConfig, gateways_told, hardware_spec, read_settings, simulated_router
+from cluster.simulate.run.config import SimulationConfig, gateways_text, hardware_spec, read_settings, simulated_router
 from cluster.simulate.run.simulation import SimulationOutcome, simulate
 from cluster.simulate.world.faults import CLIENTS, OF_LANES, OF_WORKERS, Fault, Kind, drawn
 from cluster.simulate.world.faults import LASTING as LASTING_FAULTS
@@ -60,7 +60,7 @@ class SoakTrial:
             pools = f"{config.pools.colocated} colocated"
         else:
             pools = f"{numbers[WorkerRole.PREFILL]}P+{numbers[WorkerRole.DECODE]}D"
-        gateways = gateways_told(config.num_gateways, siblings=config.siblings)
+        gateways = gateways_text(config.num_gateways, siblings=config.siblings)
         memory = f"{spec.num_blocks:,} blocks of {spec.layout.block_size} tokens"
         return f"{pools} tp{config.num_gpus} {config.router.policy}, GPU {GPU}, model {MODEL}{gateways}, {memory}"
 

@@ -32,8 +32,7 @@ class FakeRedisStream:
 
 
 class Server:
-    """One Redis, on one event loop. It cannot be reached from `part` to `meet`; `forget` is its loss of all data when
-    it ends."""
+    """One Redis, on one event loop. It cannot be reached between `disconnect` and `reconnect`."""
 
     def __init__(self) -> None:
         self.reachable = True
@@ -50,15 +49,15 @@ class Server:
             redis_store.TIDY: self._tidy,
         }
 
-    def part(self) -> None:
+    def disconnect(self) -> None:
         """Makes the server unreachable. It keeps its data, except leases that end meanwhile."""
         self.reachable = False
-        self._stir()
+        self._wake()
 
-    def meet(self) -> None:
+    def reconnect(self) -> None:
         self.reachable = True
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._values.clear()
         self._deadlines.clear()
 
@@ -83,7 +82,7 @@ class Server:
         stream.entries.append((place, {name.encode(): _bytes(value) for name, value in fields.items()}))
         if max_len is not None and len(stream.entries) >= max_len + NODE_ENTRIES:
             del stream.entries[: len(stream.entries) - max_len]
-        self._stir()
+        self._wake()
         return place
 
     def after(self, key: str, place: str, count: int) -> list[Entry]:
@@ -97,7 +96,7 @@ class Server:
     def last(self, key: str, count: int) -> list[Entry]:
         return self._stream(key).entries[: -count - 1 : -1]
 
-    async def news(self, timeout_s: float) -> None:
+    async def wait_for_change(self, timeout_s: float) -> None:
         """Waits until an entry was added, the server became unreachable, or the time is over."""
         waiter: asyncio.Future[None] = self._loop.create_future()
         self._reading[waiter] = None
@@ -109,7 +108,7 @@ class Server:
         finally:
             del self._reading[waiter]
 
-    def _stir(self) -> None:
+    def _wake(self) -> None:
         for waiter in self._reading:
             if not waiter.done():
                 waiter.set_result(None)
@@ -223,7 +222,7 @@ class FakeRedisClient:
         await self._travel()
         found = self._found(places, count)
         if not found and block is not None:
-            await self._server.news(block / 1000)
+            await self._server.wait_for_change(block / 1000)
             found = self._found(places, count)
         return await self._answer(found)
 

@@ -240,7 +240,7 @@ def assistant(load: GeneratedLoad) -> list[UserSession]:
             last_s = heapq.heappop(ahead)
             num_due += 1
             if num_due == load.num_requests:
-                return _asked_until(talks, last_s)
+                return _sent_until(talks, last_s)
         talk = _talk(len(talks), begin_s, speed, rng)
         talks.append(talk)
         for at_s, _ in talk:
@@ -268,7 +268,7 @@ def _talk(number: int, begin_s: float, speed: float, rng: random.Random) -> list
     return talk
 
 
-def _asked_until(talks: Sequence[Sequence[tuple[float, SessionTurn]]], last_s: float) -> list[UserSession]:
+def _sent_until(talks: Sequence[Sequence[tuple[float, SessionTurn]]], last_s: float) -> list[UserSession]:
     """The turns from time 0 to `last_s`. Earlier turns become the beginning of a conversation's first prompt."""
     sessions = []
     for number, talk in enumerate(talks):

@@ -46,7 +46,7 @@ GREEDY = replace(job("r"), sampling=replace(job("r").sampling, temperature=0.0))
 
 async def run(watched: Canary, asked: Job = GREEDY) -> list[int]:
     said = tokens([delta async for delta in watched(asked)])
-    await watched.settled()
+    await watched.idle()
     return said
 
 
@@ -95,7 +95,7 @@ async def test_nobody_waits_for_it_and_there_is_one_at_a_time() -> None:
         assert tokens([delta async for delta in watched(GREEDY)]) == [1]
     assert watched.outcomes == {"skipped": 2}
     alone.gate.set()
-    await watched.settled()
+    await watched.idle()
     assert len(alone.asked) == 1
     assert watched.outcomes == {"skipped": 2, "same": 1}
 

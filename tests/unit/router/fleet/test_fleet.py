@@ -240,8 +240,8 @@ def test_routed_work_counts_until_the_load_shows_it() -> None:
     member.apply_step(StepMessage(load=WorkerLoad(step=5)))
     for request_id, num_tokens in (("a", 100), ("b", 10), ("c", 1)):
         member.route(request_id, num_tokens)
-    member._told("a")
-    member._told("b")
+    member._submitted("a")
+    member._submitted("b")
 
     def queued(step: StepMessage | None) -> int:
         if step is not None:

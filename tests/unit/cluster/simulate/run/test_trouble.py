@@ -118,7 +118,7 @@ def test_gateways_know_when_their_store_is_gone_and_share_again_when_it_is_back(
         shared, store = [one.shared for one in deployment.gateways if one.shared is not None], deployment.store
         assert store is not None
         told: list[set[str]] = []
-        changes: list[Callable[[], None]] = [lambda: None, store.part, store.forget, store.meet]
+        changes: list[Callable[[], None]] = [lambda: None, store.disconnect, store.clear, store.reconnect]
         for change in changes:
             change()
             await asyncio.sleep(8.0)
@@ -202,7 +202,7 @@ def test_the_report_lists_the_faults_that_happened_by_the_clock_of_the_event_log
     outcome, lines = run("0.5 kill decode-0", "0.75 pause decode-0 for 2", "1 aborts clients by 0.1")
     assert [one.at_s for one in outcome.faults] == pytest.approx([0.5, 0.75, 1.0])
     assert [(one.what, one.why) for one in outcome.faults] == [
-        ("kill decode-0", ""), ("pause decode-0 for 2", "nobody was there"), ("aborts clients by 0.1", ""),
+        ("kill decode-0", ""), ("pause decode-0 for 2", "its target did not exist"), ("aborts clients by 0.1", ""),
     ]  # fmt: skip
     noted = [line.split() for line in lines if " fault " in line]
     assert [(line[0], line[-1]) for line in noted] == [
