@@ -175,7 +175,8 @@ class Receiver(Protocol[PayloadOut]):
         ...
 
     def drop(self, chunk: Chunk, source: str) -> None:
-        """Forgets a chunk: its payload if it is here, or else as soon as it comes, if the lane from `source` lasts."""
+        """Drops a chunk and its payload, now or when it arrives. A chunk that has not arrived is dropped only if the
+        lane from `source` lasts."""
         ...
 
     def drop_source(self, source: str, kept: Collection[Chunk]) -> None:

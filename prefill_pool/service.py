@@ -17,7 +17,7 @@ from workers.transfer.transfer_leader import TransferLeader
 def open_worker(
     config: WorkerConfig, rank_id: RankId, pool: PrefillConfig | None = None, *, on_progress: Progress | None = None
 ) -> WorkerParts:
-    """Rank 0. Raises as `workers.build.open_rank` does."""
+    """Opens rank 0. Raises as `workers.build.open_rank` does."""
 
     def make_role(rank: LoadedRank, transfers: TransferLeader, blocks: BlockPool) -> PrefillRole:
         return PrefillRole(transfers, blocks, rank.layout, pool, prefix_key=rank.model.prefix_key)

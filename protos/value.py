@@ -15,9 +15,9 @@ from msgspec import Struct
 
 
 class Value(Struct, frozen=True, gc=False, array_like=True):
-    """Frozen, slotted, compared and hashed by its fields. Derived from once: `class Row(Value, frozen=True,
-    kw_only=True)`. Raises TypeError for a value of another one's fields. `protos.codec` writes its fields in their
-    order, without their names."""
+    """A frozen, slotted value that is compared and hashed by its fields. Subclasses derive from it directly: `class
+    Row(Value, frozen=True, kw_only=True)`. A subclass of a subclass raises TypeError. `protos.codec` writes its fields
+    in their order, without their names."""
 
     def __init_subclass__(cls, **config: Any) -> None:
         super().__init_subclass__(**config)

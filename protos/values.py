@@ -382,8 +382,8 @@ class WorkerLoad(Value, frozen=True, kw_only=True):
 
 
 class StepMessage(Value, frozen=True, kw_only=True):
-    """What one engine step reports to one gateway. Requests that it has numbered, and has sent an update of, may be
-    reported by `numbers` and `token_ids`, one for each, where there is one more token and nothing else."""
+    """The report of one engine step to one gateway. A request that the gateway has numbered, and that has had an
+    update, is reported in `numbers` and `token_ids` if the step brought it exactly one token and no other change."""
 
     updates: tuple[SequenceUpdate, ...] = ()
     events: tuple[KVEvents, ...] = ()

@@ -136,8 +136,8 @@ class RowOutput(Value, frozen=True, kw_only=True):
 
 
 class StepOutput(Value, frozen=True, kw_only=True):
-    """One `RowOutput` per row of the batch, in its order. `ends_s`: when each of its steps was over, by the engine's
-    clock, where there were several."""
+    """The output of a step: one `RowOutput` per row of the batch, in its order. For a batch of several steps, `ends_s`
+    has the end of each step by the engine's clock."""
 
     rows: tuple[RowOutput, ...]
     ends_s: tuple[float, ...] = ()
@@ -174,7 +174,7 @@ class ProlongableStep(Protocol):
     """A pending step of a pipeline that takes several steps at once."""
 
     def prolong(self, batch: Batch) -> PendingStep:
-        """The batch that was launched last, with more `num_steps` than it has had."""
+        """Extends the batch that was launched last. `batch` has more `num_steps` than the launched one."""
         ...
 
 

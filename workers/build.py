@@ -336,8 +336,8 @@ def _make_storage(layout: KVLayout, num_blocks: int, device: str, free_bytes: in
 
 
 def largest_batch(config: WorkerConfig, max_model_len: int, num_groups: int = 1) -> Batch:
-    """The largest step that the scheduler can plan: at the end of the longest contexts, with the costliest sampling. It
-    measures memory alone, so all rows use block 0."""
+    """The largest step that the scheduler can plan: it ends the longest contexts and has the costliest sampling. It
+    only measures memory, so all rows use block 0."""
     sample = Sample(params=SamplingParams(top_p=0.9, logprobs=0), index=0)
     rows: list[Row] = []
     budget = config.max_num_batched_tokens

@@ -29,7 +29,7 @@ class Members(Protocol):
     async def remove_worker(self, worker_id: str) -> None: ...
 
     def set_degraded(self, reason: str) -> None:
-        """What is wrong with the cluster behind the workers, for `degraded`; "" when nothing is."""
+        """Publishes the fault of the cluster behind the workers, for `degraded`; "" without a fault."""
         ...
 
 
@@ -56,12 +56,13 @@ class ClusterAnnouncer(Announcer, Protocol):
     """Also announces faults of the cluster behind the workers, such as a silent Ray."""
 
     async def set_degraded(self, reason: str) -> None:
-        """`reason` is shown to people beside other faults; "" when the cluster is whole."""
+        """`reason` is shown beside other faults; "" when the cluster is whole."""
         ...
 
 
 class Discovery(Protocol):
-    """A gateway's side. `trouble` is why its list of workers may be stale; "" while it is current."""
+    """Gives a gateway the list of workers. `trouble` is the reason for which the list may be stale; "" while it is
+    current."""
 
     @property
     def trouble(self) -> str: ...

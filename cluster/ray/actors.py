@@ -193,8 +193,8 @@ class RayNodes:
         raise WorkerLost("the worker's machine has left Ray")
 
     async def at(self, address: str) -> RayNode:
-        """Waits until Ray has a node with this address. Raises WorkerLost if it has had none for so long that the ranks
-        there have ended by themselves."""
+        """Waits until Ray has a node with this address. Raises WorkerLost if the node has been absent for so long that
+        its ranks have ended by themselves."""
         from ray.exceptions import RayError
 
         async with self.in_time(address):

@@ -48,7 +48,7 @@ class OneMachine:
         self._shares.set_result(shares)
 
     async def keep(self, plans: Sequence[WorkerPlan]) -> None:
-        """Reserves again what workers had in an earlier Ray."""
+        """Reserves the workers' places again that they had in an earlier Ray."""
         shares = await asyncio.shield(self._shares)
         for plan in plans:
             if plan.worker_id in self._devices:

@@ -144,7 +144,7 @@ class Machines:
                 task.cancel()
 
     async def _ended(self) -> str:
-        """For a private Ray."""
+        """Waits for the end of a private Ray."""
         from ray._private import worker
 
         node: Any = worker._global_node

@@ -66,8 +66,8 @@ def _without_options(schema: Mapping[str, Any], lenient: bool) -> Mapping[str, A
         return schema
     if not lenient:
         raise InvalidRequest(
-            f"the JSON Schema has #/{_OPTIONS}: how JSON is written is not for it to say: leave it out, and ask for "
-            "'disable_any_whitespace' of 'structured_outputs' where there shall be no white space"
+            f"the JSON Schema has #/{_OPTIONS}, which a schema cannot set: leave it out; for JSON without white space, "
+            "set 'disable_any_whitespace' in 'structured_outputs'"
         )
     return {name: value for name, value in schema.items() if name != _OPTIONS}
 

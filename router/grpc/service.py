@@ -78,9 +78,9 @@ class GrpcFace:
 
 
 class _InTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic when it runs
-    """Ends calls whose request does not come, and streams whose client takes nothing for `stall_s`. Methods of one
-    request are served as streams of requests, which are the same on the wire: of these the first is waited for here,
-    and not in gRPC, which waits for ever."""
+    """Ends calls whose request does not arrive in time, and streams whose client reads nothing for `stall_s`. A method
+    of one request is served as a stream of requests, which is the same on the wire: gRPC itself would wait for the
+    request without a limit."""
 
     def __init__(self, timeout_s: float, stall_s: float) -> None:
         self._timeout_s = timeout_s

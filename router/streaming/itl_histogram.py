@@ -45,7 +45,7 @@ class ItlHistogram:
 
 
 class ChoiceTimes:
-    """When a choice's first and last token came, by the loop's clock, and how many came in all."""
+    """The times of a choice's first and last token, by the loop's clock, and the number of its tokens."""
 
     __slots__ = ("first_s", "itl", "last_s", "num_tokens")
 

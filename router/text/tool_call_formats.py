@@ -410,7 +410,7 @@ def _say(parts: list[Part], text: str) -> None:
 
 
 def _string(token: str) -> str | None:
-    """None for half of a surrogate pair, too, which no answer can have."""
+    """The text of a JSON string, or None if it is no valid string. Half of a surrogate pair is not valid."""
     try:
         found = json.loads(token, strict=False)
         if isinstance(found, str):

@@ -38,7 +38,7 @@ class GroupValues:
         return sum(tensor.nbytes for tensor in (self.value_OB, self.factor_OG) if tensor is not None)
 
     def of_groups(self, rows: slice = slice(None)) -> torch.Tensor:
-        """[O, G], float32; with factors their product, rounded once."""
+        """The values by group, [O, G] in float32. With factors, they are the products, rounded once."""
         value_OG = self.value_OB[rows].float()
         if self.factor_OG is None:
             return value_OG

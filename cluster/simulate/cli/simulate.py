@@ -226,7 +226,7 @@ def _once(
 
 
 def _only(scene: Scene, choice: ClusterChoice, summary: Summary) -> SweepTrial:
-    """A workload without requests."""
+    """The trial of a workload without requests."""
     return SweepTrial(choice=choice, summary=summary, usd_per_hour=choice.num_gpus * scene.usd_per_gpu_hour)
 
 

@@ -37,7 +37,8 @@ _FACTORS, _LONG_FACTORS, _SHORT_FACTORS = (f"rope_{name}.weight" for name in ("f
 
 
 def config_of(gguf: GGUFFile) -> dict[str, Any]:
-    """Raises UnsupportedModel for what is not served, BadCheckpoint for a key that is missing or of the wrong type."""
+    """The model's configuration. Raises UnsupportedModel for a model that Baton does not serve, and BadCheckpoint for a
+    missing key or one of the wrong type."""
     metadata = Fields(gguf.metadata, str(gguf.path))
     name = metadata.text_or("general.architecture", "")
     _refuse_other_files(metadata, name)

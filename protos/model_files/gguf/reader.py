@@ -156,7 +156,7 @@ def _counted(cursor: Cursor, what: str) -> int:
 
 
 def _read_tensor(cursor: Cursor, index: int) -> GGUFTensor:
-    """Its start is relative to the data's."""
+    """Reads a tensor's description. Its start is relative to the start of the data."""
     name = cursor.name(f"the name of tensor {index}")
     what = f"the description of tensor {name!r}"
     num_dims = cursor.unpack("I", what)

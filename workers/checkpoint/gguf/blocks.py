@@ -110,7 +110,7 @@ def _plain(
     minimum: bool = False,
     table: Sequence[float] | None = None,
 ) -> QuantisedWeight:
-    """Of blocks that begin with their scale, then perhaps with what is added to all values."""
+    """Decodes blocks that begin with their scale, possibly followed by a minimum that is added to all values."""
     scale, *added = _halves(blocks[..., : 4 if minimum else 2])
     return _weight(
         bits, codes, 32, zero=zero, table=table,

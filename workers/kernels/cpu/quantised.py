@@ -69,7 +69,7 @@ class _Panels(ctypes.Structure):
 
 
 def can_pack(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
-    """Is the weight on the CPU, and in a form that compiled code multiplies with for rows of `dtype`?"""
+    """Whether the weight is on the CPU and has a form that compiled code multiplies with, for rows of `dtype`."""
     if weight.codes_OW.device.type != "cpu" or native(dtype) is None or 0 in (weight.num_outputs, weight.num_columns):
         return False
     kind, rounding = _sums(weight, dtype), _rounding(weight, dtype)
