@@ -140,10 +140,10 @@ class Engine:
         request = self._scheduler.find(move.request_id)
         if request is None:
             raise UnknownRequest(
-                f"this worker has no request {asked.request_id!r}: it has ended, or runs on another one",
+                f"this worker has no request {move.request_id!r}: it has ended, or runs on another one",
                 param="request_id",
             )
-        self._role.migrate(request, asked.ticket, now)
+        self._role.migrate(request, move.ticket, now)
 
     def share(self, request: ShareRequest, now: float) -> int:
         """Pushes cached blocks to a ticket, those on the host once they are loaded, and returns their number. Leaves
