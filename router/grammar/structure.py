@@ -66,7 +66,7 @@ def _without_options(schema: Mapping[str, Any], lenient: bool) -> Mapping[str, A
         return schema
     if not lenient:
         raise InvalidRequest(
-            f"the JSON Schema has #/{_OPTIONS}, which a schema cannot set: leave it out; for JSON without white space, "
+            f"the JSON Schema has #/{_OPTIONS}: a schema cannot set these, leave it out; for compact JSON, "
             "set 'disable_any_whitespace' in 'structured_outputs'"
         )
     return {name: value for name, value in schema.items() if name != _OPTIONS}
