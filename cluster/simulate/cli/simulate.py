@@ -57,6 +57,9 @@ MAX_REQUESTS, MAX_GATEWAYS, MAX_FAULTS, MAX_GPUS = 10_000_000, 1_000, 100_000, 1
 Requests = Annotated[
     int | None, typer.Option("--requests", min=1, max=MAX_REQUESTS, help="Default: 1000, or all of a trace.")
 ]
+WeightType = Annotated[
+    str | None, typer.Option("--dtype", "--weights", help=f"Weights: {', '.join(DTYPES)}. Default: the model's.")
+]
 Tp = Annotated[str | None, typer.Option(help="GPUs of a worker; several, such as 1,2,4, with --sweep. Default: 1.")]
 Prefill = Annotated[
     str | None, typer.Option(help="Prefill workers; 0: colocated ones alone. 0:8 to sweep. Default: 1.")
@@ -98,7 +101,7 @@ def simulate(
     output_len: Annotated[str, typer.Option(help="Tokens of a generated answer: 64 or 20:400.")] = "20:400",
     gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}, or a TOML file of your own.")] = "h100",
     model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}, or a config.json.")] = "llama-3-8b",
-    dtype: Annotated[str | None, typer.Option(help=f"Weights: {', '.join(DTYPES)}. Default: the model's.")] = None,
+    dtype: WeightType = None,
     latency: Annotated[str, typer.Option(help=f"Source of step times: {', '.join(SOURCES)}.")] = ROOFLINE,
     lane_gbps: LaneGbps = None,
     nvlink: NvLink = False,

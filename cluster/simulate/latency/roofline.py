@@ -12,7 +12,7 @@ from typing import NamedTuple
 from cluster.simulate.latency.base import StepWork
 from cluster.simulate.latency.fitted import FITTED
 from cluster.simulate.latency.kernels import KernelTimes, elementwise_s
-from cluster.simulate.latency.shapes import BFLOAT16, GPUS, Gpu, ModelShape
+from cluster.simulate.latency.shapes import BFLOAT16, COMPUTED_IN, GPUS, WEIGHT_BYTES, Gpu, ModelShape
 from protos.errors import Misconfigured
 
 ACTIVATION_BYTES = 2.0
@@ -24,11 +24,11 @@ def check_fitted(gpu_name: str, gpu: Gpu, model_name: str, model: ModelShape) ->
     """Raises Misconfigured for a type of weights that the GPU has no products for, or whose products were not
     measured."""
     given = f"--gpu {shlex.quote(gpu_name)} with --model {shlex.quote(model_name)}, whose weights are {model.dtype}"
-    if model.dtype != BFLOAT16 and gpu.fp8_flops is None:
+    if model.computed_in != BFLOAT16 and gpu.fp8_flops is None:
         able = ", ".join(name for name, one in GPUS.items() if one.fp8_flops is not None)
         raise Misconfigured(f"{given}: its tensor cores have no FP8: give one of {able}", param="gpu")
     kernels = FITTED[gpu.like]
-    if model.dtype not in (kernels.products if model.experts is None else kernels.experts):
+    if model.computed_in not in (kernels.products if model.experts is None else kernels.experts):
         raise Misconfigured(f"{given}: no such kernels were measured: choose another --gpu or model", param="gpu")
 
 
@@ -68,7 +68,7 @@ class Roofline:
         self._kernels = kernels or FITTED[gpu.like]
         self._host_s = host_s
         self._rate = gpu.flops / slowness
-        self._weights_rate = (gpu.flops if model.dtype == BFLOAT16 else gpu.fp8_flops or gpu.flops) / slowness
+        self._weights_rate = (gpu.flops if model.computed_in == BFLOAT16 else gpu.fp8_flops or gpu.flops) / slowness
         self._by_tokens: dict[tuple[float, float], float] = {}
         self._decode_s = self._make_decode_s()
         self._prefill_s = self._make_prefill_s()
@@ -140,13 +140,13 @@ class Roofline:
         return found
 
     def products_s(self, products: Iterable[Product], num_tokens: float, dtype: str) -> float:
-        weight_bytes = 2.0 if dtype == BFLOAT16 else 1.0
-        rate = self._rate if dtype == BFLOAT16 else self._weights_rate
-        fitted, memory_rate = self._kernels.products[dtype], self.gpu.memory_rate
+        weight_bytes, computed_in = WEIGHT_BYTES[dtype], COMPUTED_IN[dtype]
+        rate = self._rate if computed_in == BFLOAT16 else self._weights_rate
+        fitted, memory_rate = self._kernels.products[computed_in], self.gpu.memory_rate
         taken_s = 0.0
         for width, depth, repeats in products:
             num_bytes = width * depth * weight_bytes
-            num_bytes += num_tokens * (depth * weight_bytes + width * ACTIVATION_BYTES)
+            num_bytes += num_tokens * (depth * WEIGHT_BYTES[computed_in] + width * ACTIVATION_BYTES)
             taken_s += repeats * fitted.seconds(2 * width * depth * num_tokens, num_bytes, rate, memory_rate)
         return taken_s
 
@@ -201,7 +201,7 @@ class Roofline:
         params = 3.0 * experts.width * self.model.hidden
         flops = 2 * params * experts.num_active * num_tokens / self.tp
         num_bytes = params * experts.touched(num_tokens) / self.tp * self.model.weight_bytes
-        fitted = self._kernels.experts[self.model.dtype]
+        fitted = self._kernels.experts[self.model.computed_in]
         taken_s = fitted.seconds(flops, num_bytes, self._weights_rate, self.gpu.memory_rate)
         return self._num_routed_layers() * taken_s
 

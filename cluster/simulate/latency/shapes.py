@@ -18,9 +18,13 @@ from protos.values import KVLayout
 from workers.models.config import splits_heads
 
 HOST_GPUS = 8
-BFLOAT16, FP8, FP8_BLOCK = "bfloat16", "fp8", "fp8_block"
-DTYPES = (BFLOAT16, FP8, FP8_BLOCK)
-"""The types of weights. `fp8` has one scale per tensor, `fp8_block` one per block of 128 x 128, as in DeepSeek-V3."""
+BFLOAT16, FP8, FP8_BLOCK, INT8, INT4 = "bfloat16", "fp8", "fp8_block", "int8", "int4"
+DTYPES = (BFLOAT16, FP8, FP8_BLOCK, INT8, INT4)
+"""The types of weights. `fp8` has one scale per tensor, `fp8_block` one per block of 128 x 128, as in DeepSeek-V3;
+integers have one per group of 128 inputs, and are multiplied in bfloat16."""
+
+WEIGHT_BYTES = {BFLOAT16: 2.0, FP8: 1.0, FP8_BLOCK: 1.0, INT8: 1 + 2 / 128, INT4: 0.5 + 2 / 128}
+COMPUTED_IN = {dtype: BFLOAT16 if dtype in (INT8, INT4) else dtype for dtype in DTYPES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +122,11 @@ class ModelShape:
     @property
     def weight_bytes(self) -> float:
         """Bytes per parameter."""
-        return 2.0 if self.dtype == BFLOAT16 else 1.0
+        return WEIGHT_BYTES[self.dtype]
+
+    @property
+    def computed_in(self) -> str:
+        return COMPUTED_IN[self.dtype]
 
     @property
     def expert_params(self) -> float:

@@ -107,6 +107,15 @@ def test_weights_of_one_byte_take_less_time_and_leave_more_memory() -> None:
     assert half.latency.step_s(one) < 0.9 * whole.latency.step_s(one)
 
 
+@pytest.mark.parametrize(("dtype", "share"), [("int8", 0.508), ("int4", 0.258)])
+def test_integer_weights_take_fewer_bytes_and_no_less_arithmetic(dtype: str, share: float) -> None:
+    floats, integers = (hardware_spec(gpu="a100", model="llama-3-70b", tp=4, dtype=one) for one in ("bfloat16", dtype))
+    assert integers.num_blocks > floats.num_blocks * 1.3
+    one, prompt = step_of([(1, 1000)]), step_of([(8192, 8192)])
+    assert share < integers.latency.step_s(one) / floats.latency.step_s(one) < share + 0.4
+    assert integers.latency.step_s(prompt) > 0.9 * floats.latency.step_s(prompt)
+
+
 def test_pools_have_gpus_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     told = answer(
