@@ -14,8 +14,10 @@ from workers.attention.base import AttentionInputs
 from workers.attention.cpu import NativeAttention, TorchAttention, cpu_attention
 from workers.kernels import reference
 from workers.kernels.cpu.build import Native, Tiles, compile_library, native, native_tiles
+from workers.kernels.cpu.products import PackedFloats
 
 MACHINES = {
+    "x86-64": {"sse2"},
     "x86-64-v3": {"avx2", "fma"},
     "cooperlake": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni"},
 }
@@ -59,6 +61,23 @@ def test_a_lesser_processor_norms_alike(library: ctypes.CDLL, dtype: torch.dtype
     expected_normed, expected_stream = reference.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(stream, expected_stream)
     torch.testing.assert_close(normed, expected_normed, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_lesser_processor_multiplies_alike(
+    library: ctypes.CDLL, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a row has the same bits in every batch."""
+    kernels = Native(library, str(dtype).removeprefix("torch."))
+    monkeypatch.setattr("workers.kernels.cpu.products.native", lambda _: kernels)
+    monkeypatch.setattr("workers.kernels.cpu.products.native_tiles", lambda: None)
+    x, weight = normal(70, 300, dtype=dtype, seed=1), normal(100, 300, dtype=dtype, seed=2)
+    product = PackedFloats(weight)
+    together = product(x)
+    tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(together.double(), x.double() @ weight.double().T, rtol=tolerance, atol=1e-3)
+    for num_rows in (1, 2, 3, 5, 6, 7, 13, 16, 33):
+        assert torch.equal(product(x[:num_rows]), together[:num_rows])
 
 
 def test_without_tiles_the_library_says_so(library: ctypes.CDLL) -> None:

@@ -1,5 +1,5 @@
-"""In bfloat16 on AMX a token gets the same bits whether it decodes or is read with others: an answer that goes on
-elsewhere, from its prompt and its tokens, goes on as it would have."""
+"""On CPUs with compiled kernels a token gets the same bits whether it decodes or is prefilled with others: an answer
+that goes on elsewhere, from its prompt and its tokens, goes on as it would have."""
 
 from __future__ import annotations
 
@@ -19,14 +19,21 @@ pytestmark = pytest.mark.skipif(native(torch.bfloat16) is None, reason="no C++ c
 
 @pytest.mark.parametrize("window", [None, 5, 64, 100])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 64), (3, 3, 96), (8, 2, 128), (12, 1, 32)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_attention_has_the_same_bits_for_a_token_that_decodes(
-    num_heads: int, num_kv_heads: int, head_dim: int, window: int | None
+    num_heads: int, num_kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype
 ) -> None:
     """Every token of a chunk behind a cached prefix, alone and among the others."""
     num_new, num_cached = 90, 70
-    layout = KVLayout.dense(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype="bfloat16")
+    layout = KVLayout.dense(
+        num_layers=1,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=16,
+        dtype=str(dtype).removeprefix("torch."),
+    )
     storage, inputs = filled(layout, ((num_new, num_cached),))
-    q_TND = normal(num_new, num_heads, head_dim, dtype=torch.bfloat16, seed=3)
+    q_TND = normal(num_new, num_heads, head_dim, dtype=dtype, seed=3)
     backend = cpu_attention(storage)
     backend.begin(inputs)
     read_TND = backend.attend(0, q_TND, scale=head_dim**-0.5, window=window)
