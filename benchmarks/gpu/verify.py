@@ -64,6 +64,7 @@ CHECKS = (
     _tests("dead-peer", "a lane over NCCL outlives a peer that is killed", "tests/gpu/test_nccl_peers.py"),
     _measures("gpu-engine", "decode, prefill, transformers beside", "-m", "benchmarks.gpu.engine", limit_s=480.0),
     _measures("gpu-kernels", "each kernel beside its floor", "-m", "benchmarks.gpu.kernels", limit_s=240.0),
+    _measures("gpu-quantised", "quantised products beside bfloat16", "-m", "benchmarks.gpu.quantised", limit_s=240.0),
     _measures(
         "kv-transfer",
         "lanes over NCCL and CUDA IPC beside what bounds them",

@@ -24,6 +24,8 @@ from triton.runtime.jit import JITFunction
 from tests.kernels.launches import LAUNCHES
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);")
+_BRANCH = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)")
 
 
@@ -60,13 +62,27 @@ def compile_all(capability: int, dtypes: Sequence[str]) -> Iterator[dict[str, An
                 yield {"launch": name, "dtype": dtype, **_cost(kernel)}
 
 
+def _loop_length(code: str) -> int:
+    """Instructions of the shortest loop with a matrix instruction in it; 0 if there is none."""
+    listed = [(int(place, 16), text) for place, text in _INSTRUCTION.findall(code)]
+    lengths = []
+    for place, text in listed:
+        found = _BRANCH.search(text)
+        if found and int(found[1], 16) < place:
+            body = [other for where, other in listed if int(found[1], 16) <= where <= place]
+            if any("MMA" in other for other in body):
+                lengths.append(len(body))
+    return min(lengths, default=0)
+
+
 def _cost(kernel: Any) -> dict[str, Any]:
     """Registers and spilled bytes a thread, bytes of shared memory, which matrix instructions, and how many groups of
-    asynchronous copies may still be under way where the kernel waits for one."""
+    asynchronous copies may still be under way where the kernel waits for one; instructions of a step's loop."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = subprocess.check_output([_CUOBJDUMP, "--dump-resource-usage", file.name], text=True)
+        code = subprocess.check_output([_CUOBJDUMP, "-sass", file.name], text=True, stderr=subprocess.DEVNULL)
     found = _USAGE.search(usage)
     assert found, usage
     registers, stack, local = (int(number) for number in found.groups())
@@ -78,6 +94,7 @@ def _cost(kernel: Any) -> dict[str, Any]:
         "spilled": stack + local,
         "shared": kernel.metadata.shared,
         "matrix": "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else "",
+        "loop": _loop_length(code),
         "under_way": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
     }
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
+import triton
 
+from workers.checkpoint.quantised import GroupValues, QuantisedWeight
 from workers.kernels.blocks import gather, scatter
 from workers.kernels.draw import Draws, draw
 from workers.kernels.paged_decode import DecodePlan, paged_decode
 from workers.kernels.prefill import PrefillPlan, prefill, prefill_tile
+from workers.kernels.quantised.activations import RoundedInputs, round_inputs
+from workers.kernels.quantised.grouped import grouped_product
+from workers.kernels.quantised.one_byte import ByteCodes, byte_product
+from workers.kernels.quantised.packing import packed_groups
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rope_kv_write import rope_kv_write
 from workers.kernels.silu_mul import silu_mul
 from workers.kernels.vocab import embed, join
 
 _N, _K, _D, _BS = 32, 8, 128, 16
+_MULTIPROCESSORS = 132
 _TABLES = torch.zeros(1, 16, dtype=torch.int32)
 _ITEMS = torch.zeros(1, 6, dtype=torch.int32)
 _INDEX = torch.zeros(4, dtype=torch.int32)
@@ -88,6 +96,60 @@ def _blocks(dtype: torch.dtype) -> None:
     scatter(cache, ids, gather(cache, ids))
 
 
+def _grouped(bits: int, group: int, rows: int, *, k_quant: bool = False) -> Callable[[torch.dtype], None]:
+    """With scales, and zero points of groups; or, of a K-quant, scales in two levels, below 6 bits minimums."""
+
+    def launch(dtype: torch.dtype) -> None:
+        groups_OG = torch.zeros(128, 1024 // group, dtype=torch.uint8)
+        scale = GroupValues(value_OB=torch.zeros(128, 1024 // group, dtype=torch.float16))
+        if k_quant:
+            scale = GroupValues(value_OB=torch.zeros(128, 4, dtype=torch.float16), factor_OG=groups_OG)
+        weight = QuantisedWeight(
+            bits=bits,
+            codes_OW=torch.zeros(128, 128 * bits, dtype=torch.uint8),
+            num_inputs=1024,
+            scale=scale,
+            group_size=group,
+            zero=groups_OG if bits == 4 and not k_quant else 2 ** (bits - 1),
+            minimum=scale if k_quant and bits < 6 else None,
+        )
+        codes = packed_groups(weight, _MULTIPROCESSORS)
+        assert codes is not None
+        grouped_product(torch.zeros(rows, 1024, dtype=dtype), codes)
+
+    return launch
+
+
+def _has_fp8_units() -> bool:
+    return bool(triton.runtime.driver.active.get_current_target().arch >= 89)
+
+
+def _bytes(levels: str, rows: int) -> Callable[[torch.dtype], None]:
+    def launch(dtype: torch.dtype) -> None:
+        fp8 = (torch.float8_e4m3fn, torch.float8_e4m3fn) if _has_fp8_units() else (torch.uint8, torch.float16)
+        weight_type, x_type = (torch.int8, torch.int8) if levels == "int8" else fp8
+        groups = 1 if levels == "int8" else 8
+        codes = ByteCodes(
+            levels_OI=torch.zeros(128, 1024).to(weight_type),
+            scale_GO=torch.zeros(groups, 128),
+            row_sums_O=None,
+            arrived=torch.zeros(2, dtype=torch.int32),
+            num_multiprocessors=_MULTIPROCESSORS,
+        )
+        x = RoundedInputs(levels_TI=torch.zeros(rows, 1024).to(x_type), scale_TG=torch.zeros(rows, groups))
+        byte_product(x, codes, dtype=dtype)
+
+    return launch
+
+
+def _rounded(levels: Literal["int8", "fp8"], group: int | None) -> Callable[[torch.dtype], None]:
+    def launch(dtype: torch.dtype) -> None:
+        fp8_type = torch.float8_e4m3fn if _has_fp8_units() else torch.float16
+        round_inputs(torch.zeros(1, 14336, dtype=dtype), levels=levels, group=group, fp8_type=fp8_type)
+
+    return launch
+
+
 LAUNCHES: dict[str, Callable[[torch.dtype], object]] = {
     "decode": _decode(None),
     "decode, window": _decode(4096),
@@ -102,4 +164,11 @@ LAUNCHES: dict[str, Callable[[torch.dtype], object]] = {
     "draw": _sampling,
     "embed": lambda dtype: embed(torch.zeros(1, dtype=torch.int64), torch.zeros(2, 4096, dtype=dtype), 0),
     "join": lambda dtype: join(torch.zeros(2, 1, 64_128, dtype=dtype), 128_256),
+    **{f"4 bits, {rows} rows": _grouped(4, 128, rows) for rows in (1, 64, 512)},
+    **{f"8 bits, {rows} rows": _grouped(8, 128, rows) for rows in (1, 512)},
+    **{f"Q4_K, {rows} rows": _grouped(4, 32, rows, k_quant=True) for rows in (1, 512)},
+    **{f"Q6_K, {rows} rows": _grouped(6, 16, rows, k_quant=True) for rows in (1, 512)},
+    **{f"{levels}, {rows} rows": _bytes(levels, rows) for levels in ("int8", "fp8") for rows in (1, 64, 512)},
+    "rounded to int8": _rounded("int8", None),
+    "rounded to fp8": _rounded("fp8", 128),
 }

@@ -21,7 +21,7 @@ def run(config: pytest.Config, *program: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=config.rootpath, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("name", ["kernels", "engine"])
+@pytest.mark.parametrize("name", ["kernels", "engine", "quantised"])
 def test_a_dry_run_goes_all_the_way(name: str, pytestconfig: pytest.Config, tmp_path: Path) -> None:
     """On a toy, on a CPU: the program is known to run before a GPU is there to spend time of."""
     files = tmp_path / "figures.json", tmp_path / "figures.svg"
@@ -35,12 +35,21 @@ def test_a_dry_run_goes_all_the_way(name: str, pytestconfig: pytest.Config, tmp_
     if name == "kernels":
         known = "paged_decode prefill rope_kv_write add_rms_norm silu_mul embed join draw gather scatter".split()
         assert {figure["kernel"] for figure in told["figures"]} == set(known)
+    elif name == "quantised":
+        assert {figure["format"] for figure in told["figures"]} == {
+            "W4A16",
+            "W8A16",
+            "Q4_K",
+            "W8A8",
+            "FP8",
+            "FP8 blocks",
+        }
     else:
         assert [one["engine"] for one in told["served"]] == ["baton", "transformers"]
 
 
 @pytest.mark.skipif(ON_GPU, reason="there is a GPU")
-@pytest.mark.parametrize("name", ["kernels", "engine"])
+@pytest.mark.parametrize("name", ["kernels", "engine", "quantised"])
 def test_without_a_gpu_it_says_so(name: str, pytestconfig: pytest.Config) -> None:
     result = run(pytestconfig, "-m", f"benchmarks.gpu.{name}")
     assert result.returncode == 2

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(360)  # forty kernels, compiled by the first test: half a minute on an idle machine
+
 MAX_SHARED = {80: 99 * 1024, 90: 227 * 1024}
 """Bytes a program may have (CUDA C++ Programming Guide, technical specifications by compute capability). 8.0 itself has
 163 KiB; 8.6 and 8.9, which run the same code, have 99."""
@@ -28,7 +30,7 @@ def compiled(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> tup
 
 @pytest.mark.slow
 def test_kernels_fit_and_do_not_spill(compiled: tuple[int, list[dict[str, Any]]]) -> None:
-    """Prefill on 8.x may spill a few addresses; nothing spills on 9.0, which the tiles were chosen for."""
+    """Prefill and Q4_K on 8.x may spill a few addresses; nothing spills on 9.0, which the tiles were chosen for."""
     capability, costs = compiled
     assert len(costs) > 10
     for cost in costs:
@@ -47,3 +49,27 @@ def test_attention_multiplies_on_matrix_units_while_it_loads(compiled: tuple[int
     if capability == 90:
         assert occupancy >= 3, "the decode tile's comment promises three programs a multiprocessor"
         assert 65536 // (attention["decode"]["registers"] * 128) >= 3
+
+
+@pytest.mark.slow
+def test_quantised_products_multiply_on_matrix_units_while_they_load(
+    compiled: tuple[int, list[dict[str, Any]]],
+) -> None:
+    """A copy is a tile of one operand: with two for each step, several steps are under way."""
+    capability, costs = compiled
+    products = {cost["launch"]: cost for cost in costs if cost["kernel"] in ("_grouped", "_bytes")}
+    assert len(products) == 15
+    for launch, cost in products.items():
+        assert cost["matrix"] == ("wgmma" if capability >= 90 else "mma"), cost
+        assert cost["under_way"] >= 2, f"{launch}: {cost}: the compiler has given up loading ahead"
+
+
+@pytest.mark.slow
+def test_a_code_of_four_bits_takes_few_instructions(compiled: tuple[int, list[dict[str, Any]]]) -> None:
+    """A multiprocessor of an H100 starts 4.5 instructions of a lane while memory brings it a code of 4 bits
+    (132 multiprocessors of 128 lanes at 1.76 GHz, 3.35 TB/s): with more, instructions are the floor, not memory."""
+    _, costs = compiled
+    [cost] = [cost for cost in costs if cost["launch"] == "4 bits, 1 rows"]
+    codes_of_lane = 128 * 128 / (32 * cost["warps"])
+    assert cost["loop"] / codes_of_lane < 0.85 * 4.5, cost
+    assert 65536 // (cost["registers"] * 32 * cost["warps"]) >= 4, "the tile's comment promises four programs"

@@ -42,11 +42,12 @@ class ActivationRounding:
         return self._levels(x_TI / scale), scale
 
     def outliers(self, x_TI: torch.Tensor) -> torch.Tensor | None:
-        """Inputs that are multiplied unrounded, zero elsewhere; None where there are none."""
+        """Inputs that are multiplied unrounded, zero elsewhere; None where there are none. On other devices than the
+        CPU the host does not look: a CUDA graph could not be captured."""
         if self.outliers_from is None:
             return None
         found = torch.where(x_TI.abs() >= self.outliers_from, x_TI, 0.0)
-        return found if found.any() else None
+        return found if found.device.type != "cpu" or bool(found.any()) else None
 
     def _scales(self, largest: torch.Tensor) -> torch.Tensor:
         scale = largest / _LARGEST[self.levels]

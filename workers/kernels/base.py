@@ -12,8 +12,15 @@ from typing import Protocol, cast
 import torch
 
 from protos.errors import Misconfigured
+from workers.checkpoint.quantised import QuantisedWeight
 
 _MODULES = {"cpu": "workers.kernels.cpu", "cuda": "workers.kernels.cuda"}
+
+
+class QuantisedProduct(Protocol):
+    """y = x W^T (+ b) with a quantised weight that was packed once: [T, O] in x's type."""
+
+    def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
 class Kernels(Protocol):
@@ -38,6 +45,7 @@ class Kernels(Protocol):
         slots_T: torch.Tensor,
     ) -> torch.Tensor: ...
     def gather(self, cache: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
+    def quantised_product(self, weight: QuantisedWeight) -> QuantisedProduct | None: ...
     def scatter(self, cache: torch.Tensor, block_ids: torch.Tensor, payload: torch.Tensor) -> None: ...
 
 

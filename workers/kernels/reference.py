@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from workers.checkpoint.quantised import QuantisedWeight
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last dimension, in float32, rounded to x's dtype before the weight."""
@@ -119,3 +121,8 @@ def gather(cache: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor | Non
 def scatter(cache: torch.Tensor, block_ids: torch.Tensor, payload: torch.Tensor) -> None:
     """Landing after a transfer: the inverse of `gather`."""
     cache.index_copy_(2, block_ids, payload)
+
+
+def quantised_product(weight: QuantisedWeight) -> None:
+    """No product of its own: the weight is dequantised one tile after the other (`encodings.quantised.product`), the
+    twins of the kernels are in `workers.kernels.quantised.reference`."""

@@ -9,7 +9,7 @@ Legend: T tokens, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ from workers.checkpoint.encodings.stored import StoredTensors
 from workers.checkpoint.quantised import QuantisedWeight, joined
 from workers.checkpoint.slots import Slot
 from workers.checkpoint.source import WeightSource
-from workers.kernels.base import Kernels
+from workers.kernels.base import Kernels, QuantisedProduct
 from workers.kernels.cpu.products import PackedWeight, SideBySideWeights
 from workers.kernels.cpu.quantised import PackedQuantised, can_pack
 
@@ -104,7 +104,7 @@ class QuantisedMatrix:
         self._dtype = dtype
         self._padding = padding
         self._gated = gated
-        self._parts: list[Sequence[QuantisedWeight]] = []  # beside one another; of each the products are added up
+        self._parts: list[list[QuantisedProduct]] = []  # beside one another; of each the products are added up
         self._packed: PackedWeight | None = None
 
     @property
@@ -127,7 +127,14 @@ class QuantisedMatrix:
             parts = parts if whole is None else [[whole]]
         if parts:
             self._packed = self._compiled(parts)
-            self._parts = [] if self._packed is not None else parts
+            self._parts = [] if self._packed is not None else self._products(parts)
+
+    def _products(self, parts: list[Sequence[QuantisedWeight]]) -> list[list[QuantisedProduct]]:
+        """Frees each weight that a kernel has packed before the next one is."""
+        products: list[list[QuantisedProduct]] = []
+        while parts:
+            products.append([self._kernels.quantised_product(one) or partial(product, one) for one in parts.pop(0)])
+        return products
 
     def _compiled(self, parts: Sequence[Sequence[QuantisedWeight]]) -> PackedWeight | None:
         """None where compiled code does not take all parts."""
@@ -145,6 +152,9 @@ class QuantisedMatrix:
         if self._packed is not None:
             y_TO = self._packed(x_TI, bias_O)
             return self._kernels.silu_mul(y_TO) if self._gated and y_TO.shape[1] == self._packed.num_outputs else y_TO
+        if len(self._parts) == len(self._parts[0]) == 1 and not self._padding:
+            y_TO = self._parts[0][0](x_TI, bias_O).to(x_TI.dtype)
+            return self._kernels.silu_mul(y_TO) if self._gated else y_TO
         outputs = [sum_of_products(part, x_TI) for part in self._parts]
         y_TO = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         if self._padding:
@@ -153,16 +163,16 @@ class QuantisedMatrix:
         return self._kernels.silu_mul(y_TO) if self._gated else y_TO
 
 
-def sum_of_products(weights: Sequence[QuantisedWeight], x_TI: torch.Tensor) -> torch.Tensor:
+def sum_of_products(products: Sequence[QuantisedProduct], x_TI: torch.Tensor) -> torch.Tensor:
     """[T, O], float32."""
-    first, *others = (product(weight, x_TI) for weight in weights)
-    for other in others:
-        first += other
-    return first
+    first_TO, *others = (multiply(x_TI).float() for multiply in products)
+    for other_TO in others:
+        first_TO = first_TO + other_TO
+    return first_TO
 
 
-def product(weight: QuantisedWeight, x_TI: torch.Tensor) -> torch.Tensor:
-    """x W^T, [T, O], float32: the reference path, on any device. Dequantises one tile of outputs at a time.
+def product(weight: QuantisedWeight, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T (+ b), [T, O], float32: the reference path, on any device. Dequantises one tile of outputs at a time.
 
     Where the checkpoint rounds activations the sums are made in float64, which is exact for integer levels.
     """
@@ -172,7 +182,8 @@ def product(weight: QuantisedWeight, x_TI: torch.Tensor) -> torch.Tensor:
     if rounding is None:
         x_TI = x_TI.float()
         tiles = [F.linear(x_TI, weight.columns(rows)) for rows in weight.row_tiles()]
-        return torch.cat(tiles, dim=1)
+        y_TO = torch.cat(tiles, dim=1)
+        return y_TO if bias_O is None else y_TO + bias_O
     levels_TI, scale = rounding.rounded(x_TI)
     outliers_TI = rounding.outliers(x_TI)
     one_scale = scale.shape[1] == 1
@@ -189,4 +200,5 @@ def product(weight: QuantisedWeight, x_TI: torch.Tensor) -> torch.Tensor:
         if outliers_TI is not None:
             y_TO = y_TO + F.linear(outliers_TI.double(), weight.columns(rows).double())
         tiles.append(y_TO.float())
-    return torch.cat(tiles, dim=1)
+    y_TO = torch.cat(tiles, dim=1)
+    return y_TO if bias_O is None else y_TO + bias_O

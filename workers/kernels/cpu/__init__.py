@@ -16,6 +16,7 @@ embed = reference.embed
 join = reference.join
 gather = reference.gather
 scatter = reference.scatter
+quantised_product = reference.quantised_product
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
