@@ -152,7 +152,7 @@ def test_sizes_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=f"num_hidden_layers is {1 << 40}, it can be 4096 at most"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4096}))
-    with pytest.raises(BadCheckpoint, match=r"config\.json makes it 4096 layers"):
+    with pytest.raises(BadCheckpoint, match=r"fewer than the 4096 layers in config\.json"):
         load_model(tmp_path)
 
 
