@@ -28,6 +28,7 @@ from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.engine.floors import Needs
 from benchmarks.gpu.machine import GpuRates, measure_machine, median_s, name_of, require_gpu
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def measure(case: KernelCase, machine: GpuRates, device: str) -> KernelFigure:
         shape=case.shape,
         tile=case.tile,
         seconds=seconds,
-        floor_s=max(case.num_bytes / machine.bytes_per_s, case.num_flops / machine.flops_per_s),
+        floor_s=machine.floor_s(Needs(flops=case.num_flops, num_bytes=case.num_bytes)),
         bytes_per_s=case.num_bytes / seconds,
         flops_per_s=case.num_flops / seconds,
         peer_s=min((median_s(peer, device) for peer in usable(case.peers, device)), default=None),

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +28,7 @@ from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.engine.floors import Needs
 from benchmarks.gpu.machine import GpuRates, measure_machine, median_s, name_of, require_gpu
 from workers.checkpoint.activations import ActivationRounding
 from workers.checkpoint.quantised import GroupValues, QuantisedWeight
@@ -121,12 +123,11 @@ def figures_of(machine: GpuRates, device: str, *, tiny: bool) -> Iterator[Quanti
             assert product is not None
             for rows in (1, 4) if tiny else (*FEW, 64, MANY):
                 x_TI = torch.randn(rows, inputs, device=device).to(dtype)
-                seconds = median_s(lambda p=product, x=x_TI: p(x), device)  # type: ignore[misc]
-                plain_s = median_s(lambda x=x_TI, w=plain_OI: F.linear(x, w), device)  # type: ignore[misc]
+                seconds = median_s(partial(product, x_TI), device)
+                plain_s = median_s(partial(F.linear, x_TI, plain_OI), device)
                 num_bytes = product.codes.num_bytes
                 moved = num_bytes + x_TI.nbytes + rows * outputs * x_TI.itemsize
-                operations = 2 * rows * outputs * inputs
-                floor_s = max(moved / machine.bytes_per_s, operations / machine.flops_per_s)
+                floor_s = machine.floor_s(Needs(flops=2 * rows * outputs * inputs, num_bytes=moved))
                 yield QuantisedFigure(
                     format=format_name,
                     weight=weight_name,
