@@ -1,4 +1,4 @@
-"""`baton quantize`: writes a quantised checkpoint of a float one, and tells what that costs on held-out text."""
+"""`baton quantize`: writes a quantised checkpoint of a float one, and prints its loss on held-out text."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ NOBODY = Tenant()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """Tenants by name and by the hash of each of their keys. An empty roster lets all requests in, as `NOBODY`."""
+    """Tenants by name and by the hash of each of their keys. An empty roster gives each request the tenant `NOBODY`."""
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     by_key: Mapping[str, Tenant] = field(default_factory=dict)

@@ -245,7 +245,7 @@ def test_a_lane_whose_thread_does_not_end_is_stuck(make_site: Sites, monkeypatch
 
 @pytest.mark.parametrize("alone", [True, False], ids=["while others are missing", "while all prove what they share"])
 def test_a_source_that_dies_while_the_lane_is_opened_is_gone_at_once(make_site: Sites, alone: bool) -> None:
-    """However patient the lane is: its connection to the rendezvous server tells."""
+    """The connection to the rendezvous server closes, so a lane with long timeouts is lost, too."""
     layout = replace(LAYOUT, tp=2 if alone else 1)
     site = make_site(stall_s=600.0, heartbeat_s=0.5)
     receiver = site.receiver(address("d0"), layout=layout)

@@ -1,5 +1,5 @@
-"""On CPUs with compiled kernels a token gets the same bits whether it decodes or is prefilled with others: an answer
-that goes on elsewhere, from its prompt and its tokens, goes on as it would have."""
+"""On CPUs with compiled kernels a token gets the same bits whether it decodes or is prefilled with others: an
+answer that another worker resumes from its prompt and its tokens has the tokens of an undisturbed one."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class LongRope(Rope):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactorsRope(Rope):
-    """Each pair's frequency is divided by its factor, whatever they were computed from (GGUF's rope_freqs)."""
+    """Each pair's frequency is divided by a factor that the checkpoint stores (GGUF's rope_freqs)."""
 
     factors: tuple[float, ...]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ _ENDS = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|end_of_text|> <|endoftext|> <end_of_turn> <EOT> [EOT] [EOS] </s> "
     "<｜end▁of▁sentence｜> <|return|> <|call|> <end_of_utterance>".split()
 )
-"""Control tokens that end an answer whatever the metadata lists, as in llama.cpp."""
+"""Control tokens that always end an answer, as in llama.cpp. The metadata may list more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +126,7 @@ def _unique(fields: Fields, texts: list[str]) -> list[str]:
     """Empty ones get a name, as in llama.cpp."""
     named = [text or f"[EMPTY_{index}]" for index, text in enumerate(texts)]
     if len(set(named)) < len(named):
-        seen: set[str] = set()
-        again = next(text for text in named if text in seen or seen.add(text))  # type: ignore[func-returns-value]
+        again = next(text for text, count in Counter(named).items() if count > 1)
         raise BadCheckpoint(f"{fields.where}.tokens has {again!r} twice: the file is damaged, download it again")
     return named
 

@@ -20,7 +20,7 @@ _MIN_STEPS = 4  # of a share: fewer do not pay for its partial sums
 
 
 def num_splits(num_blocks: int, num_steps: int, num_multiprocessors: int) -> int:
-    """Depends on the weight and the card alone, so that sums are taken in one order whatever the batch."""
+    """The number depends on the weight and the card alone, so that every batch is summed in the same order."""
     wanted = _PROGRAMS * num_multiprocessors // num_blocks
     return max(1, min(wanted, num_steps // _MIN_STEPS))
 
