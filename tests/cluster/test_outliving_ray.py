@@ -37,7 +37,7 @@ PROCESSES = {
     "gcs": "gcs_server ",
     "raylet": "raylet/raylet ",
     "supervisor": "cluster.ray.supervisor_process",
-    "daemon": r"dashboard\.py|monitor\.py|DashboardAgent|RuntimeEnvAgent",
+    "daemon": "DashboardAgent|RuntimeEnvAgent",
     "gateway": "cluster.gateway.process",
 }
 FROZEN = "frozen "
