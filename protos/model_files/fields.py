@@ -35,6 +35,13 @@ class Fields:
     def has_null(self, key: str) -> bool:
         return key in self._data and self._data[key] is None
 
+    def over(self, defaults: Mapping[str, Any]) -> Fields:
+        """These fields, and `defaults` for those that are absent: null is not."""
+        return Fields({**defaults, **self._data}, self.where)
+
+    def replaced(self, **values: Any) -> Fields:
+        return Fields({**self._data, **values}, self.where)
+
     def names(self) -> tuple[str, ...]:
         return tuple(self._data)
 

@@ -22,12 +22,14 @@ from workers.parallel.group import TensorParallel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """A linear weight [total, inputs] of the checkpoint, of which a rank computes the outputs [start, start + size)."""
+    """A linear weight [total, inputs] of the checkpoint, of which a rank computes the outputs [start, start + size).
+    Where there is an `order`, each run of so many outputs is taken in this order."""
 
     name: str  # without ".weight"
     total: int
     start: int
     size: int
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +104,8 @@ class LayerContext:
     kernels: Kernels
     encodings: WeightEncodings
 
-    def empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)

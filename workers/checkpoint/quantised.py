@@ -44,7 +44,7 @@ class GroupValues:
             return value_OG
         return value_OG.repeat_interleave(self.groups_per_block, dim=1) * self.factor_OG[rows].float()
 
-    def outputs(self, rows: slice) -> GroupValues:
+    def outputs(self, rows: slice | torch.Tensor) -> GroupValues:
         return GroupValues(value_OB=self.value_OB[rows], factor_OG=_rows(self.factor_OG, rows))
 
     def blocks(self, blocks: slice) -> GroupValues:
@@ -131,7 +131,10 @@ class QuantisedWeight:
 
     def cut_outputs(self, start: int, size: int) -> QuantisedWeight:
         """Views of this weight's tensors."""
-        rows = slice(start, start + size)
+        return self.outputs(slice(start, start + size))
+
+    def outputs(self, rows: slice | torch.Tensor) -> QuantisedWeight:
+        """Those of a slice, or by int64 index."""
         return replace(
             self,
             codes_OW=self.codes_OW[rows],
@@ -260,5 +263,5 @@ def _starts(counts: torch.Tensor) -> torch.Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
-def _rows(tensor: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+def _rows(tensor: torch.Tensor | None, rows: slice | torch.Tensor) -> torch.Tensor | None:
     return None if tensor is None else tensor[rows]

@@ -13,10 +13,11 @@ from workers.checkpoint.quantised import QuantisedWeight
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension, in float32, rounded to x's dtype before the weight."""
+    """x / rms(x) * weight over the last dimension, in float32, rounded to the weight's dtype before the weight and to
+    x's dtype after it."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return (weight * normed.to(weight.dtype)).to(x.dtype)
 
 
 def add_rms_norm(

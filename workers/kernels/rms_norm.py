@@ -40,8 +40,8 @@ def _rms_norm(
         tl.store(stream_ptr + written_RE, x_RE, mask=inside_RE)
     wide_RE = x_RE.to(tl.float32)
     mean_R = tl.sum(wide_RE * wide_RE, axis=1) / SIZE
-    normed_RE = (wide_RE * tl.rsqrt(mean_R + eps)[:, None]).to(x_RE.dtype)
     weight_E = tl.load(weight_ptr + columns_E, mask=columns_E < SIZE, other=0.0)
+    normed_RE = (wide_RE * tl.rsqrt(mean_R + eps)[:, None]).to(weight_E.dtype)
     out_RE = weight_E.to(tl.float32)[None, :] * normed_RE.to(tl.float32)
     tl.store(out_ptr + written_RE, out_RE.to(x_RE.dtype), mask=inside_RE)
 
@@ -77,7 +77,7 @@ def _launch(
     assert x.stride(-1) == 1, f"x has strides {x.stride()}"
     assert weight_E.shape == (size,), f"weight {tuple(weight_E.shape)} for rows of {size}"
     assert weight_E.is_contiguous(), f"weight has strides {weight_E.stride()}"
-    assert weight_E.dtype == x.dtype, f"weight is {weight_E.dtype}, x {x.dtype}"
+    assert weight_E.dtype in (x.dtype, torch.float32), f"weight is {weight_E.dtype}, x {x.dtype}"
     num_rows = x.numel() // size
     if num_rows == 0:
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -15,9 +15,11 @@ from workers.checkpoint.formats.rounded import EMBEDDING, HEAD, Quantize, Rounde
 from workers.checkpoint.registry import read_format, stored_tensors
 from workers.checkpoint.source import FLOATS, StoredTensor
 from workers.models.families.base import Family
-from workers.models.families.registry import family_of
+from workers.models.families.registry import BY_NAME, family_of
+from workers.models.families.ropes import Ropes, RopeSizes
+from workers.models.families.traits import Activation, NormKind, QKNorm, Scales, read_activation
 from workers.models.families.windows import Windows
-from workers.models.rope import DynamicRope, LinearRope, Rope, YarnRope, read_rope
+from workers.models.rope import DynamicRope, LinearRope, Rope, YarnRope, rope_fields
 
 # Fields that would change what the layers compute. Present with another value than these, the model is refused, unless
 # its family reads the field.
@@ -40,6 +42,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1, 1.0),
     "rope_interleaved": (False,),
+    "use_bidirectional_attention": (False,),
 }
 
 _MAX_LAYERS, _MAX_HEAD = 4096, 65536  # more is damage, and what is made for each would not end
@@ -47,7 +50,8 @@ _MAX_LAYERS, _MAX_HEAD = 4096, 65536  # more is damage, and what is made for eac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes and parts of a decoder. `windows` has one entry a layer. `dtype` is the one the weights were saved in.
+    """Sizes and parts of a decoder. `windows` and `ropes` have one entry a layer. `dtype` is the one the weights were
+    saved in. The first `rotary_dim` dimensions of a head turn.
 
     `max_position` is config.json's `max_position_embeddings`; `max_model_len` is how far the rope scaling carries.
     """
@@ -60,13 +64,16 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    norm_eps: float
-    rope: Rope
+    rotary_dim: int
+    norm: NormKind
+    ropes: Ropes
     windows: Windows
+    activation: Activation
+    scales: Scales
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: QKNorm | None
     tied_embeddings: bool
     max_position: int
     max_model_len: int
@@ -75,10 +82,29 @@ class ModelConfig:
     weight_format: WeightFormat | None  # None: in floating point
 
     @property
+    def spec(self) -> Family:
+        return BY_NAME[self.family]
+
+    @property
+    def norm_eps(self) -> float:
+        return self.norm.eps
+
+    @property
+    def rope(self) -> Rope:
+        """Of the layers that rotate; where there are several, that of layers without a window."""
+        full = [rope for rope, window in zip(self.ropes, self.windows, strict=True) if rope and window is None]
+        return (full or [rope for rope in self.ropes if rope])[0]
+
+    @property
+    def attention_scale(self) -> float:
+        """Of queries times keys."""
+        return self.head_dim**-0.5 if self.scales.attention is None else self.scales.attention
+
+    @property
     def num_linear_weights(self) -> int:
         """Of all linear layers, the head's among them where it has its own."""
         heads = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        layer = heads + 3 * self.hidden_size * self.intermediate_size
+        layer = heads + self.spec.mlp_projections * self.hidden_size * self.intermediate_size
         return self.num_layers * layer + (0 if self.tied_embeddings else self.vocab_size * self.hidden_size)
 
     def kv_layout(self, *, block_size: int, dtype: str, tp: int = 1) -> KVLayout:
@@ -96,8 +122,8 @@ class ModelConfig:
 
         Only dynamic and longrope rope scaling do that, and only beyond the length the model was trained with.
         """
-        regime = self.rope.regime(num_prompt_tokens)
-        return regime.to_bytes(8, "little") if regime else b""
+        regimes = {rope.regime(num_prompt_tokens) for rope in self.ropes if rope} - {0}
+        return b"".join(regime.to_bytes(8, "little") for regime in sorted(regimes))
 
 
 def read_config(path: str | Path, quantize: Quantize = "off") -> ModelConfig:
@@ -109,11 +135,17 @@ def read_config(path: str | Path, quantize: Quantize = "off") -> ModelConfig:
     files = open_model(path)
     config = Fields.of_file(files, "config.json")
     family = family_of(config)
+    config = config.over(family.defaults)
     _refuse_unknown_parts(config, family)
     sizes = _Sizes.of(config, family)
-    rope = read_rope(config, head_dim=sizes.head_dim, max_position=sizes.max_position)
+    windows = family.windows(config, sizes.num_layers)
+    rotary_dim = _rotary_dim(config, family, sizes.head_dim)
+    turned = RopeSizes(
+        rotary_dim=rotary_dim, max_position=sizes.max_position, partial="partial_rotary_factor" in family.reads
+    )
+    ropes = family.ropes(config, windows, turned)
     generation = Fields(files.json("generation_config.json") or {}, files.where("generation_config.json"))
-    has_bias = config.flag("attention_bias")
+    has_bias = config.flag(family.attention_bias_field)
     stored = read_format(config, files)
     return ModelConfig(
         family=family.name,
@@ -124,16 +156,19 @@ def read_config(path: str | Path, quantize: Quantize = "off") -> ModelConfig:
         num_heads=sizes.num_heads,
         num_kv_heads=sizes.num_kv_heads,
         head_dim=sizes.head_dim,
-        norm_eps=config.number_or("rms_norm_eps", 1e-6),
-        rope=rope,
-        windows=family.windows(config, sizes.num_layers),
+        rotary_dim=rotary_dim,
+        norm=_norm(config, family),
+        ropes=ropes,
+        windows=windows,
+        activation=read_activation(config, family.activation_field),
+        scales=family.scales(config),
         qkv_bias=family.qkv_bias or has_bias,
-        o_bias=has_bias,
-        mlp_bias=config.flag("mlp_bias"),
+        o_bias=family.o_bias and has_bias,
+        mlp_bias=config.flag(family.mlp_bias_field),
         qk_norm=family.qk_norm,
         tied_embeddings=config.flag("tie_word_embeddings"),
         max_position=sizes.max_position,
-        max_model_len=_max_model_len(rope, sizes.max_position),
+        max_model_len=_max_model_len(ropes, sizes.max_position),
         dtype=config.text_or("dtype", config.text_or("torch_dtype", "float32")),
         eos_token_ids=_eos_ids(config, generation, sizes.vocab_size),
         weight_format=stored if quantize == "off" else rounded_format(quantize, stored),
@@ -243,17 +278,37 @@ def _refuse_unknown_parts(config: Fields, family: Family) -> None:
             raise UnsupportedModel(
                 f"{config.where}: {key} is {config.raw(key)!r}, which is not supported for {family.name}", param=key
             )
-    if (act := config.text_or("hidden_act", "silu")) != "silu":
-        raise UnsupportedModel(
-            f"{config.where}: hidden_act {act!r} is not supported: only 'silu' is", param="hidden_act"
+
+
+def _norm(config: Fields, family: Family) -> NormKind:
+    return replace(family.norm, eps=config.number_or(family.norm_eps_field, family.norm.eps))
+
+
+def _rotary_dim(config: Fields, family: Family, head_dim: int) -> int:
+    """Of a head: a `partial_rotary_factor` of it where the family has one. Raises BadCheckpoint."""
+    key = "partial_rotary_factor"
+    if key not in family.reads:
+        return head_dim
+    factor = rope_fields(config).number_or(key, config.number_or(key, 1.0))
+    turned = int(head_dim * factor)
+    if turned % 2 or not 2 <= turned <= head_dim:
+        raise BadCheckpoint(
+            f"{config.where}: {key} {factor:g} turns {turned} of {head_dim} dimensions: it must be an even number of "
+            f"2 to {head_dim}",
+            param=key,
         )
+    return turned
 
 
-def _max_model_len(rope: Rope, max_position: int) -> int:
-    match rope:
-        case LinearRope() | DynamicRope():
+def _max_model_len(ropes: Ropes, max_position: int) -> int:
+    """Where layers have different ropes, the length that the model was made for has their scaling in it."""
+    distinct = {rope for rope in ropes if rope}
+    if len(distinct) != 1:
+        return max_position
+    match distinct.pop():
+        case LinearRope() | DynamicRope() as rope:
             return int(max_position * rope.factor)
-        case YarnRope():
+        case YarnRope() as rope:
             return max(max_position, int(rope.original_max_position * rope.factor))
     return max_position
 

@@ -1,11 +1,11 @@
-"""The one decoder stack: embedding, layers of attention and MLP with pre-norms, logits. The family makes the layers.
+"""The one decoder stack: embedding, layers of attention and MLP, logits. The family makes the layers.
 
 Legend: T tokens of the batch (rows packed), E hidden size, V vocabulary, R positions whose logits are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +15,13 @@ from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.slots import Loadable, Slot
 from workers.kernels.cpu.layers import LayerWeights
 from workers.models.config import ModelConfig, check_parallel
-from workers.models.families.registry import BY_NAME
 from workers.models.layers.embedding import Embedding, Head
-from workers.models.layers.norm import RMSNorm
-from workers.models.layers.rope import Rotation
+from workers.models.layers.norm import LayerNorm, RMSNorm, norm_of
+from workers.models.layers.rope import Rotations
 
-Through = Callable[[torch.Tensor, torch.Tensor, CosSin, AttentionInputs], None]
+Through = Callable[[torch.Tensor, torch.Tensor, Sequence[CosSin], AttentionInputs], None]
 """Takes what a layer adds and the stream it adds it to, each [T, E], from before the first layer to behind the last, in
-context. The attention has begun the step."""
+context, with the rotation of each layer. The attention has begun the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +48,11 @@ class Decoder:
         self.config = config
         self.context = context
         self.stored_as = stored_as  # the encoding of its weights and their bits, for people
-        self._embedding = Embedding(context, "model.embed_tokens", config.vocab_size, config.hidden_size)
-        self._rotation = Rotation(config.rope, config.head_dim, context.device)
+        self._embedding = embedding_of(context, config)
+        self._rotations = rotations_of(config, context.device)
         self._layers = [DecoderLayer(context, config, layer) for layer in range(config.num_layers)]
-        self._norm = RMSNorm(context, "model.norm", config.hidden_size, config.norm_eps)
-        tied = self._embedding if config.tied_embeddings else None
-        self._head = Head(context, config.vocab_size, config.hidden_size, tied=tied)
+        self._norm = last_norm_of(context, config)
+        self._head = head_of(context, config, self._embedding if config.tied_embeddings else None)
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs, attention: AttentionBackend, through: Through | None = None) -> torch.Tensor:
@@ -64,13 +62,13 @@ class Decoder:
         given the same inputs. Raises WorkerLost when one has gone.
         """
         attention.begin(inputs.attention)
-        rotation = self._rotation(inputs.attention, inputs.prompt_lens)
+        rotations = self._rotations(inputs.attention, inputs.prompt_lens)
         stream_TE = self._embedding(inputs.token_ids_T)
         delta_TE = torch.zeros_like(stream_TE)
         if through is not None:
-            through(delta_TE, stream_TE, rotation, inputs.attention)
+            through(delta_TE, stream_TE, rotations, inputs.attention)
         else:
-            for layer in self._layers:
+            for layer, rotation in zip(self._layers, rotations, strict=True):
                 delta_TE, stream_TE = layer(delta_TE, stream_TE, rotation, attention)
         rows = inputs.logit_rows
         normed_RE, _ = self._norm.add(delta_TE[rows], stream_TE[rows])
@@ -96,14 +94,22 @@ class Decoder:
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); each addition is left to the norm that follows it."""
+    """One layer, its norms where `NormPlaces` has them; each addition is left to what follows it."""
 
     def __init__(self, context: LayerContext, config: ModelConfig, layer: int) -> None:
-        family, prefix = BY_NAME[config.family], f"model.layers.{layer}"
-        self._attention_norm = RMSNorm(context, f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps)
+        family, prefix = config.spec, f"model.layers.{layer}"
+        places = family.places
+
+        def norm(name: str | None) -> RMSNorm | LayerNorm | None:
+            return norm_of(context, f"{prefix}.{name}", config.hidden_size, config.norm) if name else None
+
+        self._before_attention, self._after_attention = norm(places.before_attention), norm(places.after_attention)
+        self._before_mlp, self._after_mlp = norm(places.before_mlp), norm(places.after_mlp)
+        self._parallel_halves = places.parallel
+        self._scale = config.scales.residual
         self._attention = family.attention(context, f"{prefix}.self_attn", config, layer)
-        self._mlp_norm = RMSNorm(context, f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps)
         self._mlp = family.mlp(context, f"{prefix}.mlp", config, layer)
+        self._compilable = family.compilable_mlp and config.activation == "silu" and self._scale == 1.0
 
     def __call__(
         self,
@@ -112,31 +118,84 @@ class DecoderLayer:
         rotation: CosSin,
         attention: AttentionBackend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed_TE, stream_TE = self._attention_norm.add(delta_TE, stream_TE)
+        normed_TE, stream_TE = _add(self._before_attention, delta_TE, stream_TE)
         delta_TE = self._attention(normed_TE, rotation, attention)
-        normed_TE, stream_TE = self._mlp_norm.add(delta_TE, stream_TE)
-        return self._mlp(normed_TE), stream_TE
+        if self._parallel_halves:
+            return self._scaled(delta_TE + self._mlp(normed_TE)), stream_TE
+        delta_TE = self._scaled(delta_TE if self._after_attention is None else self._after_attention(delta_TE))
+        normed_TE, stream_TE = _add(self._before_mlp, delta_TE, stream_TE)
+        delta_TE = self._mlp(normed_TE)
+        return self._scaled(delta_TE if self._after_mlp is None else self._after_mlp(delta_TE)), stream_TE
+
+    def _scaled(self, delta_TE: torch.Tensor) -> torch.Tensor:
+        return delta_TE if self._scale == 1.0 else delta_TE * self._scale
 
     def pack(self) -> None:
         self._attention.pack()
         self._mlp.pack()
 
     def packed(self) -> LayerWeights | None:
+        """None where compiled layers do not do what this one does."""
+        norms = self._before_attention, self._before_mlp
+        after = self._after_attention is not None or self._after_mlp is not None
+        if after or not self._compilable or not self._attention.compilable:
+            return None
+        first, second = norms
+        if not (isinstance(first, RMSNorm) and isinstance(second, RMSNorm)) or first.wide:
+            return None
         qkv, out = self._attention.packed_products()
         gate_up, down = self._mlp.packed_products()
         if qkv is None or out is None or gate_up is None or down is None:
             return None
         return LayerWeights(
-            attention_norm_E=self._attention_norm.weight,
+            attention_norm_E=first.weight,
             qkv=qkv,
             head_norms=self._attention.head_norms,
             out=out,
-            mlp_norm_E=self._mlp_norm.weight,
+            mlp_norm_E=second.weight,
             gate_up=gate_up,
             down=down,
             window=self._attention.window,
         )
 
     def slots(self) -> Iterator[Slot]:
-        for part in (self._attention_norm, self._attention, self._mlp_norm, self._mlp):
+        norms = self._before_attention, self._after_attention, self._before_mlp, self._after_mlp
+        parts: list[Loadable] = [norm for norm in norms if norm is not None]
+        for part in (*parts, self._attention, self._mlp):
             yield from part.slots()
+
+
+def _add(
+    norm: RMSNorm | LayerNorm | None, delta_TE: torch.Tensor, stream_TE: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what a half of a layer reads, the stream), after `delta_TE` has been added to the stream."""
+    if norm is not None:
+        return norm.add(delta_TE, stream_TE)
+    stream_TE = delta_TE + stream_TE
+    return stream_TE, stream_TE
+
+
+def embedding_of(context: LayerContext, config: ModelConfig) -> Embedding:
+    scale = config.scales.embedding
+    return Embedding(context, "model.embed_tokens", config.vocab_size, config.hidden_size, scale=scale)
+
+
+def last_norm_of(context: LayerContext, config: ModelConfig) -> RMSNorm | LayerNorm:
+    return norm_of(context, "model.norm", config.hidden_size, config.norm)
+
+
+def head_of(context: LayerContext, config: ModelConfig, tied: Embedding | None) -> Head:
+    """`tied` is the embedding, where the model has no head of its own."""
+    scales = config.scales
+    return Head(
+        context,
+        config.vocab_size,
+        config.hidden_size,
+        tied=tied,
+        scale=scales.logits,
+        softcap=scales.logits_softcap,
+    )
+
+
+def rotations_of(config: ModelConfig, device: str) -> Rotations:
+    return Rotations(config.ropes, config.head_dim, config.rotary_dim, device)

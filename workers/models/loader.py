@@ -15,7 +15,7 @@ from protos.hints import counted
 from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.formats.rounded import Quantize, RoundedFormat
 from workers.checkpoint.registry import encodings_of, open_source
-from workers.checkpoint.slots import Slot
+from workers.checkpoint.slots import Slot, in_order
 from workers.checkpoint.source import FLOATS, WeightSource
 from workers.kernels.base import kernels_for
 from workers.kernels.cpu.memory import return_freed_memory
@@ -84,7 +84,9 @@ def _stored_as(config: ModelConfig, slots: list[Slot], source: WeightSource) -> 
     label = config.weight_format.label if config.weight_format else "-".join(sorted({one.dtype for one in stored}))
     num_bytes = sum(one.num_bytes for one in stored)
     if isinstance(config.weight_format, RoundedFormat):
-        rounded = {(slot.name.removesuffix(".weight"), slot.shape) for slot in slots if slot.consume is not None}
+        rounded = {
+            (slot.name.removesuffix(".weight"), slot.shape) for slot in slots if slot.consume and slot.name in linear
+        }
         num_bytes = sum(config.weight_format.num_bytes(name, *shape) for name, shape in rounded)
     return f"{label}, {8 * num_bytes / config.num_linear_weights:.4g} bits a weight"
 
@@ -144,7 +146,7 @@ def fill(folder: Path, slots: list[Slot], source: WeightSource, on_progress: Pro
     total, done = sum(sizes), 0
     on_progress(done, total)
     for slot, size in zip(slots, sizes, strict=True):
-        read = source.read(slot.name, slot.dim, slot.part)
+        read = in_order(source.read(slot.name, slot.dim, slot.part), slot.order)
         if slot.consume is not None:
             slot.consume(read)
         else:

@@ -104,12 +104,18 @@ class Llama3Rope(Rope):
     original_max_position: int
 
 
-def read_rope(config: Fields, *, head_dim: int, max_position: int) -> Rope:
-    """The rope of a config.json, from `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before).
+def rope_fields(config: Fields) -> Fields:
+    """`rope_parameters` (transformers 5) or `rope_scaling` (before) of a config.json."""
+    return config.inner("rope_scaling" if config.raw("rope_scaling") else "rope_parameters")
+
+
+def read_rope(config: Fields, *, head_dim: int, max_position: int, partial: bool = False) -> Rope:
+    """The rope of a config.json; its theta may stand beside the scaling. `head_dim` counts the dimensions that turn:
+    with `partial` the caller has taken partial_rotary_factor into account.
 
     Raises UnsupportedModel for a kind that is not known, BadCheckpoint for parameters that do not fit the kind.
     """
-    scaling = config.inner("rope_scaling" if config.raw("rope_scaling") else "rope_parameters")
+    scaling = rope_fields(config)
     for layer_type in ("full_attention", "sliding_attention"):
         if layer_type in scaling:
             raise UnsupportedModel(f"{scaling.where}: another rope for {layer_type!r} layers is not supported")
@@ -120,7 +126,7 @@ def read_rope(config: Fields, *, head_dim: int, max_position: int) -> Rope:
         raise UnsupportedModel(
             f"{scaling.where}: rope type {kind!r} is not supported: known are {', '.join(_READERS)}", param="rope_type"
         )
-    if proportion != 1.0 and kind != "proportional":
+    if proportion != 1.0 and kind != "proportional" and not partial:
         raise UnsupportedModel(
             f"{scaling.where}: partial_rotary_factor {proportion:g} is not supported: only 1 (all pairs turn) is",
             param="partial_rotary_factor",

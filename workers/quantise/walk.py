@@ -21,10 +21,8 @@ from workers.checkpoint.source import WeightSource
 from workers.kernels import reference
 from workers.kernels.base import kernels_for
 from workers.models.config import ModelConfig
-from workers.models.decoder import DecoderLayer
-from workers.models.layers.embedding import Embedding, Head
-from workers.models.layers.norm import RMSNorm
-from workers.models.layers.rope import Rotation
+from workers.models.decoder import DecoderLayer, embedding_of, head_of, last_norm_of, rotations_of
+from workers.models.layers.embedding import Embedding
 from workers.models.loader import fill
 from workers.parallel.group import Solo
 
@@ -71,7 +69,8 @@ class LayerWalk:
         self._folder, self._config, self._source = folder, config, source
         self._batches = _batches(sequences)
         self._streams_TE: list[torch.Tensor] = []
-        self._rotation = Rotation(config.rope, config.head_dim, "cpu")
+        self._rotations = rotations_of(config, "cpu")
+        self._made = -1  # the layer that was made last
         self._attention = WholeSequences()
 
     def embed(self) -> None:
@@ -82,6 +81,7 @@ class LayerWalk:
     def make(self, layer: int, encodings: WeightEncodings) -> DecoderLayer:
         """The layer with its weights."""
         made = DecoderLayer(self.context(encodings), self._config, layer)
+        self._made = layer
         self._load(made)
         return made
 
@@ -98,11 +98,9 @@ class LayerWalk:
         """Mean cross entropy of the sequences' tokens but the first of each, in nats."""
         context, config = self.context(encodings), self._config
         tied = self._embedding() if config.tied_embeddings else None
-        norm = RMSNorm(context, "model.norm", config.hidden_size, config.norm_eps)
-        head = Head(context, config.vocab_size, config.hidden_size, tied=tied)
-        for part in (tied, norm, None if tied else head):
-            if part is not None:
-                self._load(part)
+        norm, head = last_norm_of(context, config), head_of(context, config, tied)
+        self._load(norm)
+        self._load(tied or head)
         head.pack()
         total, count = 0.0, 0
         for batch, stream_TE in zip(self._batches, self._streams_TE, strict=True):
@@ -123,13 +121,12 @@ class LayerWalk:
     def _through(self, layer: DecoderLayer, place: int) -> torch.Tensor:
         inputs, stream_TE = _inputs(self._batches[place]), self._streams_TE[place]
         self._attention.begin(inputs)
-        rotation = self._rotation(inputs, inputs.context_lens)
+        rotation = self._rotations(inputs, inputs.context_lens)[self._made]
         delta_TE, stream_TE = layer(torch.zeros_like(stream_TE), stream_TE, rotation, self._attention)
         return delta_TE + stream_TE
 
     def _embedding(self) -> Embedding:
-        config = self._config
-        return Embedding(self.context(only_floats), "model.embed_tokens", config.vocab_size, config.hidden_size)
+        return embedding_of(self.context(only_floats), self._config)
 
     def _load(self, part: Loadable) -> None:
         fill(self._folder, list(part.slots()), self._source, lambda done, total: None)

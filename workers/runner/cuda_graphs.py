@@ -53,7 +53,7 @@ class CudaRecorder:
 
 def why_eager(decoder: Decoder) -> str:
     """Why steps of this model cannot be replayed; empty if they can."""
-    if isinstance(decoder.config.rope, DynamicRope | LongRope):
+    if any(isinstance(rope, DynamicRope | LongRope) for rope in decoder.config.ropes):
         return "its rope's frequencies depend on each sequence's length"
     return ""
 

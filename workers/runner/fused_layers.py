@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,7 +22,7 @@ def fused_layers(decoder: Decoder, attention: AttentionBackend, notify: Callable
     if not isinstance(attention, NativeAttention):
         return None
     kernels, weights = native(decoder.context.dtype), decoder.packed_layers()
-    if kernels is None or weights is None:
+    if kernels is None or weights is None or len(set(decoder.config.ropes)) > 1:
         return None
     layers = CompiledLayers(
         kernels,
@@ -32,8 +32,10 @@ def fused_layers(decoder: Decoder, attention: AttentionBackend, notify: Callable
         attention=attention.kernels,
     )
 
-    def through(delta_TE: torch.Tensor, stream_TE: torch.Tensor, rotation: CosSin, inputs: AttentionInputs) -> None:
-        step, num_layers = layers.begin(delta_TE, stream_TE, rotation, attention.rows), len(layers)
+    def through(
+        delta_TE: torch.Tensor, stream_TE: torch.Tensor, rotations: Sequence[CosSin], inputs: AttentionInputs
+    ) -> None:
+        step, num_layers = layers.begin(delta_TE, stream_TE, rotations[0], attention.rows), len(layers)
         done = 0
         for layer in range(num_layers) if inputs.max_query > 1 else (num_layers - 1,):
             step.run(done, 2 * layer + 1)

@@ -128,6 +128,7 @@ def _slots(weight_OI: torch.Tensor, share: WeightShare) -> Iterator[Slot]:
             target=target,
             dim=1 if by_inputs else 0,
             start=share.first_input if by_inputs else projection.start,
+            order=projection.order,
         )
 
 

@@ -26,7 +26,7 @@ from workers.checkpoint.encoding import (
 from workers.checkpoint.encodings.floats import FLOAT_ENCODING
 from workers.checkpoint.encodings.stored import StoredTensors
 from workers.checkpoint.quantised import QuantisedWeight, joined
-from workers.checkpoint.slots import Slot
+from workers.checkpoint.slots import Slot, row_order
 from workers.checkpoint.source import WeightSource
 from workers.kernels.base import Kernels, QuantisedProduct
 from workers.kernels.cpu.products import PackedWeight, SideBySideWeights
@@ -53,12 +53,35 @@ class StoredLayout(Protocol):
     def __call__(self, projection: Projection, share: WeightShare, device: str) -> StoredWeight: ...
 
 
+class OrderedOutputs:
+    """A stored weight whose outputs are put into the order of its projection once it is converted."""
+
+    def __init__(self, stored: StoredWeight, order: tuple[int, ...]) -> None:
+        self._stored, self._order = stored, order
+
+    @classmethod
+    def of(cls, projection: Projection, stored: StoredWeight) -> StoredWeight:
+        return cls(stored, projection.order) if projection.order else stored
+
+    def slots(self) -> Iterator[Slot]:
+        return self._stored.slots()
+
+    def weights(self) -> Sequence[QuantisedWeight]:
+        return [
+            weight.outputs(row_order(weight.num_outputs, self._order, weight.codes_OW.device))
+            for weight in self._stored.weights()
+        ]
+
+
 class QuantisedEncoding:
     def __init__(self, layout: StoredLayout) -> None:
         self._layout = layout
 
     def matrix(self, context: LayerContext, share: WeightShare, *, gated: bool = False) -> Matrix:
-        stored = [self._layout(projection, share, context.device) for projection in share.projections]
+        stored = [
+            OrderedOutputs.of(projection, self._layout(projection, share, context.device))
+            for projection in share.projections
+        ]
         return QuantisedMatrix(stored, context.kernels, context.dtype, padding=share.padding, gated=gated)
 
 

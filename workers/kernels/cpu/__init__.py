@@ -23,7 +23,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`reference.rms_norm`. `x` may be heads [T, H, D] cut out of a wider tensor."""
     kernels = native(x.dtype)
     heads = x if x.dim() == 3 else x.view(-1, 1, x.shape[-1]) if x.is_contiguous() else None
-    if kernels is None or heads is None or not has_whole_rows(heads):
+    if kernels is None or heads is None or not has_whole_rows(heads) or weight.dtype != x.dtype:
         return reference.rms_norm(x, weight, eps)
     out = torch.empty(x.shape, dtype=x.dtype)
     num_tokens, num_heads, size = heads.shape
@@ -45,7 +45,7 @@ def add_rms_norm(
     x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kernels = native(x_TE.dtype)
-    if kernels is None or not (x_TE.is_contiguous() and residual_TE.is_contiguous()):
+    if kernels is None or not (x_TE.is_contiguous() and residual_TE.is_contiguous()) or weight_E.dtype != x_TE.dtype:
         return reference.add_rms_norm(x_TE, residual_TE, weight_E, eps)
     num_tokens, size = x_TE.shape
     normed_TE = empty_rows(num_tokens, size, dtype=x_TE.dtype, stride=_stride(size, x_TE.dtype))

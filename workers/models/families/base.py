@@ -1,14 +1,26 @@
-"""What a model family is: which fields of config.json it reads, and the layers that it makes of them. Pure: the layers
-are named, and loaded only when a decoder is made."""
+"""What a model family is: which fields of config.json it reads, and what its layers do other than Llama's, as values.
+Pure: the layers are named, and loaded only when a decoder is made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from protos.model_files.fields import Fields
+from workers.models.families.ropes import Ropes, RopeSizes, one_rope
+from workers.models.families.traits import (
+    LLAMA_NAMES,
+    NORMS_BEFORE,
+    RMS_NORM,
+    NormKind,
+    NormPlaces,
+    QKNorm,
+    Scales,
+    TensorNames,
+    no_scales,
+)
 from workers.models.families.windows import Windows, no_windows
 
 if TYPE_CHECKING:
@@ -26,12 +38,35 @@ class Family:
     architecture: str
     models: str  # for users: what is published under this architecture
     windows: Callable[[Fields, int], Windows] = no_windows
+    ropes: Callable[[Fields, Windows, RopeSizes], Ropes] = one_rope
+    scales: Callable[[Fields], Scales] = no_scales
     reads: frozenset[str] = frozenset()  # fields that only some families may set, such as attention_bias
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that config.json leaves out
+    norm: NormKind = RMS_NORM
+    norm_eps_field: str = "rms_norm_eps"
+    places: NormPlaces = NORMS_BEFORE
+    tensors: TensorNames = LLAMA_NAMES
+    activation_field: str = "hidden_act"
+    gated: bool = True  # the MLP is down(activation(gate(x)) * up(x)), else down(activation(up(x)))
+    interleaved_rope: bool = False  # neighbouring dimensions of a head turn together, not those half a head apart
+    attention_bias_field: str = "attention_bias"
+    mlp_bias_field: str = "mlp_bias"
+    o_bias: bool = True  # the attention's output has a bias too, where queries, keys and values have one by that field
     qkv_bias: bool = False  # always, without a field of config.json
-    qk_norm: bool = False
+    qk_norm: QKNorm | None = None
     head_dim: int | None = None  # None: hidden size / heads, unless config.json has another
     attention_factory: str = "workers.models.layers.attention:SelfAttention"
     mlp_factory: str = "workers.models.layers.mlp:GatedMLP"
+
+    @property
+    def compilable_mlp(self) -> bool:
+        """Whether compiled layers know the MLP."""
+        return self.gated
+
+    @property
+    def mlp_projections(self) -> int:
+        """2 or 3: with a gate."""
+        return 3 if self.gated else 2
 
     def attention(self, context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> AttentionLayer:
         made: AttentionLayer = resolve_name(self.attention_factory)(context, prefix, config, layer)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from protos.errors import UnsupportedModel
 from protos.model_files.fields import Fields
-from workers.models.families import llama, mistral, qwen2, qwen3
 from workers.models.families.base import Family
+from workers.models.families.dense import llama, mistral, qwen2, qwen3
 
 FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in (llama, mistral, qwen2, qwen3))
 BY_NAME = {family.name: family for family in FAMILIES}

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 import torch
 
 from workers.attention.base import AttentionBackend, CosSin
-from workers.checkpoint.encoding import LayerContext, Projection
+from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.slots import Loadable, Slot
 from workers.kernels.cpu.products import PackedProduct
 from workers.models.config import ModelConfig
-from workers.models.layers.linear import ColumnParallel, RowParallel
-from workers.models.layers.norm import RMSNorm
+from workers.models.layers.linear import ColumnParallel, RowParallel, projections_of
+from workers.models.layers.norm import AllHeadsNorm, RMSNorm
+from workers.models.layers.rope import head_order
 
 
 class SelfAttention:
@@ -24,33 +25,33 @@ class SelfAttention:
     def __init__(self, context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> None:
         tp, rank, dim = context.parallel.size, context.parallel.rank, config.head_dim
         self._layer = layer
+        self._dtype = context.dtype
         self._head_dim = dim
         self._window = config.windows[layer]
-        self._scale = dim**-0.5
+        self._scale = config.attention_scale
+        self._softcap = config.scales.attention_softcap
         num_heads, num_kv_heads = config.num_heads // tp, max(1, config.num_kv_heads // tp)
         first_kv_head = rank * config.num_kv_heads // tp
-
-        def heads(name: str, total: int, first: int, count: int) -> Projection:
-            return Projection(name=f"{prefix}.{name}", total=total * dim, start=first * dim, size=count * dim)
-
+        heads = range(rank * num_heads * dim, (rank + 1) * num_heads * dim)
+        kv_heads = range(first_kv_head * dim, (first_kv_head + num_kv_heads) * dim)
+        total, kv_total, names = config.num_heads * dim, config.num_kv_heads * dim, config.spec.tensors
+        order = head_order(dim, config.rotary_dim, interleaved=config.spec.interleaved_rope)
         self._qkv = ColumnParallel(
             context,
-            [
-                heads("q_proj", config.num_heads, rank * num_heads, num_heads),
-                heads("k_proj", config.num_kv_heads, first_kv_head, num_kv_heads),
-                heads("v_proj", config.num_kv_heads, first_kv_head, num_kv_heads),
-            ],
+            projections_of(
+                prefix, names.qkv, (total, kv_total, kv_total), (heads, kv_heads, kv_heads), (order, order, ())
+            ),
             config.hidden_size,
             bias=config.qkv_bias,
         )
-        self._norms: tuple[RMSNorm, ...] = ()
-        if config.qk_norm:
+        self._norms: tuple[RMSNorm | AllHeadsNorm, ...] = ()
+        parts = (("q_norm", total, heads), ("k_norm", kv_total, kv_heads))
+        if config.qk_norm is not None:
             self._norms = tuple(
-                RMSNorm(context, f"{prefix}.{name}", dim, config.norm_eps) for name in ("q_norm", "k_norm")
+                _head_norm(context, f"{prefix}.{name}", config, all_heads, share, order)
+                for name, all_heads, share in parts
             )
-        self._out = RowParallel(
-            context, f"{prefix}.o_proj", config.num_heads * dim, config.hidden_size, bias=config.o_bias
-        )
+        self._out = RowParallel(context, f"{prefix}.{names.out}", total, config.hidden_size, bias=config.o_bias)
 
     def __call__(self, x_TE: torch.Tensor, rotation: CosSin, backend: AttentionBackend) -> torch.Tensor:
         heads = torch.split(self._qkv(x_TE), self._qkv.sizes, dim=-1)
@@ -71,6 +72,12 @@ class SelfAttention:
         """Weights of the norms of queries and keys, each [D]."""
         return (self._norms[0].weight, self._norms[1].weight) if self._norms else None
 
+    @property
+    def compilable(self) -> bool:
+        """Whether compiled layers can do all that a call does beside its products."""
+        plain = all(isinstance(norm, RMSNorm) and norm.weight.dtype == self._dtype for norm in self._norms)
+        return plain and not self._softcap and self._scale == self._head_dim**-0.5
+
     def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
         """Of queries, keys and values, and of the output."""
         return self._qkv.packed_product(), self._out.packed_product()
@@ -83,3 +90,14 @@ class SelfAttention:
         parts: tuple[Loadable, ...] = (self._qkv, *self._norms, self._out)
         for part in parts:
             yield from part.slots()
+
+
+def _head_norm(
+    context: LayerContext, name: str, config: ModelConfig, total: int, share: range, order: tuple[int, ...]
+) -> RMSNorm | AllHeadsNorm:
+    """Of queries or keys, `total` numbers of which this rank has a share."""
+    kind = config.norm
+    if config.qk_norm == "head":
+        return RMSNorm(context, name, config.head_dim, kind.eps, offset=kind.offset, wide=kind.wide, order=order)
+    copies = context.parallel.size * len(share) // total
+    return AllHeadsNorm(context, name, total=total, share=share, kind=kind, copies=copies, order=order)

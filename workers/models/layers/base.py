@@ -25,6 +25,11 @@ class AttentionLayer(Protocol):
         """Weights of the norms of queries and keys, each [head dim]."""
         ...
 
+    @property
+    def compilable(self) -> bool:
+        """Whether compiled layers can do all that a call does beside its products."""
+        ...
+
     def __call__(self, x_TE: torch.Tensor, rotation: CosSin, backend: AttentionBackend) -> torch.Tensor: ...
 
     def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:

@@ -19,11 +19,14 @@ from workers.checkpoint.slots import Slot
 class Embedding:
     """The checkpoint's tensor `NAME.weight` [V, E], in floating point or as a table that stays in its encoding."""
 
-    def __init__(self, context: LayerContext, name: str, vocab_size: int, hidden_size: int) -> None:
+    def __init__(
+        self, context: LayerContext, name: str, vocab_size: int, hidden_size: int, *, scale: float = 1.0
+    ) -> None:
         self._parallel = context.parallel
         self._kernels = context.kernels
         self._shape = (vocab_size, hidden_size)
         self._rows, share = _rows_of_rank(context, vocab_size)
+        self._scale = torch.tensor(scale, dtype=context.dtype).item()
         self.name = name
         self.weight_VE: torch.Tensor | None = None
         self._table: EmbeddingTable | None = None
@@ -34,7 +37,12 @@ class Embedding:
             self.weight_VE = context.zeros(share, hidden_size)
 
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """[T, E]. Each rank looks up the ids it holds; its rows for the others are zero until all are added up."""
+        """[T, E], times the scale, which is rounded to their type first."""
+        rows_TE = self._rows_of(token_ids_T)
+        return rows_TE if self._scale == 1.0 else rows_TE * self._scale
+
+    def _rows_of(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Each rank looks up the ids it holds; its rows for the others are zero until all are added up."""
         if self._parallel.size == 1:
             return self._looked_up(token_ids_T)
         if self.weight_VE is not None:
@@ -61,7 +69,17 @@ class Embedding:
 class Head:
     """Logits by the checkpoint's `lm_head`, or, tied, by the weight of an embedding: packed, that is held twice."""
 
-    def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int, *, tied: Embedding | None) -> None:
+    def __init__(
+        self,
+        context: LayerContext,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied: Embedding | None,
+        scale: float = 1.0,
+        softcap: float = 0.0,
+    ) -> None:
+        self._scale, self._softcap = scale, softcap
         self._parallel = context.parallel
         self._kernels = context.kernels
         self._vocab_size = vocab_size
@@ -74,7 +92,10 @@ class Head:
 
     def logits(self, x_RE: torch.Tensor) -> torch.Tensor:
         """[R, V] in float32, on every rank."""
-        return self._kernels.join(self._parallel.collect(self._weight(x_RE)), self._vocab_size)
+        logits_RV = self._kernels.join(self._parallel.collect(self._weight(x_RE)), self._vocab_size)
+        if self._scale != 1.0:
+            logits_RV = logits_RV * self._scale
+        return torch.tanh(logits_RV / self._softcap) * self._softcap if self._softcap else logits_RV
 
     def pack(self) -> None:
         self._weight.pack()

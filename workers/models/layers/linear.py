@@ -18,6 +18,27 @@ OVERLAPPED_TOKENS = 1024
 behind, and half of it would be slower. Chosen by reasoning, not measured yet."""
 
 
+def projections_of(
+    prefix: str, names: Sequence[str], totals: Sequence[int], shares: Sequence[range], orders: Sequence[tuple[int, ...]]
+) -> list[Projection]:
+    """One for each of `totals` outputs, of which this rank has `shares`. A single name is that of a tensor that has all
+    of them, one behind the other."""
+    fused = len(names) == 1 < len(totals)
+    found, before = [], 0
+    for place, (total, share, order) in enumerate(zip(totals, shares, orders, strict=True)):
+        found.append(
+            Projection(
+                name=f"{prefix}.{names[0 if fused else place]}",
+                total=sum(totals) if fused else total,
+                start=share.start + (before if fused else 0),
+                size=len(share),
+                order=order,
+            )
+        )
+        before += total
+    return found
+
+
 class ColumnParallel:
     """y = x W^T + b with the outputs cut over the ranks. Several projections of the same input stand side by side."""
 
@@ -53,7 +74,9 @@ class ColumnParallel:
         yield from self._weight.slots()
         if self.bias_O is not None:
             for part, target in zip(self._projections, torch.split(self.bias_O, self.sizes), strict=True):
-                yield Slot(name=f"{part.name}.bias", shape=(part.total,), target=target, start=part.start)
+                yield Slot(
+                    name=f"{part.name}.bias", shape=(part.total,), target=target, start=part.start, order=part.order
+                )
 
 
 class RowParallel:

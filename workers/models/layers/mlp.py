@@ -1,4 +1,5 @@
-"""The gated feed-forward block: down(silu(gate(x)) * up(x)), gate and up in one matrix product.
+"""Feed-forward blocks: down(activation(gate(x)) * up(x)), gate and up in one matrix product, and the one without a
+gate.
 
 Legend: T tokens, E hidden size.
 """
@@ -9,27 +10,35 @@ from collections.abc import Iterator
 
 import torch
 
-from workers.checkpoint.encoding import LayerContext, Projection
+from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.slots import Slot
 from workers.kernels.cpu.products import PackedProduct
 from workers.models.config import ModelConfig
-from workers.models.layers.linear import ColumnParallel, RowParallel
+from workers.models.layers.activation import ACTIVATIONS, gate
+from workers.models.layers.linear import ColumnParallel, RowParallel, projections_of
 
 
 class GatedMLP:
+    """A gate of SiLU is part of the product, where the weight's encoding has such a one."""
+
     def __init__(self, context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> None:
-        total = config.intermediate_size
-        size = total // context.parallel.size
-        start = context.parallel.rank * size
-        projections = [
-            Projection(name=f"{prefix}.{name}", total=total, start=start, size=size)
-            for name in ("gate_proj", "up_proj")
-        ]
-        self._gate_up = ColumnParallel(context, projections, config.hidden_size, bias=config.mlp_bias, gated=True)
-        self._down = RowParallel(context, f"{prefix}.down_proj", total, config.hidden_size, bias=config.mlp_bias)
+        total, names = config.intermediate_size, config.spec.tensors
+        self._kernels = context.kernels
+        self._activation = config.activation
+        self._gate_up = ColumnParallel(
+            context,
+            projections_of(prefix, names.gate_up, (total, total), (_share(context, total),) * 2, ((), ())),
+            config.hidden_size,
+            bias=config.mlp_bias,
+            gated=config.activation == "silu",
+        )
+        self._down = RowParallel(context, f"{prefix}.{names.down}", total, config.hidden_size, bias=config.mlp_bias)
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        return self._down(self._gate_up(x_TE))
+        inner_TF = self._gate_up(x_TE)
+        if self._activation != "silu":
+            inner_TF = gate(self._activation, self._kernels, inner_TF)
+        return self._down(inner_TF)
 
     def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
         """Of gate and up, and down."""
@@ -42,3 +51,38 @@ class GatedMLP:
     def slots(self) -> Iterator[Slot]:
         yield from self._gate_up.slots()
         yield from self._down.slots()
+
+
+class PlainMLP:
+    """down(activation(up(x)))."""
+
+    def __init__(self, context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> None:
+        total, names = config.intermediate_size, config.spec.tensors
+        self._activate = ACTIVATIONS[config.activation]
+        self._up = ColumnParallel(
+            context,
+            projections_of(prefix, names.gate_up, (total,), (_share(context, total),), ((),)),
+            config.hidden_size,
+            bias=config.mlp_bias,
+        )
+        self._down = RowParallel(context, f"{prefix}.{names.down}", total, config.hidden_size, bias=config.mlp_bias)
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        return self._down(self._activate(self._up(x_TE)))
+
+    def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
+        """Compiled layers have a gate."""
+        return None, None
+
+    def pack(self) -> None:
+        self._up.pack()
+        self._down.pack()
+
+    def slots(self) -> Iterator[Slot]:
+        yield from self._up.slots()
+        yield from self._down.slots()
+
+
+def _share(context: LayerContext, total: int) -> range:
+    size = total // context.parallel.size
+    return range(context.parallel.rank * size, (context.parallel.rank + 1) * size)

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import torch
+import torch.nn.functional as F
 
-from workers.attention.base import AttentionInputs
+from workers.attention.base import AttentionInputs, CosSin
 from workers.kernels.staging import to_device
 from workers.models.rope import (
     DynamicRope,
@@ -26,21 +27,53 @@ from workers.models.rope import (
 )
 
 
-class Rotation:
-    """cos and sin for the tokens of a step. Frequencies are kept per regime; most ropes have one."""
+def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> tuple[int, ...]:
+    """Where each dimension of a head stands in the checkpoint; () if all stand where they are.
 
-    def __init__(self, rope: Rope, head_dim: int, device: str) -> None:
-        self._rope = rope
-        self._head_dim = head_dim
+    The kernels turn the pairs (i, i + D / 2) of a head, and pairs by an angle of 0 where fewer turn. A checkpoint has
+    the pairs that turn first: (i, i + R / 2) of `rotary_dim` R, or (2 i, 2 i + 1) where they are `interleaved`. Queries
+    and keys in another order have the same products.
+    """
+    half, turned = head_dim // 2, rotary_dim // 2
+    firsts = [2 * i if interleaved else i for i in range(turned)]
+    seconds = [2 * i + 1 if interleaved else i + turned for i in range(turned)]
+    still = list(range(rotary_dim, head_dim))
+    order = (*firsts, *still[: half - turned], *seconds, *still[half - turned :])
+    return () if order == tuple(range(head_dim)) else order
+
+
+class Rotations:
+    """cos and sin for each layer of a model. Layers of the same rope share them."""
+
+    def __init__(self, ropes: Sequence[Rope | None], head_dim: int, rotary_dim: int, device: str) -> None:
+        self._ropes = tuple(ropes)
+        self._of_rope = {rope: Rotation(rope, head_dim, device, rotary_dim=rotary_dim) for rope in dict.fromkeys(ropes)}
+
+    def __call__(self, inputs: AttentionInputs, prompt_lens: Sequence[int]) -> tuple[CosSin, ...]:
+        made = {rope: rotation(inputs, prompt_lens) for rope, rotation in self._of_rope.items()}
+        return tuple(made[rope] for rope in self._ropes)
+
+
+class Rotation:
+    """cos and sin for the tokens of a step. Frequencies are kept per regime; most ropes have one. Without a rope, and
+    for the pairs of a head that do not turn, all angles are 0."""
+
+    def __init__(self, rope: Rope | None, head_dim: int, device: str, *, rotary_dim: int | None = None) -> None:
+        self._rope = rope or Rope(theta=1.0)
+        self._rotary_dim = (head_dim if rotary_dim is None else rotary_dim) if rope else 0
+        self._num_still = (head_dim - self._rotary_dim) // 2
         self._device = device
         self._start_P = self._frequencies(0)
         self._varies = isinstance(rope, DynamicRope | LongRope)
 
-    def __call__(self, inputs: AttentionInputs, prompt_lens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, inputs: AttentionInputs, prompt_lens: Sequence[int]) -> CosSin:
         """(cos, sin), each [T, P]; `prompt_lens` has the full prompt's length for each row of `inputs`."""
         frequencies = self._of_tokens(inputs, prompt_lens) if self._varies else self._start_P
         angles_TP = inputs.positions_T.unsqueeze(1).float() * frequencies
-        return angles_TP.cos() * self._rope.magnitude, angles_TP.sin() * self._rope.magnitude
+        cos_TP, sin_TP = angles_TP.cos() * self._rope.magnitude, angles_TP.sin() * self._rope.magnitude
+        if not self._num_still:
+            return cos_TP, sin_TP
+        return F.pad(cos_TP, (0, self._num_still), value=1.0), F.pad(sin_TP, (0, self._num_still))
 
     def _of_tokens(self, inputs: AttentionInputs, prompt_lens: Sequence[int]) -> torch.Tensor:
         """[T, P]: runs of neighbouring tokens share a regime."""
@@ -54,7 +87,7 @@ class Rotation:
         return torch.cat([known[regime].expand(count, -1) for regime, count in runs])
 
     def _frequencies(self, regime: int) -> torch.Tensor:
-        return to_device(inverse_frequencies(self._rope, self._head_dim, regime).numpy(), self._device)
+        return to_device(inverse_frequencies(self._rope, self._rotary_dim, regime).numpy(), self._device)
 
 
 def _positions(inputs: AttentionInputs, row: int) -> range:

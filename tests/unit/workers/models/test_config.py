@@ -44,8 +44,9 @@ def test_llama_2_as_meta_published_it(tmp_path: Path) -> None:
     assert (config.family, config.num_kv_heads, config.head_dim, config.dtype) == ("llama", 4, 8, "bfloat16")
     assert config.rope == Rope(theta=10_000.0)
     assert config.windows == (None,) * 4
-    parts = (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm, config.tied_embeddings)
-    assert parts == (False,) * 5
+    parts = (config.qkv_bias, config.o_bias, config.mlp_bias, config.tied_embeddings)
+    assert parts == (False,) * 4
+    assert config.qk_norm is None
 
 
 def test_llama_3_1_as_meta_published_it(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_the_context_is_as_long_as_the_scaling_carries(scaling: dict[str, Any], 
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "relu6"}, "relu6"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "mrope"),

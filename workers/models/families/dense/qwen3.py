@@ -9,6 +9,6 @@ FAMILY = Family(
     models="Qwen3",
     windows=windows_by_layer,
     reads=frozenset({"attention_bias"}),
-    qk_norm=True,
+    qk_norm="head",
     head_dim=128,
 )
