@@ -170,7 +170,7 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     device = device_of(config)
     steps_in_flight = steps_in_flight_of(config)
     model = read_config(config.model, config.quantize)
-    check_parallel(model, config.tp)
+    check_parallel(model, config.tp, expert_parallel=config.expert_parallel)
     name = config.served_name or model_name(config.model)
     dtype = dtype_of(config, model)
     layout = model.kv_layout(block_size=config.block_size, dtype=dtype, tp=config.tp)
@@ -274,6 +274,7 @@ def _load(
             dtype=dtype,
             quantize=config.quantize,
             parallel=group,
+            expert_parallel=config.expert_parallel,
             on_progress=on_progress,
         )
         decoder.pack()

@@ -58,6 +58,7 @@ class WorkerConfig(StepLimits):
     dtype: Dtype = setting("auto", "Of weights and KV; auto: that of the checkpoint.")
     quantize: Quantize = setting("off", "Round the linear weights of a float checkpoint as they are loaded.")
     tp: int = setting(1, "Tensor-parallel ranks of every worker.", least=1)
+    expert_parallel: bool = setting(False, "Whole experts on ranks, in place of a share of each expert's columns.")
     block_size: int = setting(16, "Tokens of a KV block.", unit="tokens", least=1)
     num_blocks: int | None = setting(None, "Blocks of the KV cache; default: as memory_fraction allows.", least=1)
     memory_fraction: float | None = setting(

@@ -39,7 +39,8 @@ def check_feasible(
     for role, count in config.pools.counts().items():
         tp = config.pools.tp(role, config.worker.tp)
         if count:
-            check_parallel(model, tp, "worker.tp" if tp == config.worker.tp else f"pools.{role}_tp")
+            setting = "worker.tp" if tp == config.worker.tp else f"pools.{role}_tp"
+            check_parallel(model, tp, setting, expert_parallel=config.worker.expert_parallel)
     longest_sequence(model, config.worker.max_model_len)
     if config.ray.address:
         return

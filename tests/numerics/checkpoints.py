@@ -30,6 +30,17 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 24}),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, {"num_local_experts": 5}),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        transformers.Qwen2MoeForCausalLM,
+        {"num_experts": 6, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    ),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
 }
 
 
@@ -50,6 +61,19 @@ def make_checkpoint(
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
             elif name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.2)
+            elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+                make_uneven(model, name, parameter)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     evaluated: transformers.PreTrainedModel = model.eval()
     return evaluated
+
+
+def make_uneven(model: Any, name: str, router_XE: torch.nn.Parameter) -> None:
+    """Experts of uneven popularity, and a pair that every token scores alike: the last one is a copy of the first."""
+    torch.nn.init.normal_(router_XE, std=0.3)
+    with torch.no_grad():
+        router_XE[1] *= 3
+        router_XE[2] *= 0.1
+        experts = model.get_submodule(name.rsplit(".", 2)[0]).experts
+        for one in (router_XE, *experts.parameters()):
+            one[-1] = one[0]

@@ -33,6 +33,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "mixtral": ("mixtral", {}),
+    "mixtral-windowed-one-expert": ("mixtral", {"sliding_window": 9, "num_experts_per_tok": 1}),
+    "qwen2-moe": ("qwen2_moe", {}),
+    "qwen2-moe-dense-first-windows": (
+        "qwen2_moe",
+        {"mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 9, "norm_topk_prob": True},
+    ),
+    "qwen3-moe": ("qwen3_moe", {}),
+    "qwen3-moe-all-experts": ("qwen3_moe", {"num_experts_per_tok": 8, "norm_topk_prob": False, "head_dim": 32}),
+    "qwen3-moe-every-second": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 9},
+    ),
 }
 
 

@@ -115,3 +115,31 @@ def test_heads_that_cannot_be_shared_evenly_are_refused(
         assert caught.value.param == "tp"
 
     on_ranks(tp, program)
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "expert_parallel", "overrides"),
+    [
+        ("mixtral", 2, False, {}),
+        ("mixtral", 4, True, {}),
+        ("qwen2_moe", 4, False, {"num_key_value_heads": 4, "decoder_sparse_step": 2}),
+        ("qwen2_moe", 2, True, {"num_key_value_heads": 4, "decoder_sparse_step": 2}),
+        ("qwen3_moe", 3, True, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}),
+    ],
+    ids=["columns", "whole-uneven", "columns-shared-expert", "whole-shared-expert", "whole-columns-do-not-divide"],
+)
+@torch.no_grad()
+def test_ranks_share_experts_by_columns_or_whole(
+    family: str, tp: int, expert_parallel: bool, overrides: dict[str, Any], checkpoint: Checkpoint
+) -> None:
+    folder, oracle = checkpoint(family, **overrides)
+    tokens = random_tokens(41)
+
+    def program(group: TensorParallel) -> torch.Tensor:
+        model = load_model(folder, parallel=group, expert_parallel=expert_parallel)
+        return in_chunks(PagedRun(model), tokens, [24, 14], prompt_len=38)
+
+    every_rank = on_ranks(tp, program)
+    for logits in every_rank:
+        assert torch.equal(logits, every_rank[0])
+    assert_close(every_rank[0], oracle(torch.tensor([tokens])).logits[0])

@@ -103,6 +103,7 @@ class LayerContext:
     parallel: TensorParallel
     kernels: Kernels
     encodings: WeightEncodings
+    expert_parallel: bool = False  # whole experts on ranks, in place of columns of each
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)

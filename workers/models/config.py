@@ -15,6 +15,7 @@ from workers.checkpoint.formats.rounded import EMBEDDING, HEAD, Quantize, Rounde
 from workers.checkpoint.registry import read_format, stored_tensors
 from workers.checkpoint.source import FLOATS, StoredTensor
 from workers.models.families.base import Family
+from workers.models.families.experts import ExpertsConfig
 from workers.models.families.registry import BY_NAME, family_of
 from workers.models.families.ropes import Ropes, RopeSizes
 from workers.models.families.traits import Activation, NormKind, QKNorm, Scales, read_activation
@@ -80,6 +81,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     weight_format: WeightFormat | None  # None: in floating point
+    experts: ExpertsConfig | None = None  # None: every layer has one gated MLP
 
     @property
     def spec(self) -> Family:
@@ -104,8 +106,14 @@ class ModelConfig:
     def num_linear_weights(self) -> int:
         """Of all linear layers, the head's among them where it has its own."""
         heads = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        layer = heads + self.spec.mlp_projections * self.hidden_size * self.intermediate_size
-        return self.num_layers * layer + (0 if self.tied_embeddings else self.vocab_size * self.hidden_size)
+        dense, head = (
+            self.spec.mlp_projections * self.hidden_size * self.intermediate_size,
+            self.vocab_size * self.hidden_size,
+        )
+        num_sparse = self.experts.num_sparse_layers if self.experts else 0
+        sparse = self.experts.layer_weights(self.hidden_size) if self.experts else 0
+        layers = self.num_layers * heads + (self.num_layers - num_sparse) * dense + num_sparse * sparse
+        return layers + (0 if self.tied_embeddings else head)
 
     def kv_layout(self, *, block_size: int, dtype: str, tp: int = 1) -> KVLayout:
         return KVLayout.dense(
@@ -172,18 +180,25 @@ def read_config(path: str | Path, quantize: Quantize = "off") -> ModelConfig:
         dtype=config.text_or("dtype", config.text_or("torch_dtype", "float32")),
         eos_token_ids=_eos_ids(config, generation, sizes.vocab_size),
         weight_format=stored if quantize == "off" else rounded_format(quantize, stored),
+        experts=family.experts(config, sizes.num_layers) if family.experts else None,
     )
 
 
-def check_parallel(config: ModelConfig, tp: int, setting: str = "tp") -> None:
-    """Raises Misconfigured when `tp` ranks cannot share the model's heads or its MLP evenly, with what would do."""
-    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.intermediate_size
-    if _shares(config, tp):
+def check_parallel(config: ModelConfig, tp: int, setting: str = "tp", *, expert_parallel: bool = False) -> None:
+    """Raises Misconfigured when `tp` ranks cannot share the model's heads, MLP or experts, with what would do."""
+    if _shares(config, tp, expert_parallel):
         return
-    possible = ", ".join(str(one) for one in range(1, heads + 1) if _shares(config, one))
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    widths = " and ".join(f"{name} {width}" for name, width in _widths(config, expert_parallel).items())
+    possible = ", ".join(str(one) for one in range(1, heads + 1) if _shares(config, one, expert_parallel))
+    whole, apart = "", ""
+    if config.experts is not None and expert_parallel:
+        whole = f", be at most the number of experts {config.experts.num_experts}"
+    elif config.experts is not None and config.experts.width % tp and _shares(config, tp, True):
+        apart = ", or set worker.expert_parallel, which puts whole experts on ranks"
     raise Misconfigured(
-        f"{setting} is {tp}: it must divide the model's {heads} heads and its MLP size {width}, and divide its "
-        f"{kv_heads} key/value heads or be a multiple of them: give one of {possible}",
+        f"{setting} is {tp}: it must divide the model's {heads} heads{widths and f' and its {widths}'}{whole}, and "
+        f"divide its {kv_heads} key/value heads or be a multiple of them: give one of {possible}{apart}",
         param=setting,
     )
 
@@ -229,8 +244,23 @@ def splits_heads(num_heads: int, num_kv_heads: int, tp: int) -> bool:
     return not num_heads % tp and (not num_kv_heads % tp or not tp % num_kv_heads)
 
 
-def _shares(config: ModelConfig, tp: int) -> bool:
-    return splits_heads(config.num_heads, config.num_kv_heads, tp) and not config.intermediate_size % tp
+def _shares(config: ModelConfig, tp: int, expert_parallel: bool) -> bool:
+    if expert_parallel and config.experts is not None and tp > config.experts.num_experts:
+        return False
+    heads = splits_heads(config.num_heads, config.num_kv_heads, tp)
+    return heads and not any(width % tp for width in _widths(config, expert_parallel).values())
+
+
+def _widths(config: ModelConfig, expert_parallel: bool) -> dict[str, int]:
+    """What the ranks share by columns, by name."""
+    experts, found = config.experts, {}
+    if experts is None or not all(experts.sparse):
+        found["MLP size"] = config.intermediate_size
+    if experts is not None and not expert_parallel:
+        found["expert size"] = experts.width
+    if experts is not None and experts.shared_width:
+        found["shared expert's size"] = experts.shared_width
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

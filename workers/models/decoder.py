@@ -44,7 +44,7 @@ class Decoder:
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext, *, stored_as: str = "") -> None:
-        check_parallel(config, context.parallel.size)
+        check_parallel(config, context.parallel.size, expert_parallel=context.expert_parallel)
         self.config = config
         self.context = context
         self.stored_as = stored_as  # the encoding of its weights and their bits, for people

@@ -27,7 +27,7 @@ log = logging.getLogger("baton.worker")
 
 Progress = Callable[[int, int], None]
 
-_NOT_LINEAR = ("norm.weight", ".bias", "embed_tokens.weight")
+_NOT_LINEAR = ("norm.weight", "bias", "embed_tokens.weight")
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -39,12 +39,14 @@ def load_model(
     dtype: str = "float32",
     quantize: Quantize = "off",
     parallel: TensorParallel | None = None,
+    expert_parallel: bool = False,
     on_progress: Progress | None = None,
 ) -> Decoder:
     """The checkpoint folder `path` as a decoder on `device`, weights converted to `dtype` ("bfloat16", "float32").
 
     `quantize` rounds the linear weights of a float checkpoint, one tensor at a time.
-    With `parallel` only this rank's share is read. `on_progress(done_bytes, total_bytes)` counts that share.
+    With `parallel` only this rank's share is read: of experts columns, or, `expert_parallel`, whole ones.
+    `on_progress(done_bytes, total_bytes)` counts that share.
     Raises BadCheckpoint, UnsupportedModel or Misconfigured, each naming the file, tensor or setting and the fix.
     """
     if dtype not in _DTYPES:
@@ -60,6 +62,7 @@ def load_model(
             parallel=parallel or Solo(),
             kernels=kernels_for(device),
             encodings=encodings_of(config.weight_format, source),
+            expert_parallel=expert_parallel,
         )
         if config.tied_embeddings and (_has_quantised_head(source) or quantize != "off"):
             config = replace(config, tied_embeddings=False)
@@ -99,7 +102,8 @@ def _checked_slots(folder: Path, config: ModelConfig, context: LayerContext, sou
             f"{folder} has {counted(len(names), 'tensor')}, fewer than the {config.num_layers} layers in config.json: "
             "config.json belongs to another checkpoint, or a shard is missing"
         )
-    slots = list(Decoder(config, replace(context, device="meta")).slots())
+    whole = Solo() if context.expert_parallel else context.parallel  # else other ranks' experts would seem unused
+    slots = list(Decoder(config, replace(context, device="meta", parallel=whole)).slots())
     if missing := sorted({slot.name for slot in slots} - names):
         raise BadCheckpoint(
             f"{folder} lacks {len(missing)} tensors, the first is {missing[0]!r}: config.json belongs to another "

@@ -9,6 +9,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from protos.model_files.fields import Fields
+from workers.models.families.experts import ExpertsConfig
 from workers.models.families.ropes import Ropes, RopeSizes, one_rope
 from workers.models.families.traits import (
     LLAMA_NAMES,
@@ -40,6 +41,7 @@ class Family:
     windows: Callable[[Fields, int], Windows] = no_windows
     ropes: Callable[[Fields, Windows, RopeSizes], Ropes] = one_rope
     scales: Callable[[Fields], Scales] = no_scales
+    experts: Callable[[Fields, int], ExpertsConfig | None] | None = None  # None: the family has none
     reads: frozenset[str] = frozenset()  # fields that only some families may set, such as attention_bias
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that config.json leaves out
     norm: NormKind = RMS_NORM

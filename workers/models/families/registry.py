@@ -6,8 +6,11 @@ from protos.errors import UnsupportedModel
 from protos.model_files.fields import Fields
 from workers.models.families.base import Family
 from workers.models.families.dense import llama, mistral, qwen2, qwen3
+from workers.models.families.mixtures import mixtral, qwen2_moe, qwen3_moe
 
-FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in (llama, mistral, qwen2, qwen3))
+_DENSE = (llama, mistral, qwen2, qwen3)
+_MIXTURES = (mixtral, qwen2_moe, qwen3_moe)
+FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in (*_DENSE, *_MIXTURES))
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
@@ -21,7 +24,7 @@ def family_of(config: Fields) -> Family:
     known = ", ".join(family.architecture for family in FAMILIES)
     models = ", ".join(family.models for family in FAMILIES)
     raise UnsupportedModel(
-        f"{config.where}: {what} is not supported: known are {known} ({models}; dense and for text). Give --model a "
+        f"{config.where}: {what} is not supported: known are {known} ({models}; for text). Give --model a "
         "checkpoint of one of these",
         param="architectures",
     )

@@ -120,7 +120,7 @@ def test_the_context_is_as_long_as_the_scaling_carries(scaling: dict[str, Any], 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"architectures": ["DbrxForCausalLM"]}, "DbrxForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config"),

@@ -1,0 +1,299 @@
+"""What a mixture of experts is, as config.json describes it: one value, and a reader for each family's fields. Pure.
+
+    router logits [num_experts] ── scores ── choice of num_chosen ── weights ──▶ sum of the chosen experts' outputs
+
+`workers.models.layers.routing` computes the choice. Rules are those of transformers 5.23's modeling files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.model_files.fields import Fields
+
+Scoring = Literal["softmax", "sigmoid", "softmax-of-chosen"]
+GroupScore = Literal["max", "top-2"]
+
+_MAX_EXPERTS, _MAX_WIDTH = 4096, 1 << 20  # more is damage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRouting:
+    """How a token's experts follow from its router logits. Equal scores go to the expert with the lower id.
+
+    `scoring`: "softmax" or "sigmoid" of all logits, or the choice is by logits and the weights are a softmax over the
+    chosen. Groups are runs of experts of equal size: experts are chosen from the `num_chosen_groups` with the highest
+    scores, which are the maximum of their experts' scores or the sum of the two highest.
+    """
+
+    num_experts: int
+    num_chosen: int
+    scoring: Scoring
+    renormalised: bool = False  # weights are divided by their sum plus `epsilon`
+    epsilon: float = 0.0
+    factor: float = 1.0  # of every weight, last
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    group_score: GroupScore = "max"
+    biased: bool = False  # the router adds a bias to its logits
+    corrected: bool = False  # a stored correction is added to the scores for the choice, not for the weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """How a family names the tensors of a layer's experts, below `model.layers.N`."""
+
+    module: str = "mlp"
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedGate:
+    """(up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up within `limit` of 0 (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a model's sparse layers; `sparse` has one entry a layer. All sparse layers are alike."""
+
+    routing: ExpertRouting
+    width: int  # of each expert
+    sparse: tuple[bool, ...]
+    names: ExpertNames
+    shared_width: int = 0  # of the expert that every token passes; 0: none
+    shared_gated: bool = False  # its output is times sigmoid of a learned product of the token
+    clamped: ClampedGate | None = None  # None: silu(gate) * up
+    biased: bool = False  # gate, up and down of each expert
+
+    @property
+    def num_experts(self) -> int:
+        return self.routing.num_experts
+
+    @property
+    def num_sparse_layers(self) -> int:
+        return sum(self.sparse)
+
+    def layer_weights(self, hidden_size: int) -> int:
+        """Weights of a sparse layer's matrices: router, experts, shared expert and its gate."""
+        widths = self.num_experts * self.width + self.shared_width
+        return hidden_size * (self.num_experts + 3 * widths + self.shared_gated)
+
+
+def mixtral_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
+    num_experts = _num_experts(config, "num_local_experts", 8)
+    return ExpertsConfig(
+        routing=ExpertRouting(
+            num_experts=num_experts,
+            num_chosen=_num_chosen(config, num_experts, 2),
+            scoring="softmax",
+            renormalised=True,
+        ),
+        width=_width(config, "intermediate_size"),
+        sparse=(True,) * num_layers,
+        names=ExpertNames(module="block_sparse_moe", gate="w1", up="w3", down="w2"),
+    )
+
+
+def qwen2_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
+    _require(config, "qkv_bias", config.flag("qkv_bias", default=True), (True,))
+    return _qwen_experts(config, num_layers, num_experts=60, num_chosen=4, shared=True)
+
+
+def qwen3_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
+    return _qwen_experts(config, num_layers, num_experts=128, num_chosen=8, shared=False)
+
+
+def deepseek_v2_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
+    """The softmax is never renormalised, as transformers computes it."""
+    num_experts = _num_experts(config, "n_routed_experts", 64)
+    method = config.text_or("topk_method", "greedy")
+    _require(config, "topk_method", method, ("greedy", "group_limited_greedy"))
+    _require(config, "scoring_func", config.text_or("scoring_func", "softmax"), ("softmax",))
+    _require(config, "norm_topk_prob", config.flag("norm_topk_prob"), (False,))
+    num_groups, num_chosen_groups = 1, 1
+    num_chosen = _num_chosen(config, num_experts, None)
+    if method == "group_limited_greedy":
+        num_groups, num_chosen_groups = _groups(config, num_experts, num_chosen, smallest=1)
+    return ExpertsConfig(
+        routing=ExpertRouting(
+            num_experts=num_experts,
+            num_chosen=num_chosen,
+            scoring="softmax",
+            factor=config.number_or("routed_scaling_factor", 1.0),
+            num_groups=num_groups,
+            num_chosen_groups=num_chosen_groups,
+        ),
+        width=_width(config, "moe_intermediate_size"),
+        sparse=_sparse_from(config, num_layers, default=0),
+        names=ExpertNames(),
+        shared_width=_shared_width(config, default=2),
+    )
+
+
+def deepseek_v3_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
+    return _sigmoid_experts(config, num_layers, num_experts=256, groups=(8, 4), factor=2.5, first_sparse=3)
+
+
+def glm4_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
+    return _sigmoid_experts(config, num_layers, num_experts=128, groups=(1, 1), factor=1.0, first_sparse=1)
+
+
+def gpt_oss_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
+    num_experts = _num_experts(config, "num_local_experts", 128)
+    return ExpertsConfig(
+        routing=ExpertRouting(
+            num_experts=num_experts,
+            num_chosen=_num_chosen(config, num_experts, 4),
+            scoring="softmax-of-chosen",
+            biased=True,
+        ),
+        width=_width(config, "intermediate_size"),
+        sparse=(True,) * num_layers,
+        names=ExpertNames(router="router"),
+        clamped=ClampedGate(alpha=config.number_or("swiglu_alpha", 1.702), limit=config.number_or("swiglu_limit", 7.0)),
+        biased=True,
+    )
+
+
+def _qwen_experts(
+    config: Fields, num_layers: int, *, num_experts: int, num_chosen: int, shared: bool
+) -> ExpertsConfig | None:
+    """A layer is sparse where its number, from 1 on, is a multiple of `decoder_sparse_step`, unless it is listed."""
+    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    if config.raw(key) == 0:
+        return None
+    num_experts = _num_experts(config, key, num_experts)
+    step, dense = config.integer_or("decoder_sparse_step", 1), _layers(config, "mlp_only_layers", num_layers)
+    return ExpertsConfig(
+        routing=ExpertRouting(
+            num_experts=num_experts,
+            num_chosen=_num_chosen(config, num_experts, num_chosen),
+            scoring="softmax",
+            renormalised=config.flag("norm_topk_prob"),
+        ),
+        width=_width(config, "moe_intermediate_size"),
+        sparse=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)),
+        names=ExpertNames(shared="shared_expert"),
+        shared_width=_width(config, "shared_expert_intermediate_size") if shared else 0,
+        shared_gated=shared,
+    )
+
+
+def _sigmoid_experts(
+    config: Fields, num_layers: int, *, num_experts: int, groups: tuple[int, int], factor: float, first_sparse: int
+) -> ExpertsConfig:
+    """DeepSeek-V3's router, which GLM-4-MoE has, too. `groups` are the defaults of `n_group` and `topk_group`."""
+    num_experts = _num_experts(config, "n_routed_experts", num_experts)
+    _require(config, "scoring_func", config.text_or("scoring_func", "sigmoid"), ("sigmoid",))
+    _require(config, "topk_method", config.text_or("topk_method", "noaux_tc"), ("noaux_tc",))
+    num_chosen = _num_chosen(config, num_experts, 8)
+    num_groups, num_chosen_groups = _groups(config, num_experts, num_chosen, smallest=2, defaults=groups)
+    return ExpertsConfig(
+        routing=ExpertRouting(
+            num_experts=num_experts,
+            num_chosen=num_chosen,
+            scoring="sigmoid",
+            renormalised=config.flag("norm_topk_prob", default=True),
+            epsilon=1e-20,
+            factor=config.number_or("routed_scaling_factor", factor),
+            num_groups=num_groups,
+            num_chosen_groups=num_chosen_groups,
+            group_score="top-2",
+            corrected=True,
+        ),
+        width=_width(config, "moe_intermediate_size"),
+        sparse=_sparse_from(config, num_layers, default=first_sparse),
+        names=ExpertNames(),
+        shared_width=_shared_width(config, default=1),
+    )
+
+
+def _num_experts(config: Fields, key: str, default: int) -> int:
+    return _at_most(config, key, config.integer_or(key, default), _MAX_EXPERTS)
+
+
+def _num_chosen(config: Fields, num_experts: int, default: int | None) -> int:
+    key = "num_experts_per_tok"
+    num_chosen = config.integer(key) if default is None else config.integer_or(key, default)
+    if num_chosen > num_experts:
+        raise BadCheckpoint(
+            f"{config.where}: num_experts_per_tok is {num_chosen}, and the model has {num_experts} experts: it must be "
+            "at most as many. Use the checkpoint's original file",
+            param=key,
+        )
+    return num_chosen
+
+
+def _groups(
+    config: Fields, num_experts: int, num_chosen: int, *, smallest: int, defaults: tuple[int, int] | None = None
+) -> tuple[int, int]:
+    """`n_group` and `topk_group`; a group has at least `smallest` experts."""
+    if defaults is None:
+        num_groups, num_chosen_groups = config.integer("n_group"), config.integer("topk_group")
+    else:
+        num_groups = config.integer_or("n_group", defaults[0])
+        num_chosen_groups = config.integer_or("topk_group", defaults[1])
+    size = num_experts // num_groups
+    if num_experts % num_groups or size < smallest:
+        raise BadCheckpoint(
+            f"{config.where}: n_group is {num_groups}: it must divide the {num_experts} experts into groups of at "
+            f"least {smallest}. Use the checkpoint's original file",
+            param="n_group",
+        )
+    if not -(-num_chosen // size) <= num_chosen_groups <= num_groups:
+        raise BadCheckpoint(
+            f"{config.where}: topk_group is {num_chosen_groups}: it must be at most n_group, {num_groups}, and its "
+            f"groups of {size} experts must hold the {num_chosen} of a token. Use the checkpoint's original file",
+            param="topk_group",
+        )
+    return num_groups, num_chosen_groups
+
+
+def _sparse_from(config: Fields, num_layers: int, *, default: int) -> tuple[bool, ...]:
+    _require(config, "moe_layer_freq", config.integer_or("moe_layer_freq", 1), (1,))
+    first = config.integer_or("first_k_dense_replace", default, minimum=0)
+    return tuple(layer >= first for layer in range(num_layers))
+
+
+def _shared_width(config: Fields, *, default: int) -> int:
+    count = config.integer_or("n_shared_experts", default, minimum=0)
+    return _at_most(config, "n_shared_experts", count * config.integer("moe_intermediate_size"), _MAX_WIDTH)
+
+
+def _width(config: Fields, key: str) -> int:
+    return _at_most(config, key, config.integer(key), _MAX_WIDTH)
+
+
+def _layers(config: Fields, key: str, num_layers: int) -> frozenset[int]:
+    """A list of layers' indices; empty when absent."""
+    given = config.raw(key) or []
+    if isinstance(given, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in given):
+        return frozenset(cast(list[int], given))
+    raise BadCheckpoint(
+        f"{config.where}: {key!r} is {given!r}: it must be a list of layers from 0 to {num_layers - 1}", param=key
+    )
+
+
+def _at_most(config: Fields, key: str, value: int, most: int) -> int:
+    if value > most:
+        raise BadCheckpoint(f"{config.where}: {key} makes {value}, it can be {most} at most", param=key)
+    return value
+
+
+def _require(config: Fields, key: str, value: object, served: tuple[object, ...]) -> None:
+    if value not in served:
+        raise UnsupportedModel(
+            f"{config.where}: {key} is {value!r}, which is not served: it must be "
+            f"{' or '.join(repr(one) for one in served)}. Give --model another checkpoint",
+            param=key,
+        )

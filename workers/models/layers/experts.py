@@ -1,0 +1,179 @@
+"""A mixture of experts as the feed-forward half of a layer: a router, the experts that it chooses, a shared expert.
+
+    y = sum over a token's slots, in their order, of weight * down(silu(gate(x)) * up(x)), + the shared expert's output
+
+The sum is float32 and its order is fixed, so that a token's bits do not depend on the others of its batch. Ranks share
+each expert's columns, or, with `expert_parallel`, have whole experts; either way one all-reduce adds up their parts.
+
+Legend: T tokens, E hidden size, X experts, S slots: the experts of a token; I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from workers.checkpoint.encoding import LayerContext, Projection, WeightShare
+from workers.checkpoint.slots import Slot
+from workers.kernels.cpu.products import PackedProduct
+from workers.models.config import ModelConfig
+from workers.models.families.experts import ClampedGate, ExpertNames, ExpertsConfig
+from workers.models.layers.base import FeedForward
+from workers.models.layers.linear import ColumnParallel
+from workers.models.layers.mlp import GatedMLP
+from workers.models.layers.routing import route
+
+
+def feed_forward(context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> FeedForward:
+    """Experts in the layers that have them, a gated MLP in the others."""
+    if config.experts is None or not config.experts.sparse[layer]:
+        return GatedMLP(context, prefix, config, layer)
+    layer_name = prefix.rpartition(".")[0]
+    return MixtureOfExperts(context, f"{layer_name}.{config.experts.names.module}", config.experts, config.hidden_size)
+
+
+class MixtureOfExperts:
+    def __init__(self, context: LayerContext, prefix: str, experts: ExpertsConfig, hidden_size: int) -> None:
+        names, rank, size = experts.names, context.parallel.rank, context.parallel.size
+        self._config = experts
+        self._parallel = context.parallel
+        self._router = _Router(context, prefix, experts, hidden_size)
+        self._experts: dict[int, _Expert] = {}
+        for expert in range(experts.num_experts):
+            if context.expert_parallel:
+                if expert % size == rank:
+                    self._experts[expert] = _Expert(context, f"{prefix}.experts.{expert}", experts, hidden_size, 1, 0)
+            else:
+                name = f"{prefix}.experts.{expert}"
+                self._experts[expert] = _Expert(context, name, experts, hidden_size, size, rank)
+        self._shared: _Expert | None = None
+        if experts.shared_width:
+            self._shared = _Expert(context, f"{prefix}.{names.shared}", experts, hidden_size, size, rank, shared=True)
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        logits_TX, shared_T1 = self._router(x_TE)
+        chosen_TS, weights_TS = route(logits_TX, self._config.routing, self._router.correction_X)
+        sum_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
+        y_TSE = self._outputs(x_TE, chosen_TS)
+        for slot in range(chosen_TS.shape[1]):
+            sum_TE += weights_TS[:, slot : slot + 1] * y_TSE[:, slot]
+        if self._shared is not None:
+            shared_TE = self._shared(x_TE).float()
+            sum_TE += shared_TE if shared_T1 is None else shared_T1.sigmoid() * shared_TE
+        return self._parallel.all_reduce(sum_TE.to(x_TE.dtype))
+
+    def _outputs(self, x_TE: torch.Tensor, chosen_TS: torch.Tensor) -> torch.Tensor:
+        """[T, S, E]: what each slot's expert makes of the token, 0 where another rank has the expert."""
+        y_TSE = x_TE.new_zeros(*chosen_TS.shape, x_TE.shape[1])
+        for expert in torch.unique(chosen_TS).tolist():
+            if expert in self._experts:
+                tokens, slots = (chosen_TS == expert).nonzero(as_tuple=True)
+                y_TSE[tokens, slots] = self._experts[expert](x_TE[tokens])
+        return y_TSE
+
+    def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
+        return None, None
+
+    def pack(self) -> None:
+        for expert in self._experts.values():
+            expert.pack()
+        if self._shared is not None:
+            self._shared.pack()
+
+    def slots(self) -> Iterator[Slot]:
+        yield from self._router.slots()
+        for expert in self._experts.values():
+            yield from expert.slots()
+        if self._shared is not None:
+            yield from self._shared.slots()
+
+
+class _Router:
+    """Logits in float32, of every expert on every rank. The last row of the weight is the shared expert's gate."""
+
+    def __init__(self, context: LayerContext, prefix: str, experts: ExpertsConfig, hidden_size: int) -> None:
+        self._name, self._shared_name = f"{prefix}.{experts.names.router}", f"{prefix}.{experts.names.shared_gate}"
+        self._num_experts = experts.num_experts
+        self.weight_RE = context.empty(experts.num_experts + experts.shared_gated, hidden_size)
+
+        def numbers() -> torch.Tensor:
+            return torch.empty(experts.num_experts, dtype=torch.float32, device=context.device)
+
+        self.bias_X = numbers() if experts.routing.biased else None
+        self.correction_X = numbers() if experts.routing.corrected else None
+
+    def __call__(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(logits [T, X], logits of the shared expert's gate [T, 1]), float32."""
+        logits_TR = x_TE.float() @ self.weight_RE.float().T
+        logits_TX = logits_TR[:, : self._num_experts]
+        if self.bias_X is not None:
+            logits_TX = logits_TX + self.bias_X
+        shared_gated = logits_TR.shape[1] > self._num_experts
+        return logits_TX, logits_TR[:, self._num_experts :] if shared_gated else None
+
+    def slots(self) -> Iterator[Slot]:
+        weight_XE, shared_1E = self.weight_RE[: self._num_experts], self.weight_RE[self._num_experts :]
+        yield Slot(name=f"{self._name}.weight", shape=tuple(weight_XE.shape), target=weight_XE)
+        if len(shared_1E):
+            yield Slot(name=f"{self._shared_name}.weight", shape=tuple(shared_1E.shape), target=shared_1E)
+        if self.bias_X is not None:
+            yield Slot(name=f"{self._name}.bias", shape=tuple(self.bias_X.shape), target=self.bias_X)
+        if self.correction_X is not None:
+            name = f"{self._name}.e_score_correction_bias"
+            yield Slot(name=name, shape=tuple(self.correction_X.shape), target=self.correction_X)
+
+
+class _Expert:
+    """down(silu(gate(x)) * up(x)) of one rank's share of the columns: a partial sum, where there are several ranks."""
+
+    def __init__(
+        self,
+        context: LayerContext,
+        prefix: str,
+        experts: ExpertsConfig,
+        hidden_size: int,
+        num_shares: int,
+        share: int,
+        *,
+        shared: bool = False,
+    ) -> None:
+        names = ExpertNames() if shared else experts.names
+        total = experts.shared_width if shared else experts.width
+        width = total // num_shares
+        self._clamped = None if shared else experts.clamped
+        self._gate_up = ColumnParallel(
+            context,
+            [
+                Projection(name=f"{prefix}.{name}", total=total, start=share * width, size=width)
+                for name in (names.gate, names.up)
+            ],
+            hidden_size,
+            bias=False,
+            gated=self._clamped is None,
+        )
+        down = Projection(name=f"{prefix}.{names.down}", total=hidden_size, start=0, size=hidden_size)
+        self._down = context.matrix(
+            WeightShare(projections=(down,), total_inputs=total, first_input=share * width, num_inputs=width)
+        )
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        inner_TI = self._gate_up(x_TE)
+        if self._clamped is not None:
+            inner_TI = clamped_gate(inner_TI, self._clamped)
+        return self._down(inner_TI)
+
+    def pack(self) -> None:
+        self._gate_up.pack()
+        self._down.pack()
+
+    def slots(self) -> Iterator[Slot]:
+        yield from self._gate_up.slots()
+        yield from self._down.slots()
+
+
+def clamped_gate(gate_up_TI2: torch.Tensor, by: ClampedGate) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), of clamped gate and up: [T, I] of [T, 2 I], the gate's half first."""
+    gate_TI, up_TI = gate_up_TI2.float().chunk(2, dim=1)
+    gate_TI, up_TI = gate_TI.clamp(max=by.limit), up_TI.clamp(-by.limit, by.limit)
+    return ((up_TI + 1) * gate_TI * torch.sigmoid(by.alpha * gate_TI)).to(gate_up_TI2.dtype)
