@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ class Case:
     head_dim: int
     window: int | None
     seed: int
+    softcap: float = 0.0
+    has_sinks: bool = False
 
     @classmethod
     def random(cls, seed: int) -> Case:
@@ -86,6 +89,7 @@ class Filled:
 
         self.kv = [normal(2, length, case.num_kv_heads, case.head_dim) for length in lens]
         self.q_TND = normal(sum(new for new, _ in case.rows), case.num_heads, case.head_dim)
+        self.sinks_N = torch.randn(case.num_heads, generator=generator) * 2 if case.has_sinks else None
         angles_TP = torch.rand(len(self.q_TND), case.head_dim // 2, generator=generator) * 6
         self.rotation = angles_TP.cos(), angles_TP.sin()
         self.blocks = [[order.pop() for _ in range(count)] for count in counts]
@@ -127,7 +131,12 @@ class Filled:
         q_TND, (k_TKD, v_TKD) = self.q_TND.to(self.device), new_kv.to(self.device)
         cos_TP, sin_TP = (part.to(self.device) for part in self.rotation)
         self.turned_TND = backend.write(1, q_TND, k_TKD, v_TKD, (cos_TP, sin_TP))
-        return backend.attend(1, self.turned_TND, scale=0.3, window=self.case.window).cpu()
+        sinks_N = None if self.sinks_N is None else self.sinks_N.to(self.device)
+        case = self.case
+        out_TND = backend.attend(
+            1, self.turned_TND, scale=0.3, window=case.window, softcap=case.softcap, sinks_N=sinks_N
+        )
+        return out_TND.cpu()
 
     def expected(self) -> torch.Tensor:
         """Row by row with the whole mask, in float64 [T, N, D]."""
@@ -144,8 +153,14 @@ class Filled:
             q_NQD = turned(self.q_TND[here].double(), cos_TP[here], sin_TP[here]).transpose(0, 1)
             distance_QC = torch.arange(cached, cached + new)[:, None] - torch.arange(cached + new)
             visible_QC = (distance_QC >= 0) & (distance_QC < (self.case.window or cached + new))
-            scores_NQC = (q_NQD @ k_NCD.mT * 0.3).masked_fill(~visible_QC, float("-inf"))
-            outputs.append((scores_NQC.softmax(-1) @ v_NCD).transpose(0, 1))
+            scores_NQC = q_NQD @ k_NCD.mT * 0.3
+            if self.case.softcap:
+                scores_NQC = torch.tanh(scores_NQC / self.case.softcap) * self.case.softcap
+            weights_NQC = scores_NQC.masked_fill(~visible_QC, float("-inf")).exp()
+            sums_NQ1 = weights_NQC.sum(-1, keepdim=True)
+            if self.sinks_N is not None:
+                sums_NQ1 += self.sinks_N.double().exp()[:, None, None]
+            outputs.append((weights_NQC / sums_NQ1 @ v_NCD).transpose(0, 1))
             start += new
         return torch.cat(outputs)
 
@@ -166,6 +181,15 @@ def device_of(name: str) -> str:
 @pytest.mark.parametrize("seed", CASES)
 def test_rows_attend_to_their_own_context_and_nothing_else(name: str, seed: int) -> None:
     filled = Filled(Case.random(seed), torch.float32, device_of(name))
+    torch.testing.assert_close(filled.run(name).double(), filled.expected(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(0.7, False), (50.0, True), (0.0, True)])
+@pytest.mark.parametrize("seed", [1, 5, 6])
+def test_scores_are_capped_and_sinks_take_their_share(name: str, softcap: float, has_sinks: bool, seed: int) -> None:
+    case = replaced(Case.random(seed), softcap=softcap, has_sinks=has_sinks)
+    filled = Filled(case, torch.float32, device_of(name))
     torch.testing.assert_close(filled.run(name).double(), filled.expected(), rtol=1e-5, atol=1e-5)
 
 

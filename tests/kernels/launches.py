@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -26,6 +26,7 @@ _N, _K, _D, _BS = 32, 8, 128, 16
 _MULTIPROCESSORS = 132
 _TABLES = torch.zeros(1, 16, dtype=torch.int32)
 _ITEMS = torch.zeros(1, 6, dtype=torch.int32)
+_CAPPED = {"softcap": 50.0, "sinks_N": torch.zeros(_N)}
 _INDEX = torch.zeros(4, dtype=torch.int32)
 
 
@@ -33,7 +34,7 @@ def _cache(dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(2, _K, _BS, _D, dtype=dtype)
 
 
-def _decode(window: int | None) -> Callable[[torch.dtype], None]:
+def _decode(window: int | None, **options: Any) -> Callable[[torch.dtype], None]:
     def launch(dtype: torch.dtype) -> None:
         q_TND = torch.zeros(1, _N, _D, dtype=dtype)
         paged_decode(
@@ -45,12 +46,13 @@ def _decode(window: int | None) -> Callable[[torch.dtype], None]:
             plan=DecodePlan(items_W6=_ITEMS, parts_R3=_ITEMS[:, :3].contiguous()),
             scale=1.0,
             window=window,
+            **options,
         )
 
     return launch
 
 
-def _prefill(window: int | None, max_query: int) -> Callable[[torch.dtype], None]:
+def _prefill(window: int | None, max_query: int, **options: Any) -> Callable[[torch.dtype], None]:
     def launch(dtype: torch.dtype) -> None:
         q_TND = torch.zeros(1, _N, _D, dtype=dtype)
         prefill(
@@ -62,6 +64,7 @@ def _prefill(window: int | None, max_query: int) -> Callable[[torch.dtype], None
             plan=PrefillPlan(work_W4=_INDEX.view(1, 4), tile=prefill_tile(_D, _N // _K, dtype, max_query)),
             scale=1.0,
             window=window,
+            **options,
         )
 
     return launch
@@ -153,7 +156,9 @@ def _rounded(levels: Literal["int8", "fp8"], group: int | None) -> Callable[[tor
 LAUNCHES: dict[str, Callable[[torch.dtype], object]] = {
     "decode": _decode(None),
     "decode, window": _decode(4096),
+    "decode, soft cap and sinks": _decode(None, **_CAPPED),
     "prefill": _prefill(None, 2048),
+    "prefill, soft cap and sinks": _prefill(None, 2048, **_CAPPED),
     "prefill, short chunk": _prefill(None, 16),
     "prefill, window": _prefill(4096, 2048),
     "rope and KV write": _write,

@@ -50,7 +50,9 @@ class Pages:
         """An output in which it shows what was not written."""
         return torch.full_like(self.q_TND, float("nan"))
 
-    def exact(self, *, scale: float, window: int | None) -> torch.Tensor:
+    def exact(
+        self, *, scale: float, window: int | None, softcap: float = 0.0, sinks_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[T, N, D] in float64. Rows with a token but no context must stand last, as padding does: zeros."""
         num_rows = sum(1 for length in self.context_lens if length) + sum(
             1 for start, stop in pairwise(self.query_starts) if start == stop
@@ -66,5 +68,7 @@ class Pages:
             block_tables_SB=self.block_tables_SB.cpu(),
             scale=scale,
             window=window,
+            softcap=softcap,
+            sinks_N=sinks_N,
         )
         return out_TND

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,8 @@ def decode(
     min_item: int = 256,
     num_multiprocessors: int = 4,
     tile: Tile | None = None,
+    softcap: float = 0.0,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     arrays = plan_decode(
         rows,
@@ -36,7 +40,10 @@ def decode(
     out_TND = pages.poisoned()
     plan = DecodePlan(items_W6=items_W6, parts_R3=parts_R3)
     caches = pages.k_cache, pages.v_cache
-    paged_decode(pages.q_TND, *caches, out_TND, pages.block_tables_SB, plan=plan, scale=0.3, window=window, tile=tile)
+    paged_decode(
+        pages.q_TND, *caches, out_TND, pages.block_tables_SB,
+        plan=plan, scale=0.3, window=window, tile=tile, softcap=softcap, sinks_N=sinks_N,
+    )  # fmt: skip
     return out_TND
 
 
@@ -64,6 +71,13 @@ def test_contexts_of_any_length_and_windows(dtype: torch.dtype, window: int | No
         pages, list(range(6)), window=window, min_item=64, tile=Tile(rows=16, positions=64, warps=4, stages=3)
     )
     assert_near(ours, pages.exact(scale=0.3, window=window))
+
+
+def test_a_sink_is_counted_once_for_a_context_in_parts() -> None:
+    pages = Pages([(1, 300), (1, 40)], dtype=torch.float32, group=2, num_kv_heads=1, dim=32)
+    options: Any = {"softcap": 2.0, "sinks_N": torch.tensor([3.0, -1.0], device=DEVICE)}
+    ours = decode(pages, [0, 1], min_item=64, num_multiprocessors=16, **options)
+    assert_near(ours, pages.exact(scale=0.3, window=None, **options))
 
 
 def test_only_the_named_rows_are_written(dtype: torch.dtype) -> None:

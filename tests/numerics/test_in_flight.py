@@ -89,7 +89,16 @@ class Valueless:
     ) -> torch.Tensor:
         return reference.rope(q_TND, *rotation)
 
-    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_TND: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float = 0.0,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         self.num_attended += 1
         return torch.empty_like(q_TND)
 

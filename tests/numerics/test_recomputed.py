@@ -3,6 +3,8 @@ answer that another worker resumes from its prompt and its tokens has the tokens
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,11 +19,19 @@ from workers.kernels.cpu.build import native
 pytestmark = pytest.mark.skipif(native(torch.bfloat16) is None, reason="no C++ compiler")
 
 
-@pytest.mark.parametrize("window", [None, 5, 64, 100])
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks"), [(None, 0.0, False), (5, 0.0, False), (64, 2.0, True), (100, 0.0, False)]
+)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 64), (3, 3, 96), (8, 2, 128), (12, 1, 32)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_attention_has_the_same_bits_for_a_token_that_decodes(
-    num_heads: int, num_kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    softcap: float,
+    has_sinks: bool,
+    dtype: torch.dtype,
 ) -> None:
     """Every token of a chunk behind a cached prefix, alone and among the others."""
     num_new, num_cached = 90, 70
@@ -34,9 +44,11 @@ def test_attention_has_the_same_bits_for_a_token_that_decodes(
     )
     storage, inputs = filled(layout, ((num_new, num_cached),))
     q_TND = normal(num_new, num_heads, head_dim, dtype=dtype, seed=3)
+    sinks_N = normal(num_heads, dtype=torch.float32, seed=4) if has_sinks else None
+    options: Any = {"scale": head_dim**-0.5, "window": window, "softcap": softcap, "sinks_N": sinks_N}
     backend = cpu_attention(storage)
     backend.begin(inputs)
-    read_TND = backend.attend(0, q_TND, scale=head_dim**-0.5, window=window)
+    read_TND = backend.attend(0, q_TND, **options)
     backend.begin(
         AttentionInputs(
             positions_T=inputs.positions_T,
@@ -52,7 +64,7 @@ def test_attention_has_the_same_bits_for_a_token_that_decodes(
             max_context=num_cached + num_new,
         )
     )
-    decoded_TND = backend.attend(0, q_TND, scale=head_dim**-0.5, window=window)
+    decoded_TND = backend.attend(0, q_TND, **options)
     assert torch.equal(read_TND, decoded_TND)
 
 

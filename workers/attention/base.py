@@ -48,7 +48,20 @@ class AttentionBackend(Protocol):
         stay as they are."""
         ...
 
-    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_TND: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float = 0.0,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Causal attention of each row over its own context in the cache; `window` counts the token itself.
-        Returns [T, N, D] in q's dtype."""
+        Returns [T, N, D] in q's dtype.
+
+        A `softcap` above 0 replaces each score s by softcap * tanh(s / softcap) before the mask (Gemma 2,
+        https://arxiv.org/abs/2408.00118, 2). `sinks_N`, float32, are one more logit for each query head in the softmax,
+        which has no value (gpt-oss)."""
         ...

@@ -64,9 +64,19 @@ class NativeAttention:
     ) -> torch.Tensor:
         return cpu.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *self.caches[layer], self.rows.slots_T)
 
-    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_TND: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float = 0.0,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         step, (k_cache, v_cache) = self.rows, self.caches[layer]
         assert q_TND.dtype == k_cache.dtype, f"queries are {q_TND.dtype}, the cache {k_cache.dtype}"
+        assert sinks_N is None or sinks_N.dtype == torch.float32, f"sinks are {sinks_N.dtype}"
         if not cpu.has_whole_rows(q_TND):
             q_TND = q_TND.contiguous()
         out_TND = cpu.empty_heads(q_TND, q_TND.stride(0))
@@ -80,6 +90,7 @@ class NativeAttention:
             step.query_starts.data_ptr(),
             step.context_lens.data_ptr(),
             step.block_tables_SB.data_ptr(),
+            None if sinks_N is None else sinks_N.data_ptr(),
             step.block_tables_SB.stride(0),
             step.context_lens.shape[0],
             num_heads,
@@ -89,6 +100,7 @@ class NativeAttention:
             window or 0,
             q_TND.stride(0),
             scale,
+            softcap,
             torch.get_num_threads(),
         )
         return out_TND
@@ -127,6 +139,33 @@ class _Plan:
     prefills: tuple[_PrefillRow, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """What `attend` is given for all rows."""
+
+    scale: float
+    softcap: float
+    sinks_N: torch.Tensor | None
+
+    def attend(
+        self,
+        q_KGQD: torch.Tensor,
+        k_KGCD: torch.Tensor,
+        v_KGCD: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        heads: tuple[int, ...],
+    ) -> torch.Tensor:
+        """Of [K, G, Q, D], or [S, K, G, D] where the G queries of a head take the place of tokens. No mask: causal.
+        `heads` is the shape in which the sinks of all heads broadcast to the queries."""
+        if not self.softcap and self.sinks_N is None:
+            return F.scaled_dot_product_attention(
+                q_KGQD, k_KGCD, v_KGCD, attn_mask=mask, is_causal=mask is None, scale=self.scale
+            )
+        sinks = None if self.sinks_N is None else self.sinks_N.view(heads)
+        return reference.attention(q_KGQD, k_KGCD, v_KGCD, mask, scale=self.scale, softcap=self.softcap, sinks_Q=sinks)
+
+
 class TorchAttention:
     """Attention in torch. It runs wherever torch does and is made for CPUs."""
 
@@ -150,20 +189,29 @@ class TorchAttention:
             q_TND, k_TKD, v_TKD, *rotation, *caches, self._inputs.tables[self._group].slots_T
         )
 
-    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_TND: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float = 0.0,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert self._inputs is not None, "attend before begin"
         if window not in self._plans:
             self._plans[window] = self._plan(self._inputs, window)
-        plan = self._plans[window]
+        plan, options = self._plans[window], _Options(scale=scale, softcap=softcap, sinks_N=sinks_N)
         out_TND = torch.empty_like(q_TND)
         for decode in plan.decodes:
-            self._decode(layer, decode, q_TND, out_TND, scale)
+            self._decode(layer, decode, q_TND, out_TND, options)
         for row in plan.prefills:
-            self._prefill(layer, row, q_TND, out_TND, scale)
+            self._prefill(layer, row, q_TND, out_TND, options)
         return out_TND
 
     def _decode(
-        self, layer: int, batch: _DecodeBatch, q_TND: torch.Tensor, out_TND: torch.Tensor, scale: float
+        self, layer: int, batch: _DecodeBatch, q_TND: torch.Tensor, out_TND: torch.Tensor, options: _Options
     ) -> None:
         num_rows = len(batch.tokens_S)
         k_SKCD = self._read(self._storage.keys(layer), batch.pages, num_rows)
@@ -173,24 +221,20 @@ class TorchAttention:
         v_SKCD[rows, :, positions] = 0
         # The G queries of a key/value head take the place of a sequence's tokens: nothing is expanded.
         q_SKGD = q_TND[batch.tokens_S].view(num_rows, self._storage.num_heads, -1, q_TND.shape[-1])
-        out_SKGD = F.scaled_dot_product_attention(q_SKGD, k_SKCD, v_SKCD, attn_mask=batch.mask_S11C, scale=scale)
+        out_SKGD = options.attend(q_SKGD, k_SKCD, v_SKCD, batch.mask_S11C, heads=tuple(q_SKGD.shape[1:3]))
         out_TND[batch.tokens_S] = out_SKGD.reshape(num_rows, *q_TND.shape[1:])
 
-    def _prefill(self, layer: int, row: _PrefillRow, q_TND: torch.Tensor, out_TND: torch.Tensor, scale: float) -> None:
+    def _prefill(
+        self, layer: int, row: _PrefillRow, q_TND: torch.Tensor, out_TND: torch.Tensor, options: _Options
+    ) -> None:
         k_KCD = self._read(self._storage.keys(layer), row.pages, 1)[0, :, : row.num_visible]
         v_KCD = self._read(self._storage.values(layer), row.pages, 1)[0, :, : row.num_visible]
         q_QND = q_TND[row.start : row.stop]
         num_kv_heads, head_dim = self._storage.num_heads, q_TND.shape[-1]
         q_KGQD = q_QND.transpose(0, 1).view(num_kv_heads, -1, row.stop - row.start, head_dim)
         group = q_KGQD.shape[1]
-        out_KGQD = F.scaled_dot_product_attention(
-            q_KGQD,
-            k_KCD.unsqueeze(1).expand(-1, group, -1, -1),
-            v_KCD.unsqueeze(1).expand(-1, group, -1, -1),
-            attn_mask=row.mask_QC,
-            is_causal=row.mask_QC is None,
-            scale=scale,
-        )
+        k_KGCD, v_KGCD = (heads_KCD.unsqueeze(1).expand(-1, group, -1, -1) for heads_KCD in (k_KCD, v_KCD))
+        out_KGQD = options.attend(q_KGQD, k_KGCD, v_KGCD, row.mask_QC, heads=(num_kv_heads, group, 1))
         out_TND[row.start : row.stop] = out_KGQD.flatten(0, 1).transpose(0, 1)
 
     def _read(self, cache: torch.Tensor, pages: torch.Tensor, num_rows: int) -> torch.Tensor:

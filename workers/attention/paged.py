@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,21 +66,31 @@ class PagedAttention:
         caches = self._storage.keys(layer), self._storage.values(layer)
         return rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, self._inputs.tables[self._group].slots_T)
 
-    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_TND: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float = 0.0,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         inputs = self._inputs
         assert inputs is not None, "attend before begin"
         tables_SB = inputs.tables[self._group].block_tables_SB
         keys, values = self._storage.keys(layer), self._storage.values(layer)
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks_N": sinks_N}
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
         if self._rows.decode:
             if window not in self._planned:
                 self._plan_decode(inputs, window)
             plan = self._decode_plans[len(self._rows.decode), window]
-            paged_decode(q_TND, keys, values, out_TND, tables_SB, plan=plan, scale=scale, window=window)
+            paged_decode(q_TND, keys, values, out_TND, tables_SB, plan=plan, **options)
         if self._rows.prefill:
             if self._prefill_plan is None:
                 self._prefill_plan = self._plan_prefill(inputs, q_TND)
-            prefill(q_TND, keys, values, out_TND, tables_SB, plan=self._prefill_plan, scale=scale, window=window)
+            prefill(q_TND, keys, values, out_TND, tables_SB, plan=self._prefill_plan, **options)
         return out_TND
 
     def _plan_decode(self, inputs: AttentionInputs, window: int | None) -> None:

@@ -27,7 +27,16 @@ class ReferenceAttention:
             q_TND, k_TKD, v_TKD, *rotation, *caches, self._inputs.tables[self._group].slots_T
         )
 
-    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_TND: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float = 0.0,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert self._inputs is not None, "attend before begin"
         return reference.paged_attention(
             q_TND,
@@ -38,4 +47,6 @@ class ReferenceAttention:
             block_tables_SB=self._inputs.tables[self._group].block_tables_SB,
             scale=scale,
             window=window,
+            softcap=softcap,
+            sinks_N=sinks_N,
         )

@@ -36,5 +36,14 @@ class WatchedAttention:
         for watcher in self._watchers:
             watcher(layer)
 
-    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
-        return self._backend.attend(layer, q_TND, scale=scale, window=window)
+    def attend(
+        self,
+        layer: int,
+        q_TND: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float = 0.0,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._backend.attend(layer, q_TND, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N)

@@ -13,7 +13,6 @@ of a tile, W items, X items reduced at once, B blocks of a row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from workers.kernels.tile import Tile, accumulate, check_indices, check_paged
+from workers.kernels.tile import SoftmaxOptions, Tile, accumulate, check_indices, check_paged, check_sinks, first_state
 
 _MIN_ITEM = 256
 """The minimum number of positions in an item. Their keys and values (128 KiB for heads of 128 in bfloat16) are 60 times
@@ -49,11 +48,13 @@ def _decode(
     lse_ptr,
     items_ptr,
     tables_ptr,
+    sinks_ptr,
     q_stride,
     out_stride,
     block_stride,
     table_stride,
     scale_log2,
+    cap_scale,
     G: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -62,6 +63,8 @@ def _decode(
     M: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
+    CAPPED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Computes one item for one key/value head. The result of a whole row is written to its token, that of a part to
     the work space, with its log2-sum-exp."""
@@ -75,12 +78,14 @@ def _decode(
     heads_M = head * G + groups_M
     inside_MD = (groups_M < G)[:, None] & (dims_D < DIM)[None, :]
     q_MD = tl.load(q_ptr + token * q_stride + heads_M[:, None] * DIM + dims_D[None, :], mask=inside_MD, other=0.0)
-    max_M = tl.full([M], float("-inf"), tl.float32)
-    sum_M = tl.zeros([M], tl.float32)
+    max_M, sum_M = first_state(sinks_ptr, heads_M, groups_M < G, M, HAS_SINKS)
+    if slot >= 0:  # the reduction has the sink
+        max_M, sum_M = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc_MD = tl.zeros([M, D], tl.float32)
     acc_MD, sum_M, max_M = accumulate(
         acc_MD, sum_M, max_M, q_MD, groups_M, k_ptr, v_ptr, tables_ptr + row.to(tl.int64) * table_stride, head,
-        start, stop, first, block_stride, scale_log2, DIM, BLOCK_SIZE, WINDOW, PRECISION, C, D, True, CAUSAL=False,
+        start, stop, first, block_stride, scale_log2, cap_scale, DIM, BLOCK_SIZE, WINDOW, PRECISION, C, D,
+        MASKED=True, CAUSAL=False, CAPPED=CAPPED,
     )  # fmt: skip
     out_MD = acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]  # no context: zeros
     if slot < 0:
@@ -93,7 +98,10 @@ def _decode(
 
 
 @triton.jit
-def _reduce(partial_ptr, lse_ptr, out_ptr, parts_ptr, out_stride, DIM: tl.constexpr, X: tl.constexpr, D: tl.constexpr):
+def _reduce(
+    partial_ptr, lse_ptr, out_ptr, parts_ptr, sinks_ptr, out_stride,
+    DIM: tl.constexpr, X: tl.constexpr, D: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
     """Reduces one query head of one row. Parts are never empty, so every log2-sum-exp is finite."""
     part_ptr, head, num_heads = parts_ptr + tl.program_id(0) * 3, tl.program_id(1), tl.num_programs(1)
     token, slot = tl.load(part_ptr).to(tl.int64), tl.load(part_ptr + 1).to(tl.int64)
@@ -101,8 +109,8 @@ def _reduce(partial_ptr, lse_ptr, out_ptr, parts_ptr, out_stride, DIM: tl.conste
     if count == 0:
         return
     dims_D = tl.arange(0, D)
-    largest = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
+    one_head = tl.full([1], head, tl.int32)
+    largest, total = first_state(sinks_ptr, one_head, one_head >= 0, 1, HAS_SINKS)
     acc_D = tl.zeros([D], tl.float32)
     for done in range(0, count, X):
         parts_X = done + tl.arange(0, X)
@@ -185,6 +193,8 @@ def paged_decode(
     plan: DecodePlan,
     scale: float,
     window: int | None,
+    softcap: float = 0.0,
+    sinks_N: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Writes the attention of the plan's tokens into `out_TND`. Its other tokens stay unchanged. `window` must be the
@@ -196,7 +206,8 @@ def paged_decode(
     check_indices(items=plan.items_W6, parts=plan.parts_R3)
     assert out_TND.stride()[1:] == q_TND.stride()[1:], f"out has strides {out_TND.stride()}"
     assert window is None or window > 0, f"window is {window}"
-    assert scale > 0, f"scale is {scale}: the running maximum is taken before it is applied"
+    check_sinks(sinks_N, q_TND.shape[1])
+    options = SoftmaxOptions.of(scale, softcap)
     (_, num_heads, dim), num_rows, num_items = q_TND.shape, len(plan.parts_R3), len(plan.items_W6)
     if num_rows == 0:
         return
@@ -214,11 +225,13 @@ def paged_decode(
         lse_WN,
         plan.items_W6,
         block_tables_SB,
+        sinks_N,
         q_TND.stride(0),
         out_TND.stride(0),
         k_cache.stride(0),
         block_tables_SB.stride(0),
-        scale * math.log2(math.e),
+        options.scale_log2,
+        options.cap_scale,
         G=group,
         DIM=dim,
         BLOCK_SIZE=k_cache.shape[2],
@@ -227,8 +240,11 @@ def paged_decode(
         M=tile.rows,
         C=tile.positions,
         D=padded_dim,
+        CAPPED=options.capped,
+        HAS_SINKS=sinks_N is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    sizes = {"DIM": dim, "X": _REDUCED, "D": padded_dim}
-    _reduce[(num_rows, num_heads)](partial_WND, lse_WN, out_TND, plan.parts_R3, out_TND.stride(0), **sizes, num_warps=2)
+    sizes = {"DIM": dim, "X": _REDUCED, "D": padded_dim, "HAS_SINKS": sinks_N is not None}
+    tensors = partial_WND, lse_WN, out_TND, plan.parts_R3, sinks_N
+    _reduce[(num_rows, num_heads)](*tensors, out_TND.stride(0), **sizes, num_warps=2)

@@ -12,7 +12,6 @@ C positions of a tile, W tiles of queries (work items), B blocks of a row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from workers.kernels.tile import Tile, accumulate, check_indices, check_paged
+from workers.kernels.tile import SoftmaxOptions, Tile, accumulate, check_indices, check_paged, check_sinks, first_state
 
 
 @triton.jit
@@ -33,11 +32,13 @@ def _prefill(
     out_ptr,
     work_ptr,
     tables_ptr,
+    sinks_ptr,
     q_stride,
     out_stride,
     block_stride,
     table_stride,
     scale_log2,
+    cap_scale,
     G: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -46,6 +47,8 @@ def _prefill(
     M: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
+    CAPPED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Computes one tile of one row's queries, for the G heads of one key/value head."""
     item_ptr, head = work_ptr + tl.program_id(0) * 4, tl.program_id(1)
@@ -61,8 +64,7 @@ def _prefill(
     q_offsets_MD = (token_M * q_stride + heads_M * DIM)[:, None] + dims_D[None, :]
     q_MD = tl.load(q_ptr + q_offsets_MD, mask=inside_MD, other=0.0)
     queries_M = position + tokens_M
-    max_M = tl.full([M], float("-inf"), tl.float32)
-    sum_M = tl.zeros([M], tl.float32)
+    max_M, sum_M = first_state(sinks_ptr, heads_M, tokens_M < count, M, HAS_SINKS)
     acc_MD = tl.zeros([M, D], tl.float32)
 
     # B lies between the last query's first position and the first query's last, in whole tiles; tiles begin with pages.
@@ -74,15 +76,15 @@ def _prefill(
     if WINDOW:
         acc_MD, sum_M, max_M = accumulate(
             acc_MD, sum_M, max_M, q_MD, queries_M, k_ptr, v_ptr, table_ptr, head, base, full, first, block_stride,
-            scale_log2, DIM, BLOCK_SIZE, WINDOW, PRECISION, C, D, MASKED=True, CAUSAL=True,
+            scale_log2, cap_scale, DIM, BLOCK_SIZE, WINDOW, PRECISION, C, D, MASKED=True, CAUSAL=True, CAPPED=CAPPED,
         )  # fmt: skip
     acc_MD, sum_M, max_M = accumulate(
         acc_MD, sum_M, max_M, q_MD, queries_M, k_ptr, v_ptr, table_ptr, head, full, diagonal, first, block_stride,
-        scale_log2, DIM, BLOCK_SIZE, WINDOW, PRECISION, C, D, MASKED=False, CAUSAL=False,
+        scale_log2, cap_scale, DIM, BLOCK_SIZE, WINDOW, PRECISION, C, D, MASKED=False, CAUSAL=False, CAPPED=CAPPED,
     )  # fmt: skip
     acc_MD, sum_M, max_M = accumulate(
         acc_MD, sum_M, max_M, q_MD, queries_M, k_ptr, v_ptr, table_ptr, head, diagonal, stop, first, block_stride,
-        scale_log2, DIM, BLOCK_SIZE, WINDOW, PRECISION, C, D, MASKED=True, CAUSAL=True,
+        scale_log2, cap_scale, DIM, BLOCK_SIZE, WINDOW, PRECISION, C, D, MASKED=True, CAUSAL=True, CAPPED=CAPPED,
     )  # fmt: skip
     out_MD = acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
     out_offsets_MD = (token_M * out_stride + heads_M * DIM)[:, None] + dims_D[None, :]
@@ -138,6 +140,8 @@ def prefill(
     plan: PrefillPlan,
     scale: float,
     window: int | None,
+    softcap: float = 0.0,
+    sinks_N: torch.Tensor | None = None,
 ) -> None:
     """Writes the attention of the plan's tokens into `out_TND`. Its other tokens stay unchanged. Caches [NB, K, BS, D],
     block tables int32."""
@@ -145,7 +149,8 @@ def prefill(
     assert out_TND.stride()[1:] == q_TND.stride()[1:], f"out has strides {out_TND.stride()}"
     check_indices(work=plan.work_W4)
     assert window is None or window > 0, f"window is {window}"
-    assert scale > 0, f"scale is {scale}: the running maximum is taken before it is applied"
+    check_sinks(sinks_N, q_TND.shape[1])
+    options = SoftmaxOptions.of(scale, softcap)
     dim, tile = q_TND.shape[2], plan.tile
     if len(plan.work_W4) == 0:
         return
@@ -156,11 +161,13 @@ def prefill(
         out_TND,
         plan.work_W4,
         block_tables_SB,
+        sinks_N,
         q_TND.stride(0),
         out_TND.stride(0),
         k_cache.stride(0),
         block_tables_SB.stride(0),
-        scale * math.log2(math.e),
+        options.scale_log2,
+        options.cap_scale,
         G=group,
         DIM=dim,
         BLOCK_SIZE=k_cache.shape[2],
@@ -169,6 +176,8 @@ def prefill(
         M=tile.rows,
         C=tile.positions,
         D=max(16, triton.next_power_of_2(dim)),
+        CAPPED=options.capped,
+        HAS_SINKS=sinks_N is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
         maxnreg=tile.max_registers,

@@ -77,6 +77,8 @@ def paged_attention(
     block_tables_SB: torch.Tensor,
     scale: float,
     window: int | None,
+    softcap: float = 0.0,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed rows over their pages, token by token and head by head in float64.
 
@@ -95,9 +97,45 @@ def paged_attention(
             for head in range(num_heads):
                 keys_CD = torch.stack([k_cache[block, head // group, offset] for block, offset in pages]).double()
                 values_CD = torch.stack([v_cache[block, head // group, offset] for block, offset in pages]).double()
-                weights_C = torch.softmax(keys_CD @ q_TND[token, head].double() * scale, dim=0)
-                out_TND[token, head] = weights_C @ values_CD
+                scores_C = capped(keys_CD @ q_TND[token, head].double() * scale, softcap)
+                sink = None if sinks_N is None else sinks_N[head]
+                out_TND[token, head] = softmax(scores_C, sink) @ values_CD
     return out_TND
+
+
+def capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    """softcap * tanh(scores / softcap); 0 leaves them as they are."""
+    return torch.tanh(scores / softcap) * softcap if softcap else scores
+
+
+def softmax(scores_QC: torch.Tensor, sinks_Q: torch.Tensor | None) -> torch.Tensor:
+    """Weights of logits [..., Q, C]. Sinks, which broadcast to [..., Q], are one more logit of each query, dropped
+    from the result."""
+    if sinks_Q is None:
+        return scores_QC.softmax(-1)
+    sinks_Q1 = sinks_Q.to(scores_QC.dtype).expand(scores_QC.shape[:-1]).unsqueeze(-1)
+    return torch.cat((scores_QC, sinks_Q1), dim=-1).softmax(-1)[..., :-1]
+
+
+def attention(
+    q_QD: torch.Tensor,
+    k_CD: torch.Tensor,
+    v_CD: torch.Tensor,
+    visible_QC: torch.Tensor | None,
+    *,
+    scale: float,
+    softcap: float,
+    sinks_Q: torch.Tensor | None,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` with the options of `workers.attention.base`, in float32. Further dimensions
+    broadcast. Without `visible_QC` a query sees the keys up to its own, which are the last Q. Returns q's dtype."""
+    scores_QC = capped((q_QD.float() @ k_CD.float().mT) * scale, softcap)
+    if visible_QC is None:
+        num_queries, num_keys = scores_QC.shape[-2:]
+        visible_QC = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_QD.device)
+        visible_QC = visible_QC.tril(num_keys - num_queries)
+    weights_QC = softmax(scores_QC.masked_fill(~visible_QC, float("-inf")), sinks_Q)
+    return (weights_QC @ v_CD.float()).to(q_QD.dtype)
 
 
 def embed(token_ids_T: torch.Tensor, table_SE: torch.Tensor, start: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ Legend: M query rows of a tile, C positions of a tile, D head dim, S rows, B blo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -39,10 +40,27 @@ def _softmax_step(scores_MC, scale_log2, max_M, sum_M, acc_MD):
 
 
 @triton.jit
+def capped(scores_MC, cap_scale):
+    """Hyperbolic tangents of the scores, which are then scaled by the cap alone. `cap_scale` is scale / cap."""
+    return 1.0 - 2.0 / (tl.exp(2.0 * cap_scale * scores_MC) + 1.0)
+
+
+@triton.jit
+def first_state(sinks_ptr, heads_M, inside_M, M: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """(maximum, sum) of a softmax before its first position: a sink is a logit without a value."""
+    max_M = tl.full([M], float("-inf"), tl.float32)
+    sum_M = tl.zeros([M], tl.float32)
+    if HAS_SINKS:
+        max_M = tl.load(sinks_ptr + heads_M, mask=inside_M, other=0.0) * 1.4426950408889634
+        sum_M = tl.full([M], 1.0, tl.float32)
+    return max_M, sum_M
+
+
+@triton.jit
 def accumulate(
     acc_MD, sum_M, max_M, q_MD, queries_M, k_ptr, v_ptr, table_ptr, head, start, stop, first, block_stride, scale_log2,
-    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    C: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    cap_scale, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Attention to positions [start, stop) of one row, in tiles from `start` on. Returns (result, sum, maximum).
 
@@ -69,6 +87,8 @@ def accumulate(
         offsets_CD = (block_C.to(tl.int64) * block_stride + in_block_C)[:, None] + tl.arange(0, D)[None, :]
         k_CD = tl.load(k_ptr + offsets_CD, mask=inside_CD, other=0.0)
         scores_MC = tl.dot(q_MD, tl.trans(k_CD), input_precision=PRECISION)
+        if CAPPED:
+            scores_MC = capped(scores_MC, cap_scale)
         if MASKED:
             seen_MC = loaded_C[None, :]
             if CAUSAL:
@@ -98,6 +118,30 @@ def check_paged(
     assert block_tables_SB.dtype == torch.int32, f"block tables are {block_tables_SB.dtype}"
     assert block_tables_SB.stride(1) == 1, f"block tables have strides {block_tables_SB.stride()}"
     return num_heads // num_kv_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftmaxOptions:
+    """The arguments of both attention kernels for `workers.attention.base`'s scale, soft cap and sinks."""
+
+    scale_log2: float  # of the dot products, or of what `capped` makes of them
+    cap_scale: float
+    capped: bool
+
+    @classmethod
+    def of(cls, scale: float, softcap: float) -> SoftmaxOptions:
+        assert scale > 0, f"scale is {scale}: the running maximum is taken before it is applied"
+        assert softcap >= 0, f"soft cap is {softcap}"
+        if softcap == 0:
+            return cls(scale_log2=scale * math.log2(math.e), cap_scale=1.0, capped=False)
+        return cls(scale_log2=softcap * math.log2(math.e), cap_scale=scale / softcap, capped=True)
+
+
+def check_sinks(sinks_N: torch.Tensor | None, num_heads: int) -> None:
+    if sinks_N is not None:
+        assert sinks_N.shape == (num_heads,), f"sinks are {tuple(sinks_N.shape)} of {num_heads} heads"
+        assert sinks_N.dtype == torch.float32, f"sinks are {sinks_N.dtype}"
+        assert sinks_N.is_contiguous(), f"sinks have strides {sinks_N.stride()}"
 
 
 def check_indices(**indices: torch.Tensor) -> None:

@@ -48,7 +48,16 @@ class WholeSequences:
         self._keys_values = reference.rope(k_TKD, *rotation), v_TKD
         return reference.rope(q_TND, *rotation)
 
-    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_TND: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float = 0.0,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert self._inputs is not None, "attend before begin"
         assert self._keys_values is not None, "attend before write"
         k_TKD, v_TKD = self._keys_values
@@ -57,7 +66,12 @@ class WholeSequences:
             q, k, v = (heads[first:last].transpose(0, 1).unsqueeze(0) for heads in (q_TND, k_TKD, v_TKD))
             distance = torch.arange(last - first).unsqueeze(1) - torch.arange(last - first)
             visible = (distance >= 0) & (distance < (window or last))
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+            if softcap or sinks_N is not None:
+                k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
+                sinks = None if sinks_N is None else sinks_N.unsqueeze(1)
+                out = reference.attention(q, k, v, visible, scale=scale, softcap=softcap, sinks_Q=sinks)
+            else:
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
             outputs.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(outputs)
 

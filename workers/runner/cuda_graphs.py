@@ -151,5 +151,14 @@ class _Begun:
     ) -> torch.Tensor:
         return self._attention.write(layer, q_TND, k_TKD, v_TKD, rotation)
 
-    def attend(self, layer: int, q_TND: torch.Tensor, *, scale: float, window: int | None) -> torch.Tensor:
-        return self._attention.attend(layer, q_TND, scale=scale, window=window)
+    def attend(
+        self,
+        layer: int,
+        q_TND: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float = 0.0,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._attention.attend(layer, q_TND, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N)

@@ -258,8 +258,8 @@ class Worker {
         for (int row = 0; row < num_rows; row++)
             Operands::lay_row(q + tile.place(shape_, row / group, row % group), queries_.data() + row * depth_, head_dim_);
         std::fill_n(sums_.begin(), num_rows * width_, 0.0f);
-        std::fill_n(best_.begin(), num_rows, -infinity);
-        std::fill_n(total_.begin(), num_rows, 0.0f);
+        for (int row = 0; row < num_rows; row++) best_[row] = shape_.first_best(tile.kv_head * group + row % group);
+        std::fill_n(total_.begin(), num_rows, shape_.first_total());
         int64_t start = tile.first_key(shape_) / chunk * chunk;
         for (Places<T> here(shape_, tile, 0, start, k_cache, v_cache); start < tile.stop(); start += chunk) {
             const Places<T> next(shape_, tile, 0, start + chunk, k_cache, v_cache);
@@ -304,7 +304,8 @@ class Worker {
     // Scores [first, last) of a row become weights relative to the best score so far, the others 0.
     void weigh(int row, int first, int last) {
         float* scores = scores_.data() + row * chunk;
-        const float to_log2 = shape_.scale * log2e;
+        const float to_log2 = shape_.to_log2();
+        if (shape_.softcap != 0.0f) cap(scores);
         if (first > 0 || last < chunk)
             for (int i = 0; i < chunk; i++) scores[i] = i >= first && i < last ? scores[i] : -infinity;
         Vector best_lanes = load(scores);
@@ -320,6 +321,13 @@ class Worker {
         total_[row] = total_[row] * factors_[row] + sum;
         best_[row] = best;
         Operands::lay_row(scores, weights_.data() + row * chunk / Operands::per_unit, chunk);
+    }
+
+    // Scores become hyperbolic tangents of the scaled ones over the cap, which is then their scale.
+    void cap(float* scores) const {
+        const float factor = 2.0f * log2e * shape_.scale / shape_.softcap;
+#pragma omp simd
+        for (int i = 0; i < chunk; i++) scores[i] = 1.0f - 2.0f / (power_of_two(scores[i] * factor) + 1.0f);
     }
 
     const Shape& shape_;
@@ -346,11 +354,11 @@ void attend(const T* q, const T* k_cache, const T* v_cache, T* out, const Batch&
 #define FOR_DTYPE(T, SUFFIX)                                                                                          \
     extern "C" void attend_##SUFFIX(const T* q, const T* k_cache, const T* v_cache, T* out,                           \
                                     const int64_t* query_starts, const int64_t* context_lens, const int32_t* tables,  \
-                                    int64_t table_stride, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,  \
-                                    int64_t head_dim, int64_t block_size, int64_t window, int64_t token_stride,       \
-                                    float scale, int num_threads) {                                                   \
+                                    const float* sinks, int64_t table_stride, int64_t num_rows, int64_t num_heads,    \
+                                    int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t window,       \
+                                    int64_t token_stride, float scale, float softcap, int num_threads) {              \
         attend(q, k_cache, v_cache, out, {query_starts, context_lens, tables, table_stride, num_rows},                \
-               {num_heads, num_kv_heads, head_dim, block_size, window, token_stride, scale}, num_threads);            \
+               {num_heads, num_kv_heads, head_dim, block_size, window, token_stride, scale, softcap, sinks}, num_threads);\
     }
 
 FOR_DTYPE(float, float32)

@@ -17,7 +17,16 @@ constexpr float infinity = std::numeric_limits<float>::infinity();
 struct Shape {
     int64_t num_heads, num_kv_heads, head_dim, block_size, window;  // window 0: none
     int64_t token_stride;  // elements from one token's queries to the next one's, and from output to output
-    float scale;
+    float scale, softcap;        // softcap 0: none
+    const float* sinks;          // one more logit of each head's softmax, or null
+
+    // The natural logarithm's units of a score, and those of its binary one.
+    float to_log2() const { return (softcap == 0.0f ? scale : softcap) * log2e; }
+
+    // The state of an online softmax before the first key. A sink is a logit without a value: it stands for the best score
+    // so far, whose weight is 1.
+    float first_best(int64_t head) const { return sinks == nullptr ? -infinity : sinks[head] * log2e; }
+    float first_total() const { return sinks == nullptr ? 0.0f : 1.0f; }
 
     int64_t group() const { return num_heads / num_kv_heads; }
     int64_t first_visible(int64_t position) const {

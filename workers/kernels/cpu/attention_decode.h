@@ -92,6 +92,8 @@ class Decoder {
                     for (int64_t head = 0; head < heads; head++)
                         score(here.keys[nth] + head * apart_, here.values[nth] + head * apart_, head, nth);
             tiles::fence();
+            if (shape_.softcap != 0.0f)
+                for (int64_t lane = 0; lane < lanes_; lane += 16) tiles::cap(scores_ + lane, lanes_, shape_);
             if (from > 0 || to < chunk) hide(from, to);
             weigh(heads);
             for (int step = 0; step < chunk / tiles::depth; step++)
@@ -116,7 +118,10 @@ class Decoder {
             }
         std::fill_n(scores_, lanes_ * chunk, 0.0f);
         std::fill_n(best_, lanes_, -infinity);
-        std::fill_n(total_, lanes_, 0.0f);
+        for (int64_t head = 0; head < heads; head++)
+            for (int member = 0; member < group_; member++)
+                best_[head * width_ + member] = shape_.first_best((tile.kv_head + head) * group_ + member);
+        std::fill_n(total_, lanes_, shape_.first_total());
         std::fill_n(sums_, heads * width_ * shape_.head_dim, 0.0f);
         tiles::fence();
     }
@@ -152,7 +157,7 @@ class Decoder {
                     _mm512_store_si512(weights_ + (lane + i) * chunk + pair / 16 * tiles::depth, pairs[i]);
             };
             const __m512 factor =
-                tiles::weigh(scores_ + lane, lanes_, shape_.scale, best_ + lane, total_ + lane, put, [] {});
+                tiles::weigh(scores_ + lane, lanes_, shape_, best_ + lane, total_ + lane, put, [] {});
             _mm512_store_ps(factors_ + lane, factor);
             if (_mm512_cmp_ps_mask(factor, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ))
                 for (int64_t i = lane; i < std::min(lane + 16, heads * width_); i++)

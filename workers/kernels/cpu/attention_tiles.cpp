@@ -108,13 +108,14 @@ class Worker {
                 for (int64_t member = 0; member < group; member++, row++) {
                     places[row] = tile.place(shape_, token, head * group + member);
                     positions[row] = tile.position + token;
+                    best_[head * of_head + row] = shape_.first_best((tile.kv_head + head) * group + member);
                 }
             std::fill(positions + num_rows, positions + of_head, tile.stop() - 1);
+            std::fill(best_ + head * of_head + num_rows, best_ + (head + 1) * of_head, -infinity);
             for (int64_t block = 0; block < num_blocks; block++)
                 lay_queries(q, head * num_blocks + block, std::min<int64_t>(columns, num_rows - block * columns));
         }
-        std::fill_n(best_, all, -infinity);
-        std::fill_n(total_, all, 0.0f);
+        std::fill_n(total_, all, shape_.first_total());
         std::fill_n(sums_, all * shape_.head_dim, 0.0f);
     }
 
@@ -162,6 +163,7 @@ class Worker {
         const int64_t first = positions_[block * columns], last = positions_[(block + 1) * columns - 1];
         if (start > last || start + chunk <= shape_.first_visible(first)) return;
         score(block);
+        if (shape_.softcap != 0.0f) tiles::cap(scores_, columns, shape_);
         if (start + chunk - 1 > first || start < shape_.first_visible(last)) hide(start, num_keys, block);
         const __m512 factor = weigh(block, fetch);
         float* sums = sums_ + block * columns * shape_.head_dim;
@@ -220,7 +222,7 @@ class Worker {
         const auto put = [&](int pair, __m512 even, __m512 odd) {
             _mm512_store_si512(weights_ + pair * 2 * columns, tiles::in_pairs(even, odd));
         };
-        return tiles::weigh(scores_, columns, shape_.scale, best_ + block * columns, total_ + block * columns, put,
+        return tiles::weigh(scores_, columns, shape_, best_ + block * columns, total_ + block * columns, put,
                             [&] { fetch.some(); });
     }
 
@@ -299,11 +301,11 @@ void attend(const bfloat16* q, const bfloat16* k_cache, const bfloat16* v_cache,
 // As attend_bfloat16 of attention.cpp, for head sizes that are multiples of 32.
 extern "C" void attend_tiles(const bfloat16* q, const bfloat16* k_cache, const bfloat16* v_cache, bfloat16* out,
                              const int64_t* query_starts, const int64_t* context_lens, const int32_t* tables,
-                             int64_t table_stride, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,
-                             int64_t head_dim, int64_t block_size, int64_t window, int64_t token_stride,
-                             float scale, int num_threads) {
+                             const float* sinks, int64_t table_stride, int64_t num_rows, int64_t num_heads,
+                             int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t window,
+                             int64_t token_stride, float scale, float softcap, int num_threads) {
 #ifdef HAS_TILES
     attend(q, k_cache, v_cache, out, {query_starts, context_lens, tables, table_stride, num_rows},
-           {num_heads, num_kv_heads, head_dim, block_size, window, token_stride, scale}, num_threads);
+           {num_heads, num_kv_heads, head_dim, block_size, window, token_stride, scale, softcap, sinks}, num_threads);
 #endif
 }

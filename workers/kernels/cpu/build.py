@@ -45,7 +45,7 @@ _ARGUMENTS = {
     "add_rms_norm": (*[_P] * 5, *[_N] * 3, _F, _I),
     "silu_mul": (*[_P] * 2, *[_N] * 3, _I),
     "rope_kv_write": (*[_P] * 3, *[_N] * 4, *[_P] * 6, *[_N] * 5, _I),
-    "attend": (*[_P] * 7, *[_N] * 8, _F, _I),
+    "attend": (*[_P] * 8, *[_N] * 8, *[_F] * 2, _I),
     "pack_panels": (*[_P] * 3, *[_N] * 2, _I),
     "multiply_panels": (*[_P] * 3, *[_N] * 3, _I),
     "multiply_quantised": (*[_P] * 3, *[_N] * 3, _I),

@@ -38,8 +38,8 @@ OF_DTYPE(float, float32)
 OF_DTYPE(bfloat16, bfloat16)
 
 template <typename T>
-using Attend = void(const T*, const T*, const T*, T*, const int64_t*, const int64_t*, const int32_t*, int64_t, int64_t,
-                    int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
+using Attend = void(const T*, const T*, const T*, T*, const int64_t*, const int64_t*, const int32_t*, const float*, int64_t,
+                    int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, int);
 
 // Of a layer: the fields of `_Layer` in layers.py. Norms of heads are null where a model has none.
 template <typename T>
@@ -116,8 +116,8 @@ class Stack {
     void attend(const Layer<T>& layer) {
         step_.attend(
             step_.turned, layer.k_cache, layer.v_cache, step_.attended, step_.query_starts, step_.context_lens,
-            step_.tables, step_.table_stride, step_.num_rows, step_.num_heads, step_.num_kv_heads, step_.head_dim,
-            step_.block_size, layer.window, step_.heads_stride, step_.scale, num_threads());
+            step_.tables, nullptr, step_.table_stride, step_.num_rows, step_.num_heads, step_.num_kv_heads, step_.head_dim,
+            step_.block_size, layer.window, step_.heads_stride, step_.scale, 0.0f, num_threads());
     }
 
     void gate(const Product& by) {
