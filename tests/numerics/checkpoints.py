@@ -41,6 +41,40 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
         transformers.Qwen3MoeForCausalLM,
         {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
     ),
+    "gemma2": (
+        transformers.Gemma2Config,
+        transformers.Gemma2ForCausalLM,
+        {"head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": 5, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        transformers.Gemma3ForCausalLM,
+        {"head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": 5, "sliding_window_pattern": 2},
+    ),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, {"sliding_window": 24}),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM, {}),
+    "granite": (
+        transformers.GraniteConfig,
+        transformers.GraniteForCausalLM,
+        {
+            "attention_multiplier": 0.03,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.22,
+        },
+    ),
+    "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM, {"head_dim": 24}),
+    "smollm3": (
+        transformers.SmolLM3Config,
+        transformers.SmolLM3ForCausalLM,
+        {"num_hidden_layers": 3, "no_rope_layer_interval": 2},
+    ),
+    "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM, {}),
+    "cohere2": (
+        transformers.Cohere2Config,
+        transformers.Cohere2ForCausalLM,
+        {"sliding_window": 5, "sliding_window_pattern": 2},
+    ),
 }
 
 

@@ -46,6 +46,51 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 9},
     ),
+    "gemma3": ("gemma3", {}),
+    "gemma3-scaled": (
+        "gemma3",
+        {
+            "num_hidden_layers": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "phi3": ("phi3", {}),
+    "phi3-partial-longrope": (
+        "phi3",
+        {
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
+                "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-biased": ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+    "granite": ("granite", {}),
+    "granite-biased": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "glm4": ("glm4", {}),
+    "glm4-all-turn": ("glm4", {"partial_rotary_factor": 1.0, "attention_bias": False}),
+    "smollm3": ("smollm3", {}),
+    "smollm3-windowed": (
+        "smollm3",
+        {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 9, "mlp_bias": True},
+    ),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2-windowed": ("starcoder2", {"sliding_window": 5, "use_bias": False, "tie_word_embeddings": False}),
+    "cohere2": ("cohere2", {}),
+    "cohere2-biased": ("cohere2", {"attention_bias": True, "num_hidden_layers": 3, "tie_word_embeddings": False}),
 }
 
 

@@ -5,10 +5,25 @@ from __future__ import annotations
 from protos.errors import UnsupportedModel
 from protos.model_files.fields import Fields
 from workers.models.families.base import Family
-from workers.models.families.dense import llama, mistral, qwen2, qwen3
+from workers.models.families.dense import (
+    cohere2,
+    gemma3,
+    glm4,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+    starcoder2,
+)  # fmt: skip
 from workers.models.families.mixtures import mixtral, qwen2_moe, qwen3_moe
 
-_DENSE = (llama, mistral, qwen2, qwen3)
+_DENSE = (
+    llama, mistral, qwen2, qwen3, gemma3, phi3, olmo2, granite, glm4, smollm3, starcoder2, cohere2,
+)  # fmt: skip
 _MIXTURES = (mixtral, qwen2_moe, qwen3_moe)
 FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in (*_DENSE, *_MIXTURES))
 BY_NAME = {family.name: family for family in FAMILIES}

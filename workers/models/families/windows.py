@@ -29,15 +29,34 @@ def one_window(config: Fields, num_layers: int) -> Windows:
 def windows_by_layer(config: Fields, num_layers: int) -> Windows:
     """`layer_types` names them, else they are those from `max_window_layers` on, if `use_sliding_window` is true."""
     window = config.integer_or("sliding_window", 4096) if config.flag("use_sliding_window") else None
-    types = config.texts("layer_types")
+    types = _layer_types(config, num_layers)
     if not types:
         first = config.integer_or("max_window_layers", 28, minimum=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    if len(types) != num_layers:
+    if window is None and "sliding_attention" in types:
+        raise BadCheckpoint(f"{config.where}: layer_types has sliding layers, use_sliding_window is not true")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def windows_by_pattern(config: Fields, num_layers: int) -> Windows:
+    """`layer_types` names them, else each `sliding_window_pattern`-th layer sees everything and the others have the
+    window."""
+    window = config.integer_or("sliding_window", None)
+    types = _layer_types(config, num_layers)
+    if types:
+        if window is None and "sliding_attention" in types:
+            raise BadCheckpoint(f"{config.where}: layer_types has sliding layers, sliding_window is missing")
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    pattern = config.integer("sliding_window_pattern")
+    return tuple(window if (layer + 1) % pattern else None for layer in range(num_layers))
+
+
+def _layer_types(config: Fields, num_layers: int) -> tuple[str, ...]:
+    """As config.json has them, () where it has none."""
+    types = config.texts("layer_types")
+    if types and len(types) != num_layers:
         raise BadCheckpoint(f"{config.where}: layer_types has {len(types)} entries for {num_layers} layers")
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
             raise UnsupportedModel(f"{config.where}: layer type {kind!r} is not supported", param="layer_types")
-        if kind == "sliding_attention" and window is None:
-            raise BadCheckpoint(f"{config.where}: layer_types has sliding layers, use_sliding_window is not true")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return types
