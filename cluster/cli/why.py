@@ -15,7 +15,7 @@ from rich.text import Text
 
 from cluster.cli.admin_client import DEFAULT_URL, AdminKey, open_client, request_json
 from cluster.cli.tables import Sheet
-from router.policies.base import cost_figure, cost_unit
+from router.policies.base import cost_figure, shown_unit
 
 PIPED_COLUMNS = 160
 RECENT = 20
@@ -142,7 +142,7 @@ def _costs(choice: View) -> Sheet:
     """Every candidate's total and terms, in one table for prefill and one for decode."""
     names = list(dict.fromkeys(name for one in choice["scores"] for name in _terms(one)))
     cached = {one["worker_id"]: _cached(one) for one in choice["candidates"]}
-    named, scale = cost_unit(choice["policy"])
+    named, scale = shown_unit(choice["cost_unit"])
     unit = f" ({named})" if named else ""
     table = _table("", "worker", f"total{unit}", "role", "cached", *(f"{name}{unit}" for name in names))
     chosen = (choice["prefill"], choice["decode"])

@@ -202,12 +202,12 @@
     return `${one.policy} would have taken ${way}: first token ${difference_s < 0 ? "-" : "+"}${seconds(Math.abs(difference_s))}`;
   }
 
-  // A table for each role, whose costs differ. What the policy `slo` weighs are seconds, what others weigh has no unit.
+  // A table for each role, whose costs differ. Costs are seconds, or have no unit.
   function decision(choice) {
     const scores = choice.scores.map((one) => ({ ...one, terms: Object.fromEntries(Object.entries(one.terms)
       .map(([name, cost]) => [name.startsWith("prefill by ") ? "prefill" : name, cost])) }));
     const cached = new Map(choice.candidates.map((one) => [one.worker_id, onHost(one.num_cached_tokens, one.num_host_tokens)]));
-    const [unit, scale] = choice.policy === "slo" ? [" (ms)", 1000] : ["", 1];
+    const [unit, scale] = choice.cost_unit === "s" ? [" (ms)", 1000] : ["", 1];
     const figure = (cost) => (Math.abs(cost) >= 999.5 ? count(cost) : Math.abs(cost) < 0.0005 ? "0" : String(Number(cost.toPrecision(3))));
     const cell = (cost) => (cost === undefined ? "" : figure(scale * cost));
     const costs = (role) => {

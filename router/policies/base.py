@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from protos.value import Value
 from protos.values import WorkerRole
@@ -61,15 +62,19 @@ class SingleWorkerReason(StrEnum):
     SHORT_REMAINDER = "short remainder"
 
 
+CostUnit = Literal["", "s"]
+
+
 class Decision(Value, frozen=True, kw_only=True):
     """`prefill` is None when the worker `decode` computes the prompt itself, for the reason `single_worker`. `scores`
     lists prefill workers before decode workers; of a large pool it keeps only the lowest scores and the chosen
-    worker's."""
+    worker's. `cost_unit` is that of the scores, which not all policies have."""
 
     policy: str
     prefill: str | None
     decode: str
     single_worker: SingleWorkerReason | None = None
+    cost_unit: CostUnit = ""
     scores: Sequence[Score] = ()
 
 
@@ -77,10 +82,9 @@ Policy = Callable[[RequestView, CandidateTable], Decision]
 """Chooses workers from all pools. A policy is pure and gets at least one candidate."""
 
 
-def cost_unit(policy: str) -> tuple[str, float]:
-    """The unit in which a policy's costs are shown, and the factor from the policy's costs to it. `slo` weighs seconds;
-    the costs of other policies have no unit."""
-    return ("ms", 1000.0) if policy == "slo" else ("", 1.0)
+def shown_unit(unit: CostUnit) -> tuple[str, float]:
+    """The unit in which costs are shown, and the factor to it."""
+    return ("ms", 1000.0) if unit == "s" else ("", 1.0)
 
 
 def cost_figure(cost: float) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 
 from protos.values import WorkerRole
 from router.config import RouterConfig
-from router.policies.base import Decision, Policy, RequestView, SingleWorkerReason
+from router.policies.base import CostUnit, Decision, Policy, RequestView, SingleWorkerReason
 from router.policies.costs import num_uncached
 from router.policies.scores import CostBreakdown, PoolScores, Rank, cheapest, scored_workers
 from router.policies.table import Bools, CandidateTable, Floats, LaneLatencies, Places
@@ -70,9 +70,10 @@ def pair(
     short: ShortRemainder,
     transfer: TransferCost | None = None,
     tolerance: float = 0.0,
+    unit: CostUnit = "",
 ) -> Policy:
     """Builds the policy called `name` from a rank of prefill workers and a rank of decode workers. The costs of both
-    are in the same unit, so that they can be added. Costs that differ by less than the share `tolerance` are equal."""
+    are in `unit`, so that they can be added. Costs that differ by less than the share `tolerance` are equal."""
 
     def decide(view: RequestView, candidates: CandidateTable) -> Decision:
         return without_choice(view, candidates) or weigh(view, candidates)
@@ -93,6 +94,7 @@ def pair(
             prefill=None if single else prefill_ids[0],
             decode=worker_id,
             single_worker=_reason(role, has_prefill=bool(prefill_ids)) if single else None,
+            cost_unit=unit,
             scores=CostBreakdown(lambda: _parts(weigh(seen, candidates))),
         )
 
@@ -124,6 +126,7 @@ def pair(
             single_worker=_reason(pool.workers.roles[place], has_prefill=len(prefill_pool) > 0)
             if single[place]
             else None,
+            cost_unit=unit,
             scores=CostBreakdown(lambda: _kept_scores(decoding, totals, chosen, place)),
         )
 

@@ -58,6 +58,7 @@ def slo(config: RouterConfig) -> Policy:
         short=ShortRemainder.of(config),
         transfer=transfer_s,
         tolerance=TOLERANCE,
+        unit="s",
     )
 
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from protos.chain import Chain
 from protos.values import BLOCK_HASH_BYTES, BlockHash, BlockRemoved, Cleared, KVEvent, Tier
-from router.policies.base import cost_figure, cost_unit
+from router.policies.base import cost_figure, shown_unit
 from router.traces.request_trace import DecisionRecord, RequestTrace, RequestTraces
 
 MAX_LOSSES = 2**18  # blocks, of all workers together
@@ -204,7 +204,7 @@ def _elsewhere(choice: DecisionRecord, found: int) -> Iterator[MissReason]:
     best = max(others, key=lambda one: one.num_cached_tokens)
     costs = {scored.worker_id: scored.total for scored in choice.decision.scores}
     had, got = costs.get(best.worker_id), costs.get(prefill_worker.worker_id)
-    unit, scale = cost_unit(choice.decision.policy)
+    unit, scale = shown_unit(choice.decision.cost_unit)
     cost = ""
     if had is not None and got is not None:
         theirs, ours = (f"{cost_figure(scale * total)} {unit}".rstrip() for total in (had, got))

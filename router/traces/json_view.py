@@ -85,6 +85,7 @@ def _choice(record: RequestTrace, choice: DecisionRecord) -> View:
         "prefill": decision.prefill,
         "decode": decision.decode,
         "single_worker": decision.single_worker,
+        "cost_unit": decision.cost_unit,
         "expected": choice.estimate,
         "scores": [
             {"worker_id": one.worker_id, "role": one.role, "total": one.total, "terms": dict(one.terms)}

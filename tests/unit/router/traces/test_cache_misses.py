@@ -50,6 +50,7 @@ class Past:
         )
         decision = Decision(
             policy="slo",
+            cost_unit="s",
             prefill=None,
             decode=by,
             scores=tuple(Score(worker_id=one, role=WorkerRole.COLOCATED, total=1.0) for one in workers),
