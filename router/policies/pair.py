@@ -61,6 +61,11 @@ class _PrefillChoice:
     cost: Floats
     transfer: Floats | None = None
 
+    def worker_id(self, place: int) -> str | None:
+        """The prefill worker for the decode worker at `place`; None where that one computes the prompt itself."""
+        by = int(self.place[place])
+        return self.scores.workers.worker_ids[by] if self.scores is not None and by >= 0 else None
+
 
 def pair(
     name: str,
@@ -118,14 +123,12 @@ def pair(
         costs = decoding.totals if chosen.transfer is None else decoding.totals + _or_zero(chosen.transfer)
         totals = costs + chosen.cost
         place = cheapest(_evened(totals, chosen.cost, tolerance), view, among=pool if tolerance else None)
-        by = int(chosen.place[place])
+        reason = _reason(pool.workers.roles[place], has_prefill=len(prefill_pool) > 0) if single[place] else None
         return Decision(
             policy=name,
-            prefill=chosen.scores.workers.worker_ids[by] if chosen.scores is not None and by >= 0 else None,
+            prefill=chosen.worker_id(place),
             decode=pool.workers.worker_ids[place],
-            single_worker=_reason(pool.workers.roles[place], has_prefill=len(prefill_pool) > 0)
-            if single[place]
-            else None,
+            single_worker=reason,
             cost_unit=unit,
             scores=CostBreakdown(lambda: _kept_scores(decoding, totals, chosen, place)),
         )

@@ -1,6 +1,8 @@
 """Compiles every kernel as its launcher would, for a GPU that need not be there, and says what each costs.
 
-    python -m tests.kernels.compiled 90 bfloat16    one JSON line a kernel; the compute capability without its point
+    python -m tests.kernels.compiled 90 bfloat16 [LAUNCH ...]
+
+prints one JSON line a kernel, of all launches or of those named; 90 is the compute capability without its point.
 
 Run without TRITON_INTERPRET. Nothing is launched: a stand-in for the driver names the target.
 """
@@ -45,7 +47,7 @@ class _NamesTarget:
         return 0
 
 
-def compile_all(capability: int, dtypes: Sequence[str]) -> Iterator[dict[str, Any]]:
+def compile_all(capability: int, dtype: str, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     triton.runtime.driver.set_active(_NamesTarget(capability))
     kernels: list[Any] = []
     run = JITFunction.run
@@ -54,12 +56,11 @@ def compile_all(capability: int, dtypes: Sequence[str]) -> Iterator[dict[str, An
         kernels.append(run(self, *args, **{**options, "warmup": True}))
 
     JITFunction.run = compile_only
-    for name, launch in LAUNCHES.items():
-        for dtype in dtypes:
-            kernels.clear()
-            launch(getattr(torch, dtype))
-            for kernel in kernels:
-                yield {"launch": name, "dtype": dtype, **_cost(kernel)}
+    for name in names or LAUNCHES:
+        kernels.clear()
+        LAUNCHES[name](getattr(torch, dtype))
+        for kernel in kernels:
+            yield {"launch": name, "dtype": dtype, **_cost(kernel)}
 
 
 def _loop_length(code: str) -> int:
@@ -100,5 +101,5 @@ def _cost(kernel: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for cost in compile_all(int(sys.argv[1]), sys.argv[2:]):
+    for cost in compile_all(int(sys.argv[1]), sys.argv[2], sys.argv[3:]):
         print(json.dumps(cost))

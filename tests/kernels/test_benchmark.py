@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
 
 from tests.kernels.conftest import ON_GPU
 
@@ -16,18 +19,21 @@ pytestmark = pytest.mark.timeout(
 )  # interpreted kernels: a quarter of a minute on an idle machine, more on a busy one
 
 
-def run(config: pytest.Config, *program: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *program]
-    return subprocess.run(command, cwd=config.rootpath, capture_output=True, text=True, check=False)
+def run(name: str, *options: str) -> Result:
+    """In this process: importing torch takes as long as a dry run."""
+    app = typer.Typer()
+    app.command()(import_module(f"benchmarks.gpu.{name}").main)
+    with torch.no_grad():
+        return CliRunner().invoke(app, options)
 
 
 @pytest.mark.parametrize("name", ["kernels", "engine", "quantised"])
-def test_a_dry_run_goes_all_the_way(name: str, pytestconfig: pytest.Config, tmp_path: Path) -> None:
+def test_a_dry_run_goes_all_the_way(name: str, tmp_path: Path) -> None:
     """On a toy, on a CPU: the program is known to run before a GPU is there to spend time of."""
     files = tmp_path / "figures.json", tmp_path / "figures.svg"
     options = "--tiny", "--device", "cpu", "--json", str(files[0]), "--plot", str(files[1])
-    result = run(pytestconfig, "-m", f"benchmarks.gpu.{name}", *options)
-    assert result.returncode == 0, result.stderr
+    result = run(name, *options)
+    assert result.exit_code == 0, result.output
     told = json.loads(files[0].read_text())
     assert all(figure["seconds"] > 0 and figure["floor_s"] > 0 for figure in told["figures"])
     assert "no figure of it means anything" in " ".join(result.stdout.split())
@@ -50,8 +56,8 @@ def test_a_dry_run_goes_all_the_way(name: str, pytestconfig: pytest.Config, tmp_
 
 @pytest.mark.skipif(ON_GPU, reason="there is a GPU")
 @pytest.mark.parametrize("name", ["kernels", "engine", "quantised"])
-def test_without_a_gpu_it_says_so(name: str, pytestconfig: pytest.Config) -> None:
-    result = run(pytestconfig, "-m", f"benchmarks.gpu.{name}")
-    assert result.returncode == 2
+def test_without_a_gpu_it_says_so(name: str) -> None:
+    result = run(name)
+    assert result.exit_code == 2
     assert "torch sees none: nothing was measured" in result.stderr
     assert not result.stdout

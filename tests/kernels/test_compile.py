@@ -12,6 +12,9 @@ import pytest
 
 pytestmark = pytest.mark.timeout(360)  # forty kernels, compiled by the first test: half a minute on an idle machine
 
+NEAREST_TO_LIMITS = {80: ("decode", "prefill", "prefill, window", "4 bits, 1 rows", "Q4_K, 512 rows", "Q6_K, 512 rows")}
+"""Of 8.0 only the kernels with the largest tiles are compiled: all of them would take as long as those of 9.0."""
+
 MAX_SHARED = {80: 99 * 1024, 90: 227 * 1024}
 """Bytes a program may have (CUDA C++ Programming Guide, technical specifications by compute capability). 8.0 itself has
 163 KiB; 8.6 and 8.9, which run the same code, have 99."""
@@ -23,7 +26,8 @@ def compiled(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> tup
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     assert pytestconfig.cache
     environment["TRITON_CACHE_DIR"] = str(pytestconfig.cache.mkdir("triton"))
-    program = [sys.executable, "-m", "tests.kernels.compiled", str(request.param), "bfloat16"]
+    names = NEAREST_TO_LIMITS.get(request.param, ())
+    program = [sys.executable, "-m", "tests.kernels.compiled", str(request.param), "bfloat16", *names]
     output = subprocess.check_output(program, cwd=pytestconfig.rootpath, env=environment, text=True)
     return request.param, [json.loads(line) for line in output.splitlines()]
 
@@ -32,7 +36,7 @@ def compiled(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> tup
 def test_kernels_fit_and_do_not_spill(compiled: tuple[int, list[dict[str, Any]]]) -> None:
     """Prefill and Q4_K on 8.x may spill a few addresses; nothing spills on 9.0, which the tiles were chosen for."""
     capability, costs = compiled
-    assert len(costs) > 10
+    assert len(costs) >= 6
     for cost in costs:
         assert cost["shared"] <= MAX_SHARED[capability], cost
         assert cost["spilled"] <= (0 if capability >= 90 else 64), cost
@@ -58,7 +62,7 @@ def test_quantised_products_multiply_on_matrix_units_while_they_load(
     """A copy is a tile of one operand: with two for each step, several steps are under way."""
     capability, costs = compiled
     products = {cost["launch"]: cost for cost in costs if cost["kernel"] in ("_grouped", "_bytes")}
-    assert len(products) == 15
+    assert len(products) == (15 if capability >= 90 else 3)
     for launch, cost in products.items():
         assert cost["matrix"] == ("wgmma" if capability >= 90 else "mma"), cost
         assert cost["under_way"] >= 2, f"{launch}: {cost}: the compiler has given up loading ahead"
