@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from tests.kernels.conftest import ON_GPU
 
