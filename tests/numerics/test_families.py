@@ -46,6 +46,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 9},
     ),
+    "gemma2": ("gemma2", {}),
+    "gemma2-no-caps": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
     "gemma3": ("gemma3", {}),
     "gemma3-scaled": (
         "gemma3",

@@ -222,7 +222,7 @@ def weight_bytes(path: str | Path, dtype: str, quantize: Quantize = "off") -> in
         return sum(_loaded_bytes(name, stored, dtype) for name, stored in tensors.items())
     rounding, total = RoundedFormat(levels=quantize), 0
     for name, stored in tensors.items():
-        if name == f"{HEAD}.weight" or name.endswith("_proj.weight"):
+        if name == f"{HEAD}.weight" or name.endswith(("_proj.weight", ".c_fc.weight")):
             total += rounding.num_bytes(name.removesuffix(".weight"), *stored.shape)
         else:
             total += _loaded_bytes(name, stored, dtype)

@@ -44,6 +44,11 @@ def check_float_folder(path: Path) -> ModelConfig:
             f"{path} is quantised already ({config.weight_format.label}): give the checkpoint of floats that it was "
             "made from"
         )
+    if not config.spec.stored_as_llama:
+        raise UnsupportedModel(
+            f"{path}: baton quantize does not know how {config.family} stores its norms and projections: set "
+            "worker.quantize, which rounds the weights as they are loaded"
+        )
     return config
 
 

@@ -43,7 +43,7 @@ def write_quantised(
     state = oracle.state_dict()
     for name, weight in state.items():
         layer = name.removesuffix(".weight")
-        linear = layer.endswith("_proj") or (head and layer == "lm_head")
+        linear = layer.endswith(("_proj", "c_fc")) or (head and layer == "lm_head")
         encoded = encode(layer, weight) if linear and name.endswith(".weight") else None
         if encoded is None:
             if name != "lm_head.weight" or not oracle.config.tie_word_embeddings:

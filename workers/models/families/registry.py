@@ -7,6 +7,7 @@ from protos.model_files.fields import Fields
 from workers.models.families.base import Family
 from workers.models.families.dense import (
     cohere2,
+    gemma2,
     gemma3,
     glm4,
     granite,
@@ -18,11 +19,11 @@ from workers.models.families.dense import (
     qwen3,
     smollm3,
     starcoder2,
-)  # fmt: skip
+)
 from workers.models.families.mixtures import mixtral, qwen2_moe, qwen3_moe
 
 _DENSE = (
-    llama, mistral, qwen2, qwen3, gemma3, phi3, olmo2, granite, glm4, smollm3, starcoder2, cohere2,
+    llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite, glm4, smollm3, starcoder2, cohere2,
 )  # fmt: skip
 _MIXTURES = (mixtral, qwen2_moe, qwen3_moe)
 FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in (*_DENSE, *_MIXTURES))

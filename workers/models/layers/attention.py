@@ -60,7 +60,7 @@ class SelfAttention:
             q_norm, k_norm = self._norms
             q_TND, k_TKD = q_norm(q_TND), k_norm(k_TKD)
         q_TND = backend.write(self._layer, q_TND, k_TKD, v_TKD, rotation)
-        out_TND = backend.attend(self._layer, q_TND, scale=self._scale, window=self._window)
+        out_TND = backend.attend(self._layer, q_TND, scale=self._scale, window=self._window, softcap=self._softcap)
         return self._out(out_TND.flatten(1))
 
     @property
