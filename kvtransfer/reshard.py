@@ -23,14 +23,21 @@ from functools import lru_cache
 from kvtransfer.transport import Chunk
 from protos.errors import IncompatibleWorkers
 from protos.value import Value
-from protos.values import KVLayout, Ticket
+from protos.values import ITEM_BYTES, KVLayout, Ticket
+
+EIGHT_BITS = frozenset(dtype for dtype, num_bytes in ITEM_BYTES.items() if num_bytes == 1)
+"""Types that `worker.kv_dtype` gives to keys and values, and not `worker.dtype`."""
 
 
 def why_incompatible(source: KVLayout, destination: KVLayout) -> str | None:
     """Why no KV can go from the one to the other; None when it can. Ranks of a lane are all on GPUs, or none is."""
     theirs, ours = _facts(source), _facts(destination)
+    eight_bits = any(part.dtype in EIGHT_BITS for layout in (source, destination) for part in layout.parts)
+    settings = {"dtype": "kv_dtype"} if eight_bits else {}
     reasons = [
-        f"{name} is {theirs[name]!r} there and {ours[name]!r} here" for name in ours if theirs[name] != ours[name]
+        f"{settings.get(name, name)} is {theirs[name]!r} there and {ours[name]!r} here"
+        for name in ours
+        if theirs[name] != ours[name]
     ]
     if source.groups != destination.groups and not reasons:
         reasons.append("layers are grouped otherwise there than here")
@@ -60,13 +67,14 @@ def _facts(layout: KVLayout) -> dict[str, object]:
         found = tuple(dict.fromkeys(values))
         return found[0] if len(found) == 1 else found
 
+    parts = [part for part in layout.parts if not part.is_scale]
     return {
         "model": layout.model,
         "num_layers": layout.num_layers,
-        "parts": tuple([part.name for part in layout.parts]),
+        "parts": tuple([part.name for part in parts]),
         "num_kv_heads": layout.num_kv_heads,
-        "head_dim": distinct(part.width for part in layout.parts),
-        "dtype": distinct(part.dtype for part in layout.parts),
+        "head_dim": distinct(part.width for part in parts),
+        "dtype": layout.kv_dtype,
     }
 
 

@@ -81,6 +81,11 @@ class KVPart(Value, frozen=True, kw_only=True):
         """Of one position of one layer."""
         return self.heads * self.width * ITEM_BYTES[self.dtype]
 
+    @property
+    def is_scale(self) -> bool:
+        """Whether it multiplies the elements of another part."""
+        return self.name.endswith(SCALE)
+
 
 class KVGroup(Value, frozen=True, kw_only=True):
     """Layers that keep the same parts under one block table. `window`: a block is not read any more once it lies so
@@ -134,12 +139,20 @@ class KVLayout(Value, frozen=True, kw_only=True):
         return min([part.heads if part.cut_by_heads else 1 for part in self.parts], default=0)
 
     @property
+    def kv_dtype(self) -> str:
+        """The type of the elements, scales left out; types with commas between them where parts differ."""
+        return ", ".join(dict.fromkeys([part.dtype for part in self.parts if not part.is_scale]))
+
+    @property
     def block_bytes(self) -> int:
         """Of one block in all parts, layers and shares."""
         return self.block_size * sum(
             [len(group.layers) * part.position_bytes for group in self.groups for part in group.parts]
         )
 
+
+SCALE = "_scale"
+"""How the names of parts end that multiply the elements of another part: "key_scale" those of "key"."""
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1}
 """Of an element of a tensor, by its dtype."""

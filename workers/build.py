@@ -7,28 +7,31 @@ config ── open_rank ──▶ LoadedRank on every rank ─┬─ rank 0: bui
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kvtransfer.events import EventLog
-from kvtransfer.reshard import rank_block_bytes
+from kvtransfer.reshard import heads_of, rank_block_bytes
 from protos.errors import Misconfigured
 from protos.model_files.opening import model_name, open_model
 from protos.values import KVLayout, SamplingParams
 from workers.attention.registry import attention_for
 from workers.batch import Batch, Row, Sample
+from workers.checkpoint.kv_scales import read_kv_scales
 from workers.config import SchedulerConfig, WorkerConfig
 from workers.engine.engine import Engine
 from workers.grammar.base import Grammars
 from workers.grammar.guidance import GuidanceGrammars
+from workers.kernels.base import KVScales
 from workers.kernels.cpu.memory import keep_freed_memory
 from workers.kv.blocks import BlockPool
 from workers.kv.capacity import blocks_in_ram, blocks_on_gpu, check_weights_fit
 from workers.kv.host import HostCopies, HostPool
 from workers.kv.host_copies import host_copies, staging_bytes
+from workers.kv.kinds import FP8, layout_of
 from workers.kv.storage import KVStorage
 from workers.memory import free_ram_bytes
 from workers.models.config import ModelConfig, check_parallel, longest_sequence, read_config, weight_bytes
@@ -173,15 +176,15 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     check_parallel(model, config.tp, expert_parallel=config.expert_parallel)
     name = config.served_name or model_name(config.model)
     dtype = dtype_of(config, model)
-    layout = model.kv_layout(block_size=config.block_size, dtype=dtype, tp=config.tp)
-    layout = replace(layout, model=name, device=device)
+    layout = _layout(config, model, name, device, dtype)
+    fp8_scales = _fp8_scales(config, layout, group.rank)
     max_model_len = longest_sequence(model, config.max_model_len)
     decoder = _load(config, group, device, dtype, on_progress)
     free_bytes = group.least([free_ram_bytes()])[0]  # read on all ranks before any of them allocates
     num_slots = _num_slots(config, layout, free_bytes)
     free_bytes -= num_slots * rank_block_bytes(layout) * layout.tp
     num_blocks = _num_blocks(config, group, decoder, layout, device, max_model_len, free_bytes // layout.tp)
-    storage = _make_storage(layout, num_blocks, device, free_bytes // layout.tp)
+    storage = _make_storage(layout, num_blocks, device, free_bytes // layout.tp, fp8_scales)
     capacity = num_blocks * config.block_size
     if capacity < max_model_len:
         if config.max_model_len is not None:
@@ -217,6 +220,37 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
         num_slots=num_slots,
         copies=host_copies(storage, num_slots) if num_slots else None,
     )
+
+
+def _layout(config: WorkerConfig, model: ModelConfig, name: str, device: str, dtype: str) -> KVLayout:
+    """Raises Misconfigured or UnsupportedModel for a `kv_dtype` that this model or this worker cannot have."""
+    layout = layout_of(model, config.kv_dtype, block_size=config.block_size, dtype=dtype, tp=config.tp)
+    layout = replace(layout, model=name, device=device)
+    if device == "cuda" and config.kv_dtype != "auto":
+        raise Misconfigured(
+            f"worker.kv_dtype is {config.kv_dtype}: GPUs cache keys and values in the dtype of the weights: leave it "
+            "out, or use --device cpu",
+            param="kv_dtype",
+        )
+    return layout
+
+
+def _fp8_scales(config: WorkerConfig, layout: KVLayout, rank: int) -> Mapping[int, KVScales]:
+    if layout.kv_dtype != FP8:
+        return {}
+    scales = read_kv_scales(
+        config.model,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        heads=heads_of(layout, rank),
+    )
+    if missing := layout.num_layers - len(scales):
+        log.warning(
+            "kv_dtype is fp8, and %s has no scales for keys and values of %d of %d layers: they are rounded with scale "
+            "1, which can cost accuracy; kv_dtype int8 needs none",
+            config.model, missing, layout.num_layers,
+        )  # fmt: skip
+    return scales
 
 
 def _num_slots(config: WorkerConfig, layout: KVLayout, free_bytes: int) -> int:
@@ -321,7 +355,9 @@ def _num_blocks(
     return int(group.all_gather(torch.tensor([mine], device=device)).min().item())
 
 
-def _make_storage(layout: KVLayout, num_blocks: int, device: str, free_bytes: int) -> KVStorage:
+def _make_storage(
+    layout: KVLayout, num_blocks: int, device: str, free_bytes: int, fp8_scales: Mapping[int, KVScales]
+) -> KVStorage:
     num_bytes = num_blocks * rank_block_bytes(layout)
     too_much = Misconfigured(
         f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.2f} GiB on each rank, more than there is on "
@@ -331,7 +367,7 @@ def _make_storage(layout: KVLayout, num_blocks: int, device: str, free_bytes: in
     if device == "cpu" and num_bytes > free_bytes:  # Linux would allocate it, and kill the process when it is used
         raise too_much
     try:
-        return KVStorage(layout, num_blocks=num_blocks, device=device)
+        return KVStorage(layout, num_blocks=num_blocks, device=device, fp8_scales=fp8_scales)
     except torch.OutOfMemoryError as error:
         raise too_much from error
 

@@ -14,6 +14,7 @@ from workers.cores import parse_cpus
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
+KVDtype = Literal["auto", "int8", "fp8"]
 MAX_STEPS_IN_FLIGHT = 4
 
 
@@ -55,7 +56,8 @@ class WorkerConfig(StepLimits):
     model: str = field(metadata={"help": "Folder of a Hugging Face checkpoint, or GGUF file.", "unit": "path"})
     served_name: str = setting("", "What clients call the model; default: its folder's or file's name.")
     device: Device = setting("auto", "auto: GPUs if there are enough.")
-    dtype: Dtype = setting("auto", "Of weights and KV; auto: that of the checkpoint.")
+    dtype: Dtype = setting("auto", "Of weights, and of KV if kv_dtype is auto; auto: that of the checkpoint.")
+    kv_dtype: KVDtype = setting("auto", "Of KV; int8: scales of each token and head; fp8: the checkpoint's scales.")
     quantize: Quantize = setting("off", "Round the linear weights of a float checkpoint as they are loaded.")
     tp: int = setting(1, "Tensor-parallel ranks of every worker.", least=1)
     expert_parallel: bool = setting(False, "Whole experts on ranks, in place of a share of each expert's columns.")

@@ -35,7 +35,8 @@ Workers = Annotated[
 ]
 POOLS = (
     "pools.prefill", "pools.decode", "worker.tp", "pools.prefill_tp", "pools.decode_tp", "worker.device",
-    "worker.dtype", "worker.quantize", "worker.expert_parallel", "worker.max_model_len", "worker.host_kv_gib",
+    "worker.dtype", "worker.kv_dtype", "worker.quantize", "worker.expert_parallel", "worker.max_model_len",
+    "worker.host_kv_gib",
 )  # fmt: skip
 GATEWAY = (
     "host", "port", "grpc_port", "processes", "index", "router.policy", "router.shadow_policy",

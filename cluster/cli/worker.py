@@ -38,6 +38,7 @@ Id = Annotated[str, typer.Option("--id", help="Name of the worker. Default: its 
     "served_name",
     "worker.device",
     "worker.dtype",
+    "worker.kv_dtype",
     "worker.quantize",
     "worker.max_model_len",
     "worker.host_kv_gib",

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from cluster.config.config import ClusterConfig
 from protos.errors import Misconfigured
-from protos.values import ITEM_BYTES, WorkerRole
+from protos.values import ITEM_BYTES, KVLayout, WorkerRole
 from router.auth.tenants import read_roster
 from workers.checkpoint.registry import stored_tensors
+from workers.kv.kinds import layout_of
 from workers.memory import free_ram_bytes
 from workers.models.config import ModelConfig, check_parallel, longest_sequence, read_config, weight_bytes
 
@@ -42,6 +43,7 @@ def check_feasible(
             setting = "worker.tp" if tp == config.worker.tp else f"pools.{role}_tp"
             check_parallel(model, tp, setting, expert_parallel=config.worker.expert_parallel)
     longest_sequence(model, config.worker.max_model_len)
+    _layout(config, model, config.worker.tp)
     if config.ray.address:
         return
     stored_tensors(Path(config.worker.model))
@@ -102,7 +104,17 @@ def _check_ram(config: ClusterConfig, model: ModelConfig, free: int) -> None:
 def _worker_bytes(config: ClusterConfig, model: ModelConfig, tp: int) -> int:
     """Bytes over all ranks of a worker, on a CPU."""
     worker = config.worker
-    dtype = model.dtype if worker.dtype == "auto" else worker.dtype
-    weights = weight_bytes(worker.model, dtype, worker.quantize)
-    layout = model.kv_layout(block_size=worker.block_size, dtype=dtype if dtype in ITEM_BYTES else "bfloat16", tp=tp)
+    layout = _layout(config, model, tp)
+    weights = weight_bytes(worker.model, _dtype(config, model), worker.quantize)
     return tp * RANK_BYTES + weights + (worker.num_blocks or 0) * layout.block_bytes
+
+
+def _dtype(config: ClusterConfig, model: ModelConfig) -> str:
+    return model.dtype if config.worker.dtype == "auto" else config.worker.dtype
+
+
+def _layout(config: ClusterConfig, model: ModelConfig, tp: int) -> KVLayout:
+    """Raises Misconfigured or UnsupportedModel for a `kv_dtype` that the model cannot have."""
+    worker, dtype = config.worker, _dtype(config, model)
+    dtype = dtype if dtype in ITEM_BYTES else "bfloat16"
+    return layout_of(model, worker.kv_dtype, block_size=worker.block_size, dtype=dtype, tp=tp)

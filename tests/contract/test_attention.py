@@ -17,9 +17,13 @@ from protos.errors import Misconfigured
 from protos.values import KVGroup, KVLayout
 from workers.attention.base import AttentionInputs, GroupTables
 from workers.attention.registry import BACKENDS, attention_for
+from workers.config import KVDtype
+from workers.kernels import reference
+from workers.kv.kinds import with_kv_dtype
 from workers.kv.storage import KVStorage
 
 CASES = range(24)
+ROUNDED = ("cpu", "torch", "reference")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +66,18 @@ class Filled:
     What the backend gets lies on `device`; results, and what is compared with them, on the CPU.
     """
 
-    def __init__(self, case: Case, dtype: torch.dtype, device: str = "cpu", *, grouped: bool = False) -> None:
+    def __init__(
+        self,
+        case: Case,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        *,
+        grouped: bool = False,
+        kv_dtype: KVDtype = "auto",
+    ) -> None:
         self.device = device
         self.case = case
+        self.kv_dtype = kv_dtype
         generator = torch.Generator().manual_seed(case.seed)
         layout = KVLayout.dense(
             num_layers=2,
@@ -76,13 +89,18 @@ class Filled:
         if grouped:  # each layer has tables of its own
             groups = tuple(KVGroup(layers=(layer,), parts=layout.parts) for layer in range(2))
             layout = replace(layout, groups=groups)
+        layout = with_kv_dtype(layout, kv_dtype)
         lens = [new + cached for new, cached in case.rows]
         counts = [-(-length // case.block_size) for length in lens]
         order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
         # What no row owns, or what lies after a row's end, must not be seen, whatever it holds.
-        self.storage = KVStorage(layout, num_blocks=len(order), device=device)
+        factors_K = torch.rand(case.num_kv_heads, generator=generator) + 0.5
+        self.fp8_scales = factors_K / 8, factors_K / 16
+        self.storage = KVStorage(
+            layout, num_blocks=len(order), device=device, fp8_scales={1: self.fp8_scales} if kv_dtype == "fp8" else None
+        )
         for tensor in self.storage.tensors:
-            tensor.fill_(float("nan"))
+            tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 0x7F)
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -94,10 +112,11 @@ class Filled:
         self.rotation = angles_TP.cos(), angles_TP.sin()
         self.blocks = [[order.pop() for _ in range(count)] for count in counts]
         for (_, cached), kv, blocks in zip(case.rows, self.kv, self.blocks, strict=True):
-            for position in range(cached):
-                block, offset = blocks[position // case.block_size], position % case.block_size
-                for part, cache in zip(kv, (self.storage.keys(1), self.storage.values(1)), strict=True):
-                    cache[block, :, offset] = part[position].to(device)
+            size = case.block_size
+            slots = [blocks[position // size] * size + position % size for position in range(cached)]
+            k_TKD, v_TKD = kv[:, :cached].to(device)
+            caches = self.storage.keys(1), self.storage.values(1)
+            reference.kv_write(k_TKD, v_TKD, *caches, torch.tensor(slots).long().to(device), self.storage.scales(1))
 
     def inputs(self) -> AttentionInputs:
         starts: list[int] = [0]
@@ -144,8 +163,7 @@ class Filled:
         cos_TP, sin_TP = (part.double() for part in self.rotation)
         for (new, cached), kv in zip(self.case.rows, self.kv, strict=True):
             here = slice(start, start + new)
-            k_CKD, v_CKD = kv.double()
-            k_CKD[cached:] = turned(k_CKD[cached:], cos_TP[here], sin_TP[here])
+            k_CKD, v_CKD = self._cached(kv, cached, here)
             k_NCD, v_NCD = (
                 part.repeat_interleave(self.case.num_heads // self.case.num_kv_heads, dim=1).transpose(0, 1)
                 for part in (k_CKD, v_CKD)
@@ -163,6 +181,24 @@ class Filled:
             outputs.append((weights_NQC / sums_NQ1 @ v_NCD).transpose(0, 1))
             start += new
         return torch.cat(outputs)
+
+    def _cached(self, kv: torch.Tensor, cached: int, here: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a row as the cache stands for them, the tokens from `cached` on turned."""
+        cos_TP, sin_TP = (part[here] for part in self.rotation)
+        if self.kv_dtype == "auto":
+            k_CKD, v_CKD = kv.double()
+            k_CKD[cached:] = turned(k_CKD[cached:], cos_TP.double(), sin_TP.double())
+            return k_CKD, v_CKD
+        k_CKD, v_CKD = kv.clone()
+        k_CKD[cached:] = reference.rope(k_CKD[cached:], cos_TP, sin_TP)  # a rounding that turns would be a whole step
+        return self._rounded(k_CKD, self.fp8_scales[0]), self._rounded(v_CKD, self.fp8_scales[1])
+
+    def _rounded(self, x_CKD: torch.Tensor, scale_K: torch.Tensor) -> torch.Tensor:
+        wide_CKD = x_CKD.double()
+        if self.kv_dtype == "int8":
+            steps_CK1 = wide_CKD.abs().amax(-1, keepdim=True) / 127
+            return (wide_CKD / steps_CK1).round() * steps_CK1
+        return (x_CKD.float() / scale_K[:, None]).to(torch.float8_e4m3fn).double() * scale_K[:, None].double()
 
 
 def turned(x_THD: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor) -> torch.Tensor:
@@ -190,6 +226,14 @@ def test_rows_attend_to_their_own_context_and_nothing_else(name: str, seed: int)
 def test_scores_are_capped_and_sinks_take_their_share(name: str, softcap: float, has_sinks: bool, seed: int) -> None:
     case = replaced(Case.random(seed), softcap=softcap, has_sinks=has_sinks)
     filled = Filled(case, torch.float32, device_of(name))
+    torch.testing.assert_close(filled.run(name).double(), filled.expected(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("seed", range(8))
+def test_keys_and_values_in_8_bits_stand_for_what_they_were_rounded_to(name: str, seed: int, kv_dtype: KVDtype) -> None:
+    filled = Filled(Case.random(seed), torch.float32, device_of(name), kv_dtype=kv_dtype)
     torch.testing.assert_close(filled.run(name).double(), filled.expected(), rtol=1e-5, atol=1e-5)
 
 

@@ -9,6 +9,8 @@ import torch
 
 from workers.attention.base import AttentionInputs, GroupTables
 from workers.attention.registry import attention_for
+from workers.config import KVDtype
+from workers.kv.kinds import with_kv_dtype
 from workers.kv.storage import KVStorage
 from workers.models.decoder import Decoder, ModelInputs
 from workers.runner.fused_layers import fused_layers
@@ -22,7 +24,14 @@ class PagedRun:
     model whose layers are `fused` tells of."""
 
     def __init__(
-        self, model: Decoder, *, num_blocks: int = 64, block_size: int = 8, attention: str = "cpu", fused: bool = False
+        self,
+        model: Decoder,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 8,
+        attention: str = "cpu",
+        fused: bool = False,
+        kv_dtype: KVDtype = "auto",
     ) -> None:
         self.model = model
         self.told: list[int] = []
@@ -30,6 +39,7 @@ class PagedRun:
         layout = model.config.kv_layout(
             block_size=block_size, dtype=str(model.context.dtype).removeprefix("torch."), tp=tp
         )
+        layout = with_kv_dtype(layout, kv_dtype)
         self.storage = KVStorage(layout, num_blocks=num_blocks)
         self._attention = attention_for(self.storage, attention)
         self.through = fused_layers(model, self._attention, self.told.append) if fused else None

@@ -185,9 +185,8 @@ class TorchAttention:
     ) -> torch.Tensor:
         assert self._inputs is not None, "write before begin"
         caches = self._storage.keys(layer), self._storage.values(layer)
-        return reference.rope_kv_write(
-            q_TND, k_TKD, v_TKD, *rotation, *caches, self._inputs.tables[self._group].slots_T
-        )
+        slots_T = self._inputs.tables[self._group].slots_T
+        return reference.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, slots_T, self._storage.scales(layer))
 
     def attend(
         self,
@@ -214,22 +213,20 @@ class TorchAttention:
         self, layer: int, batch: _DecodeBatch, q_TND: torch.Tensor, out_TND: torch.Tensor, options: _Options
     ) -> None:
         num_rows = len(batch.tokens_S)
-        k_SKCD = self._read(self._storage.keys(layer), batch.pages, num_rows)
-        v_SKCD = self._read(self._storage.values(layer), batch.pages, num_rows)
+        k_SKCD, v_SKCD = self._read(layer, batch.pages, num_rows)
         rows, positions = batch.hidden
         k_SKCD[rows, :, positions] = 0
         v_SKCD[rows, :, positions] = 0
         # The G queries of a key/value head take the place of a sequence's tokens: nothing is expanded.
-        q_SKGD = q_TND[batch.tokens_S].view(num_rows, self._storage.num_heads, -1, q_TND.shape[-1])
+        q_SKGD = q_TND[batch.tokens_S].view(num_rows, self._storage.num_heads, -1, q_TND.shape[-1]).to(k_SKCD.dtype)
         out_SKGD = options.attend(q_SKGD, k_SKCD, v_SKCD, batch.mask_S11C, heads=tuple(q_SKGD.shape[1:3]))
-        out_TND[batch.tokens_S] = out_SKGD.reshape(num_rows, *q_TND.shape[1:])
+        out_TND[batch.tokens_S] = out_SKGD.reshape(num_rows, *q_TND.shape[1:]).to(q_TND.dtype)
 
     def _prefill(
         self, layer: int, row: _PrefillRow, q_TND: torch.Tensor, out_TND: torch.Tensor, options: _Options
     ) -> None:
-        k_KCD = self._read(self._storage.keys(layer), row.pages, 1)[0, :, : row.num_visible]
-        v_KCD = self._read(self._storage.values(layer), row.pages, 1)[0, :, : row.num_visible]
-        q_QND = q_TND[row.start : row.stop]
+        k_KCD, v_KCD = (part[0, :, : row.num_visible] for part in self._read(layer, row.pages, 1))
+        q_QND = q_TND[row.start : row.stop].to(k_KCD.dtype)
         num_kv_heads, head_dim = self._storage.num_heads, q_TND.shape[-1]
         q_KGQD = q_QND.transpose(0, 1).view(num_kv_heads, -1, row.stop - row.start, head_dim)
         group = q_KGQD.shape[1]
@@ -237,11 +234,22 @@ class TorchAttention:
         out_KGQD = options.attend(q_KGQD, k_KGCD, v_KGCD, row.mask_QC, heads=(num_kv_heads, group, 1))
         out_TND[row.start : row.stop] = out_KGQD.flatten(0, 1).transpose(0, 1)
 
-    def _read(self, cache: torch.Tensor, pages: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """The pages as [rows, K, C, D]: one copy, page by page."""
-        block_size, head_dim = cache.shape[2:]
-        copied = cache.reshape(-1, block_size * head_dim).index_select(0, pages)
-        return copied.view(num_rows, self._storage.num_heads, -1, head_dim)
+    def _read(self, layer: int, pages: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the pages as [rows, K, C, D]: one copy, page by page. In float32 if they are in 8 bits."""
+        scales = self._storage.scales(layer) or (None, None)
+        keys, values = self._storage.keys(layer), self._storage.values(layer)
+        return self._copied(keys, scales[0], pages, num_rows), self._copied(values, scales[1], pages, num_rows)
+
+    def _copied(
+        self, cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor, num_rows: int
+    ) -> torch.Tensor:
+        num_heads, head_dim = cache.shape[1], cache.shape[3]
+        copied = _pages_of(cache, pages).view(num_rows, num_heads, -1, head_dim)
+        if scales is None:
+            return copied
+        if scales.dim() == 1:
+            return copied.float() * scales[:, None, None]
+        return copied.float() * _pages_of(scales, pages).view(num_rows, num_heads, -1, 1)
 
     def _plan(self, inputs: AttentionInputs, window: int | None) -> _Plan:
         buckets: dict[int, list[int]] = {}
@@ -315,3 +323,9 @@ class TorchAttention:
         num_heads = self._storage.num_heads
         heads_K1 = torch.arange(num_heads, device=tables_SB.device).unsqueeze(1)
         return (tables_SB.long().unsqueeze(1) * num_heads + heads_K1).flatten()
+
+
+def _pages_of(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Rows of the cache seen as [blocks * K, ...]."""
+    whole = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+    return whole.reshape(-1, cache[0, 0].numel()).index_select(0, pages).view(cache.dtype)

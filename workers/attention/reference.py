@@ -23,9 +23,8 @@ class ReferenceAttention:
     ) -> torch.Tensor:
         assert self._inputs is not None, "write before begin"
         caches = self._storage.keys(layer), self._storage.values(layer)
-        return reference.rope_kv_write(
-            q_TND, k_TKD, v_TKD, *rotation, *caches, self._inputs.tables[self._group].slots_T
-        )
+        slots_T = self._inputs.tables[self._group].slots_T
+        return reference.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, slots_T, self._storage.scales(layer))
 
     def attend(
         self,
@@ -38,10 +37,11 @@ class ReferenceAttention:
         sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert self._inputs is not None, "attend before begin"
+        k_scales, v_scales = self._storage.scales(layer) or (None, None)
         return reference.paged_attention(
             q_TND,
-            self._storage.keys(layer),
-            self._storage.values(layer),
+            reference.widened(self._storage.keys(layer), k_scales),
+            reference.widened(self._storage.values(layer), v_scales),
             query_starts=self._inputs.query_starts,
             context_lens=self._inputs.context_lens,
             block_tables_SB=self._inputs.tables[self._group].block_tables_SB,

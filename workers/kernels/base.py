@@ -17,6 +17,11 @@ from workers.checkpoint.quantised import QuantisedWeight
 _MODULES = {"cpu": "workers.kernels.cpu", "cuda": "workers.kernels.cuda"}
 
 
+KVScales = tuple[torch.Tensor, torch.Tensor]
+"""Of keys and of values in 8 bits. int8: each token's, in the cache, [NB, K, BS] in float32. fp8: each head's, [K] in
+float32."""
+
+
 class QuantisedProduct(Protocol):
     """y = x W^T (+ b) with a quantised weight that was packed once: [T, O] in x's type."""
 
@@ -43,6 +48,7 @@ class Kernels(Protocol):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         slots_T: torch.Tensor,
+        scales: KVScales | None = None,
     ) -> torch.Tensor: ...
     def gather(self, cache: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
     def quantised_product(self, weight: QuantisedWeight) -> QuantisedProduct | None: ...

@@ -10,6 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from workers.checkpoint.quantised import QuantisedWeight
+from workers.kernels.base import KVScales
+
+LEAST_SCALE = 2.0**-126
+"""So that a head of zeros has a scale, and a quotient stays within the range."""
+
+_INT8_MOST, _FP8_MOST = 127, 448.0
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -42,14 +48,52 @@ def silu_mul(gate_up_TF2: torch.Tensor) -> torch.Tensor:
     return F.silu(gate_TF) * up_TF
 
 
+def to_int8(x_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(integers [T, K, D], scales [T, K] in float32): absmax / 127, quotients to the nearest, ties to even. A head with
+    a number that is not finite has such a scale."""
+    wide_TKD = x_TKD.float()
+    scales_TK = (wide_TKD.abs().amax(-1) / _INT8_MOST).clamp(min=LEAST_SCALE)
+    quotients_TKD = torch.nan_to_num(wide_TKD / scales_TK.unsqueeze(-1), nan=0.0)
+    return quotients_TKD.round().to(torch.int8), scales_TK
+
+
+def to_fp8(x_TKD: torch.Tensor, scale_K: torch.Tensor) -> torch.Tensor:
+    """e4m3 [T, K, D] of the quotients: to the nearest, ties to even; beyond 448 they become 448, and what is not finite
+    becomes NaN."""
+    quotients_TKD = x_TKD.float() / scale_K.unsqueeze(-1)
+    bounded_TKD = quotients_TKD.clamp(-_FP8_MOST, _FP8_MOST)
+    return torch.where(quotients_TKD.isfinite(), bounded_TKD, torch.nan).to(torch.float8_e4m3fn)
+
+
+def widened(cache: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """What a part [blocks, K, block size, D] of 8 bits stands for, in float32; any other as it is."""
+    if scales is None:
+        return cache
+    if scales.dim() == 1:
+        scales = scales[None, :, None]
+    return cache.float() * scales.unsqueeze(-1)
+
+
 def kv_write(
-    k_TKD: torch.Tensor, v_TKD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots_T: torch.Tensor
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots_T: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> None:
-    """Writes each token's keys and values to its slot (block * BS + offset) of the caches [NB, K, BS, D]."""
+    """Writes each token's keys and values to its slot (block * BS + offset) of the caches [NB, K, BS, D], rounded where
+    they have `scales`, and the scales of int8."""
     block_size = k_cache.shape[2]
     blocks_T, offsets_T = slots_T // block_size, slots_T % block_size
-    k_cache[blocks_T, :, offsets_T] = k_TKD
-    v_cache[blocks_T, :, offsets_T] = v_TKD
+    for part, (x_TKD, cache) in enumerate(((k_TKD, k_cache), (v_TKD, v_cache))):
+        if scales is None:
+            cache[blocks_T, :, offsets_T] = x_TKD
+        elif cache.dtype == torch.int8:
+            cache[blocks_T, :, offsets_T], scales[part][blocks_T, :, offsets_T] = to_int8(x_TKD)
+        else:
+            rounded_TKD = to_fp8(x_TKD, scales[part])
+            cache.view(torch.uint8)[blocks_T, :, offsets_T] = rounded_TKD.view(torch.uint8)
 
 
 def rope_kv_write(
@@ -61,9 +105,10 @@ def rope_kv_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots_T: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """`rope` of queries and keys, then `kv_write`. Returns the rotated queries."""
-    kv_write(rope(k_TKD, cos_TP, sin_TP), v_TKD, k_cache, v_cache, slots_T)
+    kv_write(rope(k_TKD, cos_TP, sin_TP), v_TKD, k_cache, v_cache, slots_T, scales)
     return rope(q_TND, cos_TP, sin_TP)
 
 

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from workers.kernels.base import KVScales
+
 
 @triton.jit
 def _turn(x_ptr, read_H, pairs_P, inside_HP, cos_P, sin_P, PAIRS: tl.constexpr):
@@ -92,10 +94,12 @@ def rope_kv_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots_T: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """`reference.rope_kv_write`. q, k and v may be views into one [T, (N + 2 K) D]; each token's heads are contiguous.
     The caches are [NB, K, BS, D] with contiguous blocks. A slot below 0 (padding of a CUDA graph) is not written."""
     (num_tokens, num_heads, dim), num_kv_heads, block_size = q_TND.shape, k_TKD.shape[1], k_cache.shape[2]
+    assert scales is None, "keys and values in 8 bits are not written on GPUs"
     _check_heads(q_TND, k_TKD, v_TKD, k_cache, v_cache)
     for name, angles_TP in (("cos", cos_TP), ("sin", sin_TP)):
         assert angles_TP.shape == (num_tokens, dim // 2), f"{name} is {tuple(angles_TP.shape)}"

@@ -6,7 +6,7 @@ Legend: L layers of a group, P parts, NB blocks, K heads of this rank, BS positi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,11 +15,12 @@ import torch
 from msgspec.structs import replace
 
 from kvtransfer.reshard import Cut, heads_of
-from protos.values import KVGroup, KVLayout, KVPart
+from protos.values import SCALE, KVGroup, KVLayout, KVPart
 from workers.config import MAX_STEPS_IN_FLIGHT
-from workers.kernels.base import kernels_for
+from workers.kernels.base import KVScales, kernels_for
 from workers.kernels.cpu.memory import roomy_zeros
 from workers.kernels.staging import to_device
+from workers.kv.kinds import FP8
 
 _cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
 
@@ -32,7 +33,7 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
     "int8": torch.int8,
-    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e4m3fn": torch.uint8,  # as bytes: neither gloo nor every function of torch takes it
 }
 
 
@@ -41,10 +42,18 @@ class KVStorage:
     values of a dense model are the only one, with P = 2.
 
     Heads stand before positions: a range of a block's heads, which is what a worker with another degree of tensor
-    parallelism needs, is contiguous. Zeroed at the start, so that what was never written is finite.
+    parallelism needs, is contiguous. Zeroed at the start, so that what was never written is finite. `fp8_scales` has
+    those of a cache in fp8 by layer (`workers.kernels.base.KVScales`); a layer without is not scaled.
     """
 
-    def __init__(self, layout: KVLayout, *, num_blocks: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        num_blocks: int,
+        device: str = "cpu",
+        fp8_scales: Mapping[int, KVScales] | None = None,
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.num_heads = len(heads_of(layout, 0))
@@ -52,8 +61,11 @@ class KVStorage:
         self._kernels = kernels_for(device)
         self._stacks = [_Stack(group, parts) for group in layout.groups for parts in _alike(group.parts)]
         self.tensors = tuple(self._zeros(stack) for stack in self._stacks)
+        self._fp8_scales = {
+            layer: (keys.to(device), values.to(device)) for layer, (keys, values) in (fp8_scales or {}).items()
+        }
         self._views = {
-            (layer, part.name): tensor[row, column]
+            (layer, part.name): _as_typed(tensor[row, column], part)
             for stack, tensor in zip(self._stacks, self.tensors, strict=True)
             for row, layer in enumerate(stack.group.layers)
             for column, part in enumerate(stack.parts)
@@ -85,6 +97,17 @@ class KVStorage:
 
     def values(self, layer: int) -> torch.Tensor:
         return self.part(layer, "value")
+
+    def scales(self, layer: int) -> KVScales | None:
+        """Of keys and values in 8 bits; None if they are not rounded."""
+        if (layer, f"key{SCALE}") in self._views:
+            return self.part(layer, f"key{SCALE}").squeeze(-1), self.part(layer, f"value{SCALE}").squeeze(-1)
+        if self.layout.kv_dtype != FP8:
+            return None
+        if layer not in self._fp8_scales:
+            ones_K = torch.ones(self.num_heads, device=self.device)
+            self._fp8_scales[layer] = ones_K, ones_K
+        return self._fp8_scales[layer]
 
     def gather(self, block_ids: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
         """A contiguous copy of the blocks of `data`: [L, P, len(block_ids), K, BS, W], in `out` if that is given."""
@@ -202,6 +225,10 @@ class _Stack:
         self.group = group
         self.parts = tuple(parts)
         self.part = parts[0]
+
+
+def _as_typed(view: torch.Tensor, part: KVPart) -> torch.Tensor:
+    return view.view(torch.float8_e4m3fn) if part.dtype == FP8 else view
 
 
 def _alike(parts: Sequence[KVPart]) -> list[list[KVPart]]:

@@ -14,6 +14,7 @@ from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from protos.hints import counted
 from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.formats.rounded import Quantize, RoundedFormat
+from workers.checkpoint.kv_scales import is_kv_scale
 from workers.checkpoint.registry import encodings_of, open_source
 from workers.checkpoint.slots import Slot, in_order
 from workers.checkpoint.source import FLOATS, WeightSource
@@ -124,6 +125,7 @@ def _checked_slots(folder: Path, config: ModelConfig, context: LayerContext, sou
     )
     linear = {slot.name.rpartition(".")[0] for slot in slots if config.weight_format}
     unexpected = [name for name in unexpected if not _is_empty_bias(folder, name, linear, source)]
+    unexpected = [name for name in unexpected if not is_kv_scale(name)]
     if unexpected:
         log.warning("%s: %d tensors are not used, such as %s", folder, len(unexpected), ", ".join(unexpected[:5]))
     return slots

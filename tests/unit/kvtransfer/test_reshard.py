@@ -26,6 +26,7 @@ from kvtransfer.transport import Chunk
 from protos.errors import IncompatibleWorkers
 from protos.values import KVLayout, LaneAddress, Ticket
 from tests.layouts import changed
+from workers.kv.kinds import with_kv_dtype
 
 LAYOUT = KVLayout.dense(
     num_layers=3, num_kv_heads=4, head_dim=8, block_size=4, dtype="bfloat16", model="m", device="cpu"
@@ -142,6 +143,8 @@ def test_every_cell_lands_where_its_token_belongs(
         (changed(LAYOUT, head_dim=16), "head_dim is 8 there and 16 here"),
         (changed(LAYOUT, num_kv_heads=2), "num_kv_heads is 4 there and 2 here"),
         (changed(LAYOUT, dtype="float16"), "dtype is 'bfloat16' there and 'float16' here"),
+        (with_kv_dtype(LAYOUT, "int8"), "kv_dtype is 'bfloat16' there and 'int8' here. Start"),
+        (with_kv_dtype(LAYOUT, "fp8"), "kv_dtype is 'bfloat16' there and 'float8_e4m3fn' here. Start"),
         (replace(LAYOUT, model="n"), "model is 'm' there and 'n' here"),
         (replace(LAYOUT, device="cuda"), "device is 'cpu' there and 'cuda' here"),
         (replace(LAYOUT, block_size=6), "block_size is 4 there and 6 here, of which neither divides"),

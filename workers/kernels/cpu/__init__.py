@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from workers.kernels import reference
+from workers.kernels.base import KVScales
 from workers.kernels.cpu.build import native, native_tiles
 from workers.kernels.cpu.memory import apart, empty_rows
 
@@ -86,6 +87,7 @@ def rope_kv_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots_T: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     kernels = native(q_TND.dtype)
     plain = (cos_TP, sin_TP, k_cache, v_cache, slots_T)
@@ -95,7 +97,7 @@ def rope_kv_write(
         or not (has_whole_rows(q_TND) and has_whole_rows(k_TKD) and has_whole_rows(v_TKD))
         or not all(part.is_contiguous() for part in plain)
     ):
-        return reference.rope_kv_write(q_TND, k_TKD, v_TKD, cos_TP, sin_TP, k_cache, v_cache, slots_T)
+        return reference.rope_kv_write(q_TND, k_TKD, v_TKD, cos_TP, sin_TP, k_cache, v_cache, slots_T, scales)
     num_tokens, num_heads, head_dim = q_TND.shape
     turned_TND = empty_heads(q_TND, _stride(num_heads * head_dim, q_TND.dtype))
     kernels.rope_kv_write(

@@ -1,0 +1,60 @@
+"""KV caches in 8 bits: their layout, and which models can have one (docs/adr/0044). Pure.
+
+int8   symmetric, a scale for each token and head, which lies in the token's block
+fp8    e4m3, a scale for each layer or head, which the checkpoint has
+
+Both round a token when it is written, from this token's keys and values alone: a block that is recomputed, transferred
+or loaded from the host has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from protos.errors import Misconfigured, UnsupportedModel
+from protos.values import SCALE, KVLayout, KVPart
+from workers.config import KVDtype
+from workers.models.config import ModelConfig
+
+INT8, FP8 = "int8", "float8_e4m3fn"
+_TYPES: Mapping[str, str] = {"int8": INT8, "fp8": FP8}
+_ROUNDED = ("key", "value")
+
+
+def with_kv_dtype(layout: KVLayout, kv_dtype: KVDtype) -> KVLayout:
+    """The layout with keys and values of another type; the same for "auto". Raises UnsupportedModel for a cache of
+    other parts."""
+    if kv_dtype == "auto":
+        return layout
+    for part in layout.parts:
+        if part.name not in _ROUNDED:
+            raise UnsupportedModel(
+                f"kv_dtype is {kv_dtype}: this model caches a {part.name}, and only keys and values are rounded: "
+                "leave kv_dtype out",
+                param="kv_dtype",
+            )
+    made = {group.parts: _rounded(group.parts, _TYPES[kv_dtype]) for group in layout.groups}
+    return replace(layout, groups=tuple([replace(group, parts=made[group.parts]) for group in layout.groups]))
+
+
+def layout_of(model: ModelConfig, kv_dtype: KVDtype, *, block_size: int, dtype: str, tp: int) -> KVLayout:
+    """Of a model's cache in `kv_dtype`, or in `dtype` for "auto". Raises Misconfigured or UnsupportedModel for a model
+    that cannot have it."""
+    if kv_dtype == "fp8" and model.qkv_bias:
+        raise Misconfigured(
+            f"kv_dtype is fp8, and the key projections of this {model.family} model have biases: its keys are large in "
+            "a few places and would lose the others. Give int8, which has a scale for each token, or auto",
+            param="kv_dtype",
+        )
+    return with_kv_dtype(model.kv_layout(block_size=block_size, dtype=dtype, tp=tp), kv_dtype)
+
+
+def _rounded(parts: tuple[KVPart, ...], dtype: str) -> tuple[KVPart, ...]:
+    """Values first, then their scales: parts of one shape lie side by side."""
+    values = tuple([replace(part, dtype=dtype) for part in parts])
+    if dtype != INT8:
+        return values
+    scales = [replace(part, name=f"{part.name}{SCALE}", width=1, dtype="float32") for part in parts]
+    return (*values, *scales)
