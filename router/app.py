@@ -6,7 +6,7 @@ as much as all that is done for it, and add nothing, for bodies and answers are 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,7 +27,8 @@ from router.admin.routes import mount_admin
 from router.admin.status import degraded, not_ready
 from router.dashboard.page import mount_page
 from router.gateway import Gateway
-from router.http.errors import error_body, error_response, json_response
+from router.http.api import Api, api_of
+from router.http.errors import error_response, json_response
 from router.http.middleware import REQUEST_ID, Authenticate, BodyLimit, HeadLimit, RequestId
 from router.http.sse import EventStream
 from router.metrics import Track
@@ -41,6 +42,8 @@ from router.replicas.peers import from_other_process
 from router.text.chat_template import ROLES
 
 MAX_HEAD_BYTES = 64 * 1024
+APIS: Sequence[Api] = ()
+"""Those whose answers are not in OpenAI's form."""
 
 Generating = Callable[[Gateway, Request, Track], Awaitable[Response | EventStream]]
 
@@ -86,7 +89,7 @@ def create_app(gateway: Gateway) -> FastAPI:
 def _layers(gateway: Gateway) -> list[Middleware]:
     """The first one is the first to see a request."""
     layers = [
-        Middleware(RequestId),
+        Middleware(RequestId, apis=APIS),
         Middleware(HeadLimit, max_bytes=MAX_HEAD_BYTES),
         Middleware(Authenticate, access=gateway.access),
         Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s),
@@ -179,7 +182,7 @@ def _operating_routes(app: FastAPI, gateway: Gateway) -> None:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, BatonError)
-    return error_response(error)
+    return error_response(error, api_of(request.scope))
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:
@@ -195,4 +198,4 @@ async def _unrouted(request: Request, error: Exception) -> Response:
         )
     else:
         refusal = InvalidRequest(str(error.detail))
-    return json_response(error_body(refusal), status=error.status_code, headers=dict(headers))
+    return json_response(api_of(request.scope).error_body(refusal), status=error.status_code, headers=dict(headers))

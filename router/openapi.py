@@ -21,17 +21,17 @@ from starlette.routing import Route
 from router.admin import replies as admin
 from router.admin.requests import DEFAULT_COUNT, MAX_COUNT
 from router.conditions import OF_TOOLS
+from router.http.body import MAX_TTFT_MS
+from router.http.size_limits import MAX_PIECES
+from router.http.validation import Body
 from router.openai import responses
 from router.openai.schema import (
-    MAX_TTFT_MS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
     bounds,
 )
-from router.openai.size_limits import MAX_PIECES
-from router.openai.validation import Body
 from router.text.model_card import ModelCard
 from router.text.sampling_request import MAX_CHOICES
 

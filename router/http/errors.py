@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors as responses, in the form of the client's API."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ import orjson
 from starlette.responses import Response
 
 from protos.errors import BatonError, Internal, RequestTimeout, Unauthenticated
-
-_TYPES = {429: "rate_limit_error", 499: "cancelled", 504: "timeout_error"}
-
-
-def error_body(error: BatonError) -> dict[str, Any]:
-    kind = _TYPES.get(error.http_status, "server_error" if error.http_status >= 500 else "invalid_request_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+from router.http.api import OPENAI, Api
 
 
-def error_response(error: BatonError) -> Response:
+def error_response(error: BatonError, api: Api = OPENAI) -> Response:
     """Sends Retry-After if the error has a time: in whole seconds, and in milliseconds for clients that read those
     (openai's do). A 401 names its scheme; after a 408 the connection closes."""
     headers = {}
@@ -29,7 +23,7 @@ def error_response(error: BatonError) -> Response:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, RequestTimeout):
         headers["connection"] = "close"
-    return json_response(error_body(error), status=error.http_status, headers=headers)
+    return json_response(api.error_body(error), status=api.error_status(error), headers=headers)
 
 
 def internal_error() -> Internal:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,6 +16,7 @@ from protos.event_loop import loop_time
 from router.auth.auth import AccessControl
 from router.auth.tenants import Tenant
 from router.http.access_log import CLIENT_LEFT, MAX_PATH, is_logged, log_access
+from router.http.api import Api, Apis, api_of
 from router.http.errors import error_response, internal_error
 from router.http.response_channel import channel_of
 
@@ -80,12 +81,14 @@ def tenant_of(request: Request) -> Tenant:
 
 class RequestId:
     """Answers carry `x-baton-request-id`: the client's (or `x-request-id`) if it is a short plain word, or a new id.
+    The request's path decides which of the `apis` it is for (`api_of`).
 
     Under the same id (`name_of`) /admin/requests shows how the request was routed, and the log has internal errors.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, apis: Sequence[Api] = ()) -> None:
         self._app = app
+        self._apis = Apis(apis)
         self._names = random_names()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,7 +96,9 @@ class RequestId:
             await self._app(scope, receive, send)
             return
         name = request_name(header_of(scope, _REQUEST_ID) or header_of(scope, b"x-request-id"), self._names)
-        scope.setdefault("state", {})["request_id"] = name
+        state = scope.setdefault("state", {})
+        api = state["api"] = self._apis.of(scope["path"])
+        state["request_id"] = name
         clock = asyncio.get_running_loop().time
         begun_s, status = clock(), 0
 
@@ -102,6 +107,8 @@ class RequestId:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (_REQUEST_ID, name.encode())]
+                if api.id_header:
+                    message["headers"].append((api.id_header, name.encode()))
             await send(message)
 
         try:
@@ -110,7 +117,7 @@ class RequestId:
             log.exception("request %s failed: internal error", name, extra={"request": name})
             if status:
                 raise
-            await error_response(internal_error())(scope, receive, named)
+            await error_response(internal_error(), api)(scope, receive, named)
         finally:
             status = status or CLIENT_LEFT
             if is_logged() and not scope["state"].get("other_process") and not is_routine(scope, status):
@@ -151,7 +158,7 @@ class HeadLimit:
             size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"])
             if size > self._max_bytes:
                 problem = f"The headers and the path have {size} bytes: at most {self._max_bytes} are read"
-                await error_response(HeadersTooLarge(problem))(scope, receive, send)
+                await error_response(HeadersTooLarge(problem), api_of(scope))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -169,12 +176,21 @@ class Authenticate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(("/v1/", "/tokenize", "/detokenize")):
             try:
-                tenant = self._access.identify(header_of(scope, b"authorization"))
+                tenant = self._access.identify(_authorization(scope))
             except Unauthenticated as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, api_of(scope))(scope, receive, send)
                 return
             scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
+
+
+def _authorization(scope: Scope) -> str:
+    """The header, or what it would be for a key in the header of the request's API."""
+    found, other = header_of(scope, b"authorization"), api_of(scope).key_header
+    if found or not other:
+        return found
+    key = header_of(scope, other)
+    return f"Bearer {key}" if key else ""
 
 
 class BodyLimit:
@@ -195,7 +211,8 @@ class BodyLimit:
             return
         announced = header_of(scope, b"content-length")
         if announced.isdigit() and _is_more(announced, self._max_bytes):
-            await error_response(self._too_large(f"of {announced.lstrip('0')[:32]} bytes"))(scope, receive, send)
+            refusal = self._too_large(f"of {announced.lstrip('0')[:32]} bytes")
+            await error_response(refusal, api_of(scope))(scope, receive, send)
             return
         due_s = loop_time() + self._timeout_s
         seen, is_whole = 0, False

@@ -13,17 +13,16 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from protos.errors import BatonError, Cancelled
-from router.http.errors import error_body, error_response, internal_error
+from router.http.api import OPENAI, api_of
+from router.http.errors import error_response, internal_error
+from router.http.framing import event
 from router.http.response_channel import ResponseChannel, channel_of
 from router.metrics import Track
 from router.streaming.token_sink import TokenSink
 
 log = logging.getLogger("baton.http")
 
-DONE = b"data: [DONE]\n\n"
-_COMMENT = b": the answer is on its way\n\n"
 _HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies of nginx's kind would collect the events otherwise
 ]
@@ -35,35 +34,46 @@ _T = TypeVar("_T")
 TEXT_PLACEHOLDER = "\0 text \0"
 
 
-def event(content: Any) -> bytes:
-    return b"data: %b\n\n" % orjson.dumps(content)
-
-
 class SseWriter:
     """Events that differ only in a choice's text: the parts before and after the `TEXT_PLACEHOLDER` in a choice's
-    content are encoded once. Its `sinks` write them to the channel. While the gateway is late (`Pace`) they hold texts
-    back and send them together."""
+    content are encoded once, as a `frame`. Its `sinks` write them to the channel. While the gateway is late (`Pace`)
+    they hold texts back and send them together."""
 
-    def __init__(self, content: Callable[[int], Any], channel: ResponseChannel | None) -> None:
-        self._content = content
+    def __init__(
+        self, content: Callable[[int], Any], channel: ResponseChannel | None, frame: Callable[[Any], bytes] = event
+    ) -> None:
+        self._framed = _Frames(content, frame)
         self._channel = channel
         self.sinks: Sequence[TokenSink] = ()
 
     def events(self, index: int) -> ChoiceEvents | None:
         """The sink of one choice; None under a server without channels."""
-        return ChoiceEvents(self._content, index, self._channel) if self._channel is not None else None
+        return ChoiceEvents(self._framed, index, self._channel) if self._channel is not None else None
 
     def held(self) -> bytes:
         """The events of texts that sinks hold back: they go before any other."""
         held = ((index, sink.held()) for index, sink in enumerate(self.sinks))
-        return b"".join([_framed(self._content, index, text) for index, text in held if text])
+        return b"".join([text.join(self._framed(index)) for index, text in held if text])
+
+
+class _Frames:
+    """The parts of a choice's event before and after its text."""
+
+    def __init__(self, content: Callable[[int], Any], frame: Callable[[Any], bytes]) -> None:
+        self._content = content
+        self._frame = frame
+
+    def __call__(self, index: int) -> tuple[bytes, bytes]:
+        before, hole, behind = self._frame(self._content(index)).partition(orjson.dumps(TEXT_PLACEHOLDER)[1:-1])
+        assert hole, "the content has a place for text"
+        return before, behind
 
 
 class ChoiceEvents:
     """Where the sink of one choice writes to."""
 
-    def __init__(self, content: Callable[[int], Any], index: int, channel: ResponseChannel) -> None:
-        self._content = content
+    def __init__(self, frames: Callable[[int], tuple[bytes, bytes]], index: int, channel: ResponseChannel) -> None:
+        self._frames = frames
         self._index = index
         self._channel = channel
         self.write, self.state = channel.write_alone, channel.state
@@ -73,18 +83,7 @@ class ChoiceEvents:
         return self._channel.is_clear
 
     def frame(self) -> tuple[bytes, bytes]:
-        return _frame(self._content, self._index)
-
-
-def _frame(content: Callable[[int], Any], index: int) -> tuple[bytes, bytes]:
-    before, hole, behind = event(content(index)).partition(orjson.dumps(TEXT_PLACEHOLDER)[1:-1])
-    assert hole, "the content has a place for text"
-    return before, behind
-
-
-def _framed(content: Callable[[int], Any], index: int, text: bytes) -> bytes:
-    before, behind = _frame(content, index)
-    return before + text + behind
+        return self._frames(self._index)
 
 
 async def while_connected(scope: Scope, receive: Receive, work: Awaitable[_T]) -> _T:
@@ -172,8 +171,8 @@ class _StallWatch:
 class EventStream:
     """An answer as an ASGI application. Sends events as they come, the status and headers with the first of them.
 
-    An error before the first event is an ordinary error response with its status; after it, an event and the end,
-    without [DONE]. The events are closed, and the track finished, however it ends.
+    An error before the first event is an ordinary error response with its status; after it, the error event of the
+    client's API (`api_of`) and the end. The events are closed, and the track finished, however it ends.
 
     While there is no event for `keep_alive_s`, a comment is sent, which clients pass over: proxies would take the
     connection for dead, and a client for hung, while a long prompt is read. It begins the response, if nothing has.
@@ -187,6 +186,7 @@ class EventStream:
         *,
         keep_alive_s: float = inf,
         stall_s: float = inf,
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         """While the next of the `events` is awaited, the generator of events may write to the channel itself."""
         self._events = events
@@ -195,6 +195,8 @@ class EventStream:
         self._track = track
         self._keep_alive_s = keep_alive_s
         self._stall_s = stall_s
+        self._headers = headers
+        self._api = OPENAI
         self._started = False
         self._stall_watch = _StallWatch(stall_s)
         self._timer: asyncio.TimerHandle | None = None
@@ -202,7 +204,7 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error: BaseException | None = None
-        self._channel = channel_of(scope)
+        self._channel, self._api = channel_of(scope), api_of(scope)
         try:
             with self._kept_alive(send), self._stall_watch(self._channel):
                 await while_connected(scope, receive, self._send_all(send))
@@ -283,15 +285,16 @@ class EventStream:
     async def _comment(self, loop: asyncio.AbstractEventLoop, send: Send) -> None:
         await self._begin(send)
         self._sent_s = loop.time()
-        await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+        await send({"type": "http.response.body", "body": self._api.keep_alive, "more_body": True})
 
     async def _begin(self, send: Send) -> None:
         if not self._started:
             self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            headers = [(b"content-type", self._api.stream_type), *_HEADERS, *self._headers]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._started:
-            await send({"type": "http.response.body", "body": event(error_body(error))})
+            await send({"type": "http.response.body", "body": self._api.error_event(error)})
         else:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, self._api)(scope, receive, send)

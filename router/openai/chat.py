@@ -11,14 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.gateway import Gateway
+from router.http.body import read_body, with_bound
 from router.http.errors import json_response
+from router.http.framing import event
 from router.http.middleware import name_of, tenant_of
 from router.http.response_channel import ResponseChannel
-from router.http.sse import DONE, TEXT_PLACEHOLDER, EventStream, SseWriter, event, while_connected
+from router.http.sse import TEXT_PLACEHOLDER, EventStream, SseWriter, while_connected
 from router.metrics import Track
 from router.openai.logprobs import chat_logprobs, prompt_logprobs
-from router.openai.reply import progress_body, reply_head, usage_body
-from router.openai.schema import ChatBody, read_body, with_bound
+from router.openai.reply import DONE, progress_body, reply_head, usage_body
+from router.openai.schema import ChatBody
 from router.openai.tool_calls import Calls, tooling_of
 from router.text.sampling_request import TextRequest, make_text_request
 from router.text.text_stream import TextDelta, UsageCounter, collect

@@ -8,6 +8,9 @@ from router.gateway import Gateway
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import TextDelta, Usage
 
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream that has not failed."""
+
 
 def reply_head(gateway: Gateway, request_id: str, kind: str) -> dict[str, Any]:
     """`kind` is OpenAI's name of the object."""

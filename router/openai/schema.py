@@ -1,25 +1,20 @@
-"""The bodies of requests, and how a bad one is refused: the parameter, what it is and what it must be.
+"""The bodies of requests.
 
 Types are checked here; ranges, which gRPC shares, in `router.text.sampling_request`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-import orjson
-from pydantic import ConfigDict, Field, ValidationError
-from pydantic.fields import FieldInfo
-from starlette.requests import Request
+from pydantic import ConfigDict, Field
 
-from protos.errors import InvalidRequest, UnsupportedMediaType
-from protos.hints import nearest
+from protos.errors import InvalidRequest
 from router.conditions import FALSE, NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
-from router.http.middleware import find_header, received_body
-from router.openai.size_limits import check_sizes
+from router.http.body import field_of
+from router.http.harmless import Harmless, without_harmless
+from router.http.validation import Body, FirstWrong, at_most
 from router.openai.structured import JsonSchema, ResponseFormat, StructuredOutputs
 from router.openai.tools import MAX_CALLS, MAX_TOOLS, TOOL_CHOICES, ToolCall, ToolChoice, ToolSpec
 from router.openai.unsupported_params import (
@@ -27,16 +22,10 @@ from router.openai.unsupported_params import (
     COMPLETION_REFUSALS,
     MESSAGE_REFUSALS,
     OF_VLLM,
-    Harmless,
-    without_harmless,
 )
-from router.openai.validation import TOO_DEEP, Body, FirstWrong, at_most, whole_ids
-from router.text.model_card import ModelCard
 from router.text.sampling_request import MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS, RANGES, SamplingRequest
 
 MAX_OPTIONS = 64  # names in a chat template
-MAX_TTFT_MS = "x-baton-max-ttft-ms"
-MAX_NAME_CHARS = 100  # names that an answer repeats
 
 
 def bounds(name: str) -> dict[str, float]:
@@ -83,6 +72,26 @@ _STOP: dict[str, Any] = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
 
 class SamplingBody(Body):
     """Parameters of both chat and completions; the last block is vLLM's."""
+
+    branches: ClassVar[frozenset[str]] = Body.branches | {
+        "list[int]", "list[list[int]]", "list[TextPart]", "literal['none','auto','required']", "NamedTool",
+        "AllowedTools",
+    }  # fmt: skip
+    id_lists: ClassVar[tuple[str, ...]] = ("prompt", "stop_token_ids")
+    lists_of_parts: ClassVar[frozenset[str | int]] = frozenset({"list[TextPart]"})
+
+    @classmethod
+    def hint(cls, name: str, known: type[Body]) -> str:
+        if (form := name.removeprefix("guided_")) in StructuredOutputs.forms():
+            return f" It is 'structured_outputs' now: {{\"{form}\": ...}}."
+        if name == "disable_any_whitespace":
+            instead = " instead of 'response_format'" if known in (ResponseFormat, JsonSchema) else ""
+            return f' It belongs in \'structured_outputs\': {{"json": {{...}}, "{name}": true}}{instead}.'
+        if known is ResponseFormat and field_of(JsonSchema, name):
+            return f' It belongs in \'response_format.json_schema\': {{"name": ..., "{name}": ...}}.'
+        if name == "response_format" and cls is CompletionBody:
+            return " Completions take 'structured_outputs': {\"json\": ...}."
+        return ""
 
     model: str = Field(description="the name of a served model")
     n: int | None = _ranged("n", "an integer")
@@ -180,6 +189,18 @@ class TextPart(Body):
 Content = str | Annotated[list[TextPart], FirstWrong()]
 
 
+def _prepared(found: Mapping[str, Any], harmless: Mapping[str, Harmless]) -> dict[str, Any]:
+    """A body whose messages have harmless fields, too."""
+    kept = without_harmless(found, harmless)
+    messages = kept.get("messages")
+    if isinstance(messages, list):
+        kept["messages"] = [
+            without_harmless(one, MESSAGE_REFUSALS, where=f"messages[{i}].") if isinstance(one, dict) else one
+            for i, one in enumerate(messages)
+        ]
+    return kept
+
+
 class ChatMessage(Body):
     model_config = _described(MESSAGE_REFUSALS, *OF_MESSAGES)
 
@@ -217,6 +238,7 @@ class ChatBody(SamplingBody):
     model_config = _described(
         CHAT_REFUSALS, *TOGETHER, only_with("top_logprobs", {"minimum": 1}, "logprobs", TRUE), *OF_TOOLS, *OF_FORMS
     )
+    harmless: ClassVar[Mapping[str, Harmless]] = CHAT_REFUSALS
 
     messages: Annotated[list[ChatMessage], FirstWrong()] = Field(
         min_length=1, description="a list of at least one message"
@@ -241,6 +263,14 @@ class ChatBody(SamplingBody):
         description=f"an object of at most {MAX_OPTIONS} strings, numbers and booleans",
         json_schema_extra={"maxProperties": MAX_OPTIONS},
     )
+
+    @classmethod
+    def prepare(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        return _prepared(found, cls.harmless)
+
+    def check_parts(self) -> None:
+        for index, message in enumerate(self.messages):
+            message.check(f"messages[{index}]")
 
     def asked(self) -> SamplingRequest:
         """Raises InvalidRequest where two parameters contradict each other."""
@@ -271,6 +301,7 @@ class CompletionBody(SamplingBody):
         only_with("best_of", NUMBER, "n", {"enum": [1, None]}),
         only_with("best_of", {"minimum": 2}, "stream", FALSE),
     )
+    harmless: ClassVar[Mapping[str, Harmless]] = COMPLETION_REFUSALS
 
     max_tokens: int | None = Field(
         default=None,
@@ -313,6 +344,8 @@ class TokenizeBody(Body):
     model_config = ConfigDict(
         json_schema_extra={"oneOf": [is_given("prompt", "string"), is_given("messages", "array")]}
     )
+    branches: ClassVar[frozenset[str]] = SamplingBody.branches
+    lists_of_parts: ClassVar[frozenset[str | int]] = SamplingBody.lists_of_parts
 
     model: str | None = Field(default=None, description="the name of a served model")
     prompt: str | None = Field(default=None, description="a string")
@@ -327,167 +360,20 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = Field(default=None, description="true or false")
     return_token_strs: bool | None = Field(default=None, description="true or false")
 
+    @classmethod
+    def prepare(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        return _prepared(found, {})
+
+    def check_parts(self) -> None:
+        for index, message in enumerate(self.messages or ()):
+            message.check(f"messages[{index}]")
+
 
 class DetokenizeBody(Body):
+    id_lists: ClassVar[tuple[str, ...]] = ("tokens",)
+    branches: ClassVar[frozenset[str]] = SamplingBody.branches
     model: str | None = Field(default=None, description="the name of a served model")
     tokens: Ids = Field(description="a list of token ids")
-
-
-_IDS = ("prompt", "stop_token_ids", "tokens")  # may be lists of integers, which are looked at again where they are not
-_Body = TypeVar("_Body", bound=Body)
-
-_REFUSALS: Mapping[type[Body], Mapping[str, Harmless]] = {
-    ChatBody: CHAT_REFUSALS,
-    CompletionBody: COMPLETION_REFUSALS,
-}
-
-
-async def read_body(request: Request, kind: type[_Body], card: ModelCard) -> _Body:
-    """The request's JSON as a checked body. Raises InvalidRequest or what is below it (protos.errors)."""
-    encoding = find_header(request.scope, b"content-encoding")
-    if encoding is not None and encoding.lower() != "identity":
-        problem = f"The body comes with 'Content-Encoding: {encoding[:MAX_NAME_CHARS]}'"
-        raise UnsupportedMediaType(f"{problem}: send plain JSON without this header, nothing is decompressed here")
-    raw = await received_body(request)
-    try:
-        found = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        problem = f"not valid JSON: {error}" if raw else "empty"
-        raise InvalidRequest(f"The body is {problem}; send a JSON object in UTF-8") from None
-    if not isinstance(found, dict):
-        raise InvalidRequest(f"The body must be a JSON object, not {_shown(found)}")
-    check_sizes(found, kind.model_fields, card)
-    return parse_body(found, kind)
-
-
-def with_bound(sampling: SamplingRequest, request: Request) -> SamplingRequest:
-    """Adds the header's `max_ttft_ms`, for clients that cannot put it into the body; the body takes precedence."""
-    header = find_header(request.scope, MAX_TTFT_MS.encode())
-    if header is None:
-        return sampling
-    low, high = RANGES["max_ttft_ms"]
-    try:
-        bound = float(header)
-    except ValueError:
-        raise InvalidRequest(
-            f"The header '{MAX_TTFT_MS}' is {header[:60]!r}: it must be a number of milliseconds from {low} to {high}",
-            param="max_ttft_ms",
-        ) from None
-    return replace(sampling, max_ttft_ms=bound) if sampling.max_ttft_ms is None else sampling
-
-
-def parse_body(found: Mapping[str, Any], kind: type[_Body]) -> _Body:
-    kept = without_harmless(found, _REFUSALS.get(kind, {}))
-    messages = kept.get("messages")
-    if isinstance(messages, list):
-        kept["messages"] = [
-            without_harmless(one, MESSAGE_REFUSALS, where=f"messages[{i}].") if isinstance(one, dict) else one
-            for i, one in enumerate(messages)
-        ]
-    try:
-        body = kind.model_validate(kept)
-    except ValidationError as error:
-        whole = {name: whole_ids(value) for name, value in kept.items() if name in _IDS}
-        try:
-            body = kind.model_validate(kept | whole)
-        except ValidationError:
-            raise _refused(error, kind) from None
-    for index, message in enumerate(getattr(body, "messages", None) or ()):
-        message.check(f"messages[{index}]")
-    return body
-
-
-def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
-    """The first thing wrong; of a message's content, the part that is wrong rather than that it is no string."""
-    found = error.errors(include_url=False, include_context=False)
-    first = next((one for one in found if "list[TextPart]" in one["loc"][:-1]), found[0])
-    path, known = _path(first["loc"], kind)
-    if first["type"] == "extra_forbidden":
-        name = str(first["loc"][-1])[:MAX_NAME_CHARS]
-        return InvalidRequest(f"Unknown parameter: '{path}'.{_hint(name, known, kind)}", param=path)
-    if first["type"] == "missing":
-        return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
-    expected = _expected(first["loc"], kind) or first["msg"]
-    given = TOO_DEEP if TOO_DEEP in first["msg"] else _shown(first["input"])
-    return InvalidRequest(f"'{path}' is {given}: it must be {expected}", param=path)
-
-
-def _hint(name: str, known: type[Body], kind: type[Body]) -> str:
-    """Where a parameter belongs that `known`, a part of `kind`, does not have; "" if unknown."""
-    if (form := name.removeprefix("guided_")) in StructuredOutputs.forms():
-        return f" It is 'structured_outputs' now: {{\"{form}\": ...}}."
-    if name == "disable_any_whitespace":
-        instead = " instead of 'response_format'" if known in (ResponseFormat, JsonSchema) else ""
-        return f' It belongs in \'structured_outputs\': {{"json": {{...}}, "{name}": true}}{instead}.'
-    if known is ResponseFormat and _field(JsonSchema, name):
-        return f' It belongs in \'response_format.json_schema\': {{"name": ..., "{name}": ...}}.'
-    if name == "response_format" and kind is CompletionBody:
-        return " Completions take 'structured_outputs': {\"json\": ...}."
-    close = nearest(name, [*known.model_fields, *_REFUSALS.get(known, {})])
-    return f" Did you mean '{close}'?" if close else ""
-
-
-def _path(loc: tuple[int | str, ...], kind: type[Body]) -> tuple[str, type[Body]]:
-    """`messages[0].content` and the model it is a field of; the names of union branches are left out."""
-    path, known = "", kind
-    for step in loc:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif _field(known, step) or step == loc[-1]:
-            if step in _BRANCHES:
-                continue
-            path += f".{step[:MAX_NAME_CHARS]}" if path else step[:MAX_NAME_CHARS]
-            known = _inside(known, step)
-    return path, known
-
-
-@cache
-def _inside(kind: type[Body], name: str) -> type[Body]:
-    """The bodies that a field holds; `kind` itself where it holds none."""
-    field = _field(kind, name)
-    return next(_bodies(field.annotation), kind) if field is not None else kind
-
-
-def _bodies(annotation: Any) -> Iterator[type[Body]]:
-    if isinstance(annotation, type) and issubclass(annotation, Body):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _bodies(part)
-
-
-def _field(kind: type[Body], name: str) -> FieldInfo | None:
-    fields = kind.model_fields
-    return fields.get(name) or fields.get(f"{name}_")  # `schema` and `json` are methods of every model
-
-
-_BRANCHES = {
-    "str", "int", "float", "bool", "list[str]", "list[int]", "list[list[int]]", "list[TextPart]",
-    "literal['none','auto','required']", "NamedTool", "AllowedTools",
-}  # fmt: skip
-
-
-def _expected(loc: tuple[int | str, ...], kind: type[Body]) -> str | None:
-    described, known = None, kind
-    for step in loc:
-        if isinstance(step, str) and (field := _field(known, step)) is not None:
-            described = field.description
-            known = _inside(known, step)
-    return described
-
-
-def _shown(value: Any) -> str:
-    """A JSON value for error messages: shortened, with its type if the type is wrong."""
-    match value:
-        case None | bool():
-            return {None: "null", True: "true", False: "false"}[value]
-        case dict():
-            return "an object"
-        case list():
-            return "a list" if value else "an empty list"
-        case str():
-            return f"the string {value[:60]!r}{'...' if len(value) > 60 else ''}"
-        case _:
-            return f"{value!r}"
 
 
 def _token_biases(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from protos.errors import InvalidRequest
 from router.grammar.structure import MAX_CHOICES, choice_grammar, inline_json, json_grammar, regex_grammar
-from router.openai.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most
+from router.http.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most
 
 _SCHEMA = f"a JSON Schema: an object nested at most {MAX_DEPTH} deep"
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}

@@ -7,8 +7,9 @@ from starlette.responses import Response
 
 from protos.errors import InvalidRequest
 from router.gateway import Gateway
+from router.http.body import read_body
 from router.http.errors import json_response
-from router.openai.schema import DetokenizeBody, TokenizeBody, read_body
+from router.openai.schema import DetokenizeBody, TokenizeBody
 
 
 async def tokenize(gateway: Gateway, request: Request) -> Response:

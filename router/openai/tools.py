@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field
 
-from router.openai.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most
+from router.http.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most
 from router.text.tool_call_formats import Function
 
 MAX_TOOLS = 128

@@ -11,10 +11,11 @@ from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import ValidationError
 
 from protos.errors import InvalidRequest, UnsupportedParameter
-from router.openai import schema
-from router.openai.schema import ChatBody, CompletionBody, parse_body
+from router.http import body
+from router.http.body import parse_body
+from router.http.validation import Body
+from router.openai.schema import ChatBody, CompletionBody
 from router.openai.unsupported_params import CHAT_REFUSALS, COMPLETION_REFUSALS
-from router.openai.validation import Body
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": "m", "prompt": "hello"}
@@ -261,13 +262,13 @@ def test_a_list_is_refused_at_its_first_wrong_item(
 ) -> None:
     """A megabyte of them kept the event loop busy for seconds, and every other client waiting."""
     counted: list[int] = []
-    refused = schema._refused
+    refused = body._refused
 
     def count(error: ValidationError, kind: type[Body]) -> InvalidRequest:
         counted.append(error.error_count())
         return refused(error, kind)
 
-    monkeypatch.setattr(schema, "_refused", count)
+    monkeypatch.setattr(body, "_refused", count)
     with pytest.raises(InvalidRequest):
         parse_body((COMPLETION if kind is CompletionBody else CHAT) | change, kind)
     assert counted[0] < 10

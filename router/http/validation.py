@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
-from router.openai.size_limits import check_parameters
+from router.http.harmless import Harmless, without_harmless
+from router.http.size_limits import check_parameters
 
 
 def at_most(num_entries: int) -> BeforeValidator:
@@ -64,9 +65,33 @@ def whole_ids(value: Any, depth: int = 2) -> Any:
 
 
 class Body(BaseModel):
-    """`description` of a field completes the sentence "it must be ..."."""
+    """`description` of a field completes the sentence "it must be ...".
+
+    - `harmless`: parameters that are accepted where they change nothing
+    - `id_lists`: parameters that may be lists of integers, which are read again where they are not (8.0)
+    - `branches`: pydantic's names of the members of unions, which no error repeats; `lists_of_parts` are those of lists
+      whose members are named by an error rather than the list
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    harmless: ClassVar[Mapping[str, Harmless]] = {}
+    id_lists: ClassVar[tuple[str, ...]] = ()
+    branches: ClassVar[frozenset[str]] = frozenset({"str", "int", "float", "bool", "list[str]"})
+    lists_of_parts: ClassVar[frozenset[str | int]] = frozenset()
+
+    @classmethod
+    def prepare(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters to validate. Raises UnsupportedParameter."""
+        return without_harmless(found, cls.harmless)
+
+    @classmethod
+    def hint(cls, name: str, known: type[Body]) -> str:
+        """Where the parameter belongs that `known`, a part of this body, does not have; "" if unknown."""
+        return ""
+
+    def check_parts(self) -> None:
+        """Checks what types cannot express. Raises InvalidRequest."""
 
     @model_validator(mode="before")
     @classmethod

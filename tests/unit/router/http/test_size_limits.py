@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from router.gateway import Gateway
-from router.openai import schema
-from router.openai.size_limits import MAX_PIECES
+from router.http import body as bodies
+from router.http.size_limits import MAX_PIECES
 from router.text.model_card import ModelCard
 from router.text.sampling_request import MAX_CHOICES
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
@@ -32,7 +32,7 @@ def unvalidated(monkeypatch: pytest.MonkeyPatch) -> None:
     def parse(*given: object) -> None:
         pytest.fail("the body was validated")
 
-    monkeypatch.setattr(schema, "parse_body", parse)
+    monkeypatch.setattr(bodies, "parse_body", parse)
 
 
 @pytest.mark.usefixtures("unvalidated")

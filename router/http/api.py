@@ -1,0 +1,80 @@
+"""What an HTTP API has of its own in every answer: the form of errors and of streams, and names of headers.
+
+    path ──▶ `RequestId` (the outermost layer) ──▶ scope["state"]["api"] ──▶ `api_of`: middleware, routes, `EventStream`
+
+An error therefore has the form of the API that the client speaks wherever it is raised: before routing, in a handler,
+or in a stream. A request that is not HTTP has no path: `router.http.protocol` refuses it in OpenAI's form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Scope
+
+from protos.errors import BatonError
+from router.http.framing import event
+
+_TYPES = {429: "rate_limit_error", 499: "cancelled", 504: "timeout_error"}
+
+
+def _status(error: BatonError) -> int:
+    return error.http_status
+
+
+def _openai_error(error: BatonError) -> dict[str, Any]:
+    """`{"error": {"message", "type", "param", "code"}}`."""
+    kind = _TYPES.get(error.http_status, "server_error" if error.http_status >= 500 else "invalid_request_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api:
+    """`paths`: the beginnings of its paths.
+
+    - `error_body`, `error_event`: an error as a response's JSON, and as the last event of a stream
+    - `keep_alive`: what a silent stream sends, which clients pass over
+    - `id_header`: also has the request's id, beside `x-baton-request-id`; empty: no other
+    - `key_header`: may have the API key, where there is no `Authorization`; empty: no other
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    error_body: Callable[[BatonError], dict[str, Any]]
+    error_event: Callable[[BatonError], bytes]
+    error_status: Callable[[BatonError], int] = _status
+    keep_alive: bytes = b": the answer is on its way\n\n"
+    stream_type: bytes = b"text/event-stream; charset=utf-8"
+    id_header: bytes = b""
+    key_header: bytes = b""
+
+
+OPENAI = Api(
+    name="openai",
+    paths=("/",),
+    error_body=_openai_error,
+    error_event=lambda error: event(_openai_error(error)),
+)
+"""Every path that is no other API's."""
+
+
+class Apis:
+    """Finds the API of a path."""
+
+    def __init__(self, apis: Sequence[Api]) -> None:
+        self._apis = tuple(apis)
+        self._paths = tuple(path for api in apis for path in api.paths)
+
+    def of(self, path: str) -> Api:
+        if not path.startswith(self._paths):
+            return OPENAI
+        return next(api for api in self._apis if path.startswith(api.paths))
+
+
+def api_of(scope: Scope) -> Api:
+    """The API of a request; OpenAI's outside of `RequestId`."""
+    found = scope.get("state", {}).get("api", OPENAI)
+    assert isinstance(found, Api)
+    return found

@@ -1,0 +1,155 @@
+"""Reads a request's body, and refuses a bad one: the parameter, what it is and what it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, TypeVar, get_args
+
+import orjson
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from starlette.requests import Request
+
+from protos.errors import InvalidRequest, UnsupportedMediaType
+from protos.hints import nearest
+from router.http.middleware import find_header, received_body
+from router.http.size_limits import check_sizes
+from router.http.validation import TOO_DEEP, Body, whole_ids
+from router.text.model_card import ModelCard
+from router.text.sampling_request import RANGES, SamplingRequest
+
+MAX_TTFT_MS = "x-baton-max-ttft-ms"
+MAX_NAME_CHARS = 100  # names that an answer repeats
+
+_Body = TypeVar("_Body", bound=Body)
+
+
+async def read_body(request: Request, kind: type[_Body], card: ModelCard) -> _Body:
+    """The request's JSON as a checked body. Raises InvalidRequest or what is below it (protos.errors)."""
+    encoding = find_header(request.scope, b"content-encoding")
+    if encoding is not None and encoding.lower() != "identity":
+        problem = f"The body comes with 'Content-Encoding: {encoding[:MAX_NAME_CHARS]}'"
+        raise UnsupportedMediaType(f"{problem}: send plain JSON without this header, nothing is decompressed here")
+    raw = await received_body(request)
+    try:
+        found = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        problem = f"not valid JSON: {error}" if raw else "empty"
+        raise InvalidRequest(f"The body is {problem}; send a JSON object in UTF-8") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"The body must be a JSON object, not {shown(found)}")
+    check_sizes(found, kind.model_fields, card)
+    return parse_body(found, kind)
+
+
+def with_bound(sampling: SamplingRequest, request: Request) -> SamplingRequest:
+    """Adds the header's `max_ttft_ms`, for clients that cannot put it into the body; the body takes precedence."""
+    header = find_header(request.scope, MAX_TTFT_MS.encode())
+    if header is None:
+        return sampling
+    low, high = RANGES["max_ttft_ms"]
+    try:
+        bound = float(header)
+    except ValueError:
+        raise InvalidRequest(
+            f"The header '{MAX_TTFT_MS}' is {header[:60]!r}: it must be a number of milliseconds from {low} to {high}",
+            param="max_ttft_ms",
+        ) from None
+    return replace(sampling, max_ttft_ms=bound) if sampling.max_ttft_ms is None else sampling
+
+
+def parse_body(found: Mapping[str, Any], kind: type[_Body]) -> _Body:
+    """Raises InvalidRequest, which names the first parameter that is wrong."""
+    kept = kind.prepare(found)
+    try:
+        body = kind.model_validate(kept)
+    except ValidationError as error:
+        whole = {name: whole_ids(value) for name, value in kept.items() if name in kind.id_lists}
+        try:
+            body = kind.model_validate(kept | whole)
+        except ValidationError:
+            raise _refused(error, kind) from None
+    body.check_parts()
+    return body
+
+
+def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
+    """The first thing wrong; of a message's content, the part that is wrong rather than that it is no string."""
+    found = error.errors(include_url=False, include_context=False)
+    first = next((one for one in found if kind.lists_of_parts & set(one["loc"][:-1])), found[0])
+    path, known = _path(first["loc"], kind)
+    if first["type"] == "extra_forbidden":
+        name = str(first["loc"][-1])[:MAX_NAME_CHARS]
+        return InvalidRequest(f"Unknown parameter: '{path}'.{_hint(name, known, kind)}", param=path)
+    if first["type"] == "missing":
+        return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
+    expected = _expected(first["loc"], kind) or first["msg"]
+    given = TOO_DEEP if TOO_DEEP in first["msg"] else shown(first["input"])
+    return InvalidRequest(f"'{path}' is {given}: it must be {expected}", param=path)
+
+
+def _hint(name: str, known: type[Body], kind: type[Body]) -> str:
+    """Where a parameter belongs that `known`, a part of `kind`, does not have; "" if unknown."""
+    if found := kind.hint(name, known):
+        return found
+    close = nearest(name, [*known.model_fields, *known.harmless])
+    return f" Did you mean '{close}'?" if close else ""
+
+
+def _path(loc: tuple[int | str, ...], kind: type[Body]) -> tuple[str, type[Body]]:
+    """`messages[0].content` and the model it is a field of; the names of union branches are left out."""
+    path, known = "", kind
+    for step in loc:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif field_of(known, step) or step == loc[-1]:
+            if step in kind.branches:
+                continue
+            path += f".{step[:MAX_NAME_CHARS]}" if path else step[:MAX_NAME_CHARS]
+            known = _inside(known, step)
+    return path, known
+
+
+@cache
+def _inside(kind: type[Body], name: str) -> type[Body]:
+    """The bodies that a field holds; `kind` itself where it holds none."""
+    field = field_of(kind, name)
+    return next(_bodies(field.annotation), kind) if field is not None else kind
+
+
+def _bodies(annotation: Any) -> Iterator[type[Body]]:
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _bodies(part)
+
+
+def field_of(kind: type[Body], name: str) -> FieldInfo | None:
+    fields = kind.model_fields
+    return fields.get(name) or fields.get(f"{name}_")  # `schema` and `json` are methods of every model
+
+
+def _expected(loc: tuple[int | str, ...], kind: type[Body]) -> str | None:
+    described, known = None, kind
+    for step in loc:
+        if isinstance(step, str) and (field := field_of(known, step)) is not None:
+            described = field.description
+            known = _inside(known, step)
+    return described
+
+
+def shown(value: Any) -> str:
+    """A JSON value for error messages: shortened, with its type if the type is wrong."""
+    match value:
+        case None | bool():
+            return {None: "null", True: "true", False: "false"}[value]
+        case dict():
+            return "an object"
+        case list():
+            return "a list" if value else "an empty list"
+        case str():
+            return f"the string {value[:60]!r}{'...' if len(value) > 60 else ''}"
+        case _:
+            return f"{value!r}"

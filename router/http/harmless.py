@@ -1,0 +1,48 @@
+"""Parameters of an API that Baton does not offer: accepted at the value where they change nothing, refused by name at
+any other."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from protos.errors import UnsupportedParameter
+
+_OFFERED = "this server does not offer it"
+
+
+@dataclass(frozen=True, slots=True)
+class Harmless:
+    """Where a parameter changes nothing, for us and as JSON Schema; null never does. `why` it is refused elsewhere."""
+
+    accepts: Callable[[Any], bool]
+    schema: Mapping[str, Any]
+    why: str
+
+
+def one_of(*values: Any, why: str = _OFFERED) -> Harmless:
+    def accepts(value: Any) -> bool:
+        return any(type(value) is type(one) and value == one for one in values)
+
+    return Harmless(accepts, {"enum": [*values, None]}, why)
+
+
+def never(why: str = _OFFERED) -> Harmless:
+    return Harmless(lambda value: False, {"type": "null"}, why)
+
+
+def without_harmless(body: Mapping[str, Any], refusals: Mapping[str, Harmless], *, where: str = "") -> dict[str, Any]:
+    """The body without parameters that change nothing. Raises UnsupportedParameter for one that would."""
+    kept = dict(body)
+    for name in refusals.keys() & body.keys():
+        value = kept.pop(name)
+        if value is not None and not refusals[name].accepts(value):
+            shown = reprlib.repr(value)  # bounded in depth too: an object may be nested deeper than repr() can go
+            raise UnsupportedParameter(
+                f"'{where}{name}' is not supported with the value {shown[:80]}{'...' if len(shown) > 80 else ''}: "
+                f"{refusals[name].why}; leave it out",
+                param=f"{where}{name}",
+            )
+    return kept
