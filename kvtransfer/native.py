@@ -7,6 +7,7 @@ those, or where the cache cannot be written, `load` logs it once and returns Non
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -14,7 +15,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvtransfer import prebuilt
@@ -72,15 +74,26 @@ def prebuild_c(source: Path, folder: Path, instructions: InstructionSet) -> Path
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
-    """`path`, made in another folder and moved there unless it exists, so that no process sees half of it. Raises the
-    errors of `make`, or OSError."""
+    """`path`, made in another folder and moved there unless it exists, so that no process sees half of it. Of
+    processes that start together one makes it, and the others wait. Raises the errors of `make`, or OSError."""
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            made = Path(scratch) / path.name
-            make(made)
-            made.replace(path)  # at once: processes that start together may all have made it
+        with _sole_maker(path):
+            if not path.exists():
+                with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+                    made = Path(scratch) / path.name
+                    make(made)
+                    made.replace(path)
     return path
+
+
+@contextmanager
+def _sole_maker(path: Path) -> Iterator[None]:
+    """Waits for another process that makes `path`. Without locks of files (some network file systems) both make it."""
+    with open(path.with_name(f".{path.name}.lock"), "wb") as lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def fingerprint(compiler: str, flags: Iterable[str], sources: Iterable[Path]) -> str:

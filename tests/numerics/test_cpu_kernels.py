@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,10 +133,26 @@ def test_a_row_s_attention_does_not_depend_on_who_is_in_the_batch() -> None:
 
 @needs_compiler
 def test_the_library_is_compiled_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_SOURCES", {"elementwise.cpp": "", "layers.cpp": ""})  # the smallest
     first = compile_library(tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == [first]
+    assert list((tmp_path / "cache").glob("[!.]*")) == [first]
     monkeypatch.setattr(build, "run", None)
     assert compile_library(tmp_path / "cache") == first
+
+
+def test_a_compilation_that_takes_too_long_is_logged_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def never_ends(*command: str, timeout_s: float) -> None:
+        raise subprocess.TimeoutExpired(command, timeout_s)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", sys.executable)  # answers --version
+    monkeypatch.setattr(build, "run", never_ends)
+    with caplog.at_level(logging.WARNING):
+        assert build._library.__wrapped__() is None
+    assert "did not finish in 120 s" in caplog.text
+    assert "python -m workers.kernels.cpu" in caplog.text
 
 
 def test_without_a_compiler_torch_computes_and_the_log_says_why(

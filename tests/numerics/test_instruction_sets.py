@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,21 @@ import torch
 
 from protos.values import KVLayout
 from tests.numerics.filled import ROWS, filled, normal
+from tests.numerics.quantised_weights import E4M3, IQ4, NF4, grouped, of_form
 from workers.attention.base import AttentionInputs
 from workers.attention.cpu import NativeAttention, TorchAttention, cpu_attention
 from workers.kernels import reference
 from workers.kernels.cpu.build import Native, Tiles, compile_library, native, native_tiles
 from workers.kernels.cpu.products import PackedFloats
+from workers.kernels.cpu.quantised import PackedQuantised
 
 MACHINES = {
     "x86-64": {"sse2"},
     "x86-64-v3": {"avx2", "fma"},
     "cooperlake": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni"},
+    "sapphirerapids": {"amx_tile", "amx_bf16"},
 }
+"""Least first, with the flags of the processor that decide which code is compiled."""
 
 
 def flags_of_this_processor() -> set[str]:
@@ -29,10 +34,12 @@ def flags_of_this_processor() -> set[str]:
     return {flag for line in lines if line.startswith("flags") for flag in line.split()}
 
 
-@pytest.fixture(scope="module", params=MACHINES)
+@pytest.fixture(scope="module", params=list(MACHINES)[:-1])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if native(torch.float32) is None or not MACHINES[request.param] <= flags_of_this_processor():
-        pytest.skip(f"no C++ compiler, or this processor cannot run what is compiled for {request.param}")
+    flags = flags_of_this_processor()
+    better = list(MACHINES)[list(MACHINES).index(request.param) + 1 :]
+    if native(torch.float32) is None or not any(MACHINES[machine] <= flags for machine in better):
+        pytest.skip(f"no C++ compiler, or this processor can do no more than {request.param}: other tests run its code")
     return ctypes.CDLL(str(compile_library(tmp_path_factory.mktemp("kernels"), machine=request.param)))
 
 
@@ -78,6 +85,38 @@ def test_a_lesser_processor_multiplies_alike(
     torch.testing.assert_close(together.double(), x.double() @ weight.double().T, rtol=tolerance, atol=1e-3)
     for num_rows in (1, 2, 3, 5, 6, 7, 13, 16, 33):
         assert torch.equal(product(x[:num_rows]), together[:num_rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["grouped 4 128", "grouped 3 32", "zeros 8 128", "minimum 5 32", "factors 6 16"])
+def test_a_lesser_processor_multiplies_quantised_weights_alike(
+    library: ctypes.CDLL, form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of integers are exact, and float32 is rounded more often without fused multiplications."""
+    weight = of_form(form, 33, 320)
+    x = normal(9, 320, dtype=dtype, seed=1)
+    expected = PackedQuantised(weight, dtype)(x)
+    kernels = Native(library, str(dtype).removeprefix("torch."))
+    monkeypatch.setattr("workers.kernels.cpu.quantised.native", lambda _: kernels)
+    product = PackedQuantised(weight, dtype)
+    tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(product(x), expected, rtol=tolerance, atol=1e-4)
+    for num_rows in (1, 2, 3, 4):
+        assert torch.equal(product(x[:num_rows]), product(x)[:num_rows])
+
+
+@pytest.mark.parametrize("table", [NF4, IQ4, E4M3], ids=["nf4", "iq4", "fp8"])
+def test_a_lesser_processor_looks_levels_up_alike(
+    library: ctypes.CDLL, table: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bits = 8 if len(table) == 256 else 4
+    weight = grouped(bits, 64, 33, 320, table=table, zero=0)
+    if bits == 8:  # without its two NaNs
+        weight = replace(weight, codes_OW=weight.codes_OW & 0x7E)
+    x = normal(5, 320, dtype=torch.bfloat16, seed=1)
+    expected = PackedQuantised(weight, x.dtype)(x)
+    monkeypatch.setattr("workers.kernels.cpu.quantised.native", lambda _: Native(library, "bfloat16"))
+    torch.testing.assert_close(PackedQuantised(weight, x.dtype)(x), expected, rtol=2**-7, atol=1e-4)
 
 
 def test_without_tiles_the_library_says_so(library: ctypes.CDLL) -> None:

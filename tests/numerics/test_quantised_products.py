@@ -7,15 +7,26 @@ import math
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.numerics.quantised_weights import (
+    E4M3,
+    IQ4,
+    MXFP4,
+    NF4,
+    grouped,
+    integers,
+    of_form,
+    per_channel,
+    random,
+    two_levels,
+    with_zeros,
+)
 from workers.checkpoint.activations import ActivationRounding
-from workers.checkpoint.bit_stream import pack_bits
 from workers.checkpoint.encodings.quantised import product
-from workers.checkpoint.quantised import GroupValues, QuantisedWeight, sorted_by_group
+from workers.checkpoint.quantised import QuantisedWeight, sorted_by_group
 from workers.kernels import cpu
 from workers.kernels.cpu import quantised
 from workers.kernels.cpu.build import native
@@ -26,70 +37,6 @@ pytestmark = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ co
 ROWS = (1, 2, 3, 4, 7, 16, 70)
 SHAPES = ((40, 96), (33, 320), (17, 1024), (100, 50), (1, 33))
 DTYPES = (torch.bfloat16, torch.float32)
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def integers(low: int, high: int, *shape: int, seed: int = 0, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def grouped(bits: int, group_size: int, num_outputs: int, num_inputs: int, **fields: object) -> QuantisedWeight:
-    """Symmetric, with a scale of float16 for each group, unless `fields` say otherwise."""
-    num_groups = -(-num_inputs // group_size)
-    scale_OG = random(num_outputs, num_groups, seed=2).abs().half() * 0.02
-    weight = QuantisedWeight(
-        bits=bits,
-        codes_OW=pack_bits(integers(0, 2**bits, num_outputs, num_inputs, seed=1), bits),
-        num_inputs=num_inputs,
-        scale=GroupValues(value_OB=scale_OG),
-        group_size=group_size,
-        zero=2 ** (bits - 1),
-    )
-    return replace(weight, **fields)  # type: ignore[arg-type]
-
-
-def with_zeros(bits: int, group_size: int, num_outputs: int, num_inputs: int) -> QuantisedWeight:
-    zeros_OG = integers(0, 2**bits, num_outputs, -(-num_inputs // group_size), seed=3)
-    return grouped(bits, group_size, num_outputs, num_inputs, zero=zeros_OG)
-
-
-def two_levels(bits: int, group_size: int, num_outputs: int, num_inputs: int, *, signed: bool) -> QuantisedWeight:
-    """As the K-quants have them: with a minimum, or (`signed`) with a zero."""
-    per_block = 256 // group_size
-    blocks = -(-num_inputs // 256)
-    shape = num_outputs, blocks * per_block
-
-    def values(low: int, high: int, seed: int, dtype: torch.dtype) -> GroupValues:
-        value_OB = random(num_outputs, blocks, seed=seed).abs().half() * 1e-3
-        return GroupValues(value_OB=value_OB, factor_OG=integers(low, high, *shape, seed=seed + 1, dtype=dtype))
-
-    if signed:
-        return grouped(bits, group_size, num_outputs, num_inputs, scale=values(-128, 128, 4, torch.int8))
-    scale, minimum = values(0, 64, 4, torch.uint8), values(0, 64, 6, torch.uint8)
-    return grouped(bits, group_size, num_outputs, num_inputs, scale=scale, minimum=minimum, zero=0)
-
-
-def per_channel(num_outputs: int, num_inputs: int, **fields: object) -> QuantisedWeight:
-    return grouped(8, num_inputs, num_outputs, num_inputs, **fields)
-
-
-def of_form(form: str, num_outputs: int, num_inputs: int) -> QuantisedWeight:
-    size = num_outputs, num_inputs
-    match form.split():
-        case ["channel"]:
-            return per_channel(*size)
-        case ["grouped", bits, group]:
-            return grouped(int(bits), int(group), *size)
-        case ["zeros", bits, group]:
-            return with_zeros(int(bits), int(group), *size)
-        case ["minimum", bits, group]:
-            return two_levels(int(bits), int(group), *size, signed=False)
-        case ["factors", bits, group]:
-            return two_levels(int(bits), int(group), *size, signed=True)
-    raise ValueError(form)
 
 
 FORMS = (
@@ -213,12 +160,6 @@ def test_inputs_may_stand_in_any_order_and_in_cut_groups(dtype: torch.dtype) -> 
         assert ((found - exact).abs() <= worst * sizes).all()
 
 
-NF4 = torch.tensor([-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379,
-                    0.4407, 0.5626, 0.7230, 1.0])  # fmt: skip
-IQ4 = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
-MXFP4 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("table", [NF4, IQ4, MXFP4], ids=["nf4", "iq4", "mxfp4"])
 def test_a_code_may_be_a_place_in_a_table(table: torch.Tensor, dtype: torch.dtype) -> None:
@@ -234,7 +175,6 @@ def test_a_code_may_be_a_place_in_a_table(table: torch.Tensor, dtype: torch.dtyp
             assert_close(packed(x_TI), given @ weight_OI.T, given.abs() @ weight_OI.abs().T)
 
 
-E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 ROUNDINGS = {
     "no rounding": None,
     "each token": ActivationRounding(levels="fp8"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 import pytest
 
 from kvtransfer import prebuilt
-from kvtransfer.native import compile_c, load, prebuild_c
+from kvtransfer.native import compile_c, load, made_once, prebuild_c
 from kvtransfer.prebuilt import instruction_sets, processor_flags
 
 SOURCE = "int twice(int number) { return 2 * number; }"
@@ -27,12 +28,32 @@ def test_a_library_is_compiled_once_and_again_when_its_source_changes(source: Pa
     assert library is not None
     assert library.twice(21) == 42
     folder = source.parent / "cache" / "baton"
-    [made] = folder.iterdir()
+    [made] = folder.glob("[!.]*")
     written = made.stat().st_mtime_ns
     assert compile_c(source, folder) == made
     assert made.stat().st_mtime_ns == written
     source.write_text(SOURCE.replace("2 *", "3 *"))
     assert compile_c(source, folder) != made
+
+
+def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
+    path, begun, may_end, calls = tmp_path / "made.so", threading.Event(), threading.Event(), []
+
+    def make(made: Path) -> None:
+        calls.append(made)
+        begun.set()
+        assert may_end.wait(60)
+        made.write_text("whole")
+
+    first, second = (threading.Thread(target=made_once, args=(path, make)) for _ in range(2))
+    first.start()
+    assert begun.wait(60)
+    second.start()
+    may_end.set()
+    first.join()
+    second.join()
+    assert len(calls) == 1
+    assert path.read_text() == "whole"
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])

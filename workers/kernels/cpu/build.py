@@ -56,7 +56,8 @@ _OF_TILES = {
     "pack_tiles": _ARGUMENTS["pack_panels"],
     "multiply_tiles": _ARGUMENTS["multiply_panels"],
 }
-_TIMEOUT_S = 120.0  # of one compilation
+TIMEOUT_S = 120.0  # of one file's compilation, while a worker waits
+PATIENT_TIMEOUT_S = 1800.0  # while only a person waits
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -122,15 +123,25 @@ def native(dtype: torch.dtype) -> Native | None:
 def _library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(compile_library(cache_folder())))
+    except subprocess.TimeoutExpired as error:
+        log.warning(
+            "the CPU kernels are not compiled, slower torch code replaces them until the next start: the compiler did "
+            "not finish in %.0f s (%s). Run python -m workers.kernels.cpu once, which waits %.0f s, then start again",
+            error.timeout,
+            " ".join(map(str, error.cmd)),
+            PATIENT_TIMEOUT_S,
+        )
+        return None
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: the user has no home folder
         reason = getattr(error, "stderr", "") or error
         log.warning("the CPU kernels are not compiled, slower torch code replaces them: %s", reason)
         return None
 
 
-def compile_library(folder: Path, machine: str = "native") -> Path:
+def compile_library(folder: Path, machine: str = "native", *, timeout_s: float = TIMEOUT_S) -> Path:
     """The library in `folder`, compiled unless it is there, for this processor or for one that can do less (what
-    compilers call -march); without a compiler, one that was built ahead. Raises OSError or SubprocessError.
+    compilers call -march); without a compiler, one that was built ahead. Raises OSError, or SubprocessError also where
+    a file takes longer than `timeout_s`.
 
     Its name has sources, flags, compiler and processor, so that different machines may share a folder.
     """
@@ -142,13 +153,13 @@ def compile_library(folder: Path, machine: str = "native") -> Path:
         raise FileNotFoundError("there is no C++ compiler: install g++, or name one with CXX")
     flags = [*_FLAGS, f"-march={machine}"]
     path = folder / f"cpu-{fingerprint(compiler, [*flags, *_SOURCES.values()], _sources())}.so"
-    return made_once(path, lambda made: _compile(compiler, flags, made))
+    return made_once(path, lambda made: _compile(compiler, flags, made, timeout_s))
 
 
 def prebuild_library(folder: Path, instructions: InstructionSet) -> Path:
     """The library in `folder` for machines that have these instructions and no compiler. Raises SubprocessError."""
     path = folder / prebuilt.file_name("cpu", instructions, _prebuilt_flags(), _sources())
-    return made_once(path, lambda made: _compile("g++", [*_FLAGS, *instructions.options], made))
+    return made_once(path, lambda made: _compile("g++", [*_FLAGS, *instructions.options], made, PATIENT_TIMEOUT_S))
 
 
 def _prebuilt_flags() -> list[str]:
@@ -159,14 +170,14 @@ def _sources() -> list[Path]:
     return [*sorted(_FOLDER.glob("*.h")), *(_FOLDER / name for name in _SOURCES)]
 
 
-def _compile(compiler: str, flags: Sequence[str], made: Path) -> None:
+def _compile(compiler: str, flags: Sequence[str], made: Path, timeout_s: float) -> None:
     """All sources at once: they are as many processes."""
     parts = {name: str(made.with_name(f"{name}.o")) for name in _SOURCES}
 
     def compile_one(name: str) -> None:
         options = [*flags, *_SOURCES[name].split()]
-        run(compiler, *options, "-c", str(_FOLDER / name), "-o", parts[name], timeout_s=_TIMEOUT_S)
+        run(compiler, *options, "-c", str(_FOLDER / name), "-o", parts[name], timeout_s=timeout_s)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         list(pool.map(compile_one, _SOURCES))
-    run(compiler, "-shared", "-fopenmp", *parts.values(), "-o", str(made), timeout_s=_TIMEOUT_S)
+    run(compiler, "-shared", "-fopenmp", *parts.values(), "-o", str(made), timeout_s=timeout_s)

@@ -16,10 +16,9 @@ inline void add_position(const floats* levels, const uint8_t* x, int64_t stride,
     }
 }
 
-template <int bits>
 struct Floats {
-    static constexpr int num_bits = bits, number_bytes = 4;
-    static constexpr bool may_have_halves = bits == 2 || bits == 3 || bits == 6, may_have_steps = false, may_have_pairs = false;
+    static constexpr int num_bits = any_bits, number_bytes = 4;
+    static constexpr bool may_have_halves = true, may_have_steps = false, may_have_pairs = false;
 
     template <int rows, int first, int last>
     static void add(const Panels& by, const int32_t* zeros, const uint8_t* codes, const uint8_t* x, int64_t stride,
@@ -27,30 +26,29 @@ struct Floats {
         floats zero[halves];
         for (int half = 0; half < halves; half++)
             zero[half] = to_floats(zeros == nullptr ? all(by.zero) : (ints)load(zeros + half * count));
-        for_vectors<first, last>([&](auto vector, auto) {
+        for_vectors<any_bits, first, last>([&](auto vector, auto) {
             for (int k = 0; k < 4; k++) {
                 floats levels[halves];
                 for (int half = 0; half < halves; half++)
-                    levels[half] = to_floats((ints)(codes_of<bits>(codes, half, vector) >> (8 * k) & 255u)) - zero[half];
+                    levels[half] = to_floats((ints)(codes_of<any_bits>(codes, half, vector) >> (8 * k) & 255u)) - zero[half];
                 add_position<rows>(levels, x + 16 * (vector - first) + 4 * k, stride, sums);
             }
         });
     }
 };
 
-template <int bits>
 struct Table {
-    static constexpr int num_bits = bits, number_bytes = 4;
+    static constexpr int num_bits = any_bits, number_bytes = 4;
     static constexpr bool may_have_halves = false, may_have_steps = false, may_have_pairs = false;
 
     template <int rows, int first, int last>
     static void add(const Panels& by, const int32_t*, const uint8_t* codes, const uint8_t* x, int64_t stride,
                     Block<floats, rows>& sums) {
-        for_vectors<first, last>([&](auto vector, auto) {
+        for_vectors<any_bits, first, last>([&](auto vector, auto) {
             for (int k = 0; k < 4; k++) {
                 floats levels[halves];
                 for (int half = 0; half < halves; half++)
-                    levels[half] = looked_up(by, (ints)(codes_of<bits>(codes, half, vector) >> (8 * k) & 255u));
+                    levels[half] = looked_up(by, (ints)(codes_of<any_bits>(codes, half, vector) >> (8 * k) & 255u));
                 add_position<rows>(levels, x + 16 * (vector - first) + 4 * k, stride, sums);
             }
         });
@@ -99,9 +97,9 @@ struct Fp8 {
 
 Multiply* multiply_floats(const Panels& by, int rows) {
     switch (by.sums) {
-        case of_table: return by.bits == 8 ? for_groups<Table<8>>(by, rows) : for_groups<Table<4>>(by, rows);
+        case of_table: return for_groups<Table>(by, rows);
         case of_fp8: return for_groups<Fp8>(by, rows);
-        default: return for_bits<Floats, 8>(by, rows);
+        default: return for_groups<Floats>(by, rows);
     }
 }
 

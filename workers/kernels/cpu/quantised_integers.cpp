@@ -21,6 +21,7 @@ inline ints sum4(ints sum, words codes, words x) {
 }
 #endif
 
+#ifdef HAS_AVX2
 // Codes of fewer than 8 bits, which meet activations of 8.
 template <int bits>
 struct Integers {
@@ -30,11 +31,11 @@ struct Integers {
 
     template <int rows, int first, int last>
     static void sum(const Panels&, const uint8_t* codes, const uint8_t* x, int64_t stride, Block<ints, rows>& sums) {
-#if defined(HAS_AVX2) && !defined(HAS_VNNI)
+#ifndef HAS_VNNI
         // As many products as fit are added in 16 bits.
         constexpr int together = std::min<int>(std::bit_floor(32767u / (((1u << bits) - 1) * 2 * 128)), last - first);
         __m256i pairs[rows][halves];
-        for_vectors<first, last>([&](auto vector, auto number) {
+        for_vectors<bits, first, last>([&](auto vector, auto number) {
             for (int half = 0; half < halves; half++) {
                 const __m256i here = (__m256i)codes_of<bits>(codes, half, vector);
                 for (int row = 0; row < rows; row++) {
@@ -50,7 +51,7 @@ struct Integers {
         });
 #else
         for (int row = 0; row < rows; row++) sums[row][0] = sums[row][1] = ints{};
-        for_vectors<first, last>([&](auto vector, auto) {
+        for_vectors<bits, first, last>([&](auto vector, auto) {
             for (int half = 0; half < halves; half++) {
                 const words here = codes_of<bits>(codes, half, vector);
                 for (int row = 0; row < rows; row++)
@@ -60,22 +61,23 @@ struct Integers {
 #endif
     }
 };
+#endif
 
 // Bytes of 8 bits: codes, or those that a table of 16 has for codes of 4. Where bytes have no instruction of their own,
 // activations have 16 bits, of every four the even ones first.
-template <int bits>
+template <int bits, bool in_table>
 struct Bytes {
     static constexpr int num_bits = bits, number_bytes = has_wide_pieces ? 2 : 1;
-    static constexpr bool may_have_halves = false, may_have_steps = bits == 8, may_have_pairs = bits == 8;
+    static constexpr bool may_have_halves = bits == any_bits && !in_table, may_have_steps = bits == 8, may_have_pairs = bits == 8;
 
     template <int rows, int first, int last>
     static void sum(const Panels& by, const uint8_t* codes, const uint8_t* x, int64_t stride, Block<ints, rows>& sums) {
         for (int row = 0; row < rows; row++) sums[row][0] = sums[row][1] = ints{};
-        for_vectors<first, last>([&](auto vector, auto) {
+        for_vectors<bits, first, last>([&](auto vector, auto) {
             words here[halves];
             for (int half = 0; half < halves; half++) {
                 here[half] = codes_of<bits>(codes, half, vector);
-                if constexpr (bits < 8) here[half] = looked_up(by, here[half]);
+                if constexpr (in_table) here[half] = looked_up(by, here[half]);
             }
 #if defined(HAS_AVX2) && !defined(HAS_VNNI)
             __m256i parts[2][halves];
@@ -112,11 +114,24 @@ struct Bytes {
     }
 };
 
+#ifdef HAS_AVX2
+template <int most_bits>
+Multiply* for_bits(const Panels& by, int rows) {
+    if (by.bits == most_bits) return for_groups<Integers<most_bits>>(by, rows);
+    if constexpr (most_bits > 2) return for_bits<most_bits - 1>(by, rows);
+    else return nullptr;
+}
+#endif
+
 }  // namespace
 
 Multiply* multiply_integers(const Panels& by, int rows) {
-    if (by.sums == of_small_table) return for_groups<Bytes<4>>(by, rows);
-    return by.bits == 8 ? for_groups<Bytes<8>>(by, rows) : for_bits<Integers, 7>(by, rows);
+#ifdef HAS_AVX2
+    if (by.sums == of_small_table) return for_groups<Bytes<4, true>>(by, rows);
+    return by.bits == 8 ? for_groups<Bytes<8, false>>(by, rows) : for_bits<7>(by, rows);
+#else
+    return by.sums == of_small_table ? for_groups<Bytes<any_bits, true>>(by, rows) : for_groups<Bytes<any_bits, false>>(by, rows);
+#endif
 }
 
 }  // namespace quantised

@@ -1,6 +1,7 @@
 // How a panel of codes meets rows: what quantised_integers.cpp and quantised_floats.cpp share. A kind of sums has the codes'
 // bits, the bytes of an activation, and `sum` or `add`: what a piece of a step, its vectors `first` to `last`, sums up to for
-// `rows` rows, `stride` bytes apart.
+// `rows` rows, `stride` bytes apart. A kind of `any_bits` is compiled once for codes of 2 to 8 bits: a step's codes are
+// unpacked to bytes before the rows meet them.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +18,7 @@ namespace quantised {
 
 constexpr int halves = panel / count;  // of a panel, a vector each
 constexpr int64_t ahead = 1024;        // bytes
+constexpr int any_bits = 0;
 
 template <typename Number, int rows>
 using Block = Number[rows][halves];
@@ -68,18 +70,45 @@ inline words code_vector(const uint8_t* from) {
     return found;
 }
 
-// Calls `use` with each vector of a piece, those that share memory one after the other, and how many came before.
-template <int first, int last, typename Use>
+// Calls `use` with each vector of a piece, those that share memory one after the other, and how many came before. Codes of
+// `any_bits` share none in bytes: their loop is compiled as one, in the same order.
+template <int bits, int first, int last, typename Use>
 inline void for_vectors(Use use) {
-    [&]<int... i>(std::integer_sequence<int, i...>) {
-        constexpr bool whole = last - first == 8;
-        (use(std::integral_constant<int, whole ? i / 2 + i % 2 * 4 : first + i>(), std::integral_constant<int, i>()), ...);
-    }(std::make_integer_sequence<int, last - first>());
+    constexpr bool whole = last - first == 8;
+    if constexpr (bits == any_bits) {
+#pragma GCC unroll 1
+        for (int i = 0; i < last - first; i++) use(whole ? i / 2 + i % 2 * 4 : first + i, i);
+    } else {
+        [&]<int... i>(std::integer_sequence<int, i...>) {
+            (use(std::integral_constant<int, whole ? i / 2 + i % 2 * 4 : first + i>(), std::integral_constant<int, i>()), ...);
+        }(std::make_integer_sequence<int, last - first>());
+    }
 }
 
 template <int bits>
 inline words codes_of(const uint8_t* codes, int half, auto vector) {
-    return code_vector<bits, vector>(codes + half * bits * count * step_size / 8);
+    if constexpr (bits == any_bits) return load(codes + (half * 8 + vector) * sizeof(words));
+    else return code_vector<bits, vector>(codes + half * bits * count * step_size / 8);
+}
+
+using Unpack = void(const uint8_t* codes, uint8_t* bytes);
+
+// A step's codes as codes of 8 bits stand.
+template <int bits>
+void unpack(const uint8_t* codes, uint8_t* bytes) {
+    for (int half = 0; half < halves; half++)
+        for_vectors<bits, 0, 8>([&](auto vector, auto) {
+            const words found = codes_of<bits>(codes, half, vector);
+            std::memcpy(bytes + (half * 8 + vector) * sizeof(words), &found, sizeof(words));
+        });
+}
+
+// Null where they stand so already.
+template <int most_bits = 7>
+Unpack* unpack_of(int bits) {
+    if (bits == most_bits) return unpack<most_bits>;
+    if constexpr (most_bits > 2) return unpack_of<most_bits - 1>(bits);
+    else return nullptr;
 }
 
 // sums += scales of activations * what a piece of a step sums up to.
@@ -107,13 +136,16 @@ inline void add_piece(const Panels& by, const int32_t* zeros, const uint8_t* cod
 template <typename Kind, int rows, int groups_of_step>
 [[gnu::flatten]] void multiply(const Panels& by, const Groups& groups, int64_t panel_index, const uint8_t* x, int64_t stride,
               bool from_memory, float* out) {
-    constexpr int step_bytes = Kind::num_bits * panel * step_size / 8;
+    const int64_t step_bytes = (Kind::num_bits == any_bits ? by.bits : Kind::num_bits) * panel * step_size / 8;
     constexpr int64_t piece = sizeof(PieceHead) + Kind::number_bytes * step_size / std::max(1, groups_of_step);
     const uint8_t* codes = by.codes + panel_index * by.num_steps * step_bytes;
+    Unpack* const unpack = Kind::num_bits == any_bits ? unpack_of(by.bits) : nullptr;
+    alignas(words) uint8_t bytes[Kind::num_bits == any_bits ? panel * step_size : 1];
+    const uint8_t* step_codes = codes;
     Block<floats, rows> sums{};
     const auto add = [&]<int first, int last>(int64_t group, Block<floats, rows>& inner) {
         const int32_t* zeros = groups.zeros == nullptr ? nullptr : groups.zeros + group * panel;
-        add_piece<Kind, rows, first, last>(by, zeros, codes, x, stride, inner);
+        add_piece<Kind, rows, first, last>(by, zeros, step_codes, x, stride, inner);
         if (groups.minimums != nullptr)
             for (int half = 0; half < halves; half++) {
                 const floats minimum = -load_floats(groups.minimums + group * panel + half * count);
@@ -132,7 +164,10 @@ template <typename Kind, int rows, int groups_of_step>
     };
     const auto fetch = [&] {
         if (from_memory)
-            for (int at = 0; at < step_bytes; at += 64) __builtin_prefetch(codes + ahead + at);
+            for (int64_t at = 0; at < step_bytes; at += 64) __builtin_prefetch(codes + ahead + at);
+        step_codes = codes;
+        if constexpr (Kind::num_bits == any_bits)
+            if (unpack != nullptr) unpack(codes, bytes), step_codes = bytes;
     };
     if constexpr (groups_of_step == 0) {
         for (int64_t group = 0; group < by.num_groups; group++) {
@@ -175,13 +210,6 @@ Multiply* for_groups(const Panels& by, int rows) {
     if constexpr (Kind::may_have_steps)
         if (by.groups_are_steps != 0) return for_rows<Kind, 1>(rows);
     return for_rows<Kind, 0>(rows);
-}
-
-template <template <int> typename Kind, int most_bits>
-Multiply* for_bits(const Panels& by, int rows) {
-    if (by.bits == most_bits) return for_groups<Kind<most_bits>>(by, rows);
-    if constexpr (most_bits > 2) return for_bits<Kind, most_bits - 1>(by, rows);
-    else return nullptr;
 }
 
 }  // namespace
