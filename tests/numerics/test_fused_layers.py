@@ -39,6 +39,9 @@ def packed(folder: Path, family: str, dtype: str = "bfloat16", **overrides: Any)
         ("qwen2", {"head_dim": 32}),
         ("qwen3", {"num_key_value_heads": 1}),
         ("mistral", {"head_dim": 32}),
+        ("mixtral", {}),
+        ("qwen2_moe", {"decoder_sparse_step": 2, "hidden_size": 264, "num_key_value_heads": 4, "head_dim": 32}),
+        ("qwen3_moe", {"head_dim": 32, "norm_topk_prob": False}),
     ],
     ids=[
         "small-heads",
@@ -49,6 +52,9 @@ def packed(folder: Path, family: str, dtype: str = "bfloat16", **overrides: Any)
         "biases",
         "norms-of-heads",
         "windows",
+        "experts",
+        "a-shared-expert-and-dense-layers",
+        "many-experts",
     ],
 )
 def test_the_same_bits_as_layer_by_layer(tmp_path: Path, family: str, overrides: dict[str, Any], dtype: str) -> None:

@@ -144,9 +144,10 @@ class DecoderLayer:
         if not (isinstance(first, RMSNorm) and isinstance(second, RMSNorm)) or first.wide:
             return None
         qkv, out = self._attention.packed_products()
-        gate_up, down = self._mlp.packed_products()
-        if qkv is None or out is None or gate_up is None or down is None:
+        feed_forward = self._mlp.packed_products()
+        if qkv is None or out is None or feed_forward is None:
             return None
+        gate_up, down = feed_forward
         return LayerWeights(
             attention_norm_E=first.weight,
             qkv=qkv,

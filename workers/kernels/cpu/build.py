@@ -33,6 +33,7 @@ _SOURCES = {
     "attention_tiles.cpp": "-ffp-contract=fast",
     "products.cpp": "-ffp-contract=off",
     "products_tiles.cpp": "-ffp-contract=fast",
+    "experts.cpp": "-ffp-contract=off",
     "quantised.cpp": "-ffp-contract=off",
     "quantised_floats.cpp": "-ffp-contract=off",
     "quantised_integers.cpp": "-ffp-contract=off",
@@ -49,6 +50,8 @@ _ARGUMENTS = {
     "pack_panels": (*[_P] * 3, *[_N] * 2, _I),
     "multiply_panels": (*[_P] * 3, *[_N] * 3, _I),
     "multiply_quantised": (*[_P] * 3, *[_N] * 3, _I),
+    "multiply_router": (*[_P] * 3, *[_N] * 3, _I),
+    "multiply_experts": (*[_P] * 3, *[_N] * 3, _I),
     "run_layers": (_P, _N, _N, _P),
 }
 _OF_TILES = {
@@ -80,6 +83,8 @@ class Native:
         self.pack = getattr(library, f"pack_panels_{dtype}")
         self.multiply = getattr(library, f"multiply_panels_{dtype}")
         self.multiply_quantised = getattr(library, f"multiply_quantised_{dtype}")
+        self.multiply_router = getattr(library, f"multiply_router_{dtype}")
+        self.multiply_experts = getattr(library, f"multiply_experts_{dtype}")
         self.run_layers = getattr(library, f"run_layers_{dtype}")
         self.pack_codes = library.pack_codes
         self.pack_codes.argtypes, self.pack_codes.restype = (*[_P] * 4, *[_N] * 3, *[_I] * 3), None

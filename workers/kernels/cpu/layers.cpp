@@ -45,7 +45,7 @@ using Attend = void(const T*, const T*, const T*, T*, const int64_t*, const int6
 template <typename T>
 struct Layer {
     const T *attention_norm, *q_norm, *k_norm, *mlp_norm;
-    Product qkv, out, gate_up, down;
+    Product qkv, out, gate_up, down;  // without parts of `down`, `gate_up` is all of the feed-forward half
     T *k_cache, *v_cache;
     int64_t window;  // 0: none
 };
@@ -85,6 +85,8 @@ class Stack {
         attend(layer);
         multiply(layer.out, step_.attended, step_.heads_stride, step_.delta, step_.hidden_size);
         norm(layer.mlp_norm);
+        if (layer.down.num_parts == 0)
+            return multiply(layer.gate_up, step_.normed, step_.normed_stride, step_.delta, step_.hidden_size);
         gate(layer.gate_up);
         multiply(layer.down, step_.inner, inner, step_.delta, step_.hidden_size);
     }

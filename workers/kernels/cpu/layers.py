@@ -14,7 +14,7 @@ import torch
 
 from workers.kernels.cpu.build import Native, Tiles, address_of
 from workers.kernels.cpu.memory import apart, empty_rows
-from workers.kernels.cpu.products import PackedProduct, ProductPart
+from workers.kernels.cpu.products import PackedProduct, ProductPart, ProductParts
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -29,7 +29,7 @@ class LayerWeights:
     out: PackedProduct
     mlp_norm_E: torch.Tensor
     gate_up: PackedProduct
-    down: PackedProduct
+    down: PackedProduct | None  # None: `gate_up` is all of the feed-forward half
     window: int | None
 
 
@@ -43,14 +43,10 @@ class RowTables:
     block_tables_SB: torch.Tensor
 
 
-class _Product(ctypes.Structure):
-    _fields_ = (("parts", ctypes.POINTER(ProductPart)), ("num_parts", _N))
-
-
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm")),
-        *((name, _Product) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, ProductParts) for name in ("qkv", "out", "gate_up", "down")),
         *((name, _P) for name in ("k_cache", "v_cache")),
         ("window", _N),
     )  # fmt: skip
@@ -96,9 +92,11 @@ class CompiledLayers:
         products = [_products(layer) for layer in weights]
         self._layers = (_Layer * len(weights))(*map(_layer, weights, products, caches))
         self._kept = tuple(weights), products, tuple(caches)  # the structures hold only their addresses
-        self._gates_apart = any(not gate_up[0].gated for _, _, gate_up, _ in products)
+        self._widest = max((layer.gate_up.weight.num_outputs for layer in weights if layer.down is not None), default=0)
+        self._gates_apart = any(down and not gate_up[0].gated for _, _, gate_up, down in products)
         self._depths = [
-            max(part.num_inputs for parts in column for part in parts) for column in zip(*products, strict=True)
+            max((part.num_inputs for parts in column for part in parts), default=0)
+            for column in zip(*products, strict=True)
         ]
 
     def __len__(self) -> int:
@@ -152,12 +150,12 @@ class CompiledLayers:
             "qkv": plain(first.qkv.weight.num_outputs),
             "turned": read_by(heads, out),
             "attended": read_by(heads, out),
-            "inner": read_by(first.gate_up.weight.num_outputs // 2, down),
+            "inner": read_by(self._widest // 2, down),
         }
         if first.head_norms is not None:
             buffers |= {"q_normed": plain(heads), "k_normed": plain(self._num_kv_heads * self._head_dim)}
         if self._gates_apart:
-            buffers["wide"] = plain(first.gate_up.weight.num_outputs)
+            buffers["wide"] = plain(self._widest)
         return buffers
 
 
@@ -185,15 +183,15 @@ def _products(weights: LayerWeights) -> tuple[_Parts, _Parts, _Parts, _Parts]:
     return qkv, out, gate_up, down
 
 
-def _parts(product: PackedProduct) -> _Parts:
-    parts = product.weight.parts(product.bias_O)
+def _parts(product: PackedProduct | None) -> _Parts:
+    parts = product.weight.parts(product.bias_O) if product is not None else []
     return (ProductPart * len(parts))(*parts)
 
 
 def _layer(weights: LayerWeights, products: Sequence[_Parts], cache: tuple[torch.Tensor, torch.Tensor]) -> _Layer:
     q_norm, k_norm = weights.head_norms or (None, None)
     keys, values = cache
-    qkv, out, gate_up, down = (_Product(parts=parts, num_parts=len(parts)) for parts in products)
+    qkv, out, gate_up, down = (ProductParts(parts=parts, num_parts=len(parts)) for parts in products)
     return _Layer(
         attention_norm=weights.attention_norm_E.data_ptr(),
         q_norm=None if q_norm is None else q_norm.data_ptr(),

@@ -320,11 +320,17 @@ void pack(const Weight* weight, Weight* packed, const int64_t* order, int64_t nu
 
 }  // namespace
 
-// `packed` must be all zeros.
+// `packed` must be all zeros. A router has weights of the model's type, and rows and outputs of float32.
 #define FOR_DTYPE(T, SUFFIX, GROUP)                                                                                   \
     extern "C" void multiply_panels_##SUFFIX(const Part* by, const void* x, void* out, int64_t num_rows,              \
                                              int64_t x_stride, int64_t out_stride, int num_threads) {                 \
         PanelProduct<T, T>(*by, static_cast<const T*>(x), static_cast<T*>(out), num_rows, x_stride, out_stride)       \
+            .compute(num_threads);                                                                                    \
+    }                                                                                                                 \
+    extern "C" void multiply_router_##SUFFIX(const Part* by, const void* x, void* out, int64_t num_rows,              \
+                                             int64_t x_stride, int64_t out_stride, int num_threads) {                 \
+        PanelProduct<float, T>(*by, static_cast<const float*>(x), static_cast<float*>(out), num_rows, x_stride,       \
+                               out_stride)                                                                            \
             .compute(num_threads);                                                                                    \
     }                                                                                                                 \
     extern "C" void pack_panels_##SUFFIX(const T* weight, T* packed, const int64_t* order, int64_t num_packed,        \

@@ -31,6 +31,12 @@ class ProductPart(ctypes.Structure):
     )
 
 
+class ProductParts(ctypes.Structure):
+    """`Product` in products.h."""
+
+    _fields_ = (("parts", ctypes.POINTER(ProductPart)), ("num_parts", _N))
+
+
 class PackedWeight(Protocol):
     """A weight that compiled code multiplies with: parts side by side, each of which makes its columns of the output.
 
@@ -88,7 +94,7 @@ class PackedFloats:
         group = _TILE_DEPTH if takes_tiles(weight_OI) else 4 // self._dtype.itemsize
         self._multiply: Callable[..., None] = kernels.multiply
         self.depth = -(-self._num_inputs // group) * group
-        self._order = _order(self.num_outputs, gated)
+        self._order = panel_order(self.num_outputs, gated)
         self._packed = roomy_zeros(len(self._order), self.depth, dtype=self._dtype)
         self._bias_O: torch.Tensor | None = None
         self._packed_bias = torch.empty(0)
@@ -160,7 +166,7 @@ class SideBySideWeights:
         return zip(self._weights, self._biases, strict=True)
 
 
-def _order(num_outputs: int, gated: bool) -> torch.Tensor:
+def panel_order(num_outputs: int, gated: bool = False) -> torch.Tensor:
     """Which output stands where in the panels, -1 where none does. Gated: 16 of the gate, then their 16 of up."""
     if not gated:
         order = torch.full((-(-num_outputs // _PANEL) * _PANEL,), -1)

@@ -46,8 +46,8 @@ class FeedForward(Protocol):
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor: ...
 
-    def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
-        """Of gate and up, and of down: what compiled layers can compute instead."""
+    def packed_products(self) -> tuple[PackedProduct, PackedProduct | None] | None:
+        """What compiled layers can compute instead: gate and up, and down, or one product that is all of this half."""
         ...
 
     def pack(self) -> None: ...

@@ -16,13 +16,20 @@ import torch
 
 from workers.checkpoint.encoding import LayerContext, Projection, WeightShare
 from workers.checkpoint.slots import Slot
-from workers.kernels.cpu.products import PackedProduct
+from workers.kernels.cpu.experts import ExpertProducts, PackedExperts, RouterRule, RouterScores
+from workers.kernels.cpu.products import PackedProduct, can_pack
 from workers.models.config import ModelConfig
 from workers.models.families.experts import ClampedGate, ExpertNames, ExpertsConfig
 from workers.models.layers.base import FeedForward
 from workers.models.layers.linear import ColumnParallel
 from workers.models.layers.mlp import GatedMLP
 from workers.models.layers.routing import route
+
+_SCORES = {
+    "softmax": RouterScores.SOFTMAX,
+    "sigmoid": RouterScores.SIGMOID,
+    "softmax-of-chosen": RouterScores.SOFTMAX_OF_CHOSEN,
+}
 
 
 def feed_forward(context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> FeedForward:
@@ -37,21 +44,29 @@ class MixtureOfExperts:
     def __init__(self, context: LayerContext, prefix: str, experts: ExpertsConfig, hidden_size: int) -> None:
         names, rank, size = experts.names, context.parallel.rank, context.parallel.size
         self._config = experts
+        self.counts_X = torch.zeros(experts.num_experts, dtype=torch.int64)  # tokens that each expert has had so far
         self._parallel = context.parallel
         self._router = _Router(context, prefix, experts, hidden_size)
-        self._experts: dict[int, _Expert] = {}
+        self._experts: dict[int, ExpertShare] = {}
         for expert in range(experts.num_experts):
             if context.expert_parallel:
                 if expert % size == rank:
-                    self._experts[expert] = _Expert(context, f"{prefix}.experts.{expert}", experts, hidden_size, 1, 0)
+                    self._experts[expert] = ExpertShare(
+                        context, f"{prefix}.experts.{expert}", experts, hidden_size, 1, 0
+                    )
             else:
                 name = f"{prefix}.experts.{expert}"
-                self._experts[expert] = _Expert(context, name, experts, hidden_size, size, rank)
-        self._shared: _Expert | None = None
+                self._experts[expert] = ExpertShare(context, name, experts, hidden_size, size, rank)
+        self._shared: ExpertShare | None = None
         if experts.shared_width:
-            self._shared = _Expert(context, f"{prefix}.{names.shared}", experts, hidden_size, size, rank, shared=True)
+            self._shared = ExpertShare(
+                context, f"{prefix}.{names.shared}", experts, hidden_size, size, rank, shared=True
+            )
+        self._packed: PackedExperts | None = None
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        if self._packed is not None:
+            return self._parallel.all_reduce(self._packed(x_TE))
         logits_TX, shared_T1 = self._router(x_TE)
         chosen_TS, weights_TS = route(logits_TX, self._config.routing, self._router.correction_X)
         sum_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
@@ -66,20 +81,38 @@ class MixtureOfExperts:
     def _outputs(self, x_TE: torch.Tensor, chosen_TS: torch.Tensor) -> torch.Tensor:
         """[T, S, E]: what each slot's expert makes of the token, 0 where another rank has the expert."""
         y_TSE = x_TE.new_zeros(*chosen_TS.shape, x_TE.shape[1])
+        self.counts_X += torch.bincount(chosen_TS.flatten().cpu(), minlength=len(self.counts_X))
         for expert in torch.unique(chosen_TS).tolist():
             if expert in self._experts:
                 tokens, slots = (chosen_TS == expert).nonzero(as_tuple=True)
                 y_TSE[tokens, slots] = self._experts[expert](x_TE[tokens])
         return y_TSE
 
-    def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
-        return None, None
+    def packed_products(self) -> tuple[PackedProduct, None] | None:
+        """One product for all, on one rank."""
+        alone = self._parallel.size == 1 and self._packed is not None
+        return (PackedProduct(weight=self._packed), None) if alone and self._packed is not None else None
 
     def pack(self) -> None:
-        for expert in self._experts.values():
+        """Where compiled code takes the experts' weights, it takes the router, too."""
+        for expert in (*self._experts.values(), *((self._shared,) if self._shared else ())):
             expert.pack()
-        if self._shared is not None:
-            self._shared.pack()
+        products = {index: expert.products() for index, expert in self._experts.items()}
+        found = {index: one for index, one in products.items() if one is not None}
+        shared = self._shared.products() if self._shared else None
+        if len(found) == len(products) and (shared is None) == (self._shared is None) and self._router.can_pack():
+            config = self._config
+            self._packed = PackedExperts(
+                self._router.weight_RE,
+                self._router.rule(),
+                found,
+                width=next(iter(self._experts.values())).width if self._experts else config.width,
+                shared=shared,
+                shared_width=self._shared.width if self._shared else 0,
+                clamped=(config.clamped.alpha, config.clamped.limit) if config.clamped else None,
+                counts_X=self.counts_X,
+            )
+            self._router.release()
 
     def slots(self) -> Iterator[Slot]:
         yield from self._router.slots()
@@ -94,6 +127,7 @@ class _Router:
 
     def __init__(self, context: LayerContext, prefix: str, experts: ExpertsConfig, hidden_size: int) -> None:
         self._name, self._shared_name = f"{prefix}.{experts.names.router}", f"{prefix}.{experts.names.shared_gate}"
+        self._routing = experts.routing
         self._num_experts = experts.num_experts
         self.weight_RE = context.empty(experts.num_experts + experts.shared_gated, hidden_size)
 
@@ -112,6 +146,29 @@ class _Router:
         shared_gated = logits_TR.shape[1] > self._num_experts
         return logits_TX, logits_TR[:, self._num_experts :] if shared_gated else None
 
+    def can_pack(self) -> bool:
+        return can_pack(self.weight_RE)
+
+    def rule(self) -> RouterRule:
+        by = self._routing
+        return RouterRule(
+            num_experts=by.num_experts,
+            num_chosen=by.num_chosen,
+            scores=_SCORES[by.scoring],
+            renormalised=by.renormalised,
+            epsilon=by.epsilon,
+            factor=by.factor,
+            num_groups=by.num_groups,
+            num_chosen_groups=by.num_chosen_groups,
+            by_two=by.group_score == "top-2",
+            bias_X=self.bias_X,
+            correction_X=self.correction_X,
+        )
+
+    def release(self) -> None:
+        """Frees the weight, which is packed."""
+        self.weight_RE = self.weight_RE[:0]
+
     def slots(self) -> Iterator[Slot]:
         weight_XE, shared_1E = self.weight_RE[: self._num_experts], self.weight_RE[self._num_experts :]
         yield Slot(name=f"{self._name}.weight", shape=tuple(weight_XE.shape), target=weight_XE)
@@ -124,7 +181,7 @@ class _Router:
             yield Slot(name=name, shape=tuple(self.correction_X.shape), target=self.correction_X)
 
 
-class _Expert:
+class ExpertShare:
     """down(silu(gate(x)) * up(x)) of one rank's share of the columns: a partial sum, where there are several ranks."""
 
     def __init__(
@@ -140,7 +197,7 @@ class _Expert:
     ) -> None:
         names = ExpertNames() if shared else experts.names
         total = experts.shared_width if shared else experts.width
-        width = total // num_shares
+        self.width = width = total // num_shares
         self._clamped = None if shared else experts.clamped
         self._gate_up = ColumnParallel(
             context,
@@ -162,6 +219,13 @@ class _Expert:
         if self._clamped is not None:
             inner_TI = clamped_gate(inner_TI, self._clamped)
         return self._down(inner_TI)
+
+    def products(self) -> ExpertProducts | None:
+        """Once packed, if compiled code can multiply with both."""
+        gate_up, down = self._gate_up.packed_product(), self._down.packed_weight
+        if gate_up is None or down is None:
+            return None
+        return ExpertProducts(gate_up=gate_up, down=PackedProduct(weight=down))
 
     def pack(self) -> None:
         self._gate_up.pack()

@@ -40,9 +40,10 @@ class GatedMLP:
             inner_TF = gate(self._activation, self._kernels, inner_TF)
         return self._down(inner_TF)
 
-    def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
+    def packed_products(self) -> tuple[PackedProduct, PackedProduct] | None:
         """Of gate and up, and down."""
-        return self._gate_up.packed_product(), self._down.packed_product()
+        gate_up, down = self._gate_up.packed_product(), self._down.packed_product()
+        return None if gate_up is None or down is None else (gate_up, down)
 
     def pack(self) -> None:
         self._gate_up.pack()
@@ -70,9 +71,9 @@ class PlainMLP:
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         return self._down(self._activate(self._up(x_TE)))
 
-    def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
+    def packed_products(self) -> None:
         """Compiled layers have a gate."""
-        return None, None
+        return None
 
     def pack(self) -> None:
         self._up.pack()

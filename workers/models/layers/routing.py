@@ -18,7 +18,9 @@ def route(
     A token with a logit that is not finite has NaN as each of its weights, and any experts.
     """
     scores_TX = _scores(logits_TX, routing)
-    choice_TX = scores_TX if correction_X is None else scores_TX + correction_X
+    choice_TX = logits_TX if routing.scoring == "softmax" else scores_TX  # in the same order, and without rounding
+    if correction_X is not None:
+        choice_TX = choice_TX + correction_X
     if routing.num_chosen_groups < routing.num_groups:
         choice_TX = choice_TX.masked_fill(~_in_chosen_groups(choice_TX, routing), -torch.inf)
     chosen_TS = _highest(choice_TX, routing.num_chosen)
