@@ -41,6 +41,31 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
         transformers.Qwen3MoeForCausalLM,
         {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
     ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        transformers.Glm4MoeForCausalLM,
+        {
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+        },
+    ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 9,
+            "swiglu_limit": 1.0,
+            "max_position_embeddings": 256,
+        },
+    ),
     "gemma2": (
         transformers.Gemma2Config,
         transformers.Gemma2ForCausalLM,
@@ -97,6 +122,10 @@ def make_checkpoint(
                 torch.nn.init.normal_(parameter, std=0.2)
             elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
                 make_uneven(model, name, parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.1)
+                buffer[-1] = buffer[0]
     model.save_pretrained(path, max_shard_size=max_shard_size)
     evaluated: transformers.PreTrainedModel = model.eval()
     return evaluated

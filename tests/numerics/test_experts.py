@@ -20,6 +20,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one-expert": ("mixtral", {"num_experts_per_tok": 1}),
     "shared-expert": ("qwen2_moe", {"mlp_only_layers": [0], "norm_topk_prob": True}),
     "all-experts": ("qwen3_moe", {"num_experts_per_tok": 8, "norm_topk_prob": False}),
+    "groups-and-correction": ("glm4_moe", {"head_dim": 32, "partial_rotary_factor": 1.0}),
     "uneven-sizes": ("qwen3_moe", {"hidden_size": 72, "moe_intermediate_size": 44}),
 }
 

@@ -40,6 +40,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe",
         {"mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 9, "norm_topk_prob": True},
     ),
+    "glm4-moe": ("glm4_moe", {}),
+    "glm4-moe-one-group": ("glm4_moe", {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "attention_bias": True}),
+    "gpt-oss": ("gpt_oss", {}),
     "qwen3-moe": ("qwen3_moe", {}),
     "qwen3-moe-all-experts": ("qwen3_moe", {"num_experts_per_tok": 8, "norm_topk_prob": False, "head_dim": 32}),
     "qwen3-moe-every-second": (

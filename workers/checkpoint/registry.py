@@ -31,6 +31,7 @@ _FORMATS: Mapping[str, str] = {
     "fp8": "workers.checkpoint.formats.fp8:read_fp8",
     "gguf": "workers.checkpoint.formats.gguf:read_gguf",
     "gptq": "workers.checkpoint.formats.gptq:read_gptq",
+    "mxfp4": "workers.checkpoint.formats.mxfp4:read_mxfp4",
 }
 """By `quant_method`: a function from the quantization_config's `Fields` to a `WeightFormat`."""
 

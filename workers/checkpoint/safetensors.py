@@ -14,7 +14,8 @@ from protos.errors import BadCheckpoint
 from protos.hints import lfs_pointer, unusable
 from protos.model_files.fields import Fields
 from protos.model_files.folder import FolderFiles
-from workers.checkpoint.source import StoredTensor
+from workers.checkpoint.source import StoredTensor, WeightSource
+from workers.checkpoint.stacked import unstacked
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +49,9 @@ class SafetensorsSource:
 
 
 @contextmanager
-def open_safetensors(folder: Path, *, framework: str = "pt") -> Iterator[SafetensorsSource]:
-    """Reads every file's header; with framework "numpy" without torch, and then nothing else can be read.
+def open_safetensors(folder: Path, *, framework: str = "pt") -> Iterator[WeightSource]:
+    """Reads every file's header; with framework "numpy" without torch, and then nothing else can be read. Experts in
+    one tensor become tensors of their own (`workers.checkpoint.stacked`).
 
     Raises BadCheckpoint for a file that is missing, truncated or damaged.
     """
@@ -59,7 +61,7 @@ def open_safetensors(folder: Path, *, framework: str = "pt") -> Iterator[Safeten
             file = files.enter_context(_open(folder / name, framework=framework))
             stored: list[str] = file.keys()
             tensors |= {key: file.get_slice(key) for key in stored}
-        yield SafetensorsSource(tensors)
+        yield unstacked(SafetensorsSource(tensors))
 
 
 def _open(file: Path, *, framework: str) -> Any:

@@ -1,18 +1,61 @@
 """MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss stores it: blocks of 32 inputs, two e2m1 codes a byte with the first
-in the low bits, and a power of two for each block. Its experts are not served yet; the decoder is for them.
+in the low bits, and a power of two for each block.
 
 Legend: I inputs, O outputs, G blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
+from protos.errors import UnsupportedModel
+from workers.checkpoint.encoding import WeightEncodings
+from workers.checkpoint.encodings.quantised import encodings_where
+from workers.checkpoint.encodings.stored import BYTES, StoredTensors
+from workers.checkpoint.formats.mxfp4 import MXFP4Format
 from workers.checkpoint.quantised import GroupValues, QuantisedWeight
+from workers.checkpoint.slots import Slot
+from workers.checkpoint.source import WeightSource
 
 _BLOCK = 32
 _BIAS = 127
 _LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def encodings(weight_format: MXFP4Format, source: WeightSource) -> WeightEncodings:
+    return encodings_where("blocks", source, lambda _: None, lambda stored, _: MXFP4Weight(stored))
+
+
+class MXFP4Weight:
+    """`NAME.blocks` [O, G, 16] and `NAME.scales` [O, G]. Blocks that a rank's inputs cut are read whole."""
+
+    def __init__(self, stored: StoredTensors) -> None:
+        self._stored = stored
+        share, total = stored.share, stored.share.total_inputs
+        if total % _BLOCK:
+            raise UnsupportedModel(
+                f"{stored.projection.name}: MXFP4 has blocks of {_BLOCK} inputs, and config.json makes it {total}: "
+                "give --model the checkpoint with weights in bfloat16"
+            )
+        end = share.first_input + share.num_inputs
+        self._blocks = range(share.first_input // _BLOCK, -(-end // _BLOCK))
+        shape = stored.projection.total, total // _BLOCK
+        dim, part = (1, self._blocks) if stored.by_inputs else (0, stored.outputs)
+        self._codes = stored.tensor("blocks", (*shape, _BLOCK // 2), torch.uint8, BYTES, dim=dim, part=part)
+        self._scales = stored.tensor("scales", shape, torch.uint8, BYTES, dim=dim, part=part)
+
+    def slots(self) -> Iterator[Slot]:
+        yield from self._stored.slots
+
+    def weights(self) -> Sequence[QuantisedWeight]:
+        share = self._stored.share
+        self._stored.release()
+        weight = mxfp4_weight(self._codes, self._scales)
+        if len(self._blocks) * _BLOCK == share.num_inputs:
+            return [weight]
+        return [weight.cut_inputs(share.first_input - self._blocks.start * _BLOCK, share.num_inputs)]
 
 
 def mxfp4_weight(blocks_OGB: torch.Tensor, scales_OG: torch.Tensor) -> QuantisedWeight:

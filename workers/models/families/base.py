@@ -56,6 +56,8 @@ class Family:
     o_bias: bool = True  # the attention's output has a bias too, where queries, keys and values have one by that field
     qkv_bias: bool = False  # always, without a field of config.json
     qk_norm: QKNorm | None = None
+    qk_norm_field: str | None = None  # the field that must be true for it; None: always
+    sinks: bool = False  # a logit for each query head that takes its share of the softmax
     head_dim: int | None = None  # None: hidden size / heads, unless config.json has another
     attention_factory: str = "workers.models.layers.attention:SelfAttention"
     mlp_factory: str = "workers.models.layers.mlp:GatedMLP"

@@ -51,6 +51,11 @@ class SelfAttention:
                 _head_norm(context, f"{prefix}.{name}", config, all_heads, share, order)
                 for name, all_heads, share in parts
             )
+        self._sinks_N = torch.empty(num_heads, device=context.device) if config.spec.sinks else None
+        self._sinks_slots: tuple[Slot, ...] = ()
+        if self._sinks_N is not None:
+            shape, start = (config.num_heads,), rank * num_heads
+            self._sinks_slots = (Slot(name=f"{prefix}.sinks", shape=shape, target=self._sinks_N, start=start),)
         self._out = RowParallel(context, f"{prefix}.{names.out}", total, config.hidden_size, bias=config.o_bias)
 
     def __call__(self, x_TE: torch.Tensor, rotation: CosSin, backend: AttentionBackend) -> torch.Tensor:
@@ -60,7 +65,14 @@ class SelfAttention:
             q_norm, k_norm = self._norms
             q_TND, k_TKD = q_norm(q_TND), k_norm(k_TKD)
         q_TND = backend.write(self._layer, q_TND, k_TKD, v_TKD, rotation)
-        out_TND = backend.attend(self._layer, q_TND, scale=self._scale, window=self._window, softcap=self._softcap)
+        out_TND = backend.attend(
+            self._layer,
+            q_TND,
+            scale=self._scale,
+            window=self._window,
+            softcap=self._softcap,
+            sinks_N=self._sinks_N,
+        )
         return self._out(out_TND.flatten(1))
 
     @property
@@ -76,7 +88,7 @@ class SelfAttention:
     def compilable(self) -> bool:
         """Whether compiled layers can do all that a call does beside its products."""
         plain = all(isinstance(norm, RMSNorm) and norm.weight.dtype == self._dtype for norm in self._norms)
-        return plain and not self._softcap and self._scale == self._head_dim**-0.5
+        return plain and not self._softcap and self._sinks_N is None and self._scale == self._head_dim**-0.5
 
     def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
         """Of queries, keys and values, and of the output."""
@@ -90,6 +102,7 @@ class SelfAttention:
         parts: tuple[Loadable, ...] = (self._qkv, *self._norms, self._out)
         for part in parts:
             yield from part.slots()
+        yield from self._sinks_slots
 
 
 def _head_norm(

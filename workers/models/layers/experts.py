@@ -206,26 +206,32 @@ class ExpertShare:
                 for name in (names.gate, names.up)
             ],
             hidden_size,
-            bias=False,
+            bias=experts.biased and not shared,
             gated=self._clamped is None,
         )
         down = Projection(name=f"{prefix}.{names.down}", total=hidden_size, start=0, size=hidden_size)
         self._down = context.matrix(
             WeightShare(projections=(down,), total_inputs=total, first_input=share * width, num_inputs=width)
         )
+        self._down_bias_E = context.empty(hidden_size) if experts.biased and not shared else None
+        self._down_name, self._adds_bias = down.name, share == 0  # of partial sums the first one has it
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         inner_TI = self._gate_up(x_TE)
         if self._clamped is not None:
             inner_TI = clamped_gate(inner_TI, self._clamped)
-        return self._down(inner_TI)
+        return self._down(inner_TI, self._added_bias_E)
+
+    @property
+    def _added_bias_E(self) -> torch.Tensor | None:
+        return self._down_bias_E if self._adds_bias else None
 
     def products(self) -> ExpertProducts | None:
         """Once packed, if compiled code can multiply with both."""
         gate_up, down = self._gate_up.packed_product(), self._down.packed_weight
         if gate_up is None or down is None:
             return None
-        return ExpertProducts(gate_up=gate_up, down=PackedProduct(weight=down))
+        return ExpertProducts(gate_up=gate_up, down=PackedProduct(weight=down, bias_O=self._added_bias_E))
 
     def pack(self) -> None:
         self._gate_up.pack()
@@ -234,6 +240,9 @@ class ExpertShare:
     def slots(self) -> Iterator[Slot]:
         yield from self._gate_up.slots()
         yield from self._down.slots()
+        if self._down_bias_E is not None:
+            name, shape = f"{self._down_name}.bias", tuple(self._down_bias_E.shape)
+            yield Slot(name=name, shape=shape, target=self._down_bias_E)
 
 
 def clamped_gate(gate_up_TI2: torch.Tensor, by: ClampedGate) -> torch.Tensor:
