@@ -20,8 +20,18 @@ _NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }  # fmt: skip
+
+
+_STACKED = {
+    "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps",
+}  # fmt: skip
+_ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
 
 
 def convert(
@@ -38,14 +48,24 @@ def convert(
     random valid blocks. What a type's blocks do not divide is stored as Q8_0 or F16."""
     config = json.loads((folder / "config.json").read_text())
     tensors: dict[str, Stored] = {}
+    stacks: dict[str, dict[int, Stored]] = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         layer, own, suffix = _parts(name)
+        if expert := re.fullmatch(r".*\.experts\.(\d+)\.(\w+)", own):
+            stored = f"blk.{layer}.{_STACKED[expert[2]]}.weight"
+            wanted = next((other for pattern, other in others.items() if re.search(pattern, stored)), kind)
+            stacks.setdefault(stored, {})[int(expert[1])] = _stored(stored, weight.float(), wanted, made_up=made_up)
+            continue
         stored = f"{f'blk.{layer}.' if layer else ''}{_NAMES[own]}.{suffix}"
-        if config["model_type"] in ("llama", "mistral") and own in ("self_attn.q_proj", "self_attn.k_proj"):
+        if config["model_type"] in ("llama", "mistral", "mixtral") and own in ("self_attn.q_proj", "self_attn.k_proj"):
             heads = config["num_attention_heads" if own.endswith("q_proj") else "num_key_value_heads"]
             weight = weight.unflatten(0, (heads, 2, -1)).swapaxes(1, 2).flatten(0, 2)
         wanted = next((other for pattern, other in others.items() if re.search(pattern, stored)), kind)
         tensors[stored] = _stored(stored, weight.float(), wanted, made_up=made_up)
+    for stored, experts in stacks.items():
+        parts = [experts[number] for number in range(len(experts))]
+        data = b"".join(part.data for part in parts)
+        tensors[stored] = Stored((len(parts), *parts[0].shape), parts[0].kind, data)
     tensors |= _rope_tensors(config)
     values = {**_metadata(config), **_tokenizer(folder, config), **metadata}
     if shards > 1:
@@ -81,6 +101,8 @@ def _parts(name: str) -> tuple[str, str, str]:
 
 def _stored(name: str, weight: torch.Tensor, kind: str, *, made_up: bool) -> Stored:
     num_values, values = weight.shape[-1], weight.numpy()
+    if "ffn_gate_inp" in name:  # routers are never quantised, and the shared expert's gate is a vector
+        weight, values, kind = weight.squeeze(0), weight.squeeze(0).numpy(), "F32"
     if weight.dim() == 1:
         kind = "F32"
     elif kind in SIZES and num_values % SIZES[kind][0]:
@@ -91,7 +113,7 @@ def _stored(name: str, weight: torch.Tensor, kind: str, *, made_up: bool) -> Sto
 
 
 def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
-    name = "llama" if config["model_type"] == "mistral" else config["model_type"]
+    name = _ARCHITECTURES.get(config["model_type"], config["model_type"])
     rope = config.get("rope_parameters") or {}
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     own: dict[str, Any] = {
@@ -108,6 +130,12 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope.dimension_count": head_dim,
         "rope.freq_base": float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
     }
+    if count := config.get("num_local_experts", config.get("num_experts")):
+        own |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
+    if "moe_intermediate_size" in config:
+        own["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    if "shared_expert_intermediate_size" in config:
+        own["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
     if config["model_type"] == "mistral" and config.get("sliding_window"):
         own["attention.sliding_window"] = config["sliding_window"]
     if (kind := rope.get("rope_type", "default")) in ("linear", "yarn"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -46,6 +47,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_bidirectional_attention": (False,),
 }
 
+_MIXTRAL_EXPERT = re.compile(r"\.experts\.\d+\.w[123]\.weight$")
 _MAX_LAYERS, _MAX_HEAD = 4096, 65536  # more is damage, and what is made for each would not end
 
 
@@ -222,7 +224,8 @@ def weight_bytes(path: str | Path, dtype: str, quantize: Quantize = "off") -> in
         return sum(_loaded_bytes(name, stored, dtype) for name, stored in tensors.items())
     rounding, total = RoundedFormat(levels=quantize), 0
     for name, stored in tensors.items():
-        if name == f"{HEAD}.weight" or name.endswith(("_proj.weight", ".c_fc.weight")):
+        linear = name.endswith(("_proj.weight", ".c_fc.weight")) or _MIXTRAL_EXPERT.search(name)
+        if name == f"{HEAD}.weight" or linear:
             total += rounding.num_bytes(name.removesuffix(".weight"), *stored.shape)
         else:
             total += _loaded_bytes(name, stored, dtype)

@@ -12,8 +12,14 @@ from protos.model_files.fields import Fields
 from protos.model_files.gguf.metadata import GGUFArray
 from protos.model_files.gguf.reader import GGUFFile, GGUFTensor
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Mistral's models are written as llama."""
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+"""Mistral's models are written as llama, and Mixtral's, with experts."""
 
 # Keys below the architecture's name that would change what the layers compute, with the values that do not.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -24,7 +30,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.sliding_window_pattern": (),
     "attn_logit_softcapping": (0,),
     "embedding_scale": (0, 1),
-    "expert_count": (0,),
+    "expert_gating_func": (1,),  # softmax
+    "expert_group_count": (0, 1),
+    "expert_weights_scale": (0, 1),
     "final_logit_softcapping": (0,),
     "logit_scale": (0, 1),
     "residual_scale": (0, 1),
@@ -69,16 +77,38 @@ def config_of(gguf: GGUFFile) -> dict[str, Any]:
         "quantization_config": {"quant_method": "gguf", "type": kind},
         "eos_token_id": metadata.raw("tokenizer.ggml.eos_token_id"),
     }
+    config |= _experts(own, name)
     if name == "llama":
         config |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+        if window and "num_local_experts" not in config:
+            config |= {"architectures": ["MistralForCausalLM"]}
         if window:
-            config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+            config |= {"sliding_window": window}
     elif window:
         raise UnsupportedModel(
             f"{own.where}.attention.sliding_window is {window}, and no key says of which layers: give --model the "
             "Hugging Face checkpoint"
         )
     return config
+
+
+def _experts(own: Fields, name: str) -> dict[str, Any]:
+    """In llama.cpp the weights of Mixtral's and Qwen3's experts sum to 1; those of Qwen2's are the softmax's."""
+    count = own.integer_or("expert_count", 0, minimum=0)
+    if name not in ("llama", "qwen2moe", "qwen3moe"):
+        if count:
+            raise UnsupportedModel(f"{own.where}.expert_count is {count}, which is not supported", param="expert_count")
+        return {}
+    if not count:
+        return {"num_experts": 0} if name != "llama" else {}
+    chosen = {"num_experts_per_tok": own.integer("expert_used_count")}
+    if name == "llama":
+        return chosen | {"architectures": ["MixtralForCausalLM"], "num_local_experts": count}
+    found = chosen | {"num_experts": count, "norm_topk_prob": name == "qwen3moe"}
+    found["moe_intermediate_size"] = own.integer("expert_feed_forward_length")
+    if name == "qwen2moe":
+        found["shared_expert_intermediate_size"] = own.integer("expert_shared_feed_forward_length")
+    return found
 
 
 def generation_of(gguf: GGUFFile, eos_ids: list[int]) -> dict[str, Any]:
@@ -100,7 +130,7 @@ def _refuse_other_files(metadata: Fields, name: str) -> None:
     if name not in _ARCHITECTURES:
         raise UnsupportedModel(
             f"{metadata.where}: general.architecture is {name!r}, which is not supported: known are "
-            f"{', '.join(_ARCHITECTURES)} (Llama, Mistral, Qwen2, Qwen2.5, Qwen3; dense and for text)",
+            f"{', '.join(_ARCHITECTURES)} (Llama, Mistral, Mixtral, Qwen2, Qwen2.5, Qwen3; for text)",
             param="general.architecture",
         )
 
