@@ -32,6 +32,7 @@ check: $(DEV)  ## style, types, import directions, layout: under a minute
 
 test: $(DEV)  ## the whole test suite: make test ARGS="-k router"
 	@.ci/packages
+	-@$(BIN)/python -m workers.kernels.cpu >/dev/null  # once, and not while a test waits for a worker
 	$(BIN)/pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 gpu: $(DEV)  ## verify and measure what needs an NVIDIA GPU: again and again until all is done
