@@ -70,7 +70,7 @@ class KVPart(Value, frozen=True, kw_only=True):
     """One of the tensors that a KV cache keeps of a layer: at each position `heads` rows of `width` elements, over all
     ranks. `cut_by_heads`: the ranks share the heads, or have copies of one; else each rank has all of them."""
 
-    name: str  # "key", "value"
+    name: str  # "key", "value", or LATENT
     heads: int
     width: int
     dtype: str
@@ -85,6 +85,10 @@ class KVPart(Value, frozen=True, kw_only=True):
     def is_scale(self) -> bool:
         """Whether it multiplies the elements of another part."""
         return self.name.endswith(SCALE)
+
+
+LATENT = "latent"
+"""The name of a part that is key and value at once."""
 
 
 class KVGroup(Value, frozen=True, kw_only=True):
@@ -122,6 +126,14 @@ class KVLayout(Value, frozen=True, kw_only=True):
         """Keys and values of the same shape in all layers: one group."""
         groups = _dense_groups(num_layers, num_kv_heads, head_dim, dtype)
         return KVLayout(groups=groups, block_size=block_size, tp=tp, model=model, device=device)
+
+    @staticmethod
+    def latent(*, num_layers: int, width: int, dtype: str, block_size: int, tp: int = 1) -> KVLayout:
+        """One vector of `width` elements for all heads of a layer, of which every rank keeps a copy: latent
+        attention."""
+        part = KVPart(name=LATENT, heads=1, width=width, dtype=dtype, cut_by_heads=False)
+        group = KVGroup(layers=tuple(range(num_layers)), parts=(part,))
+        return KVLayout(groups=(group,), block_size=block_size, tp=tp)
 
     @property
     def parts(self) -> tuple[KVPart, ...]:

@@ -54,6 +54,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
     ),
+    "deepseek-v2": ("deepseek_v2", {}),
+    "deepseek-v2-compressed-queries": (
+        "deepseek_v2",
+        {"q_lora_rank": 20, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
+    ),
+    "deepseek-v3": ("deepseek_v3", {}),
+    "deepseek-v3-yarn": (
+        "deepseek_v3",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "first_k_dense_replace": 2,
+            "rope_interleave": False,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "gemma3": ("gemma3", {}),
     "gemma3-scaled": (
         "gemma3",

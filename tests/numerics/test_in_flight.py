@@ -98,6 +98,7 @@ class Valueless:
         window: int | None,
         softcap: float = 0.0,
         sinks_N: torch.Tensor | None = None,
+        value_dim: int | None = None,
     ) -> torch.Tensor:
         self.num_attended += 1
         return torch.empty_like(q_TND)

@@ -45,7 +45,10 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Rotates queries and keys, and writes keys and values to their slots of the cache. Returns the rotated
         queries. This is a single call, so that one kernel can do all of it. The inputs may be views into one tensor and
-        stay as they are."""
+        stay as they are.
+
+        Where the cache keeps latents, `k_TKD` is the latent, of one head, and `v_TKD` its first elements. Of queries
+        and latents only the last 2 P dimensions turn."""
         ...
 
     def attend(
@@ -57,11 +60,15 @@ class AttentionBackend(Protocol):
         window: int | None,
         softcap: float = 0.0,
         sinks_N: torch.Tensor | None = None,
+        value_dim: int | None = None,
     ) -> torch.Tensor:
         """Causal attention of each row over its own context in the cache; `window` counts the token itself.
         Returns [T, N, D] in q's dtype.
 
         A `softcap` above 0 replaces each score s by softcap * tanh(s / softcap) before the mask (Gemma 2,
         https://arxiv.org/abs/2408.00118, 2). `sinks_N`, float32, are one more logit for each query head in the softmax,
-        which has no value (gpt-oss)."""
+        which has no value (gpt-oss).
+
+        `value_dim`: the cache keeps latents, and the first so many elements of a key are its value. Returns
+        [T, N, value_dim]."""
         ...

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from protos.values import LATENT
 from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
+from workers.attention.latent import NativeLatentAttention
 from workers.kernels import cpu, reference
 from workers.kernels.cpu.build import Native, Tiles, native, native_tiles
 from workers.kernels.cpu.layers import RowTables
@@ -24,7 +26,11 @@ _TILE_DEPTH = 32
 
 def cpu_attention(storage: KVStorage, group: int = 0) -> AttentionBackend:
     """The compiled backend. If nothing can be compiled, or the kernel does not support the cache's dtype, torch's."""
-    keys = storage.keys(storage.layout.groups[group].layers[0])
+    first = storage.layout.groups[group].layers[0]
+    if storage.is_latent(first):
+        kernels = native(storage.part(first, LATENT).dtype)
+        return TorchAttention(storage, group) if kernels is None else NativeLatentAttention(storage, kernels, group)
+    keys = storage.keys(first)
     kernels, tiles = native(keys.dtype), native_tiles()
     if kernels is None:
         return TorchAttention(storage, group)
@@ -51,13 +57,7 @@ class NativeAttention:
         return self._rows
 
     def begin(self, inputs: AttentionInputs) -> None:
-        tables = inputs.tables[self._group]
-        self._rows = RowTables(
-            slots_T=tables.slots_T.contiguous(),
-            query_starts=torch.tensor(inputs.query_starts),
-            context_lens=torch.tensor(inputs.context_lens),
-            block_tables_SB=tables.block_tables_SB.contiguous(),
-        )
+        self._rows = RowTables.of(inputs, self._group)
 
     def write(
         self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
@@ -73,6 +73,7 @@ class NativeAttention:
         window: int | None,
         softcap: float = 0.0,
         sinks_N: torch.Tensor | None = None,
+        value_dim: int | None = None,
     ) -> torch.Tensor:
         step, (k_cache, v_cache) = self.rows, self.caches[layer]
         assert q_TND.dtype == k_cache.dtype, f"queries are {q_TND.dtype}, the cache {k_cache.dtype}"
@@ -146,6 +147,7 @@ class _Options:
     scale: float
     softcap: float
     sinks_N: torch.Tensor | None
+    value_dim: int | None
 
     def attend(
         self,
@@ -184,8 +186,10 @@ class TorchAttention:
         self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
     ) -> torch.Tensor:
         assert self._inputs is not None, "write before begin"
-        caches = self._storage.keys(layer), self._storage.values(layer)
         slots_T = self._inputs.tables[self._group].slots_T
+        if self._storage.is_latent(layer):
+            return reference.latent_write(q_TND, k_TKD, *rotation, self._storage.part(layer, LATENT), slots_T)
+        caches = self._storage.keys(layer), self._storage.values(layer)
         return reference.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, slots_T, self._storage.scales(layer))
 
     def attend(
@@ -197,12 +201,16 @@ class TorchAttention:
         window: int | None,
         softcap: float = 0.0,
         sinks_N: torch.Tensor | None = None,
+        value_dim: int | None = None,
     ) -> torch.Tensor:
         assert self._inputs is not None, "attend before begin"
         if window not in self._plans:
             self._plans[window] = self._plan(self._inputs, window)
-        plan, options = self._plans[window], _Options(scale=scale, softcap=softcap, sinks_N=sinks_N)
-        out_TND = torch.empty_like(q_TND)
+        plan, options = (
+            self._plans[window],
+            _Options(scale=scale, softcap=softcap, sinks_N=sinks_N, value_dim=value_dim),
+        )
+        out_TND = q_TND.new_empty(*q_TND.shape[:2], value_dim or q_TND.shape[2])
         for decode in plan.decodes:
             self._decode(layer, decode, q_TND, out_TND, options)
         for row in plan.prefills:
@@ -213,19 +221,20 @@ class TorchAttention:
         self, layer: int, batch: _DecodeBatch, q_TND: torch.Tensor, out_TND: torch.Tensor, options: _Options
     ) -> None:
         num_rows = len(batch.tokens_S)
-        k_SKCD, v_SKCD = self._read(layer, batch.pages, num_rows)
+        k_SKCD, v_SKCD = self._read(layer, batch.pages, num_rows, options.value_dim)
         rows, positions = batch.hidden
         k_SKCD[rows, :, positions] = 0
         v_SKCD[rows, :, positions] = 0
         # The G queries of a key/value head take the place of a sequence's tokens: nothing is expanded.
         q_SKGD = q_TND[batch.tokens_S].view(num_rows, self._storage.num_heads, -1, q_TND.shape[-1]).to(k_SKCD.dtype)
         out_SKGD = options.attend(q_SKGD, k_SKCD, v_SKCD, batch.mask_S11C, heads=tuple(q_SKGD.shape[1:3]))
-        out_TND[batch.tokens_S] = out_SKGD.reshape(num_rows, *q_TND.shape[1:]).to(q_TND.dtype)
+        out_TND[batch.tokens_S] = out_SKGD.reshape(num_rows, *out_TND.shape[1:]).to(q_TND.dtype)
 
     def _prefill(
         self, layer: int, row: _PrefillRow, q_TND: torch.Tensor, out_TND: torch.Tensor, options: _Options
     ) -> None:
-        k_KCD, v_KCD = (part[0, :, : row.num_visible] for part in self._read(layer, row.pages, 1))
+        k_1KCD, v_1KCD = self._read(layer, row.pages, 1, options.value_dim)
+        k_KCD, v_KCD = k_1KCD[0, :, : row.num_visible], v_1KCD[0, :, : row.num_visible]
         q_QND = q_TND[row.start : row.stop].to(k_KCD.dtype)
         num_kv_heads, head_dim = self._storage.num_heads, q_TND.shape[-1]
         q_KGQD = q_QND.transpose(0, 1).view(num_kv_heads, -1, row.stop - row.start, head_dim)
@@ -234,8 +243,14 @@ class TorchAttention:
         out_KGQD = options.attend(q_KGQD, k_KGCD, v_KGCD, row.mask_QC, heads=(num_kv_heads, group, 1))
         out_TND[row.start : row.stop] = out_KGQD.flatten(0, 1).transpose(0, 1)
 
-    def _read(self, layer: int, pages: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the pages as [rows, K, C, D]: one copy, page by page. In float32 if they are in 8 bits."""
+    def _read(
+        self, layer: int, pages: torch.Tensor, num_rows: int, value_dim: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the pages as [rows, K, C, D]: one copy, page by page, of latents for both. In float32 if
+        they are in 8 bits."""
+        if value_dim is not None:
+            latents = self._copied(self._storage.part(layer, LATENT), None, pages, num_rows)
+            return latents, latents[..., :value_dim]
         scales = self._storage.scales(layer) or (None, None)
         keys, values = self._storage.keys(layer), self._storage.values(layer)
         return self._copied(keys, scales[0], pages, num_rows), self._copied(values, scales[1], pages, num_rows)

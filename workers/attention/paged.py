@@ -75,6 +75,7 @@ class PagedAttention:
         window: int | None,
         softcap: float = 0.0,
         sinks_N: torch.Tensor | None = None,
+        value_dim: int | None = None,
     ) -> torch.Tensor:
         inputs = self._inputs
         assert inputs is not None, "attend before begin"

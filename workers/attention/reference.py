@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from protos.values import LATENT
 from workers.attention.base import AttentionInputs, CosSin
 from workers.kernels import reference
 from workers.kv.storage import KVStorage
@@ -22,8 +23,10 @@ class ReferenceAttention:
         self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
     ) -> torch.Tensor:
         assert self._inputs is not None, "write before begin"
-        caches = self._storage.keys(layer), self._storage.values(layer)
         slots_T = self._inputs.tables[self._group].slots_T
+        if self._storage.is_latent(layer):
+            return reference.latent_write(q_TND, k_TKD, *rotation, self._storage.part(layer, LATENT), slots_T)
+        caches = self._storage.keys(layer), self._storage.values(layer)
         return reference.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, slots_T, self._storage.scales(layer))
 
     def attend(
@@ -35,13 +38,15 @@ class ReferenceAttention:
         window: int | None,
         softcap: float = 0.0,
         sinks_N: torch.Tensor | None = None,
+        value_dim: int | None = None,
     ) -> torch.Tensor:
         assert self._inputs is not None, "attend before begin"
+        keys, values = self._storage.keys_values(layer, value_dim)
         k_scales, v_scales = self._storage.scales(layer) or (None, None)
         return reference.paged_attention(
             q_TND,
-            reference.widened(self._storage.keys(layer), k_scales),
-            reference.widened(self._storage.values(layer), v_scales),
+            reference.widened(keys, k_scales),
+            reference.widened(values, v_scales),
             query_starts=self._inputs.query_starts,
             context_lens=self._inputs.context_lens,
             block_tables_SB=self._inputs.tables[self._group].block_tables_SB,

@@ -45,5 +45,8 @@ class WatchedAttention:
         window: int | None,
         softcap: float = 0.0,
         sinks_N: torch.Tensor | None = None,
+        value_dim: int | None = None,
     ) -> torch.Tensor:
-        return self._backend.attend(layer, q_TND, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N)
+        return self._backend.attend(
+            layer, q_TND, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N, value_dim=value_dim
+        )

@@ -61,6 +61,10 @@ class Matrix(Protocol):
         """Lays the loaded weight out as this machine multiplies fastest. `slots` is not called afterwards."""
         ...
 
+    def dequantised(self) -> torch.Tensor:
+        """[outputs, inputs], the loaded weight, in floating point. Not called after `pack`."""
+        ...
+
     def slots(self) -> Iterator[Slot]: ...
 
 
@@ -144,6 +148,9 @@ class SideBySide:
             y_TO = torch.cat([part(x_TI) for part in self.parts], dim=1)
             y_TO = y_TO if bias_O is None else y_TO + bias_O
         return self._kernels.silu_mul(y_TO) if self._gated else y_TO
+
+    def dequantised(self) -> torch.Tensor:
+        return torch.cat([part.dequantised() for part in self.parts])
 
     def pack(self) -> None:
         for part in self.parts:

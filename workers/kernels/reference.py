@@ -112,6 +112,32 @@ def rope_kv_write(
     return rope(q_TND, cos_TP, sin_TP)
 
 
+def latent_write(
+    q_TNW: torch.Tensor,
+    latent_T1W: torch.Tensor,
+    cos_TP: torch.Tensor,
+    sin_TP: torch.Tensor,
+    cache: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> torch.Tensor:
+    """`rope` of the last 2 P dimensions of queries and latents; latents go to their slots of [NB, 1, BS, W]. Returns
+    the queries."""
+    block_size = cache.shape[2]
+    cache[slots_T // block_size, :, slots_T % block_size] = rope_last(latent_T1W, cos_TP, sin_TP)
+    return rope_last(q_TNW, cos_TP, sin_TP)
+
+
+def rope_last(x_THD: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor) -> torch.Tensor:
+    """`rope` of the last 2 P dimensions of each head."""
+    still = x_THD.shape[-1] - 2 * cos_TP.shape[-1]
+    return torch.cat((x_THD[..., :still], rope(x_THD[..., still:], cos_TP, sin_TP)), dim=-1)
+
+
+def head_products(x_TNI: torch.Tensor, weight_NIO: torch.Tensor) -> torch.Tensor:
+    """[T, N, O]: a matrix of its own for each head."""
+    return torch.bmm(x_TNI.transpose(0, 1), weight_NIO).transpose(0, 1)
+
+
 def paged_attention(
     q_TND: torch.Tensor,
     k_cache: torch.Tensor,
@@ -131,7 +157,7 @@ def paged_attention(
     """
     num_heads, block_size = q_TND.shape[1], k_cache.shape[2]
     group = num_heads // k_cache.shape[1]
-    out_TND = torch.empty_like(q_TND)
+    out_TND = q_TND.new_empty(*q_TND.shape[:2], v_cache.shape[3])
     for row, context_len in enumerate(context_lens):
         start, stop = query_starts[row], query_starts[row + 1]
         for token in range(start, stop):

@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 
 from kvtransfer.reshard import Cut, heads_of
-from protos.values import SCALE, KVGroup, KVLayout, KVPart
+from protos.values import LATENT, SCALE, KVGroup, KVLayout, KVPart
 from workers.config import MAX_STEPS_IN_FLIGHT
 from workers.kernels.base import KVScales, kernels_for
 from workers.kernels.cpu.memory import roomy_zeros
@@ -91,6 +91,16 @@ class KVStorage:
     def part(self, layer: int, name: str) -> torch.Tensor:
         """[blocks, heads, block size, width], a view."""
         return self._views[layer, name]
+
+    def keys_values(self, layer: int, value_dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views, [blocks, heads, block size, ...]. Of a latent the first `value_dim` elements are the value."""
+        if value_dim is None:
+            return self.keys(layer), self.values(layer)
+        latents = self.part(layer, LATENT)
+        return latents, latents[..., :value_dim]
+
+    def is_latent(self, layer: int) -> bool:
+        return (layer, LATENT) in self._views
 
     def keys(self, layer: int) -> torch.Tensor:
         return self.part(layer, "key")

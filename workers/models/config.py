@@ -17,6 +17,7 @@ from workers.checkpoint.registry import read_format, stored_tensors
 from workers.checkpoint.source import FLOATS, StoredTensor
 from workers.models.families.base import Family
 from workers.models.families.experts import ExpertsConfig
+from workers.models.families.latent import LatentConfig
 from workers.models.families.registry import BY_NAME, family_of
 from workers.models.families.ropes import Ropes, RopeSizes
 from workers.models.families.traits import Activation, NormKind, QKNorm, Scales, read_activation
@@ -84,6 +85,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     weight_format: WeightFormat | None  # None: in floating point
     experts: ExpertsConfig | None = None  # None: every layer has one gated MLP
+    latent: LatentConfig | None = None  # None: the cache keeps keys and values; else `head_dim` is what turns of a head
+    num_mtp_layers: int = 0  # stored behind the decoder's layers for multi-token prediction, and not loaded
 
     @property
     def spec(self) -> Family:
@@ -108,6 +111,8 @@ class ModelConfig:
     def num_linear_weights(self) -> int:
         """Of all linear layers, the head's among them where it has its own."""
         heads = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        if self.latent is not None:
+            heads = self.latent.layer_weights(self.hidden_size, self.num_heads)
         dense, head = (
             self.spec.mlp_projections * self.hidden_size * self.intermediate_size,
             self.vocab_size * self.hidden_size,
@@ -118,6 +123,10 @@ class ModelConfig:
         return layers + (0 if self.tied_embeddings else head)
 
     def kv_layout(self, *, block_size: int, dtype: str, tp: int = 1) -> KVLayout:
+        if self.latent is not None:
+            return KVLayout.latent(
+                num_layers=self.num_layers, width=self.latent.width, block_size=block_size, dtype=dtype, tp=tp
+            )
         return KVLayout.dense(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
@@ -148,6 +157,9 @@ def read_config(path: str | Path, quantize: Quantize = "off") -> ModelConfig:
     config = config.over(family.defaults)
     _refuse_unknown_parts(config, family)
     sizes = _Sizes.of(config, family)
+    latent = family.latent(config) if family.latent else None
+    if latent is not None:
+        sizes = replace(sizes, num_kv_heads=1, head_dim=latent.rope_dim)
     windows = family.windows(config, sizes.num_layers)
     rotary_dim = _rotary_dim(config, family, sizes.head_dim)
     turned = RopeSizes(
@@ -183,6 +195,8 @@ def read_config(path: str | Path, quantize: Quantize = "off") -> ModelConfig:
         eos_token_ids=_eos_ids(config, generation, sizes.vocab_size),
         weight_format=stored if quantize == "off" else rounded_format(quantize, stored),
         experts=family.experts(config, sizes.num_layers) if family.experts else None,
+        latent=latent,
+        num_mtp_layers=config.integer_or("num_nextn_predict_layers", 0, minimum=0) if latent else 0,
     )
 
 

@@ -120,6 +120,7 @@ def _checked_slots(folder: Path, config: ModelConfig, context: LayerContext, sou
                 f"it must be one of {', '.join(sorted(slot.dtypes))}"
             )
     ignored = {"lm_head.weight"} if config.tied_embeddings else set()
+    ignored |= _of_mtp_layers(folder, config, names)
     unexpected = sorted(
         name for name in names - {slot.name for slot in slots} - ignored if not name.endswith("rotary_emb.inv_freq")
     )
@@ -129,6 +130,16 @@ def _checked_slots(folder: Path, config: ModelConfig, context: LayerContext, sou
     if unexpected:
         log.warning("%s: %d tensors are not used, such as %s", folder, len(unexpected), ", ".join(unexpected[:5]))
     return slots
+
+
+def _of_mtp_layers(folder: Path, config: ModelConfig, names: frozenset[str]) -> set[str]:
+    """Tensors of the layers for multi-token prediction, which stand behind the decoder's."""
+    layers = range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+    found = {name for name in names if name.startswith(prefixes)}
+    if found:
+        log.info("%s: layers for multi-token prediction (%s) are not loaded", folder, ", ".join(map(str, layers)))
+    return found
 
 
 def _is_empty_bias(folder: Path, name: str, layers: set[str], source: WeightSource) -> bool:

@@ -61,5 +61,8 @@ class _ObservedMatrix:
     def pack(self) -> None:
         """Stays as loaded: the weight is replaced by its rounded one."""
 
+    def dequantised(self) -> torch.Tensor:
+        return self._matrix.dequantised()
+
     def slots(self) -> Iterator[Slot]:
         return self._matrix.slots()

@@ -45,8 +45,8 @@ class WholeSequences:
     def write(
         self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
     ) -> torch.Tensor:
-        self._keys_values = reference.rope(k_TKD, *rotation), v_TKD
-        return reference.rope(q_TND, *rotation)
+        self._keys_values = reference.rope_last(k_TKD, *rotation), v_TKD
+        return reference.rope_last(q_TND, *rotation)
 
     def attend(
         self,
@@ -57,6 +57,7 @@ class WholeSequences:
         window: int | None,
         softcap: float = 0.0,
         sinks_N: torch.Tensor | None = None,
+        value_dim: int | None = None,
     ) -> torch.Tensor:
         assert self._inputs is not None, "attend before begin"
         assert self._keys_values is not None, "attend before write"

@@ -58,6 +58,9 @@ class FloatMatrix:
             return
         self._release()
 
+    def dequantised(self) -> torch.Tensor:
+        return self.weight_OI
+
     def slots(self) -> Iterator[Slot]:
         assert self._weight_OI is not None, "packed weights cannot be read back"
         yield from self._slots

@@ -139,6 +139,15 @@ class QuantisedMatrix:
         for stored in self._stored:
             yield from stored.slots()
 
+    def dequantised(self) -> torch.Tensor:
+        assert self._stored, "packed weights cannot be read back"
+        found = []
+        for stored in self._stored:
+            weights = [weight.dequantised() for weight in stored.weights()]
+            assert len(weights) == 1, "a weight in parts of other inputs"
+            found += weights
+        return torch.cat(found)
+
     def pack(self) -> None:
         """Frees the raw tensors, each projection's as soon as it is converted."""
         waiting, self._stored = list(self._stored), ()

@@ -78,6 +78,29 @@ def silu_mul(gate_up_TF2: torch.Tensor) -> torch.Tensor:
     return out_TF
 
 
+def head_products(x_TNI: torch.Tensor, weight_NIO: torch.Tensor) -> torch.Tensor:
+    """`reference.head_products`. A token's bits do not depend on the others."""
+    kernels = native(x_TNI.dtype)
+    if kernels is None or weight_NIO.dtype != x_TNI.dtype or x_TNI.stride(2) != 1 or not weight_NIO.is_contiguous():
+        return reference.head_products(x_TNI, weight_NIO)
+    num_tokens, num_heads, num_inputs = x_TNI.shape
+    num_outputs = weight_NIO.shape[2]
+    out_TNO = torch.empty(num_tokens, num_heads, num_outputs, dtype=x_TNI.dtype)
+    kernels.head_products(
+        x_TNI.data_ptr(),
+        weight_NIO.data_ptr(),
+        out_TNO.data_ptr(),
+        num_tokens,
+        num_heads,
+        num_inputs,
+        num_outputs,
+        x_TNI.stride(0),
+        x_TNI.stride(1),
+        torch.get_num_threads(),
+    )
+    return out_TNO
+
+
 def rope_kv_write(
     q_TND: torch.Tensor,
     k_TKD: torch.Tensor,

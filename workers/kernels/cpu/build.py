@@ -30,6 +30,7 @@ _FLAGS = "-std=c++20 -O3 -fopenmp -fno-math-errno -fno-trapping-math -fPIC -w".s
 _SOURCES = {
     "elementwise.cpp": "-ffp-contract=off",  # rounded where torch rounds, to be equal to it
     "attention.cpp": "-ffp-contract=fast",
+    "latent.cpp": "-ffp-contract=fast",
     "attention_tiles.cpp": "-ffp-contract=fast",
     "products.cpp": "-ffp-contract=off",
     "products_tiles.cpp": "-ffp-contract=fast",
@@ -47,6 +48,8 @@ _ARGUMENTS = {
     "silu_mul": (*[_P] * 2, *[_N] * 3, _I),
     "rope_kv_write": (*[_P] * 3, *[_N] * 4, *[_P] * 6, *[_N] * 5, _I),
     "attend": (*[_P] * 8, *[_N] * 8, *[_F] * 2, _I),
+    "attend_latent": (*[_P] * 6, *[_N] * 8, _F, _I),
+    "head_products": (*[_P] * 3, *[_N] * 6, _I),
     "pack_panels": (*[_P] * 3, *[_N] * 2, _I),
     "multiply_panels": (*[_P] * 3, *[_N] * 3, _I),
     "multiply_quantised": (*[_P] * 3, *[_N] * 3, _I),
@@ -67,8 +70,8 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 class Native:
     """The compiled functions of one dtype, called with `Tensor.data_ptr()`, sizes and the number of threads.
 
-    elementwise.cpp, attention.cpp, products.cpp and layers.cpp have their arguments. Nothing is checked: callers own
-    shapes and strides.
+    elementwise.cpp, attention.cpp, latent.cpp, products.cpp and layers.cpp have their arguments. Nothing is
+    checked: callers own shapes and strides.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: str) -> None:
@@ -80,6 +83,8 @@ class Native:
         self.silu_mul = getattr(library, f"silu_mul_{dtype}")
         self.rope_kv_write = getattr(library, f"rope_kv_write_{dtype}")
         self.attend = getattr(library, f"attend_{dtype}")
+        self.attend_latent = getattr(library, f"attend_latent_{dtype}")
+        self.head_products = getattr(library, f"head_products_{dtype}")
         self.pack = getattr(library, f"pack_panels_{dtype}")
         self.multiply = getattr(library, f"multiply_panels_{dtype}")
         self.multiply_quantised = getattr(library, f"multiply_quantised_{dtype}")

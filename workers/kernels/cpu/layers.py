@@ -9,12 +9,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from workers.kernels.cpu.build import Native, Tiles, address_of
 from workers.kernels.cpu.memory import apart, empty_rows
 from workers.kernels.cpu.products import PackedProduct, ProductPart, ProductParts
+
+if TYPE_CHECKING:
+    from workers.attention.base import AttentionInputs
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -41,6 +45,16 @@ class RowTables:
     query_starts: torch.Tensor
     context_lens: torch.Tensor
     block_tables_SB: torch.Tensor
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, group: int) -> RowTables:
+        tables = inputs.tables[group]
+        return cls(
+            slots_T=tables.slots_T.contiguous(),
+            query_starts=torch.tensor(inputs.query_starts),
+            context_lens=torch.tensor(inputs.context_lens),
+            block_tables_SB=tables.block_tables_SB.contiguous(),
+        )
 
 
 class _Layer(ctypes.Structure):

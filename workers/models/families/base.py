@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from protos.model_files.fields import Fields
 from workers.models.families.experts import ExpertsConfig
+from workers.models.families.latent import LatentConfig
 from workers.models.families.ropes import Ropes, RopeSizes, one_rope
 from workers.models.families.traits import (
     LLAMA_NAMES,
@@ -41,6 +42,7 @@ class Family:
     windows: Callable[[Fields, int], Windows] = no_windows
     ropes: Callable[[Fields, Windows, RopeSizes], Ropes] = one_rope
     scales: Callable[[Fields], Scales] = no_scales
+    latent: Callable[[Fields], LatentConfig] | None = None  # None: the cache keeps keys and values
     experts: Callable[[Fields, int], ExpertsConfig | None] | None = None  # None: the family has none
     reads: frozenset[str] = frozenset()  # fields that only some families may set, such as attention_bias
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that config.json leaves out

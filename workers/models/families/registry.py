@@ -20,12 +20,20 @@ from workers.models.families.dense import (
     smollm3,
     starcoder2,
 )
-from workers.models.families.mixtures import glm4_moe, gpt_oss, mixtral, qwen2_moe, qwen3_moe
+from workers.models.families.mixtures import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe,
+    gpt_oss,
+    mixtral,
+    qwen2_moe,
+    qwen3_moe,
+)
 
 _DENSE = (
     llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite, glm4, smollm3, starcoder2, cohere2,
 )  # fmt: skip
-_MIXTURES = (mixtral, qwen2_moe, qwen3_moe, glm4_moe, gpt_oss)
+_MIXTURES = (mixtral, qwen2_moe, qwen3_moe, glm4_moe, gpt_oss, deepseek_v2, deepseek_v3)
 FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in (*_DENSE, *_MIXTURES))
 BY_NAME = {family.name: family for family in FAMILIES}
 
