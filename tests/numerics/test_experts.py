@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from protos.values import FinishReason, GenerateRequest
+from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.conftest import Checkpoint, assert_close, random_tokens
+from tests.numerics.engines import GREEDY, answer, colocated
 from tests.numerics.paged import PagedRun, in_chunks
+from workers.config import WorkerConfig
 from workers.kernels.cpu.build import native
 from workers.models.layers.experts import MixtureOfExperts
 from workers.models.loader import load_model
@@ -64,3 +71,50 @@ def test_experts_count_the_tokens_that_chose_them(checkpoint: Checkpoint) -> Non
         counts.append([layer.counts_X.tolist() for layer in layers])
     assert counts[0] == counts[1]
     assert [sum(layer) for layer in counts[0]] == [40 * 3, 40 * 3]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@torch.no_grad()
+def test_a_router_that_overflows_breaks_its_token_alone(dtype: str, packed: bool, checkpoint: Checkpoint) -> None:
+    folder, _ = checkpoint("qwen2_moe")
+    model = load_model(folder, dtype=dtype)
+    if packed:
+        model.pack()
+    layer = model._layers[0]._mlp
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(3)).to(model.context.dtype)
+    expected = layer(x)
+    x[2] = 3e38 * x[2].sign()
+    made = layer(x)
+    others = [0, 1, 3, 4, 5]
+    assert made[2].isnan().all()
+    assert torch.equal(made[others], expected[others]) if packed else made[others].isfinite().all()
+
+
+def test_a_router_that_is_not_finite_ends_its_request_and_no_other(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """One token's hidden state overflows in the first layer; the other requests of its batch go on as alone."""
+    make_checkpoint("mixtral", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][150] = torch.inf
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = WorkerConfig(model=str(tmp_path), dtype="float32", device="cpu", num_blocks=64, bind_cores="off")
+    good, params = [random_tokens(20, seed=n) for n in range(2)], replace(GREEDY, max_tokens=8)
+    good = [[min(token, 149) for token in prompt] for prompt in good]
+    with colocated(config) as engine:
+        alone = [answer(engine, [prompt], params)[0].token_ids for prompt in good]
+    with colocated(config) as engine:
+        for name, prompt in (("0", good[0]), ("broken", [5, 150, 7]), ("1", good[1])):
+            engine.submit(GenerateRequest(request_id=name, prompt_ids=tuple(prompt), sampling=params), now=0.0)
+        tokens: dict[str, list[int]] = {"0": [], "broken": [], "1": []}
+        errors: dict[str, str] = {}
+        while engine.has_work():
+            for update in engine.step(now=0.0):
+                tokens[update.request_id] += update.token_ids
+                if update.error is not None:
+                    assert update.finish_reason is FinishReason.ERROR
+                    errors[update.request_id] = update.error.message
+            engine.check_integrity()
+        engine.assert_idle()
+    assert set(errors) == {"broken"}
+    assert "not finite" in errors["broken"]
+    assert tokens == {"0": alone[0], "broken": [], "1": alone[1]}

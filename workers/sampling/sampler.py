@@ -18,7 +18,9 @@ from importlib import import_module
 import numpy as np
 import torch
 
+from protos.errors import Internal
 from protos.values import SamplingParams
+from protos.wire import error_info
 from workers.batch import RowOutput, Sample, is_penalised
 from workers.grammar.base import Mask
 from workers.kernels.staging import Landing, to_device
@@ -26,18 +28,28 @@ from workers.sampling.logprobs import TokenScores
 from workers.sampling.penalties import penalise
 from workers.sampling.philox import uniforms
 
+_BROKEN = -1  # in place of a token
+_NOT_FINITE = error_info(
+    Internal(
+        "the model's numbers are not finite for this prompt: a router of experts or another layer overflowed. Send "
+        "another prompt; if all prompts fail, use worker.dtype = float32, or download the checkpoint again"
+    )
+)
 _NUCLEUS = 1024
 """Top-p looks at this many best tokens before it sorts the whole vocabulary."""
 
 
 class Drawn:
-    """One token per row, on their way to the host; `ids_R` are those on the device, for the next step."""
+    """One token per row, on their way to the host; `ids_R` are those on the device, for the next step. A row whose
+    logits are `broken_R` ends with an error."""
 
-    def __init__(self, ids_R: torch.Tensor, logprobs: Mapping[int, int], scores: TokenScores | None) -> None:
-        self.ids_R = ids_R
+    def __init__(
+        self, ids_R: torch.Tensor, broken_R: torch.Tensor, logprobs: Mapping[int, int], scores: TokenScores | None
+    ) -> None:
+        self.ids_R = ids_R.masked_fill(broken_R, 0)  # the embedding reads it if a step in flight follows
         self._logprobs = logprobs
         self._scores = scores
-        self._landing = Landing(ids_R)
+        self._landing = Landing(ids_R.masked_fill(broken_R, _BROKEN))
 
     def fetch(self) -> list[RowOutput]:
         """Waits for the device."""
@@ -45,6 +57,8 @@ class Drawn:
         logprobs = self._scores.fetch() if self._scores is not None else []
         return [
             RowOutput(token_ids=(token_id,), logprobs=(logprobs[self._logprobs[row]],) if row in self._logprobs else ())
+            if token_id != _BROKEN
+            else RowOutput(error=_NOT_FINITE)
             for row, token_id in enumerate(ids_R.tolist())
         ]
 
@@ -63,12 +77,13 @@ def sample(
     adjusted_RV = _adjust(logits_RV, samples, latest_R, masks or {})
     ids_R = _choose_on_gpu(adjusted_RV, samples) if logits_RV.is_cuda else _choose(adjusted_RV, samples)
     scored = [(row, one.params.logprobs) for row, one in enumerate(samples) if one.params.logprobs is not None]
+    broken_R = logits_RV[:, 0].isnan()  # a hidden state that is not finite makes all logits NaN
     if not scored:
-        return Drawn(ids_R, {}, None)
+        return Drawn(ids_R, broken_R, {}, None)
     rows, nums_top = zip(*scored, strict=True)
     rows_T = to_device(np.array(rows), logits_RV.device)
     scores = TokenScores(logits_RV.index_select(0, rows_T), ids_R.index_select(0, rows_T), nums_top)
-    return Drawn(ids_R, {row: place for place, row in enumerate(rows)}, scores)
+    return Drawn(ids_R, broken_R, {row: place for place, row in enumerate(rows)}, scores)
 
 
 def _adjust(
