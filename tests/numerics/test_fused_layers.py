@@ -42,6 +42,7 @@ def packed(folder: Path, family: str, dtype: str = "bfloat16", **overrides: Any)
         ("mixtral", {}),
         ("qwen2_moe", {"decoder_sparse_step": 2, "hidden_size": 264, "num_key_value_heads": 4, "head_dim": 32}),
         ("qwen3_moe", {"head_dim": 32, "norm_topk_prob": False}),
+        ("llama", {"mlp_bias": True, "attention_bias": True}),
     ],
     ids=[
         "small-heads",
@@ -55,6 +56,7 @@ def packed(folder: Path, family: str, dtype: str = "bfloat16", **overrides: Any)
         "experts",
         "a-shared-expert-and-dense-layers",
         "many-experts",
+        "biases-behind-each-product",
     ],
 )
 def test_the_same_bits_as_layer_by_layer(tmp_path: Path, family: str, overrides: dict[str, Any], dtype: str) -> None:
@@ -71,15 +73,6 @@ def test_the_same_bits_as_layer_by_layer(tmp_path: Path, family: str, overrides:
     assert runs[1].told == [0, 1, 0, 1, 1], (
         "every layer of a prompt may travel at once, and a decode step is told as one"
     )
-
-
-@pytest.mark.parametrize(
-    ("dtype", "overrides"), [("float32", {"mlp_bias": True}), ("bfloat16", {"attention_bias": True})]
-)
-def test_what_compiled_layers_cannot_do_runs_layer_by_layer(
-    tmp_path: Path, dtype: str, overrides: dict[str, Any]
-) -> None:
-    assert PagedRun(packed(tmp_path, "llama", dtype, **overrides), fused=True).through is None
 
 
 @pytest.mark.parametrize(("family", "overrides"), [("llama", {"hidden_size": 80}), ("qwen2", {"head_dim": 32})])

@@ -7,6 +7,7 @@ import math
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from workers.kernels import cpu
 from workers.kernels.cpu import quantised
 from workers.kernels.cpu.build import native
 from workers.kernels.cpu.quantised import PackedQuantised, can_pack
+from workers.kernels.cpu.quantised_terms import PackedTerms
 
 pytestmark = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler here")
 
@@ -221,9 +223,55 @@ def test_int8_activations_are_rounded_as_the_checkpoint_says(rounding: Activatio
             assert_close(with_bias, product(weight, x_TI).double() + bias_O.double(), 4 * sizes)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_outliers_are_multiplied_as_they_are(gated: bool, dtype: torch.dtype) -> None:
+    """And a row's bits do not depend on whether another row has any."""
+    outliers = ActivationRounding(levels="int8", outliers_from=2.0)
+    for num_outputs, num_inputs in ((40, 96), (34, 1024), (100, 50)):
+        weight = per_channel(num_outputs, num_inputs, activations=outliers)
+        packed = PackedQuantised(weight, dtype, gated=gated)
+        x_TI = random(9, num_inputs, seed=8).to(dtype)
+        x_TI[3] /= 8  # without
+        found, exact_TO = packed(x_TI), product(weight, x_TI).double()
+        if gated:
+            torch.testing.assert_close(found, cpu.silu_mul(exact_TO.to(dtype)), rtol=2e-2, atol=1e-4)
+        else:
+            assert_close(found, exact_TO, x_TI.double().abs() @ weight.dequantised().double().abs().T)
+        for row in range(9):
+            assert torch.equal(packed(x_TI[row : row + 1])[0], found[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_of_weights_that_share_the_inputs_are_added_up(dtype: torch.dtype) -> None:
+    """As EXL2's: each number of bits has inputs of its own, anywhere in the row."""
+    num_outputs, num_inputs = 40, 320
+    order_I = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(1))
+    weights = [
+        replace(grouped(bits, 32, num_outputs, len(part)), num_inputs=num_inputs, order_I=part)
+        for bits, part in zip((5, 4, 3), torch.split(order_I, [64, 160, 96]), strict=True)
+    ]
+    packed, bias_O = PackedTerms(weights, dtype, padding=2), random(42).to(dtype)
+    terms = [PackedQuantised(weight, torch.float32) for weight in weights]
+    x_TI = random(70, num_inputs, seed=8).to(dtype)
+    weight_OI = torch.stack([weight.dequantised().double() for weight in weights]).sum(0)
+    sizes = x_TI.double().abs() @ weight_OI.abs().T
+    found, biased = packed(x_TI), packed(x_TI, bias_O)
+    assert not found[:, num_outputs:].any()
+    assert torch.equal(biased[:, num_outputs:], bias_O[num_outputs:].expand(70, 2))
+    worst = 1 / 60 if dtype == torch.bfloat16 else 4e-6
+    exact = x_TI.double() @ weight_OI.T
+    assert ((found[:, :num_outputs].double() - exact).abs() <= worst * sizes).all()
+    if dtype == torch.float32:
+        first, second, third = (term(x_TI) for term in terms)
+        assert torch.equal(found[:, :num_outputs], first + second + third)
+    for num_rows in ROWS:
+        assert torch.equal(packed(x_TI[:num_rows]), found[:num_rows])
+
+
 def test_what_compiled_code_does_not_take_is_refused() -> None:
     outliers = ActivationRounding(levels="int8", outliers_from=6.0)
-    assert not can_pack(per_channel(8, 64, activations=outliers), torch.bfloat16)
+    assert not can_pack(grouped(8, 32, 8, 64, activations=outliers), torch.bfloat16)
     assert not can_pack(grouped(4, 16, 8, 64), torch.bfloat16)
     assert not can_pack(grouped(4, 32, 8, 64), torch.float16)
     assert not can_pack(grouped(4, 8, 8, 64), torch.bfloat16)

@@ -17,6 +17,7 @@ from tests.numerics.test_tensor_parallel import on_ranks
 from workers.checkpoint.encoding import LayerContext, Matrix, Projection, WeightShare
 from workers.checkpoint.registry import encodings_of, open_source
 from workers.kernels.base import kernels_for
+from workers.kernels.cpu.build import native
 from workers.models.config import read_config
 from workers.models.loader import load_model
 from workers.parallel.group import Solo, TensorParallel
@@ -62,12 +63,17 @@ def write_quantised(
 
 
 @torch.no_grad()
-def assert_served(folder: Path, oracle: Any, *, tp: int = 1) -> None:
-    """A whole prompt, and a second that goes on from the cache, have the oracle's logits on every rank."""
+def assert_served(folder: Path, oracle: Any, *, tp: int = 1, compiled: bool = True) -> None:
+    """A whole prompt, and a second that goes on from the cache, have the oracle's logits on every rank. Alone, a rank
+    has compiled code for all of a step's layers, or (`compiled`) not."""
     whole, tokens = random_tokens(33, seed=1), random_tokens(21)
 
     def program(group: TensorParallel) -> list[torch.Tensor]:
-        run = PagedRun(load_model(folder, parallel=group))
+        decoder = load_model(folder, parallel=group)
+        run = PagedRun(decoder)
+        if tp == 1 and native(torch.float32) is not None:
+            decoder.pack()
+            assert (decoder.packed_layers() is not None) == compiled
         return [run.step([("whole", whole, 33)])[0], in_chunks(run, tokens, [16, 3], prompt_len=19)]
 
     for logits in on_ranks(tp, program):

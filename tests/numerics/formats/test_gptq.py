@@ -47,7 +47,8 @@ def test_logits_are_those_of_the_dequantised_weights(
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_layers_may_differ_and_the_head_may_be_quantised(tp: int, tmp_path: Path) -> None:
-    """`dynamic`: k_proj has other bits than q and v, up_proj is stored as floats, gate is not."""
+    """`dynamic`: k_proj has other bits than q and v, up_proj is stored as floats, gate is not. Compiled code takes
+    groups of 16 inputs only of 2, 3 and 6 bits."""
 
     def encode(name: str, weight: torch.Tensor) -> Encoded | None:
         if name.endswith("up_proj"):
@@ -58,7 +59,7 @@ def test_layers_may_differ_and_the_head_may_be_quantised(tp: int, tmp_path: Path
     dynamic = {r"+:.*\.k_proj": {"bits": 8, "group_size": 16}, r"-:.*up_proj.*": {}}
     config = gptq_config(dynamic=dynamic, lm_head=True, desc_act=True)
     oracle = write_quantised("llama", tmp_path, encode, config, head=True, vocab_size=161)
-    assert_served(tmp_path, oracle, tp=tp)
+    assert_served(tmp_path, oracle, tp=tp, compiled=False)
 
 
 def test_a_config_beside_config_json_is_read(tmp_path: Path) -> None:

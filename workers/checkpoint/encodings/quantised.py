@@ -31,6 +31,7 @@ from workers.checkpoint.source import WeightSource
 from workers.kernels.base import Kernels, QuantisedProduct
 from workers.kernels.cpu.products import PackedWeight, SideBySideWeights
 from workers.kernels.cpu.quantised import PackedQuantised, can_pack
+from workers.kernels.cpu.quantised_terms import PackedTerms
 
 Settings = TypeVar("Settings", bound=Hashable)
 
@@ -170,13 +171,19 @@ class QuantisedMatrix:
 
     def _compiled(self, parts: Sequence[Sequence[QuantisedWeight]]) -> PackedWeight | None:
         """None where compiled code does not take all parts."""
-        weights = [part[0] for part in parts if len(part) == 1 and can_pack(part[0], self._dtype)]
-        if len(weights) < len(parts):
+        if not all(can_pack(weight, self._dtype) for part in parts for weight in part):
             return None
-        if len(weights) == 1:
-            return PackedQuantised(weights[0], self._dtype, gated=self._gated, padding=self._padding)
+        if len(parts) == len(parts[0]) == 1:
+            return PackedQuantised(parts[0][0], self._dtype, gated=self._gated, padding=self._padding)
+        if len(parts) == 1:
+            return PackedTerms(parts[0], self._dtype, padding=self._padding)
         assert not self._padding
-        return SideBySideWeights([PackedQuantised(weight, self._dtype) for weight in weights])
+        return SideBySideWeights([self._packed_part(part) for part in parts])
+
+    def _packed_part(self, weights: Sequence[QuantisedWeight]) -> PackedWeight:
+        if len(weights) == 1:
+            return PackedQuantised(weights[0], self._dtype)
+        return PackedTerms(weights, self._dtype)
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         if self._stored:

@@ -55,6 +55,7 @@ _ARGUMENTS = {
     "multiply_quantised": (*[_P] * 3, *[_N] * 3, _I),
     "multiply_router": (*[_P] * 3, *[_N] * 3, _I),
     "multiply_experts": (*[_P] * 3, *[_N] * 3, _I),
+    "multiply_terms": (*[_P] * 3, *[_N] * 3, _I),
     "run_layers": (_P, _N, _N, _P),
 }
 _OF_TILES = {
@@ -90,6 +91,7 @@ class Native:
         self.multiply_quantised = getattr(library, f"multiply_quantised_{dtype}")
         self.multiply_router = getattr(library, f"multiply_router_{dtype}")
         self.multiply_experts = getattr(library, f"multiply_experts_{dtype}")
+        self.multiply_terms = getattr(library, f"multiply_terms_{dtype}")
         self.run_layers = getattr(library, f"run_layers_{dtype}")
         self.pack_codes = library.pack_codes
         self.pack_codes.argtypes, self.pack_codes.restype = (*[_P] * 4, *[_N] * 3, *[_I] * 3), None

@@ -36,6 +36,10 @@ class ProductParts(ctypes.Structure):
 
     _fields_ = (("parts", ctypes.POINTER(ProductPart)), ("num_parts", _N))
 
+    @classmethod
+    def of(cls, parts: Sequence[ProductPart]) -> ProductParts:
+        return cls(parts=(ProductPart * len(parts))(*parts), num_parts=len(parts))
+
 
 class PackedWeight(Protocol):
     """A weight that compiled code multiplies with: parts side by side, each of which makes its columns of the output.

@@ -3,7 +3,8 @@
 //     y[t, o] = sum over groups of  scale[o, group] * sum over pieces of  x_scale[t, piece] * (sum of (code - zero) * x)
 //                                   - minimum[o, group] * x_scale[t, piece] * sum of x
 //
-// With activations of 8 bits the sums in brackets are integers, and exact. What follows is float32, of each output and row
+// Inputs that are outliers are left out of x, and multiplied as they are. A weight of several terms (EXL2: runs of inputs
+// with bits of their own) is the sum of their products. With activations of 8 bits the sums in brackets are integers, and exact. What follows is float32, of each output and row
 // alone and in the order of the pieces: a row's bits depend neither on the other rows nor on the number of threads. One, two
 // or four rows share the unpacking, and the 16 outputs of a panel share the loads of a row.
 #include <algorithm>
@@ -74,10 +75,11 @@ Multiply* multiply_of(const Panels& by, int rows) {
     return by.sums_floats() ? multiply_floats(by, rows) : multiply_integers(by, rows);
 }
 
-template <typename T>
+// Of rows of T, into rows of Out; `adds`: to what is there.
+template <typename T, typename Out = T, bool adds = false>
 class QuantisedProduct {
   public:
-    QuantisedProduct(const Part& part, const T* x, T* out, int64_t num_rows, int64_t x_stride, int64_t out_stride)
+    QuantisedProduct(const Part& part, const T* x, Out* out, int64_t num_rows, int64_t x_stride, int64_t out_stride)
         : by_(*static_cast<const Panels*>(part.packed)),
           bias_(part.bias),
           x_(x),
@@ -96,6 +98,9 @@ class QuantisedProduct {
     void compute(int num_threads) {
         static thread_local Scratch<uint8_t> memory;
         uint8_t* rows = memory.at_least(num_rows_ * row_bytes_);
+        static thread_local Scratch<Outlier> outlier_memory;
+        const int64_t outliers_of_row = by_.outliers_from > 0.0f ? by_.num_steps * step_size + 1 : 0;
+        Outlier* outliers = outliers_of_row == 0 ? nullptr : outlier_memory.at_least(num_rows_ * outliers_of_row);
         const int64_t rows_of_chunk = std::max<int64_t>(4, most_read / row_bytes_ / 4 * 4);
         const int64_t num_chunks = (num_rows_ + rows_of_chunk - 1) / rows_of_chunk;
         const int64_t together = std::clamp<int64_t>(num_panels_ / (4 * num_threads), 1, 16);
@@ -105,62 +110,110 @@ class QuantisedProduct {
 #pragma omp parallel num_threads(num_threads) if (parallel)
         {
 #pragma omp for schedule(static)
-            for (int64_t row = 0; row < num_rows_; row++) writer.write(x_ + row * x_stride_, rows + row * row_bytes_);
+            for (int64_t row = 0; row < num_rows_; row++)
+                writer.write(x_ + row * x_stride_, rows + row * row_bytes_, outliers + row * outliers_of_row);
 #pragma omp for schedule(dynamic, 1) nowait
             for (int64_t item = 0; item < num_chunks * num_shares; item++) {
                 const int64_t first = item / num_shares * rows_of_chunk;
                 const int64_t last = std::min(num_rows_, first + rows_of_chunk);
                 const int64_t begin = item % num_shares * together, end = std::min(num_panels_, begin + together);
-                for (int64_t index = begin; index < end; index++) multiply_panel(rows, first, last, index);
+                for (int64_t index = begin; index < end; index++)
+                    multiply_panel(rows, outliers, outliers_of_row, first, last, index);
             }
         }
     }
 
   private:
-    void multiply_panel(const uint8_t* rows, int64_t first, int64_t last, int64_t index) const {
+    void multiply_panel(const uint8_t* rows, const Outlier* outliers, int64_t outliers_of_row, int64_t first, int64_t last,
+                        int64_t index) const {
         const Groups groups = expand(by_, index);
         int size;
         for (int64_t row = first; row < last; row += size) {
             size = last - row >= 4 ? 4 : last - row >= 2 && multiply_[1] != nullptr ? 2 : 1;
             float sums[4 * panel];
             multiply_[size / 2](by_, groups, index, rows + row * row_bytes_, row_bytes_, row == first, sums);
-            for (int i = 0; i < size; i++) finish(sums + i * panel, row + i, index);
+            for (int i = 0; i < size; i++) {
+                if (outliers != nullptr)
+                    add_outliers(outliers + (row + i) * outliers_of_row, groups.scales, index, sums + i * panel);
+                finish(sums + i * panel, row + i, index);
+            }
+        }
+    }
+
+    // One after the other, in the order of positions.
+    void add_outliers(const Outlier* outliers, const float* scales, int64_t index, float* sums) const {
+        const uint8_t* codes = by_.codes + index * by_.num_steps * by_.step_bytes();
+        for (const Outlier* one = outliers + 1; one <= outliers + outliers->position; one++) {
+            const int64_t here = one->position % step_size;
+            const uint8_t* from = codes + one->position / step_size * by_.step_bytes() + here / 4 * 32 + here % 4;
+            for (int i = 0; i < panel; i++, from += 4) {
+                if (i == count) from += by_.step_bytes() / halves - 4 * count;
+                sums[i] += float(int(*from) - by_.zero) * scales[i] * one->number;
+            }
         }
     }
 
     // Gated, a panel has 8 of the gate and then their 8 of up; they are rounded where silu_mul rounds.
     void finish(float* sums, int64_t row, int64_t index) const {
-        T numbers[panel];
+        Out numbers[panel];
         if (bias_ != nullptr)
             for (int i = 0; i < panel; i++) sums[i] += bias_[index * panel + i];
-        for (int i = 0; i < panel; i++) numbers[i] = narrow<T>(sums[i]);
+        for (int i = 0; i < panel; i++) numbers[i] = narrow<Out>(sums[i]);
         if (is_gated_)
             for (int i = 0; i < width_; i++) {
                 const float gate = widen(numbers[i]), up = widen(numbers[width_ + i]);
-                numbers[i] = narrow<T>(widen(narrow<T>(gate / (1.0f + power_of_two(-gate * log2e)))) * up);
+                numbers[i] = narrow<Out>(widen(narrow<Out>(gate / (1.0f + power_of_two(-gate * log2e)))) * up);
             }
         const int64_t here = std::min(width_, num_columns_ - index * width_);
-        std::memcpy(out_ + row * out_stride_ + index * width_, numbers, here * sizeof(T));
+        Out* to = out_ + row * out_stride_ + index * width_;
+        if constexpr (adds) for (int64_t i = 0; i < here; i++) to[i] += numbers[i];
+        else std::memcpy(to, numbers, here * sizeof(Out));
     }
 
     const Panels& by_;
     const float* bias_;
     const T* x_;
-    T* out_;
+    Out* out_;
     const int64_t num_rows_, x_stride_, out_stride_, row_bytes_;
     const bool is_gated_;
     const int64_t num_columns_, width_, num_panels_;
     Multiply* const multiply_[3];  // 1, 2 and 4 rows
 };
 
+// Adds products of the same outputs up in float32, in their order.
+template <typename T>
+void multiply_terms(const Part& part, const T* x, T* out, int64_t num_rows, int64_t x_stride, int64_t out_stride,
+                    int num_threads) {
+    static thread_local Scratch<float> memory;
+    const Product& terms = *static_cast<const Product*>(part.packed);
+    const int64_t width = part.num_outputs;
+    float* sums = memory.at_least(num_rows * width);
+    for (int64_t i = 0; i < terms.num_parts; i++) {
+        const Part& term = terms.parts[i];
+        if (i == 0) QuantisedProduct<T, float>(term, x, sums, num_rows, x_stride, width).compute(num_threads);
+        else QuantisedProduct<T, float, true>(term, x, sums, num_rows, x_stride, width).compute(num_threads);
+    }
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows * width > worth_a_thread)
+    for (int64_t row = 0; row < num_rows; row++)
+        for (int64_t i = 0; i < width; i++) {
+            const float bias = part.bias == nullptr ? 0.0f : part.bias[i];
+            out[row * out_stride + i] = narrow<T>(sums[row * width + i] + bias);
+        }
+}
+
 }  // namespace
 
-// Part::Multiply of a weight whose `packed` is a `Panels`.
+// Part::Multiply of a weight whose `packed` is a `Panels`, and of one whose `packed` is a `Product` of such.
 #define FOR_DTYPE(T, SUFFIX)                                                                                          \
     extern "C" void multiply_quantised_##SUFFIX(const Part* by, const void* x, void* out, int64_t num_rows,           \
                                                 int64_t x_stride, int64_t out_stride, int num_threads) {              \
         QuantisedProduct<T>(*by, static_cast<const T*>(x), static_cast<T*>(out), num_rows, x_stride, out_stride)      \
             .compute(num_threads);                                                                                    \
+    }                                                                                                                 \
+    extern "C" void multiply_terms_##SUFFIX(const Part* by, const void* x, void* out, int64_t num_rows,               \
+                                            int64_t x_stride, int64_t out_stride, int num_threads) {                  \
+        multiply_terms(*by, static_cast<const T*>(x), static_cast<T*>(out), num_rows, x_stride, out_stride,           \
+                       num_threads);                                                                                  \
     }
 
 FOR_DTYPE(float, float32)

@@ -63,10 +63,17 @@ struct Panels {
     int32_t bits, zero, sums, rounding, groups_are_steps;
     float activation_scale;      // static
     int32_t activation_zero;
+    float outliers_from;         // inputs of that size or more are not rounded; 0: all are. Only codes of 8 bits, one group
 
     int64_t step_bytes() const { return int64_t(bits) * panel * step_size / 8; }
     bool by_halves() const { return group_steps == nullptr; }
     bool sums_floats() const { return sums >= of_floats; }
+};
+
+// An input that is multiplied as it is. Of a row, the first has in its place how many follow.
+struct Outlier {
+    int32_t position;
+    float number;
 };
 
 }  // namespace quantised

@@ -64,7 +64,7 @@ class _Panels(ctypes.Structure):
         *((name, _P) for name in ("zeros", "table", "inputs", "group_steps")),
         *((name, _N) for name in ("num_inputs", "num_steps", "num_groups", "rounding_group")),
         *((name, _I) for name in ("bits", "zero", "sums", "rounding", "groups_are_steps")),
-        ("activation_scale", _F), ("activation_zero", _I),
+        ("activation_scale", _F), ("activation_zero", _I), ("outliers_from", _F),
     )  # fmt: skip
 
 
@@ -170,7 +170,7 @@ class PackedQuantised:
             panels.zero = zero
         if rounded is not None:
             panels.activation_scale, panels.activation_zero = rounded.scale or 1.0, rounded.zero
-            panels.rounding_group = rounded.group or 0
+            panels.rounding_group, panels.outliers_from = rounded.group or 0, rounded.outliers_from or 0.0
         return panels
 
     def _codes(
@@ -304,7 +304,9 @@ def _rounding(weight: QuantisedWeight, dtype: torch.dtype) -> _Rounding | None:
         kind = _sums(weight, dtype)
         return _Rounding.INT8_OF_PIECES if kind in (_Sums.OF_INTEGERS, _Sums.OF_SMALL_TABLE) else _Rounding.NONE
     if rounding.outliers_from is not None:
-        return None
+        whole = weight.bits == 8 and weight.scale.num_groups == 1 and weight.minimum is None and weight.table is None
+        by_token = rounding.levels == "int8" and rounding.scale is None and rounding.group is None
+        return _Rounding.INT8_OF_TOKENS if whole and by_token and isinstance(weight.zero, int) else None
     if rounding.levels == "fp8":
         if rounding.scale is not None:
             return _Rounding.FP8_STATIC

@@ -58,11 +58,13 @@ class RowWriter {
     explicit RowWriter(const Panels& by)
         : by_(by), size_(piece_size(by)), num_positions_(by.num_steps * step_size), bytes_(piece_bytes(by)) {}
 
+    // `outliers` has room for one more than the row has positions, where the weight has any.
     template <typename T>
-    void write(const T* x, uint8_t* to) const {
+    void write(const T* x, uint8_t* to, Outlier* outliers) const {
         static thread_local Scratch<float> memory;
         float* row = memory.at_least(num_positions_);
         gather(x, row);
+        if (by_.outliers_from > 0.0f) take_outliers(row, outliers);
         if (by_.sums_floats()) write_floats(row, to);
         else write_integers(row, to);
     }
@@ -78,6 +80,13 @@ class RowWriter {
         }
         for (int64_t i = 0; i < by_.num_inputs; i++) row[i] = widen(x[i]);
         std::fill(row + by_.num_inputs, row + num_positions_, nothing);
+    }
+
+    void take_outliers(float* row, Outlier* outliers) const {
+        Outlier* last = outliers;
+        for (int64_t i = 0; i < num_positions_; i++)
+            if (std::fabs(row[i]) >= by_.outliers_from) *++last = {int32_t(i), row[i]}, row[i] = 0.0f;
+        outliers->position = int32_t(last - outliers);
     }
 
     // `size` is a multiple of 16. NaN where a number is infinite or none.

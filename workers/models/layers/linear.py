@@ -94,13 +94,15 @@ class RowParallel:
         self.bias_O = context.empty(num_outputs) if bias else None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        if self._parallel.size == 1:
+            return self._weight(x_TI, self.bias_O)
         y_TO = self._summed(x_TI)
         return y_TO if self.bias_O is None else y_TO + self.bias_O
 
     def _summed(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Of a long step in two halves: the ranks add up the first while each multiplies the second."""
         num_tokens = x_TI.shape[0]
-        if self._parallel.size == 1 or num_tokens < OVERLAPPED_TOKENS:
+        if num_tokens < OVERLAPPED_TOKENS:
             return self._parallel.all_reduce(self._weight(x_TI))
         halves, sums = [], []
         for part_TI in x_TI.tensor_split(2):
@@ -111,10 +113,11 @@ class RowParallel:
         return torch.cat(halves)
 
     def packed_product(self) -> PackedProduct | None:
-        """What a call computes, if compiled layers can: on one rank, without a bias."""
-        alone = self._parallel.size == 1 and self.bias_O is None
+        """What a call computes, if compiled layers can: on one rank."""
         weight = self._weight.packed_weight
-        return PackedProduct(weight=weight) if alone and weight is not None else None
+        if weight is None or self._parallel.size > 1:
+            return None
+        return PackedProduct(weight=weight, bias_O=self.bias_O)
 
     def pack(self) -> None:
         self._weight.pack()
