@@ -25,6 +25,9 @@ from starlette.types import Receive, Scope, Send
 from protos.errors import BatonError, InvalidRequest, NotFound
 from router.admin.routes import mount_admin
 from router.admin.status import degraded, not_ready
+from router.anthropic.api import ANTHROPIC
+from router.anthropic.messages import count_tokens, messages
+from router.conversation.parts import IGNORED
 from router.dashboard.page import mount_page
 from router.gateway import Gateway
 from router.http.api import Api, api_of
@@ -42,7 +45,7 @@ from router.replicas.peers import from_other_process
 from router.text.chat_template import ROLES
 
 MAX_HEAD_BYTES = 64 * 1024
-APIS: Sequence[Api] = ()
+APIS: Sequence[Api] = (ANTHROPIC,)
 """Those whose answers are not in OpenAI's form."""
 
 Generating = Callable[[Gateway, Request, Track], Awaitable[Response | EventStream]]
@@ -101,7 +104,7 @@ def _layers(gateway: Gateway) -> list[Middleware]:
             allow_origins=gateway.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID, "retry-after", "retry-after-ms"],
+            expose_headers=[REQUEST_ID, "request-id", IGNORED, "retry-after", "retry-after-ms"],
         )
         layers.insert(0, across)
     return layers
@@ -110,9 +113,11 @@ def _layers(gateway: Gateway) -> list[Middleware]:
 def _generating_routes(app: FastAPI, gateway: Gateway) -> None:
     chat = _GeneratingEndpoint(gateway, "chat.completions", chat_completions)
     complete = _GeneratingEndpoint(gateway, "completions", completions)
+    converse = _GeneratingEndpoint(gateway, "messages", messages)
     app.router.routes[:0] = [  # before /openapi.json: routes are matched in their order
         Route("/v1/chat/completions", chat, methods=["POST"], name="chat"),
         Route("/v1/completions", complete, methods=["POST"], name="complete"),
+        Route("/v1/messages", converse, methods=["POST"], name="messages"),
     ]
 
 
@@ -149,6 +154,10 @@ def _asking_routes(app: FastAPI, gateway: Gateway) -> None:
     async def to_text(request: Request) -> Response:
         return await detokenize(gateway, request)
 
+    async def counted(request: Request) -> Response:
+        return await count_tokens(gateway, request)
+
+    app.add_route("/v1/messages/count_tokens", counted, methods=["POST"])
     app.add_route("/v1/models", models)
     app.add_route("/v1/models/{name:path}", model)
     app.add_route("/tokenize", to_tokens, methods=["POST"])

@@ -97,6 +97,9 @@ class RouterConfig(CheckedSettings):
     port: int = setting(8000, "Port of HTTP; 0: any free one, for gRPC too.", least=0, most=65535)
     grpc_port: int = setting(8001, "Port of gRPC; 0: any free one.", least=0, most=65535)
     tenants: str = setting("", "File of tenants and hashes of their keys (docs/operating.md); empty: no keys needed.")
+    model_aliases: str = setting(
+        "", 'Further names that requests may use for the model: "claude-*, gpt-4o"; * is any text.'
+    )
     policy: str = setting("slo", "How requests are routed (docs/routing.md).")
     shadow_policy: str = setting("", "More policies (comma-separated) that score requests without deciding.")
     ttft_ms: float = setting(1000.0, "Objective of the policy slo for a first token.", least=1, most=10**7)

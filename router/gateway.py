@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from protos.errors import InvalidRequest, UnknownModel
@@ -36,6 +37,7 @@ class Gateway:
 
     - `wall_clock`: seconds since 1970, for the `created` of answers only
     - `tool_format`: the model's tool-call format, None if unknown
+    - `model_aliases`: patterns of further names of the model
     - `disable_any_whitespace`: JSON bound by a grammar has no white space outside of strings
     - `split_special_tokens`: special tokens in a text prompt are text unless its request decides; in messages they
       always are
@@ -58,6 +60,7 @@ class Gateway:
     cors_origins: tuple[str, ...] = ()
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     tool_format: ToolFormat | None = None
+    model_aliases: tuple[str, ...] = ()
     disable_any_whitespace: bool = False
     split_special_tokens: bool = False
     wall_clock: Callable[[], float] = time.time
@@ -91,7 +94,7 @@ class Gateway:
 
     def check_model(self, name: str) -> None:
         """Raises UnknownModel."""
-        if name != self.card.name:
+        if name != self.card.name and not any(fnmatchcase(name, alias) for alias in self.model_aliases):
             raise UnknownModel(
                 f"The model '{name[:100]}' does not exist: this server serves '{self.card.name}'", param="model"
             )
@@ -238,8 +241,13 @@ def open_gateway(
         body_timeout_s=config.http.body_timeout_s,
         keep_alive_s=config.http.keep_alive_s,
         stall_s=config.http.stall_s,
-        cors_origins=tuple(origin.strip() for origin in config.http.cors_origins.split(",") if origin.strip()),
+        cors_origins=_names(config.http.cors_origins),
+        model_aliases=_names(config.model_aliases),
     )
+
+
+def _names(listed: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in listed.split(",") if name.strip())
 
 
 def _tool_format(name: str, template: ChatTemplate | None) -> ToolFormat | None:

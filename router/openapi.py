@@ -20,17 +20,18 @@ from starlette.routing import Route
 
 from router.admin import replies as admin
 from router.admin.requests import DEFAULT_COUNT, MAX_COUNT
+from router.anthropic import replies as anthropic
+from router.anthropic.schema import NO_CHOICE, MessagesBody, PromptBody
 from router.conditions import OF_TOOLS
 from router.http.body import MAX_TTFT_MS
 from router.http.size_limits import MAX_PIECES
-from router.http.validation import Body
+from router.http.validation import Body, bounds
 from router.openai import responses
 from router.openai.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
-    bounds,
 )
 from router.text.model_card import ModelCard
 from router.text.sampling_request import MAX_CHOICES
@@ -50,10 +51,12 @@ _REASONS = {
     500: "A bug of ours: the log has it under `x-baton-request-id`",
     503: "Nothing was wrong with the request: send it again",
     504: "It took too long",
+    529: "No room now, or no worker: send it again, after `Retry-After` seconds if given",
 }
 _ALWAYS = (413, 431, 500)
 _READING = (400, 401, 404, 408, 415)
 _GENERATING = (*_READING, 429, 503, 504)
+_ANTHROPIC = (*_READING, 429, 504, 529)
 _ADMIN = (401, 403)
 
 REQUEST_ID_HEADER = {
@@ -68,7 +71,7 @@ WWW_AUTHENTICATE = {"required": True, "schema": {"type": "string", "const": "Bea
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """`errors` are statuses beside those that every route may answer with. `texts` are other media types of success.
-    `parameters` are those outside of the path."""
+    `parameters` are those outside of the path. `error` is the body of every error."""
 
     summary: str
     reply: type[BaseModel] | None = None
@@ -77,6 +80,7 @@ class Operation:
     errors: Sequence[int] = ()
     texts: Mapping[str, str] | None = None
     parameters: Sequence[Schema] = ()
+    error: type[BaseModel] = responses.ErrorReply
 
 
 _MAX_TTFT = {
@@ -91,6 +95,7 @@ _LIMIT = {
     "schema": {"type": "integer", "minimum": 1, "maximum": MAX_COUNT, "default": DEFAULT_COUNT},
 }
 _STREAM = {"text/event-stream": "With stream = true: an event for each piece, `data: [DONE]` at the end"}
+_NAMED = {"text/event-stream": "With stream = true: named events, as the API's clients read them"}
 # Before OpenAPI 3.2, the schema of a stream of events is taken for that of each.
 _EVENT: Schema = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _METRICS = {"text/plain": "Prometheus", "application/openmetrics-text": "OpenMetrics, if it is asked for"}
@@ -105,6 +110,15 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         summary="Continuations of prompts, whole or streamed",
         body=CompletionBody, reply=responses.CompletionReply, errors=_GENERATING, texts=_STREAM,
         parameters=(_MAX_TTFT,),
+    ),
+    ("post", "/v1/messages"): Operation(
+        summary="An answer to a conversation, as in Anthropic's Messages API",
+        body=MessagesBody, reply=anthropic.MessageReply, errors=_ANTHROPIC, texts=_NAMED, parameters=(_MAX_TTFT,),
+        error=anthropic.MessagesErrorReply,
+    ),
+    ("post", "/v1/messages/count_tokens"): Operation(
+        summary="What a conversation costs, as in Anthropic's Messages API",
+        body=PromptBody, reply=anthropic.TokenCountReply, errors=_READING, error=anthropic.MessagesErrorReply,
     ),
     ("get", "/v1/models"): Operation(summary="The models served", reply=responses.ModelsReply, errors=(401,)),
     ("get", "/v1/models/{name}"): Operation(summary="One model", reply=responses.ModelReply, errors=(401, 404)),
@@ -176,8 +190,8 @@ def describe(
             needed = needs_admin_key if path.startswith("/admin") else needs_key
             if 401 in operation.errors:
                 described["security"] = [{"key": []}] if needed else [{"key": []}, {}]
-    for body in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody):
-        _narrow(schemas[body.__name__], card)
+    for body in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessagesBody, PromptBody):
+        _narrow(schemas[body.__name__], card, cuts_answers=body is MessagesBody)
         if not has_tools and "tools" in schemas[body.__name__]["properties"]:
             _without_tools(schemas[body.__name__])
     schemas["ChatMessage"]["properties"]["role"]["enum"] = list(roles)
@@ -219,7 +233,7 @@ def _operation(operation: Operation, schemas: Schema, path: str) -> Schema:
 
 def _responses(operation: Operation, schemas: Schema, path: str) -> Schema:
     content: Schema = {
-        kind: {"schema": (_EVENT if operation.texts is _STREAM else {"type": "string"}) | {"description": description}}
+        kind: {"schema": (_EVENT if "text/event-stream" in kind else {"type": "string"}) | {"description": description}}
         for kind, description in (operation.texts or {}).items()
     }
     if operation.reply is not None:
@@ -228,10 +242,10 @@ def _responses(operation: Operation, schemas: Schema, path: str) -> Schema:
     responses: Schema = {
         str(operation.status): {"description": operation.summary, "headers": named, "content": content}
     }
-    error: Schema = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorReply"}}}
+    error: Schema = {"application/json": {"schema": _schema(operation.error, schemas, "serialization")}}
     for status in sorted({*operation.errors, *_ALWAYS}):
         headers: Schema = dict(named)
-        if status in (429, 503):
+        if status in (429, 503, 529):
             headers["retry-after"] = RETRY_AFTER
         if status == 401:
             headers["www-authenticate"] = WWW_AUTHENTICATE
@@ -253,7 +267,9 @@ def _without_tools(schema: Schema) -> None:
     """For a body of a model without it. (More is accepted than is described here.)"""
     known = schema["properties"]
     known["tools"] = {"type": ["array", "null"], "maxItems": 0}
-    if "tool_choice" in known:
+    if "allowed_tools" not in str(known.get("tool_choice")):
+        known |= {"tool_choice": NO_CHOICE} if "tool_choice" in known else {}
+    else:
         known["tool_choice"] = {"enum": ["none", None]}
         schema["allOf"] = [one for one in schema["allOf"] if one not in OF_TOOLS]
 
@@ -270,13 +286,15 @@ def _up_to(number: int) -> str:
     return "|".join([*shorter, *less, digits])
 
 
-def _narrow(schema: Schema, card: ModelCard) -> None:
-    """Adapts a body's schema to the served model: its name, its token ids and its context."""
+def _narrow(schema: Schema, card: ModelCard, *, cuts_answers: bool) -> None:
+    """Adapts a body's schema to the served model: its name, its token ids and its context. `cuts_answers`: max_tokens
+    may be more than the context holds."""
     known, token_id = schema["properties"], {"type": "integer", "minimum": 0, "maximum": card.vocab_size - 1}
     required = schema.get("required", ())
     known["model"]["enum"] = [card.name] if "model" in required else [card.name, None]
     for name in {"max_tokens", "max_completion_tokens", "min_tokens"} & known.keys():
-        known[name]["maximum"] = card.max_model_len - 1  # after the shortest prompt
+        if not cuts_answers:
+            known[name]["maximum"] = card.max_model_len - 1  # after the shortest prompt
     if "logit_bias" in known:
         known["logit_bias"]["propertyNames"] = {"pattern": f"^({_up_to(card.vocab_size - 1)})$"}
     if "tokens" in known:
@@ -284,7 +302,7 @@ def _narrow(schema: Schema, card: ModelCard) -> None:
     if "stop_token_ids" in known:
         known["stop_token_ids"]["items"] = token_id
     if "messages" in known:
-        known["messages"]["maxItems"] = min(card.max_model_len, MAX_PIECES)
+        known["messages"] = known["messages"] | {"maxItems": min(card.max_model_len, MAX_PIECES)}
     if "prompt" in required:
         ids = {"type": "array", "items": token_id, "minItems": 1, "maxItems": card.max_model_len - 1}
         many = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES}

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, mo
 
 from router.http.harmless import Harmless, without_harmless
 from router.http.size_limits import check_parameters
+from router.text.sampling_request import RANGES
 
 
 def at_most(num_entries: int) -> BeforeValidator:
@@ -28,7 +29,8 @@ MAX_DEPTH = 64
 TOO_DEEP = "nested too deeply"
 
 
-def _shallow(value: Any) -> Any:
+def shallow(value: Any) -> Any:
+    """Raises ValueError for objects and lists that are nested deeper than MAX_DEPTH."""
     level, depth = [value], 0
     while level := [part for one in level if isinstance(one, dict | list) for part in _parts(one)]:
         depth += 1
@@ -42,8 +44,20 @@ def _parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 
 Schema = Annotated[
-    dict[str, Any], BeforeValidator(_shallow), Field(description=f"a JSON Schema, nested at most {MAX_DEPTH} deep")
+    dict[str, Any], BeforeValidator(shallow), Field(description=f"a JSON Schema, nested at most {MAX_DEPTH} deep")
 ]
+
+
+def bounds(name: str) -> dict[str, float]:
+    """A parameter's range as JSON Schema."""
+    low, high = RANGES[name]
+    return {"minimum": low, "maximum": high}
+
+
+def ranged(name: str, kind: str) -> Any:
+    """The field of a parameter that may be left out, with its range."""
+    low, high = RANGES[name]
+    return Field(default=None, description=f"{kind} between {low} and {high}", json_schema_extra=dict(bounds(name)))
 
 
 class FirstWrong(FailFast):

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.conversation.turn import ConversationTurn
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
 from router.http.errors import json_response
 from router.http.framing import event
-from router.http.middleware import name_of, tenant_of
 from router.http.response_channel import ResponseChannel
 from router.http.sse import TEXT_PLACEHOLDER, EventStream, SseWriter, while_connected
 from router.metrics import Track
 from router.openai.logprobs import chat_logprobs, prompt_logprobs
 from router.openai.reply import DONE, progress_body, reply_head, usage_body
 from router.openai.schema import ChatBody
-from router.openai.tool_calls import Calls, tooling_of
-from router.text.sampling_request import TextRequest, make_text_request
+from router.openai.tool_calls import Calls, calls_of, chat_tooling
+from router.text.sampling_request import TextRequest
 from router.text.text_stream import TextDelta, UsageCounter, collect
 
 
@@ -30,27 +29,17 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
     body = await read_body(request, ChatBody, gateway.card)
     gateway.check_model(body.model)
     sampling = with_bound(body.asked(), request)
-    tooling = tooling_of(body, gateway)
-    if tooling.grammar:
-        await gateway.grammars.check(tooling.grammar, param=tooling.param)
-        sampling = replace(sampling, grammar=tooling.grammar)
-    prompt = await gateway.encode_chat(
-        [message.to_template() for message in body.messages],
+    tooling = chat_tooling(body, gateway)
+    turn = ConversationTurn(
+        messages=[message.to_template() for message in body.messages],
+        sampling=sampling,
+        tooling=tooling,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         options=body.chat_template_kwargs,
-        tools=tooling.shown,
     )
-    ask = make_text_request(
-        sampling,
-        [prompt],
-        gateway.card,
-        request_id=gateway.new_id("chatcmpl"),
-        group_id=name_of(request),
-        tenant=tenant_of(request),
-        default_max_tokens=None,
-    )
-    chat = _Chat(gateway, body, ask, tooling.answers())
+    ask = await turn.request(gateway, request, gateway.new_id("chatcmpl"))
+    chat = _Chat(gateway, body, ask, calls_of(tooling))
     if body.stream:
         events, keep_alive_s, stall_s = partial(chat.events, track), gateway.keep_alive_s, gateway.stall_s
         return EventStream(events, track, keep_alive_s=keep_alive_s, stall_s=stall_s)

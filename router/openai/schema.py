@@ -14,7 +14,7 @@ from protos.errors import InvalidRequest
 from router.conditions import FALSE, NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
 from router.http.body import field_of
 from router.http.harmless import Harmless, without_harmless
-from router.http.validation import Body, FirstWrong, at_most
+from router.http.validation import Body, FirstWrong, at_most, ranged
 from router.openai.structured import JsonSchema, ResponseFormat, StructuredOutputs
 from router.openai.tools import MAX_CALLS, MAX_TOOLS, TOOL_CHOICES, ToolCall, ToolChoice, ToolSpec
 from router.openai.unsupported_params import (
@@ -26,17 +26,6 @@ from router.openai.unsupported_params import (
 from router.text.sampling_request import MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS, RANGES, SamplingRequest
 
 MAX_OPTIONS = 64  # names in a chat template
-
-
-def bounds(name: str) -> dict[str, float]:
-    """A parameter's range as JSON Schema."""
-    low, high = RANGES[name]
-    return {"minimum": low, "maximum": high}
-
-
-def _ranged(name: str, kind: str) -> Any:
-    low, high = RANGES[name]
-    return Field(default=None, description=f"{kind} between {low} and {high}", json_schema_extra=dict(bounds(name)))
 
 
 def _described(refusals: Mapping[str, Harmless], *conditions: dict[str, Any]) -> ConfigDict:
@@ -94,13 +83,13 @@ class SamplingBody(Body):
         return ""
 
     model: str = Field(description="the name of a served model")
-    n: int | None = _ranged("n", "an integer")
+    n: int | None = ranged("n", "an integer")
     stream: bool | None = Field(default=None, description="true or false")
     stream_options: StreamOptions | None = Field(default=None, description='an object such as {"include_usage": true}')
-    temperature: float | None = _ranged("temperature", "a number")
-    top_p: float | None = _ranged("top_p", "a number")
-    presence_penalty: float | None = _ranged("presence_penalty", "a number")
-    frequency_penalty: float | None = _ranged("frequency_penalty", "a number")
+    temperature: float | None = ranged("temperature", "a number")
+    top_p: float | None = ranged("top_p", "a number")
+    presence_penalty: float | None = ranged("presence_penalty", "a number")
+    frequency_penalty: float | None = ranged("frequency_penalty", "a number")
     logit_bias: Annotated[dict[str, float] | None, at_most(MAX_BIASES)] = Field(
         default=None,
         description=f"an object from at most {MAX_BIASES} token ids to numbers",
@@ -110,18 +99,18 @@ class SamplingBody(Body):
             "additionalProperties": {"minimum": -100, "maximum": 100},
         },
     )
-    seed: int | None = _ranged("seed", "an integer")
+    seed: int | None = ranged("seed", "an integer")
     stop: Annotated[str | Texts | None, at_most(MAX_STOPS)] = Field(
         default=None,
         description=f"a string or a list of at most {MAX_STOPS} strings",
         json_schema_extra={"maxItems": MAX_STOPS, "items": dict(_STOP), **_STOP},
     )
-    max_tokens: int | None = _ranged("max_tokens", "an integer")
+    max_tokens: int | None = ranged("max_tokens", "an integer")
 
-    top_k: int | None = _ranged("top_k", "an integer")
-    min_p: float | None = _ranged("min_p", "a number")
-    repetition_penalty: float | None = _ranged("repetition_penalty", "a number")
-    min_tokens: int | None = _ranged("min_tokens", "an integer, at most max_tokens,")
+    top_k: int | None = ranged("top_k", "an integer")
+    min_p: float | None = ranged("min_p", "a number")
+    repetition_penalty: float | None = ranged("repetition_penalty", "a number")
+    min_tokens: int | None = ranged("min_tokens", "an integer, at most max_tokens,")
     stop_token_ids: Annotated[Ids | None, at_most(MAX_STOP_TOKENS)] = Field(
         default=None,
         description=f"a list of at most {MAX_STOP_TOKENS} token ids",
@@ -130,12 +119,12 @@ class SamplingBody(Body):
     ignore_eos: bool | None = Field(default=None, description="true or false")
     skip_special_tokens: bool | None = Field(default=None, description="true or false")
     include_stop_str_in_output: bool | None = Field(default=None, description="true or false")
-    prompt_logprobs: int | None = _ranged("prompt_logprobs", "an integer")
+    prompt_logprobs: int | None = ranged("prompt_logprobs", "an integer")
     return_token_ids: bool | None = Field(default=None, description="true or false")
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256, description="1 to 256 characters")
     prompt_cache_key: str | None = Field(default=None, max_length=256, description="up to 256 characters")
-    priority: int | None = _ranged("priority", "an integer")
-    max_ttft_ms: float | None = _ranged("max_ttft_ms", "a number of milliseconds")
+    priority: int | None = ranged("priority", "an integer")
+    max_ttft_ms: float | None = ranged("max_ttft_ms", "a number of milliseconds")
     structured_outputs: StructuredOutputs | None = Field(
         default=None, description="an object with one of json, regex, choice and grammar"
     )
@@ -243,9 +232,9 @@ class ChatBody(SamplingBody):
     messages: Annotated[list[ChatMessage], FirstWrong()] = Field(
         min_length=1, description="a list of at least one message"
     )
-    max_completion_tokens: int | None = _ranged("max_tokens", "an integer")
+    max_completion_tokens: int | None = ranged("max_tokens", "an integer")
     logprobs: bool | None = Field(default=None, description="true or false")
-    top_logprobs: int | None = _ranged("logprobs", "an integer")
+    top_logprobs: int | None = ranged("logprobs", "an integer")
 
     response_format: ResponseFormat | None = Field(
         default=None, description='an object such as {"type": "json_object"}'
@@ -312,11 +301,11 @@ class CompletionBody(SamplingBody):
         description="a string, a list of strings, a list of token ids or a list of lists of token ids"
     )
     # JSON Schema cannot express that one number is at least another: only the usual case is described.
-    best_of: int | None = _ranged("n", "an integer, at least n,")
+    best_of: int | None = ranged("n", "an integer, at least n,")
     echo: bool | None = Field(default=None, description="true or false")
     add_special_tokens: bool | None = Field(default=None, description="true or false")
     split_special_tokens: bool | None = Field(default=None, description="true or false")
-    logprobs: int | None = _ranged("logprobs", "an integer")
+    logprobs: int | None = ranged("logprobs", "an integer")
 
     def asked(self) -> SamplingRequest:
         """Raises InvalidRequest where two parameters contradict each other."""

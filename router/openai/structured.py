@@ -8,7 +8,8 @@ import orjson
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from protos.errors import InvalidRequest
-from router.grammar.structure import MAX_CHOICES, choice_grammar, inline_json, json_grammar, regex_grammar
+from router.conversation.tooling import AnswerSchema
+from router.grammar.structure import MAX_CHOICES, choice_grammar, json_grammar, regex_grammar
 from router.http.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most
 
 _SCHEMA = f"a JSON Schema: an object nested at most {MAX_DEPTH} deep"
@@ -52,11 +53,10 @@ class ResponseFormat(Body):
         default=None, description='an object such as {"name": "answer", "schema": {...}}'
     )
 
-    def schema_asked(self) -> tuple[dict[str, Any], bool] | None:
-        """The JSON Schema the answer must fit, and whether keywords that cannot be enforced are passed over; None for
-        text. Raises InvalidRequest."""
+    def answer_schema(self) -> AnswerSchema | None:
+        """None for text. Raises InvalidRequest."""
         if self.type == "json_object":
-            return _ANY_OBJECT, False
+            return AnswerSchema(schema=_ANY_OBJECT)
         if self.type == "text":
             return None
         if self.json_schema is None:
@@ -64,17 +64,8 @@ class ResponseFormat(Body):
                 "Missing required parameter: 'response_format.json_schema'.", param="response_format.json_schema"
             )
         schema = self.json_schema.schema_
-        return _ANY_OBJECT if schema is None else schema, self.json_schema.strict is False
-
-    def grammar(self, *, compact: bool) -> str:
-        """ "" for text. Raises InvalidRequest."""
-        requested = self.schema_asked()
-        return json_grammar(requested[0], lenient=requested[1], compact=compact) if requested is not None else ""
-
-    def rule(self, *, compact: bool) -> str:
-        """The same, as a rule's right side."""
-        requested = self.schema_asked()
-        return inline_json(requested[0], lenient=requested[1], compact=compact) if requested is not None else ""
+        lenient = self.json_schema.strict is False
+        return AnswerSchema(schema=_ANY_OBJECT if schema is None else schema, lenient=lenient)
 
 
 _ONE = ("json", "regex", "choice", "grammar")

@@ -26,7 +26,8 @@ class TextDelta:
     """The part that one delta added to choice `index`. `text_offsets`: where in the choice's text each token begins.
 
     `num_tokens` counts the tokens made, shown or not; the choice's sink already sent `num_taken` of them.
-    `finish_reason` ends the choice. `num_prompt_computed`: as in `TokenDelta`.
+    `finish_reason` ends the choice, and `stop_string` is the one that did, if any. `num_prompt_computed`: as in
+    `TokenDelta`.
     """
 
     index: int
@@ -41,6 +42,7 @@ class TextDelta:
     num_cached_tokens: int = 0
     queue_s: float = 0.0
     num_prompt_computed: int = 0
+    stop_string: str | None = None
 
 
 class Usage(Value, frozen=True, kw_only=True):
@@ -115,6 +117,7 @@ def _joined(index: int, parts: Sequence[TextDelta]) -> TextDelta:
         prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),
         finish_reason=parts[-1].finish_reason,
         num_tokens=sum(part.num_tokens for part in parts),
+        stop_string=parts[-1].stop_string,
     )
 
 
@@ -223,6 +226,7 @@ class ChoiceText:
             num_cached_tokens=delta.num_cached_tokens,
             queue_s=delta.queue_s,
             num_prompt_computed=delta.num_prompt_computed,
+            stop_string=self._stops.found,
         )
 
     def _shown(self, token_id: int, is_last: bool) -> str:

@@ -23,6 +23,7 @@ from tests.unit.router.scripted import Crew, Script, Scripted, Worker, make_gate
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": "tiny", "prompt": "hello"}
+MESSAGES = CHAT | {"max_tokens": 9}
 EVERYTHING = {"n": 2, "prompt_logprobs": 1, "return_token_ids": True}
 
 
@@ -76,6 +77,9 @@ TAKEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", COMPLETION | EVERYTHING | {"logprobs": 2, "echo": True}),
     ("/v1/completions", COMPLETION | {"logprobs": 0}),
     ("/v1/completions", COMPLETION | {"stream": True}),
+    ("/v1/messages", MESSAGES),
+    ("/v1/messages", MESSAGES | {"stream": True}),
+    ("/v1/messages/count_tokens", MESSAGES),
     ("/tokenize", {"prompt": "hello", "return_token_strs": True}),
     ("/tokenize", {"messages": CHAT["messages"]}),
     ("/detokenize", {"tokens": [1, 2]}),
@@ -114,26 +118,33 @@ async def test_what_is_asked_of_a_gateway_is_as_described() -> None:
             assert (await visitor.ask("GET", path.format(name="trace-1"), path=path)).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize(
-    ("failure", "status"),
+    ("path", "body", "no_room", "no_worker"),
     [
-        (Overloaded("too busy", retry_after_s=2), 429),
-        (RuntimeError("a bug of ours"), 500),
-        (NoWorkers("no decode worker"), 503),
-        (DeadlineExceeded("too late"), 504),
+        ("/v1/chat/completions", CHAT, 429, 503),
+        ("/v1/completions", COMPLETION, 429, 503),
+        ("/v1/messages", MESSAGES, 529, 529),
     ],
 )
-async def test_failures_are_as_described(path: str, failure: Exception, status: int) -> None:
-    async with visiting(lambda job: [failure]) as visitor:
-        body = CHAT if "chat" in path else COMPLETION
-        assert (await visitor.ask("POST", path, json=body)).status_code == status
+async def test_failures_are_as_described(path: str, body: dict[str, Any], no_room: int, no_worker: int) -> None:
+    failures = {
+        Overloaded("too busy", retry_after_s=2): no_room,
+        RuntimeError("a bug of ours"): 500,
+        NoWorkers("no decode worker"): no_worker,
+        DeadlineExceeded("too late"): 504,
+    }
+    left = list(failures)
+    async with visiting(lambda job: [left.pop(0)]) as visitor:
+        for status in failures.values():
+            assert (await visitor.ask("POST", path, json=body)).status_code == status
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/tokenize", "/detokenize"]
+)
 async def test_refusals_are_as_described(path: str) -> None:
     bodies: dict[str, dict[str, Any]] = {
-        "/v1/chat/completions": CHAT, "/v1/completions": COMPLETION,
+        "/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/v1/messages": MESSAGES,
         "/tokenize": {"prompt": "hello"}, "/detokenize": {"tokens": [1]},
     }  # fmt: skip
     async with visiting(max_body_bytes=1000) as visitor:

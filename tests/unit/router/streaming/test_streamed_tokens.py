@@ -106,6 +106,30 @@ async def test_a_sequence_whose_tokens_are_taken_still_leaves_a_worker_that_drai
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
 
 
+async def test_named_events_of_messages_are_written_by_the_sink(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"model": "tiny", "max_tokens": 40, "temperature": 0, "messages": [{"role": "user", "content": "hi"}]}
+    taken, report = list[int](), TokenSink.report
+
+    def note(sink: TokenSink, now: float) -> tuple[int, ...]:
+        found = report(sink, now)
+        taken.append(len(found))
+        return found
+
+    monkeypatch.setattr(TokenSink, "report", note)
+    async with served(two) as client:
+        whole = (await client.post("/v1/messages", json=asked)).json()
+        taken.clear()
+        answer = await client.post("/v1/messages", json=asked | {"stream": True})
+    events = [orjson.loads(one.partition("\ndata: ")[2]) for one in answer.text.split("\n\n") if one]
+    kinds = [one["type"] for one in events]
+    text = "".join(one["delta"]["text"] for one in events if one["type"] == "content_block_delta")
+    assert sum(taken) > 0, "compiled code writes them"
+    assert kinds[:3] == ["message_start", "ping", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert {"type": "text", "text": text} == whole["content"][0]
+    assert events[-2]["usage"] == whole["usage"]
+
+
 @pytest.mark.parametrize(("path", "asked"), [
     ("completions", {"n": 1}),
     ("completions", {"n": 2, "stop": ["zz"]}),

@@ -1,0 +1,231 @@
+"""Messages, made of blocks, to the messages and tools that chat templates read: the same as a chat's would be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from protos.errors import InvalidRequest, UnsupportedParameter
+from protos.hints import listed
+from router.anthropic.schema import PromptBody
+from router.conversation.parts import Ignored, object_in, parts_in, text_in, wrong
+from router.conversation.tooling import AnswerSchema, Tooling, ToolUse, tooling_of
+from router.gateway import Gateway
+from router.http.validation import MAX_DEPTH, shallow
+from router.text.tool_call_formats import Function
+
+_ROLES = ("user", "assistant", "system")
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}", re.ASCII)
+_NO_TEXT = ("image", "document", "search_result", "video", "audio")
+_OF_SERVER = ("redacted_thinking", "server_tool_use", "container_upload", "mid_conv_system")
+_BILLING = "x-anthropic-billing-header:"
+"""Claude Code puts such a line before its system prompt. It differs with each request: the cached prefix would end
+there."""
+
+Template = dict[str, Any]
+
+
+def conversation_of(body: PromptBody, ignored: Ignored) -> list[Template]:
+    """Neighbouring user turns become one. Raises InvalidRequest."""
+    messages: list[Template] = []
+    system = _system(body.system, ignored)
+    if system is not None:
+        messages.append({"role": "system", "content": system})
+    for index, message in enumerate(body.messages):
+        where = f"messages[{index}]"
+        role, content = message.get("role"), message.get("content")
+        if role not in _ROLES:
+            raise wrong(f"{where}.role", role, listed(_ROLES))
+        if content is None:
+            raise InvalidRequest(f"Missing required parameter: '{where}.content'.", param=f"{where}.content")
+        if not isinstance(content, str | list):
+            raise wrong(f"{where}.content", content, "a string or a list of blocks")
+        if isinstance(content, str):
+            _append(messages, {"role": role, "content": content})
+        elif role == "assistant":
+            messages.append(_assistant(content, f"{where}.content", ignored))
+        else:
+            _append_turn(messages, str(role), content, f"{where}.content", ignored)
+    return messages
+
+
+def is_prefilled(messages: list[Template]) -> bool:
+    """True if the answer is to go on with the last message."""
+    last = messages[-1]
+    return last["role"] == "assistant" and bool(last.get("content")) and "tool_calls" not in last
+
+
+def _system(given: str | list[dict[str, Any]] | None, ignored: Ignored) -> str | list[Template] | None:
+    if given is None or isinstance(given, str):
+        return given or None
+    parts = []
+    for where, block in parts_in(given, "system"):
+        if block.get("type") != "text":
+            raise _unknown(block, where, ("text",))
+        text = text_in(block, "text", where)
+        if text.startswith(_BILLING):
+            ignored.add(where)
+        else:
+            parts.append(_text(text))
+    return parts or None
+
+
+def _append(messages: list[Template], message: Template) -> None:
+    """A turn of text; joined with the user's turn before it."""
+    last = messages[-1] if messages else None
+    if last is None or last["role"] != message["role"] or message["role"] != "user":
+        messages.append(message)
+        return
+    messages[-1] = {"role": "user", "content": _parts(last["content"]) + _parts(message["content"])}
+
+
+def _parts(content: str | list[Template]) -> list[Template]:
+    return [_text(content)] if isinstance(content, str) else content
+
+
+def _text(text: str) -> Template:
+    return {"type": "text", "text": text}
+
+
+def _append_turn(messages: list[Template], role: str, blocks: list[Any], where: str, ignored: Ignored) -> None:
+    """A user's turn: each tool's result is a turn of its own."""
+    texts: list[Template] = []
+    is_empty = True
+    for place, block in parts_in(blocks, where):
+        match block.get("type"):
+            case "text":
+                texts.append(_text(text_in(block, "text", place)))
+            case "tool_result" if role == "user":
+                if texts:
+                    _append(messages, {"role": role, "content": texts})
+                texts = []
+                messages.append(_result(block, place))
+            case kind if _is_foreign(kind):
+                ignored.add(f"{place}: {kind}")
+                continue
+            case _:
+                raise _unknown(block, place, ("text", "tool_result") if role == "user" else ("text",))
+        is_empty = False
+    if texts or is_empty:
+        _append(messages, {"role": role, "content": texts or ""})
+
+
+def _result(block: Mapping[str, Any], where: str) -> Template:
+    content = block.get("content")
+    parts: str | list[Template] = ""
+    if isinstance(content, str):
+        parts = content
+    elif content is not None:
+        parts = []
+        for place, part in parts_in(content, f"{where}.content"):
+            if part.get("type") != "text":
+                raise _unknown(part, place, ("text",))
+            parts.append(_text(text_in(part, "text", place)))
+    return {"role": "tool", "content": parts or "", "tool_call_id": text_in(block, "tool_use_id", where)}
+
+
+def _assistant(blocks: list[Any], where: str, ignored: Ignored) -> Template:
+    texts: list[Template] = []
+    thoughts: list[str] = []
+    calls: list[Template] = []
+    for place, block in parts_in(blocks, where):
+        match block.get("type"):
+            case "text":
+                texts.append(_text(text_in(block, "text", place)))
+            case "thinking":
+                thoughts.append(text_in(block, "thinking", place))
+            case "tool_use":
+                name = text_in(block, "name", place)
+                function = {"name": name, "arguments": object_in(block, "input", place)}
+                calls.append({"id": text_in(block, "id", place), "type": "function", "function": function})
+            case kind if _is_foreign(kind):
+                ignored.add(f"{place}: {kind}")
+            case _:
+                raise _unknown(block, place, ("text", "thinking", "tool_use"))
+    message: Template = {"role": "assistant"}
+    if texts or not calls:
+        message["content"] = texts or ""
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _is_foreign(kind: Any) -> bool:
+    """Is it a block of a tool that Anthropic's own servers run?"""
+    return kind in _OF_SERVER or (isinstance(kind, str) and kind != "tool_result" and kind.endswith("_tool_result"))
+
+
+def _unknown(block: Mapping[str, Any], where: str, allowed: tuple[str, ...]) -> InvalidRequest:
+    kind = block.get("type")
+    if kind in _NO_TEXT:
+        problem = f"'{where}' has the type {kind}: this model reads text only; leave it out, or give its text"
+        return UnsupportedParameter(problem, param=where)
+    if kind is None:
+        return InvalidRequest(f"Missing required parameter: '{where}.type'.", param=f"{where}.type")
+    return wrong(f"{where}.type", kind, listed(allowed))
+
+
+def messages_tooling(body: PromptBody, gateway: Gateway, ignored: Ignored) -> Tooling:
+    """Tools that Anthropic's servers run, or whose schema only its models know, are skipped. Raises InvalidRequest."""
+    shown, functions = [], []
+    for where, tool in parts_in(body.tools or [], "tools"):
+        if (kind := tool.get("type")) not in (None, "custom"):
+            if not isinstance(kind, str):
+                raise wrong(f"{where}.type", kind, "a string")
+            ignored.add(f"{where}: {kind}")
+            continue
+        function = _function(tool, where)
+        functions.append(function)
+        shown.append(_shown(function, tool.get("description")))
+    choice = body.tool_choice
+    kind = choice.type if choice is not None else "auto"
+    if not functions and kind in ("any", "tool"):
+        raise InvalidRequest(f"'tool_choice' is {kind}: give tools that may be called", param="tool_choice")
+    use = None
+    if functions and kind != "none":
+        parallel = not (choice is not None and choice.disable_parallel_tool_use)
+        use = ToolUse(
+            shown=shown,
+            functions=functions,
+            choice="auto" if kind == "auto" else "required",
+            allowed=[_chosen(choice.name)] if choice is not None and kind == "tool" else None,
+            is_named=kind == "tool",
+            parallel=parallel,
+        )
+    form = body.output_config.format if body.output_config is not None else None
+    form = form or body.output_format
+    param = "output_format" if form is body.output_format else "output_config.format"
+    schema = AnswerSchema(schema=form.schema_) if form is not None else None
+    return tooling_of(gateway, use, schema, param=param)
+
+
+def _chosen(name: str | None) -> str:
+    if name is None:
+        raise InvalidRequest("Missing required parameter: 'tool_choice.name'.", param="tool_choice.name")
+    return name
+
+
+def _function(tool: Mapping[str, Any], where: str) -> Function:
+    name = text_in(tool, "name", where)
+    if not _NAME.fullmatch(name):
+        raise wrong(f"{where}.name", name, "1 to 128 letters, digits, underscores and dashes")
+    checks: tuple[tuple[str, type, str], ...] = (("description", str, "a string"), ("strict", bool, "true or false"))
+    for field, kind, expected in checks:
+        if (value := tool.get(field)) is not None and not isinstance(value, kind):
+            raise wrong(f"{where}.{field}", value, expected)
+    parameters = object_in(tool, "input_schema", where)
+    try:
+        shallow(parameters)
+    except ValueError:
+        raise wrong(f"{where}.input_schema", parameters, f"a JSON Schema, nested at most {MAX_DEPTH} deep") from None
+    return Function(name=name, parameters=parameters, strict=bool(tool.get("strict")))
+
+
+def _shown(function: Function, description: str | None) -> Template:
+    """A tool as a chat's request would show it."""
+    fields = {"name": function.name, "description": description, "parameters": function.parameters}
+    own = {name: value for name, value in fields.items() if value is not None}
+    return {"type": "function", "function": own | ({"strict": True} if function.strict else {})}

@@ -1,0 +1,170 @@
+"""The bodies of requests. Messages, tools and their blocks are read in `router.anthropic.blocks`; this is their JSON
+Schema. Fields that are not listed are accepted: clients send those of the API's latest beta.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, WithJsonSchema
+
+from router.http.validation import Body, FirstWrong, Schema, at_most, bounds, ranged
+from router.text.sampling_request import MAX_STOP_CHARS, MAX_STOPS, SamplingRequest
+
+MAX_TOOLS = 512
+
+_STRING = {"type": "string"}
+_TEXT = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": _STRING, "cache_control": {"type": ["object", "null"]}},
+}
+_TEXTS = {"anyOf": [_STRING, {"type": "array", "items": _TEXT}]}
+_BLOCK = {
+    "anyOf": [
+        _TEXT,
+        {
+            "type": "object",
+            "required": ["type", "thinking"],
+            "properties": {"type": {"const": "thinking"}, "thinking": _STRING},
+        },
+        {
+            "type": "object",
+            "required": ["type", "id", "name", "input"],
+            "properties": {"type": {"const": "tool_use"}, "id": _STRING, "name": _STRING, "input": {"type": "object"}},
+        },
+        {
+            "type": "object",
+            "required": ["type", "tool_use_id"],
+            "properties": {"type": {"const": "tool_result"}, "tool_use_id": _STRING, "content": _TEXTS},
+        },
+    ]
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": ["user", "assistant", "system"]},
+        "content": {"anyOf": [_STRING, {"type": "array", "items": _BLOCK}]},
+    },
+}
+_TOOL = {
+    "type": "object",
+    "required": ["name", "input_schema"],
+    "properties": {
+        "type": {"enum": ["custom", None]},
+        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,128}$"},
+        "description": {"type": ["string", "null"]},
+        "input_schema": {"type": "object"},
+        "strict": {"type": ["boolean", "null"]},
+    },
+}
+_CHOICE = {
+    "type": ["object", "null"],
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["auto", "any", "tool", "none"]},
+        "name": _STRING,
+        "disable_parallel_tool_use": {"type": ["boolean", "null"]},
+    },
+    "if": {"properties": {"type": {"const": "tool"}}},
+    "then": {"required": ["name"]},
+}
+
+NO_CHOICE: dict[str, Any] = {
+    "type": ["object", "null"],
+    "required": ["type"],
+    "properties": {"type": {"enum": ["auto", "none"]}},
+}
+"""A `tool_choice` where there are no tools."""
+_WITH_TOOLS: Any = {
+    "if": {"properties": {"tools": {"not": {"type": "array", "minItems": 1}}}},
+    "then": {"properties": {"tool_choice": NO_CHOICE}},
+}
+
+Objects = Annotated[list[dict[str, Any]], FirstWrong()]
+
+
+class ToolChosen(Body):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["auto", "any", "tool", "none"] = Field(description="auto, any, tool or none")
+    name: str | None = Field(default=None, description="the name of one of the tools")
+    disable_parallel_tool_use: bool | None = Field(default=None, description="true or false")
+
+
+class OutputFormat(Body):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["json_schema"] = Field(description="json_schema")
+    schema_: Schema = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    format: OutputFormat | None = Field(default=None, description='an object: {"type": "json_schema", "schema": {...}}')
+
+
+class PromptBody(Body):
+    """What a prompt is made of; the whole body of `count_tokens`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra={"allOf": [_WITH_TOOLS]})
+    branches: ClassVar[frozenset[str]] = Body.branches | {"list[dict[str,any]]"}
+
+    model: str = Field(description="the name of a served model")
+    messages: Annotated[Objects, WithJsonSchema({"type": "array", "minItems": 1, "items": _MESSAGE})] = Field(
+        min_length=1, description="a list of at least one message"
+    )
+    system: Annotated[str | Objects | None, WithJsonSchema({"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]})] = Field(
+        default=None, description="a string or a list of text blocks"
+    )
+    tools: Annotated[
+        Objects | None,
+        at_most(MAX_TOOLS),
+        WithJsonSchema({"type": ["array", "null"], "items": _TOOL, "maxItems": MAX_TOOLS}),
+    ] = Field(default=None, description=f"a list of at most {MAX_TOOLS} tools")
+    tool_choice: Annotated[ToolChosen | None, WithJsonSchema(_CHOICE)] = Field(
+        default=None, description='an object such as {"type": "auto"}'
+    )
+    output_config: OutputConfig | None = Field(default=None, description="an object")
+    output_format: OutputFormat | None = Field(
+        default=None, description='an object: {"type": "json_schema", "schema": {...}}'
+    )
+    thinking: dict[str, Any] | None = Field(default=None, description="an object")
+    cache_control: dict[str, Any] | None = Field(default=None, description="an object: all is cached")
+
+
+class MessagesBody(PromptBody):
+    """The last block is Baton's own, as in a chat."""
+
+    max_tokens: int = Field(description="an integer of at least 1", json_schema_extra=dict(bounds("max_tokens")))
+    metadata: dict[str, Any] | None = Field(default=None, description="an object")
+    service_tier: Literal["auto", "standard_only"] | None = Field(default=None, description="auto or standard_only")
+    stop_sequences: Annotated[list[str] | None, FirstWrong(), at_most(MAX_STOPS)] = Field(
+        default=None,
+        description=f"a list of at most {MAX_STOPS} strings",
+        json_schema_extra={
+            "maxItems": MAX_STOPS,
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+        },
+    )
+    stream: bool | None = Field(default=None, description="true or false")
+    temperature: float | None = ranged("temperature", "a number")
+    top_p: float | None = ranged("top_p", "a number")
+    top_k: int | None = ranged("top_k", "an integer")
+
+    seed: int | None = ranged("seed", "an integer")
+    priority: int | None = ranged("priority", "an integer")
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256, description="1 to 256 characters")
+    max_ttft_ms: float | None = ranged("max_ttft_ms", "a number of milliseconds")
+
+    def sampling(self) -> SamplingRequest:
+        names = ("temperature", "top_p", "top_k", "seed", "priority", "cache_salt", "max_ttft_ms")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return SamplingRequest(
+            **given,
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop_sequences or ()),
+            names={"prompt": "messages", "stop": "stop_sequences"},
+        )

@@ -1,0 +1,141 @@
+"""Tools in a conversation: what the model is shown, what its answer must be, and the calls in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from protos.errors import InvalidRequest
+from protos.hints import listed
+from protos.value import Value
+from router.gateway import Gateway
+from router.grammar.structure import inline_json, json_grammar
+from router.text.text_stream import TextDelta
+from router.text.tool_call_formats import CallDelta, Function, Part, ToolFormat, calls_grammar, reader_of
+
+
+class AnswerSchema(Value, frozen=True, kw_only=True):
+    """The JSON Schema that an answer must fit. `lenient`: keywords that cannot be enforced are passed over."""
+
+    schema: Mapping[str, Any]
+    lenient: bool = False
+
+    def grammar(self, *, compact: bool) -> str:
+        """Raises InvalidRequest."""
+        return json_grammar(self.schema, lenient=self.lenient, compact=compact)
+
+    def rule(self, *, compact: bool) -> str:
+        """The same, as a rule's right side."""
+        return inline_json(self.schema, lenient=self.lenient, compact=compact)
+
+
+class ToolUse(Value, frozen=True, kw_only=True):
+    """A request's tools, of which there is at least one.
+
+    - `shown`: as chat templates read them, in OpenAI's form
+    - `allowed`: names of those that may be called; None: all
+    - `is_named`: one call, of the only allowed function
+    """
+
+    shown: Sequence[dict[str, Any]]
+    functions: Sequence[Function]
+    choice: Literal["auto", "required"] = "auto"
+    allowed: Sequence[str] | None = None
+    is_named: bool = False
+    parallel: bool = True
+
+
+class Tooling(Value, frozen=True, kw_only=True):
+    """`shown` tools go to the chat template. `grammar` is what the answer must be, "" where it is free, and `param` the
+    parameter that decided it. With a `form` calls are read from the answer."""
+
+    shown: Sequence[dict[str, Any]] = ()
+    functions: Sequence[Function] = ()
+    form: ToolFormat | None = None
+    grammar: str = ""
+    param: str = "response_format"
+    is_named: bool = False
+
+
+def tooling_of(gateway: Gateway, use: ToolUse | None, schema: AnswerSchema | None, *, param: str) -> Tooling:
+    """`use`: None without tools. `param` names the `schema`'s parameter. Raises InvalidRequest for tools that
+    contradict each other, and for tools of a model that knows none."""
+    compact = gateway.disable_any_whitespace
+    if use is None:
+        return Tooling(grammar=schema.grammar(compact=compact) if schema is not None else "", param=param)
+    functions, named = use.functions, use.allowed
+    if len({one.name for one in functions}) != len(functions):
+        raise InvalidRequest("'tools' has two functions of one name: give each its own", param="tools")
+    form = _form(gateway)
+    parallel = use.parallel and not use.is_named
+    if named is not None:
+        functions = [_named(functions, name) for name in named]
+    grammar, decides, instead = "", "tools", schema.rule(compact=compact) if schema is not None else ""
+    if use.choice == "required":
+        grammar = calls_grammar(form, functions, parallel=parallel)
+    elif instead:
+        grammar, decides = calls_grammar(form, functions, parallel=parallel, instead=instead), param
+    elif any(one.strict for one in functions):
+        grammar = calls_grammar(form, functions, parallel=parallel, free=True)
+    elif named is not None or not parallel:  # arguments are free: of each call only that it is one of these
+        grammar = calls_grammar(form, [_loose(one) for one in functions], parallel=parallel, free=True)
+    return Tooling(
+        shown=use.shown, functions=functions, form=form, grammar=grammar, param=decides, is_named=use.is_named
+    )
+
+
+def _loose(function: Function) -> Function:
+    return Function(name=function.name, parameters={"type": "object"})
+
+
+def _form(gateway: Gateway) -> ToolFormat:
+    gateway.check_tools()
+    if gateway.tool_format is None:
+        raise InvalidRequest(
+            f"How the model '{gateway.card.name}' calls tools cannot be told from its chat template: "
+            "the server has to be started with --tool-parser",
+            param="tools",
+        )
+    return gateway.tool_format
+
+
+def _named(functions: Sequence[Function], name: str) -> Function:
+    found = next((one for one in functions if one.name == name), None)
+    if found is None:
+        raise InvalidRequest(
+            f"'tool_choice' names the function '{name[:100]}': the tools are {listed([one.name for one in functions])}",
+            param="tool_choice",
+        )
+    return found
+
+
+class AnswerReader:
+    """Text and calls of one choice's answer, in the order in which they come."""
+
+    def __init__(self, tooling: Tooling) -> None:
+        form, names = tooling.form, [one.name for one in tooling.functions]
+        self._calls = reader_of(form, names) if form is not None else None
+        self.has_called = False
+
+    def read(self, piece: TextDelta) -> list[Part]:
+        """What a piece adds, neighbouring parts of the same text or call joined."""
+        if self._calls is None:
+            return [piece.text] if piece.text else []
+        parts = self._calls.feed(piece.text)
+        if piece.finish_reason is not None:
+            parts += self._calls.end()
+        self.has_called = self.has_called or any(isinstance(part, CallDelta) for part in parts)
+        return _merged(parts)
+
+
+def _merged(parts: Sequence[Part]) -> list[Part]:
+    merged: list[Part] = []
+    for part in parts:
+        last = merged[-1] if merged else None
+        if isinstance(part, str) and isinstance(last, str):
+            merged[-1] = last + part
+        elif isinstance(part, CallDelta) and isinstance(last, CallDelta) and not part.name and last.index == part.index:
+            merged[-1] = CallDelta(index=last.index, name=last.name, arguments=last.arguments + part.arguments)
+        else:
+            merged.append(part)
+    return merged

@@ -1,0 +1,57 @@
+"""From a conversation to jobs: the grammar is checked, the chat template applied, the prompt tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request
+
+from router.conversation.tooling import Tooling
+from router.gateway import Gateway
+from router.http.middleware import name_of, tenant_of
+from router.text.chat_template import Message
+from router.text.sampling_request import SamplingRequest, TextRequest, make_text_request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationTurn:
+    """`options` are the chat template's own variables."""
+
+    messages: Sequence[Message]
+    sampling: SamplingRequest
+    tooling: Tooling
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    options: Mapping[str, Any] | None = None
+
+    async def prompt(self, gateway: Gateway) -> tuple[int, ...]:
+        """Token ids. Raises InvalidRequest."""
+        return await gateway.encode_chat(
+            self.messages,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            options=self.options,
+            tools=self.tooling.shown,
+        )
+
+    async def request(self, gateway: Gateway, http: Request, request_id: str, *, cut: bool = False) -> TextRequest:
+        """The jobs. `cut`: an answer may be as long as the context leaves room for, where max_tokens is more. Raises
+        InvalidRequest."""
+        sampling, tooling = self.sampling, self.tooling
+        if tooling.grammar:
+            await gateway.grammars.check(tooling.grammar, param=tooling.param)
+            sampling = replace(sampling, grammar=tooling.grammar)
+        prompt = await self.prompt(gateway)
+        if cut and sampling.max_tokens is not None and len(prompt) + sampling.max_tokens > gateway.card.max_model_len:
+            sampling = replace(sampling, max_tokens=None)
+        return make_text_request(
+            sampling,
+            [prompt],
+            gateway.card,
+            request_id=request_id,
+            group_id=name_of(http),
+            tenant=tenant_of(http),
+            default_max_tokens=None,
+        )

@@ -1,0 +1,55 @@
+"""Anthropic's own client reads the answers, streamed and not, and the errors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from protos.errors import Overloaded
+from tests.unit.router.anthropic.test_messages import CALLS, NOW, TOOLED, WEATHER
+from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
+
+anthropic: Any = pytest.importorskip("anthropic")
+
+HELLO: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "hello"}]}
+
+
+@asynccontextmanager
+async def talking(script: Any, **changes: Any) -> AsyncIterator[Any]:
+    async with (
+        serving(make_gateway(Scripted(script), **changes)) as url,
+        anthropic.AsyncAnthropic(
+            base_url=url, api_key="none", max_retries=0, _strict_response_validation=True
+        ) as client,
+    ):
+        yield client
+
+
+async def test_its_stream_gathers_the_message_that_is_sent_whole() -> None:
+    async with talking(saying(CALLS, at_once=3), **TOOLED) as client:
+        whole = await client.messages.create(**HELLO, tools=[WEATHER, NOW])
+        async with client.messages.stream(**HELLO, tools=[WEATHER, NOW]) as stream:
+            kinds = {event.type async for event in stream}
+            joined = await stream.get_final_message()
+        counted = await client.messages.count_tokens(model="tiny", messages=HELLO["messages"], tools=[WEATHER, NOW])
+    for message in (whole, joined):
+        text, weather, now = message.content
+        assert (text.text, weather.name, weather.input, now.input) == (
+            "Let me look.", "weather", {"city": 'Paris "x"'}, {},
+        )  # fmt: skip
+        assert message.stop_reason == "tool_use"
+        assert message.usage.input_tokens + message.usage.cache_read_input_tokens == counted.input_tokens
+    assert whole.usage.output_tokens == joined.usage.output_tokens
+    assert {"text", "input_json", "content_block_stop", "message_stop"} <= kinds
+
+
+async def test_it_raises_its_own_errors() -> None:
+    async with talking(lambda job: [Overloaded("too busy")]) as client:
+        with pytest.raises(anthropic.InternalServerError) as overloaded:
+            await client.messages.create(**HELLO)
+        with pytest.raises(anthropic.NotFoundError):
+            await client.messages.create(**HELLO | {"model": "other"})
+    assert overloaded.value.status_code == 529
