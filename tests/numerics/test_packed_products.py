@@ -99,6 +99,15 @@ def test_a_row_s_product_does_not_depend_on_who_is_in_the_batch(
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), SIZES)
+def test_rows_can_be_read_where_they_are_packed(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
+    weight = normal(num_outputs, num_inputs, dtype=dtype)
+    rows_T = torch.arange(num_outputs).flip(0)
+    assert torch.equal(PackedFloats(weight).rows(rows_T), weight[rows_T])
+
+
+@needs_compiler
 def test_a_row_that_is_not_finite_spoils_no_other() -> None:
     x = normal(70, 64)
     product = PackedFloats(normal(32, 64, seed=1))

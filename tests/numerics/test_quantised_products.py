@@ -224,6 +224,24 @@ def test_int8_activations_are_rounded_as_the_checkpoint_says(rounding: Activatio
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", [*FORMS, "IQ4", "NF4", "E4M3"])
+def test_rows_can_be_read_where_they_are_packed(form: str, dtype: torch.dtype) -> None:
+    """Those of an embedding that a head is tied to: the same numbers."""
+    tables = {"IQ4": IQ4, "NF4": NF4, "E4M3": E4M3.nan_to_num(0.0)}
+    for num_outputs, num_inputs in ((33, 320), (17, 50)):
+        if form in tables:
+            bits = 8 if form == "E4M3" else 4
+            weight = grouped(bits, 32, num_outputs, num_inputs, table=tables[form], zero=0)
+            if bits == 8:
+                weight = replace(weight, codes_OW=weight.codes_OW & 0x7E)
+        else:
+            weight = of_form(form, num_outputs, num_inputs)
+        rows_T = torch.tensor([0, num_outputs - 1, 7, 7, 16])
+        found = PackedQuantised(weight, dtype, padding=3).rows(rows_T)
+        assert torch.equal(found, weight.dequantised()[rows_T].to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 def test_outliers_are_multiplied_as_they_are(gated: bool, dtype: torch.dtype) -> None:
     """And a row's bits do not depend on whether another row has any."""

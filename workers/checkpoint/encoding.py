@@ -73,6 +73,10 @@ class EmbeddingTable(Protocol):
 
     def __call__(self, rows_T: torch.Tensor) -> torch.Tensor: ...
 
+    def product(self) -> Matrix:
+        """The product with the table's own tensors, for a head that is tied to it; called before they are filled."""
+        ...
+
     def slots(self) -> Iterator[Slot]: ...
 
 

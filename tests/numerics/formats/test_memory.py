@@ -71,9 +71,9 @@ def random_nf4(name: str, outputs: int, inputs: int) -> dict[str, torch.Tensor]:
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
-def write(folder: Path, layer_of: Any, config: dict[str, object]) -> int:
+def write(folder: Path, layer_of: Any, config: dict[str, object], vocab: int = VOCAB) -> int:
     """The bytes of the weights."""
-    tensors = {"model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN), "model.norm.weight": torch.ones(HIDDEN)}
+    tensors = {"model.embed_tokens.weight": torch.randn(vocab, HIDDEN), "model.norm.weight": torch.ones(HIDDEN)}
     for number in range(LAYERS):
         layer = f"model.layers.{number}"
         tensors |= {f"{layer}.{norm}_layernorm.weight": torch.ones(HIDDEN) for norm in ("input", "post_attention")}
@@ -83,7 +83,7 @@ def write(folder: Path, layer_of: Any, config: dict[str, object]) -> int:
             tensors |= layer_of(f"{layer}.mlp.{name}_proj", INNER, HIDDEN)
         tensors |= layer_of(f"{layer}.mlp.down_proj", HIDDEN, INNER)
     save_file(tensors, folder / "model.safetensors")
-    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
+    sizes = {"vocab_size": vocab, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 64}
     fields = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, "quantization_config": config}
     (folder / "config.json").write_text(json.dumps(sizes | heads | fields))
@@ -111,6 +111,18 @@ def test_loading_takes_the_packed_bytes_and_one_dequantised_tensor(
         gc.enable()
     assert highest[0] - before <= num_bytes + 4 * 2 * INNER * HIDDEN + 64 * MIB
     assert anonymous_bytes() - before <= 1.1 * num_bytes + 16 * MIB
+    del decoder
+
+
+def test_a_tied_embedding_is_held_once(tmp_path: Path) -> None:
+    """A head that is packed for products gives the embedding its rows."""
+    num_bytes = write(tmp_path, random_gptq, gptq_config(group_size=128), vocab=16 * VOCAB)
+    gc.collect()
+    before = anonymous_bytes()
+    decoder = load_model(tmp_path)
+    decoder.pack()
+    gc.collect()
+    assert anonymous_bytes() - before <= 1.1 * num_bytes + 4 * MIB
     del decoder
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from workers.checkpoint.encoding import LayerContext, Projection, WeightEncoding, WeightEncodings, WeightShare
+from workers.checkpoint.encoding import LayerContext, Matrix, Projection, WeightEncoding, WeightEncodings, WeightShare
 from workers.checkpoint.encodings.floats import FLOAT_ENCODING
-from workers.checkpoint.encodings.quantised import QuantisedEncoding
+from workers.checkpoint.encodings.quantised import QuantisedEncoding, QuantisedMatrix
 from workers.checkpoint.encodings.stored import StoredTensors
 from workers.checkpoint.formats.gguf import GGUFFormat
 from workers.checkpoint.gguf.blocks import FORMATS, QUANTISED, weight_of_blocks
@@ -38,7 +38,7 @@ class BlockEncoding(QuantisedEncoding):
 
     def table(self, context: LayerContext, share: WeightShare) -> BlockTable:
         [projection] = share.projections
-        return BlockTable(self._stored(projection, share, context.device), context.dtype)
+        return BlockTable(self._stored(projection, share, context.device), context, share.padding)
 
     def _stored(self, projection: Projection, share: WeightShare, device: str) -> BlockWeight:
         kind = self._source.describe(f"{projection.name}.weight").dtype
@@ -48,13 +48,16 @@ class BlockEncoding(QuantisedEncoding):
 class BlockTable:
     """Rows of an embedding, kept as they are stored and converted when they are looked up."""
 
-    def __init__(self, weight: BlockWeight, dtype: torch.dtype) -> None:
+    def __init__(self, weight: BlockWeight, context: LayerContext, padding: int) -> None:
         self._weight = weight
-        self._dtype = dtype
+        self._context, self._padding = context, padding
 
     def __call__(self, rows_T: torch.Tensor) -> torch.Tensor:
         found = weight_of_blocks(self._weight.kind, self._weight.blocks_OW[rows_T])
-        return found.dequantised().to(self._dtype)
+        return found.dequantised().to(self._context.dtype)
+
+    def product(self) -> Matrix:
+        return QuantisedMatrix([self._weight], self._context.kernels, self._context.dtype, padding=self._padding)
 
     def slots(self) -> Iterator[Slot]:
         return self._weight.slots()

@@ -95,6 +95,8 @@ class Native:
         self.run_layers = getattr(library, f"run_layers_{dtype}")
         self.pack_codes = library.pack_codes
         self.pack_codes.argtypes, self.pack_codes.restype = (*[_P] * 4, *[_N] * 3, *[_I] * 3), None
+        self.read_quantised = library.read_quantised
+        self.read_quantised.argtypes, self.read_quantised.restype = (*[_P] * 3, _N, _I), None
 
 
 class Tiles:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -62,6 +62,15 @@ class PackedWeight(Protocol):
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
+@runtime_checkable
+class PackedRows(Protocol):
+    """A packed weight whose rows can be read: an embedding that a head is tied to needs no copy of its own."""
+
+    def rows(self, rows_T: torch.Tensor) -> torch.Tensor:
+        """[T, I], in the model's type."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedProduct:
     """What a linear layer computes, for compiled layers."""
@@ -93,9 +102,10 @@ class PackedFloats:
         self.num_outputs, self._num_inputs = weight_OI.shape
         self._dtype = weight_OI.dtype
         self._gated = gated
-        kernels = native_tiles() if takes_tiles(weight_OI) else native(weight_OI.dtype)
+        self._tiled = takes_tiles(weight_OI)
+        kernels = native_tiles() if self._tiled else native(weight_OI.dtype)
         assert kernels is not None
-        group = _TILE_DEPTH if takes_tiles(weight_OI) else 4 // self._dtype.itemsize
+        group = self._group = _TILE_DEPTH if self._tiled else 4 // self._dtype.itemsize
         self._multiply: Callable[..., None] = kernels.multiply
         self.depth = -(-self._num_inputs // group) * group
         self._order = panel_order(self.num_outputs, gated)
@@ -134,6 +144,17 @@ class PackedFloats:
         sizes = x_TI.shape[0], x_TI.stride(0), stride, torch.get_num_threads()
         self._multiply(ctypes.byref(part), x_TI.data_ptr(), out_TO.data_ptr(), *sizes)
         return out_TO
+
+    def rows(self, rows_T: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight, [T, I]. Not of a gated one."""
+        assert not self._gated
+        panel_T, lane_T = rows_T // _PANEL, rows_T % _PANEL
+        if self._tiled:
+            packed = self._packed.view(-1, self.depth // _TILE_DEPTH, 2, _TILE_DEPTH // 2, _PANEL // 2, 2)
+            found = packed[panel_T, :, lane_T // (_PANEL // 2), :, lane_T % (_PANEL // 2)]
+        else:
+            found = self._packed.view(-1, self.depth // self._group, _PANEL, self._group)[panel_T, :, lane_T]
+        return found.reshape(len(rows_T), self.depth)[:, : self._num_inputs].contiguous()
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
         if self.depth == self._num_inputs:

@@ -180,6 +180,20 @@ class QuantisedProduct {
     Multiply* const multiply_[3];  // 1, 2 and 4 rows
 };
 
+float level_of(const Panels& by, uint8_t code, int32_t zero) {
+    switch (by.sums) {
+        case of_small_table: return float(static_cast<const uint8_t*>(by.table)[code] - zero);
+        case of_table: return static_cast<const float*>(by.table)[code];
+        case of_fp8: {
+            const uint16_t half = uint16_t((code & 128) << 8 | (code & 127) << 7);
+            uint8_t halfs[2 * count] = {};
+            std::memcpy(halfs, &half, 2);
+            return from_float16(halfs)[0];
+        }
+        default: return float(int(code) - zero);
+    }
+}
+
 // Adds products of the same outputs up in float32, in their order.
 template <typename T>
 void multiply_terms(const Part& part, const T* x, T* out, int64_t num_rows, int64_t x_stride, int64_t out_stride,
@@ -244,6 +258,37 @@ extern "C" void pack_codes(const uint8_t* codes, uint8_t* packed, const int64_t*
                 if (bits & 2) to[(bits & 4) * 32 + 32 * (j % 2) + byte] |= uint8_t((code >> (bits & 4) & 3) << j / 2 * 2);
                 if (bits & 1) to[(bits & 6) * 32 + byte] |= uint8_t((code >> (bits & 6) & 1) << j);
             }
+        }
+    }
+}
+
+// Rows of the weight, [num_rows][num_inputs]: those that `rows` names. Not of a gated one. `out` must be all zeros where an
+// input has no position.
+extern "C" void read_quantised(const Panels* by, const int64_t* rows, float* out, int64_t num_rows, int num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_rows > 1)
+    for (int64_t i = 0; i < num_rows; i++) {
+        const int64_t index = rows[i] / panel, in_panel = rows[i] % panel, lane = in_panel % count;
+        const Groups groups = expand(*by, index);
+        int64_t group = 0, steps_left = by->by_halves() ? 0 : by->group_steps[0];
+        for (int64_t step = 0; step < by->num_steps; step++) {
+            const uint8_t* codes = by->codes + (index * by->num_steps + step) * by->step_bytes();
+            alignas(words) uint8_t bytes[panel * step_size];
+            Unpack* const unpack = unpack_of(by->bits);
+            if (unpack != nullptr) unpack(codes, bytes), codes = bytes;
+            if (!by->by_halves())
+                for (; steps_left == 0; steps_left = by->group_steps[group]) group++;
+            for (int here = 0; here < step_size; here++) {
+                const int64_t position = step * step_size + here;
+                const int64_t input = by->inputs != nullptr ? by->inputs[position] : position;
+                if (input < 0 || input >= by->num_inputs) continue;
+                const int64_t place = (by->by_halves() ? position / (step_size / 2) : group) * panel + in_panel;
+                const uint8_t code = by->sums == of_fp8 ? codes[here * panel + in_panel]
+                                                        : codes[(in_panel / count * 8 + here / 4) * 32 + lane * 4 + here % 4];
+                const float level = level_of(*by, code, groups.zeros == nullptr ? by->zero : groups.zeros[place]);
+                const float weight = level * groups.scales[place];
+                out[i * by->num_inputs + input] = groups.minimums == nullptr ? weight : weight - groups.minimums[place];
+            }
+            steps_left--;
         }
     }
 }

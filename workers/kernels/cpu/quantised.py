@@ -96,6 +96,7 @@ class PackedQuantised:
         assert not (gated and padding)
         self.num_outputs, self.depth = weight.num_outputs + padding, weight.num_inputs
         self._dtype, self._gated, self._multiply = dtype, gated, kernels.multiply_quantised
+        self._read = kernels.read_quantised
         order = _order(self.num_outputs, gated)
         self._order = torch.where(order < weight.num_outputs, order, -1)
         self._kept: list[torch.Tensor] = []  # the structure holds only their addresses
@@ -138,6 +139,14 @@ class PackedQuantised:
         sizes = x_TI.shape[0], x_TI.stride(0), stride, torch.get_num_threads()
         self._multiply(ctypes.byref(part), x_TI.data_ptr(), out_TO.data_ptr(), *sizes)
         return out_TO
+
+    def rows(self, rows_T: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight, [T, I]: those of `QuantisedWeight.dequantised`. Not of a gated one."""
+        assert not self._gated
+        read_TI = torch.zeros(len(rows_T), self.depth)
+        pointers = ctypes.byref(self._panels), rows_T.contiguous().data_ptr(), read_TI.data_ptr()
+        self._read(*pointers, len(rows_T), torch.get_num_threads())
+        return read_TI.to(self._dtype)
 
     def _describe(self, weight: QuantisedWeight, kernels: Native, kind: _Sums, rounding: _Rounding) -> _Panels:
         positions = _Positions.of(weight)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from workers.checkpoint.encoding import EmbeddingTable, LayerContext, Matrix, Projection, TableEncoding, WeightShare
 from workers.checkpoint.encodings.floats import FloatMatrix
 from workers.checkpoint.slots import Slot
+from workers.kernels.cpu.products import PackedRows
 
 
 class Embedding:
@@ -30,6 +31,7 @@ class Embedding:
         self.name = name
         self.weight_VE: torch.Tensor | None = None
         self._table: EmbeddingTable | None = None
+        self._packed: PackedRows | None = None
         encoding = context.encodings(name)
         if isinstance(encoding, TableEncoding):
             self._table = encoding.table(context, _share_of_rows(context, name, vocab_size, hidden_size))
@@ -52,10 +54,23 @@ class Embedding:
         return self._parallel.all_reduce(rows_TE.masked_fill(foreign_T.unsqueeze(1), 0))
 
     def _looked_up(self, rows_T: torch.Tensor) -> torch.Tensor:
+        if self._packed is not None:
+            return self._packed.rows(rows_T)
         if self.weight_VE is not None:
             return F.embedding(rows_T, self.weight_VE)
         assert self._table is not None
         return self._table(rows_T)
+
+    def product(self) -> Matrix:
+        """The product with its weight, whose slots are the embedding's."""
+        if self.weight_VE is not None:
+            return FloatMatrix(self.weight_VE)
+        assert self._table is not None
+        return self._table.product()
+
+    def read_from(self, packed: PackedRows) -> None:
+        """From now on in the head's packed weight: frees its own."""
+        self._packed, self.weight_VE, self._table = packed, None, None
 
     def slots(self) -> Iterator[Slot]:
         if self.weight_VE is None:
@@ -67,7 +82,8 @@ class Embedding:
 
 
 class Head:
-    """Logits by the checkpoint's `lm_head`, or, tied, by the weight of an embedding: packed, that is held twice."""
+    """Logits by the checkpoint's `lm_head`, or, tied, by the weight of an embedding, which reads its rows there once it
+    is packed."""
 
     def __init__(
         self,
@@ -83,12 +99,11 @@ class Head:
         self._parallel = context.parallel
         self._kernels = context.kernels
         self._vocab_size = vocab_size
-        self._weight: Matrix
-        if tied is not None and tied.weight_VE is not None:
-            self._weight = FloatMatrix(tied.weight_VE)
+        self._tied = tied
+        if tied is not None:
+            self._weight = tied.product()
         else:
-            name = "lm_head" if tied is None else tied.name
-            self._weight = context.matrix(_share_of_rows(context, name, vocab_size, hidden_size))
+            self._weight = context.matrix(_share_of_rows(context, "lm_head", vocab_size, hidden_size))
 
     def logits(self, x_RE: torch.Tensor) -> torch.Tensor:
         """[R, V] in float32, on every rank."""
@@ -99,9 +114,13 @@ class Head:
 
     def pack(self) -> None:
         self._weight.pack()
+        packed = self._weight.packed_weight
+        if self._tied is not None and isinstance(packed, PackedRows):
+            self._tied.read_from(packed)
 
     def slots(self) -> Iterator[Slot]:
-        return self._weight.slots()
+        """Tied, it has none of its own."""
+        return self._weight.slots() if self._tied is None else iter(())
 
 
 def _share_of_rows(context: LayerContext, name: str, vocab_size: int, hidden_size: int) -> WeightShare:
