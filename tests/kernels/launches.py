@@ -19,7 +19,7 @@ from workers.kernels.quantised.one_byte import ByteCodes, byte_product
 from workers.kernels.quantised.packing import packed_groups
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rope_kv_write import rope_kv_write
-from workers.kernels.silu_mul import silu_mul
+from workers.kernels.silu_mul import gelu_tanh_mul, silu_mul
 from workers.kernels.vocab import embed, join
 
 _N, _K, _D, _BS = 32, 8, 128, 16
@@ -165,6 +165,8 @@ LAUNCHES: dict[str, Callable[[torch.dtype], object]] = {
     "add and norm": _norm,
     "norm of heads": _head_norm,
     "silu_mul": lambda dtype: silu_mul(torch.zeros(1, 2 * 14336, dtype=dtype)),
+    "gelu_tanh_mul": lambda dtype: gelu_tanh_mul(torch.zeros(1, 2 * 14336, dtype=dtype)),
+    "norm, weight in float32": lambda dtype: rms_norm(torch.zeros(1, 4096, dtype=dtype), torch.zeros(4096), 1e-6),
     "gather and scatter": _blocks,
     "draw": _sampling,
     "embed": lambda dtype: embed(torch.zeros(1, dtype=torch.int64), torch.zeros(2, 4096, dtype=dtype), 0),

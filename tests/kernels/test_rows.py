@@ -1,4 +1,4 @@
-"""The kernels that go over rows: RMS norm, with and without the residual stream, and silu_mul."""
+"""The kernels that go over rows: RMS norm, with and without the residual stream, and gates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from tests.kernels.conftest import DEVICE, assert_near, normal
 from workers.kernels import reference
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
-from workers.kernels.silu_mul import silu_mul
+from workers.kernels.silu_mul import gelu_tanh_mul, silu_mul
 
 EPS = 1e-5
 
@@ -57,6 +57,21 @@ def test_silu_mul(dtype: torch.dtype, size: int) -> None:
     gate_up = normal(3, 2 * size, dtype=dtype) * 4
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert_near(silu_mul(gate_up), gate * torch.sigmoid(gate) * up)
+
+
+@pytest.mark.parametrize("size", [1, 1500])
+def test_gelu_tanh_mul(dtype: torch.dtype, size: int) -> None:
+    gate_up = normal(3, 2 * size, dtype=dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_near(gelu_tanh_mul(gate_up), torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+
+def test_a_weight_in_float32_is_multiplied_before_rounding() -> None:
+    """As Gemma's, which is one and a stored number: the sum does not fit into 16 bits."""
+    x_RE = normal(9, 96, dtype=torch.float16)
+    weight_E = 1 + normal(96, dtype=torch.float16, seed=1).float() / 64
+    for ours, x in ((rms_norm(x_RE, weight_E, EPS), x_RE), (add_rms_norm(x_RE, x_RE, weight_E, EPS)[0], 2 * x_RE)):
+        torch.testing.assert_close(ours.float(), normed(x, weight_E).float(), rtol=2**-10, atol=0)
 
 
 def test_no_rows_are_no_launch() -> None:

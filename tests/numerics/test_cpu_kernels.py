@@ -44,6 +44,10 @@ def test_norms_and_gate(dtype: torch.dtype, num_tokens: int, size: int) -> None:
     assert_close(normed, expected_normed)
     gate_up = normal(num_tokens, 2 * size, dtype=dtype, seed=4) * 20
     assert_close(cpu.silu_mul(gate_up), reference.silu_mul(gate_up))
+    assert_close(cpu.gelu_tanh_mul(gate_up / 8), reference.gelu_tanh_mul(gate_up / 8))
+    wide, bias = weight.float() + 1 / 300, residual[0].float()
+    assert_close(cpu.rms_norm(x, wide, 1e-5), reference.rms_norm(x, wide, 1e-5))
+    assert_close(cpu.layer_norm(x, wide, bias, 1e-5), reference.layer_norm(x, wide, bias, 1e-5))
 
 
 @needs_compiler
@@ -68,8 +72,9 @@ def test_heads_cut_out_of_a_wider_tensor_are_normed_and_turned_in_place_of_the_c
 def test_a_gate_beyond_all_bounds(dtype: torch.dtype, special: float) -> None:
     gate_up = torch.ones(1, 64, dtype=dtype)
     gate_up[0, 5] = special
-    found, expected = cpu.silu_mul(gate_up), reference.silu_mul(gate_up)
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
+    for gated in ("silu_mul", "gelu_tanh_mul"):
+        found, expected = getattr(cpu, gated)(gate_up), getattr(reference, gated)(gate_up)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
 
 
 @needs_compiler

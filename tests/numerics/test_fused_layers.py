@@ -17,6 +17,8 @@ from workers.kernels.cpu.build import native
 from workers.models.decoder import Decoder
 from workers.models.loader import load_model
 
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+
 pytestmark = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler: layers run one by one")
 
 
@@ -43,6 +45,14 @@ def packed(folder: Path, family: str, dtype: str = "bfloat16", **overrides: Any)
         ("qwen2_moe", {"decoder_sparse_step": 2, "hidden_size": 264, "num_key_value_heads": 4, "head_dim": 32}),
         ("qwen3_moe", {"head_dim": 32, "norm_topk_prob": False}),
         ("llama", {"mlp_bias": True, "attention_bias": True}),
+        ("gemma2", {"head_dim": 32}),
+        ("gemma3", {"num_hidden_layers": 2}),
+        ("phi3", {"head_dim": 16, "rope_parameters": PARTIAL}),
+        ("olmo2", {}),
+        ("granite", {}),
+        ("glm4", {}),
+        ("smollm3", {"num_hidden_layers": 2}),
+        ("cohere2", {}),
     ],
     ids=[
         "small-heads",
@@ -57,6 +67,14 @@ def packed(folder: Path, family: str, dtype: str = "bfloat16", **overrides: Any)
         "a-shared-expert-and-dense-layers",
         "many-experts",
         "biases-behind-each-product",
+        "soft-caps",
+        "two-ropes",
+        "partial-rope",
+        "norms-after-and-over-all-heads",
+        "multipliers",
+        "norms-before-and-after",
+        "layers-without-rope",
+        "parallel-halves",
     ],
 )
 def test_the_same_bits_as_layer_by_layer(tmp_path: Path, family: str, overrides: dict[str, Any], dtype: str) -> None:
@@ -73,6 +91,12 @@ def test_the_same_bits_as_layer_by_layer(tmp_path: Path, family: str, overrides:
     assert runs[1].told == [0, 1, 0, 1, 1], (
         "every layer of a prompt may travel at once, and a decode step is told as one"
     )
+
+
+def test_what_compiled_layers_cannot_do_runs_layer_by_layer(tmp_path: Path) -> None:
+    """Another activation, and an MLP without a gate."""
+    assert PagedRun(packed(tmp_path / "gelu", "llama", hidden_act="gelu"), fused=True).through is None
+    assert PagedRun(packed(tmp_path / "plain", "starcoder2"), fused=True).through is None
 
 
 @pytest.mark.parametrize(("family", "overrides"), [("llama", {"hidden_size": 80}), ("qwen2", {"head_dim": 32})])

@@ -64,7 +64,7 @@ def test_a_lesser_processor_norms_alike(library: ctypes.CDLL, dtype: torch.dtype
     x, residual = (normal(5, 344, dtype=dtype, seed=seed) for seed in (1, 2))
     weight, normed, stream = normal(344, dtype=dtype, seed=3), torch.empty_like(x), torch.empty_like(x)
     pointers = [tensor.data_ptr() for tensor in (x, residual, weight, normed, stream)]
-    kernels.add_rms_norm(*pointers, 5, 344, 344, 1e-5, 1)
+    kernels.add_norm(*pointers, 5, 344, 344, 1e-5, 0, 1)
     expected_normed, expected_stream = reference.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(stream, expected_stream)
     torch.testing.assert_close(normed, expected_normed, rtol=1e-2, atol=1e-2)

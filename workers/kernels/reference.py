@@ -34,6 +34,11 @@ def add_rms_norm(
     return rms_norm(stream_TE, weight_E, eps), stream_TE
 
 
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Over the last dimension, in float32, as weight and bias are; rounded once, to x's dtype."""
+    return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(x.dtype)
+
+
 def rope(x_THD: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor) -> torch.Tensor:
     """Rotates the pairs (i, i + D / 2) of each head by the token's angles (float32). Returns x's dtype."""
     cos_T1P, sin_T1P = cos_TP.unsqueeze(1), sin_TP.unsqueeze(1)
@@ -46,6 +51,12 @@ def silu_mul(gate_up_TF2: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, where the last dimension holds first all of gate, then all of up."""
     gate_TF, up_TF = gate_up_TF2.chunk(2, dim=-1)
     return F.silu(gate_TF) * up_TF
+
+
+def gelu_tanh_mul(gate_up_TF2: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up by gelu's approximation with tanh (https://arxiv.org/abs/1606.08415); halves as in `silu_mul`."""
+    gate_TF, up_TF = gate_up_TF2.chunk(2, dim=-1)
+    return F.gelu(gate_TF, approximate="tanh") * up_TF
 
 
 def to_int8(x_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

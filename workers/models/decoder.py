@@ -13,7 +13,8 @@ import torch
 from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
 from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.slots import Loadable, Slot
-from workers.kernels.cpu.layers import LayerWeights
+from workers.kernels.cpu.layers import LayerForm, LayerWeights
+from workers.kernels.cpu.norms import CompiledNorm
 from workers.models.config import ModelConfig, check_parallel
 from workers.models.layers.embedding import Embedding, Head
 from workers.models.layers.norm import LayerNorm, RMSNorm, norm_of
@@ -86,6 +87,26 @@ class Decoder:
         weights = [layer for layer in found if layer is not None]
         return weights if len(weights) == len(found) else None
 
+    def layer_form(self) -> LayerForm | None:
+        """What all layers do alike, if compiled code can do it."""
+        config, norm = self.config, self.config.norm
+        if config.activation not in ("silu", "gelu_tanh"):
+            return None
+        wide = CompiledNorm.WIDE if norm.wide and self.context.dtype != torch.float32 else CompiledNorm.ROUNDED
+        ropes = list(dict.fromkeys(config.ropes))
+        return LayerForm(
+            hidden_size=config.hidden_size,
+            norm=CompiledNorm.CENTRED if norm.centred else wide,
+            eps=norm.eps,
+            gelu=config.activation == "gelu_tanh",
+            attention_scale=config.attention_scale,
+            softcap=config.scales.attention_softcap,
+            residual=config.scales.residual,
+            parallel=config.spec.places.parallel,
+            heads_together=config.qk_norm == "all",
+            ropes=tuple(ropes.index(rope) for rope in config.ropes),
+        )
+
     def slots(self) -> Iterator[Slot]:
         """Where every tensor of the checkpoint goes."""
         parts: list[Loadable] = [self._embedding, *self._layers, self._norm, self._head]
@@ -109,7 +130,6 @@ class DecoderLayer:
         self._scale = config.scales.residual
         self._attention = family.attention(context, f"{prefix}.self_attn", config, layer)
         self._mlp = family.mlp(context, f"{prefix}.mlp", config, layer)
-        self._compilable = family.compilable_mlp and config.activation == "silu" and self._scale == 1.0
 
     def __call__(
         self,
@@ -136,26 +156,27 @@ class DecoderLayer:
 
     def packed(self) -> LayerWeights | None:
         """None where compiled layers do not do what this one does."""
-        norms = self._before_attention, self._before_mlp
-        after = self._after_attention is not None or self._after_mlp is not None
-        if after or not self._compilable or not self._attention.compilable:
-            return None
-        first, second = norms
-        if not (isinstance(first, RMSNorm) and isinstance(second, RMSNorm)) or first.wide:
+        norms = self._before_attention, self._after_attention, self._before_mlp, self._after_mlp
+        biases = [norm.bias for norm in norms if isinstance(norm, LayerNorm)]
+        if not self._attention.compilable or any(bias is not None for bias in biases):
             return None
         qkv, out = self._attention.packed_products()
         feed_forward = self._mlp.packed_products()
         if qkv is None or out is None or feed_forward is None:
             return None
         gate_up, down = feed_forward
+        weights = [None if norm is None else norm.weight for norm in norms]
+        before_attention, after_attention, before_mlp, after_mlp = weights
         return LayerWeights(
-            attention_norm_E=first.weight,
+            attention_norm_E=before_attention,
             qkv=qkv,
             head_norms=self._attention.head_norms,
             out=out,
-            mlp_norm_E=second.weight,
+            attention_after_E=after_attention,
+            mlp_norm_E=before_mlp,
             gate_up=gate_up,
             down=down,
+            mlp_after_E=after_mlp,
             window=self._attention.window,
         )
 

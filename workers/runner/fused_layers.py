@@ -21,21 +21,23 @@ def fused_layers(decoder: Decoder, attention: AttentionBackend, notify: Callable
     """
     if not isinstance(attention, NativeAttention):
         return None
-    kernels, weights = native(decoder.context.dtype), decoder.packed_layers()
-    if kernels is None or weights is None or len(set(decoder.config.ropes)) > 1:
+    kernels, weights, form = native(decoder.context.dtype), decoder.packed_layers(), decoder.layer_form()
+    if kernels is None or weights is None or form is None:
         return None
+    first_layers = [form.ropes.index(rope) for rope in range(len(set(form.ropes)))]
     layers = CompiledLayers(
         kernels,
         weights,
         tuple(attention.caches.values()),
-        eps=decoder.config.norm_eps,
+        form=form,
         attention=attention.kernels,
     )
 
     def through(
         delta_TE: torch.Tensor, stream_TE: torch.Tensor, rotations: Sequence[CosSin], inputs: AttentionInputs
     ) -> None:
-        step, num_layers = layers.begin(delta_TE, stream_TE, rotations[0], attention.rows), len(layers)
+        turns = [rotations[layer] for layer in first_layers]
+        step, num_layers = layers.begin(delta_TE, stream_TE, turns, attention.rows), len(layers)
         done = 0
         for layer in range(num_layers) if inputs.max_query > 1 else (num_layers - 1,):
             step.run(done, 2 * layer + 1)

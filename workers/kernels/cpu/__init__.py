@@ -6,12 +6,15 @@ P D / 2 rotated pairs, NB blocks of the cache, BS positions of a block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from workers.kernels import reference
 from workers.kernels.base import KVScales
 from workers.kernels.cpu.build import native, native_tiles
 from workers.kernels.cpu.memory import apart, empty_rows
+from workers.kernels.cpu.norms import CompiledNorm, rms_kind
 
 embed = reference.embed
 join = reference.join
@@ -22,21 +25,37 @@ quantised_product = reference.quantised_product
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`reference.rms_norm`. `x` may be heads [T, H, D] cut out of a wider tensor."""
+    kind = rms_kind(weight, x.dtype)
+    out = None if kind is None else _norm(x, weight, None, eps, kind)
+    return reference.rms_norm(x, weight, eps) if out is None else out
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    out = _norm(x, weight, bias, eps, CompiledNorm.CENTRED)
+    return reference.layer_norm(x, weight, bias, eps) if out is None else out
+
+
+def _norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, kind: CompiledNorm
+) -> torch.Tensor | None:
+    """None where there is no compiled kernel for it."""
     kernels = native(x.dtype)
     heads = x if x.dim() == 3 else x.view(-1, 1, x.shape[-1]) if x.is_contiguous() else None
-    if kernels is None or heads is None or not has_whole_rows(heads) or weight.dtype != x.dtype:
-        return reference.rms_norm(x, weight, eps)
+    if kernels is None or heads is None or not has_whole_rows(heads):
+        return None
     out = torch.empty(x.shape, dtype=x.dtype)
     num_tokens, num_heads, size = heads.shape
-    kernels.rms_norm(
+    kernels.norm(
         x.data_ptr(),
         weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
         out.data_ptr(),
         num_tokens,
         heads.stride(0),
         num_heads,
         size,
         eps,
+        kind,
         torch.get_num_threads(),
     )
     return out
@@ -45,13 +64,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    kernels = native(x_TE.dtype)
-    if kernels is None or not (x_TE.is_contiguous() and residual_TE.is_contiguous()) or weight_E.dtype != x_TE.dtype:
+    kernels, kind = native(x_TE.dtype), rms_kind(weight_E, x_TE.dtype)
+    if kernels is None or kind is None or not (x_TE.is_contiguous() and residual_TE.is_contiguous()):
         return reference.add_rms_norm(x_TE, residual_TE, weight_E, eps)
     num_tokens, size = x_TE.shape
     normed_TE = empty_rows(num_tokens, size, dtype=x_TE.dtype, stride=_stride(size, x_TE.dtype))
     stream_TE = empty_rows(num_tokens, size, dtype=x_TE.dtype)
-    kernels.add_rms_norm(
+    kernels.add_norm(
         x_TE.data_ptr(),
         residual_TE.data_ptr(),
         weight_E.data_ptr(),
@@ -61,6 +80,7 @@ def add_rms_norm(
         size,
         normed_TE.stride(0),
         eps,
+        kind,
         torch.get_num_threads(),
     )
     return normed_TE, stream_TE
@@ -70,11 +90,20 @@ def silu_mul(gate_up_TF2: torch.Tensor) -> torch.Tensor:
     kernels = native(gate_up_TF2.dtype)
     if kernels is None or not gate_up_TF2.is_contiguous():
         return reference.silu_mul(gate_up_TF2)
+    return _gated(gate_up_TF2, kernels.silu_mul)
+
+
+def gelu_tanh_mul(gate_up_TF2: torch.Tensor) -> torch.Tensor:
+    kernels = native(gate_up_TF2.dtype)
+    if kernels is None or not gate_up_TF2.is_contiguous():
+        return reference.gelu_tanh_mul(gate_up_TF2)
+    return _gated(gate_up_TF2, kernels.gelu_tanh_mul)
+
+
+def _gated(gate_up_TF2: torch.Tensor, compiled: Callable[..., None]) -> torch.Tensor:
     num_tokens, size = gate_up_TF2.shape
     out_TF = torch.empty(num_tokens, size // 2, dtype=gate_up_TF2.dtype)
-    kernels.silu_mul(
-        gate_up_TF2.data_ptr(), out_TF.data_ptr(), num_tokens, size // 2, size // 2, torch.get_num_threads()
-    )
+    compiled(gate_up_TF2.data_ptr(), out_TF.data_ptr(), num_tokens, size // 2, size // 2, torch.get_num_threads())
     return out_TF
 
 

@@ -43,9 +43,10 @@ _SOURCES = {
 
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
-    "rms_norm": (*[_P] * 3, *[_N] * 4, _F, _I),
-    "add_rms_norm": (*[_P] * 5, *[_N] * 3, _F, _I),
+    "norm": (*[_P] * 4, *[_N] * 4, _F, _I, _I),
+    "add_norm": (*[_P] * 5, *[_N] * 3, _F, _I, _I),
     "silu_mul": (*[_P] * 2, *[_N] * 3, _I),
+    "gelu_tanh_mul": (*[_P] * 2, *[_N] * 3, _I),
     "rope_kv_write": (*[_P] * 3, *[_N] * 4, *[_P] * 6, *[_N] * 5, _I),
     "attend": (*[_P] * 8, *[_N] * 8, *[_F] * 2, _I),
     "attend_latent": (*[_P] * 6, *[_N] * 8, _F, _I),
@@ -79,9 +80,10 @@ class Native:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, f"{name}_{dtype}")
             function.argtypes, function.restype = arguments, None
-        self.rms_norm = getattr(library, f"rms_norm_{dtype}")
-        self.add_rms_norm = getattr(library, f"add_rms_norm_{dtype}")
+        self.norm = getattr(library, f"norm_{dtype}")
+        self.add_norm = getattr(library, f"add_norm_{dtype}")
         self.silu_mul = getattr(library, f"silu_mul_{dtype}")
+        self.gelu_tanh_mul = getattr(library, f"gelu_tanh_mul_{dtype}")
         self.rope_kv_write = getattr(library, f"rope_kv_write_{dtype}")
         self.attend = getattr(library, f"attend_{dtype}")
         self.attend_latent = getattr(library, f"attend_latent_{dtype}")

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "norms.h"
 #include "numbers.h"
 
 namespace {
@@ -10,51 +11,98 @@ namespace {
 // Below this many elements a second thread costs more than it saves.
 constexpr int64_t worth_a_thread = 1 << 15;
 
+// `x` may be `out`.
 template <typename T>
-void normalize(const T* x, const T* weight, T* out, int64_t size, float eps) {
-    float sum = 0.0f;
+void normalize(const T* x, const Norm& norm, T* out, int64_t size) {
+    if (norm.kind == NormKind::none) {
+        std::memcpy(out, x, size * sizeof(T));
+        return;
+    }
+    float mean = 0.0f, sum = 0.0f;
+    if (norm.kind == NormKind::centred) {
+#pragma omp simd reduction(+ : mean)
+        for (int64_t i = 0; i < size; i++) mean += widen(x[i]);
+        mean /= float(size);
+    }
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < size; i++) sum += widen(x[i]) * widen(x[i]);
-    float factor = 1.0f / std::sqrt(sum / float(size) + eps);
+    for (int64_t i = 0; i < size; i++) sum += (widen(x[i]) - mean) * (widen(x[i]) - mean);
+    const float factor = 1.0f / std::sqrt(sum / float(size) + norm.eps);
+    if (norm.kind == NormKind::rounded) {
+        const T* weight = static_cast<const T*>(norm.weight);
 #pragma omp simd
-    for (int64_t i = 0; i < size; i++) out[i] = narrow<T>(widen(weight[i]) * widen(narrow<T>(widen(x[i]) * factor)));
+        for (int64_t i = 0; i < size; i++)
+            out[i] = narrow<T>(widen(weight[i]) * widen(narrow<T>(widen(x[i]) * factor)));
+        return;
+    }
+    const float* weight = static_cast<const float*>(norm.weight);
+    if (norm.bias == nullptr) {
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) out[i] = narrow<T>(weight[i] * ((widen(x[i]) - mean) * factor));
+        return;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++)
+        out[i] = narrow<T>(weight[i] * ((widen(x[i]) - mean) * factor) + norm.bias[i]);
 }
 
 template <typename T>
-void rms_norm(const T* x, const T* weight, T* out, int64_t num_tokens, int64_t token_stride, int64_t num_heads,
-              int64_t size, float eps, int num_threads) {
+void normalize_heads(const T* x, const Norm& norm, T* out, int64_t num_tokens, int64_t token_stride, int64_t num_heads,
+                     int64_t size, int num_threads) {
     int64_t total = num_tokens * num_heads * size;
 #pragma omp parallel for collapse(2) num_threads(num_threads) if (total > worth_a_thread)
     for (int64_t token = 0; token < num_tokens; token++)
         for (int64_t head = 0; head < num_heads; head++)
-            normalize(x + token * token_stride + head * size, weight, out + (token * num_heads + head) * size, size, eps);
+            normalize(x + token * token_stride + head * size, norm, out + (token * num_heads + head) * size, size);
 }
 
 template <typename T>
-void add_rms_norm(const T* x, const T* residual, const T* weight, T* normed, T* stream, int64_t num_tokens,
-                  int64_t size, int64_t normed_stride, float eps, int num_threads) {
+void add_normalize(const T* x, const T* residual, const Norm& norm, T* normed, T* stream, int64_t num_tokens,
+                   int64_t size, int64_t normed_stride, int num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_tokens * size > worth_a_thread)
     for (int64_t token = 0; token < num_tokens; token++) {
         const int64_t start = token * size;
 #pragma omp simd
         for (int64_t i = start; i < start + size; i++) stream[i] = narrow<T>(widen(x[i]) + widen(residual[i]));
-        normalize(stream + start, weight, normed + token * normed_stride, size, eps);
+        normalize(stream + start, norm, normed + token * normed_stride, size);
+    }
+}
+
+struct Silu {
+    float operator()(float x) const { return x / (1.0f + power_of_two(-x * log2e)); }
+};
+
+// (1 + tanh(u)) / 2 is 1 / (1 + e^(-2u)).
+struct GeluTanh {
+    float operator()(float x) const {
+        const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+        return x / (1.0f + power_of_two(-2.0f * log2e * u));
+    }
+};
+
+template <typename T, typename Activate>
+void gate(const T* gate_up, T* out, int64_t num_tokens, int64_t size, int64_t out_stride, int num_threads,
+          Activate activate) {
+#pragma omp parallel for num_threads(num_threads) if (num_tokens * size > worth_a_thread)
+    for (int64_t token = 0; token < num_tokens; token++) {
+        const T* from = gate_up + token * 2 * size;
+        const T* up = from + size;
+        T* to = out + token * out_stride;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++)
+            to[i] = narrow<T>(widen(narrow<T>(activate(widen(from[i])))) * widen(up[i]));
     }
 }
 
 template <typename T>
-void silu_mul(const T* gate_up, T* out, int64_t num_tokens, int64_t size, int64_t out_stride, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_tokens * size > worth_a_thread)
-    for (int64_t token = 0; token < num_tokens; token++) {
-        const T* gate = gate_up + token * 2 * size;
-        const T* up = gate + size;
-        T* to = out + token * out_stride;
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) {
-            float x = widen(gate[i]);
-            to[i] = narrow<T>(widen(narrow<T>(x / (1.0f + power_of_two(-x * log2e)))) * widen(up[i]));
-        }
-    }
+void add(T* x, const T* y, int64_t count, int num_threads) {
+#pragma omp parallel for simd num_threads(num_threads) if (count > worth_a_thread)
+    for (int64_t i = 0; i < count; i++) x[i] = narrow<T>(widen(x[i]) + widen(y[i]));
+}
+
+template <typename T>
+void scale(T* x, float factor, int64_t count, int num_threads) {
+#pragma omp parallel for simd num_threads(num_threads) if (count > worth_a_thread)
+    for (int64_t i = 0; i < count; i++) x[i] = narrow<T>(widen(x[i]) * factor);
 }
 
 template <typename T>
@@ -91,18 +139,29 @@ void rope_kv_write(const T* q, const T* k, const T* v, const int64_t* strides, c
 }  // namespace
 
 #define FOR_DTYPE(T, SUFFIX)                                                                                          \
-    extern "C" void rms_norm_##SUFFIX(const T* x, const T* weight, T* out, int64_t num_tokens, int64_t token_stride,  \
-                                      int64_t num_heads, int64_t size, float eps, int num_threads) {                  \
-        rms_norm(x, weight, out, num_tokens, token_stride, num_heads, size, eps, num_threads);                        \
+    extern "C" void norm_##SUFFIX(const T* x, const void* weight, const float* bias, T* out, int64_t num_tokens,      \
+                                  int64_t token_stride, int64_t num_heads, int64_t size, float eps, int kind,         \
+                                  int num_threads) {                                                                  \
+        const Norm norm{weight, bias, eps, NormKind(kind)};                                                           \
+        normalize_heads(x, norm, out, num_tokens, token_stride, num_heads, size, num_threads);                        \
     }                                                                                                                 \
-    extern "C" void add_rms_norm_##SUFFIX(const T* x, const T* residual, const T* weight, T* normed, T* stream,       \
-                                          int64_t num_tokens, int64_t size, int64_t normed_stride, float eps,         \
-                                          int num_threads) {                                                          \
-        add_rms_norm(x, residual, weight, normed, stream, num_tokens, size, normed_stride, eps, num_threads);         \
+    extern "C" void add_norm_##SUFFIX(const T* x, const T* residual, const void* weight, T* normed, T* stream,        \
+                                      int64_t num_tokens, int64_t size, int64_t normed_stride, float eps, int kind,   \
+                                      int num_threads) {                                                              \
+        const Norm norm{weight, nullptr, eps, NormKind(kind)};                                                        \
+        add_normalize(x, residual, norm, normed, stream, num_tokens, size, normed_stride, num_threads);               \
     }                                                                                                                 \
     extern "C" void silu_mul_##SUFFIX(const T* gate_up, T* out, int64_t num_tokens, int64_t size, int64_t out_stride, \
                                       int num_threads) {                                                              \
-        silu_mul(gate_up, out, num_tokens, size, out_stride, num_threads);                                            \
+        gate(gate_up, out, num_tokens, size, out_stride, num_threads, Silu{});                                        \
+    }                                                                                                                 \
+    extern "C" void gelu_tanh_mul_##SUFFIX(const T* gate_up, T* out, int64_t num_tokens, int64_t size,                \
+                                           int64_t out_stride, int num_threads) {                                     \
+        gate(gate_up, out, num_tokens, size, out_stride, num_threads, GeluTanh{});                                    \
+    }                                                                                                                 \
+    extern "C" void add_##SUFFIX(T* x, const T* y, int64_t count, int num_threads) { add(x, y, count, num_threads); } \
+    extern "C" void scale_##SUFFIX(T* x, float factor, int64_t count, int num_threads) {                              \
+        scale(x, factor, count, num_threads);                                                                         \
     }                                                                                                                 \
     extern "C" void rope_kv_write_##SUFFIX(                                                                           \
         const T* q, const T* k, const T* v, int64_t q_stride, int64_t k_stride, int64_t v_stride,                     \

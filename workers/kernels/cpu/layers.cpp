@@ -3,16 +3,20 @@
 #include <cstdint>
 #include <utility>
 
+#include "norms.h"
 #include "numbers.h"
 #include "products.h"
 
 #define OF_DTYPE(T, SUFFIX)                                                                                             \
-    void add_rms_norm_##SUFFIX(const T*, const T*, const T*, T*, T*, int64_t, int64_t, int64_t, float, int);            \
-    void rms_norm_##SUFFIX(const T*, const T*, T*, int64_t, int64_t, int64_t, int64_t, float, int);                     \
+    void add_norm_##SUFFIX(const T*, const T*, const void*, T*, T*, int64_t, int64_t, int64_t, float, int, int);        \
+    void norm_##SUFFIX(const T*, const void*, const float*, T*, int64_t, int64_t, int64_t, int64_t, float, int, int);   \
     void rope_kv_write_##SUFFIX(const T*, const T*, const T*, int64_t, int64_t, int64_t, int64_t, const float*,         \
                                 const float*, T*, T*, T*, const int64_t*, int64_t, int64_t, int64_t, int64_t, int64_t, \
                                 int);                                                                                   \
-    void silu_mul_##SUFFIX(const T*, T*, int64_t, int64_t, int64_t, int);
+    void silu_mul_##SUFFIX(const T*, T*, int64_t, int64_t, int64_t, int);                                               \
+    void gelu_tanh_mul_##SUFFIX(const T*, T*, int64_t, int64_t, int64_t, int);                                          \
+    void add_##SUFFIX(T*, const T*, int64_t, int);                                                                      \
+    void scale_##SUFFIX(T*, float, int64_t, int);
 
 extern "C" {
 OF_DTYPE(float, float32)
@@ -28,10 +32,13 @@ struct Functions;
 #define OF_DTYPE(T, SUFFIX)                                              \
     template <>                                                          \
     struct Functions<T> {                                                \
-        static constexpr auto add_rms_norm = add_rms_norm_##SUFFIX;      \
-        static constexpr auto rms_norm = rms_norm_##SUFFIX;              \
+        static constexpr auto add_norm = add_norm_##SUFFIX;              \
+        static constexpr auto norm = norm_##SUFFIX;                      \
         static constexpr auto rope_kv_write = rope_kv_write_##SUFFIX;    \
         static constexpr auto silu_mul = silu_mul_##SUFFIX;              \
+        static constexpr auto gelu_tanh_mul = gelu_tanh_mul_##SUFFIX;    \
+        static constexpr auto add = add_##SUFFIX;                        \
+        static constexpr auto scale = scale_##SUFFIX;                    \
     };
 
 OF_DTYPE(float, float32)
@@ -41,25 +48,27 @@ template <typename T>
 using Attend = void(const T*, const T*, const T*, T*, const int64_t*, const int64_t*, const int32_t*, const float*, int64_t,
                     int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, int);
 
-// Of a layer: the fields of `_Layer` in layers.py. Norms of heads are null where a model has none.
+// Of a layer: the fields of `_Layer` in layers.py. Weights of norms are null where a model has none.
 template <typename T>
 struct Layer {
-    const T *attention_norm, *q_norm, *k_norm, *mlp_norm;
+    const void *attention_norm, *attention_after, *q_norm, *k_norm, *mlp_norm, *mlp_after;
     Product qkv, out, gate_up, down;  // without parts of `down`, `gate_up` is all of the feed-forward half
     T *k_cache, *v_cache;
     int64_t window;  // 0: none
+    int64_t rope;    // which of the step's
 };
 
 // Of a step: the fields of `_Step` in layers.py. A buffer's stride is in elements from row to row.
 template <typename T>
 struct Step {
     int64_t num_tokens, hidden_size, num_heads, num_kv_heads, head_dim, block_size;
-    float eps, scale;
-    const float *cos, *sin;
+    int64_t norm, gelu, parallel, heads_together;  // NormKind; the others are 0 or 1
+    float eps, scale, softcap, residual;
+    const float *const *cos, *const *sin;  // of each rope
     const int64_t *slots, *query_starts, *context_lens;
     const int32_t* tables;
     int64_t table_stride, num_rows;
-    T *delta, *stream, *spare, *normed, *qkv, *q_normed, *k_normed, *turned, *attended, *wide, *inner;
+    T *delta, *stream, *spare, *normed, *qkv, *q_normed, *k_normed, *turned, *attended, *wide, *inner, *second;
     int64_t normed_stride, heads_stride, inner_stride;
     Attend<T>* attend;
     int64_t num_threads;
@@ -75,27 +84,48 @@ class Stack {
         : step_(step), stream_(in_spare ? step.spare : step.stream), spare_(in_spare ? step.stream : step.spare) {}
 
     void write(const Layer<T>& layer) {
-        norm(layer.attention_norm);
+        add_norm(layer.attention_norm);
         multiply(layer.qkv, step_.normed, step_.normed_stride, step_.qkv, layer.qkv.num_outputs());
         turn(layer, step_.qkv, step_.qkv + step_.num_heads * step_.head_dim);
     }
 
     void finish(const Layer<T>& layer) {
-        const int64_t inner = step_.inner_stride;
         attend(layer);
         multiply(layer.out, step_.attended, step_.heads_stride, step_.delta, step_.hidden_size);
-        norm(layer.mlp_norm);
-        if (layer.down.num_parts == 0)
-            return multiply(layer.gate_up, step_.normed, step_.normed_stride, step_.delta, step_.hidden_size);
-        gate(layer.gate_up);
-        multiply(layer.down, step_.inner, inner, step_.delta, step_.hidden_size);
+        if (step_.parallel) {
+            feed_forward(layer, step_.second);
+            Of::add(step_.delta, step_.second, step_.num_tokens * step_.hidden_size, num_threads());
+        } else {
+            end_half(layer.attention_after);
+            add_norm(layer.mlp_norm);
+            feed_forward(layer, step_.delta);
+        }
+        end_half(layer.mlp_after);
     }
 
   private:
-    void norm(const T* weight) {
-        Of::add_rms_norm(step_.delta, stream_, weight, step_.normed, spare_, step_.num_tokens, step_.hidden_size,
-                              step_.normed_stride, step_.eps, num_threads());
-        std::swap(stream_, spare_);
+    // Halves in parallel have one norm for two halves: there the stream stays where it is.
+    void add_norm(const void* weight) {
+        const NormKind kind = weight == nullptr ? NormKind::none : NormKind(step_.norm);
+        T* sum = step_.parallel ? stream_ : spare_;
+        Of::add_norm(step_.delta, stream_, weight, step_.normed, sum, step_.num_tokens, step_.hidden_size,
+                     step_.normed_stride, step_.eps, int(kind), num_threads());
+        if (!step_.parallel) std::swap(stream_, spare_);
+    }
+
+    void feed_forward(const Layer<T>& layer, T* out) {
+        if (layer.down.num_parts == 0)
+            return multiply(layer.gate_up, step_.normed, step_.normed_stride, out, step_.hidden_size);
+        gate(layer.gate_up);
+        multiply(layer.down, step_.inner, step_.inner_stride, out, step_.hidden_size);
+    }
+
+    void end_half(const void* norm_after) {
+        const int64_t size = step_.hidden_size;
+        if (norm_after != nullptr)
+            Of::norm(step_.delta, norm_after, nullptr, step_.delta, step_.num_tokens, size, 1, size, step_.eps,
+                     int(step_.norm), num_threads());
+        if (step_.residual != 1.0f) Of::scale(step_.delta, step_.residual, step_.num_tokens * size, num_threads());
     }
 
     void turn(const Layer<T>& layer, const T* q, const T* k) {
@@ -103,30 +133,36 @@ class Stack {
         const T* v = k + step_.num_kv_heads * size;
         int64_t q_stride = stride, k_stride = stride;
         if (layer.q_norm != nullptr) {
-            Of::rms_norm(q, layer.q_norm, step_.q_normed, step_.num_tokens, stride, step_.num_heads, size, step_.eps,
-                              num_threads());
-            Of::rms_norm(k, layer.k_norm, step_.k_normed, step_.num_tokens, stride, step_.num_kv_heads, size,
-                              step_.eps, num_threads());
+            norm_heads(q, layer.q_norm, step_.q_normed, stride, step_.num_heads);
+            norm_heads(k, layer.k_norm, step_.k_normed, stride, step_.num_kv_heads);
             q = step_.q_normed, q_stride = step_.num_heads * size;
             k = step_.k_normed, k_stride = step_.num_kv_heads * size;
         }
-        Of::rope_kv_write(q, k, v, q_stride, k_stride, stride, step_.heads_stride, step_.cos, step_.sin, step_.turned,
+        Of::rope_kv_write(q, k, v, q_stride, k_stride, stride, step_.heads_stride, step_.cos[layer.rope],
+                               step_.sin[layer.rope], step_.turned,
                                layer.k_cache, layer.v_cache, step_.slots, step_.num_tokens, step_.num_heads,
                                step_.num_kv_heads, size, step_.block_size, num_threads());
+    }
+
+    void norm_heads(const T* x, const void* weight, T* out, int64_t stride, int64_t num_heads) {
+        const int64_t parts = step_.heads_together ? 1 : num_heads, size = num_heads / parts * step_.head_dim;
+        Of::norm(x, weight, nullptr, out, step_.num_tokens, stride, parts, size, step_.eps, int(step_.norm),
+                 num_threads());
     }
 
     void attend(const Layer<T>& layer) {
         step_.attend(
             step_.turned, layer.k_cache, layer.v_cache, step_.attended, step_.query_starts, step_.context_lens,
             step_.tables, nullptr, step_.table_stride, step_.num_rows, step_.num_heads, step_.num_kv_heads, step_.head_dim,
-            step_.block_size, layer.window, step_.heads_stride, step_.scale, 0.0f, num_threads());
+            step_.block_size, layer.window, step_.heads_stride, step_.scale, step_.softcap, num_threads());
     }
 
     void gate(const Product& by) {
         const int64_t width = by.num_outputs() / 2;
         if (by.gated()) return multiply(by, step_.normed, step_.normed_stride, step_.inner, step_.inner_stride);
         multiply(by, step_.normed, step_.normed_stride, step_.wide, 2 * width);
-        Of::silu_mul(step_.wide, step_.inner, step_.num_tokens, width, step_.inner_stride, num_threads());
+        const auto gated = step_.gelu ? Of::gelu_tanh_mul : Of::silu_mul;
+        gated(step_.wide, step_.inner, step_.num_tokens, width, step_.inner_stride, num_threads());
     }
 
     void multiply(const Product& by, const T* x, int64_t x_stride, T* out, int64_t out_stride) {
@@ -148,7 +184,7 @@ class Stack {
 // Halves [first, last) of layers, two to each, on `delta` and `stream` of the step.
 #define FOR_DTYPE(T, SUFFIX)                                                                                            \
     extern "C" void run_layers_##SUFFIX(const Layer<T>* layers, int64_t first, int64_t last, const Step<T>* step) {     \
-        Stack<T> stack(*step, first % 2 == 1);                                                                          \
+        Stack<T> stack(*step, !step->parallel && first % 2 == 1);                                                                          \
         for (int64_t half = first; half < last; half++)                                                                 \
             if (half % 2 == 0) stack.write(layers[half / 2]);                                                           \
             else stack.finish(layers[half / 2]);                                                                        \

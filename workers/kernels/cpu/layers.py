@@ -15,6 +15,7 @@ import torch
 
 from workers.kernels.cpu.build import Native, Tiles, address_of
 from workers.kernels.cpu.memory import apart, empty_rows
+from workers.kernels.cpu.norms import CompiledNorm
 from workers.kernels.cpu.products import PackedProduct, ProductPart, ProductParts
 
 if TYPE_CHECKING:
@@ -25,16 +26,35 @@ _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Of one layer; norms of queries and keys, [D], where the model has them. `window` counts the token itself."""
+    """Of one layer; norms of each half before and after it, and of queries and keys, where the model has them. `window`
+    counts the token itself."""
 
-    attention_norm_E: torch.Tensor
+    attention_norm_E: torch.Tensor | None
     qkv: PackedProduct
     head_norms: tuple[torch.Tensor, torch.Tensor] | None
     out: PackedProduct
-    mlp_norm_E: torch.Tensor
+    attention_after_E: torch.Tensor | None
+    mlp_norm_E: torch.Tensor | None
     gate_up: PackedProduct
     down: PackedProduct | None  # None: `gate_up` is all of the feed-forward half
+    mlp_after_E: torch.Tensor | None
     window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerForm:
+    """What all layers of a model do alike, beside their weights."""
+
+    hidden_size: int
+    norm: CompiledNorm
+    eps: float
+    gelu: bool  # by tanh; else SiLU
+    attention_scale: float
+    softcap: float
+    residual: float  # times what each half of a layer adds
+    parallel: bool  # the MLP reads what the attention reads
+    heads_together: bool  # queries and keys are normed over all heads
+    ropes: tuple[int, ...]  # of each layer: which of the step's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,21 +79,23 @@ class RowTables:
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, _P) for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm")),
+        *((name, _P) for name in ("attention_norm", "attention_after", "q_norm", "k_norm", "mlp_norm", "mlp_after")),
         *((name, ProductParts) for name in ("qkv", "out", "gate_up", "down")),
         *((name, _P) for name in ("k_cache", "v_cache")),
-        ("window", _N),
+        *((name, _N) for name in ("window", "rope")),
     )  # fmt: skip
 
 
 class _StepArguments(ctypes.Structure):
     _fields_ = (
         *((name, _N) for name in ("num_tokens", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "block_size")),
-        *((name, _F) for name in ("eps", "scale")),
-        *((name, _P) for name in ("cos", "sin", "slots", "query_starts", "context_lens", "tables")),
+        *((name, _N) for name in ("norm", "gelu", "parallel", "heads_together")),
+        *((name, _F) for name in ("eps", "scale", "softcap", "residual")),
+        *((name, ctypes.POINTER(_P)) for name in ("cos", "sin")),
+        *((name, _P) for name in ("slots", "query_starts", "context_lens", "tables")),
         *((name, _N) for name in ("table_stride", "num_rows")),
         *((name, _P) for name in ("delta", "stream", "spare", "normed", "qkv", "q_normed", "k_normed", "turned",
-                                  "attended", "wide", "inner")),
+                                  "attended", "wide", "inner", "second")),
         *((name, _N) for name in ("normed_stride", "heads_stride", "inner_stride")),
         ("attend", _P),
         ("num_threads", _N),
@@ -89,22 +111,23 @@ class CompiledLayers:
         weights: Sequence[LayerWeights],
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
         *,
-        eps: float,
+        form: LayerForm,
         attention: Native | Tiles,
     ) -> None:
         self._kernels = kernels
+        self._form = form
         self._first = weights[0]
         self._dtype = caches[0][0].dtype
         _, self._num_kv_heads, block_size, self._head_dim = caches[0][0].shape
         self._num_heads = self._first.qkv.weight.num_outputs // self._head_dim - 2 * self._num_kv_heads
-        self._hidden_size = len(self._first.attention_norm_E)
         self._sizes = _StepArguments(
-            hidden_size=self._hidden_size, num_heads=self._num_heads, num_kv_heads=self._num_kv_heads,
-            head_dim=self._head_dim, block_size=block_size, eps=eps, scale=self._head_dim**-0.5,
-            attend=address_of(attention.attend),
+            hidden_size=form.hidden_size, num_heads=self._num_heads, num_kv_heads=self._num_kv_heads,
+            head_dim=self._head_dim, block_size=block_size, norm=form.norm, gelu=form.gelu, parallel=form.parallel,
+            heads_together=form.heads_together, eps=form.eps, scale=form.attention_scale, softcap=form.softcap,
+            residual=form.residual, attend=address_of(attention.attend),
         )  # fmt: skip
         products = [_products(layer) for layer in weights]
-        self._layers = (_Layer * len(weights))(*map(_layer, weights, products, caches))
+        self._layers = (_Layer * len(weights))(*map(_layer, weights, products, caches, form.ropes))
         self._kept = tuple(weights), products, tuple(caches)  # the structures hold only their addresses
         self._widest = max((layer.gate_up.weight.num_outputs for layer in weights if layer.down is not None), default=0)
         self._gates_apart = any(down and not gate_up[0].gated for _, _, gate_up, down in products)
@@ -120,27 +143,29 @@ class CompiledLayers:
         self,
         delta_TE: torch.Tensor,
         stream_TE: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
         rows: RowTables,
     ) -> CompiledStep:
-        """A step of contiguous rows of the cache's dtype, which it changes in place."""
+        """A step of contiguous rows of the cache's dtype, which it changes in place. `rotations` has each rope's."""
         for part in (delta_TE, stream_TE):
             assert part.is_contiguous()
             assert part.dtype == self._dtype
-        cos_TP, sin_TP = (part.contiguous() for part in rotation)
+        turns = [tuple(part.contiguous() for part in rotation) for rotation in rotations]
         buffers = self._buffers(len(delta_TE))
         step = _StepArguments.from_buffer_copy(self._sizes)
         step.num_tokens, step.num_rows = len(delta_TE), len(rows.context_lens)
         step.normed_stride, step.inner_stride = buffers["normed"].stride(0), buffers["inner"].stride(0)
         step.heads_stride, step.table_stride = buffers["turned"].stride(0), rows.block_tables_SB.stride(0)
         step.num_threads = torch.get_num_threads()
-        read = {"cos": cos_TP, "sin": sin_TP, "slots": rows.slots_T, "tables": rows.block_tables_SB,
+        step.cos, step.sin = (_addresses(part) for part in zip(*turns, strict=True))
+        read = {"slots": rows.slots_T, "tables": rows.block_tables_SB,
                 "query_starts": rows.query_starts, "context_lens": rows.context_lens}  # fmt: skip
         tensors = {"delta": delta_TE, "stream": stream_TE, **read, **buffers}
         for name, tensor in tensors.items():
             setattr(step, name, tensor.data_ptr())
 
-        return CompiledStep(self._kernels, self._layers, step, tuple(tensors.values()))
+        kept = (*tensors.values(), *(part for turn in turns for part in turn))
+        return CompiledStep(self._kernels, self._layers, step, kept)
 
     def _buffers(self, num_tokens: int) -> dict[str, torch.Tensor]:
         """What a step's layers share. Rows that a product reads stand apart as it likes them, and end in as many zeros
@@ -159,8 +184,8 @@ class CompiledLayers:
 
         qkv, out, gate_up, down = self._depths
         buffers = {
-            "spare": plain(self._hidden_size),
-            "normed": read_by(self._hidden_size, qkv, gate_up),
+            "spare": plain(self._form.hidden_size),
+            "normed": read_by(self._form.hidden_size, qkv, gate_up),
             "qkv": plain(first.qkv.weight.num_outputs),
             "turned": read_by(heads, out),
             "attended": read_by(heads, out),
@@ -168,6 +193,8 @@ class CompiledLayers:
         }
         if first.head_norms is not None:
             buffers |= {"q_normed": plain(heads), "k_normed": plain(self._num_kv_heads * self._head_dim)}
+        if self._form.parallel:
+            buffers["second"] = plain(self._form.hidden_size)
         if self._gates_apart:
             buffers["wide"] = plain(self._widest)
         return buffers
@@ -202,15 +229,27 @@ def _parts(product: PackedProduct | None) -> _Parts:
     return (ProductPart * len(parts))(*parts)
 
 
-def _layer(weights: LayerWeights, products: Sequence[_Parts], cache: tuple[torch.Tensor, torch.Tensor]) -> _Layer:
+def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (_P * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _layer(
+    weights: LayerWeights, products: Sequence[_Parts], cache: tuple[torch.Tensor, torch.Tensor], rope: int
+) -> _Layer:
     q_norm, k_norm = weights.head_norms or (None, None)
     keys, values = cache
     qkv, out, gate_up, down = (ProductParts(parts=parts, num_parts=len(parts)) for parts in products)
     return _Layer(
-        attention_norm=weights.attention_norm_E.data_ptr(),
-        q_norm=None if q_norm is None else q_norm.data_ptr(),
-        k_norm=None if k_norm is None else k_norm.data_ptr(),
-        mlp_norm=weights.mlp_norm_E.data_ptr(),
+        attention_norm=_address(weights.attention_norm_E),
+        attention_after=_address(weights.attention_after_E),
+        q_norm=_address(q_norm),
+        k_norm=_address(k_norm),
+        mlp_norm=_address(weights.mlp_norm_E),
+        mlp_after=_address(weights.mlp_after_E),
         qkv=qkv,
         out=out,
         gate_up=gate_up,
@@ -218,4 +257,5 @@ def _layer(weights: LayerWeights, products: Sequence[_Parts], cache: tuple[torch
         k_cache=keys.data_ptr(),
         v_cache=values.data_ptr(),
         window=weights.window or 0,
+        rope=rope,
     )

@@ -71,11 +71,6 @@ class Family:
         return same and not self.interleaved_rope and "partial_rotary_factor" not in self.reads
 
     @property
-    def compilable_mlp(self) -> bool:
-        """Whether compiled layers know the MLP."""
-        return self.gated
-
-    @property
     def mlp_projections(self) -> int:
         """2 or 3: with a gate."""
         return 3 if self.gated else 2

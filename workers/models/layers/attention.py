@@ -25,7 +25,6 @@ class SelfAttention:
     def __init__(self, context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> None:
         tp, rank, dim = context.parallel.size, context.parallel.rank, config.head_dim
         self._layer = layer
-        self._dtype = context.dtype
         self._head_dim = dim
         self._window = config.windows[layer]
         self._scale = config.attention_scale
@@ -87,8 +86,7 @@ class SelfAttention:
     @property
     def compilable(self) -> bool:
         """Whether compiled layers can do all that a call does beside its products."""
-        plain = all(isinstance(norm, RMSNorm) and norm.weight.dtype == self._dtype for norm in self._norms)
-        return plain and not self._softcap and self._sinks_N is None and self._scale == self._head_dim**-0.5
+        return self._sinks_N is None
 
     def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
         """Of queries, keys and values, and of the output."""

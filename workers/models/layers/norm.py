@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 
 from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.slots import Slot
@@ -41,7 +40,6 @@ class RMSNorm:
         self._eps = eps
         self._offset = offset
         self._order = order
-        self.wide = wide
         self.weight = context.empty(size, dtype=torch.float32 if wide else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,12 +58,13 @@ class LayerNorm:
 
     def __init__(self, context: LayerContext, name: str, size: int, kind: NormKind) -> None:
         self._name = name
+        self._kernels = context.kernels
         self._eps = kind.eps
         self.weight = context.empty(size, dtype=torch.float32)
         self.bias = context.empty(size, dtype=torch.float32) if kind.bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self._eps).to(x.dtype)
+        return self._kernels.layer_norm(x, self.weight, self.bias, self._eps)
 
     def add(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(normed sum, sum)."""
@@ -93,11 +92,14 @@ class AllHeadsNorm:
         order: tuple[int, ...] = (),
     ) -> None:
         """This rank has `share` of `total` entries, each of which is on `copies` ranks."""
-        self._name, self._parallel, self._eps = name, context.parallel, kind.eps
+        self._name, self._kernels, self._parallel, self._eps = name, context.kernels, context.parallel, kind.eps
         self._total, self._start, self._copies, self._order = total, share.start, copies, order
         self.weight = context.empty(len(share), dtype=torch.float32 if kind.wide else None)
 
     def __call__(self, x_THD: torch.Tensor) -> torch.Tensor:
+        if self._parallel.size == 1:
+            together = x_THD.view(x_THD.shape[0], 1, self._total)
+            return self._kernels.rms_norm(together, self.weight, self._eps).view(x_THD.shape)
         wide_TI = x_THD.flatten(1).float()
         sums_T1 = self._parallel.all_reduce(wide_TI.square().sum(-1, keepdim=True))
         normed_TI = wide_TI * torch.rsqrt(sums_T1 / (self._total * self._copies) + self._eps)

@@ -1,0 +1,21 @@
+"""Kinds of norms, as compiled code numbers them: norms.h."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+
+
+class CompiledNorm(IntEnum):
+    ROUNDED = 0  # RMS norm, rounded before the weight and after it; the weight has the tensors' type
+    WIDE = 1  # RMS norm, rounded after the weight, which is in float32
+    CENTRED = 2  # layer norm, rounded after the weight and the bias, which are in float32
+    NONE = 3
+
+
+def rms_kind(weight: torch.Tensor, dtype: torch.dtype) -> CompiledNorm | None:
+    """Of an RMS norm with this weight of tensors of a dtype; None: there is no compiled one."""
+    if weight.dtype == dtype:
+        return CompiledNorm.ROUNDED
+    return CompiledNorm.WIDE if weight.dtype == torch.float32 else None
