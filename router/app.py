@@ -42,6 +42,7 @@ from router.openai.tokens import detokenize, tokenize
 from router.openapi import describe
 from router.replicas.merged_metrics import Merged, families_of
 from router.replicas.peers import from_other_process
+from router.responses.responses import responses
 from router.text.chat_template import ROLES
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -114,10 +115,12 @@ def _generating_routes(app: FastAPI, gateway: Gateway) -> None:
     chat = _GeneratingEndpoint(gateway, "chat.completions", chat_completions)
     complete = _GeneratingEndpoint(gateway, "completions", completions)
     converse = _GeneratingEndpoint(gateway, "messages", messages)
+    respond = _GeneratingEndpoint(gateway, "responses", responses)
     app.router.routes[:0] = [  # before /openapi.json: routes are matched in their order
         Route("/v1/chat/completions", chat, methods=["POST"], name="chat"),
         Route("/v1/completions", complete, methods=["POST"], name="complete"),
         Route("/v1/messages", converse, methods=["POST"], name="messages"),
+        Route("/v1/responses", respond, methods=["POST"], name="responses"),
     ]
 
 

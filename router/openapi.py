@@ -21,7 +21,7 @@ from starlette.routing import Route
 from router.admin import replies as admin
 from router.admin.requests import DEFAULT_COUNT, MAX_COUNT
 from router.anthropic import replies as anthropic
-from router.anthropic.schema import NO_CHOICE, MessagesBody, PromptBody
+from router.anthropic.schema import MessagesBody, PromptBody
 from router.conditions import OF_TOOLS
 from router.http.body import MAX_TTFT_MS
 from router.http.size_limits import MAX_PIECES
@@ -33,6 +33,8 @@ from router.openai.schema import (
     DetokenizeBody,
     TokenizeBody,
 )
+from router.responses.replies import ResponsesReply
+from router.responses.schema import ResponsesBody
 from router.text.model_card import ModelCard
 from router.text.sampling_request import MAX_CHOICES
 
@@ -120,6 +122,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         summary="What a conversation costs, as in Anthropic's Messages API",
         body=PromptBody, reply=anthropic.TokenCountReply, errors=_READING, error=anthropic.MessagesErrorReply,
     ),
+    ("post", "/v1/responses"): Operation(
+        summary="An answer to items of a conversation, as in OpenAI's Responses API without a store",
+        body=ResponsesBody, reply=ResponsesReply, errors=_GENERATING, texts=_NAMED, parameters=(_MAX_TTFT,),
+    ),
     ("get", "/v1/models"): Operation(summary="The models served", reply=responses.ModelsReply, errors=(401,)),
     ("get", "/v1/models/{name}"): Operation(summary="One model", reply=responses.ModelReply, errors=(401, 404)),
     ("post", "/tokenize"): Operation(
@@ -190,7 +196,7 @@ def describe(
             needed = needs_admin_key if path.startswith("/admin") else needs_key
             if 401 in operation.errors:
                 described["security"] = [{"key": []}] if needed else [{"key": []}, {}]
-    for body in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessagesBody, PromptBody):
+    for body in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessagesBody, PromptBody, ResponsesBody):
         _narrow(schemas[body.__name__], card, cuts_answers=body is MessagesBody)
         if not has_tools and "tools" in schemas[body.__name__]["properties"]:
             _without_tools(schemas[body.__name__])
@@ -267,9 +273,7 @@ def _without_tools(schema: Schema) -> None:
     """For a body of a model without it. (More is accepted than is described here.)"""
     known = schema["properties"]
     known["tools"] = {"type": ["array", "null"], "maxItems": 0}
-    if "allowed_tools" not in str(known.get("tool_choice")):
-        known |= {"tool_choice": NO_CHOICE} if "tool_choice" in known else {}
-    else:
+    if any(one in OF_TOOLS for one in schema.get("allOf", ())):  # the others' conditions hold without tools, too
         known["tool_choice"] = {"enum": ["none", None]}
         schema["allOf"] = [one for one in schema["allOf"] if one not in OF_TOOLS]
 
@@ -292,7 +296,7 @@ def _narrow(schema: Schema, card: ModelCard, *, cuts_answers: bool) -> None:
     known, token_id = schema["properties"], {"type": "integer", "minimum": 0, "maximum": card.vocab_size - 1}
     required = schema.get("required", ())
     known["model"]["enum"] = [card.name] if "model" in required else [card.name, None]
-    for name in {"max_tokens", "max_completion_tokens", "min_tokens"} & known.keys():
+    for name in {"max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"} & known.keys():
         if not cuts_answers:
             known[name]["maximum"] = card.max_model_len - 1  # after the shortest prompt
     if "logit_bias" in known:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from protos.errors import InvalidRequest, UnsupportedParameter
 from protos.hints import listed
 from router.anthropic.schema import PromptBody
+from router.conversation.functions import function_in
 from router.conversation.parts import Ignored, object_in, parts_in, text_in, wrong
 from router.conversation.tooling import AnswerSchema, Tooling, ToolUse, tooling_of
 from router.gateway import Gateway
-from router.http.validation import MAX_DEPTH, shallow
-from router.text.tool_call_formats import Function
 
 _ROLES = ("user", "assistant", "system")
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}", re.ASCII)
 _NO_TEXT = ("image", "document", "search_result", "video", "audio")
 _OF_SERVER = ("redacted_thinking", "server_tool_use", "container_upload", "mid_conv_system")
 _BILLING = "x-anthropic-billing-header:"
@@ -177,9 +174,9 @@ def messages_tooling(body: PromptBody, gateway: Gateway, ignored: Ignored) -> To
                 raise wrong(f"{where}.type", kind, "a string")
             ignored.add(f"{where}: {kind}")
             continue
-        function = _function(tool, where)
+        function, as_shown = function_in(tool, where, schema="input_schema", needs_schema=True)
         functions.append(function)
-        shown.append(_shown(function, tool.get("description")))
+        shown.append(as_shown)
     choice = body.tool_choice
     kind = choice.type if choice is not None else "auto"
     if not functions and kind in ("any", "tool"):
@@ -206,26 +203,3 @@ def _chosen(name: str | None) -> str:
     if name is None:
         raise InvalidRequest("Missing required parameter: 'tool_choice.name'.", param="tool_choice.name")
     return name
-
-
-def _function(tool: Mapping[str, Any], where: str) -> Function:
-    name = text_in(tool, "name", where)
-    if not _NAME.fullmatch(name):
-        raise wrong(f"{where}.name", name, "1 to 128 letters, digits, underscores and dashes")
-    checks: tuple[tuple[str, type, str], ...] = (("description", str, "a string"), ("strict", bool, "true or false"))
-    for field, kind, expected in checks:
-        if (value := tool.get(field)) is not None and not isinstance(value, kind):
-            raise wrong(f"{where}.{field}", value, expected)
-    parameters = object_in(tool, "input_schema", where)
-    try:
-        shallow(parameters)
-    except ValueError:
-        raise wrong(f"{where}.input_schema", parameters, f"a JSON Schema, nested at most {MAX_DEPTH} deep") from None
-    return Function(name=name, parameters=parameters, strict=bool(tool.get("strict")))
-
-
-def _shown(function: Function, description: str | None) -> Template:
-    """A tool as a chat's request would show it."""
-    fields = {"name": function.name, "description": description, "parameters": function.parameters}
-    own = {name: value for name, value in fields.items() if value is not None}
-    return {"type": "function", "function": own | ({"strict": True} if function.strict else {})}

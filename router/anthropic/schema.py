@@ -53,7 +53,7 @@ _TOOL = {
     "required": ["name", "input_schema"],
     "properties": {
         "type": {"enum": ["custom", None]},
-        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,128}$"},
+        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,128}$"},
         "description": {"type": ["string", "null"]},
         "input_schema": {"type": "object"},
         "strict": {"type": ["boolean", "null"]},

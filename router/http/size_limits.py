@@ -26,19 +26,21 @@ def check_sizes(body: Mapping[str, Any], known: Collection[str], card: ModelCard
     """
     check_parameters(body)
     if "messages" in known and isinstance(body.get("messages"), list):
-        _check_messages(body["messages"], card)
+        _check_messages(body["messages"], card, "messages")
+    if "input" in known and isinstance(body.get("input"), list):
+        _check_messages(body["input"], card, "input")
     if "prompt" in known and isinstance(body.get("prompt"), list):
         _check_prompts(body["prompt"], card)
     if "tokens" in known and isinstance(body.get("tokens"), list) and len(body["tokens"]) > card.max_model_len:
         raise _too_many("tokens", f"{len(body['tokens'])} token ids", card.max_model_len, card)
 
 
-def _check_messages(messages: list[Any], card: ModelCard) -> None:
+def _check_messages(messages: list[Any], card: ModelCard, param: str) -> None:
     contents = (one.get("content") for one in messages if isinstance(one, dict))
     num_pieces = len(messages) + sum(len(one) for one in contents if isinstance(one, list))
     most = min(card.max_model_len, MAX_PIECES)
     if num_pieces > most:
-        raise _too_many("messages", f"{num_pieces} messages and text parts", most, card)
+        raise _too_many(param, f"{num_pieces} messages and text parts", most, card)
 
 
 def _check_prompts(prompts: list[Any], card: ModelCard) -> None:

@@ -187,8 +187,10 @@ class EventStream:
         keep_alive_s: float = inf,
         stall_s: float = inf,
         headers: Sequence[tuple[bytes, bytes]] = (),
+        failure: Callable[[BatonError], bytes] | None = None,
     ) -> None:
-        """While the next of the `events` is awaited, the generator of events may write to the channel itself."""
+        """`failure` makes the last event of a stream that fails, where that is not the API's error event. While the
+        next of the `events` is awaited, the generator of events may write to the channel itself."""
         self._events = events
         self._channel: ResponseChannel | None = None
         self._sent_s = 0.0  # through ASGI
@@ -196,6 +198,7 @@ class EventStream:
         self._keep_alive_s = keep_alive_s
         self._stall_s = stall_s
         self._headers = headers
+        self._failure = failure
         self._api = OPENAI
         self._started = False
         self._stall_watch = _StallWatch(stall_s)
@@ -295,6 +298,7 @@ class EventStream:
 
     async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._started:
-            await send({"type": "http.response.body", "body": self._api.error_event(error)})
+            make = self._failure or self._api.error_event
+            await send({"type": "http.response.body", "body": make(error)})
         else:
             await error_response(error, self._api)(scope, receive, send)

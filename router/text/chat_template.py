@@ -85,6 +85,7 @@ class ChatTemplate:
             written=[one.data for one in tree.find_all(nodes.TemplateData)],
         )
         self._with_tools = with_tools
+        self._roles: list[str] | None = None  # not looked for yet
         self.shows_tools = with_tools is not None or any(name.name == "tools" for name in tree.find_all(nodes.Name))
         """True if the template shows the model the tools of a request."""
         self.tool_format: ToolFormat | None = format_of(source) if with_tools is None else with_tools.tool_format
@@ -191,7 +192,9 @@ class ChatTemplate:
 
     def roles(self) -> list[str]:
         """Those that the model knows: in a conversation of one message, or after a user's."""
-        return [role for role in ROLES if self._knows(role)]
+        if self._roles is None:
+            self._roles = [role for role in ROLES if self._knows(role)]
+        return self._roles
 
     def _knows(self, role: str) -> bool:
         message = {"role": role, "content": "x"}

@@ -27,6 +27,7 @@ NUM_REQUESTS = 8  # of each kind
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/completions"),
         ("POST", "/v1/messages"),
+        ("POST", "/v1/responses"),
         ("POST", "/v1/messages/count_tokens"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),

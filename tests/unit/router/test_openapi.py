@@ -23,6 +23,7 @@ from tests.unit.router.scripted import Crew, Script, Scripted, Worker, make_gate
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": "tiny", "prompt": "hello"}
+RESPONSES = {"model": "tiny", "input": "hello"}
 MESSAGES = CHAT | {"max_tokens": 9}
 EVERYTHING = {"n": 2, "prompt_logprobs": 1, "return_token_ids": True}
 
@@ -80,6 +81,9 @@ TAKEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/messages", MESSAGES),
     ("/v1/messages", MESSAGES | {"stream": True}),
     ("/v1/messages/count_tokens", MESSAGES),
+    ("/v1/responses", RESPONSES),
+    ("/v1/responses", RESPONSES | {"stream": True}),
+    ("/v1/responses", RESPONSES | {"max_output_tokens": 1, "instructions": "x", "metadata": {"a": "b"}}),
     ("/tokenize", {"prompt": "hello", "return_token_strs": True}),
     ("/tokenize", {"messages": CHAT["messages"]}),
     ("/detokenize", {"tokens": [1, 2]}),
@@ -124,6 +128,7 @@ async def test_what_is_asked_of_a_gateway_is_as_described() -> None:
         ("/v1/chat/completions", CHAT, 429, 503),
         ("/v1/completions", COMPLETION, 429, 503),
         ("/v1/messages", MESSAGES, 529, 529),
+        ("/v1/responses", RESPONSES, 429, 503),
     ],
 )
 async def test_failures_are_as_described(path: str, body: dict[str, Any], no_room: int, no_worker: int) -> None:
@@ -140,11 +145,12 @@ async def test_failures_are_as_described(path: str, body: dict[str, Any], no_roo
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/tokenize", "/detokenize"]
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/tokenize", "/detokenize"]
 )
 async def test_refusals_are_as_described(path: str) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/v1/messages": MESSAGES,
+        "/v1/responses": RESPONSES,
         "/tokenize": {"prompt": "hello"}, "/detokenize": {"tokens": [1]},
     }  # fmt: skip
     async with visiting(max_body_bytes=1000) as visitor:

@@ -1,0 +1,259 @@
+"""POST /v1/responses.
+
+    response.created ─▶ response.in_progress ─▶ items ─▶ response.completed | .incomplete | .failed
+
+    message:        output_item.added ─▶ content_part.added ─▶ output_text.delta ... ─▶ output_text.done
+                    ─▶ content_part.done ─▶ output_item.done
+    function_call:  output_item.added ─▶ function_call_arguments.delta ... ─▶ function_call_arguments.done
+                    ─▶ output_item.done
+
+Every event has the next sequence number: events are not alike, so that no sink writes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protos.errors import BatonError, ContextLengthExceeded, Overloaded
+from protos.values import FinishReason
+from router.conversation.parts import Ignored
+from router.conversation.tooling import AnswerReader, Tooling
+from router.conversation.turn import ConversationTurn
+from router.gateway import Gateway
+from router.http.body import read_body, with_bound
+from router.http.errors import json_response
+from router.http.framing import named_event
+from router.http.response_channel import ResponseChannel
+from router.http.sse import EventStream, while_connected
+from router.metrics import Track
+from router.responses.items import conversation_of, responses_tooling
+from router.responses.schema import ResponsesBody
+from router.text.sampling_request import TextRequest
+from router.text.text_stream import TextDelta, Usage, UsageCounter, collect
+from router.text.tool_call_formats import CallDelta, Part, new_call_id
+
+Event = dict[str, Any]
+
+
+async def responses(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
+    body = await read_body(request, ResponsesBody, gateway.card)
+    gateway.check_model(body.model)
+    ignored = Ignored()
+    roles = gateway.template.roles() if gateway.template is not None else ()
+    turn = ConversationTurn(
+        messages=conversation_of(body, roles, ignored),
+        sampling=with_bound(body.sampling(), request),
+        tooling=responses_tooling(body, gateway, ignored),
+    )
+    for name in body.text.model_extra or {} if body.text is not None else ():
+        ignored.add(f"text.{name}")
+    for name in body.model_extra or {}:
+        ignored.add(name)
+    ask = await turn.request(gateway, request, gateway.new_id("resp"))
+    answer = _ResponseAnswer(gateway, body, ask, turn.tooling)
+    if body.stream:
+        return EventStream(
+            partial(answer.events, track),
+            track,
+            keep_alive_s=gateway.keep_alive_s,
+            stall_s=gateway.stall_s,
+            headers=ignored.raw_headers(),
+            failure=answer.failure,
+        )
+    whole = await while_connected(request.scope, request.receive, answer.whole(track))
+    return json_response(whole, headers=ignored.headers())
+
+
+class _ResponseAnswer:
+    """One response, sent whole or as events."""
+
+    def __init__(self, gateway: Gateway, body: ResponsesBody, ask: TextRequest, tooling: Tooling) -> None:
+        self._gateway = gateway
+        self._ask = ask
+        self._reader = AnswerReader(tooling)
+        self._form = tooling.form
+        self._output: list[Event] = []
+        self._texts: list[str] = []  # of the item that is not complete
+        self._is_open = False
+        self._num_events = 0
+        self._head = self._described(body)
+
+    def _described(self, body: ResponsesBody) -> Event:
+        """The fields that are the same in every state."""
+        sampling = self._ask.jobs[0].sampling
+        form = body.text.format if body.text is not None and body.text.format is not None else None
+        shown = form.model_dump(by_alias=True, exclude_none=True) if form is not None else {"type": "text"}
+        return {
+            "id": self._ask.request_id,
+            "object": "response",
+            "created_at": int(self._gateway.wall_clock()),
+            "model": self._gateway.card.name,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": sampling.temperature,
+            "text": {"format": shown},
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+            "tools": body.tools or [],
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+        }
+
+    async def whole(self, track: Track) -> Event:
+        pieces = self._gateway.answer(self._ask, track, is_plain=self._form is None)
+        [answer], usage = await collect(pieces, self._ask)
+        track.count(usage)
+        self._read(answer)
+        return self._response(*_end(answer), usage)
+
+    async def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
+        tally, has_begun, last = UsageCounter(self._ask), False, TextDelta(index=0)
+        answer = self._gateway.answer(self._ask, track, tally)
+        try:
+            async for piece in answer:
+                events: list[Event] = []
+                if not has_begun:
+                    has_begun = True
+                    begun = self._response("in_progress", None, None)
+                    events = [{"type": f"response.{state}", "response": begun} for state in ("created", "in_progress")]
+                events += self._read(piece)
+                last = piece
+                if events:
+                    yield self._numbered(events)
+        finally:
+            await answer.aclose()
+        usage = tally.usage()
+        track.count(usage)
+        status, details = _end(last)
+        yield self._numbered([{"type": f"response.{status}", "response": self._response(status, details, usage)}])
+
+    def failure(self, error: BatonError) -> bytes:
+        """The end of a stream that fails after its first event."""
+        failed = self._response("failed", None, None) | {"error": _error(error)}
+        return self._numbered([{"type": "response.failed", "response": failed}])
+
+    def _numbered(self, events: list[Event]) -> bytes:
+        framed = []
+        for one in events:
+            framed.append(named_event(one | {"sequence_number": self._num_events}))
+            self._num_events += 1
+        return b"".join(framed)
+
+    def _response(self, status: str, details: Event | None, usage: Usage | None) -> Event:
+        return self._head | {
+            "status": status,
+            "error": None,
+            "incomplete_details": details,
+            "output": list(self._output),
+            "usage": usage_of(usage) if usage is not None else None,
+        }
+
+    # -- items ---------------------------------------------------------------------------------------------------------
+
+    def _read(self, piece: TextDelta) -> list[Event]:
+        """Adds a piece to the output. Returns its events."""
+        events: list[Event] = []
+        for part in self._reader.read(piece):
+            events += self._add(part)
+        if piece.finish_reason is not None:
+            events += self._close("completed" if piece.finish_reason is FinishReason.STOP else "incomplete")
+        return events
+
+    def _add(self, part: Part) -> list[Event]:
+        events: list[Event] = []
+        if isinstance(part, str):
+            if not self._is_open or self._output[-1]["type"] != "message":
+                events = self._close("completed") + self._open_message()
+            self._texts.append(part)
+            return [*events, self._text_event("delta") | {"delta": part, "logprobs": []}]
+        if part.name:
+            events = self._close("completed") + self._open_call(part)
+        if part.arguments:
+            self._texts.append(part.arguments)
+            events.append(self._of_item("response.function_call_arguments.delta") | {"delta": part.arguments})
+        return events
+
+    def _open_message(self) -> list[Event]:
+        item = {"type": "message", "role": "assistant", "content": []}
+        self._begin(item | {"id": self._gateway.new_id("msg")})
+        part = self._of_item("response.content_part.added") | {"content_index": 0, "part": _text("")}
+        return [self._item_event("added"), part]
+
+    def _open_call(self, part: CallDelta) -> list[Event]:
+        assert self._form is not None
+        call = {"type": "function_call", "call_id": new_call_id(self._form), "name": part.name, "arguments": ""}
+        self._begin(call | {"id": self._gateway.new_id("fc")})
+        return [self._item_event("added")]
+
+    def _begin(self, item: Event) -> None:
+        self._output.append(item | {"status": "in_progress"})
+        self._is_open = True
+
+    def _close(self, status: str) -> list[Event]:
+        """The last events of the item that is not complete, if there is one."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        text = "".join(self._texts)
+        self._texts.clear()
+        item = self._output[-1] = self._output[-1] | {"status": status}
+        if item["type"] == "message":
+            item["content"] = [_text(text)]
+            part = self._of_item("response.content_part.done") | {"content_index": 0, "part": _text(text)}
+            events = [self._text_event("done") | {"text": text, "logprobs": []}, part]
+        else:
+            item["arguments"] = text
+            done = {"name": item["name"], "arguments": text}
+            events = [self._of_item("response.function_call_arguments.done") | done]
+        return [*events, self._item_event("done")]
+
+    def _item_event(self, state: str) -> Event:
+        where = {"output_index": len(self._output) - 1}
+        return {"type": f"response.output_item.{state}", "item": dict(self._output[-1])} | where
+
+    def _of_item(self, kind: str) -> Event:
+        return {"type": kind, "item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+    def _text_event(self, state: str) -> Event:
+        return self._of_item(f"response.output_text.{state}") | {"content_index": 0}
+
+
+def usage_of(usage: Usage) -> Event:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _text(text: str) -> Event:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _end(last: TextDelta) -> tuple[str, Event | None]:
+    if last.finish_reason is FinishReason.LENGTH:
+        return "incomplete", {"reason": "max_output_tokens"}
+    return "completed", None
+
+
+def _error(error: BatonError) -> Event:
+    """Codex looks for these codes, and for the time to wait in the message."""
+    code, message = "server_error", error.message
+    if isinstance(error, ContextLengthExceeded):
+        code = "context_length_exceeded"
+    elif isinstance(error, Overloaded):
+        code = "rate_limit_exceeded"
+    if error.retry_after_s is not None:
+        message = f"{message.rstrip('.')}. Please try again in {max(1, math.ceil(error.retry_after_s))}s."
+    return {"code": code, "message": message}
