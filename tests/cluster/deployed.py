@@ -22,7 +22,7 @@ DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
 # In float32, two ranks, or a batch, round as one rank and one request do: texts can be compared.
 PRECISE = ("--device", "cpu", "--set", "worker.dtype=float32")
 MARK = "BATON_TEST_MARK"
-START_S = 60.0
+START_S = 90.0
 BATON = "cluster.cli.main"
 
 # More than the 64 tokens that a decode worker would read by itself.

@@ -48,6 +48,7 @@ def test_two_ranks_answer_as_one_die_as_one_and_leave_nothing(up: Deployed, depl
 
 def test_a_second_signal_stops_at_once_and_tells_whoever_waits(deploy: Deploy) -> None:
     cluster = deploy("up", *PORTS, *PRECISE, "--colocated")
+    cluster.wait_for("^serving ")  # which may take longer than what is waited for below
     with ThreadPoolExecutor(1) as client:
         asked = client.submit(cluster.complete, LONG, max_tokens=1500, ignore_eos=True)
         cluster.wait_until(lambda: cluster.status()["workers"][0]["load"]["num_running"] == 1)
