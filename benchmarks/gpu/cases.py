@@ -16,6 +16,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from workers.kernels.blocks import gather, scatter
 from workers.kernels.draw import Draws, draw
+from workers.kernels.experts.product import GroupedExperts
 from workers.kernels.paged_decode import DecodePlan, decode_tile, paged_decode, plan_decode
 from workers.kernels.prefill import PrefillPlan, plan_prefill, prefill, prefill_tile
 from workers.kernels.rms_norm import add_rms_norm
@@ -177,6 +178,28 @@ def _peers(rows: Sequence[tuple[int, int]], device: str) -> list[Callable[[], ob
 def _named(tile: Tile) -> str:
     limit = "" if tile.max_registers is None else f", {tile.max_registers} registers"
     return f"{tile.rows} x {tile.positions}, {tile.warps} warps, {tile.stages} stages{limit}"
+
+
+def expert_cases(device: str, *, divisor: int = 1) -> Iterator[KernelCase]:
+    """A layer of Qwen3-30B-A3B: the bytes are those of the experts that the tokens of this draw touch."""
+    num_experts, slots = 128 // min(divisor, 16), 8 // min(divisor, 4)
+    hidden, width = (max(16, size // divisor // 16 * 16) for size in (2048, 768))
+    gate_up = torch.randn(num_experts, 2 * width, hidden, device=device).bfloat16()
+    down = torch.randn(num_experts, hidden, width, device=device).bfloat16()
+    layer = GroupedExperts(
+        dict(enumerate(gate_up.unbind())), dict(enumerate(down.unbind())), silu_mul, num_experts=num_experts
+    )
+    for tokens in (1, 16, 64, 2048 // min(divisor, 256)):
+        weights_TS, chosen_TS = torch.rand(tokens, num_experts, device=device).topk(slots, dim=1)
+        x_TE = torch.randn(tokens, hidden, device=device).bfloat16()
+        touched = len(torch.unique(chosen_TS))
+        yield KernelCase(
+            kernel="experts",
+            shape=f"{tokens} tokens, {touched} of {num_experts} experts",
+            launch=lambda x=x_TE, chosen=chosen_TS, weights=weights_TS: layer(x, chosen, weights),  # type: ignore[misc]
+            num_bytes=touched * (gate_up[0].nbytes + down[0].nbytes) + 3 * x_TE.nbytes,
+            num_flops=2 * tokens * slots * (gate_up[0].numel() + down[0].numel()),
+        )
 
 
 def other_cases(device: str, *, divisor: int = 1) -> Iterator[KernelCase]:

@@ -121,7 +121,9 @@ def cases_of(device: str, *, sweep: bool, tiny: bool) -> Iterator[KernelCase]:
     cases = import_module("benchmarks.gpu.cases")
     divisor = 512 if tiny else 1
     return chain(
-        cases.attention_cases(device, sweep=sweep, divisor=divisor), cases.other_cases(device, divisor=divisor)
+        cases.attention_cases(device, sweep=sweep, divisor=divisor),
+        cases.other_cases(device, divisor=divisor),
+        cases.expert_cases(device, divisor=divisor),
     )
 
 

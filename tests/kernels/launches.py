@@ -11,6 +11,7 @@ import triton
 from workers.checkpoint.quantised import GroupValues, QuantisedWeight
 from workers.kernels.blocks import gather, scatter
 from workers.kernels.draw import Draws, draw
+from workers.kernels.experts.product import GroupedExperts
 from workers.kernels.paged_decode import DecodePlan, paged_decode
 from workers.kernels.prefill import PrefillPlan, prefill, prefill_tile
 from workers.kernels.quantised.activations import RoundedInputs, round_inputs
@@ -153,6 +154,20 @@ def _rounded(levels: Literal["int8", "fp8"], group: int | None) -> Callable[[tor
     return launch
 
 
+def _experts(num_tokens: int) -> Callable[[torch.dtype], None]:
+    """Addresses are those of the only expert: nothing reads them."""
+
+    def launch(dtype: torch.dtype) -> None:
+        gate_up, down = torch.zeros(2 * 768, 2048, dtype=dtype), torch.zeros(2048, 768, dtype=dtype)
+        experts = GroupedExperts(
+            dict.fromkeys(range(8), gate_up), dict.fromkeys(range(8), down), silu_mul, num_experts=8
+        )
+        chosen_TS = torch.arange(4).expand(num_tokens, 4).contiguous()
+        experts(torch.zeros(num_tokens, 2048, dtype=dtype), chosen_TS, torch.zeros(num_tokens, 4))
+
+    return launch
+
+
 LAUNCHES: dict[str, Callable[[torch.dtype], object]] = {
     "decode": _decode(None),
     "decode, window": _decode(4096),
@@ -169,6 +184,8 @@ LAUNCHES: dict[str, Callable[[torch.dtype], object]] = {
     "norm, weight in float32": lambda dtype: rms_norm(torch.zeros(1, 4096, dtype=dtype), torch.zeros(4096), 1e-6),
     "gather and scatter": _blocks,
     "draw": _sampling,
+    "experts, few rows": _experts(1),
+    "experts, many rows": _experts(64),
     "embed": lambda dtype: embed(torch.zeros(1, dtype=torch.int64), torch.zeros(2, 4096, dtype=dtype), 0),
     "join": lambda dtype: join(torch.zeros(2, 1, 64_128, dtype=dtype), 128_256),
     **{f"4 bits, {rows} rows": _grouped(4, 128, rows) for rows in (1, 64, 512)},

@@ -38,7 +38,9 @@ def test_a_dry_run_goes_all_the_way(name: str, tmp_path: Path) -> None:
     assert "no figure of it means anything" in " ".join(result.stdout.split())
     assert files[1].stat().st_size > 0
     if name == "kernels":
-        known = "paged_decode prefill rope_kv_write add_rms_norm silu_mul embed join draw gather scatter".split()
+        known = (
+            "paged_decode prefill rope_kv_write add_rms_norm silu_mul embed join draw gather scatter experts".split()
+        )
         assert {figure["kernel"] for figure in told["figures"]} == set(known)
     elif name == "quantised":
         assert {figure["format"] for figure in told["figures"]} == {

@@ -45,7 +45,11 @@ class Sequence:
         )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Of the families with experts one: in the interpreter each takes ten seconds.
+_ELSEWHERE = {"mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe"}
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in _ELSEWHERE])
 def test_greedy_tokens_are_the_oracles(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle = make_checkpoint(family, tmp_path)
     monkeypatch.setattr(loader, "kernels_for", lambda device: kernels_for("cuda"))

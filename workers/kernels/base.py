@@ -6,6 +6,7 @@ Legend: T tokens, E hidden size, F intermediate size, H heads (of queries or key
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Protocol, cast
 
@@ -26,6 +27,12 @@ class QuantisedProduct(Protocol):
     """y = x W^T (+ b) with a quantised weight that was packed once: [T, O] in x's type."""
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+class ExpertsSum(Protocol):
+    """The sum [T, E], float32, of each token's experts [T, S], by the weights of its slots and in their order."""
+
+    def __call__(self, x_TE: torch.Tensor, chosen_TS: torch.Tensor, weights_TS: torch.Tensor) -> torch.Tensor: ...
 
 
 class Kernels(Protocol):
@@ -56,6 +63,16 @@ class Kernels(Protocol):
     ) -> torch.Tensor: ...
     def head_products(self, x_TNI: torch.Tensor, weight_NIO: torch.Tensor) -> torch.Tensor: ...
     def gather(self, cache: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
+    def grouped_experts(
+        self,
+        gate_up: Mapping[int, torch.Tensor],
+        down: Mapping[int, torch.Tensor],
+        gate: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        num_experts: int,
+        gate_up_biases: Mapping[int, torch.Tensor] | None = None,
+        down_biases: Mapping[int, torch.Tensor] | None = None,
+    ) -> ExpertsSum | None: ...
     def quantised_product(self, weight: QuantisedWeight) -> QuantisedProduct | None: ...
     def scatter(self, cache: torch.Tensor, block_ids: torch.Tensor, payload: torch.Tensor) -> None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from workers.kernels.blocks import gather, scatter
+from workers.kernels.experts.product import GroupedExperts as grouped_experts
 from workers.kernels.quantised.product import quantised_product
 from workers.kernels.reference import head_products, layer_norm
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
@@ -15,6 +16,7 @@ __all__ = [
     "embed",
     "gather",
     "gelu_tanh_mul",
+    "grouped_experts",
     "head_products",
     "join",
     "layer_norm",

@@ -244,6 +244,10 @@ def scatter(cache: torch.Tensor, block_ids: torch.Tensor, payload: torch.Tensor)
     cache.index_copy_(2, block_ids, payload)
 
 
+def grouped_experts(*_: object, **__: object) -> None:
+    """No product of its own: the layer takes its experts one after the other, or compiled code takes all of them."""
+
+
 def quantised_product(weight: QuantisedWeight) -> None:
     """No product of its own: the weight is dequantised one tile after the other (`encodings.quantised.product`), the
     twins of the kernels are in `workers.kernels.quantised.reference`."""

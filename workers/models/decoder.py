@@ -81,6 +81,11 @@ class Decoder:
             layer.pack()
         self._head.pack()
 
+    @property
+    def waits(self) -> bool:
+        """Whether a packed layer waits for its device."""
+        return any(layer.waits for layer in self._layers)
+
     def packed_layers(self) -> list[LayerWeights] | None:
         """Weights of every layer, once packed, if compiled code can do all that each of them does."""
         found = [layer.packed() for layer in self._layers]
@@ -153,6 +158,10 @@ class DecoderLayer:
     def pack(self) -> None:
         self._attention.pack()
         self._mlp.pack()
+
+    @property
+    def waits(self) -> bool:
+        return self._mlp.waits
 
     def packed(self) -> LayerWeights | None:
         """None where compiled layers do not do what this one does."""

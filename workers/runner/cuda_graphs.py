@@ -55,6 +55,8 @@ def why_eager(decoder: Decoder) -> str:
     """Why steps of this model cannot be replayed; empty if they can."""
     if any(isinstance(rope, DynamicRope | LongRope) for rope in decoder.config.ropes):
         return "its rope's frequencies depend on each sequence's length"
+    if decoder.waits:
+        return "its experts' weights are quantised, and are multiplied one expert after the other"
     return ""
 
 

@@ -20,6 +20,7 @@ embed = reference.embed
 join = reference.join
 gather = reference.gather
 scatter = reference.scatter
+grouped_experts = reference.grouped_experts
 quantised_product = reference.quantised_product
 
 

@@ -44,6 +44,11 @@ class AttentionLayer(Protocol):
 class FeedForward(Protocol):
     """The other half of a layer: a gated MLP, or experts."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether a call waits for the device: then no CUDA graph can hold it."""
+        ...
+
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor: ...
 
     def packed_products(self) -> tuple[PackedProduct, PackedProduct | None] | None:

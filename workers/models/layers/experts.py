@@ -15,7 +15,9 @@ from collections.abc import Iterator
 import torch
 
 from workers.checkpoint.encoding import LayerContext, Projection, WeightShare
+from workers.checkpoint.encodings.floats import FloatMatrix
 from workers.checkpoint.slots import Slot
+from workers.kernels.base import ExpertsSum
 from workers.kernels.cpu.experts import ExpertProducts, PackedExperts, RouterRule, RouterScores
 from workers.kernels.cpu.products import PackedProduct, can_pack
 from workers.models.config import ModelConfig
@@ -63,20 +65,52 @@ class MixtureOfExperts:
                 context, f"{prefix}.{names.shared}", experts, hidden_size, size, rank, shared=True
             )
         self._packed: PackedExperts | None = None
+        self._kernels = context.kernels
+        self._grouped: ExpertsSum | None = None
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
             return self._parallel.all_reduce(self._packed(x_TE))
         logits_TX, shared_T1 = self._router(x_TE)
         chosen_TS, weights_TS = route(logits_TX, self._config.routing, self._router.correction_X)
-        sum_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
-        y_TSE = self._outputs(x_TE, chosen_TS)
-        for slot in range(chosen_TS.shape[1]):
-            sum_TE += weights_TS[:, slot : slot + 1] * y_TSE[:, slot]
+        sum_TE = self._sum(x_TE, chosen_TS, weights_TS)
         if self._shared is not None:
             shared_TE = self._shared(x_TE).float()
             sum_TE += shared_TE if shared_T1 is None else shared_T1.sigmoid() * shared_TE
         return self._parallel.all_reduce(sum_TE.to(x_TE.dtype))
+
+    def _sum(self, x_TE: torch.Tensor, chosen_TS: torch.Tensor, weights_TS: torch.Tensor) -> torch.Tensor:
+        """[T, E], float32."""
+        if self._grouped is None:
+            self._grouped = self._group()
+        if self._grouped is not None:
+            return self._grouped(x_TE, chosen_TS, weights_TS)
+        sum_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
+        y_TSE = self._outputs(x_TE, chosen_TS)
+        for slot in range(chosen_TS.shape[1]):
+            sum_TE += weights_TS[:, slot : slot + 1] * y_TSE[:, slot]
+        return sum_TE
+
+    def _group(self) -> ExpertsSum | None:
+        """The device's product of all experts, if it has one for their weights."""
+        floats = {index: weights for index, one in self._experts.items() if (weights := one.float_weights())}
+        if not floats or len(floats) < len(self._experts):
+            return None
+        first = next(iter(self._experts.values()))
+        biases = {index: one.biases for index, one in self._experts.items()} if self._config.biased else None
+        return self._kernels.grouped_experts(
+            {index: gate_up for index, (gate_up, _) in floats.items()},
+            {index: down for index, (_, down) in floats.items()},
+            first.gate,
+            num_experts=self._config.num_experts,
+            gate_up_biases=None if biases is None else {index: gate_up for index, (gate_up, _) in biases.items()},
+            down_biases=None if biases is None else {index: down for index, (_, down) in biases.items()},
+        )
+
+    @property
+    def waits(self) -> bool:
+        """Once packed: without a product of all experts the host picks those that tokens chose."""
+        return self._packed is None and self._grouped is None
 
     def _outputs(self, x_TE: torch.Tensor, chosen_TS: torch.Tensor) -> torch.Tensor:
         """[T, S, E]: what each slot's expert makes of the token, 0 where another rank has the expert."""
@@ -113,6 +147,8 @@ class MixtureOfExperts:
                 counts_X=self.counts_X,
             )
             self._router.release()
+        else:
+            self._grouped = self._group()
 
     def slots(self) -> Iterator[Slot]:
         yield from self._router.slots()
@@ -199,6 +235,7 @@ class ExpertShare:
         total = experts.shared_width if shared else experts.width
         self.width = width = total // num_shares
         self._clamped = None if shared else experts.clamped
+        self._kernels = context.kernels
         self._gate_up = ColumnParallel(
             context,
             [
@@ -225,6 +262,25 @@ class ExpertShare:
     @property
     def _added_bias_E(self) -> torch.Tensor | None:
         return self._down_bias_E if self._adds_bias else None
+
+    def gate(self, wide_TI2: torch.Tensor) -> torch.Tensor:
+        """[T, I] of gate and up [T, 2 I]."""
+        return self._kernels.silu_mul(wide_TI2) if self._clamped is None else clamped_gate(wide_TI2, self._clamped)
+
+    def float_weights(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of gate and up, and down, where both are in floating point and not packed."""
+        gate_up, down = self._gate_up.matrix, self._down
+        if not isinstance(gate_up, FloatMatrix) or not isinstance(down, FloatMatrix) or gate_up.packed or down.packed:
+            return None
+        return gate_up.weight_OI, down.weight_OI
+
+    @property
+    def biases(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of gate and up, and down: zeros where another share adds the latter."""
+        assert self._gate_up.bias_O is not None
+        assert self._down_bias_E is not None
+        down_E = self._down_bias_E if self._adds_bias else torch.zeros_like(self._down_bias_E)
+        return self._gate_up.bias_O, down_E
 
     def products(self) -> ExpertProducts | None:
         """Once packed, if compiled code can multiply with both."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from workers.checkpoint.encoding import LayerContext, Projection, WeightShare
+from workers.checkpoint.encoding import LayerContext, Matrix, Projection, WeightShare
 from workers.checkpoint.slots import Slot
 from workers.kernels.cpu.products import PackedProduct
 
@@ -61,6 +61,10 @@ class ColumnParallel:
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         return self._weight(x_TI, self.bias_O)
+
+    @property
+    def matrix(self) -> Matrix:
+        return self._weight
 
     def packed_product(self) -> PackedProduct | None:
         """What a call computes, if compiled layers can."""

@@ -34,6 +34,10 @@ class GatedMLP:
         )
         self._down = RowParallel(context, f"{prefix}.{names.down}", total, config.hidden_size, bias=config.mlp_bias)
 
+    @property
+    def waits(self) -> bool:
+        return False
+
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         inner_TF = self._gate_up(x_TE)
         if self._activation != "silu":
@@ -67,6 +71,10 @@ class PlainMLP:
             bias=config.mlp_bias,
         )
         self._down = RowParallel(context, f"{prefix}.{names.down}", total, config.hidden_size, bias=config.mlp_bias)
+
+    @property
+    def waits(self) -> bool:
+        return False
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         return self._down(self._activate(self._up(x_TE)))
