@@ -219,6 +219,7 @@ def _sigmoid_experts(
 
 
 def _num_experts(config: Fields, key: str, default: int) -> int:
+    _require(config, "hidden_act", config.text_or("hidden_act", "silu"), ("silu", "swish"))
     return _at_most(config, key, config.integer_or(key, default), _MAX_EXPERTS)
 
 
