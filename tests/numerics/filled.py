@@ -23,11 +23,15 @@ def filled(layout: KVLayout, rows: tuple[tuple[int, int], ...]) -> tuple[KVStora
     generator = torch.Generator().manual_seed(11)
     order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
     storage = KVStorage(layout, num_blocks=len(order))
-    storage.data.copy_(torch.randn(storage.data.shape, generator=generator))
     blocks = [[order.pop() for _ in range(count)] for count in counts]
-    storage.data[:, :, order] = float("nan")
-    for length, table in zip(lens, blocks, strict=True):
-        storage.data[:, :, table[-1], :, (length - 1) % layout.block_size + 1 :] = float("nan")
+    for tensor in storage.tensors:
+        if not tensor.dtype.is_floating_point:
+            tensor.copy_(torch.randint(-127, 127, tensor.shape, generator=generator))
+            continue
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        tensor[:, :, order] = float("nan")
+        for length, table in zip(lens, blocks, strict=True):
+            tensor[:, :, table[-1], :, (length - 1) % layout.block_size + 1 :] = float("nan")
     starts: list[int] = [0]
     positions: list[int] = []
     for new, cached in rows:

@@ -180,3 +180,30 @@ def test_the_compiled_backend_is_the_cpu_s() -> None:
     layout = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16")
     storage = KVStorage(layout, num_blocks=1)
     assert isinstance(cpu_attention(storage), NativeAttention)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_are_rounded_to_8_bits_as_the_twin_rounds_them(
+    dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """Bit for bit: small numbers and zeros, ties, and e4m3's smallest and largest ones among them."""
+    num_tokens, num_kv_heads, head_dim = 40, 3, 48
+    x = normal(3, num_tokens, num_kv_heads, head_dim, dtype=torch.float32) * torch.logspace(
+        -12, 12, num_tokens, 2.0
+    ).view(1, -1, 1, 1)
+    x[:, 3] = 0
+    x[:, 4] = torch.arange(head_dim) * 0.5
+    q, k, v = x.to(dtype)
+    angles = torch.zeros(num_tokens, head_dim // 2)
+    slots, outputs = torch.randperm(64)[:num_tokens], []
+    for write in (cpu.rope_kv_write, reference.rope_kv_write):
+        caches = [torch.zeros(8, num_kv_heads, 8, head_dim, dtype=torch.uint8).view(kv_dtype) for _ in range(2)]
+        of_tokens = [torch.zeros(8, num_kv_heads, 8) for _ in range(2)]
+        of_heads = [torch.tensor([0.5, 1.0, 0.3]) for _ in range(2)]
+        scales = of_tokens if kv_dtype == torch.int8 else of_heads
+        write(q, k, v, angles.cos(), angles.sin(), caches[0], caches[1], slots, (scales[0], scales[1]))
+        outputs.append((*(cache.view(torch.uint8) for cache in caches), *scales))
+    for found, expected in zip(*outputs, strict=True):
+        assert torch.equal(found, expected)
+    assert outputs[0][0].any()

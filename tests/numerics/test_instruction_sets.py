@@ -130,7 +130,7 @@ def test_tiles_attend_where_there_are_any_and_the_head_fits_them() -> None:
         storage, _ = filled(layout, ((1, 3),))
         backend = cpu_attention(storage)
         assert isinstance(backend, NativeAttention)
-        return backend.kernels
+        return backend.kernels_for(getattr(torch, dtype))
 
     assert isinstance(kernels_for(64, "bfloat16"), Tiles)
     assert isinstance(kernels_for(40, "bfloat16"), Native)

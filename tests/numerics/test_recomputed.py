@@ -13,8 +13,10 @@ from protos.values import GenerateRequest, KVLayout, Logprobs, SamplingParams
 from tests.numerics.filled import filled, normal
 from workers.attention.base import AttentionInputs, GroupTables
 from workers.attention.cpu import cpu_attention
+from workers.config import KVDtype
 from workers.engine.engine import Engine
 from workers.kernels.cpu.build import native
+from workers.kv.kinds import with_kv_dtype
 
 pytestmark = pytest.mark.skipif(native(torch.bfloat16) is None, reason="no C++ compiler")
 
@@ -23,7 +25,10 @@ pytestmark = pytest.mark.skipif(native(torch.bfloat16) is None, reason="no C++ c
     ("window", "softcap", "has_sinks"), [(None, 0.0, False), (5, 0.0, False), (64, 2.0, True), (100, 0.0, False)]
 )
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 64), (3, 3, 96), (8, 2, 128), (12, 1, 32)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(torch.bfloat16, "auto"), (torch.float32, "auto"), (torch.bfloat16, "int8"), (torch.float32, "fp8")],
+)
 def test_attention_has_the_same_bits_for_a_token_that_decodes(
     num_heads: int,
     num_kv_heads: int,
@@ -32,6 +37,7 @@ def test_attention_has_the_same_bits_for_a_token_that_decodes(
     softcap: float,
     has_sinks: bool,
     dtype: torch.dtype,
+    kv_dtype: KVDtype,
 ) -> None:
     """Every token of a chunk behind a cached prefix, alone and among the others."""
     num_new, num_cached = 90, 70
@@ -42,7 +48,7 @@ def test_attention_has_the_same_bits_for_a_token_that_decodes(
         block_size=16,
         dtype=str(dtype).removeprefix("torch."),
     )
-    storage, inputs = filled(layout, ((num_new, num_cached),))
+    storage, inputs = filled(with_kv_dtype(layout, kv_dtype), ((num_new, num_cached),))
     q_TND = normal(num_new, num_heads, head_dim, dtype=dtype, seed=3)
     sinks_N = normal(num_heads, dtype=torch.float32, seed=4) if has_sinks else None
     options: Any = {"scale": head_dim**-0.5, "window": window, "softcap": softcap, "sinks_N": sinks_N}

@@ -8,6 +8,7 @@ that are read (a window skips the earlier pages).
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from workers.attention.latent import NativeLatentAttention
 from workers.kernels import cpu, reference
 from workers.kernels.cpu.build import Native, Tiles, native, native_tiles
 from workers.kernels.cpu.layers import RowTables
+from workers.kernels.cpu.pages import LayerCache
 from workers.kv.storage import KVStorage
 
 _TILE_DEPTH = 32
@@ -30,25 +32,34 @@ def cpu_attention(storage: KVStorage, group: int = 0) -> AttentionBackend:
     if storage.is_latent(first):
         kernels = native(storage.part(first, LATENT).dtype)
         return TorchAttention(storage, group) if kernels is None else NativeLatentAttention(storage, kernels, group)
-    keys = storage.keys(first)
-    kernels, tiles = native(keys.dtype), native_tiles()
-    if kernels is None:
-        return TorchAttention(storage, group)
-    fits = keys.dtype == torch.bfloat16 and keys.shape[-1] % _TILE_DEPTH == 0
-    return NativeAttention(storage, tiles if fits and tiles is not None else kernels, group)
+    rounded = storage.scales(first) is not None
+    kernels = native(torch.float32 if rounded else storage.keys(first).dtype)
+    return TorchAttention(storage, group) if kernels is None else NativeAttention(storage, group=group)
 
 
 class NativeAttention:
-    """Attention by a compiled kernel, one call per layer over all rows: attention.cpp or attention_tiles.cpp in
-    `workers/kernels/cpu`."""
+    """Attention by a compiled kernel, one call per layer over all rows: attention.cpp, attention_rounded.cpp or
+    attention_tiles.cpp in `workers/kernels/cpu`. `kernels` are those of this processor unless they are given."""
 
-    def __init__(self, storage: KVStorage, kernels: Native | Tiles, group: int = 0) -> None:
-        self.kernels = kernels
+    def __init__(self, storage: KVStorage, kernels: Native | Tiles | None = None, group: int = 0) -> None:
         self._group = group
+        self._given = kernels
         self.caches = {
-            layer: (storage.keys(layer), storage.values(layer)) for layer in storage.layout.groups[group].layers
+            layer: LayerCache(keys=storage.keys(layer), values=storage.values(layer), scales=storage.scales(layer))
+            for layer in storage.layout.groups[group].layers
         }
+        self._described = {layer: cache.described() for layer, cache in self.caches.items()}
         self._rows: RowTables | None = None
+
+    def kernels_for(self, dtype: torch.dtype) -> Native | Tiles:
+        """Of queries of this dtype."""
+        keys = next(iter(self.caches.values())).keys
+        kernels, tiles = self._given or native(dtype), native_tiles()
+        fits = keys.dtype == torch.bfloat16 and keys.shape[-1] % _TILE_DEPTH == 0
+        if self._given is None and fits and tiles is not None:
+            return tiles
+        assert kernels is not None, f"queries are {dtype}"
+        return kernels
 
     @property
     def rows(self) -> RowTables:
@@ -62,7 +73,8 @@ class NativeAttention:
     def write(
         self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
     ) -> torch.Tensor:
-        return cpu.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *self.caches[layer], self.rows.slots_T)
+        cache, slots_T = self.caches[layer], self.rows.slots_T
+        return cpu.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, cache.keys, cache.values, slots_T, cache.scales)
 
     def attend(
         self,
@@ -75,18 +87,18 @@ class NativeAttention:
         sinks_N: torch.Tensor | None = None,
         value_dim: int | None = None,
     ) -> torch.Tensor:
-        step, (k_cache, v_cache) = self.rows, self.caches[layer]
-        assert q_TND.dtype == k_cache.dtype, f"queries are {q_TND.dtype}, the cache {k_cache.dtype}"
+        step, cache = self.rows, self.caches[layer]
+        dtype = cache.keys.dtype
+        assert cache.scales is not None or q_TND.dtype == dtype, f"queries are {q_TND.dtype}, the cache {dtype}"
         assert sinks_N is None or sinks_N.dtype == torch.float32, f"sinks are {sinks_N.dtype}"
         if not cpu.has_whole_rows(q_TND):
             q_TND = q_TND.contiguous()
         out_TND = cpu.empty_heads(q_TND, q_TND.stride(0))
         _, num_heads, head_dim = q_TND.shape
-        _, num_kv_heads, block_size, _ = k_cache.shape
-        self.kernels.attend(
+        _, num_kv_heads, block_size, _ = cache.keys.shape
+        self.kernels_for(q_TND.dtype).attend(
             q_TND.data_ptr(),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
+            ctypes.byref(self._described[layer]),
             out_TND.data_ptr(),
             step.query_starts.data_ptr(),
             step.context_lens.data_ptr(),

@@ -63,17 +63,15 @@ def to_int8(x_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(integers [T, K, D], scales [T, K] in float32): absmax / 127, quotients to the nearest, ties to even. A head with
     a number that is not finite has such a scale."""
     wide_TKD = x_TKD.float()
-    scales_TK = (wide_TKD.abs().amax(-1) / _INT8_MOST).clamp(min=LEAST_SCALE)
+    scales_TK = (wide_TKD.abs().amax(-1) * (1 / _INT8_MOST)).clamp(min=LEAST_SCALE)
     quotients_TKD = torch.nan_to_num(wide_TKD / scales_TK.unsqueeze(-1), nan=0.0)
     return quotients_TKD.round().to(torch.int8), scales_TK
 
 
 def to_fp8(x_TKD: torch.Tensor, scale_K: torch.Tensor) -> torch.Tensor:
-    """e4m3 [T, K, D] of the quotients: to the nearest, ties to even; beyond 448 they become 448, and what is not finite
-    becomes NaN."""
-    quotients_TKD = x_TKD.float() / scale_K.unsqueeze(-1)
-    bounded_TKD = quotients_TKD.clamp(-_FP8_MOST, _FP8_MOST)
-    return torch.where(quotients_TKD.isfinite(), bounded_TKD, torch.nan).to(torch.float8_e4m3fn)
+    """e4m3 [T, K, D] of the quotients: to the nearest, ties to even; beyond 448 they become 448, as NaN does."""
+    quotients_TKD = (x_TKD.float() / scale_K.unsqueeze(-1)).nan_to_num(_FP8_MOST)
+    return quotients_TKD.clamp(-_FP8_MOST, _FP8_MOST).to(torch.float8_e4m3fn)
 
 
 def widened(cache: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:

@@ -30,7 +30,8 @@ def fused_layers(decoder: Decoder, attention: AttentionBackend, notify: Callable
         weights,
         tuple(attention.caches.values()),
         form=form,
-        attention=attention.kernels,
+        dtype=decoder.context.dtype,
+        attention=attention.kernels_for(decoder.context.dtype),
     )
 
     def through(

@@ -6,6 +6,7 @@ P D / 2 rotated pairs, NB blocks of the cache, BS positions of a block.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -15,6 +16,7 @@ from workers.kernels.base import KVScales
 from workers.kernels.cpu.build import native, native_tiles
 from workers.kernels.cpu.memory import apart, empty_rows
 from workers.kernels.cpu.norms import CompiledNorm, rms_kind
+from workers.kernels.cpu.pages import LayerCache
 
 embed = reference.embed
 join = reference.join
@@ -143,12 +145,12 @@ def rope_kv_write(
     scales: KVScales | None = None,
 ) -> torch.Tensor:
     kernels = native(q_TND.dtype)
-    plain = (cos_TP, sin_TP, k_cache, v_cache, slots_T)
+    cache = LayerCache(keys=k_cache, values=v_cache, scales=scales)
     if (
         kernels is None
-        or k_cache.dtype != q_TND.dtype
+        or (scales is None and k_cache.dtype != q_TND.dtype)
         or not (has_whole_rows(q_TND) and has_whole_rows(k_TKD) and has_whole_rows(v_TKD))
-        or not all(part.is_contiguous() for part in plain)
+        or not (cache.is_contiguous and all(part.is_contiguous() for part in (cos_TP, sin_TP, slots_T)))
     ):
         return reference.rope_kv_write(q_TND, k_TKD, v_TKD, cos_TP, sin_TP, k_cache, v_cache, slots_T, scales)
     num_tokens, num_heads, head_dim = q_TND.shape
@@ -164,8 +166,7 @@ def rope_kv_write(
         cos_TP.data_ptr(),
         sin_TP.data_ptr(),
         turned_TND.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
+        ctypes.byref(cache.described()),
         slots_T.data_ptr(),
         num_tokens,
         num_heads,

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "attention_rounded.h"
 
 #ifdef __AVX512BF16__
 #include "transpose.h"
@@ -20,37 +21,10 @@
 
 namespace {
 
+using vectors::fold, vectors::greater, vectors::lanes, vectors::load, vectors::store, vectors::Vector;
 using paged::Batch, paged::chunk, paged::infinity, paged::Places, paged::Shape, paged::Tile;
 
-#ifdef __AVX512F__
-constexpr int lanes = 16;
-#else
-constexpr int lanes = 8;
-#endif
 constexpr int most_queries = 96;  // of a tile: its buffers stay in a core's second-level cache
-
-typedef float Vector __attribute__((vector_size(lanes * 4), aligned(4)));
-
-
-inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
-inline void store(float* to, Vector x) { *reinterpret_cast<Vector*>(to) = x; }
-inline Vector greater(Vector a, Vector b) { return a > b ? a : b; }
-
-// One number out of all lanes, by halves.
-template <typename Combine>
-float fold(Vector x, Combine combine) {
-#ifdef __AVX512F__
-    x = combine(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-    x = combine(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-    x = combine(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-    x = combine(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
-#else
-    x = combine(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
-    x = combine(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
-    x = combine(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6));
-#endif
-    return x[0];
-}
 
 typedef float Eight __attribute__((vector_size(32), aligned(4)));
 
@@ -352,13 +326,16 @@ void attend(const T* q, const T* k_cache, const T* v_cache, T* out, const Batch&
 }  // namespace
 
 #define FOR_DTYPE(T, SUFFIX)                                                                                          \
-    extern "C" void attend_##SUFFIX(const T* q, const T* k_cache, const T* v_cache, T* out,                           \
-                                    const int64_t* query_starts, const int64_t* context_lens, const int32_t* tables,  \
-                                    const float* sinks, int64_t table_stride, int64_t num_rows, int64_t num_heads,    \
-                                    int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t window,       \
-                                    int64_t token_stride, float scale, float softcap, int num_threads) {              \
-        attend(q, k_cache, v_cache, out, {query_starts, context_lens, tables, table_stride, num_rows},                \
-               {num_heads, num_kv_heads, head_dim, block_size, window, token_stride, scale, softcap, sinks}, num_threads);\
+    extern "C" void attend_##SUFFIX(const T* q, const paged::Cache* cache, T* out, const int64_t* query_starts,       \
+                                    const int64_t* context_lens, const int32_t* tables, const float* sinks,           \
+                                    int64_t table_stride, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,  \
+                                    int64_t head_dim, int64_t block_size, int64_t window, int64_t token_stride,       \
+                                    float scale, float softcap, int num_threads) {                                    \
+        const Batch batch{query_starts, context_lens, tables, table_stride, num_rows};                                \
+        const Shape shape{num_heads, num_kv_heads, head_dim, block_size, window, token_stride, scale, softcap, sinks}; \
+        if (cache->kind != paged::as_queries) return paged::attend_rounded(q, *cache, out, batch, shape, num_threads); \
+        attend(q, static_cast<const T*>(cache->keys), static_cast<const T*>(cache->values), out, batch, shape,        \
+               num_threads);                                                                                          \
     }
 
 FOR_DTYPE(float, float32)

@@ -13,6 +13,7 @@
 
 #include "amx.h"
 #include "attention_decode.h"
+#include "attention_rounded.h"
 #include "softmax.h"
 #include "transpose.h"
 
@@ -299,13 +300,16 @@ void attend(const bfloat16* q, const bfloat16* k_cache, const bfloat16* v_cache,
 #endif
 
 // As attend_bfloat16 of attention.cpp, for head sizes that are multiples of 32.
-extern "C" void attend_tiles(const bfloat16* q, const bfloat16* k_cache, const bfloat16* v_cache, bfloat16* out,
-                             const int64_t* query_starts, const int64_t* context_lens, const int32_t* tables,
-                             const float* sinks, int64_t table_stride, int64_t num_rows, int64_t num_heads,
-                             int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t window,
-                             int64_t token_stride, float scale, float softcap, int num_threads) {
+extern "C" void attend_tiles(const bfloat16* q, const paged::Cache* cache, bfloat16* out, const int64_t* query_starts,
+                             const int64_t* context_lens, const int32_t* tables, const float* sinks, int64_t table_stride,
+                             int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                             int64_t block_size, int64_t window, int64_t token_stride, float scale, float softcap,
+                             int num_threads) {
 #ifdef HAS_TILES
-    attend(q, k_cache, v_cache, out, {query_starts, context_lens, tables, table_stride, num_rows},
-           {num_heads, num_kv_heads, head_dim, block_size, window, token_stride, scale, softcap, sinks}, num_threads);
+    const Batch batch{query_starts, context_lens, tables, table_stride, num_rows};
+    const Shape shape{num_heads, num_kv_heads, head_dim, block_size, window, token_stride, scale, softcap, sinks};
+    if (cache->kind != paged::as_queries) return paged::attend_rounded(q, *cache, out, batch, shape, num_threads);
+    attend(q, static_cast<const bfloat16*>(cache->keys), static_cast<const bfloat16*>(cache->values), out, batch, shape,
+           num_threads);
 #endif
 }

@@ -31,6 +31,7 @@ _SOURCES = {
     "elementwise.cpp": "-ffp-contract=off",  # rounded where torch rounds, to be equal to it
     "attention.cpp": "-ffp-contract=fast",
     "latent.cpp": "-ffp-contract=fast",
+    "attention_rounded.cpp": "-ffp-contract=fast",
     "attention_tiles.cpp": "-ffp-contract=fast",
     "products.cpp": "-ffp-contract=off",
     "products_tiles.cpp": "-ffp-contract=fast",
@@ -47,8 +48,8 @@ _ARGUMENTS = {
     "add_norm": (*[_P] * 5, *[_N] * 3, _F, _I, _I),
     "silu_mul": (*[_P] * 2, *[_N] * 3, _I),
     "gelu_tanh_mul": (*[_P] * 2, *[_N] * 3, _I),
-    "rope_kv_write": (*[_P] * 3, *[_N] * 4, *[_P] * 6, *[_N] * 5, _I),
-    "attend": (*[_P] * 8, *[_N] * 8, *[_F] * 2, _I),
+    "rope_kv_write": (*[_P] * 3, *[_N] * 4, *[_P] * 5, *[_N] * 5, _I),
+    "attend": (*[_P] * 7, *[_N] * 8, *[_F] * 2, _I),
     "attend_latent": (*[_P] * 6, *[_N] * 8, _F, _I),
     "head_products": (*[_P] * 3, *[_N] * 6, _I),
     "pack_panels": (*[_P] * 3, *[_N] * 2, _I),

@@ -2,9 +2,11 @@
 // results and their rounding. T is the dtype of all tensors but cos and sin. Sizes and strides count elements.
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include "norms.h"
 #include "numbers.h"
+#include "rounded.h"
 
 namespace {
 
@@ -115,23 +117,49 @@ void turn(const T* x, const float* cos, const float* sin, T* out, int64_t num_pa
     }
 }
 
+// A token's keys and values in their place of the cache: as they are, or in 8 bits. `spare` has room for two heads.
+template <typename T>
+void write_heads(const T* k, const T* v, const float* cos, const float* sin, const paged::Cache& cache, int64_t place,
+                 int64_t, int64_t size, float*) {
+    turn(k, cos, sin, static_cast<T*>(cache.keys) + place * size, size / 2);
+    std::memcpy(static_cast<T*>(cache.values) + place * size, v, size * sizeof(T));
+}
+
+template <typename T, typename E>
+void round_heads(const T* k, const T* v, const float* cos, const float* sin, const paged::Cache& cache, int64_t place,
+                 int64_t scale, int64_t size, float* spare) {
+    T* turned = reinterpret_cast<T*>(spare + size);
+    turn(k, cos, sin, turned, size / 2);
+    for (int64_t i = 0; i < size; i++) spare[i] = widen(turned[i]);
+    rounded::write(spare, static_cast<E*>(cache.keys) + place * size, cache.k_scales + scale, size);
+    for (int64_t i = 0; i < size; i++) spare[i] = widen(v[i]);
+    rounded::write(spare, static_cast<E*>(cache.values) + place * size, cache.v_scales + scale, size);
+}
+
 template <typename T>
 void rope_kv_write(const T* q, const T* k, const T* v, const int64_t* strides, const float* cos, const float* sin,
-                   T* turned, T* k_cache, T* v_cache, const int64_t* slots, int64_t num_tokens, int64_t num_heads,
+                   T* turned, const paged::Cache& cache, const int64_t* slots, int64_t num_tokens, int64_t num_heads,
                    int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int num_threads) {
+    const auto write = cache.kind == paged::int8 ? round_heads<T, Int8>
+                       : cache.kind == paged::e4m3 ? round_heads<T, E4m3>
+                                                   : write_heads<T>;
     int64_t total = num_tokens * (num_heads + 2 * num_kv_heads) * head_dim;
-#pragma omp parallel for num_threads(num_threads) if (total > worth_a_thread)
-    for (int64_t token = 0; token < num_tokens; token++) {
-        const int64_t num_pairs = head_dim / 2;
-        const float *cos_here = cos + token * num_pairs, *sin_here = sin + token * num_pairs;
-        for (int64_t head = 0; head < num_heads; head++)
-            turn(q + token * strides[0] + head * head_dim, cos_here, sin_here,
-                 turned + token * strides[3] + head * head_dim, num_pairs);
-        const int64_t block = slots[token] / block_size, offset = slots[token] % block_size;
-        for (int64_t head = 0; head < num_kv_heads; head++) {
-            const int64_t place = ((block * num_kv_heads + head) * block_size + offset) * head_dim;
-            turn(k + token * strides[1] + head * head_dim, cos_here, sin_here, k_cache + place, num_pairs);
-            std::memcpy(v_cache + place, v + token * strides[2] + head * head_dim, head_dim * sizeof(T));
+#pragma omp parallel num_threads(num_threads) if (total > worth_a_thread)
+    {
+        std::vector<float> spare(cache.kind == paged::as_queries ? 0 : 2 * head_dim);
+#pragma omp for
+        for (int64_t token = 0; token < num_tokens; token++) {
+            const int64_t num_pairs = head_dim / 2;
+            const float *cos_here = cos + token * num_pairs, *sin_here = sin + token * num_pairs;
+            for (int64_t head = 0; head < num_heads; head++)
+                turn(q + token * strides[0] + head * head_dim, cos_here, sin_here,
+                     turned + token * strides[3] + head * head_dim, num_pairs);
+            const int64_t block = slots[token] / block_size, offset = slots[token] % block_size;
+            for (int64_t head = 0; head < num_kv_heads; head++) {
+                const int64_t place = (block * num_kv_heads + head) * block_size + offset;
+                write(k + token * strides[1] + head * head_dim, v + token * strides[2] + head * head_dim, cos_here, sin_here,
+                      cache, place, cache.kind == paged::int8 ? place : head, head_dim, spare.data());
+            }
         }
     }
 }
@@ -165,12 +193,12 @@ void rope_kv_write(const T* q, const T* k, const T* v, const int64_t* strides, c
     }                                                                                                                 \
     extern "C" void rope_kv_write_##SUFFIX(                                                                           \
         const T* q, const T* k, const T* v, int64_t q_stride, int64_t k_stride, int64_t v_stride,                     \
-        int64_t turned_stride, const float* cos, const float* sin, T* turned, T* k_cache, T* v_cache,                 \
+        int64_t turned_stride, const float* cos, const float* sin, T* turned, const paged::Cache* cache,              \
         const int64_t* slots, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,          \
         int64_t block_size, int num_threads) {                                                                        \
         const int64_t strides[] = {q_stride, k_stride, v_stride, turned_stride};                                      \
-        rope_kv_write(q, k, v, strides, cos, sin, turned, k_cache, v_cache, slots, num_tokens, num_heads,             \
-                      num_kv_heads, head_dim, block_size, num_threads);                                               \
+        rope_kv_write(q, k, v, strides, cos, sin, turned, *cache, slots, num_tokens, num_heads, num_kv_heads,         \
+                      head_dim, block_size, num_threads);                                                             \
     }
 
 FOR_DTYPE(float, float32)

@@ -6,13 +6,14 @@
 #include "norms.h"
 #include "numbers.h"
 #include "products.h"
+#include "rounded.h"
 
 #define OF_DTYPE(T, SUFFIX)                                                                                             \
     void add_norm_##SUFFIX(const T*, const T*, const void*, T*, T*, int64_t, int64_t, int64_t, float, int, int);        \
     void norm_##SUFFIX(const T*, const void*, const float*, T*, int64_t, int64_t, int64_t, int64_t, float, int, int);   \
     void rope_kv_write_##SUFFIX(const T*, const T*, const T*, int64_t, int64_t, int64_t, int64_t, const float*,         \
-                                const float*, T*, T*, T*, const int64_t*, int64_t, int64_t, int64_t, int64_t, int64_t, \
-                                int);                                                                                   \
+                                const float*, T*, const paged::Cache*, const int64_t*, int64_t, int64_t, int64_t,       \
+                                int64_t, int64_t, int);                                                                 \
     void silu_mul_##SUFFIX(const T*, T*, int64_t, int64_t, int64_t, int);                                               \
     void gelu_tanh_mul_##SUFFIX(const T*, T*, int64_t, int64_t, int64_t, int);                                          \
     void add_##SUFFIX(T*, const T*, int64_t, int);                                                                      \
@@ -45,7 +46,7 @@ OF_DTYPE(float, float32)
 OF_DTYPE(bfloat16, bfloat16)
 
 template <typename T>
-using Attend = void(const T*, const T*, const T*, T*, const int64_t*, const int64_t*, const int32_t*, const float*, int64_t,
+using Attend = void(const T*, const paged::Cache*, T*, const int64_t*, const int64_t*, const int32_t*, const float*, int64_t,
                     int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, int);
 
 // Of a layer: the fields of `_Layer` in layers.py. Weights of norms are null where a model has none.
@@ -53,7 +54,7 @@ template <typename T>
 struct Layer {
     const void *attention_norm, *attention_after, *q_norm, *k_norm, *mlp_norm, *mlp_after;
     Product qkv, out, gate_up, down;  // without parts of `down`, `gate_up` is all of the feed-forward half
-    T *k_cache, *v_cache;
+    paged::Cache cache;
     int64_t window;  // 0: none
     int64_t rope;    // which of the step's
 };
@@ -140,7 +141,7 @@ class Stack {
         }
         Of::rope_kv_write(q, k, v, q_stride, k_stride, stride, step_.heads_stride, step_.cos[layer.rope],
                                step_.sin[layer.rope], step_.turned,
-                               layer.k_cache, layer.v_cache, step_.slots, step_.num_tokens, step_.num_heads,
+                               &layer.cache, step_.slots, step_.num_tokens, step_.num_heads,
                                step_.num_kv_heads, size, step_.block_size, num_threads());
     }
 
@@ -152,7 +153,7 @@ class Stack {
 
     void attend(const Layer<T>& layer) {
         step_.attend(
-            step_.turned, layer.k_cache, layer.v_cache, step_.attended, step_.query_starts, step_.context_lens,
+            step_.turned, &layer.cache, step_.attended, step_.query_starts, step_.context_lens,
             step_.tables, nullptr, step_.table_stride, step_.num_rows, step_.num_heads, step_.num_kv_heads, step_.head_dim,
             step_.block_size, layer.window, step_.heads_stride, step_.scale, step_.softcap, num_threads());
     }

@@ -16,6 +16,7 @@ import torch
 from workers.kernels.cpu.build import Native, Tiles, address_of
 from workers.kernels.cpu.memory import apart, empty_rows
 from workers.kernels.cpu.norms import CompiledNorm
+from workers.kernels.cpu.pages import LayerCache, PagedCache
 from workers.kernels.cpu.products import PackedProduct, ProductPart, ProductParts
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("attention_norm", "attention_after", "q_norm", "k_norm", "mlp_norm", "mlp_after")),
         *((name, ProductParts) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, _P) for name in ("k_cache", "v_cache")),
+        ("cache", PagedCache),
         *((name, _N) for name in ("window", "rope")),
     )  # fmt: skip
 
@@ -103,22 +104,23 @@ class _StepArguments(ctypes.Structure):
 
 
 class CompiledLayers:
-    """`caches` has keys and values of each layer, [NB, K, BS, D], which `attention` has the kernel for."""
+    """`caches` has keys and values of each layer, which `attention` has the kernel for."""
 
     def __init__(
         self,
         kernels: Native,
         weights: Sequence[LayerWeights],
-        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        caches: Sequence[LayerCache],
         *,
         form: LayerForm,
+        dtype: torch.dtype,
         attention: Native | Tiles,
     ) -> None:
         self._kernels = kernels
         self._form = form
         self._first = weights[0]
-        self._dtype = caches[0][0].dtype
-        _, self._num_kv_heads, block_size, self._head_dim = caches[0][0].shape
+        self._dtype = dtype
+        _, self._num_kv_heads, block_size, self._head_dim = caches[0].keys.shape
         self._num_heads = self._first.qkv.weight.num_outputs // self._head_dim - 2 * self._num_kv_heads
         self._sizes = _StepArguments(
             hidden_size=form.hidden_size, num_heads=self._num_heads, num_kv_heads=self._num_kv_heads,
@@ -146,7 +148,7 @@ class CompiledLayers:
         rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
         rows: RowTables,
     ) -> CompiledStep:
-        """A step of contiguous rows of the cache's dtype, which it changes in place. `rotations` has each rope's."""
+        """A step of contiguous rows of the model's dtype, which it changes in place. `rotations` has each rope's."""
         for part in (delta_TE, stream_TE):
             assert part.is_contiguous()
             assert part.dtype == self._dtype
@@ -237,11 +239,8 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _layer(
-    weights: LayerWeights, products: Sequence[_Parts], cache: tuple[torch.Tensor, torch.Tensor], rope: int
-) -> _Layer:
+def _layer(weights: LayerWeights, products: Sequence[_Parts], cache: LayerCache, rope: int) -> _Layer:
     q_norm, k_norm = weights.head_norms or (None, None)
-    keys, values = cache
     qkv, out, gate_up, down = (ProductParts(parts=parts, num_parts=len(parts)) for parts in products)
     return _Layer(
         attention_norm=_address(weights.attention_norm_E),
@@ -254,8 +253,7 @@ def _layer(
         out=out,
         gate_up=gate_up,
         down=down,
-        k_cache=keys.data_ptr(),
-        v_cache=values.data_ptr(),
+        cache=cache.described(),
         window=weights.window or 0,
         rope=rope,
     )
