@@ -28,15 +28,19 @@ def with_kv_dtype(layout: KVLayout, kv_dtype: KVDtype) -> KVLayout:
     other parts."""
     if kv_dtype == "auto":
         return layout
-    for part in layout.parts:
-        if part.name not in _ROUNDED:
-            raise UnsupportedModel(
-                f"kv_dtype is {kv_dtype}: this model caches a {part.name}, and only keys and values are rounded: "
-                "leave kv_dtype out",
-                param="kv_dtype",
-            )
+    if any(part.name not in _ROUNDED for part in layout.parts):
+        refuse_latents(kv_dtype)
     made = {group.parts: _rounded(group.parts, _TYPES[kv_dtype]) for group in layout.groups}
     return replace(layout, groups=tuple([replace(group, parts=made[group.parts]) for group in layout.groups]))
+
+
+def refuse_latents(kv_dtype: KVDtype) -> None:
+    """Raises UnsupportedModel for latents in 8 bits."""
+    if kv_dtype != "auto":
+        raise UnsupportedModel(
+            f"kv_dtype is {kv_dtype}: this model caches latents, and only keys and values are rounded: leave it out",
+            param="kv_dtype",
+        )
 
 
 def layout_of(model: ModelConfig, kv_dtype: KVDtype, *, block_size: int, dtype: str, tp: int) -> KVLayout:

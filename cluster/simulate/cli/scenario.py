@@ -259,10 +259,11 @@ def _lane_rate(gpu: str, gbps: float | None) -> float:
 
 def _settings(given: Mapping[str, Any]) -> ClusterConfig:
     """Warns of settings of `--set` that have no effect in a simulation. Raises Misconfigured."""
-    further, host_kv_gib = given["further"] or (), given["host_kv_gib"]
-    above = () if host_kv_gib is None else (f"worker.host_kv_gib={host_kv_gib!r}",)
+    further, host_kv_gib, kv_dtype = given["further"] or (), given["host_kv_gib"], given["kv_dtype"]
+    above = [] if host_kv_gib is None else [f"worker.host_kv_gib={host_kv_gib!r}"]
+    above += [] if kv_dtype is None else [f"worker.kv_dtype={kv_dtype}"]
     if given["policy"] is not None:
-        above = (*above, f"router.policy={NAMES[0]}")  # the policy of each cluster comes from flags
+        above.append(f"router.policy={NAMES[0]}")  # the policy of each cluster comes from flags
     settings = read_settings(given["file"], (*further, *above))
     if names := without_effect(further):
         warn(f"no effect in a simulation: --set {', '.join(names)}")

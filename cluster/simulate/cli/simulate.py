@@ -114,6 +114,7 @@ def simulate(
     colocated: options.Colocated = False,
     workers: Workers = None,
     policy: Annotated[str | None, typer.Option(help=f"{', '.join(NAMES)}; several, with commas, to sweep.")] = None,
+    kv_dtype: Annotated[str | None, options.option("worker.kv_dtype")] = None,
     host_kv_gib: Annotated[float | None, options.option("worker.host_kv_gib")] = None,
     gateways: Gateways = None,
     file: options.ConfigFile = None,
@@ -145,8 +146,7 @@ def simulate(
     if soak is not None:
         return soak_clusters(range(seed, seed + soak))
     scene = make_scene(context.params)
-    every = _clusters(scene.settings, context.params)
-    scene.check_hosts(every)
+    scene.check_hosts(every := _clusters(scene.settings, context.params))
     if sweep_all:
         return _sweep(scene, every, targets_of(scene.objective, attainment, target or ()), json_file, html_file)
     _once(scene, every[0], json_file, html_file, events)

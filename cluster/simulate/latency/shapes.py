@@ -15,6 +15,8 @@ import msgspec
 
 from protos.errors import Misconfigured
 from protos.values import KVLayout
+from workers.config import KVDtype
+from workers.kv.kinds import refuse_latents, with_kv_dtype
 from workers.models.config import splits_heads
 
 HOST_GPUS = 8
@@ -118,6 +120,7 @@ class ModelShape:
     experts: Experts | None = None
     latent: Latent | None = None
     spread: bool = False
+    kv_dtype: KVDtype = "auto"
 
     @property
     def weight_bytes(self) -> float:
@@ -145,7 +148,7 @@ class ModelShape:
     @property
     def kv_bytes(self) -> float:
         """Bytes of KV per token, in all layers."""
-        return 2.0 * 2 * self.layers * self.kv_heads * self.kv_width
+        return float(self.layout(1).block_bytes)
 
     def kept_bytes(self, tp: int) -> float:
         """Bytes of KV per token on all `tp` ranks together. A head cannot be split: with more ranks than key/value
@@ -166,14 +169,17 @@ class ModelShape:
 
     def layout(self, block_size: int) -> KVLayout:
         """The KV layout of all ranks together: a simulated worker is one rank, however many GPUs its device stands
-        for."""
-        return KVLayout.dense(
+        for. Raises UnsupportedModel for latents in 8 bits."""
+        layout = KVLayout.dense(
             num_layers=self.layers,
             num_kv_heads=self.kv_heads,
             head_dim=self.kv_width,
             block_size=block_size,
             dtype="bfloat16",
         )
+        if self.latent is not None:
+            refuse_latents(self.kv_dtype)
+        return with_kv_dtype(layout, self.kv_dtype)
 
 
 MODELS = msgspec.convert(_described("models.toml"), dict[str, ModelShape])

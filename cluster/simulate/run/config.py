@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -185,14 +185,15 @@ def hardware_spec(
 ) -> Spec:
     """Workers of `tp` GPUs each, with the KV cache that fits beside weights of `dtype`. Step times are calibrated
     (`latency`), or from `times`, by default the roofline. `flag` set `tp`. Raises Misconfigured."""
-    card, shape = gpu_of(gpu), model_of(model, dtype, spread=spread)
+    settings = settings or read_settings(None, ())
+    worker = settings.worker
+    card = gpu_of(gpu)
+    shape = replace(model_of(model, dtype, spread=spread), kv_dtype=worker.kv_dtype)
     if latency is None:
         check_fitted(gpu, card, model, shape)
     if tp < 1:
         raise Misconfigured(f"{flag} {tp}: give at least 1", param="tp")
     _check_ranks(model, shape, tp, flag)
-    settings = settings or read_settings(None, ())
-    worker = settings.worker
     if worker.host_kv_gib > MAX_HOST_GIB:
         raise Misconfigured(
             f"--host-kv-gib {worker.host_kv_gib:g} (worker.host_kv_gib): give at most {MAX_HOST_GIB:,}",

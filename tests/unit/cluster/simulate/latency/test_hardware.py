@@ -15,9 +15,9 @@ from cluster.simulate.latency.base import step_of
 from cluster.simulate.latency.hardware import gpu_of, model_of
 from cluster.simulate.latency.roofline import Roofline
 from cluster.simulate.latency.shapes import FP8_BLOCK, GPUS, MODELS
-from cluster.simulate.run.config import hardware_spec
+from cluster.simulate.run.config import hardware_spec, read_settings
 from cluster.simulate.world.lanes import Cards, hosts_of
-from protos.errors import Misconfigured
+from protos.errors import Misconfigured, UnsupportedModel
 from tests.unit.cluster.simulate.asking import SMALL, answer, call
 
 LLAMA = {
@@ -114,6 +114,25 @@ def test_integer_weights_take_fewer_bytes_and_no_less_arithmetic(dtype: str, sha
     one, prompt = step_of([(1, 1000)]), step_of([(8192, 8192)])
     assert share < integers.latency.step_s(one) / floats.latency.step_s(one) < share + 0.4
     assert integers.latency.step_s(prompt) > 0.9 * floats.latency.step_s(prompt)
+
+
+def test_keys_and_values_of_8_bits_leave_room_for_others_and_are_read_sooner() -> None:
+    plain, rounded = (
+        hardware_spec(
+            gpu="h100", model="llama-3-8b", tp=1, settings=read_settings(None, (f"worker.kv_dtype={kv_dtype}",))
+        )
+        for kv_dtype in ("auto", "int8")
+    )
+    assert 1.9 * plain.num_blocks < rounded.num_blocks < 2 * plain.num_blocks
+    assert 0.51 < rounded.layout.block_bytes / plain.layout.block_bytes <= 0.52
+    long = step_of([(1, 32_000)] * 16)
+    assert rounded.latency.step_s(long) < 0.7 * plain.latency.step_s(long)
+
+
+def test_latents_of_8_bits_are_refused_by_name() -> None:
+    settings = read_settings(None, ("worker.kv_dtype=int8",))
+    with pytest.raises(UnsupportedModel, match="kv_dtype is int8: this model caches latents"):
+        hardware_spec(gpu="h100", model="deepseek-v3", tp=16, spread=True, settings=settings)
 
 
 def test_pools_have_gpus_of_their_own(tmp_path: Path) -> None:
