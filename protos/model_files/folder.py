@@ -11,6 +11,7 @@ from typing import Any
 
 from protos.errors import BadCheckpoint
 from protos.hints import lfs_pointer, unusable
+from protos.model_files.tokenizers.converted import has_other_tokenizer, other_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,9 @@ class FolderFiles:
         return str(self.path / name)
 
     def has(self, name: str) -> bool:
-        return (self.path / name).is_file()
+        """A tokenizer.json is made of a tokenizer in other files."""
+        made = name == "tokenizer.json" and has_other_tokenizer(self.path)
+        return made or (self.path / name).is_file()
 
     def json(self, name: str) -> Mapping[str, Any] | None:
         return read_object(self.path / name)
@@ -35,7 +38,7 @@ class FolderFiles:
         try:
             return path.read_text(encoding="utf-8")
         except FileNotFoundError:
-            return None
+            return other_tokenizer(self.path, self.json) if name == "tokenizer.json" else None
         except OSError as error:
             raise BadCheckpoint(f"{path}: {unusable(error)}") from error
         except ValueError as error:
@@ -43,7 +46,8 @@ class FolderFiles:
 
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=6)
-        for path in sorted(self.path.glob("*.json")):
+        others = (self.path / "tokenizer.model", self.path / "merges.txt")
+        for path in (*sorted(self.path.glob("*.json")), *(one for one in others if one.is_file())):
             digest.update(path.read_bytes())
         for path in sorted(self.path.glob("*.safetensors")):
             digest.update(f"{path.name} {path.stat().st_size}".encode())

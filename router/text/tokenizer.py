@@ -145,16 +145,9 @@ def _no_tokenizer(files: ModelFiles) -> str:
     folder = files.path
     if not folder.is_dir():
         return f"{folder} holds no tokenizer (tokenizer.ggml.tokens): give --model another GGUF file of the model"
-    others = (name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file())
-    found = next(others, "")
-    if found == "tekken.json":
-        return f"{folder} has {found} and no tokenizer.json: take that of the model's Hugging Face version"
-    if not found:
-        return f"{folder} has no tokenizer.json: download it with the model's other files"
-    convert = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
     return (
-        f"{folder} has {found} and no tokenizer.json, which is read here. This writes it (after `pip install "
-        f'transformers sentencepiece protobuf`): python -c "from transformers import AutoTokenizer; {convert}"'
+        f"{folder} has no tokenizer.json, and neither tokenizer.model, tekken.json, nor vocab.json with merges.txt: "
+        "download the tokenizer with the model's other files"
     )
 
 

@@ -6,10 +6,8 @@ it: byte-level BPE by its `pre`, SentencePiece as llama.cpp reads it, a space be
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +18,18 @@ from protos.model_files.gguf.config import EMBEDDING
 from protos.model_files.gguf.metadata import GGUFArray
 from protos.model_files.gguf.reader import GGUFFile
 from protos.model_files.gguf.splits import SPLITS, Split
+from protos.model_files.tokenizers.state import (
+    CONTROL,
+    NORMAL,
+    TokenTable,
+    byte_level_parts,
+    sentencepiece_parts,
+    tokenizer_json,
+)
 
 log = logging.getLogger("baton.model")
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5  # tokenizer.ggml.token_type
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-
-_MAX_PIECE = 256  # letters of a piece that others are joined to: SentencePiece makes none above 16 by itself
 
 _ENDS = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|end_of_text|> <|endoftext|> <end_of_turn> <EOT> [EOT] [EOS] </s> "
@@ -62,13 +65,17 @@ class GGUFVocabulary:
                 "download the file again"
             )
         types = _array(fields, "token_type", "int32", len(texts)) if "token_type" in fields else []
-        types = types or [_NORMAL] * len(texts)
+        types = types or [NORMAL] * len(texts)
         for index, text in enumerate(texts):
-            if text in _ENDS and types[index] == _NORMAL:
-                types[index] = _CONTROL
+            if text in _ENDS and types[index] == NORMAL:
+                types[index] = CONTROL
         is_sentencepiece = kind == "llama"
         split = SPLITS["default"] if is_sentencepiece else _split(fields)
         return cls(fields=fields, texts=texts, types=types, is_sentencepiece=is_sentencepiece, split=split)
+
+    @property
+    def tokens(self) -> TokenTable:
+        return TokenTable(texts=self.texts, types=self.types, where=f"{self.fields.where}.merges")
 
     def id_of(self, role: str) -> int | None:
         """Of "bos", "eos", ...; None where the file names none, or one beyond the vocabulary."""
@@ -78,7 +85,7 @@ class GGUFVocabulary:
     def end_ids(self) -> list[int]:
         """Of tokens that end an answer."""
         named = [self.id_of(role) for role in ("eos", "eot", "eom")]
-        marked = (i for i, text in enumerate(self.texts) if text in _ENDS and self.types[i] == _CONTROL)
+        marked = (i for i, text in enumerate(self.texts) if text in _ENDS and self.types[i] == CONTROL)
         return list(dict.fromkeys([one for one in named if one is not None] + list(marked)))
 
     def around(self) -> tuple[int | None, int | None]:
@@ -94,8 +101,7 @@ def tokenizer_of(gguf: GGUFFile, vocabulary: GGUFVocabulary) -> str:
     if isinstance(original, str):
         return original
     parts = _sentencepiece(vocabulary) if vocabulary.is_sentencepiece else _byte_level(vocabulary)
-    state = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": list(_added(vocabulary))} | parts
-    return json.dumps(state | {"post_processor": _template(vocabulary)}, ensure_ascii=False)
+    return tokenizer_json(vocabulary.tokens, parts, *vocabulary.around())
 
 
 def tokenizer_config_of(gguf: GGUFFile, vocabulary: GGUFVocabulary) -> dict[str, Any]:
@@ -144,114 +150,18 @@ def _split(fields: Fields) -> Split:
     return SPLITS[pre]
 
 
-def _added(vocabulary: GGUFVocabulary) -> Iterator[dict[str, Any]]:
-    for index, (text, kind) in enumerate(zip(vocabulary.texts, vocabulary.types, strict=False)):
-        if kind in (_UNKNOWN, _CONTROL, _USER):
-            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            yield {"id": index, "content": text} | flags | {"special": kind != _USER}
-
-
-def _words(vocabulary: GGUFVocabulary) -> dict[str, int]:
-    """All tokens but those at the end that no text becomes by itself: added tokens are numbered after the words, and
-    unused ones pad the embedding to a round number of rows."""
-    size = len(vocabulary.texts)
-    while size and vocabulary.types[size - 1] in (_CONTROL, _USER, _UNUSED):
-        size -= 1
-    ends = [i for i in range(size, len(vocabulary.texts)) if vocabulary.types[i] == _UNUSED]
-    last_added = max((i for i in range(size, len(vocabulary.texts)) if vocabulary.types[i] != _UNUSED), default=-1)
-    if any(i < last_added for i in ends):  # numbers of added tokens would not follow one another
-        size = last_added + 1
-    return {text: index for index, text in enumerate(vocabulary.texts[:size])}
-
-
 def _byte_level(vocabulary: GGUFVocabulary) -> dict[str, Any]:
     split = vocabulary.split
     merges = [_pair(merge) for merge in _array(vocabulary.fields, "merges", "string")]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    splits = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in split.patterns
-    ]
-    return {
-        "normalizer": {"type": "NFC"} if split.nfc else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
-        "decoder": byte_level,
-        "model": _bpe(vocabulary, merges, ignore_merges=split.ignore_merges),
-    }
+    return byte_level_parts(vocabulary.tokens, merges, split.patterns, nfc=split.nfc, ignore_merges=split.ignore_merges)
 
 
 def _sentencepiece(vocabulary: GGUFVocabulary) -> dict[str, Any]:
+    scores = _array(vocabulary.fields, "scores", "float32", len(vocabulary.texts))
     adds_space = vocabulary.fields.flag("add_space_prefix", default=True)
-    spaces = [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
-    prefix = [{"type": "Prepend", "prepend": "▁"}] if adds_space else []
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if adds_space else []
-    plain = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-    unknown = vocabulary.id_of("unknown")
-    model = _bpe(
-        vocabulary,
-        list(_merges_by_score(vocabulary)),
-        unk_token=None if unknown is None else vocabulary.texts[unknown],
-        fuse_unk=True,
-        byte_fallback=True,
-    )
-    return {
-        "normalizer": {"type": "Sequence", "normalizers": [*prefix, *spaces]},
-        "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": [plain, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
-        "model": model,
-    }
-
-
-def _bpe(vocabulary: GGUFVocabulary, merges: list[tuple[str, str]], **options: Any) -> dict[str, Any]:
-    words = _words(vocabulary)
-    for first, second in merges:
-        if first not in words or second not in words or first + second not in words:
-            raise BadCheckpoint(
-                f"{vocabulary.fields.where}.merges has {first!r} + {second!r}, which are no tokens: the file is "
-                "damaged, download it again"
-            )
-    plain = {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
-    model = {"type": "BPE"} | plain | {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False} | options
-    return model | {"vocab": words, "merges": merges}
+    return sentencepiece_parts(vocabulary.tokens, scores, vocabulary.id_of("unknown"), adds_space=adds_space)
 
 
 def _pair(merge: str) -> tuple[str, str]:
     at = merge.find(" ", 1)
     return (merge[:at], merge[at + 1 :]) if at > 0 else (merge, "")
-
-
-def _merges_by_score(vocabulary: GGUFVocabulary) -> Iterator[tuple[str, str]]:
-    """Every pair of tokens that makes a token, the best score first: SentencePiece joins by the score of the whole. Of
-    equal ones the order is that of transformers' converter (`generate_merges`), which made the published files."""
-    scores = _array(vocabulary.fields, "scores", "float32", len(vocabulary.texts))
-    ids = {
-        text: index
-        for index, (text, kind) in enumerate(zip(vocabulary.texts, vocabulary.types, strict=False))
-        if kind in (_NORMAL, _USER)
-    }
-    pairs = [
-        (-scores[index], -at, at - len(text), index, text[:at], text[at:])
-        for text, index in ids.items()
-        if len(text) <= _MAX_PIECE
-        for at in range(1, len(text))
-        if text[:at] in ids and text[at:] in ids
-    ]
-    pairs.sort(key=lambda pair: pair[:4])
-    return ((pair[4], pair[5]) for pair in pairs)
-
-
-def _template(vocabulary: GGUFVocabulary) -> dict[str, Any] | None:
-    """What is put round a text."""
-    first, last = vocabulary.around()
-    if first is None and last is None:
-        return None
-    text = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}
-    named = {one: vocabulary.texts[one] for one in (first, last) if one is not None}
-    begin = [{"SpecialToken": {"id": named[first], "type_id": 0}}] if first is not None else []
-    end = [{"SpecialToken": {"id": named[last], "type_id": 0}}] if last is not None else []
-    return {
-        "type": "TemplateProcessing",
-        "single": [*begin, text[0], *end],
-        "pair": [*begin, text[0], *end, *begin, text[1], *end],
-        "special_tokens": {word: {"id": word, "ids": [one], "tokens": [word]} for one, word in named.items()},
-    }

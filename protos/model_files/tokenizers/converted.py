@@ -1,0 +1,39 @@
+"""tokenizer.json of a folder that has none, from the files that its tokenizer is published in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from protos.errors import BadCheckpoint
+from protos.hints import lfs_pointer
+from protos.model_files.tokenizers.byte_level import tekken_tokenizer, vocab_tokenizer
+from protos.model_files.tokenizers.sentencepiece import sentencepiece_tokenizer
+
+Read = Callable[[str], Mapping[str, Any] | None]
+"""The JSON object in a file of the folder; None where there is no such file."""
+
+
+OTHERS = (("tokenizer.model",), ("tekken.json",), ("vocab.json", "merges.txt"))
+
+
+def has_other_tokenizer(folder: Path) -> bool:
+    return any(all((folder / name).is_file() for name in names) for names in OTHERS)
+
+
+def other_tokenizer(folder: Path, read: Read) -> str | None:
+    """None where the folder has none of `OTHERS`. Raises BadCheckpoint or UnsupportedModel."""
+    if not has_other_tokenizer(folder):
+        return None
+    config, added = read("tokenizer_config.json") or {}, read("added_tokens.json") or {}
+    model = folder / "tokenizer.model"
+    if model.is_file():
+        if pointer := lfs_pointer(model):
+            raise BadCheckpoint(pointer)
+        return sentencepiece_tokenizer(model.read_bytes(), config, added, str(model))
+    tekken = read("tekken.json")
+    if tekken is not None:
+        return tekken_tokenizer(tekken, str(folder / "tekken.json"))
+    merges = (folder / "merges.txt").read_text(encoding="utf-8")
+    return vocab_tokenizer(read("vocab.json") or {}, merges, config, added, str(folder / "vocab.json"))
