@@ -9,11 +9,9 @@ Random weights of 368 million parameters, the shape that docs/performance.md com
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -28,19 +26,18 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine.floors import MachineRates, ModelCosts, Needs, TokenLoad, best_of, measure, needs
+from benchmarks.engine.peer_process import EngineRun, peer_process
 from benchmarks.engine.random_llama import write_checkpoint
 from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
 from protos.values import GenerateRequest, SamplingParams
 from workers.build import build_engine, open_rank
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine
-from workers.models.config import read_config
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
 from workers.scheduling.role import Colocated
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
-PEERS = Path(__file__).resolve().parents[1] / "peers"
 NUM_BLOCKS = 2048
 
 LARGE = (
@@ -90,8 +87,8 @@ class EngineFigures:
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[Engine]:
-    config = WorkerConfig(model=str(folder), device="cpu", num_blocks=NUM_BLOCKS)
+def opened(folder: Path, num_blocks: int = NUM_BLOCKS) -> Iterator[Engine]:
+    config = WorkerConfig(model=str(folder), device="cpu", num_blocks=num_blocks)
     rank = open_rank(config, Solo())
     rank.storage.data.zero_()  # as after a while: a system that lends a page for the first time takes its time
     leader = Leader(rank.group)
@@ -99,15 +96,6 @@ def opened(folder: Path) -> Iterator[Engine]:
         yield build_engine(rank, leader, lambda _: Colocated(), incarnation=1, clock=time.monotonic)
     finally:
         leader.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRun:
-    """Seconds until all was answered, those of the cores, and each request's seconds to its first token."""
-
-    seconds: float
-    cpu_s: float
-    ttft_s: list[float]
 
 
 def run(engine: Engine, workload: TokenLoad, chance: random.Random) -> EngineRun:
@@ -140,11 +128,8 @@ def on_peer(
     python: Path, script: str, folder: Path, workloads: Sequence[TokenLoad], repeat: int, *more: str
 ) -> tuple[str, list[list[EngineRun]]]:
     """Its version, and its runs, with as many threads as this process has."""
-    loads = json.dumps([{k: v for k, v in asdict(workload).items() if k != "name"} for workload in workloads])
-    command = [str(python), str(PEERS / script), str(folder), loads, str(repeat), str(torch.get_num_threads()), *more]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    answer = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"version"')))
-    return answer["version"], [[EngineRun(**one) for one in runs] for runs in answer["rounds"]]
+    with peer_process(python, script, folder, workloads, torch.get_num_threads(), *more) as peer:
+        return peer.version, [peer.round() for _ in range(repeat)]
 
 
 def figures_of(
@@ -273,7 +258,7 @@ def main(
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "llama-368m"
         write_checkpoint(folder)
-        costs = ModelCosts.of(read_config(folder))
+        costs = ModelCosts.of_files(folder)
         rounds.append(("baton", "368M, random", costs, large, on_baton(folder, large, repeat)))
         machines.append(measure(num_threads))
         if vllm_python is not None:
@@ -283,7 +268,7 @@ def main(
             fewer = scaled(large[:2], llama_divisor) + large[2:]
             version, runs = on_peer(llama_python, "llama_cpp.py", folder, fewer, 1, llama_type)
             rounds.append((f"llama.cpp {version}", "368M, random", costs, fewer, runs))
-    rounds.append(("baton", "demo, 5M", ModelCosts.of(read_config(DEMO)), small, on_baton(DEMO, small, repeat)))
+    rounds.append(("baton", "demo, 5M", ModelCosts.of_files(DEMO), small, on_baton(DEMO, small, repeat)))
     machine = best_of([*machines, measure(num_threads)])
     figures: list[EngineFigures] = []
     for engine, model, costs, workloads, runs in rounds:

@@ -1,20 +1,26 @@
 """What the machine could do at best: its memory's bandwidth and its matrix rate, measured, and what a workload needs.
 
 A floor is a time that no engine on this machine can go below while it computes every product in bfloat16: prompts at
-the matrix rate, decode steps at the rate of memory or of products, whichever is slower. Nothing else costs.
+the matrix rate, decode steps at the rate of memory or of products, whichever is slower. Nothing else costs. Weights
+count as many bytes as their encoding has. A prompt may be faster than its floor where products are of integers.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from protos.values import ITEM_BYTES
 from workers.checkpoint.encodings.floats import FloatMatrix
-from workers.models.config import ModelConfig
+from workers.checkpoint.registry import stored_tensors
+from workers.checkpoint.source import FLOATS
+from workers.models.config import ModelConfig, read_config, weight_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +48,33 @@ class ModelCosts:
 
     layer_params: int
     head_params: int
+    weight_bytes: int
     kv_bytes: int
     flops_per_pair: int  # of attention: for one query and one key, all heads and layers
 
     @classmethod
+    def of_files(cls, path: Path, dtype: str = "bfloat16") -> ModelCosts:
+        """Of a folder or a GGUF file, with the bytes that its weights have there, or in `dtype` where they are floats.
+        An embedding counts where the head is tied to it."""
+        model = read_config(path)
+        num_bytes = weight_bytes(path, dtype)
+        if not model.tied_embeddings:
+            embedding = stored_tensors(path)["model.embed_tokens.weight"]
+            packed = embedding.dtype not in FLOATS
+            num_bytes -= embedding.num_bytes if packed else math.prod(embedding.shape) * ITEM_BYTES[dtype]
+        return replace(cls.of(model), weight_bytes=num_bytes)
+
+    @classmethod
     def of(cls, model: ModelConfig) -> ModelCosts:
+        """With all weights in bfloat16."""
         queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         hidden = model.hidden_size
         layer = hidden * (2 * queries + 2 * keys) + 3 * hidden * model.intermediate_size
+        params = layer * model.num_layers, model.vocab_size * hidden
         return cls(
-            layer_params=layer * model.num_layers,
-            head_params=model.vocab_size * hidden,
+            layer_params=params[0],
+            head_params=params[1],
+            weight_bytes=2 * sum(params),
             kv_bytes=2 * 2 * keys * model.num_layers,
             flops_per_pair=4 * queries * model.num_layers,
         )
@@ -72,16 +94,16 @@ class Needs:
 def needs(workload: TokenLoad, costs: ModelCosts, *, tokens_of_step: int = 2048) -> tuple[Needs, Needs]:
     """Of the prompts, computed in steps of `tokens_of_step`, and of the tokens after the first of each answer."""
     n, length = workload.num_requests, workload.input_len
-    weight_bytes = 2 * (costs.layer_params + costs.head_params)
+    flops_of_token = 2 * (costs.layer_params + costs.head_params)
     pairs = length * (length + 1) // 2
     prefill = Needs(
         flops=n * (2 * costs.layer_params * length + 2 * costs.head_params + costs.flops_per_pair * pairs),
-        num_bytes=-(-n * length // tokens_of_step) * weight_bytes,
+        num_bytes=-(-n * length // tokens_of_step) * costs.weight_bytes,
     )
     contexts = range(length + 1, length + workload.output_len)
     decode = Needs(
-        flops=n * (len(contexts) * weight_bytes + costs.flops_per_pair * sum(contexts)),  # 2 each, bytes or operations
-        num_bytes=len(contexts) * weight_bytes + n * costs.kv_bytes * sum(contexts),
+        flops=n * (len(contexts) * flops_of_token + costs.flops_per_pair * sum(contexts)),
+        num_bytes=len(contexts) * costs.weight_bytes + n * costs.kv_bytes * sum(contexts),
     )
     return prefill, decode
 

@@ -1,11 +1,12 @@
 """Runs Baton's CPU workloads on llama.cpp. Imports nothing of Baton, because it runs in another environment, which has
 `llama-cpp-python`, `gguf` and numpy.
 
-    python llama_cpp.py MODEL_FOLDER '[{"num_requests": 8, "input_len": 128, "output_len": 32}]' ROUNDS THREADS TYPE
+    python llama_cpp.py MODEL '[{"num_requests": 8, "input_len": 128, "output_len": 32}]' THREADS TYPE
+    python llama_cpp.py convert MODEL_FOLDER FILE TYPE
 
-TYPE is q8_0 (weights of 8 bits, llama.cpp's fast path) or bf16 (as the other engines compute). The
-checkpoint, a Llama without a tokenizer, is converted first. Sequences are batched as its server does it: one token for
-each that answers, filled up with prompts to 2,048 tokens a step. Prints one line of JSON, as vllm_cpu.py does.
+MODEL is a GGUF file, or the folder of a Llama without a tokenizer, which is converted first. TYPE is q8_0 (weights of
+8 bits, llama.cpp's fast path) or bf16 (as the other engines compute). Sequences are batched as its server does it: one
+token for each that answers, filled up with prompts to 2,048 tokens a step. Prints lines of JSON, as vllm_cpu.py does.
 
 Its buffers for AMX are left out where BATON_LLAMA_CPP_PLAIN is set: built with gcc 12, version 0.3.36 crashes in them.
 """
@@ -13,7 +14,6 @@ Its buffers for AMX are left out where BATON_LLAMA_CPP_PLAIN is set: built with 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import json
 import os
 import random
@@ -26,22 +26,23 @@ from typing import Any
 BATCH = 2048
 
 
-def main(folder: str, workloads: list[dict[str, int]], num_rounds: int, num_threads: int, kind: str) -> None:
+def main(folder: str, workloads: list[dict[str, int]], num_threads: int, kind: str) -> None:
     llama: Any = importlib.import_module("llama_cpp")
     silent = llama.llama_log_callback(lambda *_: None)
     llama.llama_log_set(silent, None)
     with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "model.gguf"
-        convert(Path(folder), path, kind)
+        path = Path(folder)
+        if path.is_dir():
+            path = Path(scratch) / "model.gguf"
+            convert(Path(folder), path, kind)
         params = llama.llama_model_default_params()
         params.use_extra_bufts = "BATON_LLAMA_CPP_PLAIN" not in os.environ
         model = llama.llama_model_load_from_file(str(path).encode(), params)
-        num_vocab = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
-        rounds = [
-            [LlamaRun(llama, model, num_vocab, work, num_threads)() for work in workloads] for _ in range(num_rounds)
-        ]
-    version = f"{importlib.metadata.version('llama-cpp-python')} {kind}"
-    print(json.dumps({"version": version, "rounds": rounds}), flush=True)
+        num_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+        print(json.dumps({"version": f"{llama.__version__} {kind}"}), flush=True)
+        for _ in sys.stdin:
+            runs = [LlamaRun(llama, model, num_vocab, work, num_threads)() for work in workloads]
+            print(json.dumps({"runs": runs}), flush=True)
 
 
 def convert(folder: Path, path: Path, kind: str) -> None:
@@ -161,4 +162,7 @@ class LlamaRun:
 
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder, where this file has the package's name
-    main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    if sys.argv[1] == "convert":
+        convert(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    else:
+        main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

