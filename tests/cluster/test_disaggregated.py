@@ -178,13 +178,21 @@ async def test_greedy_tokens_are_the_oracles(oracle: Oracle, family: str, prefil
 
 
 @pytest.mark.parametrize(
-    ("tp", "tp_there", "size", "size_there"), [(2, 2, 16, 16), (1, 2, 16, 16), (2, 1, 8, 16), (1, 1, 32, 8)]
+    ("family", "tp", "tp_there", "size", "size_there"),
+    [
+        ("llama", 2, 2, 16, 16),
+        ("llama", 1, 2, 16, 16),
+        ("llama", 2, 1, 8, 16),
+        ("llama", 1, 1, 32, 8),
+        ("deepseek_v3", 1, 4, 16, 8),
+        ("deepseek_v3", 2, 1, 16, 16),
+    ],
 )
 async def test_unlike_pools_hand_over_every_heads_kv(
-    oracle: Oracle, tp: int, tp_there: int, size: int, size_there: int
+    oracle: Oracle, family: str, tp: int, tp_there: int, size: int, size_there: int
 ) -> None:
     """Block by block as the prompt is read, and the layers of its last step one by one."""
-    folder, expected = oracle("llama")
+    folder, expected = oracle(family)
     prefilling, decoding = (
         config_for(folder, tp=ranks, block_size=tokens, num_blocks=160 * 16 // tokens, prefill_chunk=64)
         for ranks, tokens in ((tp, size), (tp_there, size_there))

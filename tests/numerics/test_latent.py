@@ -6,14 +6,19 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from protos.values import SamplingParams
 from tests.numerics.conftest import Checkpoint, assert_close, random_tokens
+from tests.numerics.engines import answer, colocated
+from tests.numerics.moving import moved, pulled, two
 from tests.numerics.paged import PagedRun, in_chunks
+from workers.config import WorkerConfig
 from workers.kernels.cpu.build import native
 from workers.models.config import read_config
 from workers.models.loader import load_model
@@ -29,6 +34,27 @@ def test_a_recomputed_token_has_the_bits_of_the_decoded_one(checkpoint: Checkpoi
     model.pack()
     decoded = in_chunks(PagedRun(model), tokens, [70, 16, 3], prompt_len=89)
     assert torch.equal(PagedRun(model).step([("only", tokens, 150)])[0], decoded)
+
+
+def test_a_sequence_of_latents_moves_is_pulled_and_comes_back_from_the_host(checkpoint: Checkpoint) -> None:
+    folder, _ = checkpoint("deepseek_v3", first_k_dense_replace=2)
+    few = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    prompt, config = random_tokens(100, 5), WorkerConfig(model=str(folder), num_blocks=40, max_model_len=160)
+    with colocated(config) as engine:
+        expected = answer(engine, [prompt], few)[0].token_ids
+        again = answer(engine, [prompt], few)[0]
+        assert (again.token_ids, again.num_cached_tokens) == (expected, 96)
+    with two(config) as (old, new):
+        assert moved(old, new, prompt, few, num_before=9) == expected
+    with two(config) as (old, new):
+        assert pulled(old, new, prompt, few) == (expected, 96)
+    with colocated(replace(config, num_blocks=10, host_kv_gib=0.01)) as small:
+        answer(small, [prompt], few)
+        answer(small, [random_tokens(150, 7)], few)
+        assert answer(small, [prompt], few)[0].token_ids == expected
+        load = small.load().host
+        assert load is not None
+        assert load.num_hit_tokens >= 64
 
 
 def test_a_cache_of_latents_is_counted_as_one_vector_a_token_and_layer(checkpoint: Checkpoint) -> None:

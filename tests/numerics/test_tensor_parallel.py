@@ -42,8 +42,9 @@ def on_ranks(size: int, program: Callable[[TensorParallel], T]) -> list[T]:
         ("qwen2", 2, {"vocab_size": 161}),
         ("qwen3", 2, {"num_key_value_heads": 1}),
         ("mistral", 4, {"vocab_size": 163}),
+        ("deepseek_v2", 4, {}),
     ],
-    ids=["biases", "tied-uneven-vocab", "one-kv-head-copied", "kv-heads-copied-in-pairs"],
+    ids=["biases", "tied-uneven-vocab", "one-kv-head-copied", "kv-heads-copied-in-pairs", "latents-copied"],
 )
 @torch.no_grad()
 def test_logits_do_not_depend_on_the_number_of_ranks(

@@ -70,6 +70,19 @@ def test_copies_of_a_head_share_the_sending(pair: tuple[KVLayout, KVLayout]) -> 
     assert max(sent.values()) <= -(-askers // min(copies, askers))
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp_there", [1, 2, 4])
+def test_a_latent_goes_once_to_each_destination_rank(tp: int, tp_there: int) -> None:
+    """Every source rank has all of it: they take turns."""
+    source, destination = (
+        KVLayout.latent(num_layers=2, width=576, dtype="bfloat16", block_size=16, tp=size) for size in (tp, tp_there)
+    )
+    assert why_incompatible(source, destination) is None
+    sent = plan(source, destination)
+    assert sorted(part.destination for part in sent) == list(range(tp_there))
+    assert max(Counter(part.source for part in sent).values()) == -(-tp_there // tp)
+
+
 def cells(cut: Cut, layout: KVLayout) -> list[tuple[int, int, int, int]]:
     """(layer, block, head, position) of what a payload holds, in its order; padding has block -1."""
     per_block = layout.block_size // cut.unit
