@@ -12,6 +12,7 @@ from workers.checkpoint.quantised import GroupValues, QuantisedWeight
 from workers.kernels.blocks import gather, scatter
 from workers.kernels.draw import Draws, draw
 from workers.kernels.experts.product import GroupedExperts
+from workers.kernels.latent import latent_decode, latent_prefill, latent_tile, latent_write
 from workers.kernels.paged_decode import DecodePlan, paged_decode
 from workers.kernels.prefill import PrefillPlan, prefill, prefill_tile
 from workers.kernels.quantised.activations import RoundedInputs, round_inputs
@@ -69,6 +70,27 @@ def _prefill(window: int | None, max_query: int, **options: Any) -> Callable[[to
         )
 
     return launch
+
+
+def _latent(dtype: torch.dtype) -> None:
+    """Of 128 heads, DeepSeek-V3's."""
+    cache = torch.zeros(2, 1, _BS, 576, dtype=dtype)
+    q_TNW, out_TNL = torch.zeros(1, 128, 576, dtype=dtype), torch.zeros(1, 128, 512, dtype=dtype)
+    plan = DecodePlan(items_W6=_ITEMS, parts_R3=_ITEMS[:, :3].contiguous())
+    latent_decode(q_TNW, cache, out_TNL, _TABLES, plan=plan, scale=1.0)
+
+
+def _latent_prompt(dtype: torch.dtype) -> None:
+    cache = torch.zeros(2, 1, _BS, 576, dtype=dtype)
+    q_TNW, out_TNL = torch.zeros(1, 128, 576, dtype=dtype), torch.zeros(1, 128, 512, dtype=dtype)
+    plan = PrefillPlan(work_W4=_INDEX.view(1, 4), tile=latent_tile(dtype, prompts=True))
+    latent_prefill(q_TNW, cache, out_TNL, _TABLES, plan=plan, scale=1.0)
+
+
+def _latent_write(dtype: torch.dtype) -> None:
+    cache, angles_TP = torch.zeros(2, 1, _BS, 576, dtype=dtype), torch.zeros(1, 32)
+    q_TNW, slots_T = torch.zeros(1, 128, 576, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+    latent_write(q_TNW, q_TNW[:, :1], angles_TP, angles_TP, cache, slots_T)
 
 
 def _write(dtype: torch.dtype) -> None:
@@ -176,6 +198,9 @@ LAUNCHES: dict[str, Callable[[torch.dtype], object]] = {
     "prefill, soft cap and sinks": _prefill(None, 2048, **_CAPPED),
     "prefill, short chunk": _prefill(None, 16),
     "prefill, window": _prefill(4096, 2048),
+    "latent decode": _latent,
+    "latent prefill": _latent_prompt,
+    "latent write": _latent_write,
     "rope and KV write": _write,
     "add and norm": _norm,
     "norm of heads": _head_norm,

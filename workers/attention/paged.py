@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from protos.values import LATENT
 from workers.attention.base import AttentionInputs, CosSin
+from workers.kernels.latent import (
+    head_programs,
+    heads_of_program,
+    latent_decode,
+    latent_prefill,
+    latent_tile,
+    latent_write,
+)
 from workers.kernels.paged_decode import DecodePlan, paged_decode, plan_decode
 from workers.kernels.prefill import PrefillPlan, plan_prefill, prefill, prefill_tile
 from workers.kernels.rope_kv_write import rope_kv_write
@@ -40,6 +49,8 @@ class PagedAttention:
         self._group = group
         self._device = storage.device
         self._num_multiprocessors = _num_multiprocessors(self._device)
+        self._is_latent = storage.is_latent(storage.layout.groups[group].layers[0])
+        self._num_programs = storage.num_heads  # of an item of a decode plan
         self._inputs: AttentionInputs | None = None
         self._rows = _Rows(decode=(), prefill=())
         self._decode_plans: dict[tuple[int, int | None], DecodePlan] = {}
@@ -63,6 +74,10 @@ class PagedAttention:
         self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
     ) -> torch.Tensor:
         assert self._inputs is not None, "write before begin"
+        if self._is_latent:
+            self._num_programs = head_programs(q_TND.shape[1])
+            slots_T = self._inputs.tables[self._group].slots_T
+            return latent_write(q_TND, k_TKD, *rotation, self._storage.part(layer, LATENT), slots_T)
         caches = self._storage.keys(layer), self._storage.values(layer)
         return rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, self._inputs.tables[self._group].slots_T)
 
@@ -80,18 +95,27 @@ class PagedAttention:
         inputs = self._inputs
         assert inputs is not None, "attend before begin"
         tables_SB = inputs.tables[self._group].block_tables_SB
-        keys, values = self._storage.keys(layer), self._storage.values(layer)
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks_N": sinks_N}
-        out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
+        out_TND = q_TND.new_empty(*q_TND.shape[:2], value_dim or q_TND.shape[2])
         if self._rows.decode:
             if window not in self._planned:
                 self._plan_decode(inputs, window)
             plan = self._decode_plans[len(self._rows.decode), window]
-            paged_decode(q_TND, keys, values, out_TND, tables_SB, plan=plan, **options)
+            if value_dim is None:
+                keys, values = self._storage.keys(layer), self._storage.values(layer)
+                paged_decode(q_TND, keys, values, out_TND, tables_SB, plan=plan, **options)
+            else:
+                latents = self._storage.part(layer, LATENT)
+                latent_decode(q_TND, latents, out_TND, tables_SB, plan=plan, scale=scale)
         if self._rows.prefill:
             if self._prefill_plan is None:
                 self._prefill_plan = self._plan_prefill(inputs, q_TND)
-            prefill(q_TND, keys, values, out_TND, tables_SB, plan=self._prefill_plan, **options)
+            if value_dim is None:
+                keys, values = self._storage.keys(layer), self._storage.values(layer)
+                prefill(q_TND, keys, values, out_TND, tables_SB, plan=self._prefill_plan, **options)
+            else:
+                latents = self._storage.part(layer, LATENT)
+                latent_prefill(q_TND, latents, out_TND, tables_SB, plan=self._prefill_plan, scale=scale)
         return out_TND
 
     def _plan_decode(self, inputs: AttentionInputs, window: int | None) -> None:
@@ -101,7 +125,7 @@ class PagedAttention:
             inputs.query_starts,
             inputs.context_lens,
             window=window,
-            num_kv_heads=self._storage.num_heads,
+            num_kv_heads=self._num_programs,
             num_multiprocessors=self._num_multiprocessors,
         )
         key = len(self._rows.decode), window
@@ -116,8 +140,11 @@ class PagedAttention:
 
     def _plan_prefill(self, inputs: AttentionInputs, q_TND: torch.Tensor) -> PrefillPlan:
         """The plan of prefill rows, the same for all layers of the step."""
-        group = q_TND.shape[1] // self._storage.num_heads
-        tile = prefill_tile(q_TND.shape[2], group, q_TND.dtype, inputs.max_query)
+        if self._is_latent:
+            group, tile = heads_of_program(q_TND.shape[1]), latent_tile(q_TND.dtype, prompts=True)
+        else:
+            group = q_TND.shape[1] // self._storage.num_heads
+            tile = prefill_tile(q_TND.shape[2], group, q_TND.dtype, inputs.max_query)
         work_W4 = plan_prefill(self._rows.prefill, inputs.query_starts, inputs.context_lens, group=group, tile=tile)
         return PrefillPlan(work_W4=self._move(work_W4), tile=tile)
 

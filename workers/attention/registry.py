@@ -25,8 +25,6 @@ def attention_for(storage: KVStorage, name: str | None = None) -> AttentionBacke
         raise Misconfigured(
             f"there is no attention backend {name!r}: choose one of {', '.join(BACKENDS)}", param="attention"
         )
-    if name == "cuda" and any(storage.is_latent(group.layers[0]) for group in storage.layout.groups):
-        raise Misconfigured("latent attention is served on CPUs only: set worker.device to cpu", param="device")
     make: Callable[[KVStorage, int], AttentionBackend] = resolve_name(BACKENDS[name])
     backends = [make(storage, group) for group in range(len(storage.layout.groups))]
     return backends[0] if len(backends) == 1 else GroupedAttention(storage.layout, backends)

@@ -245,6 +245,19 @@ def paged_decode(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+    reduce_parts(partial_WND, lse_WN, out_TND, plan.parts_R3, sinks_N)
+
+
+def reduce_parts(
+    partial_WND: torch.Tensor,
+    lse_WN: torch.Tensor,
+    out_TND: torch.Tensor,
+    parts_R3: torch.Tensor,
+    sinks_N: torch.Tensor | None = None,
+) -> None:
+    """Writes the tokens of contexts in parts into `out_TND`: the parts' results by their log2-sum-exp."""
+    _, num_heads, dim = partial_WND.shape
+    padded_dim = max(16, triton.next_power_of_2(dim))
     sizes = {"DIM": dim, "X": _REDUCED, "D": padded_dim, "HAS_SINKS": sinks_N is not None}
-    tensors = partial_WND, lse_WN, out_TND, plan.parts_R3, sinks_N
-    _reduce[(num_rows, num_heads)](*tensors, out_TND.stride(0), **sizes, num_warps=2)
+    tensors = partial_WND, lse_WN, out_TND, parts_R3, sinks_N
+    _reduce[(len(parts_R3), num_heads)](*tensors, out_TND.stride(0), **sizes, num_warps=2)

@@ -27,7 +27,7 @@ class Tile:
 
 
 @triton.jit
-def _softmax_step(scores_MC, scale_log2, max_M, sum_M, acc_MD):
+def softmax_step(scores_MC, scale_log2, max_M, sum_M, acc_MD):
     """FlashAttention's online softmax to the base 2: (weights of this tile, new maximum, new sum, rescaled result).
 
     A position that is not visible has a score of -inf. A row may have no visible position yet.
@@ -96,7 +96,7 @@ def accumulate(
                 if WINDOW:
                     seen_MC = seen_MC & (positions_C[None, :] > queries_M[:, None] - WINDOW)
             scores_MC = tl.where(seen_MC, scores_MC, float("-inf"))
-        weights_MC, max_M, sum_M, acc_MD = _softmax_step(scores_MC, scale_log2, max_M, sum_M, acc_MD)
+        weights_MC, max_M, sum_M, acc_MD = softmax_step(scores_MC, scale_log2, max_M, sum_M, acc_MD)
         v_CD = tl.load(v_ptr + offsets_CD, mask=inside_CD, other=0.0)
         acc_MD = tl.dot(weights_MC.to(v_CD.dtype), v_CD, acc=acc_MD, input_precision=PRECISION)
         block_C = next_block_C
