@@ -119,9 +119,11 @@ def cases_of(device: str, *, sweep: bool, tiny: bool) -> Iterator[KernelCase]:
     if device != "cuda":
         os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
     cases = import_module("benchmarks.gpu.cases")
+    latent = import_module("benchmarks.gpu.latent")
     divisor = 512 if tiny else 1
     return chain(
         cases.attention_cases(device, sweep=sweep, divisor=divisor),
+        latent.latent_cases(device, divisor=divisor),
         cases.other_cases(device, divisor=divisor),
         cases.expert_cases(device, divisor=divisor),
     )

@@ -48,7 +48,12 @@ def _measures(name: str, proves: str, *arguments: str, limit_s: float) -> Check:
 
 CHECKS = (
     _tests("kernels", "every kernel against float64, compiled", "tests/kernels", limit_s=300.0),
-    _tests("attention", "PagedAttention keeps the contract of all backends", "tests/contract/test_attention.py"),
+    _tests(
+        "attention",
+        "PagedAttention keeps the contract of all backends",
+        "tests/contract/test_attention.py",
+        "tests/contract/test_latent_attention.py",
+    ),
     _tests("engine", "greedy tokens are transformers', with graphs and without", "tests/gpu/test_engine_cuda.py"),
     _tests("steady-state", "no launch waits for the device", "tests/gpu/test_steady_state.py"),
     _tests("host-tier", "evicted blocks come back, and no step waits", "tests/gpu/test_host_tier_cuda.py"),

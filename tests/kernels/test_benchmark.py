@@ -41,6 +41,7 @@ def test_a_dry_run_goes_all_the_way(name: str, tmp_path: Path) -> None:
         known = (
             "paged_decode prefill rope_kv_write add_rms_norm silu_mul embed join draw gather scatter experts".split()
         )
+        known += ["latent_decode", "latent_prefill"]
         assert {figure["kernel"] for figure in told["figures"]} == set(known)
     elif name == "quantised":
         assert {figure["format"] for figure in told["figures"]} == {
