@@ -25,75 +25,47 @@ _MOST_HEADS = 16  # of a program: the least rows that matrix units multiply
 
 
 @triton.jit
-def _attend_latents(
-    q_ptr,
-    cache_ptr,
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    items_ptr,
-    tables_ptr,
-    q_stride,
-    out_stride,
-    block_stride,
-    table_stride,
-    scale_log2,
-    N: tl.constexpr,
-    H: tl.constexpr,
-    RANK: tl.constexpr,
-    ROTATED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PROMPTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-):
-    """Computes one item for H heads: tokens of a prompt, or a part of the context of a token that decodes, whose result
-    goes to the work space with its log2-sum-exp."""
+def _item(items_ptr, PROMPTS: tl.constexpr):
+    """(row, first token, tokens, position of the first, start and stop of the context, slot of the work space)."""
     if PROMPTS:
         item_ptr = items_ptr + tl.program_id(0) * 4
-        row, token = tl.load(item_ptr), tl.load(item_ptr + 1).to(tl.int64)
         count, position = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
-        start, stop, slot = 0, position + count, -1
+        start, stop, slot = position * 0, position + count, position * 0 - 1
     else:
         item_ptr = items_ptr + tl.program_id(0) * 6
-        row, token = tl.load(item_ptr), tl.load(item_ptr + 1).to(tl.int64)
-        start, stop = tl.load(item_ptr + 3), tl.load(item_ptr + 4)
-        slot, count, position = tl.load(item_ptr + 5).to(tl.int64), 1, stop - 1
-    if row < 0:
-        return
-    lanes_M, dims_L, dims_R = tl.arange(0, M), tl.arange(0, L), tl.arange(0, R)
-    tokens_M, heads_M = lanes_M // H, tl.program_id(1) * H + lanes_M % H
-    inside_M = (tokens_M < count) & (heads_M < N)
+        start, stop, slot = tl.load(item_ptr + 3), tl.load(item_ptr + 4), tl.load(item_ptr + 5)
+        count, position = stop * 0 + 1, stop - 1
+    row, token = tl.load(item_ptr), tl.load(item_ptr + 1).to(tl.int64)
+    return row, token, count, position, start, stop, slot.to(tl.int64)
+
+
+@triton.jit
+def _over_context(
+    q_ML, q_MR, queries_M, cache_ptr, table_ptr, start, stop, block_stride, scale_log2,
+    RANK: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr, PROMPTS: tl.constexpr,
+    PRECISION: tl.constexpr, M: tl.constexpr, C: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Attention to latents [start, stop) of one row: (result, sum, maximum). Block ids are fetched a tile ahead, as in
+    `tile`. A latent is loaded as a key and, from L2, as a value: the compiler keeps no loads under way for one that two
+    products read (read from the compiled code)."""
+    dims_L, dims_R = tl.arange(0, L), tl.arange(0, R)
     inside_L, inside_R = dims_L < RANK, dims_R < ROTATED
-    width: tl.constexpr = RANK + ROTATED
-    read_M = (token + tokens_M) * q_stride + heads_M * width
-    mask_ML, mask_MR = inside_M[:, None] & inside_L[None, :], inside_M[:, None] & inside_R[None, :]
-    q_ML = tl.load(q_ptr + read_M[:, None] + dims_L[None, :], mask=mask_ML, other=0.0)
-    q_MR = tl.load(q_ptr + read_M[:, None] + RANK + dims_R[None, :], mask=mask_MR, other=0.0)
-    queries_M = position + tokens_M
     max_M = tl.full([M], float("-inf"), tl.float32)
     sum_M = tl.zeros([M], tl.float32)
     acc_ML = tl.zeros([M, L], tl.float32)
-    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
     positions_C = start + tl.arange(0, C)
     block_C = tl.load(table_ptr + positions_C // BLOCK_SIZE, mask=positions_C < stop, other=0)
-    for tile in range(start, stop, C):  # block ids are fetched a tile ahead, as in tile.py
+    for tile in range(start, stop, C):
         positions_C = tile + tl.arange(0, C)
         next_C = positions_C + C
         next_block_C = tl.load(table_ptr + next_C // BLOCK_SIZE, mask=next_C < stop, other=0)
         loaded_C = positions_C < stop
-        offsets_C = block_C.to(tl.int64) * block_stride + positions_C % BLOCK_SIZE * width
-        k_CL = tl.load(
-            cache_ptr + offsets_C[:, None] + dims_L[None, :], mask=loaded_C[:, None] & inside_L[None, :], other=0.0
-        )
-        k_CR = tl.load(
-            cache_ptr + offsets_C[:, None] + RANK + dims_R[None, :],
-            mask=loaded_C[:, None] & inside_R[None, :],
-            other=0.0,
-        )
+        offsets_C = block_C.to(tl.int64) * block_stride + positions_C % BLOCK_SIZE * (RANK + ROTATED)
+        latents_CL = cache_ptr + offsets_C[:, None] + dims_L[None, :]
+        inside_CL = loaded_C[:, None] & inside_L[None, :]
+        turned_CR = cache_ptr + offsets_C[:, None] + RANK + dims_R[None, :]
+        k_CL = tl.load(latents_CL, mask=inside_CL, other=0.0)
+        k_CR = tl.load(turned_CR, mask=loaded_C[:, None] & inside_R[None, :], other=0.0)
         scores_MC = tl.dot(q_ML, tl.trans(k_CL), input_precision=PRECISION)
         scores_MC = tl.dot(q_MR, tl.trans(k_CR), acc=scores_MC, input_precision=PRECISION)
         seen_MC = loaded_C[None, :]
@@ -101,11 +73,36 @@ def _attend_latents(
             seen_MC = seen_MC & (positions_C[None, :] <= queries_M[:, None])
         scores_MC = tl.where(seen_MC, scores_MC, float("-inf"))
         weights_MC, max_M, sum_M, acc_ML = softmax_step(scores_MC, scale_log2, max_M, sum_M, acc_ML)
-        v_CL = tl.load(
-            cache_ptr + offsets_C[:, None] + dims_L[None, :], mask=loaded_C[:, None] & inside_L[None, :], other=0.0
-        )
+        v_CL = tl.load(latents_CL, mask=inside_CL, other=0.0)
         acc_ML = tl.dot(weights_MC.to(v_CL.dtype), v_CL, acc=acc_ML, input_precision=PRECISION)
         block_C = next_block_C
+    return acc_ML, sum_M, max_M
+
+
+@triton.jit
+def _attend_latents(
+    q_ptr, cache_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, tables_ptr,
+    q_stride, out_stride, block_stride, table_stride, scale_log2,
+    N: tl.constexpr, H: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PROMPTS: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, C: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Computes one item for H heads: tokens of a prompt, or a part of the context of a token that decodes, whose result
+    goes to the work space with its log2-sum-exp."""
+    row, token, count, position, start, stop, slot = _item(items_ptr, PROMPTS)
+    if row < 0:
+        return
+    lanes_M, dims_L, dims_R = tl.arange(0, M), tl.arange(0, L), tl.arange(0, R)
+    tokens_M, heads_M = lanes_M // H, tl.program_id(1) * H + lanes_M % H
+    inside_M = (tokens_M < count) & (heads_M < N)
+    mask_ML = inside_M[:, None] & (dims_L < RANK)[None, :]
+    read_M = (token + tokens_M) * q_stride + heads_M * (RANK + ROTATED)
+    q_ML = tl.load(q_ptr + read_M[:, None] + dims_L[None, :], mask=mask_ML, other=0.0)
+    mask_MR = inside_M[:, None] & (dims_R < ROTATED)[None, :]
+    q_MR = tl.load(q_ptr + read_M[:, None] + RANK + dims_R[None, :], mask=mask_MR, other=0.0)
+    acc_ML, sum_M, max_M = _over_context(
+        q_ML, q_MR, position + tokens_M, cache_ptr, tables_ptr + row.to(tl.int64) * table_stride, start, stop,
+        block_stride, scale_log2, RANK, ROTATED, BLOCK_SIZE, PROMPTS, PRECISION, M, C, L, R,
+    )  # fmt: skip
     out_ML = acc_ML / tl.where(sum_M > 0, sum_M, 1.0)[:, None]  # no context: zeros
     if slot < 0:
         written_M = (token + tokens_M) * out_stride + heads_M * RANK
@@ -168,10 +165,8 @@ def head_programs(num_heads: int) -> int:
 
 
 def latent_tile(dtype: torch.dtype, *, prompts: bool) -> Tile:
-    """A latent is loaded twice, as key and as value, the second time from L2: the compiler keeps no loads under way for
-    one that two products read (read from the compiled code). 32 positions in three stages take 91 KiB of shared memory,
-    which the 99 KiB of 8.6 and 8.9 hold. Of a prompt 32 queries share what is loaded. Chosen by reasoning, not measured
-    yet."""
+    """32 positions in three stages take 91 KiB of shared memory, which the 99 KiB of 8.6 and 8.9 hold. Of a prompt 32
+    queries share what is loaded. Chosen by reasoning, not measured yet."""
     if dtype == torch.float32:
         return Tile(rows=16, positions=16, warps=4, stages=1)
     return Tile(rows=32, positions=16, warps=8, stages=3) if prompts else Tile(rows=16, positions=32, warps=4, stages=3)
