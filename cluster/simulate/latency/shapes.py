@@ -170,6 +170,10 @@ class ModelShape:
     def layout(self, block_size: int) -> KVLayout:
         """The KV layout of all ranks together: a simulated worker is one rank, however many GPUs its device stands
         for. Raises UnsupportedModel for latents in 8 bits."""
+        if self.latent is not None:
+            refuse_latents(self.kv_dtype)
+            width = self.latent.kv_rank + self.latent.rope_dim
+            return KVLayout.latent(num_layers=self.layers, width=width, block_size=block_size, dtype="bfloat16")
         layout = KVLayout.dense(
             num_layers=self.layers,
             num_kv_heads=self.kv_heads,
@@ -177,8 +181,6 @@ class ModelShape:
             block_size=block_size,
             dtype="bfloat16",
         )
-        if self.latent is not None:
-            refuse_latents(self.kv_dtype)
         return with_kv_dtype(layout, self.kv_dtype)
 
 

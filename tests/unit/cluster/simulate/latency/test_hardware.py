@@ -15,10 +15,12 @@ from cluster.simulate.latency.base import step_of
 from cluster.simulate.latency.hardware import gpu_of, model_of
 from cluster.simulate.latency.roofline import Roofline
 from cluster.simulate.latency.shapes import FP8_BLOCK, GPUS, MODELS
+from cluster.simulate.latency.spread import ExpertParallelLatency
 from cluster.simulate.run.config import hardware_spec, read_settings
 from cluster.simulate.world.lanes import Cards, hosts_of
 from protos.errors import Misconfigured, UnsupportedModel
 from tests.unit.cluster.simulate.asking import SMALL, answer, call
+from workers.models.config import read_config
 
 LLAMA = {
     "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -271,6 +273,28 @@ def test_experts_in_parallel_reach_what_was_published_where_tensor_parallelism_d
     assert 52_300 < tokens_per_s(32, 8, 2000, spread=True) < 1.5 * 52_300
     assert 22_300 < tokens_per_s(64, 256, 1, spread=True) < 1.5 * 22_300
     assert tokens_per_s(32, 8, 2000, spread=False) < 52_300 / 2
+
+
+def test_experts_in_parallel_decode_as_deepseeks_own_cluster_did() -> None:
+    """A day of its H800 hosts: 14,800 answer tokens a second and host, each user at 20 to 22, contexts of 4,989. At 21
+    a second those are 88 requests a GPU. Of 73,700 prompt tokens a second and host 43.7 % were computed; the average is
+    over hours of little load, too, and over uneven experts."""
+    h800 = replace(GPUS["h100"], link_rate=200e9)
+
+    def step_s(num_gpus: int, rows: list[tuple[int, int]]) -> float:
+        latency = ExpertParallelLatency(gpu=h800, model=model_of("deepseek-v3", spread=True), num_gpus=num_gpus)
+        return latency.step_s(step_of(rows * num_gpus))
+
+    assert 8 * 88 / step_s(128, [(1, 4989)] * 88) == pytest.approx(14_800, rel=0.05)
+    computed = 0.437 * 73_700
+    assert computed < 8 * 8 * 1900 / step_s(32, [(1900, 4350)] * 8) < 2 * computed
+
+
+def test_latents_are_counted_as_the_engine_counts_them(tmp_path: Path) -> None:
+    path = written(tmp_path, {**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"]})
+    engine = read_config(tmp_path).kv_layout(block_size=16, dtype="bfloat16")
+    assert model_of(path).layout(16) == engine
+    assert engine.block_bytes == 16 * 61 * 576 * 2
 
 
 def test_requests_that_are_spread_are_kept_once_and_weights_on_every_gpu() -> None:
