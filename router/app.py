@@ -35,6 +35,9 @@ from router.http.errors import error_response, json_response
 from router.http.middleware import REQUEST_ID, Authenticate, BodyLimit, HeadLimit, RequestId
 from router.http.sse import EventStream
 from router.metrics import Track
+from router.ollama import answers as ollama
+from router.ollama.api import OLLAMA
+from router.ollama.models import SPOKEN_VERSION, show, tags
 from router.openai.chat import chat_completions
 from router.openai.completions import completions
 from router.openai.models import model_list, one_model
@@ -46,7 +49,7 @@ from router.responses.responses import responses
 from router.text.chat_template import ROLES
 
 MAX_HEAD_BYTES = 64 * 1024
-APIS: Sequence[Api] = (ANTHROPIC,)
+APIS: Sequence[Api] = (ANTHROPIC, OLLAMA)
 """Those whose answers are not in OpenAI's form."""
 
 Generating = Callable[[Gateway, Request, Track], Awaitable[Response | EventStream]]
@@ -68,6 +71,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(HTTPException, _unrouted)
     mount_page(app, gateway)
     _asking_routes(app, gateway)
+    _ollama_routes(app, gateway)
     _operating_routes(app, gateway)
     mount_admin(app, gateway)
 
@@ -116,11 +120,15 @@ def _generating_routes(app: FastAPI, gateway: Gateway) -> None:
     complete = _GeneratingEndpoint(gateway, "completions", completions)
     converse = _GeneratingEndpoint(gateway, "messages", messages)
     respond = _GeneratingEndpoint(gateway, "responses", responses)
+    ollama_chat = _GeneratingEndpoint(gateway, "ollama.chat", ollama.chat)
+    ollama_generate = _GeneratingEndpoint(gateway, "ollama.generate", ollama.generate)
     app.router.routes[:0] = [  # before /openapi.json: routes are matched in their order
         Route("/v1/chat/completions", chat, methods=["POST"], name="chat"),
         Route("/v1/completions", complete, methods=["POST"], name="complete"),
         Route("/v1/messages", converse, methods=["POST"], name="messages"),
         Route("/v1/responses", respond, methods=["POST"], name="responses"),
+        Route("/api/chat", ollama_chat, methods=["POST"], name="ollama_chat"),
+        Route("/api/generate", ollama_generate, methods=["POST"], name="ollama_generate"),
     ]
 
 
@@ -165,6 +173,21 @@ def _asking_routes(app: FastAPI, gateway: Gateway) -> None:
     app.add_route("/v1/models/{name:path}", model)
     app.add_route("/tokenize", to_tokens, methods=["POST"])
     app.add_route("/detokenize", to_text, methods=["POST"])
+
+
+def _ollama_routes(app: FastAPI, gateway: Gateway) -> None:
+    async def tagged(request: Request) -> Response:
+        return await tags(gateway)
+
+    async def shown(request: Request) -> Response:
+        return await show(gateway, request)
+
+    async def version(request: Request) -> Response:
+        return json_response({"version": SPOKEN_VERSION})
+
+    app.add_route("/api/tags", tagged)
+    app.add_route("/api/show", shown, methods=["POST"])
+    app.add_route("/api/version", version)
 
 
 def _operating_routes(app: FastAPI, gateway: Gateway) -> None:

@@ -67,8 +67,8 @@ class Gateway:
     names: Iterator[str] = field(default_factory=random_names)
 
     def new_id(self, prefix: str) -> str:
-        """A name for a request that no other has."""
-        return f"{prefix}-{next(self.names)}"
+        """A name that no other request has; some APIs put an underscore behind the prefix, others a dash."""
+        return f"{prefix}{'' if prefix.endswith('_') else '-'}{next(self.names)}"
 
     def ready(self) -> bool:
         """Would a request be served, whichever process gets it?"""

@@ -26,6 +26,8 @@ from router.conditions import OF_TOOLS
 from router.http.body import MAX_TTFT_MS
 from router.http.size_limits import MAX_PIECES
 from router.http.validation import Body, bounds
+from router.ollama import replies as ollama
+from router.ollama.schema import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from router.openai import responses
 from router.openai.schema import (
     ChatBody,
@@ -98,6 +100,7 @@ _LIMIT = {
 }
 _STREAM = {"text/event-stream": "With stream = true: an event for each piece, `data: [DONE]` at the end"}
 _NAMED = {"text/event-stream": "With stream = true: named events, as the API's clients read them"}
+_LINES = {"application/x-ndjson": "Unless stream = false: a line of JSON for each piece"}
 # Before OpenAPI 3.2, the schema of a stream of events is taken for that of each.
 _EVENT: Schema = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _METRICS = {"text/plain": "Prometheus", "application/openmetrics-text": "OpenMetrics, if it is asked for"}
@@ -125,6 +128,26 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("post", "/v1/responses"): Operation(
         summary="An answer to items of a conversation, as in OpenAI's Responses API without a store",
         body=ResponsesBody, reply=ResponsesReply, errors=_GENERATING, texts=_NAMED, parameters=(_MAX_TTFT,),
+    ),
+    ("post", "/api/chat"): Operation(
+        summary="An answer to a conversation, as in Ollama", body=OllamaChatBody, reply=ollama.OllamaChatReply,
+        errors=_GENERATING, texts=_LINES, parameters=(_MAX_TTFT,), error=ollama.OllamaErrorReply,
+    ),
+    ("post", "/api/generate"): Operation(
+        summary="An answer to a prompt, as in Ollama", body=OllamaGenerateBody, reply=ollama.OllamaGenerateReply,
+        errors=_GENERATING, texts=_LINES, parameters=(_MAX_TTFT,), error=ollama.OllamaErrorReply,
+    ),
+    ("get", "/api/tags"): Operation(
+        summary="The models served, as in Ollama", reply=ollama.OllamaTagsReply, errors=(401,),
+        error=ollama.OllamaErrorReply,
+    ),
+    ("post", "/api/show"): Operation(
+        summary="One model, as in Ollama", body=OllamaShowBody, reply=ollama.OllamaShowReply, errors=_READING,
+        error=ollama.OllamaErrorReply,
+    ),
+    ("get", "/api/version"): Operation(
+        summary="The version of Ollama's API that is spoken", reply=ollama.OllamaVersionReply, errors=(401,),
+        error=ollama.OllamaErrorReply,
     ),
     ("get", "/v1/models"): Operation(summary="The models served", reply=responses.ModelsReply, errors=(401,)),
     ("get", "/v1/models/{name}"): Operation(summary="One model", reply=responses.ModelReply, errors=(401, 404)),
@@ -196,8 +219,9 @@ def describe(
             needed = needs_admin_key if path.startswith("/admin") else needs_key
             if 401 in operation.errors:
                 described["security"] = [{"key": []}] if needed else [{"key": []}, {}]
-    for body in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessagesBody, PromptBody, ResponsesBody):
-        _narrow(schemas[body.__name__], card, cuts_answers=body is MessagesBody)
+    cut = (MessagesBody, OllamaChatBody, OllamaGenerateBody)
+    for body in {operation.body for operation in OPERATIONS.values() if operation.body is not None}:
+        _narrow(schemas[body.__name__], card, cuts_answers=body in cut)
         if not has_tools and "tools" in schemas[body.__name__]["properties"]:
             _without_tools(schemas[body.__name__])
     schemas["ChatMessage"]["properties"]["role"]["enum"] = list(roles)

@@ -39,7 +39,7 @@ async def messages(gateway: Gateway, request: Request, track: Track) -> Response
     gateway.check_model(body.model)
     ignored = Ignored()
     turn = _turn(gateway, body, with_bound(body.sampling(), request), ignored)
-    ask = await turn.request(gateway, request, gateway.new_id("msg"), cut=True)
+    ask = await turn.request(gateway, request, gateway.new_id("msg_"), cut=True)
     answer = _MessageAnswer(gateway, ask, turn.tooling, max_tokens=body.max_tokens)
     if body.stream:
         return EventStream(

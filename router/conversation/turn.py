@@ -36,14 +36,23 @@ class ConversationTurn:
             tools=self.tooling.shown,
         )
 
-    async def request(self, gateway: Gateway, http: Request, request_id: str, *, cut: bool = False) -> TextRequest:
-        """The jobs. `cut`: an answer may be as long as the context leaves room for, where max_tokens is more. Raises
-        InvalidRequest."""
+    async def request(
+        self,
+        gateway: Gateway,
+        http: Request,
+        request_id: str,
+        *,
+        prompt: tuple[int, ...] | None = None,
+        cut: bool = False,
+    ) -> TextRequest:
+        """The jobs. `prompt`: in place of that of the messages. `cut`: an answer may be as long as the context leaves
+        room for, where max_tokens is more. Raises InvalidRequest."""
         sampling, tooling = self.sampling, self.tooling
         if tooling.grammar:
             await gateway.grammars.check(tooling.grammar, param=tooling.param)
             sampling = replace(sampling, grammar=tooling.grammar)
-        prompt = await self.prompt(gateway)
+        if prompt is None:
+            prompt = await self.prompt(gateway)
         if cut and sampling.max_tokens is not None and len(prompt) + sampling.max_tokens > gateway.card.max_model_len:
             sampling = replace(sampling, max_tokens=None)
         return make_text_request(

@@ -25,6 +25,7 @@ log = logging.getLogger("baton.http")
 REQUEST_ID = "x-baton-request-id"
 _REQUEST_ID = REQUEST_ID.encode()
 _POLLED = {"/ready", "/health", "/metrics"}
+_WITH_KEY = ("/v1/", "/api/", "/tokenize", "/detokenize")
 NAMES_DRAWN = 64
 _ACCEPTABLE = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
 
@@ -174,7 +175,7 @@ class Authenticate:
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(("/v1/", "/tokenize", "/detokenize")):
+        if scope["type"] == "http" and scope["path"].startswith(_WITH_KEY):
             try:
                 tenant = self._access.identify(_authorization(scope))
             except Unauthenticated as error:

@@ -55,7 +55,7 @@ async def responses(gateway: Gateway, request: Request, track: Track) -> Respons
         ignored.add(f"text.{name}")
     for name in body.model_extra or {}:
         ignored.add(name)
-    ask = await turn.request(gateway, request, gateway.new_id("resp"))
+    ask = await turn.request(gateway, request, gateway.new_id("resp_"))
     answer = _ResponseAnswer(gateway, body, ask, turn.tooling)
     if body.stream:
         return EventStream(
@@ -184,14 +184,14 @@ class _ResponseAnswer:
 
     def _open_message(self) -> list[Event]:
         item = {"type": "message", "role": "assistant", "content": []}
-        self._begin(item | {"id": self._gateway.new_id("msg")})
+        self._begin(item | {"id": self._gateway.new_id("msg_")})
         part = self._of_item("response.content_part.added") | {"content_index": 0, "part": _text("")}
         return [self._item_event("added"), part]
 
     def _open_call(self, part: CallDelta) -> list[Event]:
         assert self._form is not None
         call = {"type": "function_call", "call_id": new_call_id(self._form), "name": part.name, "arguments": ""}
-        self._begin(call | {"id": self._gateway.new_id("fc")})
+        self._begin(call | {"id": self._gateway.new_id("fc_")})
         return [self._item_event("added")]
 
     def _begin(self, item: Event) -> None:

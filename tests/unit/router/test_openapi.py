@@ -82,6 +82,12 @@ TAKEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/messages", MESSAGES | {"stream": True}),
     ("/v1/messages/count_tokens", MESSAGES),
     ("/v1/responses", RESPONSES),
+    ("/api/chat", CHAT),
+    ("/api/chat", CHAT | {"stream": False}),
+    ("/api/chat", CHAT | {"messages": []}),
+    ("/api/generate", COMPLETION),
+    ("/api/generate", COMPLETION | {"stream": False}),
+    ("/api/show", {"model": "tiny"}),
     ("/v1/responses", RESPONSES | {"stream": True}),
     ("/v1/responses", RESPONSES | {"max_output_tokens": 1, "instructions": "x", "metadata": {"a": "b"}}),
     ("/tokenize", {"prompt": "hello", "return_token_strs": True}),
@@ -106,6 +112,8 @@ async def test_what_is_asked_of_a_gateway_is_as_described() -> None:
         for path in (
             "/",
             "/v1/models",
+            "/api/tags",
+            "/api/version",
             "/health",
             "/ready",
             "/metrics",
@@ -129,6 +137,7 @@ async def test_what_is_asked_of_a_gateway_is_as_described() -> None:
         ("/v1/completions", COMPLETION, 429, 503),
         ("/v1/messages", MESSAGES, 529, 529),
         ("/v1/responses", RESPONSES, 429, 503),
+        ("/api/chat", CHAT, 429, 503),
     ],
 )
 async def test_failures_are_as_described(path: str, body: dict[str, Any], no_room: int, no_worker: int) -> None:
@@ -145,12 +154,22 @@ async def test_failures_are_as_described(path: str, body: dict[str, Any], no_roo
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/tokenize", "/detokenize"]
-)
+    "path",
+    [
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/responses",
+        "/api/chat",
+        "/tokenize",
+        "/detokenize",
+    ],
+)  # fmt: skip
 async def test_refusals_are_as_described(path: str) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/v1/messages": MESSAGES,
         "/v1/responses": RESPONSES,
+        "/api/chat": CHAT,
         "/tokenize": {"prompt": "hello"}, "/detokenize": {"tokens": [1]},
     }  # fmt: skip
     async with visiting(max_body_bytes=1000) as visitor:

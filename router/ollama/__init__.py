@@ -1,0 +1,1 @@
+"""Ollama's API: chats and texts as lines of JSON, for desktop clients."""

@@ -1,0 +1,132 @@
+"""Ollama's API: the same jobs as a chat's, as lines of JSON unless the client wants one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from protos.errors import Overloaded
+from tests.unit.router.anthropic.test_messages import CALLS, SCHEMA, TOOLED, asking
+from tests.unit.router.scripted import byte_level, saying, token_deltas
+
+HELLO: dict[str, Any] = {"model": "tiny:latest", "messages": [{"role": "user", "content": "hello"}]}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "It knows.", "parameters": SCHEMA}}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+
+
+def lines_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    return [orjson.loads(line) for line in answer.text.splitlines()]
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+async def test_an_answer_streamed_or_whole_is_the_same(path: str) -> None:
+    asked = HELLO if path == "/api/chat" else {"model": "tiny", "prompt": "hello"}
+    async with asking() as (http, generate):
+        *lines, last = lines_of(await http.post(path, json=asked))
+        whole = (await http.post(path, json=asked | {"stream": False})).json()
+
+    def text(line: dict[str, Any]) -> Any:
+        return line["response"] if path == "/api/generate" else line["message"]["content"]
+
+    assert "".join(map(text, lines)) == text(whole) == "naïve café 🙂"
+    assert len(lines) > 2
+    assert not any(line["done"] for line in lines)
+    for ending in (last, whole):
+        assert (ending["done"], ending["done_reason"]) == (True, "stop")
+        assert ending["prompt_eval_count"] == len(generate.jobs[0].prompt_ids)
+        assert ending["eval_count"] > 3
+        assert ending["total_duration"] >= ending["prompt_eval_duration"] > 0
+    assert generate.jobs[0].prompt_ids == generate.jobs[1].prompt_ids
+
+
+async def test_calls_are_sent_when_they_are_complete() -> None:
+    async with asking(saying(CALLS, at_once=3), **TOOLED) as (http, _):
+        lines = lines_of(await http.post("/api/chat", json=HELLO | {"tools": [WEATHER, NOW]}))
+        whole = (await http.post("/api/chat", json=HELLO | {"tools": [WEATHER, NOW], "stream": False})).json()
+    streamed = [call for line in lines for call in line["message"].get("tool_calls", ())]
+    assert streamed == whole["message"]["tool_calls"] == [
+        {"function": {"name": "weather", "arguments": {"city": 'Paris "x"'}}},
+        {"function": {"name": "now", "arguments": {}}},
+    ]  # fmt: skip
+    assert "".join(line["message"]["content"] for line in lines) == whole["message"]["content"] == "Let me look."
+
+
+async def test_the_same_conversation_has_the_same_tokens_as_a_chat() -> None:
+    called = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    theirs = {
+        "model": "tiny", "tools": [WEATHER], "options": {"num_predict": 3, "temperature": 0, "num_ctx": 8192},
+        "keep_alive": "5m",
+        "messages": [
+            {"role": "system", "content": "Be brief."}, *HELLO["messages"],
+            {"role": "assistant", "content": "", "tool_calls": [called]},
+            {"role": "tool", "content": "7", "tool_name": "weather"},
+        ],
+    }  # fmt: skip
+    call = {"id": "000000001", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    ours = {
+        "model": "tiny", "tools": [WEATHER], "max_tokens": 3, "temperature": 0,
+        "messages": [
+            {"role": "system", "content": "Be brief."}, *HELLO["messages"], {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": "7", "name": "weather", "tool_call_id": "000000001"},
+        ],
+    }  # fmt: skip
+    async with asking(**TOOLED) as (http, generate):
+        usage = (await http.post("/v1/chat/completions", json=ours)).json()["usage"]
+        answer = await http.post("/api/chat", json=theirs | {"stream": False})
+    one, other = generate.jobs
+    assert one.prompt_ids == other.prompt_ids
+    assert other.sampling.temperature == 0
+    assert answer.json()["prompt_eval_count"] == usage["prompt_tokens"]
+    assert answer.json()["eval_count"] == usage["completion_tokens"] == 3
+    assert answer.json()["done_reason"] == "length"
+    assert answer.headers["x-baton-ignored"] == "options.num_ctx, keep_alive"
+
+
+async def test_a_raw_prompt_has_no_template_and_a_format_binds_the_answer() -> None:
+    async with asking() as (http, generate):
+        await http.post("/api/generate", json={"model": "tiny", "prompt": "hello", "raw": True})
+        await http.post("/api/generate", json={"model": "tiny", "prompt": "hello", "format": SCHEMA})
+        await http.post("/api/chat", json=HELLO | {"format": "json"})
+    raw, schema, plain = generate.jobs
+    assert byte_level().decode(raw.prompt_ids).endswith("hello")
+    assert "user" not in byte_level().decode(raw.prompt_ids)
+    assert "city" in schema.sampling.grammar
+    assert plain.sampling.grammar
+
+
+async def test_clients_find_the_model() -> None:
+    async with asking(**TOOLED) as (http, _):
+        [model] = (await http.get("/api/tags")).json()["models"]
+        shown = (await http.post("/api/show", json={"model": model["name"]})).json()
+        version = (await http.get("/api/version")).json()
+        loaded = (await http.post("/api/chat", json={"model": "tiny"})).json()
+    assert model["name"] == "tiny"
+    assert shown["capabilities"] == ["completion", "tools"]
+    assert shown["model_info"]["baton.context_length"] == 4096
+    assert version["version"].count(".") == 2
+    assert loaded["done_reason"] == "load"
+
+
+async def test_errors_are_in_that_apis_form() -> None:
+    def script(job: Any) -> list[Any]:
+        return [*token_deltas([5, 6, 7], job)[:2], Overloaded("too busy")]
+
+    images = {"messages": [{"role": "user", "content": "x", "images": ["iVBO"]}]}
+    async with asking(script) as (http, _):
+        refused = [
+            await http.post("/api/chat", json=HELLO | {"model": "other"}),
+            await http.post("/api/chat", json=HELLO | images),
+            await http.post("/api/chat", json=HELLO | {"options": {"temperature": 3}}),
+            await http.post("/api/generate", json={"model": "tiny", "prompt": "x", "suffix": "y"}),
+            await http.get("/api/embed"),
+        ]
+        *_, last = lines_of(await http.post("/api/chat", json=HELLO))
+    assert [answer.status_code for answer in refused] == [404, 400, 400, 400, 404]
+    assert all(answer.json().keys() == {"error"} for answer in refused)
+    assert "messages[0].images" in refused[1].json()["error"]
+    assert "options.temperature" in refused[2].json()["error"]
+    assert last == {"error": "too busy"}
