@@ -25,8 +25,10 @@ from cluster.simulate.latency.shapes import (
     ModelShape,
     gpu_figures,
 )
-from protos.errors import Misconfigured
+from protos.errors import BatonError, Misconfigured
 from protos.hints import unusable
+from protos.model_files.fields import Fields
+from workers.models.families.registry import FAMILIES
 
 GPU_SUFFIX, MODEL_SUFFIX = ".toml", ".json"
 MAX_GPU_FIGURE, MAX_MODEL_FIGURE = 1e9, 10**9
@@ -169,6 +171,8 @@ class _Checkpoint:
         )
 
     def _experts(self) -> Experts | None:
+        if (served := self._served_experts()) is not None:
+            return served
         name = next((one for one in EXPERTS if self._config.get(one)), None)
         if name is None:
             return None
@@ -179,6 +183,27 @@ class _Checkpoint:
             width=self._number("moe_intermediate_size", self._number("intermediate_size")),
             num_shared=shared,
             num_dense_layers=self._number("first_k_dense_replace", 0, least=0),
+        )
+
+    def _served_experts(self) -> Experts | None:
+        """As the engine reads them, of a family that it serves."""
+        architectures = self._config.get("architectures")
+        family = next((one for one in FAMILIES if one.experts and architectures == [one.architecture]), None)
+        if family is None or family.experts is None:
+            return None
+        layers = self._number("num_hidden_layers")
+        try:
+            found = family.experts(Fields(self._config, self._given).over(family.defaults), layers)
+        except BatonError as error:
+            raise Misconfigured(error.message, param="model") from error
+        if found is None:
+            return None
+        return Experts(
+            num=found.num_experts,
+            num_active=found.routing.num_chosen,
+            width=found.width,
+            num_shared=found.shared_width / found.width,
+            num_dense_layers=layers - found.num_sparse_layers,
         )
 
     def _dtype(self) -> str:

@@ -133,7 +133,7 @@ class Roofline:
         num_routed = self._num_routed_layers()
         widths = [(model.width, model.layers - num_routed)]
         if experts is not None and experts.num_shared:
-            widths.append((experts.width * experts.num_shared, num_routed))
+            widths.append((round(experts.width * experts.num_shared), num_routed))
         found = []
         for width, count in widths:
             found += [Product(2 * width / self.tp, model.hidden, count), Product(model.hidden, width / self.tp, count)]

@@ -72,13 +72,13 @@ GPUS = {name: Gpu(like=name, **gpu_figures(one)) for name, one in _described("gp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The experts of a model. A token visits `num_active` of the `num` routed experts of a layer, and all `num_shared`.
-    The first `num_dense_layers` layers have none."""
+    """The experts of a model. A token visits `num_active` of the `num` routed experts of a layer, and all `num_shared`,
+    which count in widths of a routed one. `num_dense_layers` layers have none."""
 
     num: int
     num_active: int
     width: int  # of an expert's hidden layer
-    num_shared: int = 0
+    num_shared: float = 0
     num_dense_layers: int = 0
 
     def touched(self, num_tokens: float) -> float:

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.simulate.latency.aiconfigurator import Aiconfigurator
 from cluster.simulate.latency.base import step_of
-from cluster.simulate.latency.hardware import gpu_of, model_of
+from cluster.simulate.latency.hardware import gpu_of, model_of, read_model
 from cluster.simulate.latency.roofline import Roofline
 from cluster.simulate.latency.shapes import FP8_BLOCK, GPUS, MODELS
 from cluster.simulate.latency.spread import ExpertParallelLatency
@@ -334,3 +334,43 @@ def test_a_simulation_with_experts_in_parallel_says_so(tmp_path: Path) -> None:
     assert "experts in parallel" in run["figures"]["cluster"]
     assert "--expert-parallel" not in said
     assert "--expert-parallel shares its experts alone" in call(*SMALL, *flags[:-1]).stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "total", "active"),
+    [
+        (
+            {"architectures": ["Qwen2MoeForCausalLM"], "hidden_size": 3584, "num_attention_heads": 28,
+             "num_key_value_heads": 4, "num_hidden_layers": 28, "intermediate_size": 18944, "num_experts": 64,
+             "num_experts_per_tok": 8, "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480},
+            57.4, 14.2,
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_attention_heads": 32, "head_dim": 128,
+             "num_key_value_heads": 4, "num_hidden_layers": 48, "intermediate_size": 6144,
+             "moe_intermediate_size": 768},
+            30.5, 3.35,
+        ),
+    ],
+    ids=["shared-expert", "defaults-of-the-family"],
+)  # fmt: skip
+def test_experts_are_read_as_the_engine_reads_them(
+    changes: dict[str, Any], total: float, active: float, tmp_path: Path
+) -> None:
+    """Of Qwen2-57B-A14B and Qwen3-30B-A3B, in billions, as their makers count them."""
+    config = {"vocab_size": 151936, "max_position_embeddings": 32768} | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = read_model(tmp_path / "config.json")
+    assert model.params / 1e9 == pytest.approx(total, rel=0.002)
+    assert model.active_params / 1e9 == pytest.approx(active, rel=0.005)
+
+
+def test_experts_that_the_engine_would_refuse_are_refused(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["MixtralForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
+        "intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 64, "num_local_experts": 2,
+        "num_experts_per_tok": 3,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Misconfigured, match="num_experts_per_tok is 3"):
+        read_model(tmp_path / "config.json")
