@@ -23,7 +23,13 @@ _NAMES = {
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp", "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+_OLMO2_NAMES = {"post_attention_layernorm": "post_attention_norm"}
+_PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3")
+_SCALES = {
+    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+    "logits_scaling": "logit_scale", "residual_multiplier": "residual_scale",
 }  # fmt: skip
 
 
@@ -56,8 +62,9 @@ def convert(
             wanted = next((other for pattern, other in others.items() if re.search(pattern, stored)), kind)
             stacks.setdefault(stored, {})[int(expert[1])] = _stored(stored, weight.float(), wanted, made_up=made_up)
             continue
-        stored = f"{f'blk.{layer}.' if layer else ''}{_NAMES[own]}.{suffix}"
-        if config["model_type"] in ("llama", "mistral", "mixtral") and own in ("self_attn.q_proj", "self_attn.k_proj"):
+        names = _NAMES | (_OLMO2_NAMES if config["model_type"] == "olmo2" else {})
+        stored = f"{f'blk.{layer}.' if layer else ''}{names[own]}.{suffix}"
+        if config["model_type"] in _PERMUTED and own in ("self_attn.q_proj", "self_attn.k_proj"):
             heads = config["num_attention_heads" if own.endswith("q_proj") else "num_key_value_heads"]
             weight = weight.unflatten(0, (heads, 2, -1)).swapaxes(1, 2).flatten(0, 2)
         wanted = next((other for pattern, other in others.items() if re.search(pattern, stored)), kind)
@@ -130,6 +137,8 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope.dimension_count": head_dim,
         "rope.freq_base": float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
     }
+    if config["model_type"] == "granite":
+        own |= {key: float(config[field]) for field, key in _SCALES.items()}
     if count := config.get("num_local_experts", config.get("num_experts")):
         own |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
     if "moe_intermediate_size" in config:

@@ -13,13 +13,26 @@ from protos.model_files.gguf.metadata import GGUFArray
 from protos.model_files.gguf.reader import GGUFFile, GGUFTensor
 
 _ARCHITECTURES = {
+    "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 """Mistral's models are written as llama, and Mixtral's, with experts."""
+
+PERMUTED = frozenset({"granite", "llama", "smollm3"})
+"""Their files have the rows of queries and keys in another order, in which llama.cpp rotates neighbours."""
+
+_GRANITE_SCALES = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+}
 
 # Keys below the architecture's name that would change what the layers compute, with the values that do not.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -52,7 +65,8 @@ def config_of(gguf: GGUFFile) -> dict[str, Any]:
     _refuse_other_files(metadata, name)
     own = _of_architecture(gguf, name)
     for key, harmless in _NEUTRAL.items():
-        if key in own and own.raw(key) not in harmless:
+        read = name == "granite" and key in _GRANITE_SCALES
+        if key in own and not read and own.raw(key) not in harmless:
             raise UnsupportedModel(f"{own.where}.{key} is {own.raw(key)!r}, which is not supported", param=key)
     vocab_size, hidden_size = _matrix(gguf, EMBEDDING).shape
     num_heads = own.integer("attention.head_count")
@@ -78,8 +92,12 @@ def config_of(gguf: GGUFFile) -> dict[str, Any]:
         "eos_token_id": metadata.raw("tokenizer.ggml.eos_token_id"),
     }
     config |= _experts(own, name)
-    if name == "llama":
+    if name in PERMUTED:
         config |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    if name == "granite":  # 0 and absence are none
+        config |= {field: own.raw(key) or 1.0 for key, field in _GRANITE_SCALES.items()}
+        config["attention_multiplier"] = own.raw("attention.scale") or head_dim**-0.5
+    if name == "llama":
         if window and "num_local_experts" not in config:
             config |= {"architectures": ["MistralForCausalLM"]}
         if window:
@@ -130,7 +148,8 @@ def _refuse_other_files(metadata: Fields, name: str) -> None:
     if name not in _ARCHITECTURES:
         raise UnsupportedModel(
             f"{metadata.where}: general.architecture is {name!r}, which is not supported: known are "
-            f"{', '.join(_ARCHITECTURES)} (Llama, Mistral, Mixtral, Qwen2, Qwen2.5, Qwen3; for text)",
+            f"{', '.join(_ARCHITECTURES)} (Llama, Mistral, Mixtral, Qwen2, Qwen2.5, Qwen3, Granite 3, OLMo 2, SmolLM3; "
+            "for text)",
             param="general.architecture",
         )
 

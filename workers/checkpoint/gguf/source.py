@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from protos.model_files.fields import Fields
+from protos.model_files.gguf.config import PERMUTED
 from protos.model_files.gguf.reader import GGUFFile, GGUFTensor
 from workers.checkpoint.source import StoredTensor
 
@@ -27,6 +28,8 @@ _LAYER_NAMES = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
@@ -68,17 +71,18 @@ class _TranslatedTensor:
 class GGUFSource:
     """Quantised tensors are rows of bytes, [outputs, bytes of a row], of a type such as "Q4_K".
 
-    Files of the architecture llama have the rows of q and k in another order, in which llama.cpp rotates neighbours.
+    Some architectures' files (`PERMUTED`) have the rows of q and k in another order.
     """
 
     def __init__(self, gguf: GGUFFile) -> None:
         self._gguf = gguf
         metadata = Fields(gguf.metadata, str(gguf.path))
         self._heads: dict[str, int] = {}
-        self._mixtral = metadata.text_or("general.architecture", "") == "llama"
-        if self._mixtral:
-            num_heads = metadata.integer("llama.attention.head_count")
-            kv_heads = metadata.integer_or("llama.attention.head_count_kv", num_heads)
+        name = metadata.text_or("general.architecture", "")
+        self._mixtral = name == "llama"
+        if name in PERMUTED:
+            num_heads = metadata.integer(f"{name}.attention.head_count")
+            kv_heads = metadata.integer_or(f"{name}.attention.head_count_kv", num_heads)
             self._heads = {"attn_q": num_heads, "attn_k": kv_heads}
         self._entries = dict(self._translated())
 
