@@ -13,6 +13,7 @@ from rich.text import Text
 
 from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client
 from cluster.cli.tables import Sheet
+from kvtransfer.reshard import EIGHT_BITS
 from protos.hints import byte_count, counted
 
 POOLS = ("prefill", "decode", "colocated")
@@ -76,12 +77,20 @@ def status_tables(status: Mapping[str, Any], url: str) -> RenderableType:
     tables = (_pools(workers), _workers(workers), _lanes(held), _tickets(held))
     weights = dict.fromkeys(worker["info"]["weights"] for worker in workers if worker["info"])
     stored = [Text(f"weights: {one}") for one in weights if one]
+    stored += [Text(f"KV: {one}") for one in dict.fromkeys(_kv_dtype(worker) for worker in workers) if one]
     parts: list[RenderableType] = [_headline(status, url), *stored]
     for table in tables:
         if table.row_count:
             parts += ["", table]
     reasons = [_reason(worker) for worker in workers if len(worker["reason"]) > SHORT]
     return Group(*parts, *([""] if reasons else []), *reasons)
+
+
+def _kv_dtype(worker: Worker) -> str:
+    """The type of a worker's keys and values if it has 8 bits, "" for another."""
+    groups = ((worker["info"] or {}).get("layout") or {}).get("groups", ())
+    dtypes = {part["dtype"] for group in groups for part in group["parts"]}
+    return ", ".join(sorted(dtypes & EIGHT_BITS))
 
 
 def _reason(worker: Worker) -> Text:

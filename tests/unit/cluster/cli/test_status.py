@@ -29,6 +29,7 @@ from protos.values import (
     WorkerStats,
 )
 from tests.unit.router.scripted import Crew, Scripted, Worker, make_gateway, saying, serving
+from workers.kv.kinds import with_kv_dtype
 
 
 def info(worker_id: str, role: WorkerRole) -> WorkerInfo:
@@ -38,7 +39,9 @@ def info(worker_id: str, role: WorkerRole) -> WorkerInfo:
         role=role,
         model="tiny",
         address="127.0.0.1:7000",
-        layout=KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"),
+        layout=with_kv_dtype(
+            KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"), "int8"
+        ),
         lane=LaneAddress(worker_id=worker_id, incarnation=1, host="127.0.0.1", port=7001),
         max_model_len=256,
         vocab_size=512,
@@ -84,6 +87,7 @@ async def test_tables_show_pools_workers_lanes_and_tickets() -> None:
     shown = rows(await ask(crew()))
     assert shown[0][:1] == ["tiny"]
     assert shown[1] == ["weights:", "gptq-int4-g128,", "4.16", "bits", "a", "weight"]
+    assert ["KV:", "int8"] in shown[1:4]
     assert ["prefill", "1/1", "3", "2", "1,234", "16/64", "(25%)", "1", "7.5", "MB"] in shown
     assert ["decode", "1/2", "3", "2", "1,234", "16/64", "(25%)", "1", "7.5", "MB"] in shown
     assert ["unknown", "0/1", "0", "0", "0", "-", "0", "0", "B"] in shown
