@@ -102,8 +102,8 @@ def heads_of(layout: KVLayout, rank: int) -> range:
 
 
 def rank_block_bytes(layout: KVLayout) -> int:
-    """Bytes of a block on each rank: its share of the heads, and all of what is not cut by them."""
-    return layout.block_bytes * len(heads_of(layout, 0)) // layout.num_kv_heads
+    """Bytes of a block in the memory of each rank: its share of the heads, and all of what is not cut by them."""
+    return layout.stored_bytes * len(heads_of(layout, 0)) // layout.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,7 +103,10 @@ class KVGroup(Value, frozen=True, kw_only=True):
 class KVLayout(Value, frozen=True, kw_only=True):
     """Shape of one worker's KV cache over all its `tp` ranks. A block has `block_size` positions of a group's layers.
     `model` names what made the KV: caches of two models differ even with equal shapes. `device` is the kind of memory:
-    "cpu", "cuda", or "" if not known."""
+    "cpu", "cuda", or "" if not known.
+
+    Groups with the same parts share their memory: a page has a block's positions of one of these groups, and room for
+    as many layers as the largest has. A block takes a page of each group."""
 
     groups: tuple[KVGroup, ...]
     block_size: int
@@ -161,6 +164,22 @@ class KVLayout(Value, frozen=True, kw_only=True):
         return self.block_size * sum(
             [len(group.layers) * part.position_bytes for group in self.groups for part in group.parts]
         )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the groups."""
+        return tuple([group.window for group in self.groups])
+
+    @property
+    def frees_blocks(self) -> bool:
+        """Whether a sequence gives blocks back before it ends."""
+        return any(group.window is not None for group in self.groups)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that a block takes in memory, over all shares: `block_bytes`, and what smaller groups leave empty."""
+        num_layers = max([len(group.layers) for group in self.groups], default=0)
+        return self.block_size * num_layers * sum([part.position_bytes for part in self.parts])
 
 
 SCALE = "_scale"

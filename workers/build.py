@@ -29,10 +29,12 @@ from workers.kernels.base import KVScales
 from workers.kernels.cpu.memory import keep_freed_memory
 from workers.kv.blocks import BlockPool
 from workers.kv.capacity import blocks_in_ram, blocks_on_gpu, check_weights_fit
+from workers.kv.groups import with_windows
 from workers.kv.host import HostCopies, HostPool
 from workers.kv.host_copies import host_copies, staging_bytes
 from workers.kv.kinds import FP8, layout_of
 from workers.kv.storage import KVStorage
+from workers.kv.windows import PageWindows
 from workers.memory import free_ram_bytes
 from workers.models.config import ModelConfig, check_parallel, longest_sequence, read_config, weight_bytes
 from workers.models.decoder import Decoder
@@ -124,7 +126,9 @@ def build_engine(
         copies = leader.everywhere(rank.copies)
         block_bytes = rank_block_bytes(rank.layout) * rank.layout.tp
         host = HostPool(rank.num_slots, copies, events.record, block_bytes=block_bytes)
-    pool = BlockPool(rank.storage.num_blocks, rank.layout.block_size, events.record, host=host)
+    pool = BlockPool(
+        rank.storage.num_blocks, rank.layout.block_size, events.record, host=host, windows=rank.layout.windows
+    )
     scheduler = Scheduler(rank.scheduler, pool, make_role(pool), prefix_key=rank.model.prefix_key)
     runner = LeadingRunner(leader, rank.runner)
     timeline = Timeline(clock)
@@ -185,7 +189,8 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     free_bytes -= num_slots * rank_block_bytes(layout) * layout.tp
     num_blocks = _num_blocks(config, group, decoder, layout, device, max_model_len, free_bytes // layout.tp)
     storage = _make_storage(layout, num_blocks, device, free_bytes // layout.tp, fp8_scales)
-    capacity = num_blocks * config.block_size
+    windows = PageWindows(block_size=config.block_size, windows=layout.windows)
+    capacity = windows.longest(storage.num_blocks, config.largest_chunk, most=max_model_len)
     if capacity < max_model_len:
         if config.max_model_len is not None:
             raise Misconfigured(
@@ -226,6 +231,8 @@ def _layout(config: WorkerConfig, model: ModelConfig, name: str, device: str, dt
     """Raises Misconfigured or UnsupportedModel for a `kv_dtype` that this model or this worker cannot have."""
     layout = layout_of(model, config.kv_dtype, block_size=config.block_size, dtype=dtype, tp=config.tp)
     layout = replace(layout, model=name, device=device)
+    if config.free_windows:
+        layout = _freeing(config, model, layout)
     if device == "cuda" and config.kv_dtype != "auto":
         raise Misconfigured(
             f"worker.kv_dtype is {config.kv_dtype}: GPUs cache keys and values in the dtype of the weights: leave it "
@@ -233,6 +240,25 @@ def _layout(config: WorkerConfig, model: ModelConfig, name: str, device: str, dt
             param="kv_dtype",
         )
     return layout
+
+
+def _freeing(config: WorkerConfig, model: ModelConfig, layout: KVLayout) -> KVLayout:
+    """`layout` with groups that free what lies behind their windows, if the model has any and nothing forbids it."""
+    freeing = with_windows(layout, model.windows)
+    if not freeing.frees_blocks:
+        return layout
+    if config.host_kv_gib:
+        log.warning(
+            "KV behind sliding windows is kept: the host tier keeps whole blocks only (host_kv_gib is %g)",
+            config.host_kv_gib,
+        )
+        return layout
+    log.info(
+        "KV behind sliding windows is freed, in %d groups of layers; it is neither pulled nor migrated, unless "
+        "worker.free_windows is false",
+        len(freeing.groups),
+    )
+    return freeing
 
 
 def _fp8_scales(config: WorkerConfig, layout: KVLayout, rank: int) -> Mapping[int, KVScales]:
@@ -339,7 +365,7 @@ def _num_blocks(
             block_bytes,
             fraction=config.memory_fraction,
             free_bytes=free_bytes,
-            max_useful=config.max_num_seqs * -(-max_model_len // config.block_size),
+            max_useful=_most_useful(config, layout, max_model_len),
         )
     else:
         storage = KVStorage(layout, num_blocks=1, device=device)
@@ -355,9 +381,16 @@ def _num_blocks(
     return int(group.all_gather(torch.tensor([mine], device=device)).min().item())
 
 
+def _most_useful(config: WorkerConfig, layout: KVLayout, max_model_len: int) -> int:
+    """Blocks that `max_num_seqs` of the longest sequences hold."""
+    windows = PageWindows(block_size=config.block_size, windows=layout.windows)
+    return -(-config.max_num_seqs * windows.num_held(max_model_len, config.largest_chunk) // len(layout.groups))
+
+
 def _make_storage(
     layout: KVLayout, num_blocks: int, device: str, free_bytes: int, fp8_scales: Mapping[int, KVScales]
 ) -> KVStorage:
+    """With a page of each group for each block."""
     num_bytes = num_blocks * rank_block_bytes(layout)
     too_much = Misconfigured(
         f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.2f} GiB on each rank, more than there is on "
@@ -367,7 +400,7 @@ def _make_storage(
     if device == "cpu" and num_bytes > free_bytes:  # Linux would allocate it, and kill the process when it is used
         raise too_much
     try:
-        return KVStorage(layout, num_blocks=num_blocks, device=device, fp8_scales=fp8_scales)
+        return KVStorage(layout, num_blocks=num_blocks * len(layout.groups), device=device, fp8_scales=fp8_scales)
     except torch.OutOfMemoryError as error:
         raise too_much from error
 

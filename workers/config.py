@@ -28,6 +28,11 @@ class StepLimits:
     max_waiting: int = setting(1024, "Requests that have not begun; more are refused.", least=1)
     time_slice_s: float = setting(10.0, "Time slice of a sequence while more than max_num_seqs have begun.", above=0)
 
+    @property
+    def largest_chunk(self) -> int:
+        """Tokens of one prompt that a step computes at most."""
+        return min(self.prefill_chunk, self.max_num_batched_tokens)
+
     def step_limits(self) -> dict[str, Any]:
         """Of the same values, for another configuration that has them."""
         return {spec.name: getattr(self, spec.name) for spec in fields(StepLimits)}
@@ -67,6 +72,9 @@ class WorkerConfig(StepLimits):
         None, "Share of memory for the KV cache; default: 0.9 on a GPU, 0.2 on a CPU.", above=0, most=1
     )
     host_kv_gib: float = setting(0.0, "Host memory of a worker for KV that its device evicts.", least=0, below=math.inf)
+    free_windows: bool = setting(
+        True, "Free KV behind sliding windows; such KV is not transferred, so only colocated workers do."
+    )
     max_model_len: int | None = setting(
         None, "Longest prompt with its answer; default: the model's own.", unit="tokens", least=1
     )

@@ -116,7 +116,8 @@ class PrefixPulls:
         self, job_state: JobState, request_id: str, generation: int, prefill_worker: Member, candidates: CandidateTable
     ) -> PrefixPull | None:
         """The prefix that the attempt's prefill worker fetches, and its holder; None without a pull. A request with
-        logprobs of the prompt has no pull: its prompt must be computed."""
+        logprobs of the prompt has no pull: its prompt must be computed. Workers that free KV behind windows receive
+        none."""
         if prefill_worker.info is None or (
             job_state.job.sampling.prompt_logprobs is not None and not job_state.output_ids
         ):
@@ -124,6 +125,8 @@ class PrefixPulls:
         if not (caching := candidates.caching):
             return None
         layout, most = prefill_worker.info.layout, job_state.num_tokens - 1
+        if layout.frees_blocks:
+            return None
         holders = [
             holder
             for worker_id in caching

@@ -111,6 +111,7 @@ class Filled:
         angles_TP = torch.rand(len(self.q_TND), case.head_dim // 2, generator=generator) * 6
         self.rotation = angles_TP.cos(), angles_TP.sin()
         self.blocks = [[order.pop() for _ in range(count)] for count in counts]
+        self.foreign = order.pop()
         for (_, cached), kv, blocks in zip(case.rows, self.kv, self.blocks, strict=True):
             size = case.block_size
             slots = [blocks[position // size] * size + position % size for position in range(cached)]
@@ -128,6 +129,9 @@ class Filled:
             positions += range(cached, cached + new)
             slots += [blocks[position // size] * size + position % size for position in range(cached, cached + new)]
         tables = [torch.tensor(blocks, dtype=torch.int32) for blocks in self.blocks]
+        for table_B, (_, cached) in zip(tables, self.case.rows, strict=True):
+            if self.case.window is not None:  # what lies behind it was given back, and holds KV of others
+                table_B[: max(0, cached + 1 - self.case.window) // size] = self.foreign
         context_lens = tuple(new + cached for new, cached in self.case.rows)
         padded = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
         here = GroupTables(slots_T=torch.tensor(slots, device=self.device), block_tables_SB=padded.to(self.device))

@@ -12,13 +12,14 @@ from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
 
 class GroupedAttention:
     def __init__(self, layout: KVLayout, backends: Sequence[AttentionBackend]) -> None:
-        self._backends = tuple(backends)
+        self.layout = layout
+        self.backends = tuple(backends)
         self._of_layer = {
             layer: backend for group, backend in zip(layout.groups, backends, strict=True) for layer in group.layers
         }
 
     def begin(self, inputs: AttentionInputs) -> None:
-        for backend in self._backends:
+        for backend in self.backends:
             backend.begin(inputs)
 
     def write(

@@ -9,16 +9,34 @@ Every block is in one of three places, and only a block without references may b
 
 A sealed block has a hash: it is full, computed, and can serve any request whose tokens up to there are the same. With a
 host tier (`workers.kv.host`) an evicted block is copied there first.
+
+Several groups of layers share one pool: an id is then a page, `block_size` positions of one group's layers. It is
+cached under the block's hash and the group's number. A sequence has a table of ids for each group. Events name the
+blocks of group 0 only: an index counts those as cached, and a prompt finds less where other groups' pages are gone.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
-from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent, Tier, TierStats
+from protos.values import (
+    BLOCK_HASH_BYTES,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    Cleared,
+    KVEvent,
+    Tier,
+    TierStats,
+)
 from workers.kv.host import HostPool, eviction_candidates
+from workers.kv.windows import PageWindows
+
+PASSED = 0
+"""The entry of a table in place of a page that was given back: no token reads it any more."""
 
 
 @lru_cache(maxsize=8)
@@ -31,9 +49,34 @@ def _unheard(event: KVEvent) -> None:
     """The default `record`, for a pool without an index."""
 
 
+def page_hash(block_hash: BlockHash, group: int) -> bytes:
+    """The hash under which a group's page of a block is cached."""
+    return block_hash + bytes((group,)) if group else block_hash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedPrefix:
+    """The longest cached prefix of a chain: `num_blocks` blocks, with the pages of each group that later tokens read.
+    Before those, `num_passed` entries of a group's table are `PASSED`. Of group 0, if it has no window, the first
+    `num_leading` blocks are cached: more than the prefix where another group lacks pages."""
+
+    num_blocks: int
+    num_leading: int
+    tables: Sequence[list[int]]
+    num_passed: Sequence[int]
+
+    def held(self) -> list[int]:
+        """The pages, to acquire and to release."""
+        return [
+            page
+            for table, passed in zip(self.tables, self.num_passed, strict=True)
+            for page in (table[passed:] if passed else table)
+        ]
+
+
 class BlockPool:
-    """`record` is called with every change to the set of sealed blocks, in order; `host`, if any, must record to the
-    same. `num_clears` counts calls of `clear`. Not thread-safe: it has one owner."""
+    """`windows` are those of the groups. `record` is called with every change to the set of sealed blocks, in order;
+    `host`, if any, must record to the same. `num_clears` counts calls of `clear`. Not thread-safe: it has one owner."""
 
     def __init__(
         self,
@@ -42,9 +85,13 @@ class BlockPool:
         record: Callable[[KVEvent], None] = _unheard,
         *,
         host: HostPool | None = None,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
         assert num_blocks > 0
         assert block_size > 0
+        assert host is None or tuple(windows) == (None,), "the host tier keeps the blocks of one group"
+        self.windows = PageWindows(block_size=block_size, windows=tuple(windows))
+        self.has_windows = any(window is not None for window in windows)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.host = host
@@ -86,6 +133,51 @@ class BlockPool:
             matched.append(block_id)
         return matched
 
+    def match_prefix(self, hashes: Sequence[BlockHash]) -> CachedPrefix:
+        """The longest n of which the blocks [0, n) of groups without a window are cached, and of each window the pages
+        that position n * block_size and later ones read. Takes no references."""
+        windows = self.windows
+        if not self.has_windows and windows.num_groups == 1:
+            matched = self.match(hashes)
+            return CachedPrefix(
+                num_blocks=len(matched), num_leading=len(matched), tables=(matched,), num_passed=_NONE_PASSED
+            )
+        num_leading = num_blocks = self._num_leading(hashes)
+        while num_blocks:
+            missing = self._last_missing(hashes, num_blocks)
+            if missing is None:
+                break
+            num_blocks = missing
+        num_passed = windows.num_passed(num_blocks * self.block_size)
+        tables = [
+            [PASSED] * passed + [self._by_hash[page_hash(one, group)] for one in hashes[passed:num_blocks]]
+            for group, passed in enumerate(num_passed)
+        ]
+        return CachedPrefix(
+            num_blocks=num_blocks, num_leading=max(num_leading, num_blocks), tables=tables, num_passed=num_passed
+        )
+
+    def _num_leading(self, hashes: Sequence[BlockHash]) -> int:
+        """Leading blocks that every group without a window has cached; all, if each group has a window."""
+        num_blocks = len(hashes)
+        for group, window in enumerate(self.windows.windows):
+            if window is None:
+                cached = self._by_hash
+                found = (index for index in range(num_blocks) if page_hash(hashes[index], group) not in cached)
+                num_blocks = next(found, num_blocks)
+        return num_blocks
+
+    def _last_missing(self, hashes: Sequence[BlockHash], num_blocks: int) -> int | None:
+        """The last block of which the token after `num_blocks` blocks would read a page that is not cached. No longer
+        prefix without that block can be used: its window would begin earlier than this one's, or at the same page."""
+        last = -1
+        for group, passed in enumerate(self.windows.num_passed(num_blocks * self.block_size)):
+            if self.windows.windows[group] is not None:
+                needed = range(num_blocks - 1, max(passed - 1, last), -1)
+                missing = (index for index in needed if page_hash(hashes[index], group) not in self._by_hash)
+                last = max(last, next(missing, -1))
+        return None if last < 0 else last
+
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Adds one reference to each of these blocks, which are cached or referenced already."""
         for block_id in block_ids:
@@ -119,21 +211,24 @@ class BlockPool:
         """
         self.seal_chain((block_id,), (block_hash,), parent)
 
-    def seal_chain(self, block_ids: Sequence[int], hashes: Sequence[BlockHash], parent: BlockHash = b"") -> None:
-        """The same of blocks that follow one another, the first of them on `parent`."""
+    def seal_chain(
+        self, block_ids: Sequence[int], hashes: Sequence[BlockHash], parent: BlockHash = b"", group: int = 0
+    ) -> None:
+        """The same of a group's blocks that follow one another, the first of them on `parent`."""
         begun, fresh = parent, list[BlockHash]()
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             assert self._refs[block_id] > 0, f"block {block_id} is sealed and has no reference"
-            if block_hash not in self._by_hash:
+            name = page_hash(block_hash, group) if group else block_hash
+            if name not in self._by_hash:
                 assert self._hashes[block_id] is None, f"block {block_id} was sealed twice, with different hashes"
-                self._by_hash[block_hash] = block_id
-                self._hashes[block_id], self._parents[block_id] = block_hash, parent
+                self._by_hash[name] = block_id
+                self._hashes[block_id], self._parents[block_id] = name, parent
                 fresh.append(block_hash)
             else:
-                self._stored(fresh, begun)
+                self._stored(fresh, begun, group)
                 begun, fresh = block_hash, []
             parent = block_hash
-        self._stored(fresh, begun)
+        self._stored(fresh, begun, group)
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Removes one reference from each block of a sequence, given in its order: its tail is evicted first."""
@@ -160,7 +255,8 @@ class BlockPool:
 
     def snapshot(self) -> tuple[BlockStored, ...]:
         """All cached blocks of each tier as chains, every parent before its children."""
-        chains = _chains(dict(map(self._sealed, self._by_hash.values())), Tier.DEVICE)
+        first_group = [page for name, page in self._by_hash.items() if len(name) == BLOCK_HASH_BYTES]
+        chains = _chains(dict(map(self._sealed, first_group)), Tier.DEVICE)
         return chains if self.host is None else chains + _chains(self.host.entries(), Tier.HOST)
 
     def hit(self, num_tokens: int) -> None:
@@ -168,12 +264,14 @@ class BlockPool:
         self._num_hit_tokens += num_tokens
 
     def tiers(self) -> tuple[TierStats, ...]:
+        """In blocks of all groups: a page counts as a part of one."""
+        num_groups = self.windows.num_groups
         device = TierStats(
             tier="device",
-            num_blocks=self.num_blocks,
-            num_used=self.num_blocks - self.num_free,
-            num_cached=self.num_cached,
-            num_evicted=self._num_evicted,
+            num_blocks=self.num_blocks // num_groups,
+            num_used=-(-(self.num_blocks - self.num_free) // num_groups),
+            num_cached=self.num_cached // num_groups,
+            num_evicted=self._num_evicted // num_groups,
             num_hit_tokens=self._num_hit_tokens,
         )
         return (device,) if self.host is None else (device, self.host.tier())
@@ -222,8 +320,8 @@ class BlockPool:
         assert block_hash is not None
         return block_hash, self._parents[block_id]
 
-    def _stored(self, hashes: Sequence[BlockHash], parent: BlockHash) -> None:
-        if hashes:
+    def _stored(self, hashes: Sequence[BlockHash], parent: BlockHash, group: int) -> None:
+        if hashes and not group:
             self._record(BlockStored(hashes=tuple(hashes), parent=parent))
 
     def _evict(self, num_blocks: int) -> None:
@@ -234,9 +332,14 @@ class BlockPool:
             block_hash, _ = self._sealed(block_id)
             self._hashes[block_id], self._parents[block_id] = None, b""
             del self._by_hash[block_hash]
-            removed.append(block_hash)
+            if len(block_hash) == BLOCK_HASH_BYTES:  # of group 0
+                removed.append(block_hash)
             self._free.append(block_id)
-        self._record(BlockRemoved(hashes=tuple(removed)))
+        if removed:
+            self._record(BlockRemoved(hashes=tuple(removed)))
+
+
+_NONE_PASSED = (0,)
 
 
 def _chains(parents: Mapping[BlockHash, BlockHash], tier: Tier) -> tuple[BlockStored, ...]:

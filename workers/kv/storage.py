@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 
 from kvtransfer.reshard import Cut, heads_of
-from protos.values import LATENT, SCALE, KVGroup, KVLayout, KVPart
+from protos.values import LATENT, SCALE, KVLayout, KVPart
 from workers.config import MAX_STEPS_IN_FLIGHT
 from workers.kernels.base import KVScales, kernels_for
 from workers.kernels.cpu.memory import roomy_zeros
@@ -38,8 +38,11 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 class KVStorage:
-    """One rank's share of a layout. Parts of one group that have one shape are a tensor, [L, P, NB, K, BS, W]: keys and
-    values of a dense model are the only one, with P = 2.
+    """One rank's share of a layout. Parts that have one shape are a tensor, [L, P, NB, K, BS, W]: keys and values of a
+    dense model are the only one, with P = 2.
+
+    All groups have the same parts, and share the tensors: row l is layer l of each group, and an id is a page of one
+    group. `num_blocks` counts pages.
 
     Heads stand before positions: a range of a block's heads, which is what a worker with another degree of tensor
     parallelism needs, is contiguous. Zeroed at the start, so that what was never written is finite. `fp8_scales` has
@@ -59,7 +62,8 @@ class KVStorage:
         self.num_heads = len(heads_of(layout, 0))
         self.device = torch.device(device)
         self._kernels = kernels_for(device)
-        self._stacks = [_Stack(group, parts) for group in layout.groups for parts in _alike(group.parts)]
+        (parts,) = {group.parts for group in layout.groups}
+        self._stacks = _alike(parts)
         self.tensors = tuple(self._zeros(stack) for stack in self._stacks)
         self._fp8_scales = {
             layer: (keys.to(device), values.to(device)) for layer, (keys, values) in (fp8_scales or {}).items()
@@ -67,8 +71,9 @@ class KVStorage:
         self._views = {
             (layer, part.name): _as_typed(tensor[row, column], part)
             for stack, tensor in zip(self._stacks, self.tensors, strict=True)
-            for row, layer in enumerate(stack.group.layers)
-            for column, part in enumerate(stack.parts)
+            for group in layout.groups
+            for row, layer in enumerate(group.layers)
+            for column, part in enumerate(stack)
         }
         self._aside = _cuda.Stream(device) if self.device.type == "cuda" else None
         self._marks: deque[Any] = deque(maxlen=MAX_MARKS)
@@ -81,7 +86,7 @@ class KVStorage:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block on this rank."""
+        """Bytes of one page on this rank: of a block, if the layers are one group."""
         return self.num_bytes // self.num_blocks
 
     @property
@@ -182,11 +187,13 @@ class KVStorage:
         """In payloads: bytes if parts have different shapes."""
         return self.tensors[0].dtype if len(self.tensors) == 1 else torch.uint8
 
-    def _zeros(self, stack: _Stack) -> torch.Tensor:
-        heads = self.num_heads if stack.part.cut_by_heads else stack.part.heads
-        blocks = self.num_blocks, heads, self.layout.block_size, stack.part.width
-        shape = (len(stack.group.layers), len(stack.parts), *blocks)
-        dtype = DTYPES[stack.part.dtype]
+    def _zeros(self, stack: Sequence[KVPart]) -> torch.Tensor:
+        part = stack[0]
+        heads = self.num_heads if part.cut_by_heads else part.heads
+        blocks = self.num_blocks, heads, self.layout.block_size, part.width
+        num_layers = max(len(group.layers) for group in self.layout.groups)
+        shape = (num_layers, len(stack), *blocks)
+        dtype = DTYPES[part.dtype]
         if self.device.type == "cpu":
             return roomy_zeros(*shape, dtype=dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -226,15 +233,6 @@ class KVStorage:
 
     def _ids(self, block_ids: Sequence[int]) -> torch.Tensor:
         return to_device(np.array(block_ids, dtype=np.int64), self.device)
-
-
-class _Stack:
-    """Parts of a group that have one shape."""
-
-    def __init__(self, group: KVGroup, parts: Sequence[KVPart]) -> None:
-        self.group = group
-        self.parts = tuple(parts)
-        self.part = parts[0]
 
 
 def _as_typed(view: torch.Tensor, part: KVPart) -> torch.Tensor:

@@ -118,7 +118,7 @@ def _info(rank: LoadedRank, rank_id: RankId, kind: WorkerRole, lane: LaneAddress
         max_model_len=rank.scheduler.max_model_len,
         vocab_size=rank.scheduler.vocab_size,
         device=rank.device,
-        num_blocks=rank.storage.num_blocks,
+        num_blocks=rank.storage.num_blocks // len(rank.layout.groups),
         reads_further=True,
         process_id=os.getpid(),
         weights=rank.weights,

@@ -8,6 +8,7 @@ import torch
 
 from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
 from workers.attention.cpu import NativeAttention
+from workers.attention.grouped import GroupedAttention
 from workers.kernels.cpu.build import native
 from workers.kernels.cpu.layers import CompiledLayers
 from workers.models.decoder import Decoder, Through
@@ -19,26 +20,32 @@ def fused_layers(decoder: Decoder, attention: AttentionBackend, notify: Callable
     `notify` is called with each layer whose keys and values are written; in a decode-only step, it is called with the
     last layer only, since no push waits for a part of the step.
     """
-    if not isinstance(attention, NativeAttention):
+    backends = attention.backends if isinstance(attention, GroupedAttention) else (attention,)
+    natives = [backend for backend in backends if isinstance(backend, NativeAttention)]
+    if len(natives) < len(backends):
         return None
     kernels, weights, form = native(decoder.context.dtype), decoder.packed_layers(), decoder.layer_form()
     if kernels is None or weights is None or form is None:
         return None
     first_layers = [form.ropes.index(rope) for rope in range(len(set(form.ropes)))]
+    caches = {layer: cache for backend in natives for layer, cache in backend.caches.items()}
+    group_of = {layer: group for group, backend in enumerate(natives) for layer in backend.caches}
     layers = CompiledLayers(
         kernels,
         weights,
-        tuple(attention.caches.values()),
+        [caches[layer] for layer in range(len(weights))],
         form=form,
         dtype=decoder.context.dtype,
-        attention=attention.kernels_for(decoder.context.dtype),
+        attention=natives[0].kernels_for(decoder.context.dtype),
+        groups=[group_of[layer] for layer in range(len(weights))],
     )
 
     def through(
         delta_TE: torch.Tensor, stream_TE: torch.Tensor, rotations: Sequence[CosSin], inputs: AttentionInputs
     ) -> None:
         turns = [rotations[layer] for layer in first_layers]
-        step, num_layers = layers.begin(delta_TE, stream_TE, turns, attention.rows), len(layers)
+        rows = [backend.rows for backend in natives]
+        step, num_layers = layers.begin(delta_TE, stream_TE, turns, rows), len(layers)
         done = 0
         for layer in range(num_layers) if inputs.max_query > 1 else (num_layers - 1,):
             step.run(done, 2 * layer + 1)

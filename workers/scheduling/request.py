@@ -13,6 +13,11 @@ with some, num_planned may lie beyond num_tokens: the device can compute a token
 pool. The scheduler takes it when the block is matched, allocated or adopted, and releases it once, when the request
 ends or is preempted. The blocks of a step in flight stay taken until it ends. A sequence decodes when exactly one
 token, the last, is still to plan. A preempted sequence starts again at 0, with its blocks that are still cached.
+
+`tables` has such a list for each group of layers; `block_ids` is the first. In group g the first `num_passed[g]` pages
+lie behind the window of position `num_computed`: they are given back when a step has been applied, and no step that is
+in flight then reads them, since all of those begin at `num_computed` or later. Pages of a window are taken up to
+the worst moment of a prompt (`workers.kv.windows`), then as steps need them.
 """
 
 from __future__ import annotations
@@ -56,7 +61,8 @@ class Request:
     rank: tuple[float, int] = (0.0, 0)
     output_ids: list[int] = field(default_factory=list)
     state: State = State.WAITING
-    block_ids: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=lambda: [[]])
+    num_passed: list[int] = field(default_factory=lambda: [0])
     hashes: list[BlockHash] = field(default_factory=list)
     num_computed: int = 0
     num_planned: int = 0
@@ -90,6 +96,23 @@ class Request:
             num_given=len(request.output_ids),
             num_prompt_reported=len(request.prompt_ids) - 1 if request.output_ids else 0,
         )
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The only table, where the layers are one group."""
+        return self.tables[0]
+
+    @block_ids.setter
+    def block_ids(self, block_ids: list[int]) -> None:
+        self.tables[0] = block_ids
+
+    def held(self) -> list[list[int]]:
+        """For each group, the blocks that the request has references to."""
+        return [table[passed:] for table, passed in zip(self.tables, self.num_passed, strict=True)]
+
+    @property
+    def num_held(self) -> int:
+        return sum(map(len, self.tables)) - sum(self.num_passed)
 
     @property
     def num_prompt(self) -> int:

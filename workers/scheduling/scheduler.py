@@ -22,6 +22,11 @@ n is applied; then
 - blocks of a request that has gone are free when the last step that computes it is applied;
 - no request is preempted: a plan that lacks blocks to grow into is None until step n is applied.
 
+With several groups of layers, or windows (`workers.kv.windows`), a sequence has a table for each group. Groups with a
+window get pages for the worst moment of the prompt at admission, then those that the next step writes, before any row
+is planned. Once a step is applied, pages behind the window go back to the pool; sealed, they stay cached until the pool
+needs them. So a prompt lacks pages in its midst only if others took these meanwhile: then it preempts, as answers do.
+
 A request whose grammar's mask is pending is left out and keeps its state. If the mask is first missing while the row is
 sampled, its last position is computed again.
 """
@@ -32,7 +37,7 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -40,8 +45,9 @@ from kvtransfer.hashing import chain_hashes, salted
 from protos.values import BlockHash, FinishReason, GenerateRequest, SequenceUpdate
 from workers.batch import Batch, Row, RowOutput, StepOutput
 from workers.config import SchedulerConfig
-from workers.kv.blocks import BlockPool
-from workers.scheduling.checks import check_request
+from workers.kv.blocks import BlockPool, CachedPrefix
+from workers.scheduling import tables
+from workers.scheduling.checks import check_queues, check_references, check_request
 from workers.scheduling.onloads import Onloads
 from workers.scheduling.pending_blocks import PendingBlocks
 from workers.scheduling.request import Request, State
@@ -82,7 +88,7 @@ class Scheduler:
         self.pool = pool
         self.role = role
         self.prefix_key = prefix_key
-        self.max_len = min(config.max_model_len, pool.num_blocks * pool.block_size)
+        self.max_len = pool.windows.longest(pool.num_blocks, config.largest_chunk, most=config.max_model_len)
         """Longest sequence, prompt and answer, that fits an otherwise empty pool."""
         self._blocked = False
         self.num_preemptions = 0
@@ -139,6 +145,7 @@ class Scheduler:
     def add(self, given: GenerateRequest, now: float) -> None:
         assert given.request_id not in self._requests
         request = Request.of(given, arrival_s=now)
+        tables.reset_tables(request, self.pool.windows.num_groups)
         request.cache_salt = salted(given.cache_salt, self.prefix_key(request.num_prompt))
         request.rank = (now - given.priority * self.config.priority_head_start_s, self._num_added)
         self._num_added += 1
@@ -193,15 +200,17 @@ class Scheduler:
                 return None  # a step in flight has their rows
             for request in leaving:
                 self._unseat(request, now)
+        if self.pool.has_windows and not self._take_chunk_pages():
+            return None
         rows: list[tuple[Request, Row]] = []
         budget = self.config.max_num_batched_tokens
         sampled = self._in_flight[-1].sampling if self._in_flight else {}
         unmasked = [one for one in self._running if one.request_id not in mask_pending]
         decoding = list(decodable(unmasked, sampled, max_len=self.max_len, block_size=self.pool.block_size))
-        if self._in_flight and sum([num_lacking for _, num_lacking in decoding]) > self.pool.num_free:
+        if self._in_flight and sum([lacking for _, lacking in decoding]) > self.pool.num_free:
             return None
-        for request, num_lacking in decoding:
-            if request.state is State.RUNNING and (num_lacking <= 0 or self._grow(request, num_lacking)):
+        for request, lacking in decoding:
+            if request.state is State.RUNNING and (lacking <= 0 or self._grow(request, lacking)):
                 rows.append((request, self._row(request, 1)))
                 budget -= 1
         for request in self._running if len(rows) < len(self._running) else ():
@@ -226,11 +235,20 @@ class Scheduler:
             request.num_planned += num_steps
             request.num_due += num_steps
             if len(request.block_ids) * self.pool.block_size < request.num_planned:  # by one: the last step's
-                fresh = self.pool.allocate(1)
-                assert fresh is not None, "a batch is not prolonged beyond the blocks there are"
-                request.block_ids += fresh
-                rows[index] = replace(rows[index], block_tables=(tuple(request.block_ids),))
+                tables.extend_tables(request, self.pool)
+                rows[index] = replace(rows[index], block_tables=tuple([tuple(table) for table in request.tables]))
         return Batch(rows=tuple(rows), num_steps=batch.num_steps + num_steps)
+
+    def _take_chunk_pages(self) -> bool:
+        """Takes the pages that the next chunk of each running prompt writes, before any row is planned: those that lack
+        room may preempt others. False if steps in flight must end first."""
+        lacking = tables.chunks_lacking(self._running, self.pool, self.config.largest_chunk)
+        if self._in_flight and sum([num for _, num in lacking]) > self.pool.num_free:
+            return False
+        for request, num_pages in lacking:
+            if request.state is State.RUNNING and num_pages:
+                self._grow(request, num_pages)
+        return True
 
     def _take_chunk(self, request: Request, budget: int, rows: list[tuple[Request, Row]]) -> int:
         num_tokens = min(request.num_to_plan, self.config.prefill_chunk, budget)
@@ -281,25 +299,25 @@ class Scheduler:
             self._unqueue(adopted[-1])
             self._preempt(adopted[-1])
 
-    def _match(self, request: Request) -> list[int] | None:
+    def _match(self, request: Request) -> CachedPrefix | None:
         """Cached blocks that the request can start from; None while another request computes more of them.
 
         It waits until the last block they share is cached, or the other request has gone, and checks that one only.
         """
         if request.block_ids:
-            return []
+            return self.pool.match_prefix(())
         if request.waiting_on_block in self._pending:
             return None
         usable = request.hashes[: self._num_cacheable(request)]
-        matched = self.pool.match(usable)
-        num_shared = len(matched) + self._pending.num_leading(usable[len(matched) :])
-        request.waiting_on_block = usable[num_shared - 1] if num_shared > len(matched) else None
+        matched = self.pool.match_prefix(usable)
+        num_pending = self._pending.num_leading(usable[matched.num_leading :])
+        request.waiting_on_block = usable[matched.num_leading + num_pending - 1] if num_pending else None
         return matched if request.waiting_on_block is None else None
 
     def _prefix_savings(self, request: Request) -> int:
         """Tokens that a new request need not compute, unless a block is evicted before its turn."""
         usable = request.hashes[: self._num_cacheable(request)]
-        num_blocks = len(self.pool.match(usable))
+        num_blocks = self.pool.match_prefix(usable).num_blocks
         num_blocks += self.onloads.num_on_host(usable[num_blocks:])
         num_blocks += self._pending.num_leading(usable[num_blocks:])
         return num_blocks * self.pool.block_size
@@ -312,23 +330,16 @@ class Scheduler:
             limit = min(limit, request.num_prompt_reported)
         return limit // self.pool.block_size
 
-    def _provide(self, request: Request, matched: list[int]) -> bool:
+    def _provide(self, request: Request, matched: CachedPrefix) -> bool:
         """Takes all blocks that the request needs now, or none, and begins the onload of those on the host. A request
         without blocks must leave one for each running sequence to grow into. Otherwise it would be preempted at
         once."""
-        holds = bool(request.block_ids)
-        slots = [] if holds else self.onloads.pin(request.hashes[: self._num_cacheable(request)], len(matched))
-        self.pool.acquire(matched)
-        needed = max(0, self.pool.blocks_for(request.num_tokens) - len(request.block_ids) - len(matched))
-        headroom = 0 if holds else len(self._running)
-        fresh = self.pool.allocate(needed) if self.pool.num_free >= needed + headroom else None
-        if fresh is None:
-            self.pool.release(matched)
+        usable = request.hashes[: self._num_cacheable(request)]
+        slots = [] if request.block_ids else self.onloads.pin(usable, matched.num_blocks)
+        limits = {"chunk": self.config.largest_chunk, "headroom": len(self._running)}
+        if not tables.take_prompt_pages(request, matched, self.pool, **limits):
             self.onloads.unpin(slots)
             return False
-        request.block_ids += matched + fresh
-        request.num_computed += len(matched) * self.pool.block_size
-        request.num_sealed += len(matched)
         if slots:
             self.onloads.begin(request, slots)
             self._pending.add(request, self._uncomputed(request))
@@ -359,7 +370,7 @@ class Scheduler:
         the last in rank and has been preempted."""
         while num_blocks > 0:
             if (fresh := self.pool.allocate(1)) is not None:
-                request.block_ids += fresh
+                min(request.tables, key=len).extend(fresh)
                 num_blocks -= 1
                 continue
             last = self._running.pop()
@@ -428,6 +439,8 @@ class Scheduler:
         request.num_computed = num_computed
         if num_computed // self.pool.block_size > request.num_sealed:
             self._seal(request)
+        if self.pool.has_windows:
+            tables.give_back(request, self.pool)
         if out.error is not None:
             self._end(request)
             return SequenceUpdate(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=out.error)
@@ -469,9 +482,8 @@ class Scheduler:
         if num_full > len(request.hashes):
             self._extend_hashes(request)
         start, request.num_sealed = request.num_sealed, num_full
-        hashes = request.hashes[start:num_full]
-        self.pool.seal_chain(request.block_ids[start:num_full], hashes, request.hashes[start - 1] if start else b"")
-        self._pending.discard(request, hashes)
+        tables.seal_pages(request, self.pool, start, num_full)
+        self._pending.discard(request, request.hashes[start:num_full])
 
     def _extend_hashes(self, request: Request) -> None:
         size, known = self.pool.block_size, len(request.hashes)
@@ -499,10 +511,10 @@ class Scheduler:
         self._pending.discard(request, request.hashes[request.num_sealed :])
         step = self._last_step_of(request)
         if step is not None:
-            step.freed.append(request.block_ids)
+            step.freed += request.held()
         elif not self.onloads.drop(request):
-            self.pool.release(request.block_ids)
-        request.block_ids = []
+            tables.release(request, self.pool)
+        tables.reset_tables(request, len(request.tables))
         request.waiting_on_block = None
 
     def _last_step_of(self, request: Request) -> _PlannedStep | None:
@@ -512,18 +524,14 @@ class Scheduler:
 
     def check_balance(self, num_reserved: int = 0) -> None:
         """Asserts the numbers of references: the part of `check_integrity` that is cheap enough after every event."""
-        num_held = sum(len(request.block_ids) for request in self._requests.values())
+        num_held = sum(request.num_held for request in self._requests.values())
         num_loading = sum(1 for _ in self.onloads.held_ids())
         self.pool.check_balance(num_reserved + self.num_leaving_blocks + num_held + num_loading)
 
     def check_integrity(self, reserved_ids: Sequence[int] = ()) -> None:
         """Asserts that every reference in the pool belongs to a request, an onload or a ticket (`reserved_ids`)."""
         self.pool.check_integrity()
-        for queue, state in ((self._waiting, State.WAITING), (self._running, State.RUNNING)):
-            assert all(request.state is state for request in queue)
-            assert all(a.rank < b.rank for a, b in pairwise(queue)), "a queue is out of order"
-        held = [request for request in self._requests.values() if request.state is State.HELD]
-        assert len(held) + len(self._waiting) + len(self._running) == len(self._requests)
+        check_queues(self._requests.values(), self._waiting, self._running)
         assert len(self._running) + self.onloads.num_batch_slots <= self.config.max_num_seqs, (
             "a batch has a sequence too many"
         )
@@ -531,11 +539,9 @@ class Scheduler:
         references.update(block_id for step in self._in_flight for freed in step.freed for block_id in freed)
         references.update(self.onloads.held_ids())
         for request in self._requests.values():
-            references.update(request.block_ids)
+            references.update(chain.from_iterable(request.held()))
             check_request(request, self.pool, sum(request in step.sampling for step in self._in_flight))
-        for block_id in range(self.pool.num_blocks):
-            held_by, counted = references[block_id], self.pool.num_references(block_id)
-            assert held_by == counted, f"block {block_id} has {counted} references, its holders know of {held_by}"
+        check_references(self.pool, references)
         self._pending.check_integrity()
 
     def assert_idle(self) -> None:

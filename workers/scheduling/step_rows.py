@@ -19,11 +19,12 @@ def next_row(request: Request, num_tokens: int, *, eos_ids: tuple[int, ...], dep
     owes = sampling.prompt_logprobs is not None and request.owes_prompt_logprobs
     request.num_planned = stop
     request.num_due += samples
+    tables = request.tables
     return Row(
         request_id=request.request_id,
         token_ids=request.tokens(start, min(stop, num_known)) if start < num_known else (),
         start=start,
-        block_tables=(tuple(request.block_ids),),
+        block_tables=(tuple(tables[0]),) if len(tables) == 1 else tuple([tuple(table) for table in tables]),
         sample=sample,
         prompt_targets=prompt_ids[start + 1 : stop + 1] if owes else (),
         num_prompt_logprobs=(sampling.prompt_logprobs or 0) if owes else 0,
@@ -36,14 +37,18 @@ def decodable(
     running: Sequence[Request], sampled: Container[Request], *, max_len: int, block_size: int
 ) -> Iterator[tuple[Request, int]]:
     """Requests whose last token is known, or was `sampled` by the previous step and can be read on the device; each
-    with the number of blocks that its next token lacks."""
+    with the number of blocks, over all groups, that its next token lacks."""
     for request in running:  # no calls in the loop: there are often many requests
         num_due = request.num_due
         num_expected = len(request.prompt_ids) + len(request.output_ids) + num_due
         if num_expected - request.num_planned != 1:
             continue
         if not num_due or (request in sampled and may_follow(request, max_len)):
-            yield request, -(-num_expected // block_size) - len(request.block_ids)
+            tables, num_blocks = request.tables, -(-num_expected // block_size)
+            lacking = num_blocks - len(tables[0])
+            if len(tables) > 1:  # of a prompt's last token, only the pages of windows may be missing
+                lacking = sum([max(0, num_blocks - len(table)) for table in tables])
+            yield request, lacking
 
 
 def may_follow(request: Request, max_len: int) -> bool:

@@ -23,7 +23,7 @@ def sequences_to_pause(
     """Running sequences to pause now, longest running first: one for each overdue request. Only decoding sequences are
     paused, and only for requests of at least their priority. None is paused while blocks are short: a paused sequence
     keeps its blocks, so others would be preempted."""
-    if pool.num_free < len(running):
+    if pool.num_free < len(running) * pool.windows.num_groups:
         return []
     overdue = [request for request in waiting if request.awaits_slot and now - request.since_s >= config.time_slice_s]
     if not overdue:

@@ -21,6 +21,7 @@ from kvtransfer.transport import MAX_TICKET_ID_BYTES, Arrived, LaneLost, peer_na
 from protos.errors import (
     BatonError,
     ContextLengthExceeded,
+    IncompatibleWorkers,
     InvalidRequest,
     Overloaded,
     TransferFailed,
@@ -125,6 +126,11 @@ class Incoming:
     def _check(self, request: ReserveRequest) -> None:
         here = self._transfers.address.worker_id
         require_compatible(request.source.worker_id, request.source_layout, here, self._layout)
+        if self._layout.frees_blocks:
+            raise IncompatibleWorkers(
+                f"worker {here} frees KV behind sliding windows and receives none: set free_windows to false",
+                param="source_layout",
+            )
         if not request.prompt_ids:
             raise InvalidRequest("the prompt is empty: there is no KV to reserve blocks for", param="prompt")
         if not 0 < len(request.request_id.encode()) <= MAX_TICKET_ID_BYTES:

@@ -57,6 +57,7 @@ struct Layer {
     paged::Cache cache;
     int64_t window;  // 0: none
     int64_t rope;    // which of the step's
+    int64_t group;   // of the step's tables
 };
 
 // Of a step: the fields of `_Step` in layers.py. A buffer's stride is in elements from row to row.
@@ -66,9 +67,10 @@ struct Step {
     int64_t norm, gelu, parallel, heads_together;  // NormKind; the others are 0 or 1
     float eps, scale, softcap, residual;
     const float *const *cos, *const *sin;  // of each rope
-    const int64_t *slots, *query_starts, *context_lens;
-    const int32_t* tables;
-    int64_t table_stride, num_rows;
+    const int64_t* const* slots;           // of each group of layers, as tables and their strides
+    const int32_t* const* tables;
+    const int64_t *table_strides, *query_starts, *context_lens;
+    int64_t num_rows;
     T *delta, *stream, *spare, *normed, *qkv, *q_normed, *k_normed, *turned, *attended, *wide, *inner, *second;
     int64_t normed_stride, heads_stride, inner_stride;
     Attend<T>* attend;
@@ -140,8 +142,8 @@ class Stack {
             k = step_.k_normed, k_stride = step_.num_kv_heads * size;
         }
         Of::rope_kv_write(q, k, v, q_stride, k_stride, stride, step_.heads_stride, step_.cos[layer.rope],
-                               step_.sin[layer.rope], step_.turned,
-                               &layer.cache, step_.slots, step_.num_tokens, step_.num_heads,
+                               step_.sin[layer.rope], step_.turned, &layer.cache,
+                               step_.slots[layer.group], step_.num_tokens, step_.num_heads,
                                step_.num_kv_heads, size, step_.block_size, num_threads());
     }
 
@@ -154,8 +156,9 @@ class Stack {
     void attend(const Layer<T>& layer) {
         step_.attend(
             step_.turned, &layer.cache, step_.attended, step_.query_starts, step_.context_lens,
-            step_.tables, nullptr, step_.table_stride, step_.num_rows, step_.num_heads, step_.num_kv_heads, step_.head_dim,
-            step_.block_size, layer.window, step_.heads_stride, step_.scale, step_.softcap, num_threads());
+            step_.tables[layer.group], nullptr, step_.table_strides[layer.group], step_.num_rows, step_.num_heads,
+            step_.num_kv_heads, step_.head_dim, step_.block_size, layer.window, step_.heads_stride, step_.scale,
+            step_.softcap, num_threads());
     }
 
     void gate(const Product& by) {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,7 +84,7 @@ class _Layer(ctypes.Structure):
         *((name, _P) for name in ("attention_norm", "attention_after", "q_norm", "k_norm", "mlp_norm", "mlp_after")),
         *((name, ProductParts) for name in ("qkv", "out", "gate_up", "down")),
         ("cache", PagedCache),
-        *((name, _N) for name in ("window", "rope")),
+        *((name, _N) for name in ("window", "rope", "group")),
     )  # fmt: skip
 
 
@@ -92,9 +93,10 @@ class _StepArguments(ctypes.Structure):
         *((name, _N) for name in ("num_tokens", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "block_size")),
         *((name, _N) for name in ("norm", "gelu", "parallel", "heads_together")),
         *((name, _F) for name in ("eps", "scale", "softcap", "residual")),
-        *((name, ctypes.POINTER(_P)) for name in ("cos", "sin")),
-        *((name, _P) for name in ("slots", "query_starts", "context_lens", "tables")),
-        *((name, _N) for name in ("table_stride", "num_rows")),
+        *((name, ctypes.POINTER(_P)) for name in ("cos", "sin", "slots", "tables")),
+        ("table_strides", ctypes.POINTER(_N)),
+        *((name, _P) for name in ("query_starts", "context_lens")),
+        ("num_rows", _N),
         *((name, _P) for name in ("delta", "stream", "spare", "normed", "qkv", "q_normed", "k_normed", "turned",
                                   "attended", "wide", "inner", "second")),
         *((name, _N) for name in ("normed_stride", "heads_stride", "inner_stride")),
@@ -104,7 +106,8 @@ class _StepArguments(ctypes.Structure):
 
 
 class CompiledLayers:
-    """`caches` has keys and values of each layer, which `attention` has the kernel for."""
+    """`caches` has keys and values of each layer, which `attention` has the kernel for. `groups` has the group of
+    each layer, whose tables it reads; by default there is one."""
 
     def __init__(
         self,
@@ -115,6 +118,7 @@ class CompiledLayers:
         form: LayerForm,
         dtype: torch.dtype,
         attention: Native | Tiles,
+        groups: Sequence[int] | None = None,
     ) -> None:
         self._kernels = kernels
         self._form = form
@@ -129,7 +133,8 @@ class CompiledLayers:
             residual=form.residual, attend=address_of(attention.attend),
         )  # fmt: skip
         products = [_products(layer) for layer in weights]
-        self._layers = (_Layer * len(weights))(*map(_layer, weights, products, caches, form.ropes))
+        by_layer = products, caches, form.ropes, groups or repeat(0)
+        self._layers = (_Layer * len(weights))(*map(_layer, weights, *by_layer))
         self._kept = tuple(weights), products, tuple(caches)  # the structures hold only their addresses
         self._widest = max((layer.gate_up.weight.num_outputs for layer in weights if layer.down is not None), default=0)
         self._gates_apart = any(down and not gate_up[0].gated for _, _, gate_up, down in products)
@@ -146,27 +151,30 @@ class CompiledLayers:
         delta_TE: torch.Tensor,
         stream_TE: torch.Tensor,
         rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        rows: RowTables,
+        rows: Sequence[RowTables],
     ) -> CompiledStep:
-        """A step of contiguous rows of the model's dtype, which it changes in place. `rotations` has each rope's."""
+        """A step of contiguous rows of the model's dtype, which it changes in place. `rotations` has each rope's,
+        `rows` the tables of each group."""
         for part in (delta_TE, stream_TE):
             assert part.is_contiguous()
             assert part.dtype == self._dtype
         turns = [tuple(part.contiguous() for part in rotation) for rotation in rotations]
         buffers = self._buffers(len(delta_TE))
         step = _StepArguments.from_buffer_copy(self._sizes)
-        step.num_tokens, step.num_rows = len(delta_TE), len(rows.context_lens)
+        step.num_tokens, step.num_rows = len(delta_TE), len(rows[0].context_lens)
         step.normed_stride, step.inner_stride = buffers["normed"].stride(0), buffers["inner"].stride(0)
-        step.heads_stride, step.table_stride = buffers["turned"].stride(0), rows.block_tables_SB.stride(0)
+        step.heads_stride = buffers["turned"].stride(0)
         step.num_threads = torch.get_num_threads()
         step.cos, step.sin = (_addresses(part) for part in zip(*turns, strict=True))
-        read = {"slots": rows.slots_T, "tables": rows.block_tables_SB,
-                "query_starts": rows.query_starts, "context_lens": rows.context_lens}  # fmt: skip
+        step.slots = _addresses([group.slots_T for group in rows])
+        step.tables = _addresses([group.block_tables_SB for group in rows])
+        step.table_strides = (_N * len(rows))(*(group.block_tables_SB.stride(0) for group in rows))
+        read = {"query_starts": rows[0].query_starts, "context_lens": rows[0].context_lens}
         tensors = {"delta": delta_TE, "stream": stream_TE, **read, **buffers}
         for name, tensor in tensors.items():
             setattr(step, name, tensor.data_ptr())
 
-        kept = (*tensors.values(), *(part for turn in turns for part in turn))
+        kept = (*tensors.values(), *(part for turn in turns for part in turn), tuple(rows))
         return CompiledStep(self._kernels, self._layers, step, kept)
 
     def _buffers(self, num_tokens: int) -> dict[str, torch.Tensor]:
@@ -207,7 +215,7 @@ class CompiledStep:
     cache."""
 
     def __init__(
-        self, kernels: Native, layers: ctypes.Array[_Layer], step: _StepArguments, kept: tuple[torch.Tensor, ...]
+        self, kernels: Native, layers: ctypes.Array[_Layer], step: _StepArguments, kept: tuple[object, ...]
     ) -> None:
         self._kernels, self._layers, self._step = kernels, layers, step
         self._kept = kept  # the structure holds only their addresses
@@ -239,7 +247,7 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _layer(weights: LayerWeights, products: Sequence[_Parts], cache: LayerCache, rope: int) -> _Layer:
+def _layer(weights: LayerWeights, products: Sequence[_Parts], cache: LayerCache, rope: int, group: int) -> _Layer:
     q_norm, k_norm = weights.head_norms or (None, None)
     qkv, out, gate_up, down = (ProductParts(parts=parts, num_parts=len(parts)) for parts in products)
     return _Layer(
@@ -256,4 +264,5 @@ def _layer(weights: LayerWeights, products: Sequence[_Parts], cache: LayerCache,
         cache=cache.described(),
         window=weights.window or 0,
         rope=rope,
+        group=group,
     )

@@ -1,0 +1,245 @@
+"""Windows that free: every page that attention reads is the sequence's own and computed, and no other page is held."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.events import EventLog
+from kvtransfer.hashing import chain_hashes
+from protos.errors import ContextLengthExceeded
+from protos.values import BlockRemoved, BlockStored, GenerateRequest, KVEvent
+from tests.unit.workers.harness import VOCAB, Answer, AtLast, ask
+from workers.batch import Batch, Row, RowOutput, StepOutput
+from workers.config import SchedulerConfig
+from workers.engine.engine import Engine
+from workers.kv.blocks import BlockPool, page_hash
+from workers.kv.windows import PageWindows
+from workers.scheduling.role import Colocated
+from workers.scheduling.scheduler import Scheduler
+
+LONG = tuple(range(100))
+
+
+def answer(prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+    """Of a model whose next token depends on every token before it."""
+    text = list(prompt_ids)
+    for _ in range(num_tokens):
+        text.append(sum((index + 1) * token for index, token in enumerate(text)) % VOCAB)
+    return tuple(text[len(prompt_ids) :])
+
+
+class PageRunner:
+    """Writes into each page which group's KV it holds, of which tokens, and asserts that of all that a row reads."""
+
+    def __init__(self, windows: tuple[int | None, ...], block_size: int) -> None:
+        self.windows = windows
+        self.block_size = block_size
+        self.texts: dict[str, tuple[int, ...]] = {}
+        self._histories: dict[str, list[int]] = {}
+        self._pages: dict[int, dict[int, object]] = defaultdict(dict)
+
+    def expect(self, request_id: str, text: tuple[int, ...]) -> None:
+        self.texts[request_id] = text
+        self._histories[request_id] = list(accumulate(text, lambda before, token: hash((before, token)), initial=0))
+
+    def run(self, batch: Batch) -> StepOutput:
+        for row in batch.rows:
+            assert row.token_ids == self.texts[row.request_id][row.start : row.stop]
+            for group, table in enumerate(row.block_tables):
+                for position in range(row.start, row.stop):
+                    place = table[position // self.block_size]
+                    self._pages[place][position % self.block_size] = self._kv(row, group, position)
+        return StepOutput(rows=tuple(map(self._output, batch.rows)))
+
+    def _output(self, row: Row) -> RowOutput:
+        for group, (table, window) in enumerate(zip(row.block_tables, self.windows, strict=True)):
+            first = 0 if window is None else max(0, row.start + 1 - window)
+            for position in range(first, row.stop):
+                found = self._pages[table[position // self.block_size]].get(position % self.block_size)
+                assert found == self._kv(row, group, position), f"{row.request_id} reads other KV at {position}"
+        return RowOutput(token_ids=() if row.sample is None else (self.texts[row.request_id][row.stop],))
+
+    def _kv(self, row: Row, group: int, position: int) -> object:
+        return group, self._histories[row.request_id][position + 1]
+
+
+class WindowEngine:
+    def __init__(
+        self, windows: tuple[int | None, ...], *, num_pages: int, block_size: int = 4, depth: int = 0, **config: Any
+    ) -> None:
+        self.events: list[KVEvent] = []
+        self.pool = BlockPool(num_pages, block_size, self.events.append, windows=windows)
+        limits: dict[str, Any] = {"max_model_len": 400, "vocab_size": VOCAB, "prefill_chunk": 8} | config
+        scheduler = SchedulerConfig(time_slice_s=math.inf, **limits)
+        self.scheduler = Scheduler(scheduler, self.pool, Colocated())
+        self.runner = PageRunner(windows, block_size)
+        pipeline = AtLast(self.runner) if depth else self.runner
+        self.engine = Engine(self.scheduler, pipeline, events=EventLog(incarnation=1), clock=lambda: 0.0, depth=depth)
+        self.answers: dict[str, Answer] = defaultdict(Answer)
+        self.now = 0.0
+
+    def submit(self, request: GenerateRequest) -> None:
+        self.engine.submit(request, self.now)
+        text = request.prompt_ids + answer(request.prompt_ids, request.sampling.max_tokens)
+        self.runner.expect(request.request_id, text)
+
+    def step(self) -> None:
+        self.now += 1.0
+        for update in self.engine.step(self.now):
+            self.answers[update.request_id].add(update)
+        self.engine.check_integrity()
+
+    def finish(self) -> None:
+        for _ in range(5_000):
+            if not self.engine.has_work():
+                break
+            self.step()
+        self.engine.assert_idle()
+
+    def serve(self, request_id: str, prompt_ids: tuple[int, ...], num_tokens: int = 2) -> int:
+        """Serves one request alone; returns how many tokens of its prompt were cached."""
+        self.submit(ask(request_id, prompt_ids, num_tokens))
+        self.finish()
+        assert self.answers[request_id].token_ids == answer(prompt_ids, num_tokens)
+        return max(self.answers[request_id].cached)
+
+
+WINDOWS = st.lists(st.sampled_from([None, 1, 2, 3, 4, 5, 9, 30]), min_size=1, max_size=3).map(tuple)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    windows=WINDOWS,
+    block_size=st.sampled_from([1, 2, 4, 8]),
+    depth=st.sampled_from([0, 1, 2]),
+    chunk=st.sampled_from([1, 3, 8, 64]),
+    seed=st.integers(0, 2**32),
+)
+def test_attention_reads_own_and_computed_pages_only(
+    windows: tuple[int | None, ...], block_size: int, depth: int, chunk: int, seed: int
+) -> None:
+    """Random requests with shared beginnings, in pools so small that they preempt each other."""
+    rng = random.Random(seed)
+    least = PageWindows(block_size=block_size, windows=windows).num_held(60, chunk)
+    toy = WindowEngine(
+        windows,
+        num_pages=least + rng.choice((0, 3, 20, 100)),
+        block_size=block_size,
+        depth=depth,
+        prefill_chunk=chunk,
+        max_num_seqs=rng.choice((1, 3, 8)),
+        max_num_batched_tokens=rng.choice((8, 16, 100)),
+    )
+    prefixes = [tuple(rng.randrange(VOCAB) for _ in range(40)) for _ in range(2)]
+    asked = {}
+    for number in range(7):
+        prompt_ids = (*rng.choice(prefixes)[: rng.randrange(1, 41)], *(number,) * rng.randrange(3))
+        asked[f"r{number}"] = prompt_ids, rng.randrange(1, 17)
+        toy.submit(ask(f"r{number}", *asked[f"r{number}"]))
+        if rng.random() < 0.1:
+            toy.engine.abort([f"r{rng.randrange(number + 1)}"])
+        for _ in range(rng.randrange(6)):
+            toy.step()
+    toy.finish()
+    for request_id, (prompt_ids, num_tokens) in asked.items():
+        found = toy.answers[request_id]
+        assert found.token_ids == answer(prompt_ids, num_tokens)[: len(found.token_ids)]
+        assert found.finish_reason is not None or request_id not in toy.scheduler
+
+
+def test_a_long_answer_holds_no_page_behind_its_window() -> None:
+    toy = WindowEngine((None, 8), num_pages=110)
+    toy.submit(ask("r", LONG, 250))
+    held = []
+    while toy.engine.has_work():
+        toy.step()
+        request = toy.scheduler.find("r")
+        held.append([len(table) for table in request.held()] if request is not None else [0, 0])
+    assert max(full for full, _ in held) == 87  # of 348 tokens before the last that is computed
+    assert max(windowed for _, windowed in held[12:]) == 3  # of 8 positions
+    assert toy.answers["r"].token_ids == answer(LONG, 250)
+
+
+def test_a_context_is_served_that_would_not_fit_without_freeing() -> None:
+    assert WindowEngine((8,), num_pages=8).scheduler.max_len == 400
+    assert WindowEngine((None, 8), num_pages=50).scheduler.max_len == (50 - 5) * 4
+    assert WindowEngine((None, None), num_pages=50).scheduler.max_len == 25 * 4
+    toy = WindowEngine((8,), num_pages=8)  # of 32 tokens
+    toy.serve("r", LONG, 200)
+    small = WindowEngine((None, 8), num_pages=20)
+    with pytest.raises(ContextLengthExceeded):
+        small.submit(ask("r", LONG))
+
+
+def test_the_load_counts_blocks_of_all_layers() -> None:
+    """The gateway compares them with blocks of a prompt, which have all layers."""
+    toy = WindowEngine((None, 8, 8), num_pages=90)
+    load = toy.engine.load()
+    assert (load.num_blocks, load.num_free_blocks) == (30, 30)
+    toy.submit(ask("r", LONG, 8))
+    toy.step()
+    load = toy.engine.load()
+    assert load.num_free_blocks == (90 - 25 - 2 * 5) // 3
+    toy.finish()
+
+
+class TestPrefixHits:
+    def test_a_hit_needs_the_windows_pages_only(self) -> None:
+        toy = WindowEngine((None, 8), num_pages=200)
+        assert toy.serve("cold", LONG) == 0
+        forget(toy.pool, LONG, group=1, blocks=range(22))
+        assert toy.serve("warm", LONG) == 96
+
+    def test_without_a_page_of_the_window_the_longest_shorter_prefix_is_hit(self) -> None:
+        toy = WindowEngine((None, 8), num_pages=200)
+        toy.serve("cold", LONG)
+        forget(toy.pool, LONG, group=1, blocks=(20,))
+        assert toy.serve("at 96", LONG) == 96
+        forget(toy.pool, LONG, group=1, blocks=(23,))
+        assert toy.serve("before it", LONG) == 23 * 4
+        forget(toy.pool, LONG, group=1, blocks=(22, 23))
+        assert toy.serve("before both", LONG) == 20 * 4  # block 20, that the window of 22 blocks reaches, is gone too
+
+    def test_a_layer_that_reads_all_needs_all(self) -> None:
+        toy = WindowEngine((None, 8), num_pages=200)
+        toy.serve("cold", LONG)
+        forget(toy.pool, LONG, group=0, blocks=(5,))
+        assert toy.serve("warm", LONG) == 20
+
+    def test_if_all_layers_have_a_window_a_hit_needs_no_first_block(self) -> None:
+        toy = WindowEngine((8,), num_pages=200)
+        toy.serve("cold", LONG)
+        forget(toy.pool, LONG, group=0, blocks=range(20))
+        assert toy.serve("warm", LONG) == 96
+
+    def test_events_name_the_blocks_of_the_first_group(self) -> None:
+        toy = WindowEngine((None, 8), num_pages=40)
+        for number in range(6):
+            toy.serve(f"r{number}", tuple(range(number * 100, number * 100 + 60)), 1)
+        stored = [one for event in toy.events if isinstance(event, BlockStored) for one in event.hashes]
+        removed = [one for event in toy.events if isinstance(event, BlockRemoved) for one in event.hashes]
+        assert len(stored) == 6 * 15
+        assert len(removed) > 30
+        assert {len(one) for one in stored + removed} == {16}
+        told = set(stored) - set(removed)
+        assert {one for chain in toy.pool.snapshot() for one in chain.hashes} == told
+
+
+def forget(pool: BlockPool, prompt_ids: tuple[int, ...], *, group: int, blocks: range | tuple[int, ...]) -> None:
+    """Evicts a group's pages of a prompt, by using all others before the pool is filled."""
+    hashes = chain_hashes(prompt_ids, pool.block_size)
+    gone = {page_hash(hashes[block], group) for block in blocks}
+    others = [page for page in range(pool.num_blocks) if pool.hash_of(page) not in (None, *gone)]
+    pool.acquire(others)
+    taken = pool.allocate(pool.num_free)
+    assert taken is not None
+    pool.release(taken)
+    pool.release(others)
