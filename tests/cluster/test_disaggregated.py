@@ -163,7 +163,7 @@ async def pair_of(
 
 
 @pytest.mark.parametrize("prefill_chunk", [16, 512])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "deepseek_v3"])
 async def test_greedy_tokens_are_the_oracles(oracle: Oracle, family: str, prefill_chunk: int) -> None:
     folder, expected = oracle(family)
     config = config_for(folder, prefill_chunk=prefill_chunk)

@@ -76,6 +76,17 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
             "max_position_embeddings": 256,
         },
     ),
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteConfig,
+        transformers.Glm4MoeLiteForCausalLM,
+        {
+            **_LATENT,
+            "q_lora_rank": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "mlp_layer_types": ["sparse", "dense"],
+        },
+    ),
     "deepseek_v2": (
         transformers.DeepseekV2Config,
         transformers.DeepseekV2ForCausalLM,

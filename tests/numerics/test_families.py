@@ -59,6 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v2",
         {"q_lora_rank": 20, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
     ),
+    "glm4-moe-lite": ("glm4_moe_lite", {}),
     "deepseek-v3": ("deepseek_v3", {}),
     "deepseek-v3-yarn": (
         "deepseek_v3",

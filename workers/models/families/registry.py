@@ -24,6 +24,7 @@ from workers.models.families.mixtures import (
     deepseek_v2,
     deepseek_v3,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     mixtral,
     qwen2_moe,
@@ -33,7 +34,7 @@ from workers.models.families.mixtures import (
 _DENSE = (
     llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite, glm4, smollm3, starcoder2, cohere2,
 )  # fmt: skip
-_MIXTURES = (mixtral, qwen2_moe, qwen3_moe, glm4_moe, gpt_oss, deepseek_v2, deepseek_v3)
+_MIXTURES = (mixtral, qwen2_moe, qwen3_moe, glm4_moe, glm4_moe_lite, gpt_oss, deepseek_v2, deepseek_v3)
 FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in (*_DENSE, *_MIXTURES))
 BY_NAME = {family.name: family for family in FAMILIES}
 
