@@ -1,0 +1,77 @@
+"""The same conversation through every API makes the same job, under the same rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.errors import InvalidRequest
+from router.auth.auth import AccessControl
+from router.auth.tenants import hash_of
+from router.conversation.parts import IGNORED, Ignored, parts_in
+from tests.unit.router.anthropic.test_messages import asking
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "Well?"},
+    {"role": "user", "content": "naïve café"},
+]
+FACES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": TURNS, "max_tokens": 7, "seed": 5},
+    "/v1/messages": {"messages": TURNS[1:], "system": "Be brief.", "max_tokens": 7, "seed": 5},
+    "/v1/responses": {"input": TURNS[1:], "instructions": "Be brief.", "max_output_tokens": 7, "seed": 5},
+    "/api/chat": {"messages": TURNS, "options": {"num_predict": 7, "seed": 5}, "stream": False},
+}
+
+
+def counted(path: str, answer: dict[str, Any]) -> tuple[int, int]:
+    """Tokens of the prompt and of the answer, as the API counts them."""
+    usage = answer.get("usage", answer)
+    match path:
+        case "/v1/messages":
+            num_cached = usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"]
+            return usage["input_tokens"] + num_cached, usage["output_tokens"]
+        case "/v1/responses":
+            return usage["input_tokens"], usage["output_tokens"]
+        case "/api/chat":
+            return usage["prompt_eval_count"], usage["eval_count"]
+        case _:
+            return usage["prompt_tokens"], usage["completion_tokens"]
+
+
+async def test_one_conversation_has_the_same_tokens_bounds_and_usage_everywhere(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(f'admin_keys = ["{hash_of("sk-admin")}"]\n[tenants.acme]\nkeys = ["{hash_of("sk-acme")}"]\n')
+    headers = {"authorization": "Bearer sk-acme", "x-baton-max-ttft-ms": "5000"}
+    async with asking(access=AccessControl(path)) as (http, generate):
+        refused = [(await http.post(face, json={"model": "tiny"} | body)).status_code for face, body in FACES.items()]
+        answers = [
+            await http.post(face, json={"model": "tiny"} | body, headers=headers) for face, body in FACES.items()
+        ]
+        metrics = (await http.get("/metrics")).text
+    assert refused == [401] * len(FACES)
+    assert [answer.status_code for answer in answers] == [200] * len(FACES)
+    assert len({job.prompt_ids for job in generate.jobs}) == 1
+    assert len({job.sampling for job in generate.jobs}) == 1
+    assert {(job.tenant, job.max_ttft_s) for job in generate.jobs} == {("acme", 5.0)}
+    assert len({counted(face, answer.json()) for face, answer in zip(FACES, answers, strict=True)}) == 1
+    for endpoint in ("chat.completions", "messages", "responses", "ollama.chat"):
+        assert f'baton_requests_total{{endpoint="{endpoint}",model="",outcome="ok"}} 1.0' in metrics
+
+
+def test_the_header_has_plain_names_only_and_not_too_many() -> None:
+    ignored = Ignored()
+    for name in ("thinking", "a\r\nset-cookie: b", "é", "thinking", *(f"field{number}" for number in range(100))):
+        ignored.add(name)
+    [names] = ignored.headers().values()
+    assert names.startswith("thinking, field0, field1, ")
+    assert len(names.split(", ")) == 32
+    assert ignored.headers().keys() == {IGNORED}
+
+
+def test_a_part_that_is_no_object_is_named() -> None:
+    with pytest.raises(InvalidRequest, match=r"'input\[1\]' is 5: it must be an object"):
+        list(parts_in([{}, 5], "input"))
