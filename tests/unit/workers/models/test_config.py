@@ -10,7 +10,7 @@ import pytest
 
 from protos.errors import BadCheckpoint, UnsupportedModel
 from workers.models.config import ModelConfig, read_config
-from workers.models.rope import Llama3Rope, Rope
+from workers.models.rope import LinearRope, Llama3Rope, Rope
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -186,6 +186,43 @@ def test_contradictory_fields_name_the_file_the_field_and_what_it_must_be(
 ) -> None:
     with pytest.raises(BadCheckpoint) as caught:
         write(tmp_path, LLAMA | change)
+    assert named in caught.value.message
+    assert str(tmp_path / "config.json") in caught.value.message
+
+
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "hidden_size": 32, "num_hidden_layers": 7, "intermediate_size": 48}
+
+
+def test_a_family_knows_what_absent_fields_mean(tmp_path: Path) -> None:
+    """As in Gemma 3's published files, which leave out what is transformers' default."""
+    config = write(tmp_path, GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 5})
+    assert (config.head_dim, config.num_heads, config.num_kv_heads, config.vocab_size) == (256, 8, 4, 262208)
+    assert config.tied_embeddings
+    assert config.windows == (5,) * 5 + (None, 5)
+    assert config.ropes == (Rope(theta=1e4),) * 5 + (LinearRope(theta=1e6, factor=8.0), Rope(theta=1e4))
+    assert config.max_model_len == 131072
+    assert config.scales.embedding == 32**0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (GEMMA3 | {"hidden_activation": "relu6"}, "hidden_activation 'relu6'"),
+        (LLAMA | {"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
+        (LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 2]}, "'no_rope_layers' is [1, 2]"),
+        (LLAMA | {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.01}, "partial_rotary_factor 0.01"),
+        (
+            LLAMA | {"architectures": ["Cohere2ForCausalLM"], "layer_types": ["full_attention"]},
+            "1 entries for 4 layers",
+        ),
+        (LLAMA | {"architectures": ["Olmo2ForCausalLM"], "sliding_window": 4}, "sliding_window"),
+    ],
+)
+def test_what_a_family_does_not_do_is_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises((BadCheckpoint, UnsupportedModel)) as caught:
+        write(tmp_path, change)
     assert named in caught.value.message
     assert str(tmp_path / "config.json") in caught.value.message
 
