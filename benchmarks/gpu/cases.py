@@ -21,7 +21,7 @@ from workers.kernels.paged_decode import DecodePlan, decode_tile, paged_decode, 
 from workers.kernels.prefill import PrefillPlan, plan_prefill, prefill, prefill_tile
 from workers.kernels.rms_norm import add_rms_norm
 from workers.kernels.rope_kv_write import rope_kv_write
-from workers.kernels.silu_mul import silu_mul
+from workers.kernels.silu_mul import gelu_tanh_mul, silu_mul
 from workers.kernels.tile import Tile
 from workers.kernels.vocab import embed, join
 
@@ -213,12 +213,13 @@ def other_cases(device: str, *, divisor: int = 1) -> Iterator[KernelCase]:
             num_bytes=4 * x_TE.nbytes,
         )
         gate_up = torch.randn(tokens, 2 * INTERMEDIATE, device=device).bfloat16()
-        yield KernelCase(
-            kernel="silu_mul",
-            shape=shape,
-            launch=lambda x=gate_up: silu_mul(x),  # type: ignore[misc]
-            num_bytes=gate_up.nbytes * 3 // 2,
-        )
+        for gate in (silu_mul, gelu_tanh_mul):
+            yield KernelCase(
+                kernel=gate.__name__,
+                shape=shape,
+                launch=lambda x=gate_up, gate=gate: gate(x),  # type: ignore[misc]
+                num_bytes=gate_up.nbytes * 3 // 2,
+            )
         yield _write(shape, tokens, device)
     rows, vocab_size = 64 // min(divisor, 64), VOCAB_SIZE // min(divisor, 32)
     yield from _vocab(rows, vocab_size, device)
