@@ -403,7 +403,9 @@ class HostLoad(Value, frozen=True, kw_only=True):
 
 
 class WorkerLoad(Value, frozen=True, kw_only=True):
-    """A worker's load after a step. `num_free_blocks` counts evictable cached blocks as free."""
+    """A worker's load after a step. `num_free_blocks` counts evictable cached blocks as free. `expert_imbalance` is the
+    tokens of the most popular expert over the mean of its layer, in the layer where that is highest; 0 where none were
+    counted."""
 
     step: int = 0
     num_running: int = 0
@@ -423,6 +425,7 @@ class WorkerLoad(Value, frozen=True, kw_only=True):
     num_moved: int = 0
     lanes: tuple[LaneLoad, ...] = ()
     host: HostLoad | None = None
+    expert_imbalance: float = 0.0
 
 
 class StepMessage(Value, frozen=True, kw_only=True):

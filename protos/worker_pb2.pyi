@@ -397,6 +397,7 @@ class WorkerLoad(_message.Message):
     NUM_MOVED_FIELD_NUMBER: _builtins.int
     LANES_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    EXPERT_IMBALANCE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -420,6 +421,8 @@ class WorkerLoad(_message.Message):
     """computed here instead"""
     num_moved: _builtins.int
     """running sequences that moved to another worker"""
+    expert_imbalance: _builtins.float
+    """most popular expert over its layer's mean, worst layer; 0: not counted"""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneLoad]: ...
     @_builtins.property
@@ -447,10 +450,11 @@ class WorkerLoad(_message.Message):
         num_moved: _builtins.int = ...,
         lanes: _abc.Iterable[Global___LaneLoad] | None = ...,
         host: Global___HostLoad | None = ...,
+        expert_imbalance: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "draining", b"draining", "host", b"host", "lanes", b"lanes", "num_blocks", b"num_blocks", "num_failed_pulls", b"num_failed_pulls", "num_free_blocks", b"num_free_blocks", "num_moved", b"num_moved", "num_pulled_tokens", b"num_pulled_tokens", "num_running", b"num_running", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "step", b"step", "transfer_bytes", b"transfer_bytes", "transfer_hidden_s", b"transfer_hidden_s", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "draining", b"draining", "expert_imbalance", b"expert_imbalance", "host", b"host", "lanes", b"lanes", "num_blocks", b"num_blocks", "num_failed_pulls", b"num_failed_pulls", "num_free_blocks", b"num_free_blocks", "num_moved", b"num_moved", "num_pulled_tokens", b"num_pulled_tokens", "num_running", b"num_running", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "step", b"step", "transfer_bytes", b"transfer_bytes", "transfer_hidden_s", b"transfer_hidden_s", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,6 +23,7 @@ from workers.batch import Batch, Row, Sample
 from workers.checkpoint.kv_scales import read_kv_scales
 from workers.config import SchedulerConfig, WorkerConfig
 from workers.engine.engine import Engine
+from workers.engine.expert_load import ExpertLoad
 from workers.grammar.base import Grammars
 from workers.grammar.guidance import GuidanceGrammars
 from workers.kernels.base import KVScales
@@ -70,6 +71,7 @@ class LoadedRank:
     grammars: Grammars | None = None
     num_slots: int = 0
     copies: HostCopies | None = None
+    expert_imbalance: ExpertLoad | None = None
 
 
 def device_of(config: WorkerConfig) -> str:
@@ -141,6 +143,7 @@ def build_engine(
         depth=rank.steps_in_flight,
         timeline=timeline,
         grammars=rank.grammars,
+        expert_imbalance=rank.expert_imbalance,
     )
 
 
@@ -224,6 +227,7 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
         grammars=grammars,
         num_slots=num_slots,
         copies=host_copies(storage, num_slots) if num_slots else None,
+        expert_imbalance=ExpertLoad(counts) if (counts := decoder.expert_counts()) else None,
     )
 
 

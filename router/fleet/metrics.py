@@ -53,6 +53,11 @@ WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
         "KV blocks in use, without cached ones that may be evicted",
         lambda worker: worker.load.num_blocks - worker.load.num_free_blocks,
     ),
+    (
+        "expert_imbalance",
+        "Tokens of its most popular expert over the mean of the layer, in the worst layer; 0 without experts",
+        lambda worker: worker.load.expert_imbalance,
+    ),
     ("kv_blocks_cached", "KV blocks in its prefix cache", lambda worker: worker.num_cached_blocks),
 )
 

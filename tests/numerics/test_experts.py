@@ -115,6 +115,7 @@ def test_a_router_that_is_not_finite_ends_its_request_and_no_other(checkpoint: C
                     errors[update.request_id] = update.error.message
             engine.check_integrity()
         engine.assert_idle()
+        assert engine.load().expert_imbalance >= 1.0
     assert set(errors) == {"broken"}
     assert "not finite" in errors["broken"]
     assert tokens == {"0": alone[0], "broken": [], "1": alone[1]}

@@ -78,7 +78,9 @@ class Engine:
         depth: int = 0,
         timeline: Timeline | None = None,
         grammars: Grammars | None = None,
+        expert_imbalance: Callable[[], float] | None = None,
     ) -> None:
+        self._expert_imbalance = expert_imbalance
         self._grammars = grammars
         self._scheduler = scheduler
         self._pipeline = pipeline(runner)
@@ -216,6 +218,7 @@ class Engine:
             decode_step_s=self.speed.decode_step_s,
             draining=self.draining,
             host=self.pool.host.load() if self.pool.host is not None else None,
+            expert_imbalance=self._expert_imbalance() if self._expert_imbalance is not None else 0.0,
             **self._role.load(),
         )
 

@@ -17,6 +17,7 @@ from workers.kernels.cpu.layers import LayerForm, LayerWeights
 from workers.kernels.cpu.norms import CompiledNorm
 from workers.models.config import ModelConfig, check_parallel
 from workers.models.layers.embedding import Embedding, Head
+from workers.models.layers.experts import MixtureOfExperts
 from workers.models.layers.norm import LayerNorm, RMSNorm, norm_of
 from workers.models.layers.rope import Rotations
 
@@ -80,6 +81,10 @@ class Decoder:
         for layer in self._layers:
             layer.pack()
         self._head.pack()
+
+    def expert_counts(self) -> list[torch.Tensor]:
+        """Of each layer with experts the tokens that chose each one, int64 [experts]. On a GPU they stay 0."""
+        return [counts_X for layer in self._layers if (counts_X := layer.expert_counts) is not None]
 
     @property
     def waits(self) -> bool:
@@ -162,6 +167,10 @@ class DecoderLayer:
     @property
     def waits(self) -> bool:
         return self._mlp.waits
+
+    @property
+    def expert_counts(self) -> torch.Tensor | None:
+        return self._mlp.counts_X if isinstance(self._mlp, MixtureOfExperts) else None
 
     def packed(self) -> LayerWeights | None:
         """None where compiled layers do not do what this one does."""
