@@ -133,12 +133,13 @@ def test_what_is_not_compiled_is_multiplied_by_torch() -> None:
     assert torch.equal(matrix(x), F.linear(x, weight))
 
 
-@pytest.mark.parametrize("count", [10, HUGE_PAGE, 3 * HUGE_PAGE + 2])
+@pytest.mark.parametrize("count", [10, 50_003, HUGE_PAGE // 4 - 1, HUGE_PAGE, 3 * HUGE_PAGE + 2])
 def test_roomy_memory_is_zeroed_and_starts_where_its_first_page_does(count: int) -> None:
     zeros = roomy_zeros(count, 2, dtype=torch.bfloat16)
     assert zeros.shape == (count, 2)
     assert not zeros.any()
     zeros.fill_(1.0)
+    assert not roomy_zeros(count, 2, dtype=torch.bfloat16).any(), "memory is given out once"
     assert zeros.data_ptr() % (HUGE_PAGE if zeros.nbytes >= HUGE_PAGE else 16) == 0
 
 

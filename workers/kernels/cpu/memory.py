@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 import weakref
 from contextlib import suppress
 from math import prod
@@ -18,14 +19,19 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _NEVER, _LARGE = 1 << 30, 1 << 21
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
 _LINE = 64
+_LEAST_SHARED = 1 << 16
+_SHARED_BYTES = 16 << 20
 _COLLIDING = 1024  # bytes: rows with this distance share few places of a cache
 
 
 def roomy_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU. Pages are allocated on their first write, as for torch's own zeros."""
+    """Zeros on the CPU, to be kept. Pages are allocated on their first write, as for torch's own zeros. Tensors of less
+    than a huge page, such as the experts of a mixture, share regions, each of which lives as long as one of them."""
     num_bytes = prod(shape) * dtype.itemsize
-    if num_bytes < HUGE_PAGE or _ADVICE is None:
+    if num_bytes < _LEAST_SHARED or _ADVICE is None:
         return torch.zeros(shape, dtype=dtype)
+    if num_bytes < HUGE_PAGE:
+        return _SHARED.take(num_bytes).view(dtype).view(shape)
     whole = torch.frombuffer(_region(num_bytes), dtype=torch.uint8)  # which keeps the region
     start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + num_bytes].view(dtype).view(shape)
@@ -55,6 +61,28 @@ def apart(width: int, dtype: torch.dtype) -> int:
     cache."""
     line = _LINE // dtype.itemsize
     return width if width * dtype.itemsize % _COLLIDING else width + line
+
+
+class SharedRegions:
+    """Parts of large regions, given out once and in order: all are zeros. Callable from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes], on a boundary of a cache line."""
+        size = -(-num_bytes // _LINE) * _LINE
+        with self._lock:
+            if len(self._rest) < size:
+                whole = torch.frombuffer(_region(_SHARED_BYTES), dtype=torch.uint8)  # which keeps the region
+                start = -whole.data_ptr() % HUGE_PAGE
+                self._rest = whole[start : start + _SHARED_BYTES]
+            taken, self._rest = self._rest[:num_bytes], self._rest[size:]
+        return taken
+
+
+_SHARED = SharedRegions()
 
 
 class Regions:
