@@ -31,7 +31,7 @@ def main(folder: str, workloads: list[dict[str, int]], num_threads: int) -> None
         dtype="bfloat16",
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
-        max_model_len=max(work["input_len"] + work["output_len"] for work in workloads),
+        max_model_len=max(128, *(work["input_len"] + work["output_len"] for work in workloads)),
         max_num_seqs=64,
         disable_log_stats=False,
     )

@@ -144,6 +144,7 @@ class ModelReply(Reply):
     root: str
     parent: None
     max_model_len: int
+    weights: str | None
 
 
 class ModelsReply(Reply):

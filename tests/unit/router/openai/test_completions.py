@@ -8,8 +8,20 @@ from typing import Any
 import openai
 import pytest
 
+from protos.values import WorkerRole
 from router.jobs import Job, TokenDelta
-from tests.unit.router.scripted import Family, byte_level, ids_of, saying, sentencepiece, talking, token_deltas
+from tests.unit.cluster.cli.test_status import info
+from tests.unit.router.scripted import (
+    Crew,
+    Family,
+    Worker,
+    byte_level,
+    ids_of,
+    saying,
+    sentencepiece,
+    talking,
+    token_deltas,
+)
 
 
 async def ask(client: openai.AsyncOpenAI, **options: Any) -> Any:
@@ -222,10 +234,18 @@ async def test_the_same_seed_asks_for_the_same_numbers() -> None:
     assert [job.sampling.seed for job in generate.jobs] == [7, 7, 8]
 
 
+async def test_a_model_has_the_encoding_that_its_workers_report() -> None:
+    decode = replace(info("decode-0", WorkerRole.DECODE), weights="gptq-int4-g128, 4.16 bits a weight")
+    async with talking(of="", fleet=Crew(Worker(), Worker(info=decode))) as (client, _):
+        model: Any = await client.models.retrieve("tiny")
+        assert model.weights == "gptq-int4-g128, 4.16 bits a weight"
+
+
 async def test_models_are_listed() -> None:
     async with talking(of=" world 🙂") as (client, _):
         model: Any = (await client.models.list()).data[0]
         assert (model.id, model.object, model.owned_by, model.max_model_len) == ("tiny", "model", "baton", 256)
+        assert model.weights is None, "no worker has reported its own yet"
         assert await client.models.retrieve("tiny") == model
         with pytest.raises(openai.NotFoundError, match="a/b"):
             await client.models.retrieve("a/b")
