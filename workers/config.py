@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from kvtransfer.config import LaneConfig
 from protos.errors import Misconfigured
 from protos.settings import check_settings, setting
+from protos.values import WorkerRole
 from workers.checkpoint.formats.rounded import Quantize
 from workers.cores import parse_cpus
 
@@ -100,6 +101,10 @@ class WorkerConfig(StepLimits):
             raise Misconfigured(
                 f"bind_cores = {self.bind_cores!r}: choose auto, off, or a list of CPUs as 0-3,8", param="bind_cores"
             )
+
+    def for_role(self, role: WorkerRole) -> WorkerConfig:
+        """Prefill and decode workers transfer KV, so they keep what lies behind windows."""
+        return self if role is WorkerRole.COLOCATED else replace(self, free_windows=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

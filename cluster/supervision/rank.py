@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,13 +51,6 @@ class RankSpec:
     port: int = 0
     peers: PeerTls = field(default_factory=PeerTls)
     grace_s: float = 0.0
-
-    @property
-    def resolved_worker(self) -> WorkerConfig:
-        """The worker's settings. Prefill and decode workers transfer KV, so they keep what lies behind windows."""
-        if self.role is WorkerRole.COLOCATED:
-            return self.worker
-        return replace(self.worker, free_windows=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,16 +230,15 @@ def _has_gpu_driver() -> bool:
 
 def _open_worker(orders: RankSpec, on_progress: Progress) -> WorkerParts:
     """Imports the pool, and torch with it, and reads the model. Takes seconds, on a thread."""
-    worker = orders.resolved_worker
     match orders.role:
         case WorkerRole.PREFILL:
             from prefill_pool.service import open_worker as open_prefill
 
-            return open_prefill(worker, orders.rank_id, orders.prefill, on_progress=on_progress)
+            return open_prefill(orders.worker, orders.rank_id, orders.prefill, on_progress=on_progress)
         case WorkerRole.DECODE | WorkerRole.COLOCATED:
             from decode_pool.service import open_worker as open_decode
 
-            return open_decode(worker, orders.rank_id, orders.decode, kind=orders.role, on_progress=on_progress)
+            return open_decode(orders.worker, orders.rank_id, orders.decode, kind=orders.role, on_progress=on_progress)
 
 
 def _follow_worker(orders: RankSpec) -> None:
@@ -255,7 +247,7 @@ def _follow_worker(orders: RankSpec) -> None:
     from workers.rpc.assembly import follow  # and torch with it
 
     try:
-        follow(orders.resolved_worker, orders.rank_id)
+        follow(orders.worker.for_role(orders.role), orders.rank_id)
     finally:
         cores.release()
 

@@ -67,7 +67,7 @@ def test_greedy_tokens_are_the_oracles(
     config = WorkerConfig(model=folder, tp=tp, prefill_chunk=prefill_chunk, num_blocks=num_blocks, device="cpu")
     with colocated(config) as engine:
         cold = answer(engine, PROMPTS)
-        preemptions = engine.scheduler.num_preemptions
+        preemptions, frees = engine.scheduler.num_preemptions, engine.pool.has_windows
         warm = answer(engine, PROMPTS)
     assert [one.token_ids for one in cold] == expected
     assert [one.token_ids for one in warm] == expected
@@ -76,4 +76,4 @@ def test_greedy_tokens_are_the_oracles(
     if num_blocks == PLENTY:  # else the cache may be evicted by the time it is asked for
         full = [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
         assert [one.num_cached_tokens for one in warm] == full
-    assert (preemptions > 0) == (num_blocks == SCARCE)
+    assert (preemptions > 0) == (num_blocks == SCARCE and not frees), "windows that free leave enough for all"

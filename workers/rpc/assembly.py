@@ -39,6 +39,7 @@ def assemble(
     on_progress: Progress | None = None,
 ) -> WorkerParts:
     """Assembles rank 0 of a worker. Blocks while the weights are read. Raises as `open_rank` does."""
+    config = config.for_role(kind)
     assert rank_id.rank == 0, f"rank {rank_id.rank} must call follow()"
     fastest()  # compiled now if necessary, not during the first request
     store = open_store(rank_id.store_host, rank_id.store_port, key=rank_id.store_key) if rank_id.size > 1 else None
@@ -74,7 +75,8 @@ def assemble(
 
 
 def follow(config: WorkerConfig, rank_id: RankId) -> None:
-    """Runs a rank above 0. Returns when rank 0 stops; raises WorkerLost if a rank has ended."""
+    """Runs a rank above 0, with the settings of rank 0 (`WorkerConfig.for_role`). Returns when rank 0 stops; raises
+    WorkerLost if a rank has ended."""
     group = _meet(config, rank_id, find_store(rank_id.store_host, rank_id.store_port, key=rank_id.store_key))
     rank = open_rank(config, group)
     follow_rank0(rank, _open_lanes(config.lanes, rank, rank_id, WakeUp()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,6 @@ ORDERS = RankSpec(
     role=WorkerRole.DECODE, worker=WorkerConfig(model="m"), prefill=PrefillConfig(), decode=DecodeConfig(),
     rank_id=RankId(worker_id="d0", incarnation=1),
 )  # fmt: skip
-
-
-@pytest.mark.parametrize(("role", "frees"), [("prefill", False), ("decode", False), ("colocated", True)])
-def test_workers_that_transfer_kv_keep_what_lies_behind_windows(role: str, frees: bool) -> None:
-    assert replace(ORDERS, role=WorkerRole(role)).resolved_worker.free_windows is frees
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["fails", "stopped"])
