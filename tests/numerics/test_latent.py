@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from protos.errors import UnsupportedModel
 from protos.values import SamplingParams
 from tests.numerics.conftest import Checkpoint, assert_close, random_tokens
 from tests.numerics.engines import answer, colocated
@@ -22,6 +23,7 @@ from workers.config import WorkerConfig
 from workers.kernels.cpu.build import native
 from workers.models.config import read_config
 from workers.models.loader import load_model
+from workers.quantise.quantise import check_float_folder
 
 
 @pytest.mark.skipif(native(torch.bfloat16) is None, reason="no C++ compiler")
@@ -55,6 +57,12 @@ def test_a_sequence_of_latents_moves_is_pulled_and_comes_back_from_the_host(chec
         load = small.load().host
         assert load is not None
         assert load.num_hit_tokens >= 64
+
+
+def test_baton_quantize_refuses_latent_attention_by_name(checkpoint: Checkpoint) -> None:
+    folder, _ = checkpoint("deepseek_v3")
+    with pytest.raises(UnsupportedModel, match=r"how deepseek_v3 stores .*set worker\.quantize"):
+        check_float_folder(folder)
 
 
 def test_a_cache_of_latents_is_counted_as_one_vector_a_token_and_layer(checkpoint: Checkpoint) -> None:

@@ -68,7 +68,7 @@ class Family:
     def stored_as_llama(self) -> bool:
         """Whether tensors mean what Llama's of the same name do, and none is fused or has another order of rows."""
         same = (self.places, self.tensors) == (NORMS_BEFORE, LLAMA_NAMES) and not self.norm.offset
-        return same and not self.interleaved_rope and "partial_rotary_factor" not in self.reads
+        return same and self.latent is None and not self.interleaved_rope and "partial_rotary_factor" not in self.reads
 
     @property
     def mlp_projections(self) -> int:
