@@ -14,10 +14,12 @@ from tests.numerics.filled import ROWS, filled, normal
 from tests.numerics.quantised_weights import E4M3, IQ4, NF4, grouped, of_form
 from workers.attention.base import AttentionInputs
 from workers.attention.cpu import NativeAttention, TorchAttention, cpu_attention
+from workers.config import KVDtype
 from workers.kernels import reference
 from workers.kernels.cpu.build import Native, Tiles, compile_library, native, native_tiles
 from workers.kernels.cpu.products import PackedFloats
 from workers.kernels.cpu.quantised import PackedQuantised
+from workers.kv.kinds import with_kv_dtype
 
 MACHINES = {
     "x86-64": {"sse2"},
@@ -56,6 +58,22 @@ def test_a_lesser_processor_attends_alike(library: ctypes.CDLL, dtype: torch.dty
             outputs.append(backend.attend(0, q_TND, scale=head_dim**-0.5, window=window))
         tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(*outputs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8"])
+def test_a_lesser_processor_reads_keys_and_values_of_8_bits_alike(library: ctypes.CDLL, kv_dtype: KVDtype) -> None:
+    """Of head sizes that fill its vectors, and one that does not."""
+    for num_heads, num_kv_heads, head_dim, window in [(4, 2, 64, None), (5, 1, 40, 50), (3, 3, 96, 64)]:
+        layout = KVLayout.dense(
+            num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype="float32"
+        )
+        storage, inputs = filled(with_kv_dtype(layout, kv_dtype), ROWS)
+        q_TND = normal(inputs.query_starts[-1], num_heads, head_dim, dtype=torch.float32, seed=7) / 16
+        outputs = []
+        for backend in (NativeAttention(storage, Native(library, "float32")), TorchAttention(storage)):
+            backend.begin(inputs)
+            outputs.append(backend.attend(0, q_TND, scale=head_dim**-0.5, window=window))
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
