@@ -30,7 +30,7 @@ from workers.models.config import weight_bytes
 from workers.models.loader import load_model
 
 LINEAR = re.compile(r".*(_proj|\.w[123])\.weight")
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [40, 24]}
 
 
@@ -64,7 +64,7 @@ def write_with_oracle(family: str, folder: Path, encode: Encode, config: dict[st
     ("family", "encode", "config", "tp"),
     [
         ("mixtral", gptq(), gptq_config(), 2),
-        ("qwen2_moe", awq(group_size=16), AWQ, 1),
+        ("qwen3_moe", awq(group_size=32), AWQ, 1),
         ("qwen3_moe", gptq(group_size=16, act_order=True), gptq_config(group_size=16, desc_act=True), 2),
     ],
     ids=["gptq", "awq", "act-order"],
@@ -137,7 +137,8 @@ def test_gpt_oss_in_mxfp4(tp: int, tmp_path: Path) -> None:
     save_file(stored, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "floats" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    assert_served(tmp_path, oracle_of(tmp_path / "floats", tensors), tp=tp)
+    # Compiled layers have neither sinks nor a bias of the attention's output.
+    assert_served(tmp_path, oracle_of(tmp_path / "floats", tensors), tp=tp, compiled=False)
 
 
 @torch.no_grad()
