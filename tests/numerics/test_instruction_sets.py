@@ -21,6 +21,8 @@ from workers.kernels.cpu.products import PackedFloats
 from workers.kernels.cpu.quantised import PackedQuantised
 from workers.kv.kinds import with_kv_dtype
 
+pytestmark = pytest.mark.timeout(360)  # a library takes half a minute to compile on an idle machine
+
 MACHINES = {
     "x86-64": {"sse2"},
     "x86-64-v3": {"avx2", "fma"},
