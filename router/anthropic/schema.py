@@ -138,7 +138,7 @@ class PromptBody(Body):
 class MessagesBody(PromptBody):
     """The last block is Baton's own, as in a chat."""
 
-    max_tokens: int = Field(description="an integer of at least 1", json_schema_extra=dict(bounds("max_tokens")))
+    max_tokens: int = Field(ge=1, description="an integer of at least 1", json_schema_extra=dict(bounds("max_tokens")))
     metadata: dict[str, Any] | None = Field(default=None, description="an object")
     service_tier: Literal["auto", "standard_only"] | None = Field(default=None, description="auto or standard_only")
     stop_sequences: Annotated[list[str] | None, FirstWrong(), at_most(MAX_STOPS)] = Field(

@@ -10,6 +10,8 @@ from workers.attention.registry import BACKENDS
 from workers.kernels import cuda, reference
 from workers.kernels.base import Kernels, kernels_for
 
+BY_TORCH = {"head_products", "layer_norm"}  # products of dense matrices, and what only two families have
+
 
 def test_cuda_is_served_by_triton_under_the_names_of_the_seam() -> None:
     assert kernels_for("cuda:1") is cuda
@@ -18,7 +20,7 @@ def test_cuda_is_served_by_triton_under_the_names_of_the_seam() -> None:
         if not name.startswith("_"):
             ours, twin = getattr(cuda, name), getattr(reference, name)
             assert list(signature(ours).parameters) == list(signature(twin).parameters), name
-            assert ours.__module__ != twin.__module__, f"{name} has no kernel"
+            assert (ours.__module__ != twin.__module__) is (name not in BY_TORCH), f"{name} has no kernel"
 
 
 def test_a_cpu_never_imports_triton() -> None:

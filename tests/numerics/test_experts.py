@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from protos.errors import UnsupportedModel
 from protos.values import FinishReason, GenerateRequest
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.conftest import Checkpoint, assert_close, random_tokens
@@ -19,6 +20,7 @@ from workers.config import WorkerConfig
 from workers.kernels.cpu.build import native
 from workers.models.layers.experts import MixtureOfExperts
 from workers.models.loader import load_model
+from workers.quantise.quantise import check_float_folder
 
 pytestmark = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler")
 
@@ -119,3 +121,9 @@ def test_a_router_that_is_not_finite_ends_its_request_and_no_other(checkpoint: C
     assert set(errors) == {"broken"}
     assert "not finite" in errors["broken"]
     assert tokens == {"0": alone[0], "broken": [], "1": alone[1]}
+
+
+def test_baton_quantize_refuses_a_mixture_by_name(tmp_path: Path) -> None:
+    make_checkpoint("mixtral", tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"is a mixture of experts, .*set worker\.quantize"):
+        check_float_folder(tmp_path)

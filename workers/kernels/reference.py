@@ -6,6 +6,8 @@ head dim, P D / 2 rotated pairs, NB blocks of the cache, BS positions of a block
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 import torch.nn.functional as F
 
@@ -242,7 +244,15 @@ def scatter(cache: torch.Tensor, block_ids: torch.Tensor, payload: torch.Tensor)
     cache.index_copy_(2, block_ids, payload)
 
 
-def grouped_experts(*_: object, **__: object) -> None:
+def grouped_experts(
+    gate_up: Mapping[int, torch.Tensor],
+    down: Mapping[int, torch.Tensor],
+    gate: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    num_experts: int,
+    gate_up_biases: Mapping[int, torch.Tensor] | None = None,
+    down_biases: Mapping[int, torch.Tensor] | None = None,
+) -> None:
     """No product of its own: the layer takes its experts one after the other, or compiled code takes all of them."""
 
 

@@ -26,6 +26,7 @@ def _gate(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, GELU: tl.constexpr):
     exponent_F = wide_F
     if GELU:  # (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u))
         exponent_F = 1.5957691216057308 * (wide_F + 0.044715 * wide_F * wide_F * wide_F)
+    exponent_F = tl.maximum(exponent_F, -88.0)  # the exponential stays finite
     active_F = (wide_F / (1.0 + tl.exp(-exponent_F))).to(gate_F.dtype)  # rounded where `reference` rounds
     out_F = active_F.to(tl.float32) * up_F.to(tl.float32)
     tl.store(out_ptr + token * size + columns_F, out_F.to(gate_F.dtype), mask=inside_F)

@@ -153,6 +153,8 @@ class BlockPool:
             [PASSED] * passed + [self._by_hash[page_hash(one, group)] for one in hashes[passed:num_blocks]]
             for group, passed in enumerate(num_passed)
         ]
+        if None not in windows.windows:
+            num_leading = num_blocks  # blocks that another sequence computes now are worth the wait
         return CachedPrefix(
             num_blocks=num_blocks, num_leading=max(num_leading, num_blocks), tables=tables, num_passed=num_passed
         )

@@ -196,7 +196,7 @@ def read_config(path: str | Path, quantize: Quantize = "off") -> ModelConfig:
         weight_format=stored if quantize == "off" else rounded_format(quantize, stored),
         experts=family.experts(config, sizes.num_layers) if family.experts else None,
         latent=latent,
-        num_mtp_layers=config.integer_or("num_nextn_predict_layers", 0, minimum=0) if latent else 0,
+        num_mtp_layers=config.integer_or("num_nextn_predict_layers", 0, minimum=0),
     )
 
 

@@ -49,6 +49,11 @@ def check_float_folder(path: Path) -> ModelConfig:
             f"{path}: baton quantize does not know how {config.family} stores its norms and projections: set "
             "worker.quantize, which rounds the weights as they are loaded"
         )
+    if config.experts is not None:
+        raise UnsupportedModel(
+            f"{path} is a mixture of experts, which baton quantize does not write: set worker.quantize, which rounds "
+            "weights as they are loaded"
+        )
     return config
 
 

@@ -203,7 +203,7 @@ class _Router:
 
     def release(self) -> None:
         """Frees the weight, which is packed."""
-        self.weight_RE = self.weight_RE[:0]
+        self.weight_RE = torch.empty_like(self.weight_RE[:0])
 
     def slots(self) -> Iterator[Slot]:
         weight_XE, shared_1E = self.weight_RE[: self._num_experts], self.weight_RE[self._num_experts :]

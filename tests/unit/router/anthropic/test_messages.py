@@ -250,6 +250,7 @@ async def test_structured_output_is_bound_by_its_schema() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
         ({"messages": []}, "at least one message"),
         ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "'max_tokens' is 0: it must be an integer of at least 1"),
         ({"temperature": 3}, "temperature"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"stop_sequences": [""]}, "stop"),

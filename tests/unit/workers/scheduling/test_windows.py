@@ -220,6 +220,14 @@ class TestPrefixHits:
         forget(toy.pool, LONG, group=0, blocks=range(20))
         assert toy.serve("warm", LONG) == 96
 
+    @pytest.mark.parametrize("windows", [(8,), (None, 8)])
+    def test_a_prompt_that_another_computes_is_waited_for(self, windows: tuple[int | None, ...]) -> None:
+        toy = WindowEngine(windows, num_pages=200)
+        for name in ("first", "second"):
+            toy.submit(ask(name, LONG, 2))
+        toy.finish()
+        assert [max(toy.answers[name].cached) for name in ("first", "second")] == [0, 96]
+
     def test_events_name_the_blocks_of_the_first_group(self) -> None:
         toy = WindowEngine((None, 8), num_pages=40)
         for number in range(6):
