@@ -92,9 +92,13 @@ class Gateway:
             writer.sinks = sinks
         return sinks
 
+    def serves(self, name: str) -> bool:
+        """True for the model's name and its aliases."""
+        return name == self.card.name or any(fnmatchcase(name, alias) for alias in self.model_aliases)
+
     def check_model(self, name: str) -> None:
         """Raises UnknownModel."""
-        if name != self.card.name and not any(fnmatchcase(name, alias) for alias in self.model_aliases):
+        if not self.serves(name):
             raise UnknownModel(
                 f"The model '{name[:100]}' does not exist: this server serves '{self.card.name}'", param="model"
             )

@@ -20,7 +20,7 @@ _LATEST = ":latest"
 
 def check_name(gateway: Gateway, name: str) -> None:
     """Clients put a tag behind a name without one. Raises UnknownModel."""
-    gateway.check_model(name.removesuffix(_LATEST) if name.removesuffix(_LATEST) == gateway.card.name else name)
+    gateway.check_model(name if gateway.serves(name) else name.removesuffix(_LATEST))
 
 
 async def tags(gateway: Gateway) -> Response:

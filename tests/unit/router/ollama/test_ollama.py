@@ -130,3 +130,9 @@ async def test_errors_are_in_that_apis_form() -> None:
     assert "messages[0].images" in refused[1].json()["error"]
     assert "options.temperature" in refused[2].json()["error"]
     assert last == {"error": "too busy"}
+
+
+@pytest.mark.parametrize(("name", "status"), [("gpt-4o:latest", 200), ("tiny", 200), ("gpt-5:latest", 404)])
+async def test_a_tag_may_stand_behind_an_alias(name: str, status: int) -> None:
+    async with asking(model_aliases=("gpt-4o",)) as (http, _):
+        assert (await http.post("/api/show", json={"model": name})).status_code == status
