@@ -20,7 +20,7 @@ export PYTHONPATH := $(CURDIR)
 help:  ## list the verbs
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
-up: $(RUNTIME)  ## start a local cluster with the demo model; Ctrl-C stops it
+up: $(RUNTIME)  ## start a local cluster with the demo model, or ARGS="--model PATH"; Ctrl-C stops it
 	@exec $(BIN)/baton up $(ARGS)
 
 check: $(DEV)  ## style, types, import directions, layout: under a minute
@@ -28,12 +28,13 @@ check: $(DEV)  ## style, types, import directions, layout: under a minute
 	$(BIN)/ruff check
 	$(BIN)/mypy $(CODE)
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -q tests/test_layout.py
+	$(BIN)/pytest -q tests/test_layout.py tests/deploy/test_observability.py::test_files_are_those_that_the_tables_make
 
 test: $(DEV)  ## the whole test suite: make test ARGS="-k router"
-	@.ci/packages
-	-@$(BIN)/python -m workers.kernels.cpu >/dev/null  # once, and not while a test waits for a worker
-	$(BIN)/pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest --processes=3 $(ARGS)
+
+sdks:  ## clients whose pins differ from ours, for their tests, in .venv-sdks
+	@python3 -m venv .venv-sdks && .venv-sdks/bin/pip install -q openai-agents==0.24.0
 
 gpu: $(DEV)  ## verify and measure what needs an NVIDIA GPU: again and again until all is done
 	@exec $(BIN)/python -m benchmarks.gpu.verify $(ARGS)
@@ -66,4 +67,4 @@ $(DEV): pyproject.toml constraints.txt constraints-cuda.txt | $(BIN)/pip
 	@$(INSTALL) --extra dev
 	@touch $(RUNTIME) $@
 
-.PHONY: help up check test gpu bench format protos clean
+.PHONY: help up check test sdks gpu bench format protos clean

@@ -9,6 +9,7 @@ there is no other pool.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from decode_pool.config import DecodeConfig
 from protos.values import KVLayout
@@ -17,9 +18,9 @@ from workers.kv.blocks import BlockPool
 from workers.scheduling.request import Request
 from workers.scheduling.role import Disposition
 from workers.scheduling.scheduler import no_key
-from workers.transfer.receive import Incoming, ReservationLimits
-from workers.transfer.role import TransferRole
-from workers.transfer.send import CHUNK_BYTES, Outgoing
+from workers.transfer.receive import ReservationLimits
+from workers.transfer.role import RoleSettings, TransferRole
+from workers.transfer.send import CHUNK_BYTES
 from workers.transfer.transfer_leader import TransferLeader
 
 
@@ -37,12 +38,13 @@ class DecodeRole(TransferRole):
         prefix_key: Callable[[int], bytes] = no_key,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        config = config or DecodeConfig()
-        limits = ReservationLimits(
-            headroom=config.headroom, retry_after_s=config.retry_after_s, max_lease_s=config.max_lease_s
-        )
-        incoming = Incoming(transfers, pool, layout, limits, prefix_key=prefix_key)
-        super().__init__(transfers, incoming, Outgoing(transfers, pool, layout, chunk_bytes=chunk_bytes))
+        settings = replace(settings_of(config or DecodeConfig()), chunk_bytes=chunk_bytes)
+        super().__init__(transfers, pool, layout, settings, prefix_key=prefix_key)
+
+    @classmethod
+    def replacing(cls, role: TransferRole, config: DecodeConfig | None = None) -> DecodeRole:
+        """The role of a worker that had another one until now, as `TransferRole.replaced_by`."""
+        return role.replaced_by(cls, settings_of(config or DecodeConfig()))
 
     def admissible(self, request: Request, now: float) -> bool:
         if request.ticket is None:
@@ -54,3 +56,11 @@ class DecodeRole(TransferRole):
 
     def launching(self, batch: Batch, now: float) -> None:
         """Nothing: KV of a migration is pushed between two steps, and a token's is little."""
+
+
+def settings_of(config: DecodeConfig) -> RoleSettings:
+    return RoleSettings(
+        limits=ReservationLimits(
+            headroom=config.headroom, retry_after_s=config.retry_after_s, max_lease_s=config.max_lease_s
+        )
+    )

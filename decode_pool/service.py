@@ -8,7 +8,7 @@ from protos.values import WorkerRole
 from workers.build import LoadedRank
 from workers.config import RankId, WorkerConfig
 from workers.kv.blocks import BlockPool
-from workers.models.loader import Progress
+from workers.models.filling import Progress
 from workers.rpc.assembly import assemble
 from workers.rpc.worker import WorkerParts
 from workers.transfer.transfer_leader import TransferLeader

@@ -1,1 +1,2 @@
-"""The small model that ships with Baton, and the script that made it: `python -m demo.train`."""
+"""The small model that ships with Baton and heads that draft for it, with the scripts that made them: `demo.train`,
+`demo.train_heads`."""

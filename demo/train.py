@@ -177,7 +177,7 @@ class Training:
             tokens=self._tokens,
             seconds=seconds,
             cpu_seconds=time.process_time(),
-            hardware=hardware(plan),
+            hardware=hardware_name(plan.device, plan.threads),
             command=f"python -m demo.train --out demo/model --steps {plan.steps} --minutes {plan.minutes:g}",
             seed=plan.seed,
             python=platform.python_version(),
@@ -195,15 +195,15 @@ class Training:
         return f"exported at step {self._step}: source {source.nats:.4f}, chat {chat.nats:.4f}, recited {recited}"
 
 
-def hardware(plan: TrainingPlan) -> str:
-    """What the training ran on, in words."""
-    if plan.device.type == "cuda":
-        return torch.cuda.get_device_name(plan.device)
+def hardware_name(device: torch.device, threads: int) -> str:
+    """What a training ran on, in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     name = next(itertools.chain(names, [platform.processor() or platform.machine()]))
-    return f"{plan.threads} cores of a shared {name} (CPU only)"
+    return f"{threads} cores of a shared {name} (CPU only)"
 
 
 def can_compile(device: torch.device) -> bool:

@@ -16,6 +16,8 @@ from protos.values import LaneLoad, LaneStats
 
 OPENING_S = 0.5
 """How long a lane that no ticket needs may take to open."""
+RECONNECTING_S = 1.0
+"""A refused ticket may be tried again after this time: the ranks of a lane in quarantine never stop connecting."""
 
 
 def overdue(lane: LaneStats, config: LaneConfig) -> bool:
@@ -41,11 +43,13 @@ def require_room(peer: str, needed: Collection[str], config: LaneConfig) -> None
 
 
 def require_health(peer: str, lanes: Iterable[LaneStats]) -> None:
-    """Raises TransferFailed when the lane to or from this peer is in quarantine: it will not move anything soon."""
+    """Raises TransferFailed with `retry_after_s` when the lane to or from this peer is in quarantine: nothing was
+    tried, and another worker may have a lane that works."""
     for lane in lanes:
         if lane.peer == peer and lane.state in ("quarantined", "stuck"):
             raise TransferFailed(
-                f"the lane between here and {peer} is {lane.state}: {lane.reason or 'it does not end'}"
+                f"the lane between here and {peer} is {lane.state}: {lane.reason or 'it does not end'}",
+                retry_after_s=RECONNECTING_S,
             )
 
 

@@ -36,10 +36,12 @@ class TicketState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """What was promised. `cached_ids` are blocks of the destination's own cache, before those of the ticket.
+    """What was promised. `cached_ids` are blocks of the destination's own cache, before those of the ticket: of each
+    group of layers, one after the other, those from block `num_passed` on. Earlier ones lie behind its window.
 
     `token_ids` are the tokens whose KV the blocks hold in the end; if it `grows` while it moves they are the first of
-    them, and there is room for more. `source` is the sender's `peer_name`.
+    them, and there is room for more. `source` is the sender's `peer_name`. `in_smaller_blocks`: the source has them, so
+    the first block of a window may come without positions that no later token reads.
     """
 
     ticket: Ticket
@@ -48,11 +50,28 @@ class Reservation:
     cached_ids: tuple[int, ...]
     reserved_s: float
     grows: bool = False
+    num_passed: tuple[int, ...] = (0,)
+    in_smaller_blocks: bool = False
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """All blocks of the tokens, in order: cached, then arriving."""
+        """All blocks of the tokens: cached, then arriving."""
         return self.cached_ids + self.ticket.block_ids
+
+    def tables(self) -> list[list[int]]:
+        """For each group, its blocks from `num_passed` on, in order: cached, then arriving."""
+        tables, begin = [], 0
+        for start, passed, arriving in zip(self.ticket.starts, self.num_passed, self.ticket.tables(), strict=True):
+            tables.append([*self.cached_ids[begin : begin + start - passed], *arriving])
+            begin += start - passed
+        return tables
+
+
+def ticket_bytes(ticket: Ticket) -> int:
+    """Of its own blocks, in all layers and shares."""
+    layout, tables = ticket.layout, ticket.tables()
+    of_heads = len(tables[0]) * layout.head_bytes
+    return of_heads + sum([len(table) * layout.page_bytes(group) for group, table in enumerate(tables)])
 
 
 def _bits(layers: range) -> int:
@@ -62,10 +81,12 @@ def _bits(layers: range) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
+    """A place is a group and an index into the ticket's table for it."""
+
     reservation: Reservation
     deadline_s: float
-    arrived: set[int] = field(default_factory=set)  # indices into the ticket's block_ids: with all their layers
-    partial: dict[int, int] = field(default_factory=dict)  # of the others, the layers that are here, as bits
+    arrived: set[tuple[int, int]] = field(default_factory=set)  # places with all their layers
+    partial: dict[tuple[int, int], int] = field(default_factory=dict)  # of the others, the layers here, as bits
 
     @property
     def state(self) -> TicketState:
@@ -74,19 +95,18 @@ class _Entry:
             return TicketState.ARRIVED
         return TicketState.SENDING if self.arrived or self.partial else TicketState.RESERVED
 
-    @property
-    def all_layers(self) -> int:
-        return _bits(range(self.reservation.ticket.layout.num_layers))
+    def all_layers(self, group: int) -> int:
+        return _bits(range(len(self.reservation.ticket.layout.groups[group].layers)))
 
-    def has(self, index: int, layers: int) -> bool:
-        return index in self.arrived or self.partial.get(index, 0) & layers == layers
+    def has(self, place: tuple[int, int], layers: int) -> bool:
+        return place in self.arrived or self.partial.get(place, 0) & layers == layers
 
-    def add(self, index: int, layers: int) -> None:
-        here = self.partial.pop(index, 0) | layers
-        if index in self.arrived or here == self.all_layers:
-            self.arrived.add(index)
+    def add(self, place: tuple[int, int], layers: int) -> None:
+        here = self.partial.pop(place, 0) | layers
+        if place in self.arrived or here == self.all_layers(place[0]):
+            self.arrived.add(place)
         else:
-            self.partial[index] = here
+            self.partial[place] = here
 
     def extend(self, now: float) -> None:
         self.deadline_s = now + self.reservation.ticket.lease_s
@@ -156,23 +176,32 @@ class Ledger:
         self.num_changes += 1
         self._live[ticket.ticket_id] = _Entry(reservation, reservation.reserved_s + ticket.lease_s)
 
-    def truncate(self, ticket_id: str, generation: int, num_blocks: int) -> tuple[int, ...]:
-        """Only the ticket's first `num_blocks` blocks will be written: the others belong to the caller now."""
+    def truncate(self, ticket_id: str, generation: int, stop: int) -> tuple[int, ...]:
+        """The ticket is for the prompt's first `stop` blocks only: the others belong to the caller now."""
         entry = self._entry(ticket_id, generation)
         if entry is None:
             return ()
-        reservation = entry.reservation
-        ticket, surplus = reservation.ticket, reservation.ticket.block_ids[num_blocks:]
-        if surplus:
-            num_left = len(reservation.block_ids) - len(surplus)
-            entry.reservation = replace(
-                reservation,
-                ticket=replace(ticket, block_ids=ticket.block_ids[:num_blocks]),
-                token_ids=reservation.token_ids[: num_left * ticket.layout.block_size],
-            )
-            entry.arrived = {index for index in entry.arrived if index < num_blocks}
-            entry.partial = {index: layers for index, layers in entry.partial.items() if index < num_blocks}
-        return surplus
+        reservation, ticket = entry.reservation, entry.reservation.ticket
+        stop = max(stop, *ticket.starts)
+        if ticket.stop <= stop:
+            return ()
+        num_left = [stop - start for start in ticket.starts]
+        entry.reservation = replace(
+            reservation,
+            ticket=ticket.up_to(stop),
+            token_ids=reservation.token_ids[: stop * ticket.layout.block_size],
+        )
+        entry.arrived = {place for place in entry.arrived if place[1] < num_left[place[0]]}
+        entry.partial = {place: bits for place, bits in entry.partial.items() if place[1] < num_left[place[0]]}
+        return tuple([one for table, num in zip(ticket.tables(), num_left, strict=True) for one in table[num:]])
+
+    def forgo(self, ticket_id: str, generation: int, num_passed: Sequence[int]) -> None:
+        """Of each group the first blocks of the prompt are not waited for any more: its window has left them."""
+        entry = self._entry(ticket_id, generation)
+        if entry is not None:
+            for group, (start, passed) in enumerate(zip(entry.reservation.ticket.starts, num_passed, strict=True)):
+                for index in range(passed - start):
+                    entry.add((group, index), entry.all_layers(group))
 
     def blocks_for(self, chunk: Chunk, source: str) -> tuple[int, ...]:
         """Where an arrived chunk is to be written; empty if it must be dropped.
@@ -183,12 +212,14 @@ class Ledger:
         entry = self._entry(chunk.ticket_id, chunk.generation)
         if entry is None or entry.reservation.source != source or chunk.num_blocks < 1:
             return ()
-        indices = range(chunk.first_block, chunk.first_block + chunk.num_blocks)
-        block_ids = entry.reservation.ticket.block_ids
-        layers = chunk.layers(entry.reservation.ticket.layout.num_layers)
-        if indices.start < 0 or indices.stop > len(block_ids) or _bits(layers) & ~entry.all_layers or not layers:
+        ticket, group = entry.reservation.ticket, chunk.group
+        if group >= len(ticket.layout.groups):
             return ()
-        if all(entry.has(index, _bits(layers)) for index in indices):
+        indices = range(chunk.first_block, chunk.first_block + chunk.num_blocks)
+        block_ids, layers = ticket.tables()[group], chunk.layers(ticket.layout)
+        if indices.start < 0 or indices.stop > len(block_ids) or _bits(layers) & ~entry.all_layers(group) or not layers:
+            return ()
+        if all(entry.has((group, index), _bits(layers)) for index in indices):
             return ()
         return block_ids[indices.start : indices.stop]
 
@@ -196,9 +227,9 @@ class Ledger:
         """The blocks that `blocks_for` named hold the KV of the chunk's layers now. Progress extends the lease."""
         entry = self._entry(chunk.ticket_id, chunk.generation)
         assert entry is not None, f"a chunk of {chunk.ticket_id} was written without asking"
-        layers = _bits(chunk.layers(entry.reservation.ticket.layout.num_layers))
+        layers = _bits(chunk.layers(entry.reservation.ticket.layout))
         for index in range(chunk.first_block, chunk.first_block + chunk.num_blocks):
-            entry.add(index, layers)
+            entry.add((chunk.group, index), layers)
         entry.extend(now)
 
     def adopt(self, ticket_id: str, generation: int) -> Reservation:
@@ -282,7 +313,7 @@ class Ledger:
                 state=entry.state,
                 owner=entry.reservation.source,
                 age_s=now - entry.reservation.reserved_s,
-                num_bytes=len(entry.reservation.ticket.block_ids) * entry.reservation.ticket.layout.block_bytes,
+                num_bytes=ticket_bytes(entry.reservation.ticket),
             )
             for ticket_id, entry in self._live.items()
         )
@@ -299,12 +330,15 @@ class Ledger:
             ticket = entry.reservation.ticket
             assert ticket.ticket_id == ticket_id
             known = entry.arrived | entry.partial.keys()
-            assert known <= set(range(len(ticket.block_ids))), "a block arrived that was never asked for"
+            tables = enumerate(ticket.tables())
+            places = {(group, index) for group, table in tables for index in range(len(table))}
+            assert known <= places, "a block arrived that was never asked for"
             assert not entry.arrived & entry.partial.keys(), "a block has arrived in full and in part"
             num_blocks = -(-len(entry.reservation.token_ids) // ticket.layout.block_size)
-            num_held = len(entry.reservation.block_ids)
-            assert num_held >= num_blocks, "a ticket holds less than its tokens need"
-            assert num_held == num_blocks or entry.reservation.grows, "a ticket holds more than its tokens need"
+            num_held = sum(map(len, entry.reservation.tables()))
+            assert num_held == len(entry.reservation.block_ids), "tables hold other blocks than the ticket"
+            assert ticket.stop >= num_blocks, "a ticket holds less than its tokens need"
+            assert ticket.stop == num_blocks or entry.reservation.grows, "a ticket holds more than its tokens need"
 
     def assert_idle(self) -> None:
         assert not self._live, f"tickets {sorted(self._live)} still own blocks"

@@ -10,6 +10,7 @@ receives of a chunk is its payload: one piece for each range of heads, ascending
     [layers, parts, units, heads, positions of a unit, width]      for each shape of parts that the layout has
 
 Keys and values have one shape: they are two parts of one such tensor. A part that is not cut by heads counts as one.
+Behind them in each piece stands the KV of a head that drafts, if both workers have the same one.
 
 A unit is as many positions as the smaller of the two block sizes, so both sides find it in one piece in a block.
 """
@@ -20,10 +21,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from msgspec.structs import replace
+
 from kvtransfer.transport import Chunk
 from protos.errors import IncompatibleWorkers
 from protos.value import Value
-from protos.values import ITEM_BYTES, KVLayout, Ticket
+from protos.values import ITEM_BYTES, KVLayout, KVPart, Ticket
 
 EIGHT_BITS = frozenset(dtype for dtype, num_bytes in ITEM_BYTES.items() if num_bytes == 1)
 """Types that `worker.kv_dtype` gives to keys and values, and not `worker.dtype`."""
@@ -40,7 +43,9 @@ def why_incompatible(source: KVLayout, destination: KVLayout) -> str | None:
         if theirs[name] != ours[name]
     ]
     if source.groups != destination.groups and not reasons:
-        reasons.append("layers are grouped otherwise there than here")
+        freeing = f"free_windows is {source.frees_blocks} there and {destination.frees_blocks} here"
+        unequal = source.frees_blocks != destination.frees_blocks
+        reasons.append(freeing if unequal else "layers are grouped otherwise there than here")
     if source.device and destination.device and source.device != destination.device:
         reasons.append(f"device is {source.device!r} there and {destination.device!r} here")
     sizes = sorted((source.block_size, destination.block_size))
@@ -86,6 +91,22 @@ def require_compatible(source: str, source_layout: KVLayout, destination: str, l
             f"KV cannot go from worker {source} to worker {destination}: {reason}. Start both with settings that agree",
             param="source_layout",
         )
+
+
+def common_layout(layout: KVLayout, other: KVLayout) -> KVLayout:
+    """`layout` without its head, unless both workers have the same: another head's KV is of no use."""
+    return layout if layout.head == other.head else replace(layout, head=None)
+
+
+def can_move_head(layout: KVLayout, parts: Sequence[KVPart]) -> bool:
+    """Whether a head with these parts is cut between the ranks of `layout` as the model's own KV: then every plan for
+    the one holds for the other. `layout` is of one group."""
+    shares = layout.num_kv_heads
+    cut = {part.cut_by_heads for part in layout.parts} == {part.cut_by_heads for part in parts}
+    return cut and all(
+        not part.cut_by_heads or part.heads == shares or (part.heads % shares == 0 and layout.tp <= shares)
+        for part in parts
+    )
 
 
 def shares_heads(layout: KVLayout) -> bool:
@@ -153,7 +174,7 @@ def pieces(slices: Sequence[Slice]) -> tuple[range, ...]:
 
 
 class Cut(Value, frozen=True, kw_only=True):
-    """Where a payload lies in one rank's cache.
+    """Where a payload lies in one rank's cache. `layers` count within the group whose pages `block_ids` are.
 
     `pieces` count heads from the rank's first. Unit i is the `i % k`-th of the k = block size / `unit` units in block
     `block_ids[i // k]`; `units` may run past the last block: what is there is padding, and the last unit stands for it.
@@ -164,6 +185,7 @@ class Cut(Value, frozen=True, kw_only=True):
     units: range
     layers: range
     pieces: tuple[range, ...]
+    with_head: bool = False  # the KV of a head follows that of these layers
 
     @property
     def num_heads(self) -> int:
@@ -174,7 +196,7 @@ def cut_out(layout: KVLayout, rank: int, ticket: Ticket, chunk: Chunk, block_ids
     """A chunk in the cache of a source rank. `block_ids` are those that `covering` names, without any that were never
     written because the prompt ends before them."""
     unit, per_block = _unit(layout, ticket.layout)
-    first_token = ticket.num_cached_tokens + chunk.first_block * ticket.layout.block_size
+    first_token = (ticket.starts[chunk.group] + chunk.first_block) * ticket.layout.block_size
     first = first_token % layout.block_size // unit
     count = chunk.num_blocks * (ticket.layout.block_size // unit)
     assert 0 < len(block_ids) <= -(-(first + count) // per_block), f"{len(block_ids)} blocks for {count} units"
@@ -182,8 +204,9 @@ def cut_out(layout: KVLayout, rank: int, ticket: Ticket, chunk: Chunk, block_ids
         block_ids=tuple(block_ids),
         unit=unit,
         units=range(first, first + count),
-        layers=chunk.layers(layout.num_layers),
+        layers=chunk.layers(layout),
         pieces=_pieces_out(layout, ticket.layout, rank),
+        with_head=chunk.carries_head(common_layout(layout, ticket.layout)),
     )
 
 
@@ -195,15 +218,16 @@ def cut_in(layout: KVLayout, rank: int, source: KVLayout, chunk: Chunk, block_id
         block_ids=tuple(block_ids),
         unit=unit,
         units=range(chunk.num_blocks * per_block),
-        layers=chunk.layers(layout.num_layers),
+        layers=chunk.layers(layout),
         pieces=_pieces_in(source, layout, rank),
+        with_head=chunk.carries_head(common_layout(layout, source)),
     )
 
 
 def covering(ticket: Ticket, chunk: Chunk, block_size: int) -> range:
     """Indices, in the prompt's blocks of a source with this block size, of those that hold the chunk's tokens."""
     size = ticket.layout.block_size
-    first_token = ticket.num_cached_tokens + chunk.first_block * size
+    first_token = (ticket.starts[chunk.group] + chunk.first_block) * size
     return range(first_token // block_size, -(-(first_token + chunk.num_blocks * size) // block_size))
 
 

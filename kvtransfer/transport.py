@@ -43,7 +43,7 @@ def peer_name(address: LaneAddress) -> str:
 
 
 class Chunk(Value, frozen=True, kw_only=True):
-    """Blocks [first_block, first_block + num_blocks) of a ticket's `block_ids`, and of them the layers
+    """Blocks [first_block, first_block + num_blocks) of a ticket's table for `group`, and of them that group's layers
     [first_layer, first_layer + num_layers): all from the first on if `num_layers` is None."""
 
     ticket_id: str
@@ -52,15 +52,24 @@ class Chunk(Value, frozen=True, kw_only=True):
     num_blocks: int
     first_layer: int = 0
     num_layers: int | None = None
+    group: int = 0
 
-    def layers(self, num_layers: int) -> range:
-        """The chunk's layers, of a model that has so many. May lie outside them, if the chunk came from elsewhere."""
-        stop = num_layers if self.num_layers is None else self.first_layer + self.num_layers
-        return range(self.first_layer, stop)
+    def layers(self, layout: KVLayout) -> range:
+        """The chunk's layers, counted in its group. May lie outside it, if the chunk came from elsewhere; the group
+        exists."""
+        if self.num_layers is None:
+            return range(self.first_layer, len(layout.groups[self.group].layers))
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+    def carries_head(self, layout: KVLayout) -> bool:
+        """Whether KV of the layout's head goes with the chunk: with the last layer of the first group."""
+        return layout.head is not None and not self.group and self.layers(layout).stop == len(layout.groups[0].layers)
 
     def num_bytes(self, layout: KVLayout) -> int:
         """Over all ranks of its destination, which has this layout."""
-        return self.num_blocks * layout.block_bytes * len(self.layers(layout.num_layers)) // layout.num_layers
+        num_layers = len(layout.groups[self.group].layers)
+        of_head = layout.head_bytes if self.carries_head(layout) else 0
+        return self.num_blocks * (layout.page_bytes(self.group) * len(self.layers(layout)) // num_layers + of_head)
 
 
 class Sent(Value, frozen=True, kw_only=True):

@@ -22,9 +22,7 @@ from workers.kv.blocks import BlockPool
 from workers.scheduling.request import Request
 from workers.scheduling.role import Disposition
 from workers.scheduling.scheduler import no_key
-from workers.transfer.receive import Incoming, ReservationLimits
-from workers.transfer.role import TransferRole
-from workers.transfer.send import Outgoing
+from workers.transfer.role import RoleSettings, TransferRole
 from workers.transfer.transfer_leader import TransferLeader
 
 
@@ -41,10 +39,12 @@ class PrefillRole(TransferRole):
         *,
         prefix_key: Callable[[int], bytes] = no_key,
     ) -> None:
-        config = config or PrefillConfig()
-        incoming = Incoming(transfers, pool, layout, ReservationLimits(), prefix_key=prefix_key)
-        outgoing = Outgoing(transfers, pool, layout, chunk_bytes=config.chunk_bytes, group_bytes=config.group_bytes)
-        super().__init__(transfers, incoming, outgoing)
+        super().__init__(transfers, pool, layout, settings_of(config or PrefillConfig()), prefix_key=prefix_key)
+
+    @classmethod
+    def replacing(cls, role: TransferRole, config: PrefillConfig | None = None) -> PrefillRole:
+        """The role of a worker that had another one until now, as `TransferRole.replaced_by`."""
+        return role.replaced_by(cls, settings_of(config or PrefillConfig()))
 
     def admissible(self, request: Request, now: float) -> bool:
         """A request without a ticket is served to its end here, and so is one with blocks reserved here: it comes from
@@ -66,3 +66,7 @@ class PrefillRole(TransferRole):
 
     def launching(self, batch: Batch, now: float) -> None:
         self.outgoing.launching(batch, now)
+
+
+def settings_of(config: PrefillConfig) -> RoleSettings:
+    return RoleSettings(chunk_bytes=config.chunk_bytes, group_bytes=config.group_bytes)

@@ -20,6 +20,8 @@
     │   ├── NoWorkers                                        a pool has no live worker
     │   ├── WorkerLost                                       the worker died with the request on it
     │   ├── WorkerDraining                                   the worker takes no new work
+    │   ├── AdapterNotLoaded                                 the worker has not, or not any more, the request's adapter
+    │   ├── RevisionReplaced                                 a roll has replaced the model that its answer began with
     │   └── TransferFailed                                   KV did not arrive: lane lost, ticket expired or fenced
     │       └── TransferCorrupted                            what arrived is not what was sent
     ├── DeadlineExceeded          DEADLINE_EXCEEDED    504
@@ -133,6 +135,12 @@ class RateLimited(Overloaded):
     code = "rate_limit_exceeded"
 
 
+class BudgetExhausted(RateLimited):
+    """Another request soon would be refused, too."""
+
+    code = "insufficient_quota"
+
+
 class Unavailable(BatonError):
     code = "unavailable"
     grpc_status = StatusCode.UNAVAILABLE
@@ -150,6 +158,14 @@ class WorkerLost(Unavailable):
 
 class WorkerDraining(Unavailable):
     code = "worker_draining"
+
+
+class AdapterNotLoaded(Unavailable):
+    code = "adapter_not_loaded"
+
+
+class RevisionReplaced(Unavailable):
+    code = "revision_replaced"
 
 
 class TransferFailed(Unavailable):

@@ -20,6 +20,13 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return near if far <= allowed else None
 
 
+def suggested(name: str, known: Iterable[str]) -> str:
+    """What to write for an unknown name: the nearest, or all there are."""
+    choices = sorted(known)
+    near = nearest(name, choices)
+    return f"did you mean {near!r}?" if near else f"there are {', '.join(choices)}"
+
+
 def listed(names: Collection[str], most: int = MAX_LISTED) -> str:
     """All, or the first and how many more there are."""
     first = [one for one, _ in zip(names, range(most), strict=False)]

@@ -52,6 +52,7 @@ class KVLayout(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
     num_layers: _builtins.int
     num_kv_heads: _builtins.int
     """over all ranks"""
@@ -70,6 +71,10 @@ class KVLayout(_message.Message):
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVGroup]:
         """of a cache that fields 1, 2, 3 and 5 cannot describe, which are empty then"""
 
+    @_builtins.property
+    def head(self) -> Global___KVHead:
+        """that drafts, and keeps KV beside the model's"""
+
     def __init__(
         self,
         *,
@@ -82,14 +87,46 @@ class KVLayout(_message.Message):
         model: _builtins.str = ...,
         device: _builtins.str = ...,
         groups: _abc.Iterable[Global___KVGroup] | None = ...,
+        head: Global___KVHead | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "head", b"head"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "groups", b"groups", "head", b"head", "head_dim", b"head_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tp", b"tp"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__head: _TypeAlias = _typing.Literal["head"]  # noqa: Y015
+    _WhichOneofArgType__head: _TypeAlias = _typing.Literal["_head", b"_head"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__head) -> _WhichOneofReturnType__head | None: ...
+
+Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
+
+@_typing.final
+class KVHead(_message.Message):
+    """A head that drafts. Its KV moves between workers whose heads are equal."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """its kind, and a hash of its files"""
+    num_layers: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVPart]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        num_layers: _builtins.int = ...,
+        parts: _abc.Iterable[Global___KVPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "groups", b"groups", "head_dim", b"head_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_layers", b"num_layers", "parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
+Global___KVHead: _TypeAlias = KVHead  # noqa: Y015
 
 @_typing.final
 class KVGroup(_message.Message):
@@ -204,6 +241,7 @@ class Ticket(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     DESTINATION_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCKS_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     generation: _builtins.int
     lease_s: _builtins.float
@@ -218,6 +256,10 @@ class Ticket(_message.Message):
     def layout(self) -> Global___KVLayout: ...
     @_builtins.property
     def destination(self) -> Global___LaneAddress: ...
+    @_builtins.property
+    def first_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """if layers are in groups: block_ids has group after group, from this block on each"""
+
     def __init__(
         self,
         *,
@@ -228,10 +270,11 @@ class Ticket(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         layout: Global___KVLayout | None = ...,
         destination: Global___LaneAddress | None = ...,
+        first_blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "destination", b"destination", "generation", b"generation", "layout", b"layout", "lease_s", b"lease_s", "num_cached_tokens", b"num_cached_tokens", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "destination", b"destination", "first_blocks", b"first_blocks", "generation", b"generation", "layout", b"layout", "lease_s", b"lease_s", "num_cached_tokens", b"num_cached_tokens", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

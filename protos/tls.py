@@ -137,6 +137,16 @@ class FaceTls:
         return grpc.ssl_server_credentials([(_read("tls.key", self.key), _read("tls.cert", self.cert))])
 
 
+def expiry_s(cert: str) -> float:
+    """When the first certificate of the file (PEM) ends, in seconds since 1970. Raises Misconfigured."""
+    from cryptography import x509  # only where certificates are used: it takes 50 ms to import
+
+    try:
+        return x509.load_pem_x509_certificate(_read("cert", cert)).not_valid_after_utc.timestamp()
+    except ValueError as error:
+        raise Misconfigured(f"{cert} has no certificate (PEM): {error}", param="cert") from error
+
+
 def listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
     """Opens a port, in the clear without credentials; which one it is. Raises RuntimeError when it is taken."""
     if credentials is None:

@@ -1,4 +1,5 @@
 """The nouns that cross a process boundary, as frozen values. `protos.wire` turns them into protobuf and back.
+Those of a KV cache's shape are in `protos.kv_layout`.
 
 Units: `_s` seconds, `num_` counts, `_bytes` bytes. Token ids are plain ints; a prompt is a tuple of them.
 """
@@ -7,8 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum, StrEnum
-from functools import lru_cache
 
+from msgspec.structs import replace
+
+from protos.kv_layout import ITEM_BYTES as ITEM_BYTES
+from protos.kv_layout import LATENT as LATENT
+from protos.kv_layout import SCALE as SCALE
+from protos.kv_layout import KVGroup as KVGroup
+from protos.kv_layout import KVHead as KVHead
+from protos.kv_layout import KVLayout as KVLayout
+from protos.kv_layout import KVPart as KVPart
 from protos.value import Value
 
 BlockHash = bytes
@@ -39,6 +48,25 @@ class FinishReason(StrEnum):
         return self not in (FinishReason.PREFILLED, FinishReason.MOVED)
 
 
+class SpeculationParams(Value, frozen=True, kw_only=True):
+    """How a request speculates; its tokens are the same with any of these.
+
+    `mode`: "" as its worker does, or "off". `max_drafts`: drafted tokens of a step, 0: as many as the worker allows.
+    `prediction_ids`: tokens that the client expects in the answer. `sources`: those of `SPECULATION_SOURCES` that may
+    draft, as far as the worker has them; none: all that it has."""
+
+    mode: str = ""
+    max_drafts: int = 0
+    prediction_ids: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+
+
+SPECULATION_SOURCES = ("ngram", "suffix", "prediction", "model", "eagle", "medusa", "mtp")
+"""What may draft tokens: names of proposers."""
+MAX_DRAFTS = 32
+"""Drafted tokens of a sequence that a step verifies."""
+
+
 class SamplingParams(Value, frozen=True, kw_only=True):
     """How the next token is chosen. `seed` is always set: the gateway draws one when the client gives none.
 
@@ -46,6 +74,7 @@ class SamplingParams(Value, frozen=True, kw_only=True):
     `max_tokens` and `min_tokens` count every output token, also those made before the request moved here.
     `logprobs` None: none; 0: of the chosen token; k: also the k most likely (before temperature, top-k and top-p).
     `grammar`: what the whole answer must be, in llguidance's Lark; "": anything.
+    `pooling`: the vector of the prompt that the request wants, "last" or "mean" of its positions; "": none.
     """
 
     temperature: float = 1.0
@@ -64,135 +93,8 @@ class SamplingParams(Value, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: str = ""
-
-
-class KVPart(Value, frozen=True, kw_only=True):
-    """One of the tensors that a KV cache keeps of a layer: at each position `heads` rows of `width` elements, over all
-    ranks. `cut_by_heads`: the ranks share the heads, or have copies of one; else each rank has all of them."""
-
-    name: str  # "key", "value", or LATENT
-    heads: int
-    width: int
-    dtype: str
-    cut_by_heads: bool = True
-
-    @property
-    def position_bytes(self) -> int:
-        """Of one position of one layer."""
-        return self.heads * self.width * ITEM_BYTES[self.dtype]
-
-    @property
-    def is_scale(self) -> bool:
-        """Whether it multiplies the elements of another part."""
-        return self.name.endswith(SCALE)
-
-
-LATENT = "latent"
-"""The name of a part that is key and value at once."""
-
-
-class KVGroup(Value, frozen=True, kw_only=True):
-    """Layers that keep the same parts under one block table. `window`: a block is not read any more once it lies so
-    many positions back; None: every block is read to the end."""
-
-    layers: tuple[int, ...]
-    parts: tuple[KVPart, ...]
-    window: int | None = None
-
-
-class KVLayout(Value, frozen=True, kw_only=True):
-    """Shape of one worker's KV cache over all its `tp` ranks. A block has `block_size` positions of a group's layers.
-    `model` names what made the KV: caches of two models differ even with equal shapes. `device` is the kind of memory:
-    "cpu", "cuda", or "" if not known.
-
-    Groups with the same parts share their memory: a page has a block's positions of one of these groups, and room for
-    as many layers as the largest has. A block takes a page of each group."""
-
-    groups: tuple[KVGroup, ...]
-    block_size: int
-    tp: int = 1
-    model: str = ""
-    device: str = ""
-
-    @staticmethod
-    def dense(
-        *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: str,
-        block_size: int,
-        tp: int = 1,
-        model: str = "",
-        device: str = "",
-    ) -> KVLayout:
-        """Keys and values of the same shape in all layers: one group."""
-        groups = _dense_groups(num_layers, num_kv_heads, head_dim, dtype)
-        return KVLayout(groups=groups, block_size=block_size, tp=tp, model=model, device=device)
-
-    @staticmethod
-    def latent(*, num_layers: int, width: int, dtype: str, block_size: int, tp: int = 1) -> KVLayout:
-        """One vector of `width` elements for all heads of a layer, of which every rank keeps a copy: latent
-        attention."""
-        part = KVPart(name=LATENT, heads=1, width=width, dtype=dtype, cut_by_heads=False)
-        group = KVGroup(layers=tuple(range(num_layers)), parts=(part,))
-        return KVLayout(groups=(group,), block_size=block_size, tp=tp)
-
-    @property
-    def parts(self) -> tuple[KVPart, ...]:
-        """Of all groups, one after the other."""
-        return tuple([part for group in self.groups for part in group.parts])
-
-    @property
-    def num_layers(self) -> int:
-        return sum([len(group.layers) for group in self.groups])
-
-    @property
-    def num_kv_heads(self) -> int:
-        """How many shares the cache can be cut into: its heads, or 1 where every rank has all of it. The parts agree
-        on that (`kvtransfer.reshard.why_incompatible`)."""
-        return min([part.heads if part.cut_by_heads else 1 for part in self.parts], default=0)
-
-    @property
-    def kv_dtype(self) -> str:
-        """The type of the elements, scales left out; types with commas between them where parts differ."""
-        return ", ".join(dict.fromkeys([part.dtype for part in self.parts if not part.is_scale]))
-
-    @property
-    def block_bytes(self) -> int:
-        """Of one block in all parts, layers and shares."""
-        return self.block_size * sum(
-            [len(group.layers) * part.position_bytes for group in self.groups for part in group.parts]
-        )
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Of the groups."""
-        return tuple([group.window for group in self.groups])
-
-    @property
-    def frees_blocks(self) -> bool:
-        """Whether a sequence gives blocks back before it ends."""
-        return any(group.window is not None for group in self.groups)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes that a block takes in memory, over all shares: `block_bytes`, and what smaller groups leave empty."""
-        num_layers = max([len(group.layers) for group in self.groups], default=0)
-        return self.block_size * num_layers * sum([part.position_bytes for part in self.parts])
-
-
-SCALE = "_scale"
-"""How the names of parts end that multiply the elements of another part: "key_scale" those of "key"."""
-
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1}
-"""Of an element of a tensor, by its dtype."""
-
-
-@lru_cache(maxsize=256)
-def _dense_groups(num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> tuple[KVGroup, ...]:
-    parts = tuple(KVPart(name=name, heads=num_kv_heads, width=head_dim, dtype=dtype) for name in ("key", "value"))
-    return (KVGroup(layers=tuple(range(num_layers)), parts=parts),)
+    pooling: str = ""
+    speculation: SpeculationParams = SpeculationParams()
 
 
 class LaneAddress(Value, frozen=True, kw_only=True):
@@ -215,6 +117,9 @@ class Ticket(Value, frozen=True, kw_only=True):
     The blocks hold tokens [num_cached_tokens, prompt length), in order; `num_cached_tokens` is a multiple of the
     block size. `lease_s` runs from the receipt of the ticket, and anew with each block that arrives and each renewal by
     the gateway. A message of an older generation than the ledger's is dropped.
+
+    With several groups of layers, or a window, `block_ids` has the pages of one group after the other. Those of group g
+    begin at block `first_blocks[g]` of the prompt: of a window, where the next token begins to read. All end at `stop`.
     """
 
     ticket_id: str
@@ -224,6 +129,36 @@ class Ticket(Value, frozen=True, kw_only=True):
     num_cached_tokens: int
     layout: KVLayout
     destination: LaneAddress
+    first_blocks: tuple[int, ...] = ()
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """For each group, the index in the prompt's blocks of the first that is moved."""
+        return self.first_blocks or (self.num_cached_tokens // self.layout.block_size,)
+
+    @property
+    def stop(self) -> int:
+        """The number of the prompt's blocks."""
+        starts = self.starts
+        return (len(self.block_ids) + sum(starts)) // len(starts)
+
+    def tables(self) -> tuple[tuple[int, ...], ...]:
+        """`block_ids` of each group."""
+        if not self.first_blocks:
+            return (self.block_ids,)
+        stop, tables, begin = self.stop, [], 0
+        for start in self.first_blocks:
+            tables.append(self.block_ids[begin : begin + stop - start])
+            begin += stop - start
+        return tuple(tables)
+
+    def up_to(self, stop: int) -> Ticket:
+        """The ticket for the prompt's first `stop` blocks only; for all where there are not so many. No group's table
+        ends before it begins."""
+        stop = max(stop, *self.starts)
+        pairs = zip(self.tables(), self.starts, strict=True)
+        block_ids = tuple([block_id for table, start in pairs for block_id in table[: stop - start]])
+        return replace(self, block_ids=block_ids)
 
 
 class GenerateRequest(Value, frozen=True, kw_only=True):
@@ -234,7 +169,8 @@ class GenerateRequest(Value, frozen=True, kw_only=True):
     decode worker adopts; None: the worker serves the whole request. `pull` is a reservation on the worker that
     prefills, for the prompt's first blocks, which another worker pushes: without them it computes. With
     `tells_progress` updates report how much of the prompt is computed. A larger `priority` goes first. `number`: its
-    short name in the gateway's stream (`StepMessage`).
+    short name in the gateway's stream (`StepMessage`). `adapter` is the id of a LoRA adapter; "": the model itself. It
+    is part of the salt, as all that KV depends on besides tokens.
     """
 
     request_id: str
@@ -247,6 +183,7 @@ class GenerateRequest(Value, frozen=True, kw_only=True):
     pull: Ticket | None = None
     number: int = 0
     tells_progress: bool = False
+    adapter: str = ""
 
 
 class ReserveRequest(Value, frozen=True, kw_only=True):
@@ -305,7 +242,10 @@ class ErrorInfo(Value, frozen=True, kw_only=True):
 class SequenceUpdate(Value, frozen=True, kw_only=True):
     """What one engine step did to one request. `num_cached_tokens` is set on the first update that has tokens, and with
     `num_prompt_computed`: the computed tokens of the prompt, cached ones included, if progress was requested.
-    An `error` without a `finish_reason` is why a move failed: the request continues here."""
+    An `error` without a `finish_reason` is why a move failed: the request continues here. `embedding` is the pooled
+    vector, float32, on the update that ends the prompt. `num_drafted` and `num_accepted`: drafts
+    that were verified, and accepted; `num_predicted` and `num_mispredicted`: those from the client's prediction that
+    were accepted, and rejected. Counts may come with a later update of the request."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -315,6 +255,11 @@ class SequenceUpdate(Value, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
     num_cached_tokens: int = 0
     num_prompt_computed: int = 0
+    embedding: bytes = b""
+    num_predicted: int = 0
+    num_mispredicted: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -324,6 +269,7 @@ class SequenceUpdate(Value, frozen=True, kw_only=True):
             and self.error is None
             and bool(self.token_ids)
             and not (self.logprobs or self.prompt_logprobs or self.num_cached_tokens or self.num_prompt_computed)
+            and not (self.embedding or self.num_drafted)
         )
 
 
@@ -402,10 +348,41 @@ class HostLoad(Value, frozen=True, kw_only=True):
     load_s: float = 0.0
 
 
+class DraftCounts(Value, frozen=True, kw_only=True):
+    """Verified and accepted drafts of one source, by their position in a draft, from the first on."""
+
+    source: str
+    drafted_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+
+
+class SpeculationLoad(Value, frozen=True, kw_only=True):
+    """A worker's speculation since its start: the rows of sequences that may speculate, the tokens that they brought,
+    and drafts by source. `spared_s`: seconds that accepted drafts spared, of steps that would have made their tokens;
+    `spent_s`: by which steps with drafts were longer, and those of the proposers' models."""
+
+    num_rows: int = 0
+    num_tokens: int = 0
+    spared_s: float = 0.0
+    spent_s: float = 0.0
+    sources: tuple[DraftCounts, ...] = ()
+
+    @property
+    def num_drafted(self) -> int:
+        return sum([sum(one.drafted_at) for one in self.sources])
+
+    @property
+    def num_accepted(self) -> int:
+        return sum([sum(one.accepted_at) for one in self.sources])
+
+
 class WorkerLoad(Value, frozen=True, kw_only=True):
-    """A worker's load after a step. `num_free_blocks` counts evictable cached blocks as free. `expert_imbalance` is the
+    """A worker's load after a step. `num_free_blocks` counts evictable cached blocks as free. `decode_step_s` is the
+    time between two tokens of a sequence: of a step, divided by the tokens that a row brings. `expert_imbalance` is the
     tokens of the most popular expert over the mean of its layer, in the layer where that is highest; 0 where none were
-    counted."""
+    counted. `expert_rank_imbalance` is that of ranks with whole experts, `expert_placed_imbalance` what it would be if
+    experts were placed by load and each rank had room for one more. A `retiring` worker takes requests of its revision
+    that have begun, and no others."""
 
     step: int = 0
     num_running: int = 0
@@ -426,17 +403,39 @@ class WorkerLoad(Value, frozen=True, kw_only=True):
     lanes: tuple[LaneLoad, ...] = ()
     host: HostLoad | None = None
     expert_imbalance: float = 0.0
+    expert_rank_imbalance: float = 0.0
+    expert_placed_imbalance: float = 0.0
+    speculation: SpeculationLoad | None = None
+    retiring: bool = False
+
+
+class Adapter(Value, frozen=True, kw_only=True):
+    """A LoRA adapter on a worker, from the folder `path` of the worker's host. `adapter_id` is the digest of its files,
+    `rank` the largest of its matrices', `num_bytes` those on rank 0."""
+
+    adapter_id: str
+    name: str
+    path: str
+    rank: int
+    num_bytes: int
+
+
+class AdapterList(Value, frozen=True, kw_only=True):
+    adapters: tuple[Adapter, ...] = ()
 
 
 class StepMessage(Value, frozen=True, kw_only=True):
     """The report of one engine step to one gateway. A request that the gateway has numbered, and that has had an
-    update, is reported in `numbers` and `token_ids` if the step brought it exactly one token and no other change."""
+    update, is reported in `numbers` and `token_ids` if the step brought it exactly one token and no other change.
+    `role` and `adapters`: the worker's from now on, with the first message and after a change; None: unchanged."""
 
     updates: tuple[SequenceUpdate, ...] = ()
     events: tuple[KVEvents, ...] = ()
     load: WorkerLoad | None = None
     numbers: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
+    role: WorkerRole | None = None
+    adapters: AdapterList | None = None
 
 
 class Hello(Value, frozen=True, kw_only=True):
@@ -450,7 +449,8 @@ class Hello(Value, frozen=True, kw_only=True):
 class WorkerInfo(Value, frozen=True, kw_only=True):
     """What a worker reports of itself at the handshake. `address` is host:port of its gRPC service. One that
     `reads_further` takes several messages in one. `process_id` is its rank 0's, on its host. `weights` names the
-    encoding of its weights and their bits."""
+    encoding of its weights and their bits. `revision` names model and settings after a roll, "" before the first;
+    `model_path` is where the worker read the model."""
 
     worker_id: str
     incarnation: int
@@ -466,6 +466,9 @@ class WorkerInfo(Value, frozen=True, kw_only=True):
     reads_further: bool = False
     process_id: int = 0
     weights: str = ""
+    adapters: tuple[Adapter, ...] = ()
+    revision: str = ""
+    model_path: str = ""
 
 
 class TicketStats(Value, frozen=True, kw_only=True):

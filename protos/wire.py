@@ -28,10 +28,12 @@ Encode = Callable[[Any], Any]
 Decode = Callable[[Any], Any]
 
 _MESSAGES: dict[type, type[Message]] = {
+    values.SpeculationParams: worker_pb2.Speculation,
     values.SamplingParams: worker_pb2.SamplingParams,
     values.KVPart: kv_pb2.KVPart,
     values.KVGroup: kv_pb2.KVGroup,
     values.KVLayout: kv_pb2.KVLayout,
+    values.KVHead: kv_pb2.KVHead,
     values.LaneAddress: kv_pb2.LaneAddress,
     values.Ticket: kv_pb2.Ticket,
     values.GenerateRequest: worker_pb2.GenerateRequest,
@@ -48,7 +50,11 @@ _MESSAGES: dict[type, type[Message]] = {
     values.KVEvents: kv_pb2.KVEvents,
     values.LaneLoad: worker_pb2.LaneLoad,
     values.HostLoad: worker_pb2.HostLoad,
+    values.SpeculationLoad: worker_pb2.SpeculationLoad,
+    values.DraftCounts: worker_pb2.DraftCounts,
     values.WorkerLoad: worker_pb2.WorkerLoad,
+    values.Adapter: worker_pb2.Adapter,
+    values.AdapterList: worker_pb2.AdapterList,
     values.StepMessage: worker_pb2.FromWorker,
     values.Hello: worker_pb2.Hello,
     values.WorkerInfo: worker_pb2.WorkerInfo,
@@ -147,6 +153,11 @@ def _encode_update(update: values.SequenceUpdate) -> worker_pb2.SequenceUpdate:
         message.num_cached_tokens = update.num_cached_tokens
     if update.num_prompt_computed:
         message.num_prompt_computed = update.num_prompt_computed
+    if update.embedding:
+        message.embedding = update.embedding
+    if update.num_drafted:
+        message.num_drafted, message.num_accepted = update.num_drafted, update.num_accepted
+        message.num_predicted, message.num_mispredicted = update.num_predicted, update.num_mispredicted
     return message
 
 
@@ -163,6 +174,11 @@ def _decode_update(message: Any) -> Any:
         error=from_proto(values.ErrorInfo, message.error) if message.HasField("error") else None,
         num_cached_tokens=message.num_cached_tokens,
         num_prompt_computed=message.num_prompt_computed,
+        embedding=message.embedding,
+        num_predicted=message.num_predicted,
+        num_mispredicted=message.num_mispredicted,
+        num_drafted=message.num_drafted,
+        num_accepted=message.num_accepted,
     )
 
 
@@ -174,10 +190,12 @@ def _decode_step(message: Any) -> values.StepMessage:
         load=_decode_load(message.load) if message.HasField("load") else None,
         numbers=tuple(message.numbers[:]),
         token_ids=tuple(message.token_ids[:]),
+        role=values.WorkerRole(message.role) if message.role else None,
+        adapters=from_proto(values.AdapterList, message.adapters) if message.HasField("adapters") else None,
     )
 
 
-_LOAD = tuple(field.name for field in fields(values.WorkerLoad) if field.name not in ("lanes", "host"))
+_LOAD = tuple(field.name for field in fields(values.WorkerLoad) if field.name not in ("lanes", "host", "speculation"))
 _load_of = attrgetter(*_LOAD)
 
 
@@ -187,6 +205,9 @@ def _decode_load(message: Any) -> values.WorkerLoad:
         **dict(zip(_LOAD, _load_of(message), strict=True)),
         lanes=tuple([from_proto(values.LaneLoad, lane) for lane in lanes]) if lanes else (),
         host=from_proto(values.HostLoad, message.host) if message.HasField("host") else None,
+        speculation=from_proto(values.SpeculationLoad, message.speculation)
+        if message.HasField("speculation")
+        else None,
     )
 
 
@@ -204,6 +225,7 @@ def _encode_layout(layout: values.KVLayout) -> kv_pb2.KVLayout:
             tp=layout.tp,
             model=layout.model,
             device=layout.device,
+            head=to_proto(layout.head) if layout.head is not None else None,
         )
     return kv_pb2.KVLayout(**_content(layout))
 
@@ -220,6 +242,7 @@ def _decode_layout(message: Any) -> values.KVLayout:
         tp=message.tp,
         model=message.model,
         device=message.device,
+        head=from_proto(values.KVHead, message.head) if message.HasField("head") else None,
     )
 
 

@@ -39,6 +39,8 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     top_k: _builtins.int
     """0: off"""
@@ -55,10 +57,16 @@ class SamplingParams(_message.Message):
     ignore_eos: _builtins.bool
     grammar: _builtins.str
     """what the answer must be, in llguidance's Lark; empty: anything"""
+    pooling: _builtins.str
+    """"last", "mean": the vector of the prompt that is wanted; empty: none"""
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenBias]: ...
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def speculation(self) -> Global___Speculation:
+        """changes the time of an answer, never its tokens"""
+
     def __init__(
         self,
         *,
@@ -78,10 +86,12 @@ class SamplingParams(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         grammar: _builtins.str = ...,
+        pooling: _builtins.str = ...,
+        speculation: Global___Speculation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "pooling", b"pooling", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -93,6 +103,42 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class Speculation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    MAX_DRAFTS_FIELD_NUMBER: _builtins.int
+    PREDICTION_IDS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    mode: _builtins.str
+    """"": as the worker does, or "off" """
+    max_drafts: _builtins.int
+    """of a step; 0: as many as the worker allows"""
+    @_builtins.property
+    def prediction_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """tokens that the client expects in the answer"""
+
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """proposers that may be queried; none: all of the worker's"""
+
+    def __init__(
+        self,
+        *,
+        mode: _builtins.str = ...,
+        max_drafts: _builtins.int = ...,
+        prediction_ids: _abc.Iterable[_builtins.int] | None = ...,
+        sources: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_drafts", b"max_drafts", "mode", b"mode", "prediction_ids", b"prediction_ids", "sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class TokenBias(_message.Message):
@@ -130,6 +176,7 @@ class GenerateRequest(_message.Message):
     PULL_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     TELLS_PROGRESS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     priority: _builtins.int
     cache_salt: _builtins.bytes
@@ -137,6 +184,8 @@ class GenerateRequest(_message.Message):
     """its short name in FromWorker.numbers of this stream; 0: it has none"""
     tells_progress: _builtins.bool
     """updates report how much of the prompt is computed"""
+    adapter: _builtins.str
+    """the id of a LoRA adapter; empty: the model itself"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -166,10 +215,11 @@ class GenerateRequest(_message.Message):
         pull: _kv_pb2.Ticket | None = ...,
         number: _builtins.int = ...,
         tells_progress: _builtins.bool = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "number", b"number", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "pull", b"pull", "request_id", b"request_id", "sampling", b"sampling", "tells_progress", b"tells_progress", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "number", b"number", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "pull", b"pull", "request_id", b"request_id", "sampling", b"sampling", "tells_progress", b"tells_progress", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -334,6 +384,11 @@ class SequenceUpdate(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_COMPUTED_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
+    NUM_PREDICTED_FIELD_NUMBER: _builtins.int
+    NUM_MISPREDICTED_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTED_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     finish_reason: _builtins.str
     """"", "stop", "length", "prefilled", "moved", "error" """
@@ -341,6 +396,16 @@ class SequenceUpdate(_message.Message):
     """of the prompt, found in this worker's cache"""
     num_prompt_computed: _builtins.int
     """computed tokens of the prompt, if progress was requested; 0: nothing new"""
+    embedding: _builtins.bytes
+    """the pooled vector, float32, little-endian, if one was requested"""
+    num_predicted: _builtins.int
+    """drafts from the client's prediction that were accepted since the last update"""
+    num_mispredicted: _builtins.int
+    """and those that were rejected"""
+    num_drafted: _builtins.int
+    """verified drafts since the last update that has counts"""
+    num_accepted: _builtins.int
+    """and those that were accepted"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -366,10 +431,15 @@ class SequenceUpdate(_message.Message):
         error: Global___ErrorInfo | None = ...,
         num_cached_tokens: _builtins.int = ...,
         num_prompt_computed: _builtins.int = ...,
+        embedding: _builtins.bytes = ...,
+        num_predicted: _builtins.int = ...,
+        num_mispredicted: _builtins.int = ...,
+        num_drafted: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "num_prompt_computed", b"num_prompt_computed", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_cached_tokens", b"num_cached_tokens", "num_drafted", b"num_drafted", "num_mispredicted", b"num_mispredicted", "num_predicted", b"num_predicted", "num_prompt_computed", b"num_prompt_computed", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -398,6 +468,10 @@ class WorkerLoad(_message.Message):
     LANES_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     EXPERT_IMBALANCE_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
+    EXPERT_RANK_IMBALANCE_FIELD_NUMBER: _builtins.int
+    EXPERT_PLACED_IMBALANCE_FIELD_NUMBER: _builtins.int
+    RETIRING_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -409,6 +483,7 @@ class WorkerLoad(_message.Message):
     prefill_tokens_per_s: _builtins.float
     """measured, moving average; 0 before the first step"""
     decode_step_s: _builtins.float
+    """between two tokens of a sequence"""
     transfer_bytes: _builtins.int
     """KV sent or received since start"""
     transfer_s: _builtins.float
@@ -423,11 +498,21 @@ class WorkerLoad(_message.Message):
     """running sequences that moved to another worker"""
     expert_imbalance: _builtins.float
     """most popular expert over its layer's mean, worst layer; 0: not counted"""
+    expert_rank_imbalance: _builtins.float
+    """the same of ranks with whole experts; 0: they share every expert"""
+    expert_placed_imbalance: _builtins.float
+    """what a placement of replicas by load would make of it"""
+    retiring: _builtins.bool
+    """DrainRequest.retire"""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneLoad]: ...
     @_builtins.property
     def host(self) -> Global___HostLoad:
         """absent without a host tier"""
+
+    @_builtins.property
+    def speculation(self) -> Global___SpeculationLoad:
+        """absent where nothing speculates"""
 
     def __init__(
         self,
@@ -451,14 +536,85 @@ class WorkerLoad(_message.Message):
         lanes: _abc.Iterable[Global___LaneLoad] | None = ...,
         host: Global___HostLoad | None = ...,
         expert_imbalance: _builtins.float = ...,
+        speculation: Global___SpeculationLoad | None = ...,
+        expert_rank_imbalance: _builtins.float = ...,
+        expert_placed_imbalance: _builtins.float = ...,
+        retiring: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "draining", b"draining", "expert_imbalance", b"expert_imbalance", "host", b"host", "lanes", b"lanes", "num_blocks", b"num_blocks", "num_failed_pulls", b"num_failed_pulls", "num_free_blocks", b"num_free_blocks", "num_moved", b"num_moved", "num_pulled_tokens", b"num_pulled_tokens", "num_running", b"num_running", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "step", b"step", "transfer_bytes", b"transfer_bytes", "transfer_hidden_s", b"transfer_hidden_s", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "draining", b"draining", "expert_imbalance", b"expert_imbalance", "expert_placed_imbalance", b"expert_placed_imbalance", "expert_rank_imbalance", b"expert_rank_imbalance", "host", b"host", "lanes", b"lanes", "num_blocks", b"num_blocks", "num_failed_pulls", b"num_failed_pulls", "num_free_blocks", b"num_free_blocks", "num_moved", b"num_moved", "num_pulled_tokens", b"num_pulled_tokens", "num_running", b"num_running", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "retiring", b"retiring", "speculation", b"speculation", "step", b"step", "transfer_bytes", b"transfer_bytes", "transfer_hidden_s", b"transfer_hidden_s", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class SpeculationLoad(_message.Message):
+    """Since the worker's start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SPARED_S_FIELD_NUMBER: _builtins.int
+    SPENT_S_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    num_rows: _builtins.int
+    """of sequences that may speculate"""
+    num_tokens: _builtins.int
+    """that these rows brought"""
+    spared_s: _builtins.float
+    """by accepted drafts, of steps that would have made their tokens"""
+    spent_s: _builtins.float
+    """by which steps with drafts were longer"""
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftCounts]: ...
+    def __init__(
+        self,
+        *,
+        num_rows: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        spared_s: _builtins.float = ...,
+        spent_s: _builtins.float = ...,
+        sources: _abc.Iterable[Global___DraftCounts] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_rows", b"num_rows", "num_tokens", b"num_tokens", "sources", b"sources", "spared_s", b"spared_s", "spent_s", b"spent_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpeculationLoad: _TypeAlias = SpeculationLoad  # noqa: Y015
+
+@_typing.final
+class DraftCounts(_message.Message):
+    """By position in a draft."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    DRAFTED_AT_FIELD_NUMBER: _builtins.int
+    ACCEPTED_AT_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    @_builtins.property
+    def drafted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        drafted_at: _abc.Iterable[_builtins.int] | None = ...,
+        accepted_at: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "drafted_at", b"drafted_at", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftCounts: _TypeAlias = DraftCounts  # noqa: Y015
 
 @_typing.final
 class HostLoad(_message.Message):
@@ -564,6 +720,10 @@ class FromWorker(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     NUMBERS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """the worker's role from now on; empty: unchanged"""
     @_builtins.property
     def updates(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceUpdate]: ...
     @_builtins.property
@@ -576,6 +736,10 @@ class FromWorker(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def adapters(self) -> Global___AdapterList:
+        """those that are loaded from now on; absent: unchanged"""
+
     def __init__(
         self,
         *,
@@ -584,10 +748,12 @@ class FromWorker(_message.Message):
         load: Global___WorkerLoad | None = ...,
         numbers: _abc.Iterable[_builtins.int] | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        role: _builtins.str = ...,
+        adapters: Global___AdapterList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "load", b"load", "numbers", b"numbers", "token_ids", b"token_ids", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "events", b"events", "load", b"load", "numbers", b"numbers", "role", b"role", "token_ids", b"token_ids", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -611,6 +777,9 @@ class WorkerInfo(_message.Message):
     READS_FURTHER_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    MODEL_PATH_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     role: _builtins.str
@@ -628,10 +797,16 @@ class WorkerInfo(_message.Message):
     """of its rank 0, on its host; 0: not known"""
     weights: _builtins.str
     """how they are stored, for people"""
+    revision: _builtins.str
+    """of model and settings; empty: those with which the cluster was started"""
+    model_path: _builtins.str
+    """where the worker read the model, for gateways that do not know the revision"""
     @_builtins.property
     def layout(self) -> _kv_pb2.KVLayout: ...
     @_builtins.property
     def lane(self) -> _kv_pb2.LaneAddress: ...
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]: ...
     def __init__(
         self,
         *,
@@ -649,14 +824,134 @@ class WorkerInfo(_message.Message):
         reads_further: _builtins.bool = ...,
         process_id: _builtins.int = ...,
         weights: _builtins.str = ...,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
+        revision: _builtins.str = ...,
+        model_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lane", b"lane", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "incarnation", b"incarnation", "lane", b"lane", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "process_id", b"process_id", "reads_further", b"reads_further", "role", b"role", "vocab_size", b"vocab_size", "weights", b"weights", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "device", b"device", "incarnation", b"incarnation", "lane", b"lane", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "model_path", b"model_path", "num_blocks", b"num_blocks", "process_id", b"process_id", "reads_further", b"reads_further", "revision", b"revision", "role", b"role", "vocab_size", b"vocab_size", "weights", b"weights", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    """A LoRA adapter on a worker. The id is the digest of its files: the same name with other files has another one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    adapter_id: _builtins.str
+    name: _builtins.str
+    """the model's name in requests"""
+    path: _builtins.str
+    """the folder on the worker's host"""
+    rank: _builtins.int
+    """the largest of its matrices"""
+    num_bytes: _builtins.int
+    """of its matrices on rank 0"""
+    def __init__(
+        self,
+        *,
+        adapter_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "name", b"name", "num_bytes", b"num_bytes", "path", b"path", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
+class AdapterList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]: ...
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterList: _TypeAlias = AdapterList  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    """Loads the adapter of a folder on the worker's host under a name, in place of the one that has the name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    path: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    """The adapter takes no new requests; its memory is freed when those that have it have ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterReply: _TypeAlias = UnloadAdapterReply  # noqa: Y015
 
 @_typing.final
 class DescribeRequest(_message.Message):
@@ -838,16 +1133,20 @@ class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EXIT_FIELD_NUMBER: _builtins.int
+    RETIRE_FIELD_NUMBER: _builtins.int
     exit: _builtins.bool
     """the worker ends once nothing runs on it"""
+    retire: _builtins.bool
+    """no drain yet: gateways begin no request of this worker's revision any more,"""
     def __init__(
         self,
         *,
         exit: _builtins.bool = ...,
+        retire: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit", b"exit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit", b"exit", "retire", b"retire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -871,6 +1170,50 @@ class DrainReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
+
+@_typing.final
+class ChangeRoleRequest(_message.Message):
+    """The worker takes no new work, changes its role once nothing runs on it, and takes work again. The same request again
+    reports how far it is; another role takes its place.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """"prefill" or "decode" """
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeRoleRequest: _TypeAlias = ChangeRoleRequest  # noqa: Y015
+
+@_typing.final
+class ChangeRoleReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """the present one"""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeRoleReply: _TypeAlias = ChangeRoleReply  # noqa: Y015
 
 @_typing.final
 class StatsRequest(_message.Message):

@@ -39,6 +39,9 @@ class WorkerStub:
     Share: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ShareRequest, _worker_pb2.ShareReply]
     Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortReply]
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainReply]
+    ChangeRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ChangeRoleRequest, _worker_pb2.ChangeRoleReply]
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.Adapter]
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterReply]
     Stats: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StatsRequest, _worker_pb2.WorkerStats]
     Health: _grpc.UnaryUnaryMultiCallable[_worker_pb2.HealthRequest, _worker_pb2.HealthReply]
     Profile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfileReply]
@@ -53,6 +56,9 @@ class WorkerAsyncStub(WorkerStub):
     Share: _aio.UnaryUnaryMultiCallable[_worker_pb2.ShareRequest, _worker_pb2.ShareReply]  # type: ignore[assignment]
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortReply]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainReply]  # type: ignore[assignment]
+    ChangeRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.ChangeRoleRequest, _worker_pb2.ChangeRoleReply]  # type: ignore[assignment]
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.Adapter]  # type: ignore[assignment]
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterReply]  # type: ignore[assignment]
     Stats: _aio.UnaryUnaryMultiCallable[_worker_pb2.StatsRequest, _worker_pb2.WorkerStats]  # type: ignore[assignment]
     Health: _aio.UnaryUnaryMultiCallable[_worker_pb2.HealthRequest, _worker_pb2.HealthReply]  # type: ignore[assignment]
     Profile: _aio.UnaryUnaryMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfileReply]  # type: ignore[assignment]
@@ -100,6 +106,27 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainReply, _abc.Awaitable[_worker_pb2.DrainReply]]: ...
+
+    @_abc_1.abstractmethod
+    def ChangeRole(
+        self,
+        request: _worker_pb2.ChangeRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ChangeRoleReply, _abc.Awaitable[_worker_pb2.ChangeRoleReply]]: ...
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _worker_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.Adapter, _abc.Awaitable[_worker_pb2.Adapter]]: ...
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _worker_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.UnloadAdapterReply, _abc.Awaitable[_worker_pb2.UnloadAdapterReply]]: ...
 
     @_abc_1.abstractmethod
     def Stats(

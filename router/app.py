@@ -6,7 +6,7 @@ as much as all that is done for it, and add nothing, for bodies and answers are 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,19 +27,25 @@ from router.admin.routes import mount_admin
 from router.admin.status import degraded, not_ready
 from router.anthropic.api import ANTHROPIC
 from router.anthropic.messages import count_tokens, messages
+from router.batches.routes import FILES, mount_batches
 from router.conversation.parts import IGNORED
+from router.conversation.thinking import knows_effort
 from router.dashboard.page import mount_page
 from router.gateway import Gateway
 from router.http.api import Api, api_of
 from router.http.errors import error_response, json_response
-from router.http.middleware import REQUEST_ID, Authenticate, BodyLimit, HeadLimit, RequestId
+from router.http.middleware import BUDGET, REQUEST_ID, Authenticate, BodyLimit, HeadLimit, RequestId
 from router.http.sse import EventStream
+from router.message_batches.routes import PATH as MESSAGE_BATCHES
+from router.message_batches.routes import mount_message_batches
 from router.metrics import Track
 from router.ollama import answers as ollama
 from router.ollama.api import OLLAMA
-from router.ollama.models import SPOKEN_VERSION, show, tags
+from router.ollama.embed import ollama_vectors
+from router.ollama.models import SPOKEN_VERSION, loaded, show, tags
 from router.openai.chat import chat_completions
 from router.openai.completions import completions
+from router.openai.embeddings import embeddings
 from router.openai.models import model_list, one_model
 from router.openai.tokens import detokenize, tokenize
 from router.openapi import describe
@@ -56,7 +62,7 @@ Generating = Callable[[Gateway, Request, Track], Awaitable[Response | EventStrea
 
 
 def create_app(gateway: Gateway) -> FastAPI:
-    """The application for one model's gateway. Nothing runs in the background: it needs no start and no stop."""
+    """The application for a gateway. Nothing runs in the background: it needs no start and no stop."""
     # The pages of documentation would load scripts from the network; /openapi.json is all they are made of.
     # Without telemetry: FastAPI would look for an OpenTelemetry provider at each request.
     app = FastAPI(
@@ -71,6 +77,8 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(HTTPException, _unrouted)
     mount_page(app, gateway)
     _asking_routes(app, gateway)
+    mount_batches(app, gateway)
+    mount_message_batches(app, gateway)
     _ollama_routes(app, gateway)
     _operating_routes(app, gateway)
     mount_admin(app, gateway)
@@ -79,11 +87,12 @@ def create_app(gateway: Gateway) -> FastAPI:
     def described(needs_key: bool, needs_admin_key: bool) -> dict[str, Any]:
         return describe(
             app,
-            gateway.card,
+            [one.card for one in gateway.each],
             needs_key=needs_key,
             needs_admin_key=needs_admin_key,
-            has_tools=gateway.has_tools,
-            roles=gateway.template.roles() if gateway.template is not None else ROLES,
+            has_tools=all(one.has_tools for one in gateway.each),
+            has_effort=all(map(knows_effort, gateway.each)),
+            roles=_roles(gateway),
         )
 
     def document() -> dict[str, Any]:
@@ -94,13 +103,21 @@ def create_app(gateway: Gateway) -> FastAPI:
     return app
 
 
+def _roles(gateway: Gateway) -> Sequence[str]:
+    """Those of messages to any of the models."""
+    known = [one.template.roles() if one.template is not None else ROLES for one in gateway.each]
+    return [role for role in known[0] if all(role in roles for roles in known)]
+
+
 def _layers(gateway: Gateway) -> list[Middleware]:
     """The first one is the first to see a request."""
     layers = [
-        Middleware(RequestId, apis=APIS),
+        Middleware(RequestId, apis=APIS, arrived=gateway.telemetry.arrived if gateway.telemetry is not None else None),
         Middleware(HeadLimit, max_bytes=MAX_HEAD_BYTES),
         Middleware(Authenticate, access=gateway.access),
-        Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s),
+        Middleware(
+            BodyLimit, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s, uploads=_uploads(gateway)
+        ),
     ]
     if gateway.cors_origins:
         # First: a browser's preflight has no key, and must be able to read a refusal.
@@ -109,10 +126,17 @@ def _layers(gateway: Gateway) -> list[Middleware]:
             allow_origins=gateway.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID, "request-id", IGNORED, "retry-after", "retry-after-ms"],
+            expose_headers=[REQUEST_ID, BUDGET, "request-id", IGNORED, "retry-after", "retry-after-ms"],
         )
         layers.insert(0, across)
     return layers
+
+
+def _uploads(gateway: Gateway) -> Mapping[str, int]:
+    """Paths of large bodies; a form's fields and boundaries come beside its file."""
+    if gateway.batches is None:
+        return {}
+    return dict.fromkeys((FILES, MESSAGE_BATCHES), gateway.batches.max_file_bytes + MAX_HEAD_BYTES)
 
 
 def _generating_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -122,11 +146,15 @@ def _generating_routes(app: FastAPI, gateway: Gateway) -> None:
     respond = _GeneratingEndpoint(gateway, "responses", responses)
     ollama_chat = _GeneratingEndpoint(gateway, "ollama.chat", ollama.chat)
     ollama_generate = _GeneratingEndpoint(gateway, "ollama.generate", ollama.generate)
+    embed = _GeneratingEndpoint(gateway, "embeddings", embeddings)
+    ollama_embed = _GeneratingEndpoint(gateway, "ollama.embed", ollama_vectors)
     app.router.routes[:0] = [  # before /openapi.json: routes are matched in their order
         Route("/v1/chat/completions", chat, methods=["POST"], name="chat"),
         Route("/v1/completions", complete, methods=["POST"], name="complete"),
         Route("/v1/messages", converse, methods=["POST"], name="messages"),
         Route("/v1/responses", respond, methods=["POST"], name="responses"),
+        Route("/v1/embeddings", embed, methods=["POST"], name="embed"),
+        Route("/api/embed", ollama_embed, methods=["POST"], name="ollama_embed"),
         Route("/api/chat", ollama_chat, methods=["POST"], name="ollama_chat"),
         Route("/api/generate", ollama_generate, methods=["POST"], name="ollama_generate"),
     ]
@@ -185,7 +213,11 @@ def _ollama_routes(app: FastAPI, gateway: Gateway) -> None:
     async def version(request: Request) -> Response:
         return json_response({"version": SPOKEN_VERSION})
 
+    async def running(request: Request) -> Response:
+        return await loaded(gateway)
+
     app.add_route("/api/tags", tagged)
+    app.add_route("/api/ps", running)
     app.add_route("/api/show", shown, methods=["POST"])
     app.add_route("/api/version", version)
 
@@ -200,7 +232,7 @@ def _operating_routes(app: FastAPI, gateway: Gateway) -> None:
         return json_response(status, status=200 if ready else 503)
 
     async def metrics(request: Request) -> Response:
-        registry = gateway.metrics.registry
+        registry = gateway.scraped or gateway.metrics.registry
         if from_other_process(request):
             return json_response(families_of(registry))
         if not gateway.processes.alone:

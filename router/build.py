@@ -5,13 +5,15 @@ face ──Job──▶ Admission ──▶ Canary ──▶ Dispatcher ──�
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
 from protos.wire import PROTOBUF, ChannelEncoding
 from router.admission.admission import Admission
+from router.admission.idle import IdleAdmission, IdleLimits
 from router.admission.metrics import AdmissionCollector
 from router.config import RouterConfig
 from router.dispatch.canary import Canary, by_one_worker
@@ -21,16 +23,21 @@ from router.dispatch.metrics import MigrationCollector
 from router.fleet.channels import OpenChannel, open_channel
 from router.fleet.fleet import Fleet
 from router.fleet.metrics import FleetCollector
+from router.jobs import Job, TokenDelta
 from router.latency.metrics import PredictionCollector
+from router.policies.base import Policy
 from router.policies.registry import policy_of
 from router.prefix.feed import Peers
 from router.prefix.index import PrefixIndex
 from router.prefix.registry import local_index
+from router.streaming.token_sink import TokenSink
+from router.traces.request_trace import RequestTraces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """Workers join `fleet`; `admission` is the `Generate` of the faces. `close` it at the end."""
+    """Workers join `fleet`. `admission` is the `Generate` of the faces, `idle` that of batches. `close` it at the
+    end."""
 
     config: RouterConfig
     fleet: Fleet
@@ -38,6 +45,8 @@ class Router:
     dispatcher: Dispatcher
     canary: Canary
     admission: Admission
+    idle: IdleAdmission
+    idle_records: RequestTraces
 
     async def close(self) -> None:
         await self.canary.close()
@@ -67,11 +76,38 @@ def build_router(
     alone = Dispatcher(fleet=fleet, policy=by_one_worker(policy), config=config, routing=Routing())
     canary = Canary(dispatcher, alone=alone, every=config.dispatch.canary_every)
     admission = Admission(canary, fleet=fleet, config=config)
+    idle_records = RequestTraces()
+    idle = _idle(config, fleet, policy, admission, idle_records)
     if registry is not None:
         registry.register(FleetCollector(fleet))
         registry.register(PredictionCollector(fleet.predictor, routing.shadows))
         registry.register(MigrationCollector(dispatcher.moves, dispatcher.pulls, canary))
         registry.register(AdmissionCollector(admission))
     return Router(
-        config=config, fleet=fleet, routing=routing, dispatcher=dispatcher, canary=canary, admission=admission
+        config=config, fleet=fleet, routing=routing, dispatcher=dispatcher, canary=canary, admission=admission,
+        idle=idle, idle_records=idle_records,
     )  # fmt: skip
+
+
+def _idle(
+    config: RouterConfig, fleet: Fleet, policy: Policy, admission: Admission, records: RequestTraces
+) -> IdleAdmission:
+    """The way of batches to the same workers, with records of its own."""
+    dispatcher = Dispatcher(fleet=fleet, policy=policy, config=config, routing=Routing(records=records))
+
+    async def generate(job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+        try:
+            async with aclosing(dispatcher(job, sink)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            records.close([job], None)  # a suspended job's record keeps no prompt
+
+    def decided(request_id: str) -> str:
+        decisions = dispatcher.decision(request_id)
+        return decisions[-1].decode if decisions else ""
+
+    limits = IdleLimits(ttft_s=config.ttft_ms / 1000, tpot_s=config.tpot_ms / 1000, slowdown=config.batch.slowdown)
+    return IdleAdmission(
+        generate, fleet=fleet, limits=limits, num_waiting=lambda: admission.num_waiting, decided=decided
+    )

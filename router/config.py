@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
+from protos.errors import Misconfigured
 from protos.settings import CheckedSettings, setting
 
-ToolParser = Literal["auto", "hermes", "llama3_json", "mistral"]
+ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "mistral", "seed_oss", "command_r", "gpt_oss"]
+ToolParser = Literal[
+    "auto", "command_r", "deepseek_v3", "deepseek_v31", "glm45", "gpt_oss", "granite", "hermes", "kimi_k2",
+    "llama3_json", "minimax_m2", "mistral", "mistral_args", "phi4_mini", "pythonic", "qwen3_coder",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +36,10 @@ class HttpConfig(CheckedSettings):
 class TextConfig(CheckedSettings):
     """How answers are parsed and prompts are tokenised."""
 
-    tool_parser: ToolParser = setting("auto", "Format of tool calls; auto: as the chat template has it (docs/api.md).")
+    tool_parser: ToolParser = setting("auto", "Format of tool calls; auto: as the chat template has it.")
+    reasoning_parser: ReasoningParser = setting("auto", "Marks of reasoning; auto: the chat template's.")
     disable_any_whitespace: bool = setting(False, "JSON answers bound to a schema have no white space.")
+    pooling: Literal["last", "mean"] = setting("last", "Vector of a prompt: the last hidden state, or the mean of all.")
     split_special_tokens: bool = setting(
         False, "Text of special tokens in a prompt of /v1/completions is text, as always in a chat."
     )
@@ -84,6 +93,86 @@ class FleetConfig(CheckedSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetryConfig(CheckedSettings):
+    """Traces of requests for an OpenTelemetry collector. Their variables are OpenTelemetry's own."""
+
+    endpoint: str = setting(
+        "",
+        'Collector of traces, OTLP over HTTP: "http://collector:4318"; empty: none.',
+        variable="OTEL_EXPORTER_OTLP_ENDPOINT",
+    )
+    headers: str = setting(
+        "", 'Headers for the collector: "name=value, ...".', variable="OTEL_EXPORTER_OTLP_HEADERS", repr=False
+    )
+    service_name: str = setting("baton", "Name of this service in traces.", variable="OTEL_SERVICE_NAME")
+    sample: float = setting(1.0, "Share of the requests that are traced whose caller does not decide.", least=0, most=1)
+
+    def __post_init__(self) -> None:
+        CheckedSettings.__post_init__(self)
+        _, _ = self.traces_url, self.header_values
+
+    @property
+    def traces_url(self) -> str:
+        """The endpoint with the path of traces; "" without one. Raises Misconfigured."""
+        if not self.endpoint:
+            return ""
+        url = urlsplit(self.endpoint)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise Misconfigured(
+                f"router.telemetry.endpoint is {self.endpoint!r}: give the URL of a collector of OTLP over HTTP, as "
+                "http://collector:4318",
+                param="router.telemetry.endpoint",
+            )
+        return f"{self.endpoint.rstrip('/').removesuffix('/v1/traces')}/v1/traces"
+
+    @property
+    def header_values(self) -> Mapping[str, str]:
+        """Raises Misconfigured."""
+        pairs = [part.strip().partition("=") for part in self.headers.split(",") if part.strip()]
+        for name, equals, _ in pairs:
+            if not name or not equals:
+                raise Misconfigured(
+                    f"router.telemetry.headers has {name!r} without a value: write name=value, name=value",
+                    param="router.telemetry.headers",
+                )
+        return {name: value for name, _, value in pairs}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerConfig(CheckedSettings):
+    """The database of requests, for usage and costs."""
+
+    path: str = setting("", "Database of requests (SQLite), shared by gateways of this host; empty: no ledger.")
+    prices: str = setting("", "File of prices (docs/economics.md); empty: everything is free.")
+
+    def __post_init__(self) -> None:
+        CheckedSettings.__post_init__(self)
+        if self.prices and not self.path:
+            raise Misconfigured(
+                f"router.ledger.prices = {self.prices!r} without a ledger: set router.ledger.path too",
+                param="router.ledger.path",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig(CheckedSettings):
+    """Files and batches."""
+
+    folder: str = setting(
+        "", "Folder of files and batches, shared by gateways of this host; empty: /v1/files and /v1/batches are off."
+    )
+    max_file_bytes: int = setting(200 * 2**20, "Largest file of a batch's requests.", least=1024, most=2**34)
+    max_lines: int = setting(50_000, "Most requests of a batch.", least=1, most=10**6)
+    max_running: int = setting(256, "Requests of batches that run at a time in a gateway process.", least=1, most=4096)
+    slowdown: float = setting(
+        1.05, "How many times longer steps of people's requests may become by batches beside them.", least=1, most=100
+    )
+    lease_s: float = setting(
+        10.0, "Another gateway process goes on with a batch whose owner is silent for this long.", least=0.5, most=3600
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(CheckedSettings):
     """Tokenizer, chat template and generation defaults are read from `model_path`, a checkpoint folder or GGUF file.
 
@@ -116,3 +205,6 @@ class RouterConfig(CheckedSettings):
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)

@@ -4,31 +4,44 @@ answer."""
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from protos.errors import InvalidRequest, UnknownModel
-from protos.model_files.opening import open_model
+from protos.hints import listed
+from protos.values import Adapter
 from router.auth.auth import AccessControl
+from router.capacity.samples import RequestSamples
 from router.config import RouterConfig
 from router.dispatch.chooser import Routing
+from router.files.storage import BatchStorage
+from router.fleet_owner import CapacityOwner, NoFleetOwner
 from router.grammar.checker import GrammarChecks
+from router.history.history import History
 from router.http.middleware import random_names
 from router.http.pace import Pace
 from router.http.sse import SseWriter
 from router.jobs import FleetView, Generate
+from router.ledger.ledger import RequestLedger
 from router.metrics import RequestMetrics, Track
 from router.replicas.peers import PeerProcesses
-from router.streaming.token_sink import TokenSink, compiled
+from router.revisions.texts import ModelTexts, RevisionTexts, open_texts
+from router.streaming.token_sink import NO_MARKS, TokenSink, compiled
+from router.telemetry.exporter import TraceExporter
 from router.text.chat_template import ChatTemplate, Message
 from router.text.model_card import ModelCard
+from router.text.reasoning import Reasoning
 from router.text.sampling_request import TextRequest, check_length
 from router.text.text_stream import TextDelta, UsageCounter, answer
 from router.text.tokenizer import Tokenizer
-from router.text.tool_call_formats import ToolFormat
+from router.tools.formats import ToolFormat
+from router.traces.request_trace import RequestTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +50,16 @@ class Gateway:
 
     - `wall_clock`: seconds since 1970, for the `created` of answers only
     - `tool_format`: the model's tool-call format, None if unknown
+    - `tool_tokens`: texts of that format that are tokens of their own, with their ids
+    - `reasoning`: the model's reasoning format, None for a model that does not reason
+    - `revisions`: of a fleet whose model a roll may replace; the fields above are of its first one
     - `model_aliases`: patterns of further names of the model
+    - `batches`: files and batches, None where none are kept
+    - `models`: every model behind this address, this one first; empty where there is one
+    - `beside`: the other models behind this address, of a gateway that answers for its own model only
+    - `scraped`: what /metrics shows, None for the registry of `metrics`
     - `disable_any_whitespace`: JSON bound by a grammar has no white space outside of strings
+    - `pooling`: of vectors, where a request has none
     - `split_special_tokens`: special tokens in a text prompt are text unless its request decides; in messages they
       always are
     """
@@ -60,23 +81,55 @@ class Gateway:
     cors_origins: tuple[str, ...] = ()
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     tool_format: ToolFormat | None = None
+    tool_tokens: Mapping[str, int] = field(default_factory=dict)
+    reasoning: Reasoning | None = None
+    revisions: RevisionTexts | None = None
     model_aliases: tuple[str, ...] = ()
     disable_any_whitespace: bool = False
     split_special_tokens: bool = False
+    pooling: str = "last"
     wall_clock: Callable[[], float] = time.time
     names: Iterator[str] = field(default_factory=random_names)
+    telemetry: TraceExporter | None = None
+    fleet_owner: CapacityOwner = field(default_factory=NoFleetOwner)
+    ledger: RequestLedger | None = None
+    batches: BatchStorage | None = None
+    history: History = field(default_factory=History)
+    samples: RequestSamples = field(default_factory=RequestSamples)
+    models: tuple[Gateway, ...] = ()
+    beside: tuple[Gateway, ...] = ()
+    scraped: CollectorRegistry | None = None
 
     def new_id(self, prefix: str) -> str:
         """A name that no other request has; some APIs put an underscore behind the prefix, others a dash."""
         return f"{prefix}{'' if prefix.endswith('_') else '-'}{next(self.names)}"
 
     def ready(self) -> bool:
-        """Would a request be served, whichever process gets it?"""
-        return self.processes.settled and self.fleet.ready()
+        """Would a request be served, whichever process gets it? Of several models, by one of them at least."""
+        served = (one.fleet.ready() or bool(one.fleet.asleep()) for one in self.each)
+        return self.processes.settled and any(served)
+
+    @property
+    def each(self) -> tuple[Gateway, ...]:
+        """The gateway of every model behind this address."""
+        return self.models or (self,)
+
+    @property
+    def widest(self) -> ModelCard:
+        """The limits of a body whose model is not known yet."""
+        if not self.models:
+            return self.card
+        cards = [one.card for one in self.models]
+        return replace(
+            self.card,
+            max_model_len=max(card.max_model_len for card in cards),
+            vocab_size=max(card.vocab_size for card in cards),
+        )
 
     def _sinks(self, ask: TextRequest, track: Track, writer: SseWriter | None) -> Sequence[TokenSink]:
         if compiled() is None:
             return []
+        marks = ask.reasoning.reasoning.sink_marks if ask.reasoning is not None else NO_MARKS
         sinks = [
             TokenSink(
                 self.tokenizer.vocabulary.texts,
@@ -85,6 +138,7 @@ class Gateway:
                 writer.events(index) if writer is not None else None,
                 skip_special_tokens=ask.skip_special_tokens,
                 stops=ask.stop,
+                marks=marks,
             )
             for index in range(len(ask.jobs))
         ]
@@ -93,15 +147,71 @@ class Gateway:
         return sinks
 
     def serves(self, name: str) -> bool:
-        """True for the model's name and its aliases."""
-        return name == self.card.name or any(fnmatchcase(name, alias) for alias in self.model_aliases)
+        """True for the name and the aliases of a model behind this address, and names of adapters."""
+        return self._found(name) is not None
+
+    def serving(self, name: str) -> Gateway:
+        """The gateway of one request to this model, or to an adapter of it, by whose card the answer is made. During a
+        roll it is of either revision. Raises UnknownModel."""
+        one, adapter = self._named(name)
+        texts = one.revisions.current() if one.revisions is not None else None
+        if texts is not None:
+            one = one._revised(texts)
+        return one if adapter is None else replace(one, card=one.card.of_adapter(name, adapter.adapter_id))
+
+    def _revised(self, texts: ModelTexts) -> Gateway:
+        return replace(
+            self, card=texts.card, tokenizer=texts.tokenizer, template=texts.template, tool_format=texts.tool_format,
+            tool_tokens=texts.tool_tokens, reasoning=texts.reasoning,
+        )  # fmt: skip
+
+    def _named(self, name: str) -> tuple[Gateway, Adapter | None]:
+        """Raises UnknownModel."""
+        found = self._found(name)
+        if found is None:
+            served = listed([f"'{name}'" for one in self.each for name in (one.card.name, *one.fleet.adapters())])
+            raise UnknownModel(f"The model '{name[:100]}' does not exist: this server serves {served}", param="model")
+        return found
+
+    def _found(self, name: str) -> tuple[Gateway, Adapter | None] | None:
+        """Names of models come first, then those of adapters, then aliases, which are patterns."""
+        for one in self.each:
+            if name == one.card.name:
+                return one, None
+        for one in self.each:
+            if (adapter := one.fleet.adapters().get(name)) is not None:
+                return one, adapter
+        for one in self.each:
+            if any(fnmatchcase(name, _pattern(alias)) for alias in one.model_aliases):
+                return one, None
+        return None
 
     def check_model(self, name: str) -> None:
         """Raises UnknownModel."""
-        if not self.serves(name):
+        self._named(name)
+
+    def check_batch_model(self, name: str) -> None:
+        """Raises UnknownModel for a line of a batch that is not of this model."""
+        if not self.serves(name) and any(one.serves(name) for one in self.beside):
             raise UnknownModel(
-                f"The model '{name[:100]}' does not exist: this server serves '{self.card.name}'", param="model"
+                f"a batch is of the model of its first line ({self.card.name}): put lines for {name[:100]} in another "
+                "file",
+                param="model",
             )
+        self.check_model(name)
+
+    def check_adapter_name(self, name: str) -> None:
+        """Raises InvalidRequest for a name that a model behind this address has, or an adapter of another model."""
+        for one in (*self.each, *self.beside):
+            if name == one.card.name:
+                taken = f"is the name of the model {'itself' if one.fleet is self.fleet else 'beside this one'}"
+            elif name in one.model_aliases:
+                taken = f"is an alias of the model {one.card.name}"
+            elif one.fleet is not self.fleet and name in one.fleet.adapters():
+                taken = f"is an adapter of the model {one.card.name}"
+            else:
+                continue
+            raise InvalidRequest(f"{name!r} {taken}: give the adapter another one", param="name")
 
     def check_tools(self) -> None:
         """Raises InvalidRequest where the model is shown none."""
@@ -176,12 +286,17 @@ class Gateway:
         answer that `is_plain` only the text is needed: a `TokenSink` sends tokens by the `writer`, if there is one,
         ahead of the pieces. Closing it early closes every job. Raises RateLimited."""
         access, pace, counted = self.access, self.pace, tally or UsageCounter(ask)
+        track.belongs_to(self.metrics)
         sinks = self._sinks(ask, track, writer) if is_plain and not ask.silent else []
         track.tenant = ask.tenant.name
         await access.enter(ask.tenant, ask.request_id, sum(map(len, ask.prompts)))
         error: BaseException | None = None
+        records: Sequence[RequestTrace] = ()
         try:
-            self.routing.records.open(ask.jobs)
+            records = self.routing.records.open(ask.jobs)
+            self.samples.arrived(len(records))
+            if self.ledger is not None:
+                self.ledger.begun(ask, records, counted, track.endpoint, access.key_id, self.card.name)
             pieces = answer(self.generate, ask, self.tokenizer.vocabulary, sinks)
             try:
                 with pace.running():
@@ -200,9 +315,14 @@ class Gateway:
         finally:
             access.leave(ask.tenant, ask.request_id)
             self.routing.records.close(ask.jobs, error)
+            self.samples.ended(records)
             usage = counted.usage()
             track.used(usage)
-            if usage.completion_tokens:
+            if self.telemetry is not None:
+                self.telemetry.ended(ask, records, usage, track.endpoint, error)
+            if self.ledger is not None:
+                self.ledger.ended(ask, records, usage, track.endpoint, error, access.key_id, self.card.name)
+            if usage.completion_tokens or ask.jobs[0].sampling.pooling:
                 access.served(
                     ask.tenant,
                     num_prompt=usage.prompt_tokens,
@@ -221,20 +341,25 @@ def open_gateway(
     routing: Routing | None = None,
     processes: PeerProcesses | None = None,
     max_model_len: int | None = None,
+    telemetry: TraceExporter | None = None,
+    fleet_owner: CapacityOwner | None = None,
+    ledger: RequestLedger | None = None,
+    batches: BatchStorage | None = None,
+    pace: Pace | None = None,
 ) -> Gateway:
     """Reads tokenizer, chat template and defaults from the checkpoint. Raises Misconfigured."""
-    files = open_model(config.model_path)
-    tokenizer = Tokenizer.load(files)
-    if compiled() is not None:
-        _ = tokenizer.vocabulary.texts  # before the first request, which would wait for them
-    template = ChatTemplate.load(files, tokenizer.named_tokens, tokenizer.added_tokens)
+    texts = open_texts(config, max_model_len=max_model_len)
     return Gateway(
-        card=ModelCard.load(files, config.model_name, max_model_len=max_model_len),
-        tokenizer=tokenizer,
-        template=template,
-        tool_format=_tool_format(config.text.tool_parser, template),
+        card=texts.card,
+        tokenizer=texts.tokenizer,
+        template=texts.template,
+        tool_format=texts.tool_format,
+        tool_tokens=texts.tool_tokens,
+        reasoning=texts.reasoning,
+        revisions=RevisionTexts(config, texts),
         disable_any_whitespace=config.text.disable_any_whitespace,
         split_special_tokens=config.text.split_special_tokens,
+        pooling=config.text.pooling,
         generate=generate,
         fleet=fleet,
         metrics=metrics or RequestMetrics(),
@@ -247,14 +372,18 @@ def open_gateway(
         stall_s=config.http.stall_s,
         cors_origins=_names(config.http.cors_origins),
         model_aliases=_names(config.model_aliases),
+        telemetry=telemetry,
+        fleet_owner=fleet_owner or NoFleetOwner(),
+        ledger=ledger,
+        batches=batches,
+        pace=pace or Pace(),
     )
+
+
+def _pattern(alias: str) -> str:
+    """Of fnmatch's signs only "*" is one in an alias."""
+    return re.sub(r"[?\[]", r"[\g<0>]", alias)
 
 
 def _names(listed: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in listed.split(",") if name.strip())
-
-
-def _tool_format(name: str, template: ChatTemplate | None) -> ToolFormat | None:
-    if name == "auto":
-        return template.tool_format if template is not None else None
-    return ToolFormat(name)

@@ -7,15 +7,18 @@ A request with n > 1 is n jobs that share a prompt. Strings end here: dispatch a
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
 from protos.value import Value
-from protos.values import FinishReason, Logprobs, Profile, SamplingParams, WorkerInfo, WorkerLoad, WorkerStats
+from protos.values import Adapter, FinishReason, Logprobs, Profile, SamplingParams, WorkerInfo, WorkerLoad, WorkerStats
 from router.streaming.token_sink import TokenSink
+
+BATCH_PRIORITY = -(2**31)
+"""Of the jobs of batches: on a worker each waits behind every request of people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,10 @@ class Job:
     - `tenant`: the tenant's name, "" without tenants
     - `max_ttft_s`: the job is refused if its first token cannot arrive within this time
     - `due_s`: the same by the loop's clock, set by admission, so that the time in the queue counts
+    - `emitted`: tokens of its answer that its client has: it goes on behind them, and no delta repeats them
     - `tells_progress`: deltas report how much of the prompt has been computed
+    - `adapter`: the id of a LoRA adapter, which `cache_salt` has in it; "" for the model itself
+    - `revision`: of model and settings; only workers that have it get the job
     """
 
     request_id: str
@@ -40,6 +46,9 @@ class Job:
     max_ttft_s: float | None = None
     due_s: float | None = None
     tells_progress: bool = False
+    adapter: str = ""
+    revision: str = ""
+    emitted: tuple[int, ...] = ()
     _hashes: dict[int, Chain] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def hashes(self, block_size: int) -> Chain:
@@ -58,6 +67,8 @@ class TokenDelta(Value, frozen=True, kw_only=True):
     - `queue_s`: seconds before a worker was chosen; set on the delta with the first token
     - `num_prompt_computed`: prompt tokens done, `num_cached_tokens` of them cached, if the job reports progress; 0: no
       change
+    - `embedding`: the pooled vector of the prompt, float32, if requested; on the last delta
+    - `num_predicted`, `num_mispredicted`: drafts from the client's prediction that were accepted, and rejected
     - `finish_reason`: STOP or LENGTH on the last delta, None before; a job that fails raises instead
     """
 
@@ -68,6 +79,9 @@ class TokenDelta(Value, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     queue_s: float = 0.0
     num_prompt_computed: int = 0
+    embedding: bytes = b""
+    num_predicted: int = 0
+    num_mispredicted: int = 0
 
 
 class Generate(Protocol):
@@ -78,6 +92,15 @@ class Generate(Protocol):
     """
 
     def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterReport:
+    """What an order to load or unload a LoRA adapter brought, by worker: the adapter that it has now or had, or why it
+    refused."""
+
+    done: Mapping[str, Adapter | None]
+    failed: Mapping[str, str]
 
 
 class WorkerView(Protocol):
@@ -103,8 +126,30 @@ class FleetView(Protocol):
 
     def ready(self) -> bool: ...
 
+    def asleep(self) -> str:
+        """Why a request would be served although there is no worker; "" for none."""
+        ...
+
     def degraded(self) -> str:
         """Faults despite which requests are served; "" if there are none."""
+        ...
+
+    def stored_as(self) -> str:
+        """Encodings and types in which the workers keep weights and KV: with others, answers may differ."""
+        ...
+
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The LoRA adapters that workers have, by name."""
+        ...
+
+    async def load_adapter(self, name: str, path: str) -> AdapterReport:
+        """Every worker loads the adapter of this folder, and so do workers that connect later. Raises the first
+        worker's error, as InvalidRequest where the files or the name are wrong, if none could; NoWorkers without one.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> AdapterReport:
+        """No worker takes requests for the adapter any more. Raises NotFound if none has it, NoWorkers without one."""
         ...
 
     def status(self) -> Sequence[WorkerView]: ...

@@ -16,10 +16,10 @@ from protos.errors import code_of
 from router.streaming.itl_histogram import ChoiceTimes, ItlHistogram
 from router.text.text_stream import TextDelta, Usage
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0)
-_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
-_GAP_SECONDS = (*_TOKEN_SECONDS, 2.5, 5.0, 10.0)
-_LONG_SECONDS = (*_SECONDS, 120.0, 300.0, 600.0)
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+GAP_SECONDS = (*TOKEN_SECONDS, 2.5, 5.0, 10.0)
+_LONG_SECONDS = (*SECONDS, 120.0, 300.0, 600.0)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _LABELS = ("endpoint", "model")
 
@@ -34,17 +34,18 @@ class RequestMetrics:
         self.model = model
         self.requests = self._counter("requests", "Requests answered; outcome is ok or an error's code", "outcome")
         self.in_flight = Gauge("baton_requests_in_flight", "Requests being answered", _LABELS, registry=self.registry)
-        self.ttft = self._histogram("ttft_seconds", "Arrival to first token", _SECONDS)
-        self.tpot = self._histogram("tpot_seconds", "Mean time between a choice's tokens", _TOKEN_SECONDS)
+        self.ttft = self._histogram("ttft_seconds", "Arrival to first token", SECONDS)
+        self.tpot = self._histogram("tpot_seconds", "Mean time between a choice's tokens", TOKEN_SECONDS)
         self.e2e = self._histogram("e2e_seconds", "Arrival to last token", _LONG_SECONDS)
-        self.queue = self._histogram("queue_seconds", "Wait for a worker", _SECONDS)
+        self.queue = self._histogram("queue_seconds", "Wait for a worker", SECONDS)
         self.prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
         self.answer_length = self._histogram("request_generated_tokens", "Tokens generated for a request", _TOKENS)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of completed requests")
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in a prefix cache")
         self._endpoints: dict[str, Endpoint] = {}
-        self.registry.register(_GapCollector(self._endpoints))
+        self.gaps: Collector = _GapCollector(self._endpoints)
+        self.registry.register(self.gaps)
         build = Gauge(
             "baton_build_info", "1, with what runs here", ("version", "python", "model"), registry=self.registry
         )
@@ -58,19 +59,23 @@ class RequestMetrics:
 
     def track(self, endpoint: str) -> Track:
         """Starts a request's clock; `endpoint` is one of our own names, never the client's text."""
-        if endpoint not in self._endpoints:
-            self._endpoints[endpoint] = Endpoint(self, endpoint)
-        return Track(self._endpoints[endpoint])
+        return Track(self.endpoint(endpoint))
+
+    def endpoint(self, name: str) -> Endpoint:
+        if name not in self._endpoints:
+            self._endpoints[name] = Endpoint(self, name)
+        return self._endpoints[name]
 
 
 class Endpoint:
     """The metrics of one endpoint: looking a label up costs more than counting."""
 
     def __init__(self, metrics: RequestMetrics, name: str) -> None:
+        self.owner = metrics
         labels = self.labels = (name, metrics.model)
         self._requests = metrics.requests
         self._answered: dict[str, Counter] = {}
-        self.itl = ItlHistogram(_GAP_SECONDS)
+        self.itl = ItlHistogram(GAP_SECONDS)
         self.in_flight = metrics.in_flight.labels(*labels)
         self.ttft = metrics.ttft.labels(*labels)
         self.tpot = metrics.tpot.labels(*labels)
@@ -105,6 +110,7 @@ class Track:
 
     def __init__(self, metrics: Endpoint) -> None:
         self._metrics = metrics
+        self.endpoint = metrics.labels[0]
         self._clock = asyncio.get_running_loop().time
         self._start = self._clock()
         self._choices: dict[int, ChoiceTimes] = {}
@@ -114,6 +120,14 @@ class Track:
         self.tenant = ""
         self.outcome = ""
         metrics.in_flight.inc()
+
+    def belongs_to(self, metrics: RequestMetrics) -> None:
+        """The request is one of another model behind the same address. Called before its first token."""
+        if metrics is not self._metrics.owner:
+            self._metrics.in_flight.dec()
+            self._metrics = metrics.endpoint(self.endpoint)
+            self._generated = self._metrics.generated_tokens
+            self._metrics.in_flight.inc()
 
     def times(self, index: int) -> ChoiceTimes:
         """Of a choice's tokens, also of those that its sink takes."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -19,28 +17,36 @@ from pydantic.json_schema import JsonSchemaMode
 from starlette.routing import Route
 
 from router.admin import replies as admin
+from router.admin.adapters import AdapterBody, AdapterOrderReply, AdaptersReply
+from router.admin.capacity import CapacityBody
+from router.admin.ledger_replies import ChargePageReply, CostsReply, UsagePageReply
 from router.admin.requests import DEFAULT_COUNT, MAX_COUNT
 from router.anthropic import replies as anthropic
 from router.anthropic.schema import MessagesBody, PromptBody
+from router.batches.operations import BATCH_OPERATIONS
 from router.conditions import OF_TOOLS
 from router.http.body import MAX_TTFT_MS
 from router.http.size_limits import MAX_PIECES
-from router.http.validation import Body, bounds
+from router.http.validation import bounds
+from router.ledger.organization import COST_GROUPS, LATEST_S, USAGE_GROUPS, WIDTHS
+from router.ledger.report import GROUPS
+from router.message_batches.operations import MESSAGE_BATCH_OPERATIONS
 from router.ollama import replies as ollama
+from router.ollama.embed import OllamaEmbedBody
 from router.ollama.schema import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from router.openai import responses
+from router.openai.embeddings import EmbeddingBody
 from router.openai.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
 )
+from router.operation import Operation, Schema, query_parameter
 from router.responses.replies import ResponsesReply
 from router.responses.schema import ResponsesBody
 from router.text.model_card import ModelCard
 from router.text.sampling_request import MAX_CHOICES
-
-Schema = dict[str, Any]
 
 _REASONS = {
     400: "The request is wrong: `param` names what to mend",
@@ -72,21 +78,6 @@ RETRY_AFTER = {"description": "Seconds", "schema": {"type": "string", "pattern":
 WWW_AUTHENTICATE = {"required": True, "schema": {"type": "string", "const": "Bearer"}}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """`errors` are statuses beside those that every route may answer with. `texts` are other media types of success.
-    `parameters` are those outside of the path. `error` is the body of every error."""
-
-    summary: str
-    reply: type[BaseModel] | None = None
-    status: int = 200
-    body: type[Body] | None = None
-    errors: Sequence[int] = ()
-    texts: Mapping[str, str] | None = None
-    parameters: Sequence[Schema] = ()
-    error: type[BaseModel] = responses.ErrorReply
-
-
 _MAX_TTFT = {
     "name": MAX_TTFT_MS,
     "in": "header",
@@ -105,6 +96,30 @@ _LINES = {"application/x-ndjson": "Unless stream = false: a line of JSON for eac
 _EVENT: Schema = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _METRICS = {"text/plain": "Prometheus", "application/openmetrics-text": "OpenMetrics, if it is asked for"}
 
+
+_SECOND = {"type": "integer", "minimum": 0, "maximum": LATEST_S}
+_GROUPED = f"({'|'.join(GROUPS)})"
+_COSTS = (
+    query_parameter("since", _SECOND),
+    query_parameter("until", _SECOND),
+    query_parameter("by", {"type": "string", "pattern": f"^{_GROUPED}(,{_GROUPED})*$"}),
+)
+
+
+_LEAST_MAX_BUCKETS = min(most for _, _, most in WIDTHS.values())
+
+
+def _buckets(groups: Sequence[str]) -> Sequence[Schema]:
+    return (
+        query_parameter("start_time", _SECOND, required=True),
+        query_parameter("end_time", _SECOND),
+        query_parameter("page", _SECOND),
+        query_parameter("bucket_width", {"type": "string", "enum": list(WIDTHS)}),
+        query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": _LEAST_MAX_BUCKETS}),
+        query_parameter("group_by", {"type": "array", "items": {"type": "string", "enum": list(groups)}}),
+    )
+
+
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/"): Operation(summary="The cluster in a browser", texts={"text/html": "It asks the routes below"}),
     ("post", "/v1/chat/completions"): Operation(
@@ -122,12 +137,24 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         error=anthropic.MessagesErrorReply,
     ),
     ("post", "/v1/messages/count_tokens"): Operation(
-        summary="What a conversation costs, as in Anthropic's Messages API",
+        summary="How many tokens a conversation has, as in Anthropic's Messages API",
         body=PromptBody, reply=anthropic.TokenCountReply, errors=_READING, error=anthropic.MessagesErrorReply,
     ),
     ("post", "/v1/responses"): Operation(
         summary="An answer to items of a conversation, as in OpenAI's Responses API without a store",
         body=ResponsesBody, reply=ResponsesReply, errors=_GENERATING, texts=_NAMED, parameters=(_MAX_TTFT,),
+    ),
+    ("post", "/v1/embeddings"): Operation(
+        summary="Vectors of prompts", body=EmbeddingBody, reply=responses.EmbeddingsReply, errors=_GENERATING,
+        parameters=(_MAX_TTFT,),
+    ),
+    ("post", "/api/embed"): Operation(
+        summary="Vectors of texts, as in Ollama", body=OllamaEmbedBody, reply=ollama.OllamaEmbedReply,
+        errors=_GENERATING, parameters=(_MAX_TTFT,), error=ollama.OllamaErrorReply,
+    ),
+    ("get", "/api/ps"): Operation(
+        summary="The models loaded, as in Ollama", reply=ollama.OllamaLoadedReply, errors=(401,),
+        error=ollama.OllamaErrorReply,
     ),
     ("post", "/api/chat"): Operation(
         summary="An answer to a conversation, as in Ollama", body=OllamaChatBody, reply=ollama.OllamaChatReply,
@@ -162,10 +189,43 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/ready"): Operation(summary="A request would be served", reply=responses.ReadyReply),
     ("get", "/metrics"): Operation(summary="For Prometheus", texts=_METRICS),
     ("get", "/admin/status"): Operation(summary="The fleet", reply=admin.StatusReply, errors=_ADMIN),
+    ("get", "/admin/capacity"): Operation(
+        summary="The desired fleet and its latest changes", reply=admin.CapacityReply, errors=(400, *_ADMIN, 503)
+    ),
+    ("post", "/admin/capacity"): Operation(
+        summary="Another number of workers, or another role of a worker",
+        body=CapacityBody, reply=admin.ChangeReply, status=202, errors=(*_READING, *_ADMIN, 503),
+    ),
+    ("get", "/admin/capacity/sights"): Operation(
+        summary="What every gateway's clients saw lately", reply=admin.SightsReply, errors=(400, *_ADMIN, 503)
+    ),
+    ("post", "/admin/lanes/probe"): Operation(
+        summary="Moves KV from one worker to another, and compares their answers", reply=admin.LaneReadingReply,
+        errors=(400, *_ADMIN, 404, 429, 503, 504),
+        parameters=(
+            query_parameter("source", {"type": "string"}, required=True),
+            query_parameter("destination", {"type": "string"}, required=True),
+            query_parameter("num_tokens", {"type": "integer", "minimum": 1, "maximum": 10**6, "default": 64}),
+        ),
+    ),
     ("get", "/admin/kv"): Operation(summary="Every ticket and lane", reply=admin.KVReply, errors=_ADMIN),
     ("post", "/admin/workers/{worker_id}/drain"): Operation(
         summary="No new work for a worker: what runs moves on or finishes, then it ends",
         reply=admin.DrainReply, status=202, errors=(*_ADMIN, 404, 503),
+    ),
+    ("get", "/admin/adapters"): Operation(
+        summary="LoRA adapters, and the workers that have them", reply=AdaptersReply, errors=_ADMIN
+    ),
+    ("post", "/admin/adapters"): Operation(
+        summary="Every worker loads a LoRA adapter", body=AdapterBody, reply=AdapterOrderReply,
+        errors=(400, *_ADMIN, 503),
+    ),
+    ("delete", "/admin/adapters/{name}"): Operation(
+        summary="No worker takes requests for a LoRA adapter", reply=AdapterOrderReply, errors=(*_ADMIN, 404, 503),
+    ),
+    ("get", "/admin/history"): Operation(
+        summary="The last hour, by periods", reply=admin.HistoryReply, errors=(400, *_ADMIN),
+        parameters=(query_parameter("since", _SECOND),),
     ),
     ("get", "/admin/requests"): Operation(
         summary="The latest requests", reply=admin.RequestsReply, errors=(400, *_ADMIN), parameters=(_LIMIT,)
@@ -185,9 +245,23 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("delete", "/admin/profile"): Operation(
         summary="Ends the recording, and tells it", reply=admin.ProfileReply, errors=_ADMIN
     ),
+    ("get", "/admin/costs"): Operation(
+        summary="What was used, charged and spent, by group", reply=CostsReply, errors=(400, *_ADMIN, 404, 503),
+        parameters=_COSTS,
+    ),
+    ("get", "/v1/organization/usage/completions"): Operation(
+        summary="Tokens by buckets of time, as in OpenAI's API", reply=UsagePageReply, errors=(400, *_ADMIN, 404, 503),
+        parameters=_buckets(USAGE_GROUPS),
+    ),
+    ("get", "/v1/organization/costs"): Operation(
+        summary="Charges by buckets of time, as in OpenAI's API", reply=ChargePageReply,
+        errors=(400, *_ADMIN, 404, 503), parameters=_buckets(COST_GROUPS),
+    ),
     ("get", "/admin/shadows"): Operation(
         summary="What other policies would have done", reply=admin.ShadowsReply, errors=_ADMIN
     ),
+    **BATCH_OPERATIONS,
+    **MESSAGE_BATCH_OPERATIONS,
 }  # fmt: skip
 
 
@@ -199,15 +273,16 @@ _UNTOLD = Operation(summary="Not described yet")
 
 def describe(
     app: FastAPI,
-    card: ModelCard,
+    cards: Sequence[ModelCard],
     *,
     needs_key: bool,
     needs_admin_key: bool,
     has_tools: bool,
+    has_effort: bool,
     roles: Sequence[str],
 ) -> Schema:
-    """The document for one model's gateway, whose chat template knows the `roles`. Where no key is needed one may still
-    be sent."""
+    """The document for a gateway of these models, whose chat templates know the `roles`, and with `has_effort` how
+    much a model is to reason. Where no key is needed one may still be sent."""
     document = get_openapi(title=app.title, version=app.version, routes=())
     document["paths"] = _paths(app)
     schemas: Schema = {}
@@ -216,14 +291,16 @@ def describe(
         for method, described in methods.items():
             operation = OPERATIONS.get((method, path), _UNTOLD)
             described |= _operation(operation, schemas, path)
-            needed = needs_admin_key if path.startswith("/admin") else needs_key
+            needed = needs_admin_key if path.startswith(("/admin", "/v1/organization/")) else needs_key
             if 401 in operation.errors:
                 described["security"] = [{"key": []}] if needed else [{"key": []}, {}]
     cut = (MessagesBody, OllamaChatBody, OllamaGenerateBody)
     for body in {operation.body for operation in OPERATIONS.values() if operation.body is not None}:
-        _narrow(schemas[body.__name__], card, cuts_answers=body in cut)
+        _narrow(schemas[body.__name__], cards, cuts_answers=body in cut)
         if not has_tools and "tools" in schemas[body.__name__]["properties"]:
             _without_tools(schemas[body.__name__])
+    if not has_effort:
+        schemas["ChatBody"]["properties"]["reasoning_effort"] = {"type": "null"}
     schemas["ChatMessage"]["properties"]["role"]["enum"] = list(roles)
     document["components"] = {
         "schemas": dict(sorted(schemas.items())),
@@ -256,6 +333,8 @@ def _operation(operation: Operation, schemas: Schema, path: str) -> Schema:
     if operation.body is not None:
         reference = _schema(operation.body, schemas, "validation")
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
+    if operation.form is not None:
+        described["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": operation.form}}}
     if operation.parameters:
         described["parameters"] = list(operation.parameters)
     return described
@@ -314,25 +393,28 @@ def _up_to(number: int) -> str:
     return "|".join([*shorter, *less, digits])
 
 
-def _narrow(schema: Schema, card: ModelCard, *, cuts_answers: bool) -> None:
-    """Adapts a body's schema to the served model: its name, its token ids and its context. `cuts_answers`: max_tokens
-    may be more than the context holds."""
-    known, token_id = schema["properties"], {"type": "integer", "minimum": 0, "maximum": card.vocab_size - 1}
+def _narrow(schema: Schema, cards: Sequence[ModelCard], *, cuts_answers: bool) -> None:
+    """Adapts a body's schema to the served models: their names, and the token ids and the context that each of them
+    has. `cuts_answers`: max_tokens may be more than the context holds."""
+    longest, vocab_size = min(card.max_model_len for card in cards), min(card.vocab_size for card in cards)
+    known, token_id = schema["properties"], {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
     required = schema.get("required", ())
-    known["model"]["enum"] = [card.name] if "model" in required else [card.name, None]
+    if "model" in known:
+        known["model"]["enum"] = [*(card.name for card in cards), *(() if "model" in required else (None,))]
     for name in {"max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"} & known.keys():
         if not cuts_answers:
-            known[name]["maximum"] = card.max_model_len - 1  # after the shortest prompt
+            known[name]["maximum"] = longest - 1  # after the shortest prompt
     if "logit_bias" in known:
-        known["logit_bias"]["propertyNames"] = {"pattern": f"^({_up_to(card.vocab_size - 1)})$"}
+        known["logit_bias"]["propertyNames"] = {"pattern": f"^({_up_to(vocab_size - 1)})$"}
     if "tokens" in known:
-        known["tokens"] |= {"items": token_id, "maxItems": card.max_model_len}
+        known["tokens"] |= {"items": token_id, "maxItems": longest}
     if "stop_token_ids" in known:
         known["stop_token_ids"]["items"] = token_id
     if "messages" in known:
-        known["messages"] = known["messages"] | {"maxItems": min(card.max_model_len, MAX_PIECES)}
-    if "prompt" in required:
-        ids = {"type": "array", "items": token_id, "minItems": 1, "maxItems": card.max_model_len - 1}
+        known["messages"] = known["messages"] | {"maxItems": min(longest, MAX_PIECES)}
+    prompts = "input" if "encoding_format" in known and "input" in known else "prompt"
+    if prompts in required:
+        ids = {"type": "array", "items": token_id, "minItems": 1, "maxItems": longest - 1}
         many = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES}
         texts = many | {"items": {"type": "string"}}
-        known["prompt"]["anyOf"] = [{"type": "string"}, texts, ids, many | {"items": ids}]
+        known[prompts]["anyOf"] = [{"type": "string"}, texts, ids, many | {"items": ids}]

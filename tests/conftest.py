@@ -6,15 +6,16 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
-from xdist.scheduler import LoadFileScheduling
-from xdist.workermanage import WorkerController
+
+from tests.forked_runner import ForkedRunner
 
 # Set before anything imports torch, tokenizers or Ray, and inherited by the processes that tests start.
 os.environ.update(
@@ -64,7 +65,12 @@ def _signal_handlers() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the gpu tests on a machine without one; pytest's summary line counts them as deselected."""
+    """Leave out the gpu tests on a machine without one; pytest's summary line counts them as deselected. Tests that
+    start a Ray come first: they take longest. Those of one cluster follow one another: an idle one takes CPU time."""
+    items.sort(key=lambda item: _turn(item, config.rootpath))
+    for item in items:
+        if item.get_closest_marker("cluster") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(600))  # processes start slowly on a machine that does much else
     if HAS_GPU:
         return
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -73,46 +79,60 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in needs_gpu]
 
 
-class FilesStayTogether(LoadFileScheduling):
-    """Of tests in several processes; and all files that start a Ray, or may use the GPU, as if they were one: there is
-    room for one.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--processes", type=int, default=0, help="run the tests in so many processes (forked_runner.py)")
 
-    A process that dies (so a test ends that hangs) costs the test that it ran. pytest-xdist 3.8 would run that one
-    again, hand out the dead one's finished files as well, and wait for ever for them.
-    """
 
-    def _split_scope(self, nodeid: str) -> str:
-        return _group(self.config.rootpath, nodeid.partition("::")[0])
+PREPARING = pytest.StashKey[list[subprocess.Popen[str]]]()
 
-    def remove_node(self, node: WorkerController) -> str | None:
-        files = {name: tests for name, tests in self.assigned_work.pop(node).items() if not all(tests.values())}
-        if not files:
-            return None
-        running = next(iter(files.values()))
-        lost = next(test for test, done in running.items() if not done)
-        running[lost] = True
-        self.workqueue.update((name, tests) for name, tests in files.items() if not all(tests.values()))
-        for other in self.assigned_work:
-            self._reschedule(other)
-        return lost
 
-    def _reschedule(self, node: WorkerController) -> None:
-        if node in self.registered_collections:  # one that is not yet, a successor, is asked for when it is
-            super()._reschedule(node)
+def pytest_collection(session: pytest.Session) -> None:
+    """While the tests are being found, the programs that they need are installed, and the CPU's kernels are compiled:
+    once, and not while a test waits for a worker."""
+    if _in_processes(session):
+        session.stash[PREPARING] = [
+            subprocess.Popen(command, cwd=session.config.rootpath, stdout=output, stderr=subprocess.STDOUT, text=True)
+            for command, output in (
+                ([".ci/packages"], subprocess.PIPE),
+                ([sys.executable, "-m", "workers.kernels.cpu"], subprocess.DEVNULL),  # tests say why it fails
+            )
+        ]
 
-    def schedule(self) -> None:
-        super().schedule()
-        for node in self.nodes:  # a process runs the last of its tests only when told what comes after it
-            self._reschedule(node)
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    for process in session.stash.get(PREPARING, []):  # where no test has run
+        process.kill()
+        process.communicate()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    if not (_in_processes(session) and session.items) or session.testsfailed:
+        return None
+    for process in session.stash[PREPARING]:
+        if output := process.communicate()[0]:
+            print(output, end="")
+    del session.stash[PREPARING]
+    root = session.config.rootpath
+    ForkedRunner(session, lambda file: _group(root, file)).run(session.config.option.processes)
+    return True
+
+
+def _in_processes(session: pytest.Session) -> bool:
+    return bool(session.config.option.processes) and not session.config.option.collectonly
+
+
+def _turn(item: pytest.Item, root: Path) -> int:
+    if _group(root, item.nodeid.partition("::")[0]) != "ray":
+        return 6
+    names = getattr(item, "fixturenames", ())
+    turns = {"last_up": 5, "up": 4, "last_four": 2, "four": 1}
+    return next((turn for name, turn in turns.items() if name in names), 0)
 
 
 @cache  # a file has many tests
 def _group(root: Path, file: str) -> str:
+    """Files of one name run in one process: there is room for one Ray, and for one test that may use the GPU."""
     if HAS_GPU:
         return "gpu"
     return "ray" if "Deployed" in (root / file).read_text() else file
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesStayTogether:
-    return FilesStayTogether(config, log)

@@ -13,12 +13,13 @@ Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 SIZES = {
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q2_K": (256, 84),
     "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ4_NL": (32, 18),
-    "IQ4_XS": (256, 136),
+    "IQ4_XS": (256, 136), "MXFP4": (32, 17),
 }  # fmt: skip
 """Values and bytes of a block."""
 _HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+    "MXFP4": (),
 }  # fmt: skip
 """Where its float16 numbers are."""
 _TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
@@ -32,6 +33,8 @@ def random_blocks(kind: str, rows: int, values: int, seed: int = 0) -> Bytes:
     for at in _HALVES[kind]:
         halves = (chance.standard_normal((rows, values // per)) * 0.01).astype(np.float16)
         blocks[..., at : at + 2] = halves[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = chance.integers(122, 125, blocks.shape[:-1], dtype=np.uint8)
     return blocks.reshape(rows, -1)
 
 
@@ -49,6 +52,11 @@ def _decode_block(kind: str, block: Bytes) -> Floats:
 
 
 def _value(kind: str, b: Bytes, halves: list[np.float32], i: int) -> np.float32:
+    if kind == "MXFP4":  # a sign, two bits of exponent with 1 added, one of mantissa
+        code = _nibble(b, 1, i)
+        exponent, mantissa = code >> 1 & 3, code & 1
+        size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+        return np.float32((-size if code & 8 else size) * 2.0 ** (int(b[0]) - 127))
     d = halves[0]
     match kind:
         case "Q4_0":
@@ -180,7 +188,15 @@ def _q6_k(x: Floats) -> Bytes:
     return np.concatenate((low, high, scales.astype(np.int8).view(np.uint8), _stored(d)), axis=-1)
 
 
-_ENCODERS = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_K": _q4_k, "Q6_K": _q6_k}
+def _mxfp4(x: Floats) -> Bytes:
+    largest = np.maximum(np.abs(x).max(axis=-1, keepdims=True), 1e-30)
+    exponent = np.floor(np.log2(largest)) - 2
+    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+    codes = np.abs(np.abs(x / 2**exponent)[..., None] - sizes).argmin(axis=-1).astype(np.uint8) | (x < 0) * np.uint8(8)
+    return np.concatenate(((exponent + 127).astype(np.uint8), codes[..., :16] | codes[..., 16:] << 4), axis=-1)
+
+
+_ENCODERS = {"MXFP4": _mxfp4, "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_K": _q4_k, "Q6_K": _q6_k}
 
 
 def _half(x: np.ndarray[Any, Any]) -> Floats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.gguf_blocks import SIZES, encoded, random_blocks
+from tests.gguf_families import ARCHITECTURES, NAMES, keys_of, stored_parts
 from tests.gguf_writer import Stored, write_gguf, write_shards
 
 _NAMES = {
@@ -25,8 +26,7 @@ _NAMES = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp", "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
-_OLMO2_NAMES = {"post_attention_layernorm": "post_attention_norm"}
-_PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3")
+_PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "ministral3")
 _SCALES = {
     "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
     "logits_scaling": "logit_scale", "residual_multiplier": "residual_scale",
@@ -37,7 +37,6 @@ _STACKED = {
     "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
     "w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps",
 }  # fmt: skip
-_ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
 
 
 def convert(
@@ -49,30 +48,38 @@ def convert(
     shards: int = 1,
     metadata: Mapping[str, Any] = {},
     made_up: bool = False,
+    whole_latents: bool = False,
+    fused_experts: bool = False,
 ) -> Path:
     """Matrices get the type `kind`, or that of the first pattern of `others` that their name has. `made_up` weights are
-    random valid blocks. What a type's blocks do not divide is stored as Q8_0 or F16."""
+    random valid blocks. What a type's blocks do not divide is stored as Q8_0 or F16. `whole_latents`: kv_b_proj is one
+    tensor, as before April 2025. `fused_experts`: gate and up of an expert are one, as with --fuse-gate-up-exps."""
     config = json.loads((folder / "config.json").read_text())
     tensors: dict[str, Stored] = {}
     stacks: dict[str, dict[int, Stored]] = {}
-    for name, weight in load_file(folder / "model.safetensors").items():
-        layer, own, suffix = _parts(name)
-        if expert := re.fullmatch(r".*\.experts\.(\d+)\.(\w+)", own):
-            stored = f"blk.{layer}.{_STACKED[expert[2]]}.weight"
-            wanted = next((other for pattern, other in others.items() if re.search(pattern, stored)), kind)
-            stacks.setdefault(stored, {})[int(expert[1])] = _stored(stored, weight.float(), wanted, made_up=made_up)
-            continue
-        names = _NAMES | (_OLMO2_NAMES if config["model_type"] == "olmo2" else {})
-        stored = f"{f'blk.{layer}.' if layer else ''}{names[own]}.{suffix}"
-        if config["model_type"] in _PERMUTED and own in ("self_attn.q_proj", "self_attn.k_proj"):
-            heads = config["num_attention_heads" if own.endswith("q_proj") else "num_key_value_heads"]
-            weight = weight.unflatten(0, (heads, 2, -1)).swapaxes(1, 2).flatten(0, 2)
+    written = (
+        part
+        for name, weight in load_file(folder / "model.safetensors").items()
+        for part in stored_parts(name, weight.float(), config, whole_latents=whole_latents)
+    )
+    for name, weight in written:
+        stored = name if name.startswith("blk.") else _name_in_file(name, config["model_type"])
         wanted = next((other for pattern, other in others.items() if re.search(pattern, stored)), kind)
-        tensors[stored] = _stored(stored, weight.float(), wanted, made_up=made_up)
+        if expert := re.fullmatch(r".*\.experts\.(\d+)\.(\w+)\.weight", name):
+            stack = f"blk.{name.split('.')[2]}.{_STACKED[expert[2]]}.weight"
+            wanted = next((other for pattern, other in others.items() if re.search(pattern, stack)), kind)
+            stacks.setdefault(stack, {})[int(expert[1])] = _stored(stack, weight, wanted, made_up=made_up)
+            continue
+        if config["model_type"] in _PERMUTED and re.search("self_attn.[qk]_proj", name):
+            heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            weight = weight.unflatten(0, (heads, 2, -1)).swapaxes(1, 2).flatten(0, 2)
+        tensors[stored] = _stored(stored, weight, wanted, made_up=made_up)
     for stored, experts in stacks.items():
         parts = [experts[number] for number in range(len(experts))]
         data = b"".join(part.data for part in parts)
         tensors[stored] = Stored((len(parts), *parts[0].shape), parts[0].kind, data)
+    if fused_experts:
+        tensors |= dict(_fused(tensors))
     tensors |= _rope_tensors(config)
     values = {**_metadata(config), **_tokenizer(folder, config), **metadata}
     if shards > 1:
@@ -100,17 +107,31 @@ def tokenizer_metadata(
     return {f"tokenizer.ggml.{key}": value for key, value in found.items()}
 
 
-def _parts(name: str) -> tuple[str, str, str]:
+def _fused(tensors: dict[str, Stored]) -> Iterator[tuple[str, Stored]]:
+    """Takes the stacks of gate and up out of `tensors`: gate's rows of each expert stand before up's."""
+    for name in [name for name in tensors if "ffn_gate_exps" in name]:
+        gate, up = tensors.pop(name), tensors.pop(name.replace("gate", "up"))
+        count, rows, inputs = gate.shape
+        size = len(gate.data) // count
+        parts = (one.data[i * size : (i + 1) * size] for i in range(count) for one in (gate, up))
+        yield name.replace("gate", "gate_up"), Stored((count, 2 * rows, inputs), gate.kind, b"".join(parts))
+
+
+def _name_in_file(name: str, family: str) -> str:
     found = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.(weight|bias)", name)
     assert found is not None
-    return found[1] or "", found[2], found[3]
+    own = (_NAMES | NAMES.get(family, {})).get(found[2], "")
+    return f"{f'blk.{found[1]}.' if found[1] else ''}{own}.{found[3]}"
 
 
 def _stored(name: str, weight: torch.Tensor, kind: str, *, made_up: bool) -> Stored:
+    if weight.dim() == 3:  # one matrix on another
+        flat = _stored(name, weight.flatten(0, 1), kind, made_up=made_up)
+        return Stored(tuple(weight.shape), flat.kind, flat.data)
     num_values, values = weight.shape[-1], weight.numpy()
     if "ffn_gate_inp" in name:  # routers are never quantised, and the shared expert's gate is a vector
         weight, values, kind = weight.squeeze(0), weight.squeeze(0).numpy(), "F32"
-    if weight.dim() == 1:
+    if weight.dim() == 1 or name.endswith("bias"):
         kind = "F32"
     elif kind in SIZES and num_values % SIZES[kind][0]:
         kind = "F16" if num_values % 32 else "Q8_0"
@@ -120,8 +141,9 @@ def _stored(name: str, weight: torch.Tensor, kind: str, *, made_up: bool) -> Sto
 
 
 def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
-    name = _ARCHITECTURES.get(config["model_type"], config["model_type"])
+    name = ARCHITECTURES.get(config["model_type"], config["model_type"])
     rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     own: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
@@ -133,8 +155,8 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.dimension_count": head_dim,
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         "rope.freq_base": float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
     }
     if config["model_type"] == "granite":
@@ -151,12 +173,21 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         own |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
         if kind == "yarn":
             own["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    return {"general.architecture": name, **{f"{name}.{key}": value for key, value in own.items()}}
+    own |= keys_of(config)
+    return {"general.architecture": name, **{f"{name}.{key}": one for key, one in own.items() if one is not None}}
 
 
 def _rope_tensors(config: Mapping[str, Any]) -> dict[str, Stored]:
-    """Llama 3's scaling is stored as a factor for each pair."""
+    """Llama 3's scaling is stored as a factor for each pair, Phi's as it is."""
     rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        return {
+            f"rope_factors_{one}.weight": Stored(
+                (len(factors),), "F32", torch.tensor(factors, dtype=torch.float32).numpy().tobytes()
+            )
+            for one in ("long", "short")
+            for factors in [rope[f"{one}_factor"]]
+        }
     if rope.get("rope_type") != "llama3":
         return {}
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

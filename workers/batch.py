@@ -29,6 +29,9 @@ from msgspec.structs import replace
 from protos.value import Value
 from protos.values import ErrorInfo, Logprobs, SamplingParams
 
+MEAN = "mean"
+"""The `pooling` of all positions; the other one is of the last."""
+
 
 class Sample(Value, frozen=True, kw_only=True):
     """How to choose the token after a row's last position.
@@ -62,7 +65,9 @@ class Row(Value, frozen=True, kw_only=True):
     `sample` is None for a chunk that does not reach the end of what is known. `prompt_targets` asks for prompt
     logprobs: entry i is the prompt token that follows position start + i; empty when not asked for. It may be one
     shorter than `token_ids`, at the prompt's end. `num_prompt_logprobs` is how many of the most likely to report.
+    `pooling`: the vector of these positions is wanted, as in `SamplingParams`; of "last" only where the row samples.
     `prompt_len` is the length of the sequence's whole prompt: dynamic and longrope rope scalings depend on it.
+    `adapter` is the id of the LoRA adapter that changes the model for this row; "": none.
     """
 
     request_id: str
@@ -75,6 +80,8 @@ class Row(Value, frozen=True, kw_only=True):
     prompt_len: int = 0
     depends_on_row: int | None = None
     draft_ids: tuple[int, ...] = ()
+    pooling: str = ""
+    adapter: str = ""
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -127,12 +134,14 @@ class Batch(Value, frozen=True, kw_only=True):
 class RowOutput(Value, frozen=True, kw_only=True):
     """`token_ids` are the sampled tokens; none where the row had nothing to sample, and none where it could not yet:
     the mask of its grammar is pending, and its last position is to be computed again. `logprobs` has an entry a token,
-    or none where none were asked for. With an `error` the request cannot continue, for a reason of its own."""
+    or none where none were asked for. `embedding` is the sum over the row's pooled positions, float32. With an `error`
+    the request cannot continue, for a reason of its own."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
     error: ErrorInfo | None = None
+    embedding: bytes = b""
 
 
 class StepOutput(Value, frozen=True, kw_only=True):

@@ -15,37 +15,46 @@ import torch
 
 from kvtransfer.events import EventLog
 from kvtransfer.reshard import heads_of, rank_block_bytes
+from kvtransfer.windows import PageWindows
 from protos.errors import Misconfigured
 from protos.model_files.opening import model_name, open_model
-from protos.values import KVLayout, SamplingParams
+from protos.values import KVLayout
+from workers.adapters.linear import AdapterTable
+from workers.attention.cpu import has_same_bits
 from workers.attention.registry import attention_for
-from workers.batch import Batch, Row, Sample
+from workers.cache import make_storage, num_blocks_of, num_host_blocks_of, with_head
 from workers.checkpoint.kv_scales import read_kv_scales
 from workers.config import SchedulerConfig, WorkerConfig
+from workers.drafting.base import Drafting
+from workers.drafting.opening import open_drafting
+from workers.engine.adapters import ServedAdapters
 from workers.engine.engine import Engine
-from workers.engine.expert_load import ExpertLoad
+from workers.engine.expert_load import ExpertLoad, expert_load
 from workers.grammar.base import Grammars
 from workers.grammar.guidance import GuidanceGrammars
 from workers.kernels.base import KVScales
 from workers.kernels.cpu.memory import keep_freed_memory
 from workers.kv.blocks import BlockPool
-from workers.kv.capacity import blocks_in_ram, blocks_on_gpu, check_weights_fit
+from workers.kv.capacity import check_weights_fit
 from workers.kv.groups import with_windows
 from workers.kv.host import HostCopies, HostPool
-from workers.kv.host_copies import host_copies, staging_bytes
+from workers.kv.host_copies import host_copies
 from workers.kv.kinds import FP8, layout_of
 from workers.kv.storage import KVStorage
-from workers.kv.windows import PageWindows
 from workers.memory import free_ram_bytes
-from workers.models.config import ModelConfig, check_parallel, longest_sequence, read_config, weight_bytes
+from workers.models.config import longest_sequence, weight_bytes
 from workers.models.decoder import Decoder
-from workers.models.loader import Progress, load_model
+from workers.models.filling import Progress
+from workers.models.interface import ServedConfig, ServedDecoder
+from workers.models.served import check_ranks, load_served, read_served
 from workers.parallel.group import TensorParallel
 from workers.parallel.ranks import Leader, LeadingRunner, follow
 from workers.runner.cuda_graphs import CudaRecorder, why_eager
 from workers.runner.runner import TorchRunner
 from workers.scheduling.role import Role
 from workers.scheduling.scheduler import Scheduler
+from workers.speculation.registry import AUTO, SpeculateMode, speculation_of
+from workers.speculation.speculation import Speculation
 from workers.timeline import Timeline
 from workers.transfer.rank_transfer import RankTransfer
 
@@ -58,7 +67,7 @@ class LoadedRank:
     settings and the checkpoint: the same on all ranks, as are `storage.num_blocks` and `num_slots`, the blocks that the
     host tier keeps."""
 
-    model: ModelConfig
+    model: ServedConfig
     name: str
     layout: KVLayout
     device: str
@@ -72,6 +81,9 @@ class LoadedRank:
     num_slots: int = 0
     copies: HostCopies | None = None
     expert_imbalance: ExpertLoad | None = None
+    speculation: Speculation | None = None
+    drafting: Drafting | None = None
+    adapters: AdapterTable | None = None
 
 
 def device_of(config: WorkerConfig) -> str:
@@ -85,7 +97,7 @@ def device_of(config: WorkerConfig) -> str:
     return config.device
 
 
-def dtype_of(config: WorkerConfig, model: ModelConfig) -> str:
+def dtype_of(config: WorkerConfig, model: ServedConfig) -> str:
     """`worker.dtype`; with "auto" the checkpoint's own, bfloat16 in place of float16."""
     if config.dtype != "auto":
         return config.dtype
@@ -94,9 +106,24 @@ def dtype_of(config: WorkerConfig, model: ModelConfig) -> str:
 
 def steps_in_flight_of(config: WorkerConfig) -> int:
     """How many steps are launched ahead: 1 where a device computes beside the host, 0 where they share their cores
-    (docs/adr/0010)."""
+    (docs/adr/0010), and with drafts by a model, which follow known tokens. Raises Misconfigured for steps ahead with
+    those."""
+    mode = SpeculateMode.of(config.speculate)
+    if config.steps_in_flight and mode.is_by_model:
+        why = (
+            "a head reads hidden states of the last step, which the next one overwrites"
+            if mode.is_head
+            else "a draft model computes after the last known token, which a step in flight has not brought"
+        )
+        raise Misconfigured(
+            f"steps_in_flight is {config.steps_in_flight}, and speculate is {config.speculate}: {why}: leave "
+            "steps_in_flight out, or give 0",
+            param="steps_in_flight",
+        )
     if config.steps_in_flight is not None:
         return config.steps_in_flight
+    if mode.is_by_model:
+        return 0
     return 1 if device_of(config) == "cuda" else 0
 
 
@@ -127,11 +154,17 @@ def build_engine(
     if rank.copies is not None:
         copies = leader.everywhere(rank.copies)
         block_bytes = rank_block_bytes(rank.layout) * rank.layout.tp
-        host = HostPool(rank.num_slots, copies, events.record, block_bytes=block_bytes)
+        num_groups = len(rank.layout.groups)
+        host = HostPool(rank.num_slots, copies, events.record, block_bytes=block_bytes, num_groups=num_groups)
     pool = BlockPool(
         rank.storage.num_blocks, rank.layout.block_size, events.record, host=host, windows=rank.layout.windows
     )
-    scheduler = Scheduler(rank.scheduler, pool, make_role(pool), prefix_key=rank.model.prefix_key)
+    pool.head_stays = rank.drafting is not None and rank.drafting.kv_head is not None and rank.layout.head is None
+    if rank.drafting is not None and rank.speculation is not None:
+        rank.speculation.add(rank.drafting.proposer(leader, pool.headless))
+    scheduler = Scheduler(
+        rank.scheduler, pool, make_role(pool), prefix_key=rank.model.prefix_key, speculation=rank.speculation
+    )
     runner = LeadingRunner(leader, rank.runner)
     timeline = Timeline(clock)
     rank.runner.record(timeline)
@@ -144,6 +177,7 @@ def build_engine(
         timeline=timeline,
         grammars=rank.grammars,
         expert_imbalance=rank.expert_imbalance,
+        adapters=ServedAdapters(leader.everywhere(rank.adapters), rank.name) if rank.adapters is not None else None,
     )
 
 
@@ -170,7 +204,8 @@ def follow_rank0(rank: LoadedRank, transfer: RankTransfer[torch.Tensor]) -> None
     Raises WorkerLost when a rank is gone, and any error of this rank's operations.
     """
     try:
-        follow(rank.group, (rank.runner, rank.copies, transfer), after_each=transfer.poll)
+        parts = rank.runner, rank.copies, rank.adapters, transfer, rank.drafting
+        follow(rank.group, parts, after_each=transfer.poll)
     finally:
         transfer.close()
 
@@ -179,29 +214,24 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     assert group.size == config.tp, f"a group of {group.size} ranks for tp {config.tp}"
     device = device_of(config)
     steps_in_flight = steps_in_flight_of(config)
-    model = read_config(config.model, config.quantize)
-    check_parallel(model, config.tp, expert_parallel=config.expert_parallel)
+    model = read_served(config.model, config.quantize)
+    check_ranks(model, config.tp, expert_parallel=config.expert_parallel)
     name = config.served_name or model_name(config.model)
-    dtype = dtype_of(config, model)
-    layout = _layout(config, model, name, device, dtype)
+    layout = _layout(config, model, name, device, dtype := dtype_of(config, model))
     fp8_scales = _fp8_scales(config, layout, group.rank)
     max_model_len = longest_sequence(model, config.max_model_len)
     decoder = _load(config, group, device, dtype, on_progress)
+    drafting = _open_drafting(config, decoder, group, device)
+    layout = with_head(layout, drafting)
     free_bytes = group.least([free_ram_bytes()])[0]  # read on all ranks before any of them allocates
-    num_slots = _num_slots(config, layout, free_bytes)
-    free_bytes -= num_slots * rank_block_bytes(layout) * layout.tp
-    num_blocks = _num_blocks(config, group, decoder, layout, device, max_model_len, free_bytes // layout.tp)
-    storage = _make_storage(layout, num_blocks, device, free_bytes // layout.tp, fp8_scales)
-    windows = PageWindows(block_size=config.block_size, windows=layout.windows)
-    capacity = windows.longest(storage.num_blocks, config.largest_chunk, most=max_model_len)
-    if capacity < max_model_len:
-        if config.max_model_len is not None:
-            raise Misconfigured(
-                f"worker.max_model_len is {max_model_len}, the KV cache holds {capacity} tokens: lower max_model_len "
-                f"to {capacity} or less, or raise num_blocks or memory_fraction",
-                param="max_model_len",
-            )
-        log.warning("max_model_len is lowered from %d to %d: more does not fit the KV cache", max_model_len, capacity)
+    num_host_blocks = num_host_blocks_of(config, layout, free_bytes)
+    num_slots = num_host_blocks * len(layout.groups)
+    free_bytes -= num_host_blocks * rank_block_bytes(layout) * layout.tp
+    free_bytes = free_bytes // layout.tp - (drafting.scratch_bytes if drafting is not None else 0)
+    beside = drafting.page_bytes if drafting is not None and layout.head is None else 0
+    num_blocks = num_blocks_of(config, group, decoder, layout, device, max_model_len, free_bytes, beside)
+    storage = make_storage(layout, num_blocks, device, free_bytes, fp8_scales, drafting)
+    capacity = _capacity(config, storage, max_model_len)
     grammars = _grammars(config, model) if group.rank == 0 else None
     runner = TorchRunner(
         decoder,
@@ -210,6 +240,9 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
         shares_tokens=steps_in_flight > 0,
         grammars=grammars,
     )
+    if drafting is not None and drafting.hidden_layers:
+        runner.keep_hidden(drafting.hidden_layers)
+        drafting.read_from(runner)
     if device == "cuda":
         num_blocks = -(-min(max_model_len, capacity) // config.block_size)
         _capture(config, runner, decoder, max_blocks=num_blocks, num_groups=len(layout.groups))
@@ -227,41 +260,69 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
         grammars=grammars,
         num_slots=num_slots,
         copies=host_copies(storage, num_slots) if num_slots else None,
-        expert_imbalance=ExpertLoad(counts) if (counts := decoder.expert_counts()) else None,
+        expert_imbalance=expert_load(decoder.expert_counts(), config.tp if config.expert_parallel else 1),
+        speculation=_speculation(config, decoder, storage) if group.rank == 0 else None,
+        drafting=drafting,
+        adapters=AdapterTable(decoder, max_rank=config.max_adapter_rank, max_adapters=config.max_adapters),
     )
 
 
-def _layout(config: WorkerConfig, model: ModelConfig, name: str, device: str, dtype: str) -> KVLayout:
-    """Raises Misconfigured or UnsupportedModel for a `kv_dtype` that this model or this worker cannot have."""
+def _open_drafting(config: WorkerConfig, decoder: ServedDecoder, group: TensorParallel, device: str) -> Drafting | None:
+    try:
+        return open_drafting(config, decoder, group, device)
+    except torch.OutOfMemoryError as error:
+        raise Misconfigured(
+            f"speculate is {config.speculate}, which does not fit into the GPU's memory beside {config.model}: raise "
+            "tp, choose a smaller draft model or head, or speculate ngram or suffix, which need none",
+            param="speculate",
+        ) from error
+
+
+def _capacity(config: WorkerConfig, storage: KVStorage, max_model_len: int) -> int:
+    """Tokens of the longest sequence that the cache holds. Raises Misconfigured if the setting is longer."""
+    windows = PageWindows(block_size=config.block_size, windows=storage.layout.windows)
+    capacity = windows.longest(storage.num_blocks, config.largest_chunk, most=max_model_len)
+    if capacity < max_model_len:
+        if config.max_model_len is not None:
+            raise Misconfigured(
+                f"worker.max_model_len is {max_model_len}, the KV cache holds {capacity} tokens: lower max_model_len "
+                f"to {capacity} or less, or raise num_blocks or memory_fraction",
+                param="max_model_len",
+            )
+        log.warning("max_model_len is lowered from %d to %d: more does not fit the KV cache", max_model_len, capacity)
+    return capacity
+
+
+def _speculation(config: WorkerConfig, decoder: ServedDecoder, storage: KVStorage) -> Speculation | None:
+    """Of rank 0. "auto" speculates where a verified token has the bits of a decoded one (docs/speculation.md)."""
+    if config.speculate == AUTO and not (isinstance(decoder, Decoder) and has_same_bits(attention_for(storage))):
+        log.info("worker.speculate is auto, and off here: only compiled CPU kernels give a draft's row the same bits")
+        return None
+    max_bytes = int(config.speculation_mib * 2**20)
+    return speculation_of(config.speculate, max_drafts=config.max_drafts, max_bytes=max_bytes)
+
+
+def _layout(config: WorkerConfig, model: ServedConfig, name: str, device: str, dtype: str) -> KVLayout:
+    """Raises Misconfigured or UnsupportedModel for a `kv_dtype` that this model cannot have."""
     layout = layout_of(model, config.kv_dtype, block_size=config.block_size, dtype=dtype, tp=config.tp)
-    layout = replace(layout, model=name, device=device)
+    of_revision = f"{name} at revision {config.revision}" if config.revision else name
+    layout = replace(layout, model=of_revision, device=device)
     if config.free_windows:
         layout = _freeing(config, model, layout)
-    if device == "cuda" and config.kv_dtype != "auto":
-        raise Misconfigured(
-            f"worker.kv_dtype is {config.kv_dtype}: GPUs cache keys and values in the dtype of the weights: leave it "
-            "out, or use --device cpu",
-            param="kv_dtype",
-        )
     return layout
 
 
-def _freeing(config: WorkerConfig, model: ModelConfig, layout: KVLayout) -> KVLayout:
-    """`layout` with groups that free what lies behind their windows, if the model has any and nothing forbids it."""
+def _freeing(config: WorkerConfig, model: ServedConfig, layout: KVLayout) -> KVLayout:
+    """`layout` with groups that free what lies behind their windows, if the model has any."""
     freeing = with_windows(layout, model.windows)
     if not freeing.frees_blocks:
         return layout
-    if config.host_kv_gib:
+    if SpeculateMode.of(config.speculate).is_by_model:
         log.warning(
-            "KV behind sliding windows is kept: the host tier keeps whole blocks only (host_kv_gib is %g)",
-            config.host_kv_gib,
+            "KV behind sliding windows is kept: drafts by a model need every block (speculate is %s)", config.speculate
         )
         return layout
-    log.info(
-        "KV behind sliding windows is freed, in %d groups of layers; it is neither pulled nor migrated, unless "
-        "worker.free_windows is false",
-        len(freeing.groups),
-    )
+    log.info("KV behind sliding windows is freed, in %d groups of layers", len(freeing.groups))
     return freeing
 
 
@@ -283,40 +344,24 @@ def _fp8_scales(config: WorkerConfig, layout: KVLayout, rank: int) -> Mapping[in
     return scales
 
 
-def _num_slots(config: WorkerConfig, layout: KVLayout, free_bytes: int) -> int:
-    """Blocks of the host tier: as many as fit into `host_kv_gib`, with all ranks' shares. Raises Misconfigured if that
-    exceeds the free RAM."""
-    block_bytes = rank_block_bytes(layout) * layout.tp
-    num_slots = int(config.host_kv_gib * 2**30) // block_bytes
-    if config.host_kv_gib and not num_slots:
-        raise Misconfigured(
-            f"worker.host_kv_gib is {config.host_kv_gib:g}, and a block takes {block_bytes / 2**30:.4f} GiB: raise it, "
-            f"or give 0 to keep nothing on the host",
-            param="host_kv_gib",
-        )
-    if num_slots * block_bytes > free_bytes:
-        raise Misconfigured(
-            f"worker.host_kv_gib is {config.host_kv_gib:g}, more than the {free_bytes / 2**30:.2f} GiB of memory that "
-            f"are free: lower it",
-            param="host_kv_gib",
-        )
-    return num_slots
-
-
-def _grammars(config: WorkerConfig, model: ModelConfig) -> Grammars:
+def _grammars(config: WorkerConfig, model: ServedConfig) -> Grammars:
     """Of rank 0, which samples."""
     return GuidanceGrammars(open_model(config.model), vocab_size=model.vocab_size, eos_ids=model.eos_token_ids)
 
 
-def _capture(config: WorkerConfig, runner: TorchRunner, decoder: Decoder, *, max_blocks: int, num_groups: int) -> None:
+def _capture(
+    config: WorkerConfig, runner: TorchRunner, decoder: ServedDecoder, *, max_blocks: int, num_groups: int
+) -> None:
     reason = why_eager(decoder) if config.cuda_graphs else "cuda_graphs is off"
+    if runner.keeps_hidden:
+        reason = f"speculate is {config.speculate}, whose heads read hidden states"
     if reason:
         log.warning("decode steps run without CUDA graphs: %s", reason)
     else:
         runner.capture(CudaRecorder(), max_rows=config.max_num_seqs, max_blocks=max_blocks, num_groups=num_groups)
 
 
-def _scheduler_config(config: WorkerConfig, model: ModelConfig, max_model_len: int) -> SchedulerConfig:
+def _scheduler_config(config: WorkerConfig, model: ServedConfig, max_model_len: int) -> SchedulerConfig:
     return SchedulerConfig(
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
@@ -327,12 +372,12 @@ def _scheduler_config(config: WorkerConfig, model: ModelConfig, max_model_len: i
 
 def _load(
     config: WorkerConfig, group: TensorParallel, device: str, dtype: str, on_progress: Progress | None
-) -> Decoder:
+) -> ServedDecoder:
     if device == "cpu":
         num_bytes = weight_bytes(config.model, dtype, config.quantize)
         check_weights_fit(num_bytes // config.tp, free_ram_bytes(), device)
     try:
-        decoder = load_model(
+        decoder = load_served(
             config.model,
             device=device,
             dtype=dtype,
@@ -341,7 +386,6 @@ def _load(
             expert_parallel=config.expert_parallel,
             on_progress=on_progress,
         )
-        decoder.pack()
         if device == "cpu":
             keep_freed_memory()
         return decoder
@@ -349,84 +393,3 @@ def _load(
         raise Misconfigured(
             f"{config.model} does not fit into the GPU's memory: raise tp or choose a smaller model", param="model"
         ) from error
-
-
-def _num_blocks(
-    config: WorkerConfig,
-    group: TensorParallel,
-    decoder: Decoder,
-    layout: KVLayout,
-    device: str,
-    max_model_len: int,
-    free_bytes: int,
-) -> int:
-    """The same on all ranks: the least that any of them can hold. `free_bytes` is a rank's share of the RAM."""
-    if config.num_blocks is not None:
-        return config.num_blocks
-    block_bytes = rank_block_bytes(layout)
-    if device == "cpu":
-        mine = blocks_in_ram(
-            block_bytes,
-            fraction=config.memory_fraction,
-            free_bytes=free_bytes,
-            max_useful=_most_useful(config, layout, max_model_len),
-        )
-    else:
-        storage = KVStorage(layout, num_blocks=1, device=device)
-        runner = TorchRunner(decoder, attention_for(storage), block_size=config.block_size)
-        batch = largest_batch(config, max_model_len, len(layout.groups))
-        mine = blocks_on_gpu(
-            block_bytes,
-            fraction=config.memory_fraction,
-            device=device,
-            largest_step=lambda: runner.run(batch),
-            beside_bytes=staging_bytes(block_bytes) if config.host_kv_gib else 0,
-        )
-    return int(group.all_gather(torch.tensor([mine], device=device)).min().item())
-
-
-def _most_useful(config: WorkerConfig, layout: KVLayout, max_model_len: int) -> int:
-    """Blocks that `max_num_seqs` of the longest sequences hold."""
-    windows = PageWindows(block_size=config.block_size, windows=layout.windows)
-    return -(-config.max_num_seqs * windows.num_held(max_model_len, config.largest_chunk) // len(layout.groups))
-
-
-def _make_storage(
-    layout: KVLayout, num_blocks: int, device: str, free_bytes: int, fp8_scales: Mapping[int, KVScales]
-) -> KVStorage:
-    """With a page of each group for each block."""
-    num_bytes = num_blocks * rank_block_bytes(layout)
-    too_much = Misconfigured(
-        f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.2f} GiB on each rank, more than there is on "
-        f"{device}: lower num_blocks, memory_fraction or host_kv_gib",
-        param="num_blocks",
-    )
-    if device == "cpu" and num_bytes > free_bytes:  # Linux would allocate it, and kill the process when it is used
-        raise too_much
-    try:
-        return KVStorage(layout, num_blocks=num_blocks * len(layout.groups), device=device, fp8_scales=fp8_scales)
-    except torch.OutOfMemoryError as error:
-        raise too_much from error
-
-
-def largest_batch(config: WorkerConfig, max_model_len: int, num_groups: int = 1) -> Batch:
-    """The largest step that the scheduler can plan: it ends the longest contexts and has the costliest sampling. It
-    only measures memory, so all rows use block 0."""
-    sample = Sample(params=SamplingParams(top_p=0.9, logprobs=0), index=0)
-    rows: list[Row] = []
-    budget = config.max_num_batched_tokens
-    while budget > 0 and len(rows) < config.max_num_seqs:
-        others = config.max_num_seqs - len(rows) - 1
-        num_tokens = max(1, min(config.prefill_chunk, max_model_len, budget - others))
-        rows.append(
-            Row(
-                request_id=str(len(rows)),
-                token_ids=(0,) * num_tokens,
-                start=max_model_len - num_tokens,
-                block_tables=((0,) * -(-max_model_len // config.block_size),) * num_groups,
-                sample=sample,
-                prompt_len=max_model_len,
-            )
-        )
-        budget -= num_tokens
-    return Batch(rows=tuple(rows))

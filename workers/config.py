@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from kvtransfer.config import LaneConfig
 from protos.errors import Misconfigured
 from protos.settings import check_settings, setting
-from protos.values import WorkerRole
+from protos.values import MAX_DRAFTS
+from workers.adapters.names import parse_adapters
 from workers.checkpoint.formats.rounded import Quantize
 from workers.cores import parse_cpus
+from workers.speculation.registry import check_mode
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -57,6 +59,7 @@ class WorkerConfig(StepLimits):
     activations included (0.9), or of the RAM free at the start, the cache alone (0.2: workers share a host).
     On a CPU host tier and cache are the same memory, and a larger cache serves better.
     A sequence that is paused for another one's time slice keeps its KV.
+    `revision` names the settings after a roll; workers of different revisions exchange no KV.
     """
 
     model: str = field(metadata={"help": "Folder of a Hugging Face checkpoint, or GGUF file.", "unit": "path"})
@@ -73,9 +76,18 @@ class WorkerConfig(StepLimits):
         None, "Share of memory for the KV cache; default: 0.9 on a GPU, 0.2 on a CPU.", above=0, most=1
     )
     host_kv_gib: float = setting(0.0, "Host memory of a worker for KV that its device evicts.", least=0, below=math.inf)
-    free_windows: bool = setting(
-        True, "Free KV behind sliding windows; such KV is not transferred, so only colocated workers do."
+    free_windows: bool = setting(True, "Free KV behind sliding windows while a sequence runs, and do not transfer it.")
+    speculate: str = setting(
+        "off",
+        "Drafts of next tokens: auto (ngram and suffix), off, ngram, suffix, model:PATH, eagle:PATH, medusa:PATH, mtp.",
     )
+    max_drafts: int = setting(8, "Drafts that a step verifies of a sequence.", least=1, most=MAX_DRAFTS)
+    speculation_mib: float = setting(
+        64.0, "Memory of a worker for past answers, which suffix drafts come from.", unit="MiB", least=0, below=math.inf
+    )
+    adapters: str = setting("", "LoRA adapters of every worker, as NAME=PATH, NAME=PATH.")
+    max_adapters: int = setting(16, "LoRA adapters that a worker has at a time.", least=1)
+    max_adapter_rank: int = setting(128, "Largest rank of a LoRA adapter.", least=1)
     max_model_len: int | None = setting(
         None, "Longest prompt with its answer; default: the model's own.", unit="tokens", least=1
     )
@@ -89,6 +101,7 @@ class WorkerConfig(StepLimits):
     bind_cores: str = setting("auto", "Compute threads on a CPU: auto (own cores for each rank), off, or as 0-3,8.")
     collective_timeout_s: float = setting(60.0, "A rank waits this long for another within a step.", above=0)
     lanes: LaneConfig = field(default_factory=LaneConfig)
+    revision: str = ""
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -97,14 +110,17 @@ class WorkerConfig(StepLimits):
                 param="model",
             )
         StepLimits.__post_init__(self)
+        check_mode(self.speculate, "speculate")
+        if len(parse_adapters(self.adapters)) > self.max_adapters:
+            raise Misconfigured(
+                f"adapters has {len(parse_adapters(self.adapters))}, more than max_adapters = {self.max_adapters}: "
+                "raise the latter",
+                param="adapters",
+            )
         if self.bind_cores not in ("auto", "off") and not parse_cpus(self.bind_cores):
             raise Misconfigured(
                 f"bind_cores = {self.bind_cores!r}: choose auto, off, or a list of CPUs as 0-3,8", param="bind_cores"
             )
-
-    def for_role(self, role: WorkerRole) -> WorkerConfig:
-        """Prefill and decode workers transfer KV, so they keep what lies behind windows."""
-        return self if role is WorkerRole.COLOCATED else replace(self, free_windows=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

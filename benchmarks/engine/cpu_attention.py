@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
 from protos.values import KVLayout
-from workers.attention.base import AttentionInputs, GroupTables
+from workers.attention.base import AttentionInputs, AttentionOptions, GroupTables
 from workers.attention.registry import attention_for
 from workers.kv.storage import KVStorage
 
@@ -93,7 +93,7 @@ def attend(name: str, storage: KVStorage, inputs: AttentionInputs) -> Callable[[
     q_TND = torch.randn(inputs.query_starts[-1], NUM_HEADS, HEAD_DIM).to(storage.data.dtype)
     backend = attention_for(storage, name)
     backend.begin(inputs)
-    return lambda layer: backend.attend(layer, q_TND, scale=HEAD_DIM**-0.5, window=None)
+    return lambda layer: backend.attend(layer, q_TND, AttentionOptions(scale=HEAD_DIM**-0.5, window=None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

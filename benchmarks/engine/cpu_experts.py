@@ -2,11 +2,13 @@
 
     python -m benchmarks.engine.cpu_experts                       bfloat16, int8 and int4
     python -m benchmarks.engine.cpu_experts --json experts.json
+    python -m benchmarks.engine.cpu_experts --layers 12 --level int4     as deep as a small model
 
 Models of random weights with the shapes of Mixtral and Qwen3-MoE, small enough to write; no server. A step of one
 stream reads every dense weight, the head and one token's experts: the floor is these bytes over the bandwidth that the
 thread measured in the same run. Bars: a step of one stream takes at most its floor / 0.7, and 32 streams bring at least
-2.5 times the tokens of one. CPU time leaves out what other processes take of the core.
+2.5 times the tokens of one. CPU time leaves out what other processes take of the core. A step has half a millisecond
+beside its weights, whatever the model: with few layers that is much of it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -153,9 +155,15 @@ def measured(name: str, folder: Path, quantize: Quantize) -> ExpertsFigure:
 
 
 @torch.inference_mode()
-def main(json_file: JsonFile = None) -> None:
+def main(
+    json_file: JsonFile = None,
+    layers: Annotated[int, typer.Option(help="of each model")] = 4,
+    level: Annotated[list[str] | None, typer.Option(help="off, int8 or int4; all by default")] = None,
+) -> None:
+    if unknown := set(level or ()) - set(LEVELS):
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: give {', '.join(LEVELS)}", param_hint="--level")
     torch.set_num_threads(1)
-    table = Table(title="one thread; the floor is touched bytes / bandwidth")
+    table = Table(title=f"one thread, {layers} layers; the floor is touched bytes / bandwidth")
     for column in (
         "",
         "weights",
@@ -170,8 +178,8 @@ def main(json_file: JsonFile = None) -> None:
     figures = []
     for name, config in MODELS.items():
         with tempfile.TemporaryDirectory() as folder:
-            write_mixture(Path(folder), config)
-            for quantize in LEVELS:
+            write_mixture(Path(folder), config | {"num_hidden_layers": layers})
+            for quantize in [one for one in LEVELS if not level or one in level]:
                 one = measured(name, Path(folder), quantize)
                 figures.append(asdict(one) | {"share_of_floor": one.share_of_floor, "gain": one.gain})
                 table.add_row(
@@ -180,7 +188,7 @@ def main(json_file: JsonFile = None) -> None:
                     f"{one.gain:.2f}",
                 )  # fmt: skip
     Console(width=160).print(table)
-    write_figures(json_file, figures=figures)
+    write_figures(json_file, layers=layers, figures=figures)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compares quantised weights in Baton's engine with bfloat16, and with vLLM and llama.cpp on the same files, by turns.
 
-    python -m benchmarks.engine.cpu_formats prepare FOLDER --llama-quantize BIN --llama-python PY    once
+    python -m benchmarks.engine.cpu_formats prepare FOLDER --llama-python PY    once
     python -m benchmarks.engine.cpu_formats measure FOLDER --vllm-python PY --llama-python PY --json figures.json
 
 In each round every engine of a group computes every workload once; the median of the rounds counts. Groups follow one
@@ -87,7 +87,6 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 def prepare(
     folder: Path,
     llama_python: Annotated[Path | None, typer.Option(help="Python that has llama-cpp-python and gguf.")] = None,
-    llama_quantize: Annotated[Path | None, typer.Option(help="llama.cpp's program.")] = None,
     tiny: bool = False,
 ) -> None:
     """Write the models, about 3 GB."""
@@ -96,15 +95,16 @@ def prepare(
     for method in ("w8a8", "gptq", "awq"):
         write_quantised(folder / method, method, config)
     write_quantised(folder / "large-gptq", "gptq", TINY_CONFIG if tiny else LARGE_CONFIG)
-    if llama_python is None or llama_quantize is None:
+    if llama_python is None:
         return
-    for kind in ("bf16", "q8_0"):
-        paths = llama_python, PEERS / "llama_cpp.py", "convert", folder / FLOATS, folder / f"{kind}.gguf", kind
-        command = [str(path) for path in paths]
-        subprocess.run(command, check=True)
-    threads = str(os.cpu_count())
-    subprocess.run([llama_quantize, folder / "bf16.gguf", folder / "q4_k_m.gguf", "Q4_K_M", threads], check=True)
-    (folder / "bf16.gguf").unlink()
+    floats = folder / "bf16.gguf"
+    for arguments in (
+        ("convert", folder / FLOATS, floats, "bf16"),
+        ("convert", folder / FLOATS, folder / "q8_0.gguf", "q8_0"),
+        ("quantise", floats, folder / "q4_k_m.gguf", "Q4_K_M"),
+    ):
+        subprocess.run([str(part) for part in (llama_python, PEERS / "llama_cpp.py", *arguments)], check=True)
+    floats.unlink()
 
 
 @app.command(name="measure")
@@ -114,6 +114,7 @@ def measure_all(
     vllm_preload: Annotated[str, typer.Option(help="Its LD_PRELOAD: tcmalloc and libiomp5.")] = "",
     llama_python: Annotated[Path | None, typer.Option(help="Python that has llama-cpp-python and gguf.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Groups whose name has this.")] = None,
+    loads_named: Annotated[list[str] | None, typer.Option("--load", help="Loads of this name.")] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Rounds.")] = 3,
     tiny: bool = False,
     json_file: JsonFile = None,
@@ -128,6 +129,7 @@ def measure_all(
         if not there:
             continue
         loads = TINY if tiny else LOADS if group.beside_floats or group.peer else (LOADS[0], LOADS[1], PREFILL)
+        loads = tuple(load for load in loads if not loads_named or load.name in loads_named)
         with ExitStack() as engines:
             turns: dict[str, tuple[Sequence[TokenLoad], Turn]] = {}
             if group.beside_floats:
@@ -149,9 +151,9 @@ def measure_all(
                     rounds[name].append(turn())
             found += [(group, name, turns[name][0], runs) for name, runs in rounds.items()]
         machines.append(measure(num_threads))
-        show([one for part in found for one in figures_of(*part, folder, machines)], machines)
-    figures = [one for part in found for one in figures_of(*part, folder, machines)]
-    write_figures(json_file, machine=asdict(best_of(machines)), figures=[asdict(one) for one in figures])
+        figures = [one for part in found for one in figures_of(*part, folder, machines)]
+        show(figures, machines)
+        write_figures(json_file, machine=asdict(best_of(machines)), figures=[asdict(one) for one in figures])
 
 
 @contextmanager

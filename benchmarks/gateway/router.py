@@ -87,11 +87,11 @@ def worker_process(module: str, *flags: str) -> Iterator[str]:
 
 
 @contextmanager
-def gateway(worker: str, *flags: str) -> Iterator[tuple[str, int]]:
-    """Its URL and process id."""
+def gateway(worker: str, *flags: str, program: str = BATON) -> Iterator[tuple[str, int]]:
+    """Its URL and process id. `program` runs the command line of `baton`."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-c", BATON, "gateway", "--model", DEMO["model"], "--served-name", "demo"]
+    command = [sys.executable, "-c", program, "gateway", "--model", DEMO["model"], "--served-name", "demo"]
     command += ["--worker", worker, "--port", str(port), "--grpc-port", "0", *flags]
     with subprocess.Popen(command, text=True) as process:
         try:

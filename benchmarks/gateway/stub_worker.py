@@ -63,7 +63,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
     async def Reserve(self, request: Any, context: Any) -> Any:
         raise NotImplementedError("a stub serves whole requests: no KV is handed over to it")
 
-    Share = Stats = Drain = Abort = Profile = Reserve
+    Share = Stats = Drain = ChangeRole = Abort = Profile = LoadAdapter = UnloadAdapter = Reserve
 
     async def Stream(self, messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         running = StubStreams()

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from workers.kernels.base import KVScales
 from workers.kernels.blocks import gather, scatter
 from workers.kernels.draw import Draws, draw
-from workers.kernels.experts.product import GroupedExperts
 from workers.kernels.paged_decode import DecodePlan, decode_tile, paged_decode, plan_decode
 from workers.kernels.prefill import PrefillPlan, plan_prefill, prefill, prefill_tile
 from workers.kernels.rms_norm import add_rms_norm
@@ -41,6 +41,8 @@ PREFILLS = {
     "2k after 14k cached": [(2048, 14_336)],
     "16 tokens after 8k cached, 32 times": [(16, 8192)] * 32,
 }
+KV_KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+KV_SPEEDUP = 1.2  # of tokens that decode at 32k, over bfloat16
 DECODE_TILES = [
     Tile(rows=16, positions=positions, warps=warps, stages=stages)
     for positions, warps, stages in ((64, 4, 2), (64, 4, 4), (64, 4, 5), (128, 4, 2), (128, 8, 3), (32, 2, 4))
@@ -61,6 +63,15 @@ PEERS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFI
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """At least this share of the floor, or so many times the speed of another launch."""
+
+    share: float = 0.0
+    speedup: float = 0.0
+    rival: Callable[[], object] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCase:
     """`num_bytes` counts each input once and each output once, `num_flops` two a product."""
 
@@ -71,6 +82,7 @@ class KernelCase:
     num_flops: int = 0
     tile: str = ""
     peers: Sequence[Callable[[], object]] = ()
+    goal: Goal | None = None
 
 
 def attention_cases(device: str, *, sweep: bool = False, divisor: int = 1) -> Iterator[KernelCase]:
@@ -78,34 +90,48 @@ def attention_cases(device: str, *, sweep: bool = False, divisor: int = 1) -> It
         lens = [max(1, length // divisor) for length in lens[-max(1, len(lens) // divisor) :]]
         for tile in [decode_tile(D, GROUP, torch.bfloat16), *(DECODE_TILES if sweep else [])]:
             yield _decode(shape, lens, tile, device)
+        for kind in KV_KINDS if divisor == 1 or "32k" in shape else ():
+            yield _decode(shape, lens, decode_tile(D, GROUP, kind), device, kind)
     for shape, rows in PREFILLS.items():
         rows = [(max(1, new // divisor), cached // divisor) for new, cached in rows[: max(1, len(rows) // divisor)]]
         chosen = prefill_tile(D, GROUP, torch.bfloat16, max(new for new, _ in rows))
         for tile in [chosen, *(PREFILL_TILES if sweep else [])]:
             yield _prefill(shape, rows, tile, device)
+        for kind in KV_KINDS if divisor == 1 or shape == "one of 8k" else ():
+            tile = prefill_tile(D, GROUP, torch.bfloat16, max(new for new, _ in rows), rounded=True)
+            yield _prefill(shape, rows, tile, device, kind)
 
 
 class _Paged:
-    """Random rows of (new tokens, context) over random pages."""
+    """Random rows of (new tokens, context) over random pages; `kind` is the type of keys and values of 8 bits."""
 
-    def __init__(self, rows: Sequence[tuple[int, int]], device: str) -> None:
+    def __init__(self, rows: Sequence[tuple[int, int]], device: str, kind: torch.dtype | None = None) -> None:
         counts = [-(-context // BLOCK_SIZE) for _, context in rows]
         order = torch.randperm(sum(counts), dtype=torch.int32, device=device)
         tables = torch.split(order, counts)
         self.tables_SB = torch.nn.utils.rnn.pad_sequence(list(tables), batch_first=True)
-        caches = torch.empty(2, sum(counts), K, BLOCK_SIZE, D, dtype=torch.bfloat16, device=device).normal_()
-        self.k_cache, self.v_cache = caches
+        shape = 2, sum(counts), K, BLOCK_SIZE, D
+        self.scales: KVScales | None = None
+        if kind is None:
+            caches = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
+        else:  # of bytes below 112: no NaN in e4m3
+            caches = torch.randint(112, shape, dtype=torch.uint8, device=device).view(kind)
+            scales = torch.full(shape[:4] if kind == torch.int8 else (2, K), 0.01, device=device)
+            self.scales = scales[0], scales[1]
+        self.k_cache, self.v_cache = caches[0], caches[1]
         self.starts = [0, *torch.tensor([new for new, _ in rows]).cumsum(0).tolist()]
         self.lens = [context for _, context in rows]
         self.q_TND = torch.randn(self.starts[-1], N, D, device=device).bfloat16()
         self.out_TND = torch.empty_like(self.q_TND)
 
     def num_bytes(self) -> int:
-        return 2 * sum(self.lens) * K * D * 2 + 2 * self.q_TND.nbytes
+        head_bytes = D * self.k_cache.itemsize + (4 if self.k_cache.dtype == torch.int8 else 0)
+        return 2 * sum(self.lens) * K * head_bytes + 2 * self.q_TND.nbytes
 
 
-def _decode(shape: str, lens: Sequence[int], tile: Tile, device: str) -> KernelCase:
-    paged = _Paged([(1, length) for length in lens], device)
+def _decode(shape: str, lens: Sequence[int], tile: Tile, device: str, kind: torch.dtype | None = None) -> KernelCase:
+    """Of 8 bits: beside the same rows in bfloat16."""
+    paged = _Paged([(1, length) for length in lens], device, kind)
     num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device == "cuda" else 1
     arrays = plan_decode(
         range(len(lens)),
@@ -121,12 +147,18 @@ def _decode(shape: str, lens: Sequence[int], tile: Tile, device: str) -> KernelC
     def launch() -> None:
         caches = paged.k_cache, paged.v_cache
         paged_decode(
-            paged.q_TND, *caches, paged.out_TND, paged.tables_SB, plan=plan, scale=D**-0.5, window=None, tile=tile
-        )
+            paged.q_TND, *caches, paged.out_TND, paged.tables_SB,
+            plan=plan, scale=D**-0.5, window=None, scales=paged.scales, tile=tile,
+        )  # fmt: skip
 
     flops = 4 * N * D * sum(lens)
+    goal = None
+    if kind is not None:
+        rival = _decode(shape, lens, decode_tile(D, GROUP, torch.bfloat16), device).launch
+        goal = Goal(speedup=KV_SPEEDUP if "32k" in shape else 0.0, rival=rival)
     return KernelCase(
-        kernel="paged_decode",
+        kernel=_kernel("paged_decode", kind),
+        goal=goal,
         shape=shape,
         launch=launch,
         num_bytes=paged.num_bytes(),
@@ -135,24 +167,32 @@ def _decode(shape: str, lens: Sequence[int], tile: Tile, device: str) -> KernelC
     )
 
 
-def _prefill(shape: str, rows: Sequence[tuple[int, int]], tile: Tile, device: str) -> KernelCase:
-    paged = _Paged([(new, new + cached) for new, cached in rows], device)
+def _kernel(name: str, kind: torch.dtype | None) -> str:
+    return name if kind is None else f"{name}, {KV_KINDS[kind]} KV"
+
+
+def _prefill(
+    shape: str, rows: Sequence[tuple[int, int]], tile: Tile, device: str, kind: torch.dtype | None = None
+) -> KernelCase:
+    paged = _Paged([(new, new + cached) for new, cached in rows], device, kind)
     work_W4 = plan_prefill(range(len(rows)), paged.starts, paged.lens, group=GROUP, tile=tile)
     plan = PrefillPlan(work_W4=torch.from_numpy(work_W4).to(device), tile=tile)
 
     def launch() -> None:
-        caches = paged.k_cache, paged.v_cache
-        prefill(paged.q_TND, *caches, paged.out_TND, paged.tables_SB, plan=plan, scale=D**-0.5, window=None)
+        prefill(
+            paged.q_TND, paged.k_cache, paged.v_cache, paged.out_TND, paged.tables_SB,
+            plan=plan, scale=D**-0.5, window=None, scales=paged.scales,
+        )  # fmt: skip
 
     pairs = sum(new * cached + new * (new + 1) // 2 for new, cached in rows)
     return KernelCase(
-        kernel="prefill",
+        kernel=_kernel("prefill", kind),
         shape=shape,
         launch=launch,
         num_bytes=paged.num_bytes(),
         num_flops=4 * N * D * pairs,
         tile=_named(tile),
-        peers=_peers(rows, device),
+        peers=_peers(rows, device) if kind is None else (),
     )
 
 
@@ -178,28 +218,6 @@ def _peers(rows: Sequence[tuple[int, int]], device: str) -> list[Callable[[], ob
 def _named(tile: Tile) -> str:
     limit = "" if tile.max_registers is None else f", {tile.max_registers} registers"
     return f"{tile.rows} x {tile.positions}, {tile.warps} warps, {tile.stages} stages{limit}"
-
-
-def expert_cases(device: str, *, divisor: int = 1) -> Iterator[KernelCase]:
-    """A layer of Qwen3-30B-A3B: the bytes are those of the experts that the tokens of this draw touch."""
-    num_experts, slots = 128 // min(divisor, 16), 8 // min(divisor, 4)
-    hidden, width = (max(16, size // divisor // 16 * 16) for size in (2048, 768))
-    gate_up = torch.randn(num_experts, 2 * width, hidden, device=device).bfloat16()
-    down = torch.randn(num_experts, hidden, width, device=device).bfloat16()
-    layer = GroupedExperts(
-        dict(enumerate(gate_up.unbind())), dict(enumerate(down.unbind())), silu_mul, num_experts=num_experts
-    )
-    for tokens in (1, 16, 64, 2048 // min(divisor, 256)):
-        weights_TS, chosen_TS = torch.rand(tokens, num_experts, device=device).topk(slots, dim=1)
-        x_TE = torch.randn(tokens, hidden, device=device).bfloat16()
-        touched = len(torch.unique(chosen_TS))
-        yield KernelCase(
-            kernel="experts",
-            shape=f"{tokens} tokens, {touched} of {num_experts} experts",
-            launch=lambda x=x_TE, chosen=chosen_TS, weights=weights_TS: layer(x, chosen, weights),  # type: ignore[misc]
-            num_bytes=touched * (gate_up[0].nbytes + down[0].nbytes) + 3 * x_TE.nbytes,
-            num_flops=2 * tokens * slots * (gate_up[0].numel() + down[0].numel()),
-        )
 
 
 def other_cases(device: str, *, divisor: int = 1) -> Iterator[KernelCase]:

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFigure:
-    """Medians. `peer_s` is torch's best backend of scaled_dot_product_attention on keys and values side by side."""
+    """Medians. `peer_s` is torch's best backend of scaled_dot_product_attention on keys and values side by side,
+    `rival_s` the same launch in bfloat16. `met` is None where there is no goal."""
 
     kernel: str
     shape: str
@@ -47,6 +48,8 @@ class KernelFigure:
     bytes_per_s: float
     flops_per_s: float
     peer_s: float | None
+    rival_s: float | None = None
+    met: bool | None = None
 
     @property
     def share(self) -> float:
@@ -55,15 +58,23 @@ class KernelFigure:
 
 def measure(case: KernelCase, machine: GpuRates, device: str) -> KernelFigure:
     seconds = median_s(case.launch, device)
+    floor_s = machine.floor_s(Needs(flops=case.num_flops, num_bytes=case.num_bytes))
+    goal, rival_s, met = case.goal, None, None
+    if goal is not None:
+        rival_s = None if goal.rival is None else median_s(goal.rival, device)
+        if goal.share or goal.speedup:
+            met = floor_s / seconds >= goal.share and (rival_s or seconds) / seconds >= goal.speedup
     return KernelFigure(
         kernel=case.kernel,
         shape=case.shape,
         tile=case.tile,
         seconds=seconds,
-        floor_s=machine.floor_s(Needs(flops=case.num_flops, num_bytes=case.num_bytes)),
+        floor_s=floor_s,
         bytes_per_s=case.num_bytes / seconds,
         flops_per_s=case.num_flops / seconds,
         peer_s=min((median_s(peer, device) for peer in usable(case.peers, device)), default=None),
+        rival_s=rival_s,
+        met=met,
     )
 
 
@@ -81,8 +92,20 @@ def usable(peers: Sequence[Callable[[], object]], device: str) -> Iterator[Calla
 
 def show(figures: Sequence[KernelFigure], machine: GpuRates, device: str) -> None:
     table = Table(title=f"{name_of(device)}: {machine}")
-    for head in ("kernel", "shape", "tile", "time", "floor", "share of it", "TB/s", "TFLOP/s", "torch's attention"):
-        table.add_column(head, justify="left" if head in ("kernel", "shape", "tile") else "right")
+    for head in (
+        "kernel",
+        "shape",
+        "tile",
+        "time",
+        "floor",
+        "share of it",
+        "TB/s",
+        "TFLOP/s",
+        "torch's attention",
+        "in bfloat16",
+        "goal",
+    ):
+        table.add_column(head, justify="left" if head in ("kernel", "shape", "tile", "goal") else "right")
     for one in figures:
         table.add_row(
             one.kernel,
@@ -94,6 +117,8 @@ def show(figures: Sequence[KernelFigure], machine: GpuRates, device: str) -> Non
             f"{one.bytes_per_s / 1e12:.2f}",
             f"{one.flops_per_s / 1e12:.0f}",
             "" if one.peer_s is None else f"{one.peer_s * 1e6:,.1f} us",
+            "" if one.rival_s is None else f"{one.rival_s * 1e6:,.1f} us",
+            "" if one.met is None else "met" if one.met else "MISSED",
         )
     Console(width=160).print(table)
 
@@ -119,13 +144,13 @@ def cases_of(device: str, *, sweep: bool, tiny: bool) -> Iterator[KernelCase]:
     if device != "cuda":
         os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
     cases = import_module("benchmarks.gpu.cases")
-    latent = import_module("benchmarks.gpu.latent")
+    latent, experts = import_module("benchmarks.gpu.latent"), import_module("benchmarks.gpu.experts")
     divisor = 512 if tiny else 1
     return chain(
         cases.attention_cases(device, sweep=sweep, divisor=divisor),
         latent.latent_cases(device, divisor=divisor),
         cases.other_cases(device, divisor=divisor),
-        cases.expert_cases(device, divisor=divisor),
+        experts.expert_cases(device, divisor=divisor),
     )
 
 

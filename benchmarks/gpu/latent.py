@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from benchmarks.gpu.cases import KernelCase
+from benchmarks.gpu.cases import Goal, KernelCase
 from workers.kernels.latent import head_programs, heads_of_program, latent_decode, latent_prefill, latent_tile
 from workers.kernels.paged_decode import DecodePlan, plan_decode
 from workers.kernels.prefill import PrefillPlan, plan_prefill
@@ -62,6 +62,7 @@ def _decode(shape: str, lens: Sequence[int], num_heads: int, device: str) -> Ker
         ),
         num_bytes=paged.num_bytes,
         num_flops=_flops(num_heads, sum(lens)),
+        goal=Goal(share=0.6),
     )
 
 

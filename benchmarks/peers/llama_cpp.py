@@ -3,6 +3,7 @@
 
     python llama_cpp.py MODEL '[{"num_requests": 8, "input_len": 128, "output_len": 32}]' THREADS TYPE
     python llama_cpp.py convert MODEL_FOLDER FILE TYPE
+    python llama_cpp.py quantise FILE FILE Q4_K_M
 
 MODEL is a GGUF file, or the folder of a Llama without a tokenizer, which is converted first. TYPE is q8_0 (weights of
 8 bits, llama.cpp's fast path) or bf16 (as the other engines compute). Sequences are batched as its server does it: one
@@ -79,6 +80,16 @@ def convert(folder: Path, path: Path, kind: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def quantise(source: Path, path: Path, kind: str) -> None:
+    """As llama.cpp's own program llama-quantize does it. Raises RuntimeError where it fails."""
+    llama: Any = importlib.import_module("llama_cpp")
+    params = llama.llama_model_quantize_default_params()
+    params.ftype, params.nthread = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{kind}"), os.cpu_count()
+    status = llama.llama_model_quantize(str(source).encode(), str(path).encode(), params)
+    if status != 0:
+        raise RuntimeError(f"llama.cpp did not write {path}: status {status}")
 
 
 def tensors(path: Path, numpy: Any) -> Any:
@@ -162,7 +173,7 @@ class LlamaRun:
 
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder, where this file has the package's name
-    if sys.argv[1] == "convert":
-        convert(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    if sys.argv[1] in ("convert", "quantise"):
+        {"convert": convert, "quantise": quantise}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
     else:
         main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

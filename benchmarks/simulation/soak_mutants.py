@@ -39,8 +39,8 @@ MUTANTS = (
     Mutant(
         name="leak: room that a moved sequence did not need",
         module="workers.transfer.receive",
-        old="            self._pool.release(self.ledger.truncate(ticket.ticket_id, ticket.generation, num_own))\n",
-        new="            self.ledger.truncate(ticket.ticket_id, ticket.generation, num_own)\n",
+        old="            self._pool.release(self.ledger.truncate(ticket.ticket_id, ticket.generation, stop))\n",
+        new="            self.ledger.truncate(ticket.ticket_id, ticket.generation, stop)\n",
     ),
     Mutant(
         name="leak: cached blocks of a refused reservation",
@@ -72,6 +72,25 @@ MUTANTS = (
         old="        finally:\n            self._fleet.num_turned_away -= 1\n",
         new="        except asyncio.CancelledError:\n            raise\n        else:\n            self._fleet.num_turned_away -= 1\n",
     ),
+    # -- drafts --------------------------------------------------------------------------------------------------------
+    Mutant(
+        name="drafts: rejected positions count as computed",
+        module="workers.scheduling.scheduler",
+        old="            num_computed += len(token_ids) - 1\n",
+        new="            num_computed += len(row.draft_ids)\n",
+    ),
+    Mutant(
+        name="drafts: rejected positions stay planned",
+        module="workers.scheduling.scheduler",
+        old="            if len(token_ids) != num_steps:\n                request.num_planned = num_computed\n",
+        new="",
+    ),
+    Mutant(
+        name="drafts: a step in flight follows a row with drafts",
+        module="workers.scheduling.step_rows",
+        old="    if request.num_drafts:\n        return False\n",
+        new="",
+    ),
     # -- lives ---------------------------------------------------------------------------------------------------------
     Mutant(
         name="lives: a gap of one event is no gap",
@@ -95,8 +114,8 @@ MUTANTS = (
     Mutant(
         name="tokens: a full partial block is pushed too early",
         module="kvtransfer.session",
-        old="        num_full = num_computed // size - self.first_block\n",
-        new="        num_full = -(-num_computed // size) - self.first_block\n",
+        old="        num_full = num_computed // self.ticket.layout.block_size\n",
+        new="        num_full = -(-num_computed // self.ticket.layout.block_size)\n",
     ),
     Mutant(
         name="tokens: a copy to the host is made after its block is handed out",
@@ -112,9 +131,9 @@ MUTANTS = (
     ),
     Mutant(
         name="logprobs: positions that are cached have none",
-        module="workers.scheduling.scheduler",
-        old="            limit = min(limit, request.num_prompt_reported)\n",
-        new="            pass\n",
+        module="workers.scheduling.prefix_hits",
+        old="        limit = min(limit, request.num_prompt_reported)\n",
+        new="        pass\n",
     ),
     # -- leases --------------------------------------------------------------------------------------------------------
     Mutant(
@@ -126,8 +145,8 @@ MUTANTS = (
     Mutant(
         name="leases: blocks that land do not extend it",
         module="kvtransfer.ledger",
-        old="            entry.add(index, layers)\n        entry.extend(now)\n",
-        new="            entry.add(index, layers)\n",
+        old="            entry.add((chunk.group, index), layers)\n        entry.extend(now)\n",
+        new="            entry.add((chunk.group, index), layers)\n",
     ),
     Mutant(
         name="leases: what is sent does not extend the sender's",

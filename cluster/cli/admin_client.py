@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,7 +65,7 @@ def get_json(client: httpx.Client, path: str) -> Any:
     sent."""
     try:
         response = client.get(path)
-        if response.status_code == 404:
+        if response.status_code == 404 and not _is_explained(response):
             raise NotFound(f"{client.base_url} answers, but has no {path}: it is not a Baton gateway")
         _check_admitted(response)
         raise_for_error(response)
@@ -75,10 +76,10 @@ def get_json(client: httpx.Client, path: str) -> Any:
         raise Unavailable(f"{client.base_url} answers {path} with something that is not JSON") from error
 
 
-def request_json(client: httpx.Client, path: str, method: str = "GET") -> Any:
-    """Raises what the server says, or Unavailable."""
+def request_json(client: httpx.Client, path: str, method: str = "GET", body: Mapping[str, Any] | None = None) -> Any:
+    """Raises the error that the server sent, or Unavailable."""
     try:
-        response = client.request(method, path)
+        response = client.request(method, path, json=body)
     except httpx.HTTPError as error:
         raise no_answer(client, error) from error
     raise_for_error(response)
@@ -100,6 +101,12 @@ def raise_for_error(response: httpx.Response) -> None:
     """Raises the typed error of a response that has been read, if its status is an error."""
     if response.is_error:
         raise error_of(response.text, response.status_code)
+
+
+def _is_explained(response: httpx.Response) -> bool:
+    """Does a 404 have an error of Baton's that is about more than the path?"""
+    error = error_of(response.text, response.status_code)
+    return isinstance(error, NotFound) and not error.message.startswith("There is nothing at ")
 
 
 def _check_admitted(response: httpx.Response) -> None:

@@ -10,14 +10,17 @@ from cluster.config.settings import to_toml
 from protos.errors import BatonError
 
 
-@options.takes_settings("model")
+@options.takes_settings("model", several=True)
 def config(given: options.GivenSettings) -> None:
     """Print every setting in force as TOML for --config. Without a file or model: the settings of `baton up`."""
     is_of_demo = given.file is None and not given.flags
-    settings = given.config(**DEMO if is_of_demo else {})
-    typer.echo(to_toml(settings), nl=False)
-    if given.flags:
-        try:
-            settings.check_model()
-        except BatonError as error:  # the configuration may be meant for another machine
-            typer.echo(f"baton: {error.message}: so it cannot be served from here", err=True)
+    configs = given.configs(**DEMO if is_of_demo else {})
+    for settings in configs:
+        if len(configs) > 1:
+            typer.echo(f"# the model {settings.router.model_name}")
+        typer.echo(to_toml(settings), nl=False)
+        if given.flags:
+            try:
+                settings.check_model()
+            except BatonError as error:  # the configuration may be meant for another machine
+                typer.echo(f"baton: {error.message}: so it cannot be served from here", err=True)

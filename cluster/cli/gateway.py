@@ -13,12 +13,14 @@ from cluster.process.logs import LogFormat, terminal
 At = Annotated[list[str] | None, typer.Option("--worker", metavar="HOST:PORT", help="Address of a worker. Repeatable.")]
 
 
-@options.takes_settings("model", "served_name", "discovery", *options.GATEWAY, "worker.max_model_len", "peers.token")
+@options.takes_settings(
+    "model", "served_name", "fleet", "discovery", *options.GATEWAY, "worker.max_model_len", "peers.token", several=True
+)
 def gateway(given: options.GivenSettings, worker: At = None, log_format: options.Log = LogFormat.TEXT) -> None:
     """Serve HTTP and gRPC until Ctrl-C, for the workers at the given addresses or announced in Redis."""
     import uvloop
 
-    config = given.config()
-    console = terminal(log_format, access_log=config.router.http.access_log)
-    if not uvloop.run(run_gateway(config, tuple(worker or ()), console, log_format)):
+    configs = given.configs()
+    console = terminal(log_format, access_log=configs[0].router.http.access_log)
+    if not uvloop.run(run_gateway(configs, tuple(worker or ()), console, log_format)):
         raise typer.Exit(130)

@@ -25,13 +25,22 @@ class Verb(NamedTuple):
 SERVE, USE, APART = "Serve a model", "Use and observe a cluster", "Run the parts of a cluster apart"
 
 VERBS: dict[str, Verb] = {
-    "up": Verb("cluster.cli.serve", "up", "The demo model on this machine; Ctrl-C stops everything.", SERVE),
+    "up": Verb("cluster.cli.serve", "up", "A model on this machine, by default the demo; Ctrl-C stops it.", SERVE),
     "serve": Verb("cluster.cli.serve", "serve", "Gateway, prefill and decode workers, supervised.", SERVE),
     "config": Verb("cluster.cli.config", "config", "Print the settings in force, as a file for --config.", SERVE),
     "status": Verb("cluster.cli.status", "status", "Show pools, workers, load, KV and lanes.", USE),
-    "why": Verb("cluster.cli.why", "why", "Show why a request was routed as it was.", USE),
-    "drain": Verb("cluster.cli.drain", "drain", "Move a worker's requests elsewhere, and end it.", USE),
+    "why": Verb("cluster.cli.why", "why", "Show why a request was routed as it was, or the fleet changed.", USE),
+    "doctor": Verb("cluster.doctor.verb", "doctor", "Find what is wrong with a running cluster.", USE),
+    "drain": Verb("cluster.cli.change.drain", "drain", "Move a worker's requests elsewhere, and end it.", USE),
+    "scale": Verb("cluster.cli.change.capacity", "scale", "Change the number of workers while they serve.", USE),
+    "flip": Verb("cluster.cli.change.capacity", "flip", "Change the role of a worker while it runs.", USE),
+    "roll": Verb("cluster.cli.change.capacity", "roll", "Replace the model or settings of all workers.", USE),
+    "adapter": Verb("cluster.cli.change.adapter", "adapter", "Load, unload or list LoRA adapters.", USE),
+    "plan": Verb("cluster.cli.change.plan", "plan", "Show which fleet the present load needs, and why.", USE),
+    "usage": Verb("cluster.cli.costs", "usage", "Show who used how many tokens.", USE),
+    "costs": Verb("cluster.cli.costs", "costs", "Show what is charged, and what it costs.", USE),
     "chat": Verb("cluster.cli.chat", "chat", "Talk to the model.", USE),
+    "batch": Verb("cluster.cli.client.batch", "batch", "Run a file of requests when there is room.", USE),
     "bench": Verb("cluster.bench.verb", "bench", "Measure it under load.", USE),
     "simulate": Verb(
         "cluster.simulate.cli.simulate", "simulate", "The same code in virtual time: sizes, faults, policies.", USE

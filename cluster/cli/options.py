@@ -4,8 +4,8 @@ precedence."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +13,13 @@ import typer
 
 from cluster.config.config import ClusterConfig
 from cluster.config.declared import declared_settings
-from cluster.config.settings import Table, make_blaming, make_config, merge, read_file, setting, table_of
+from cluster.config.models import TABLE, make_configs, models_given
+from cluster.config.settings import Table, make_blaming, merge, read_file, setting, table_of
 from cluster.process.logs import LogFormat
 from protos.errors import Misconfigured
 from protos.settings import number
 from router.policies.registry import check_names
+from workers.adapters.names import parse_adapters
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="A TOML file of settings; `baton config` prints one.")
@@ -33,15 +35,26 @@ Colocated = Annotated[bool, typer.Option("--colocated", help="Workers that prefi
 Workers = Annotated[
     int | None, typer.Option("--workers", help="Number of colocated workers; implies --colocated. Default: 1.")
 ]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", metavar="NAME=PATH", help="A LoRA adapter's folder, served as NAME. Repeatable."),
+]
+Models = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model", metavar="PATH", help="A checkpoint's folder, or a GGUF file. Several: NAME=PATH, repeated."
+    ),
+]
 POOLS = (
     "pools.prefill", "pools.decode", "worker.tp", "pools.prefill_tp", "pools.decode_tp", "worker.device",
     "worker.dtype", "worker.kv_dtype", "worker.quantize", "worker.expert_parallel", "worker.max_model_len",
-    "worker.host_kv_gib",
+    "worker.host_kv_gib", "worker.speculate",
 )  # fmt: skip
 GATEWAY = (
     "host", "port", "grpc_port", "processes", "index", "router.policy", "router.shadow_policy",
-    "router.text.tool_parser", "router.http.access_log",
+    "router.text.tool_parser", "router.text.reasoning_parser", "router.http.access_log",
 )  # fmt: skip
+PLANNER = ("planner.autoscale", "router.ttft_ms", "router.tpot_ms")
 Verb = Callable[..., Any]
 
 
@@ -55,26 +68,42 @@ class GivenSettings:
     workers: int | None = None  # --workers without --colocated
 
     def config(self, **over: Any) -> ClusterConfig:
-        """`over` has flags, too. Raises Misconfigured."""
+        """Of one model. `over` has flags, too. Raises Misconfigured."""
+        configs = self.configs(**over)
+        if len(configs) > 1:
+            raise Misconfigured(
+                f"there are {len(configs)} models: `baton serve` and `baton gateway` serve several; this command is "
+                "for one: name it with --model, and its --fleet",
+                param="model",
+            )
+        return configs[0]
+
+    def configs(self, **over: Any) -> tuple[ClusterConfig, ...]:
+        """Of each model; `over` has flags, too. Raises Misconfigured."""
         in_file, flags = read_file(self.file) if self.file is not None else {}, merge(self.flags, over)
         for one in self.further:
             flags = merge(flags, setting(one))
+        if flags.get("model") or TABLE in flags:
+            in_file = {name: value for name, value in in_file.items() if name not in ("model", TABLE)}
         return make_blaming(self.file, in_file, flags, _make)
 
 
-def takes_settings(*paths: str) -> Callable[[Verb], Verb]:
+def takes_settings(*paths: str, several: bool = False) -> Callable[[Verb], Verb]:
     """Makes a verb with --config, --set and a flag for the setting at each path. The verb is called with a
-    GivenSettings and its other parameters."""
+    GivenSettings and its other parameters. `several`: --model may be repeated."""
 
     def with_flags(verb: Verb) -> Verb:
         flags = {path.replace(".", "_"): path for path in paths}
         own = list(inspect.signature(verb, eval_str=True).parameters.values())[1:]
         more: dict[str, tuple[Any, Any]] = {"file": (ConfigFile, None), "further": (Set, None)}
         if "pools.decode" in paths:
-            more |= {"colocated": (Colocated, False), "workers": (Workers, None)}
+            more |= {"colocated": (Colocated, False), "workers": (Workers, None), "adapter": (Adapters, None)}
 
         def run(**values: Any) -> None:
-            given = _flags({path: values.pop(name) for name, path in flags.items()})
+            models = models_given(values.pop("model") or ()) if several and values.get("model") else {}
+            given = _flags({path: values.pop(name, None) for name, path in flags.items()} | models)
+            if adapters := values.pop("adapter", None):
+                given = merge(given, table_of("worker.adapters", adapters_setting(adapters)))
             file, further = values.pop("file"), values.pop("further") or []
             colocated, workers = values.pop("colocated", False), values.pop("workers", None)
             if of_pools := pools(given.get("pools", {}), colocated, workers):
@@ -84,7 +113,10 @@ def takes_settings(*paths: str) -> Callable[[Verb], Verb]:
 
         kind = inspect.Parameter.KEYWORD_ONLY
         signature = [
-            inspect.Parameter(name, kind, default=None, annotation=_kind(path)) for name, path in flags.items()
+            inspect.Parameter(
+                name, kind, default=None, annotation=Models if several and path == "model" else _kind(path)
+            )
+            for name, path in flags.items()
         ]
         signature += [inspect.Parameter(name, kind, default=value, annotation=a) for name, (a, value) in more.items()]
         signature += [parameter.replace(kind=kind) for parameter in own]
@@ -96,6 +128,16 @@ def takes_settings(*paths: str) -> Callable[[Verb], Verb]:
     return with_flags
 
 
+def adapters_setting(given: Sequence[str]) -> str:
+    """`worker.adapters` of NAME=PATH, paths made absolute: workers have other working directories. Raises
+    Misconfigured."""
+    for one in given:
+        if "," in one:
+            raise Misconfigured(f"--adapter {one}: write one NAME=PATH, without a comma in it", param="adapter")
+    found = parse_adapters(", ".join(given), "--adapter")
+    return ", ".join(f"{name}={Path(path).absolute()}" for name, path in found.items())
+
+
 def option(path: str) -> Any:
     """A setting's flag. The parameter is None if the flag is not given."""
     declared = declared_settings()[path].setting
@@ -104,7 +146,7 @@ def option(path: str) -> Any:
         default = "yes" if default else "no"
     elif isinstance(default, float):
         default = number(default)
-    suffix = f" Default: {default}." if default not in ("", None) else ""
+    suffix = f" Default: {default}." if default not in ("", None, MISSING) else ""
     name = "--" + (declared.flag or declared.name).replace("_", "-")
     is_number = declared.kind in (int, float)
     return typer.Option(
@@ -143,10 +185,11 @@ def refuse_others(context: typer.Context, why: str, taken: Collection[str]) -> N
         raise Misconfigured(f"{why}: leave {', '.join(given)} out", param=given[0].lstrip("-"))
 
 
-def _make(tables: Table) -> ClusterConfig:
-    config = make_config(tables)
-    check_names(config.router)
-    return config
+def _make(tables: Table) -> tuple[ClusterConfig, ...]:
+    configs = make_configs(tables)
+    for config in configs:
+        check_names(config.router)
+    return configs
 
 
 def _flags(values: Mapping[str, Any]) -> Table:

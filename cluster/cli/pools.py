@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +14,15 @@ from rich.console import Console
 from cluster.cli import options
 from cluster.config.config import ClusterConfig
 from cluster.discovery.base import ClusterAnnouncer
+from cluster.planner.planned_fleet import PlannedFleet
 from cluster.process.logs import LogFormat, terminal
 from cluster.process.signals import StopSignal, stopped, stopping
 from cluster.ray.pools import Pools
+from cluster.supervision.placement import FIRST
 from cluster.supervision.progress import Bars
 from protos.errors import Misconfigured
 from protos.hints import counted
+from router.fleet_owner import DesiredFleet
 
 log = logging.getLogger("baton.cluster")
 
@@ -28,7 +32,7 @@ Heartbeat = Annotated[
 ]
 
 
-@options.takes_settings("model", "served_name", "discovery", *options.POOLS, "ray.address")
+@options.takes_settings("model", "served_name", "fleet", "discovery", *options.POOLS, *options.PLANNER, "ray.address")
 def pools(given: options.GivenSettings, heartbeat: Heartbeat = None, log_format: options.Log = LogFormat.TEXT) -> None:
     """Run and supervise workers until Ctrl-C, for every `baton gateway` with the same --discovery."""
     config, console = given.config(), terminal(log_format)
@@ -67,30 +71,52 @@ async def _run(config: ClusterConfig, console: Console) -> bool:
             param="discovery",
         )
     config.peers.check()
+    from cluster.capacity.controller import FleetController, continued
+    from cluster.capacity.redis_fleet import RedisFleetStore, serve_calls
+    from cluster.capacity.revise import rolls_of
+    from cluster.config.revised import digest_of
     from cluster.discovery.redis import RedisAnnouncer, connect
 
     stop, bars = StopSignal(), Bars(console)
     given, config = config.peers.token, config.with_token()
-    announcer = RedisAnnouncer(await connect(config.discovery), token="" if given else config.peers.token)
-    workers = Pools(config, bars)
+    announcer = RedisAnnouncer(
+        await connect(config.discovery), token="" if given else config.peers.token, fleet=config.fleet
+    )
+    client = await connect(config.discovery)
+    store, configured = RedisFleetStore(client, config.fleet), DesiredFleet(counts=dict(config.pools.counts()))
+    settings = config
+    record = continued(await store.load(), configured, digest_of(settings))
+    if record is not None and record.desired != configured:
+        log.info("going on with the fleet of an earlier `baton pools`: %s", record.desired)
+        config = replace(config, pools=config.pools.with_counts(record.desired.counts))
+    workers = Pools(config, bars, revision=record.desired.revision if record is not None else FIRST)
+    rolls = rolls_of(workers, settings)
+    controller = FleetController(workers, configured, record=record, store=store, rolls=rolls)
+    owner = PlannedFleet(controller, config.planner_settings())
+    calls = asyncio.create_task(serve_calls(client, owner, fleet=config.fleet), name="fleet calls")
     try:
-        await stop.before(_serve(workers, announcer, bars))
+        await stop.before(_serve(workers, announcer, bars, owner))
         grace_s = config.supervision.grace_s if workers.plans else 0.0
         log.info("%s", stopping(grace_s))
         in_order = await stop.patiently(_stop(workers, grace_s))
     finally:
+        calls.cancel()
+        await owner.close()
         await workers.end()
+        await store.close()
+        await client.aclose()
         await announcer.close()
     log.info("%s", stopped(in_order))
     return in_order
 
 
-async def _serve(workers: Pools, announcer: ClusterAnnouncer, bars: Bars) -> None:
+async def _serve(workers: Pools, announcer: ClusterAnnouncer, bars: Bars, owner: PlannedFleet) -> None:
     with bars:
         await workers.prepare()
         await workers.start(announcer)
         await workers.ready()
     log.info("serving with %s", counted(len(workers.plans), "worker"))
+    owner.start()
     await workers.wait()
 
 

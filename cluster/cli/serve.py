@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shlex
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,19 +21,26 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from cluster.capacity.controller import FleetController
+from cluster.capacity.revise import rolls_of
 from cluster.cli import options
 from cluster.config.config import ClusterConfig
+from cluster.config.models import TABLE
 from cluster.config.settings import read_file, setting
-from cluster.discovery.base import DirectAnnouncer
+from cluster.discovery.base import DirectAnnouncer, Members
 from cluster.gateway.run import open_faces
+from cluster.planner.planned_fleet import PlannedFleet
 from cluster.process.gc_tuning import collect_rarely
 from cluster.process.logs import LogFormat, ResultConsole, terminal
 from cluster.process.ports import listen_for_gateway
 from cluster.process.signals import StopSignal, stopped, stopping
+from cluster.ray.machine_part import MachinePart, parts, visible_gpus
 from cluster.ray.pools import Pools
-from cluster.supervision.preflight import check_feasible, check_files
+from cluster.supervision.preflight import check_adapter_names, check_feasible, check_files
 from cluster.supervision.progress import Bars
 from protos.errors import Misconfigured
+from protos.hints import listed
+from router.fleet_owner import DesiredFleet
 
 if TYPE_CHECKING:
     from cluster.gateway.process_supervisor import GatewayProcesses
@@ -40,41 +49,65 @@ if TYPE_CHECKING:
 log = logging.getLogger("baton.cluster")
 
 ModelPath = Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model: a folder, or a GGUF file.")]
+SETTINGS = ("model", "served_name", *options.POOLS, *options.GATEWAY, *options.PLANNER, "ray.address")
 DEMO = {"model": str(Path(__file__).resolve().parents[2] / "demo" / "model"), "served_name": "demo"}
 
 
+class ServedFleet:
+    """The workers of one model, and the owner of their desired number."""
+
+    def __init__(self, config: ClusterConfig, bars: Bars, part: MachinePart | None) -> None:
+        self.pools = Pools(config, bars, part)
+        configured = DesiredFleet(counts=dict(config.pools.counts()))
+        controller = FleetController(self.pools, configured, rolls=rolls_of(self.pools, config))
+        self.owner = PlannedFleet(controller, config.planner_settings())
+        self.counts = config.pools.counts()
+
+
 class ServedCluster:
-    """Everything that `baton serve` runs."""
+    """Everything that `baton serve` runs, for one model or several."""
 
     def __init__(
-        self, config: ClusterConfig, listening: socket.socket, console: Console, log_format: LogFormat
+        self, configs: Sequence[ClusterConfig], listening: socket.socket, console: Console, log_format: LogFormat
     ) -> None:
-        self._config = config = config.with_token()
+        first = configs[0].with_token()  # one token, because one gateway calls the workers of all
+        self._configs = configs = [first, *(replace(one, peers=first.peers) for one in configs[1:])]
         self._log_format = log_format
         self._listening = listening
         self._console = console
         self._bars = Bars(console)
-        self._pools = Pools(config, self._bars)
+        self._fleets = [
+            ServedFleet(config, self._bars, part) for config, part in zip(configs, _parts(configs), strict=True)
+        ]
         self._front: GatewayServer | GatewayProcesses | None = None
         self._serves = False
 
     async def run(self) -> None:
         """Runs until cancelled. Raises BatonError if it cannot start, or if a part of it cannot continue."""
+        first, *others = self._fleets
         with self._bars:
-            preparing = asyncio.create_task(self._pools.prepare())
+            preparing = asyncio.gather(*(one.pools.prepare() for one in self._fleets))
             try:
-                front = self._front = open_faces(self._config, self._listening, self._log_format)
+                front = self._front = open_faces(
+                    self._configs[0], self._listening, self._log_format, fleet_owner=first.owner,
+                    others=self._configs[1:], other_owners=[one.owner for one in others],
+                )  # fmt: skip
                 await front.start()
                 await preparing
             finally:
+                preparing.add_done_callback(_retrieve)  # where the gateway fails, its error is the one to raise
                 preparing.cancel()
             collect_rarely()
-            await self._pools.start(DirectAnnouncer(front.fleet))
-            await self._pools.ready()
+            for fleet, members in zip(self._fleets, _members(front), strict=True):
+                await fleet.pools.start(DirectAnnouncer(members))
+            await asyncio.gather(*(one.pools.ready() for one in self._fleets))
             await front.ready()
         self._serves = True
+        for one in self._fleets:
+            one.owner.start()
         self._show_ready(front)
-        ended = [asyncio.ensure_future(self._pools.wait()), asyncio.ensure_future(front.wait())]
+        ended = [asyncio.ensure_future(one.pools.wait()) for one in self._fleets]
+        ended.append(asyncio.ensure_future(front.wait()))
         try:
             await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
@@ -86,42 +119,76 @@ class ServedCluster:
 
     async def stop(self) -> None:
         """Stops in order, within the configured times. If cancelled, it leaves the rest to `end`."""
-        grace_s = self._config.supervision.grace_s if self._serves else 0.0
+        grace_s = self._configs[0].supervision.grace_s if self._serves else 0.0
         log.info("%s; Ctrl-C again stops at once", stopping(grace_s))
         if self._front is not None:
             await self._front.stop(grace_s)
-        await self._pools.stop()
+        await asyncio.gather(*(one.pools.stop() for one in self._fleets))
 
     async def end(self) -> None:
         """Always runs last: it leaves no process behind."""
         if self._front is not None:
             await self._front.stop(0.0)
-        await self._pools.end()
+        for one in self._fleets:
+            await one.owner.close()
+        for one in self._fleets:
+            await one.pools.end()
         self._listening.close()
 
     def _show_ready(self, front: GatewayServer | GatewayProcesses) -> None:
         if not self._console.is_terminal:
-            log.info("serving %s at %s, gRPC on port %d", front.model, front.url, front.grpc_port)
+            models = listed([one.router.model_name for one in self._configs])
+            log.info("serving %s at %s, gRPC on port %d", models, front.url, front.grpc_port)
         if self._log_format is LogFormat.JSON:
             return  # a reader of both stdout and stderr finds it in the log
-        plan, counts = self._pools.plans[0], self._config.pools.counts()
-        pools = " + ".join(f"{count} {role}" for role, count in counts.items() if count)
-        ResultConsole().say(
-            f"[bold]{escape(front.model)}[/] at [bold cyan]{front.url}[/], in a browser too (gRPC: port "
-            f"{front.grpc_port}), ready: {pools}, tensor parallel {plan.num_ranks}, on {plan.device}. "
-            f"Ctrl-C stops it.\n\n{escape(front.example())}\n"
-        )
+        where = f"at [bold cyan]{front.url}[/], in a browser too (gRPC: port {front.grpc_port}), ready: "
+        lines = [f"[bold]{escape(one.router.model_name)}[/] {{}}{_pools(fleet)}. " for one, fleet in self._each()]
+        lines = [line.format(where if number == 0 else "beside it: ") for number, line in enumerate(lines)]
+        ResultConsole().say("\n".join(lines) + f"Ctrl-C stops it.\n\n{escape(front.example())}\n")
+
+    def _each(self) -> Iterable[tuple[ClusterConfig, ServedFleet]]:
+        return zip(self._configs, self._fleets, strict=True)
 
 
-async def run_deployment(config: ClusterConfig, console: Console, log_format: LogFormat = LogFormat.TEXT) -> bool:
+def _pools(fleet: ServedFleet) -> str:
+    plan = fleet.pools.plans[0]
+    pools = " + ".join(f"{count} {role}" for role, count in fleet.counts.items() if count)
+    return f"{pools}, tensor parallel {plan.num_ranks}, on {plan.device}"
+
+
+def _members(front: GatewayServer | GatewayProcesses) -> list[Members]:
+    """The fleet of each model."""
+    from cluster.gateway.server import GatewayServer
+
+    return [one.fleet for one in front.backends] if isinstance(front, GatewayServer) else [front.fleet]
+
+
+def _retrieve(ended: asyncio.Future[list[None]]) -> None:
+    """Keeps asyncio from logging an error that was never retrieved."""
+    if not ended.cancelled():
+        ended.exception()
+
+
+def _parts(configs: Sequence[ClusterConfig]) -> Sequence[MachinePart | None]:
+    """Parts of this machine, where several models have a private Ray each."""
+    if len(configs) == 1 or configs[0].ray.address:
+        return [None] * len(configs)
+    return parts(configs, len(os.sched_getaffinity(0)), visible_gpus())
+
+
+async def run_deployment(
+    configs: Sequence[ClusterConfig], console: Console, log_format: LogFormat = LogFormat.TEXT
+) -> bool:
     """Serves until a signal. Returns whether it was stopped in order. Raises BatonError."""
-    config.check_model()
-    check_feasible(config)
-    check_files(config)
+    check_adapter_names(configs)
+    for config in configs:
+        config.check_model()
+        check_feasible(config)
+        check_files(config)
     stop = StopSignal()
-    router = config.router
+    router = configs[0].router
     listening = listen_for_gateway(router.host, router.port, router.grpc_port)
-    deployment = ServedCluster(config, listening, console, log_format)
+    deployment = ServedCluster(configs, listening, console, log_format)
     try:
         await stop.before(deployment.run())
         in_order = await stop.patiently(deployment.stop())
@@ -131,33 +198,40 @@ async def run_deployment(config: ClusterConfig, console: Console, log_format: Lo
     return in_order
 
 
-@options.takes_settings("model", "served_name", *options.POOLS, *options.GATEWAY, "ray.address")
+@options.takes_settings(*SETTINGS, several=True)
 def serve(given: options.GivenSettings, path: ModelPath = None, log_format: options.Log = LogFormat.TEXT) -> None:
     """Serve a model until Ctrl-C: a gateway, and prefill and decode workers that Ray places and Baton supervises."""
-    if path is not None and "model" in given.flags:
-        raise Misconfigured(
-            f"the model is given twice, as {path} and as --model {given.flags['model']}: give it once", param="model"
-        )
-    _serve(given, given.config(**({} if path is None else {"model": path})), log_format)
+    _serve(given, given.configs(**_model_given_once(given, path)), log_format)
 
 
-@options.takes_settings("served_name", *options.POOLS, *options.GATEWAY, "ray.address")
-def up(given: options.GivenSettings, log_format: options.Log = LogFormat.TEXT) -> None:
-    """Serve the demo model that ships with Baton until Ctrl-C."""
-    terminal(log_format)
-    _warn_unused(given.file, given.further)
-    _serve(given, given.config(**DEMO | given.flags), log_format)
+@options.takes_settings(*SETTINGS, several=True)
+def up(given: options.GivenSettings, path: ModelPath = None, log_format: options.Log = LogFormat.TEXT) -> None:
+    """Serve a model until Ctrl-C: by default the demo model that ships with Baton."""
+    model = _model_given_once(given, path)
+    if not model and not {"model", TABLE} & given.flags.keys():
+        terminal(log_format)
+        _warn_unused(given.file, given.further)
+        model = DEMO | given.flags
+    _serve(given, given.configs(**model), log_format)
 
 
-def _serve(given: options.GivenSettings, config: ClusterConfig, log_format: LogFormat) -> None:
+def _model_given_once(given: options.GivenSettings, path: str | None) -> dict[str, str]:
+    """Raises Misconfigured."""
+    if path is not None and (named := given.flags.get("model") or given.flags.get(TABLE)):
+        shown = named if isinstance(named, str) else f"{next(iter(named))}=..."
+        raise Misconfigured(f"the model is given twice, as {path} and as --model {shown}: give it once", param="model")
+    return {} if path is None else {"model": path}
+
+
+def _serve(given: options.GivenSettings, configs: Sequence[ClusterConfig], log_format: LogFormat) -> None:
     import uvloop
 
-    console = terminal(log_format, access_log=config.router.http.access_log)
+    console = terminal(log_format, access_log=configs[0].router.http.access_log)
     if given.workers is not None:
         log.info(
             "--workers %d: colocated, each computes prompts and answers; two pools: --prefill, --decode", given.workers
         )
-    if not uvloop.run(run_deployment(config, console, log_format)):
+    if not uvloop.run(run_deployment(configs, console, log_format)):
         raise typer.Exit(130)
 
 
@@ -166,7 +240,7 @@ def _warn_unused(file: Path | None, further: Sequence[str]) -> None:
     for one in further:
         if "model" in (table := setting(one)):
             raise Misconfigured(
-                f"--set {shlex.quote(one)}: `baton up` serves the demo model: use `baton serve --model "
+                f"--set {shlex.quote(one)}: without --model `baton up` serves the demo model: use `baton up --model "
                 f"{shlex.quote(str(table['model']))}`",
                 param="model",
             )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Annotated, Any
 
 import typer
@@ -74,11 +76,11 @@ def status_tables(status: Mapping[str, Any], url: str) -> RenderableType:
     """Prints /admin/status as tables, without empty ones."""
     workers: Sequence[Worker] = sorted(status["workers"], key=_place)
     held = [(worker["worker_id"], status["kv"].get(worker["worker_id"])) for worker in workers]
-    tables = (_pools(workers), _workers(workers), _lanes(held), _tickets(held))
+    tables = (_pools(workers), _workers(workers), _speculation(workers), _lanes(held), _tickets(held))
     weights = dict.fromkeys(worker["info"]["weights"] for worker in workers if worker["info"])
     stored = [Text(f"weights: {one}") for one in weights if one]
     stored += [Text(f"KV: {one}") for one in dict.fromkeys(_kv_dtype(worker) for worker in workers) if one]
-    parts: list[RenderableType] = [_headline(status, url), *stored]
+    parts: list[RenderableType] = [_headline(status, url), *_fleet(status.get("capacity")), *stored]
     for table in tables:
         if table.row_count:
             parts += ["", table]
@@ -103,7 +105,31 @@ def _headline(status: Mapping[str, Any], url: str) -> Text:
     ready = Text("ready", "bold green") if status["ready"] else Text(f"not ready: {status['reason']}", "bold red")
     joint = ", but " if status["ready"] else "; "
     degraded = (joint, (status["degraded"], "yellow")) if status.get("degraded") else ()
-    return Text.assemble((status["model"], "bold"), f" at {url} is ", ready, *degraded)
+    others = [f"{url}/models/{name}" for name in status.get("models", ())[1:]]
+    beside = f"\nother models, each with a status of its own (--url): {', '.join(others)}" if others else ""
+    return Text.assemble((status["model"], "bold"), f" at {url} is ", ready, *degraded, beside)
+
+
+def _fleet(capacity: Mapping[str, Any] | None, now: Callable[[], float] = time.time) -> list[Text]:
+    """The desired fleet once it has been changed, with the latest change."""
+    if not capacity or not capacity["changes"]:
+        return []
+    latest, waiting = capacity["changes"][-1], ", ".join(capacity["waiting_for"])
+    ago = _duration(max(0.0, now() - latest["at_s"]))
+    why = f" ({latest['why']})" if latest["why"] else ""
+    outcome = f": {latest['reason']}" if latest["reason"] else f": waiting for {waiting}" if waiting else ""
+    style = {"failed": "red", "under way": "yellow"}.get(latest["state"], "yellow" if waiting else "")
+    return [
+        Text(f"fleet: {fleet_words(capacity['desired'])}", style),
+        Text(f"       changed {ago} ago by {latest['who'] or 'an operator'}{why}, {latest['state']}{outcome}", style),
+    ]
+
+
+def fleet_words(fleet: Mapping[str, Any]) -> str:
+    """A fleet as people write it: 1 prefill + 2 decode."""
+    counts = " + ".join(f"{count} {role}" for role, count in fleet["counts"].items())
+    revision = fleet.get("revision") or {}
+    return f"{counts} at revision {revision['name']}" if revision.get("name") else counts
 
 
 def _pools(workers: Sequence[Worker]) -> Sheet:
@@ -187,6 +213,35 @@ def _load(worker: Worker) -> list[str]:
         f"{load['prefill_tokens_per_s']:,.0f}" if load["prefill_tokens_per_s"] else "-",
         f"{load['decode_step_s'] * 1000:,.1f} ms" if load["decode_step_s"] else "-",
     ]
+
+
+def _speculation(workers: Sequence[Worker]) -> Sheet:
+    """Drafts of each pool by source. A whole pool's figures stand in its first row."""
+    table = _table(
+        "Speculation", "pool", "drafts of", "drafted", "accepted", "by position", "tokens a step", "saved",
+        spare=("by position", "drafted"),
+    )  # fmt: skip
+    for pool in sorted({_pool(worker) for worker in workers}, key=_rank):
+        members = [worker for worker in workers if _pool(worker) == pool and worker["state"] in HERE]
+        loads = [load for worker in members if (load := worker["load"].get("speculation"))]
+        num_rows = sum(load["num_rows"] for load in loads)
+        if not num_rows:
+            continue
+        saved_s = sum(load["spared_s"] - load["spent_s"] for load in loads)
+        total = [f"{sum(load['num_tokens'] for load in loads) / num_rows:.2f}", f"{max(0.0, saved_s):,.1f} s"]
+        drafts = [one for load in loads for one in load["sources"]]
+        for source in dict.fromkeys(one["source"] for one in drafts) or [""]:
+            own = [one for one in drafts if one["source"] == source]
+            drafted, accepted = (_sums([one[name] for one in own]) for name in ("drafted_at", "accepted_at"))
+            shares = ", ".join(f"{part / whole:.0%}" for part, whole in zip(accepted, drafted, strict=True))
+            cells = [f"{sum(drafted):,}", f"{sum(accepted) / sum(drafted):.0%}", shares] if drafted else ["0", "-", "-"]
+            table.add_row(pool, source or "-", *cells, *total)
+            total = ["", ""]
+    return table
+
+
+def _sums(columns: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(counts) for counts in zip_longest(*columns, fillvalue=0)]
 
 
 def _cached(worker: Worker) -> str:

@@ -16,7 +16,8 @@ class Sheet:
     """A table that shrinks in this order: headers wrap at spaces; prose wraps; `spare` columns are dropped, the first
     one first; records are printed as a line for each field.
 
-    `left`: columns that are aligned left, not right; `prose`: columns whose text may wrap.
+    `left`: columns that are aligned left, not right; `prose`: columns whose text may wrap; `whole`: the option
+    that prints every column.
     """
 
     def __init__(
@@ -26,8 +27,9 @@ class Sheet:
         left: Sequence[str] = (),
         prose: Sequence[str] = (),
         spare: Sequence[str] = (),
+        whole: str = "--json",
     ) -> None:
-        self._title = title
+        self._title, self._whole = title, whole
         self._columns = columns
         self._left, self._prose = frozenset((*left, *prose)), frozenset(prose)
         self._spare = [name for name in spare if name in columns]
@@ -49,7 +51,7 @@ class Sheet:
                 yield self._table(widths)
                 if left_out:
                     names = ", ".join(" ".join(name.split()) for name in self._columns if name in left_out)
-                    yield Text(f"a wider terminal, or --json, also shows {names}", "dim")
+                    yield Text(f"a wider terminal, or {self._whole}, also shows {names}", "dim")
                 return
         yield from self._records()
 

@@ -13,8 +13,10 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, open_client, request_json
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client, request_json
+from cluster.cli.change.decisions import capacity_view
 from cluster.cli.tables import Sheet
+from protos.errors import Misconfigured
 from router.policies.base import cost_figure, shown_unit
 
 PIPED_COLUMNS = 160
@@ -46,9 +48,18 @@ def why(
     url: Annotated[str, typer.Option(help="URL of the gateway that gave the answer.")] = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="The gateway's whole reply, as JSON.")] = False,
     api_key: AdminKey = "",
+    capacity: Annotated[
+        bool, typer.Option("--capacity", help="Why the fleet is as it is: the planner's decisions, and the changes.")
+    ] = False,
 ) -> None:
     """Show why a request was routed as it was, and why its prompt was not cached. Without REQUEST: list the latest."""
+    if capacity and request:
+        raise Misconfigured("why: give either a request or --capacity", param="capacity")
     with open_client(url, api_key) as client:
+        if capacity:
+            report = get_json(client, "/admin/capacity")
+            _say(report, capacity_view(report), as_json=as_json)
+            return
         if not request:
             fetched = request_json(client, f"/admin/requests?limit={RECENT}")
             _say(fetched, recent_table(fetched["requests"]), as_json=as_json)
@@ -111,6 +122,8 @@ def _headline(job: View) -> Text:
         f"{job['prompt_tokens']:,} prompt tokens, {job['cached_tokens']:,} of them cached; "
         f"{job['output_tokens']:,} tokens written"
     )
+    if job["drafted_tokens"]:
+        figures += f", {job['accepted_drafts']:,} of them accepted of {job['drafted_tokens']:,} drafted"
     if job["ttft_s"] is not None:
         figures += f"; TTFT {_seconds(job['ttft_s'])}, from its arrival at the gateway"
     style = "green" if job["outcome"] in ("stop", "length") else "yellow" if not job["outcome"] else "red"

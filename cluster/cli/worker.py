@@ -42,6 +42,7 @@ Id = Annotated[str, typer.Option("--id", help="Name of the worker. Default: its 
     "worker.quantize",
     "worker.max_model_len",
     "worker.host_kv_gib",
+    "worker.speculate",
     "peers.token",
 )
 def worker(

@@ -6,9 +6,12 @@ setting.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from cluster.planner.config import PlannerConfig
+from cluster.planner.planner import PlannerSettings
 from decode_pool.config import DecodeConfig
 from kvtransfer.config import LaneConfig
 from prefill_pool.config import PrefillConfig
@@ -23,6 +26,7 @@ from workers.config import WorkerConfig
 
 MEMORY = "memory"
 MAX_WORKERS = 4096
+_FLEET = re.compile(r"([a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +50,7 @@ class PoolsConfig:
                 "prefill and decode: give either the former or the latter",
                 param="colocated",
             )
-        if not self.colocated and self.decode == 0:
+        if not self.colocated and self.decode == 0 and self.prefill != 0:
             raise Misconfigured(
                 "pools.decode = 0: give at least 1, as prefill workers write no answers", param="decode"
             )
@@ -62,6 +66,15 @@ class PoolsConfig:
         prefill = 1 if self.prefill is None else self.prefill
         decode = 1 if self.decode is None else self.decode
         return {WorkerRole.PREFILL: prefill, WorkerRole.DECODE: decode}
+
+    def with_counts(self, counts: Mapping[WorkerRole, int]) -> PoolsConfig:
+        """The same pools with these numbers of workers, none of other roles."""
+        return replace(
+            self,
+            prefill=counts.get(WorkerRole.PREFILL, 0),
+            decode=counts.get(WorkerRole.DECODE, 0),
+            colocated=counts.get(WorkerRole.COLOCATED, 0),
+        )
 
     def worker_ids(self) -> list[str]:
         """By the names in `cluster.supervision.placement`."""
@@ -93,6 +106,9 @@ class SupervisionConfig:
     backoff_reset_s: float = setting(60.0, "After this time of service earlier deaths do not count.", least=0)
     health_period_s: float = setting(2.0, "Time between two health checks of a worker.", least=0.1)
     max_failed_checks: int = setting(5, "A worker that fails as many checks in a row is dead.", least=1)
+    roll_patience_s: float = setting(
+        600.0, "Running answers of a model that `baton roll` replaces may take this long.", least=0
+    )
     grace_s: float = setting(30.0, "Running requests may finish within this time at a stop.", least=0)
     orphan_timeout_s: float = setting(
         60.0, "A worker on another machine ends after this time without a supervisor.", least=10
@@ -114,6 +130,9 @@ class ClusterConfig:
 
     index: str = setting(MEMORY, "Prefix index: memory, or redis://host:port for gateways that share one.")
     discovery: str = setting("", "redis://host:port where supervisor and gateways meet.")
+    fleet: str = setting(
+        "", "Name of this model's fleet, by which its workers' names begin, where several share a Redis."
+    )
     processes: int = setting(1, "Gateway processes behind the same ports.", least=1, most=64)
     pools: PoolsConfig = field(default_factory=PoolsConfig)
     worker: WorkerConfig
@@ -122,19 +141,39 @@ class ClusterConfig:
     router: RouterConfig
     ray: RayConfig = field(default_factory=RayConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
     tls: FaceTls = field(default_factory=FaceTls)
     peers: PeerTls = field(default_factory=PeerTls)
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if not any(self.pools.counts().values()):
+            raise Misconfigured(
+                "pools.decode = 0 and no other worker: give at least 1; `baton scale` puts a running cluster to sleep",
+                param="decode",
+            )
         if self.index != MEMORY:
             _check_index(self.index)
+        if not _FLEET.fullmatch(self.fleet):
+            raise Misconfigured(
+                f"fleet = {self.fleet!r}: give at most 40 of a to z, 0 to 9 and '-', none at the ends",
+                param="fleet",
+            )
         if self.discovery and not self.discovery.startswith(("redis://", "rediss://")):
             raise Misconfigured(f"discovery = {self.discovery!r}: give redis://host:port", param="discovery")
         if self.router.port and self.router.port == self.router.grpc_port:
             raise Misconfigured(
                 f"port and grpc_port are both {self.router.port}: give two, or 0 for any free one", param="grpc_port"
             )
+
+    def planner_settings(self) -> PlannerSettings | None:
+        """None without a planner. Raises Misconfigured."""
+        if not self.planner.autoscale:
+            return None
+        counts, router = self.pools.counts(), self.router
+        devices = {role: self.pools.tp(role, self.worker.tp) for role in counts}
+        absent = [role for role, count in counts.items() if not count]
+        return self.planner.settings(devices, ttft_ms=router.ttft_ms, tpot_ms=router.tpot_ms, absent=absent)
 
     @property
     def lanes(self) -> LaneConfig:

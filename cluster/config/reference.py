@@ -26,6 +26,9 @@ def page() -> str:
     return "\n".join(lines)
 
 
+_MAX_RANGE_CHARS = 90  # a line of the document has 160
+
+
 def _row(declared: DeclaredSetting) -> str:
     setting = declared.setting
     allowed = " ".join(_allowed(declared))
@@ -37,6 +40,8 @@ def _allowed(declared: DeclaredSetting) -> Iterator[str]:
     setting = declared.setting
     if setting.kind is bool:
         yield "true, false"
+    elif len(setting.range) > _MAX_RANGE_CHARS:
+        yield "names in api.md"
     elif setting.range:
         yield setting.range
     elif setting.kind is str:

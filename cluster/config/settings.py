@@ -13,18 +13,19 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.config.config import ClusterConfig
 from cluster.config.declared import config_fields, declared_settings, path_of, tables
 from cluster.config.renamed import check_renamed
 from protos.errors import Misconfigured
-from protos.hints import nearest, unusable
+from protos.hints import suggested, unusable
 from protos.model_files.opening import model_name
 from protos.settings import Setting, settings_of
 from protos.values import WorkerRole
 
 Table = dict[str, Any]
+Made = TypeVar("Made")
 
 _MAX_FLOAT = int(sys.float_info.max)
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -109,9 +110,7 @@ def _make(config: Any, above: str, given: Mapping[str, Any]) -> Any:
         raise type(error)(f"{table}.{error.message}", param=path) from error
 
 
-def make_blaming(
-    file: Path | None, in_file: Table, over: Table, make: Callable[[Table], ClusterConfig]
-) -> ClusterConfig:
+def make_blaming(file: Path | None, in_file: Table, over: Table, make: Callable[[Table], Made]) -> Made:
     """Calls `make` with a file's tables and flags merged. An error that the flags alone do not cause is blamed on the
     file, or on both if neither causes it alone."""
     try:
@@ -123,7 +122,7 @@ def make_blaming(
         raise type(error)(f"{where}: {error.message}", param=error.param) from error
 
 
-def _makes(tables: Table, mistake: Misconfigured, make: Callable[[Table], ClusterConfig]) -> bool:
+def _makes(tables: Table, mistake: Misconfigured, make: Callable[[Table], object]) -> bool:
     """Whether these tables alone fail with the same message, a missing model aside."""
     try:
         make(tables if mistake.param == "model" else {"model": "m", **tables})
@@ -179,6 +178,11 @@ def _checked(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield path, _typed(path, value, known[path].setting)
 
 
+def checked_value(path: str, value: Any) -> Any:
+    """The value of a setting that exists. Raises Misconfigured for a wrong type."""
+    return _typed(path, value, declared_settings()[path].setting)
+
+
 def _leaves(settings: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
     """Like `paths_of`, but searches tables only where a table belongs. Raises Misconfigured if there is a value
     instead."""
@@ -205,8 +209,7 @@ def _unknown(path: str) -> str:
         places = " or ".join(f"into [{home}]" if home else "to the top, outside every table" for home in homes)
         hint = f"it belongs {places}"
     else:
-        near = nearest(name, siblings)
-        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(sorted(siblings))}"
+        hint = suggested(name, siblings)
     return f"there is no setting {name!r} {where}: {hint}"
 
 

@@ -10,6 +10,8 @@ expires.
     baton:degraded      the ids of supervisors that may have such (a set)
     baton:changes       a channel: read again; a message names a worker that was withdrawn
 
+Where several fleets share a Redis, the keys of the fleet b begin with "baton@b:".
+
 A gateway reads everything on every change, and every `period_s` in case it missed a message. While Redis is unreachable
 it keeps the workers it knows, and notices their death by their connections.
 """
@@ -39,7 +41,7 @@ from router.prefix.redis_url import PASSWORD_VARIABLE, TROUBLES, raise_if_cancel
 log = logging.getLogger("baton.discovery")
 
 LEASE_S = 5.0
-CHANGES = "baton:changes"
+ROOT = "baton"
 
 
 class LeaseKind(NamedTuple):
@@ -49,9 +51,21 @@ class LeaseKind(NamedTuple):
     ids: str
 
 
-WORKER = LeaseKind("baton:worker:", "baton:workers")
-STARTING = LeaseKind("baton:starting:", "baton:starting")
-DEGRADED = LeaseKind("baton:degraded:", "baton:degraded")
+def root_of(fleet: str) -> str:
+    """What the keys of a fleet begin with."""
+    return f"{ROOT}@{fleet}" if fleet else ROOT
+
+
+class FleetKeys:
+    """The keys of a fleet: `changes` is the channel."""
+
+    def __init__(self, fleet: str = "") -> None:
+        root = root_of(fleet)
+        self.changes = f"{root}:changes"
+        self.worker = LeaseKind(f"{root}:worker:", f"{root}:workers")
+        self.starting = LeaseKind(f"{root}:starting:", f"{root}:starting")
+        self.degraded = LeaseKind(f"{root}:degraded:", f"{root}:degraded")
+
 
 # A successor may have announced the same worker already: delete the key only if this announcer wrote it.
 _FORGET = """
@@ -64,11 +78,8 @@ end
 _TIDY = "if redis.call('exists', KEYS[1]) == 0 then redis.call('srem', KEYS[2], ARGV[1]) end"
 
 
-async def connect(url: str, *, timeout_s: float = 2.0) -> Redis:
-    """A client for `url`; a URL without a password takes BATON_REDIS_PASSWORD.
-
-    Raises Misconfigured if no Redis answers there, or if it refuses the password.
-    """
+def client_of(url: str, *, timeout_s: float = 2.0) -> Redis:
+    """A client that connects when it is used; a URL without a password takes BATON_REDIS_PASSWORD."""
     client: Redis = Redis.from_url(
         url,
         password=os.environ.get(PASSWORD_VARIABLE) or None,  # a password in the URL takes precedence
@@ -77,6 +88,15 @@ async def connect(url: str, *, timeout_s: float = 2.0) -> Redis:
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s,
     )
+    return client
+
+
+async def connect(url: str, *, timeout_s: float = 2.0) -> Redis:
+    """A client for `url`; a URL without a password takes BATON_REDIS_PASSWORD.
+
+    Raises Misconfigured if no Redis answers there, or if it refuses the password.
+    """
+    client = client_of(url, timeout_s=timeout_s)
     try:
         await client.ping()
     except AuthenticationError as error:
@@ -136,8 +156,9 @@ class _Trouble:
 class RedisAnnouncer:
     """Lives on one event loop. Renews every lease three times in its length, so one missed renewal loses no worker."""
 
-    def __init__(self, client: Redis, *, token: str = "", lease_s: float = LEASE_S) -> None:
+    def __init__(self, client: Redis, *, token: str = "", lease_s: float = LEASE_S, fleet: str = "") -> None:
         self._client = client
+        self._keys = FleetKeys(fleet)
         self._token = token
         self._lease_s = lease_s
         self._live: dict[str, str] = {}
@@ -211,13 +232,21 @@ class RedisAnnouncer:
                 pipe.set(kind.key + name, value, px=int(self._lease_s * 1000))
                 pipe.sadd(kind.ids, name)
             for kind, name in self._written - leased.keys():
-                if kind is not WORKER:
+                if kind is not self._keys.worker:
                     pipe.delete(kind.key + name)
                     pipe.srem(kind.ids, name)
             for worker_id, address in gone.items():
-                pipe.eval(_FORGET, 3, WORKER.key + worker_id, WORKER.ids, CHANGES, address, worker_id)
+                pipe.eval(
+                    _FORGET,
+                    3,
+                    self._keys.worker.key + worker_id,
+                    self._keys.worker.ids,
+                    self._keys.changes,
+                    address,
+                    worker_id,
+                )
             if changed:
-                pipe.publish(CHANGES, "")
+                pipe.publish(self._keys.changes, "")
             await pipe.execute()
         self._written = set(leased)
         for worker_id, address in gone.items():
@@ -226,9 +255,9 @@ class RedisAnnouncer:
 
     def _leased(self) -> dict[tuple[LeaseKind, str], str]:
         """The value of every announcement in force, by kind and id."""
-        leased = {(WORKER, worker_id): address for worker_id, address in self._live.items()}
-        leased |= {(STARTING, worker_id): _packed(one) for worker_id, one in self._starting.items()}
-        return leased | ({(DEGRADED, self._id): self._degraded} if self._degraded else {})
+        leased = {(self._keys.worker, worker_id): address for worker_id, address in self._live.items()}
+        leased |= {(self._keys.starting, worker_id): _packed(one) for worker_id, one in self._starting.items()}
+        return leased | ({(self._keys.degraded, self._id): self._degraded} if self._degraded else {})
 
 
 class RedisDiscovery:
@@ -246,8 +275,10 @@ class RedisDiscovery:
         learn: Callable[[str, str], None] = lambda address, token: None,
         period_s: float = 1.0,
         lease_s: float = LEASE_S,
+        fleet: str = "",
     ) -> None:
         self._client = client
+        self._keys = FleetKeys(fleet)
         self._learn = learn
         self._period_s = period_s
         self._lease_s = lease_s
@@ -277,7 +308,7 @@ class RedisDiscovery:
         """Raises the errors of Redis."""
         withdrawn = ""
         async with aclosing(self._client.pubsub()) as changes:
-            await changes.subscribe(CHANGES)
+            await changes.subscribe(self._keys.changes)
             while True:
                 found, starting, degraded = await self._read()
                 raise_if_cancelled()
@@ -296,7 +327,7 @@ class RedisDiscovery:
         addresses."""
         names = [
             (kind, name)
-            for kind in (STARTING, WORKER, DEGRADED)
+            for kind in (self._keys.starting, self._keys.worker, self._keys.degraded)
             for name in sorted(str(one) for one in await self._client.smembers(kind.ids))
         ]
         addresses: dict[str, str] = {}
@@ -306,9 +337,9 @@ class RedisDiscovery:
         for (kind, name), value in zip(names, values, strict=True):
             if value is None:
                 await self._client.eval(_TIDY, 2, kind.key + name, kind.ids, name)
-            elif kind is DEGRADED:
+            elif kind is self._keys.degraded:
                 degraded[str(value)] = None
-            elif kind is WORKER:
+            elif kind is self._keys.worker:
                 addresses[name], _, token = str(value).partition(" ")
                 self._learn(addresses[name], token)
             elif (successor := _unpacked(str(value))) is not None:

@@ -1,9 +1,9 @@
 """Messages between the supervisor of gateway processes and each of them, over a `cluster.process.channel` of their own.
 
 supervisor ─▶ process     BeginProcess, WorkerStarts, WorkerJoined, WorkerLeft, ClusterDegraded, ProcessStatuses,
-                          TenantEntered, Ping, StopProcess
-process ─▶ supervisor     ProcessUp, ProcessReady, ProcessFailed, EnterTenant, TokensSpent, RequestEnded, Pong,
-                          ProcessLeaving
+                          TenantEntered, FleetReply, Ping, StopProcess
+process ─▶ supervisor     ProcessUp, ProcessReady, ProcessFailed, EnterTenant, TokensSpent, RequestEnded, FleetCall,
+                          Pong, ProcessLeaving
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from cluster.capacity.calls import FleetCall, FleetReply
 from cluster.config.config import ClusterConfig
 from cluster.process.logs import LogFormat
 from protos.codec import Messages
@@ -140,7 +141,7 @@ class RequestEnded:
 Message = (
     BeginProcess | WorkerStarts | WorkerJoined | WorkerLeft | ClusterDegraded | ProcessStatuses | StopProcess | Ping
     | Pong | ProcessUp | ProcessReady | ProcessFailed | ProcessLeaving | EnterTenant | TenantEntered | TokensSpent
-    | RequestEnded
+    | RequestEnded | FleetCall | FleetReply
 )  # fmt: skip
 
 CONTROL_MESSAGES = Messages.of(*get_args(Message))

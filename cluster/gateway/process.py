@@ -15,6 +15,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 
+from cluster.capacity.calls import FleetReply, SupervisedFleetOwner
 from cluster.discovery.base import Discovery, Members
 from cluster.gateway.connection_handoff import ConnectionReceiver
 from cluster.gateway.messages import (
@@ -35,7 +36,7 @@ from cluster.gateway.messages import (
     WorkerStarts,
 )
 from cluster.gateway.messages import StopProcess as StopOrder
-from cluster.gateway.run import discovery_of, follow, max_model_len_of
+from cluster.gateway.run import discovery_of, follow, found_owner, max_model_len_of
 from cluster.gateway.server import GatewayServer
 from cluster.gateway.tenant_limits import KeptLimits
 from cluster.process.channel import MessageChannel
@@ -90,6 +91,7 @@ class GatewayProcess:
         self._told = ToldDiscovery()
         # Without Redis the supervisor enforces tenants' limits; each process has an equal part of the queue.
         self._limits = KeptLimits(control) if config.index == MEMORY else None
+        self._owner = SupervisedFleetOwner(control)
         admission = config.router.admission
         self._front = GatewayServer(
             replace(config.router, admission=replace(admission, max_queued=-(-admission.max_queued // orders.count))),
@@ -100,6 +102,7 @@ class GatewayProcess:
             index=config.index,
             processes=self._processes,
             limits=self._limits,
+            fleet_owner=self._owner if orders.is_told else found_owner(config),
         )
         self._threshold = ConnectionReceiver(end, self._take)
 
@@ -154,6 +157,8 @@ class GatewayProcess:
                 self._processes.statuses, self._processes.settled = statuses, settled
             case TenantEntered() if self._limits is not None:
                 self._limits.answered(message)
+            case FleetReply():
+                self._owner.answered(message)
             case Ping():
                 self._control.send(Pong())
             case StopOrder(grace_s=grace_s):

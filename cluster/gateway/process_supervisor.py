@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cluster.capacity.calls import FleetCall, reply_to
 from cluster.config.config import ClusterConfig
 from cluster.gateway.connection_handoff import ConnectionHandoff
 from cluster.gateway.messages import (
@@ -53,6 +54,7 @@ from protos.errors import BatonError, Unavailable
 from protos.event_loop import Changed
 from protos.wire import raised
 from router.fleet.successors import Successor
+from router.fleet_owner import CapacityOwner, NoFleetOwner
 from router.replicas.peers import ProcessStatus
 
 log = logging.getLogger("baton.cluster")
@@ -99,6 +101,7 @@ class GatewayProcesses:
         log_format: LogFormat,
         is_told: bool = True,
         addresses: tuple[str, ...] = (),
+        fleet_owner: CapacityOwner | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._config = config
@@ -114,6 +117,8 @@ class GatewayProcesses:
         self._log_format = log_format
         self._is_told = is_told
         self._addresses = addresses
+        self._fleet_owner = fleet_owner or NoFleetOwner()
+        self._calls: set[asyncio.Task[None]] = set()
         self._workers: dict[str, str] = {}
         self._starting: dict[str, Successor] = {}
         self._degraded = ""
@@ -303,8 +308,15 @@ class GatewayProcesses:
                 self._keeper.spent(message)
             case RequestEnded():
                 self._keeper.gone(slot.number, message)
+            case FleetCall():
+                task = asyncio.create_task(self._reply(control, message))
+                self._calls.add(task)
+                task.add_done_callback(self._calls.discard)
             case Pong():
                 slot.num_unanswered = 0
+
+    async def _reply(self, control: MessageChannel, call: FleetCall) -> None:
+        control.send(await reply_to(call, self._fleet_owner))
 
     async def _watch_answers(self, slot: ProcessSlot, control: MessageChannel) -> None:
         """Returns when a process that was up no longer answers: its event loop hangs."""

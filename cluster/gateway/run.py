@@ -6,6 +6,8 @@ import asyncio
 import ipaddress
 import logging
 import socket
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
@@ -17,32 +19,41 @@ from cluster.process.gc_tuning import collect_rarely
 from cluster.process.logs import LogFormat
 from cluster.process.ports import listen_for_gateway
 from cluster.process.signals import StopSignal, stopped, stopping
-from cluster.supervision.preflight import check_files
+from cluster.supervision.preflight import check_adapter_names, check_files
 from protos.errors import Misconfigured
-from workers.models.config import longest_sequence, read_config
+from protos.hints import listed
+from workers.models.config import longest_sequence
+from workers.models.served import read_served
 
 if TYPE_CHECKING:
     from cluster.gateway.process_supervisor import GatewayProcesses
     from cluster.gateway.server import GatewayServer
     from router.fleet.channels import Channels
+    from router.fleet_owner import CapacityOwner
 
 log = logging.getLogger("baton.cluster")
 
 
 async def run_gateway(
-    config: ClusterConfig, addresses: tuple[str, ...], console: Console, log_format: LogFormat = LogFormat.TEXT
-) -> bool:
-    """Serves until a signal. Returns whether it was stopped in order. Raises BatonError."""
-    config.check_model()
-    check_discovery(config, addresses)
-    check_files(config)
+    configs: Sequence[ClusterConfig], addresses: tuple[str, ...], console: Console,
+    log_format: LogFormat = LogFormat.TEXT,
+) -> bool:  # fmt: skip
+    """Serves these models until a signal. Returns whether it was stopped in order. Raises BatonError."""
+    config, others = configs[0], configs[1:]
+    check_adapter_names(configs)
+    for one in configs:
+        one.check_model()
+        check_files(one)
+    workers = addresses_by_model(configs, addresses)
+    for one, own in zip(configs, workers, strict=True):
+        check_discovery(one, own)
     stop = StopSignal()
     router = config.router
     listening = listen_for_gateway(router.host, router.port, router.grpc_port)
     front: GatewayServer | GatewayProcesses | None = None
     try:
-        front = open_faces(config, listening, log_format, is_told=False, addresses=addresses)
-        await stop.before(_serve(front, config, addresses))
+        front = open_faces(config, listening, log_format, is_told=False, addresses=workers[0], others=others)
+        await stop.before(_serve(front, configs, workers))
         log.info("%s", stopping(config.supervision.grace_s if front.serves else 0.0))
         in_order = await stop.patiently(front.stop(config.supervision.grace_s))
     finally:
@@ -60,14 +71,21 @@ def open_faces(
     *,
     is_told: bool = True,
     addresses: tuple[str, ...] = (),
+    fleet_owner: CapacityOwner | None = None,
+    others: Sequence[ClusterConfig] = (),
+    other_owners: Sequence[CapacityOwner | None] = (),
 ) -> GatewayServer | GatewayProcesses:
     """The gateway, in this process or in several. `is_told`: workers are added to its `fleet`; otherwise its processes
-    find workers themselves."""
+    find workers themselves. Without a `fleet_owner` it is found as the workers are. `others`: further models, in one
+    process."""
     warn_if_open(config)
     if config.processes > 1:
         from cluster.gateway.process_supervisor import GatewayProcesses
 
-        return GatewayProcesses(config, listening, log_format=log_format, is_told=is_told, addresses=addresses)
+        return GatewayProcesses(
+            config, listening, log_format=log_format, is_told=is_told, addresses=addresses, fleet_owner=fleet_owner
+        )
+    from cluster.gateway.model_backend import ModelSettings
     from cluster.gateway.server import GatewayServer  # imports take a second, while Ray starts
 
     return GatewayServer(
@@ -77,7 +95,25 @@ def open_faces(
         tls=config.tls,
         peers=config.peers,
         index=config.index,
+        fleet_owner=fleet_owner or found_owner(config),
+        others=[
+            ModelSettings(
+                config=one.router,
+                max_model_len=max_model_len_of(one),
+                fleet_owner=owner or found_owner(one),
+            )
+            for one, owner in zip(others, other_owners or [None] * len(others), strict=True)
+        ],
     )
+
+
+def found_owner(config: ClusterConfig) -> CapacityOwner | None:
+    """The owner of the desired fleet behind `discovery`; None without it."""
+    if not config.discovery:
+        return None
+    from cluster.capacity.redis_fleet import RedisFleetOwner
+
+    return RedisFleetOwner(config.discovery, fleet=config.fleet)
 
 
 def warn_if_open(config: ClusterConfig) -> None:
@@ -97,17 +133,21 @@ def warn_if_open(config: ClusterConfig) -> None:
 
 def max_model_len_of(config: ClusterConfig) -> int:
     """The length limit of workers with the same settings. Raises Misconfigured, BadCheckpoint or UnsupportedModel."""
-    return longest_sequence(read_config(config.worker.model), config.worker.max_model_len)
+    return longest_sequence(read_served(config.worker.model), config.worker.max_model_len)
 
 
-async def _serve(front: GatewayServer | GatewayProcesses, config: ClusterConfig, addresses: tuple[str, ...]) -> None:
+async def _serve(
+    front: GatewayServer | GatewayProcesses, configs: Sequence[ClusterConfig], addresses: Sequence[tuple[str, ...]]
+) -> None:
     from cluster.gateway.server import GatewayServer
 
     await front.start()
-    log.info("serving %s at %s, gRPC on port %d, as soon as workers are found", front.model, front.url, front.grpc_port)
+    models = listed([one.router.model_name for one in configs])
+    log.info("serving %s at %s, gRPC on port %d, as soon as workers are found", models, front.url, front.grpc_port)
     if isinstance(front, GatewayServer):
         collect_rarely()
-        await follow(front, await discovery_of(config, addresses, front.channels))
+        found = [await discovery_of(one, own, front.channels) for one, own in zip(configs, addresses, strict=True)]
+        await follow(front, *found)
         return
     telling = asyncio.create_task(_report_ready(front), name="ready")
     try:
@@ -121,17 +161,45 @@ async def _report_ready(front: GatewayProcesses) -> None:
     log.info("every gateway process is ready")
 
 
-async def follow(front: GatewayServer, found: Discovery) -> None:
-    """Serves the workers that discovery finds, while HTTP is served."""
-    current = Gauge("baton_discovery_current", "1 while the list of workers is current", registry=front.registry)
-    current.set_function(lambda: 0.0 if found.trouble else 1.0)
-    front.fleet.notices.append(lambda: f"the list of workers may be old: {found.trouble}" if found.trouble else "")
-    following = asyncio.create_task(found.follow(front.fleet), name="discovery")
+async def follow(front: GatewayServer, *found: Discovery) -> None:
+    """Serves the workers that discovery finds, of each model, while HTTP is served."""
+    following = []
+    for backend, discovery in zip(front.backends, found, strict=True):
+        current = Gauge("baton_discovery_current", "1 while the list of workers is current", registry=backend.registry)
+        current.set_function(partial(_is_current, discovery))
+        backend.fleet.notices.append(partial(_notice, discovery))
+        following.append(asyncio.create_task(discovery.follow(backend.fleet), name="discovery"))
     try:
         await front.wait()
     finally:
-        following.cancel()
-        await asyncio.wait([following])
+        for task in following:
+            task.cancel()
+        await asyncio.wait(following)
+
+
+def _is_current(found: Discovery) -> float:
+    return 0.0 if found.trouble else 1.0
+
+
+def _notice(found: Discovery) -> str:
+    return f"the list of workers may be old: {found.trouble}" if found.trouble else ""
+
+
+def addresses_by_model(configs: Sequence[ClusterConfig], given: Sequence[str]) -> list[tuple[str, ...]]:
+    """The workers' addresses of each model: HOST:PORT, or NAME=HOST:PORT of several models. Raises Misconfigured."""
+    if len(configs) == 1:
+        return [tuple(given)]
+    names = [one.router.model_name for one in configs]
+    found: dict[str, list[str]] = {name: [] for name in names}
+    for one in given:
+        name, _, address = one.rpartition("=")
+        if name not in found:
+            raise Misconfigured(
+                f"--worker {one}: of several models write NAME=HOST:PORT; the models are {listed(names)}",
+                param="worker",
+            )
+        found[name].append(address)
+    return [tuple(found[name]) for name in names]
 
 
 def check_discovery(config: ClusterConfig, addresses: tuple[str, ...]) -> None:
@@ -162,4 +230,4 @@ async def discovery_of(config: ClusterConfig, addresses: tuple[str, ...], channe
         return StaticDiscovery(addresses, identify=identify)
     from cluster.discovery.redis import RedisDiscovery, connect
 
-    return RedisDiscovery(await connect(config.discovery), learn=channels.learn)
+    return RedisDiscovery(await connect(config.discovery), learn=channels.learn, fleet=config.fleet)

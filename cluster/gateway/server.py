@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from prometheus_client import CollectorRegistry, Gauge
 
-from cluster.gateway.shutdown import Cutoff
+from cluster.gateway.model_backend import ModelBackend, ModelSettings, SharedParts, open_ledger
 from cluster.process.fd_limit import raise_limit
 from cluster.process.ports import example, url_of
-from protos.tls import FaceTls, PeerTls
-from router.app import create_app
+from protos.errors import Misconfigured
+from protos.tls import FaceTls, PeerTls, expiry_s
 from router.auth.auth import AccessControl
 from router.auth.limits import TenantLimits
 from router.auth.registry import open_limits
-from router.build import build_router
+from router.auth.tenants import Roster
+from router.batches.build import storage_for
 from router.config import RouterConfig
 from router.fleet.channels import Channels
-from router.gateway import open_gateway
+from router.fleet_owner import CapacityOwner
 from router.grpc.service import GrpcFace
+from router.http.pace import Pace
 from router.http.protocol import HttpProtocol
-from router.metrics import RequestMetrics
-from router.prefix.registry import MEMORY, open_index
-from router.replicas.load_gossip import LoadGossip
+from router.ledger.prices import NO_PRICES
+from router.models.app import beside_each_other, create_models_app, front_of
+from router.models.metrics import ModelsCollector
+from router.prefix.registry import MEMORY
 from router.replicas.peers import PeerProcesses, SingleProcessApp, http_socket
+
+log = logging.getLogger("baton.cluster")
 
 LAST_WORDS_S = 1.0  # time for an error to reach a client that is cut off
 DATE_PERIOD_S = 1.0
@@ -79,12 +85,13 @@ class _Server(uvicorn.Server):
 
 
 class GatewayServer:
-    """Constructed on the event loop that runs it, from a listening socket. Workers are added to `fleet`.
+    """Constructed on the event loop that runs it, from a listening socket. Workers are added to `fleet`, or, of several
+    models, to the fleets of `backends`; the first model answers requests that name none.
 
     Without `listening` another process accepts connections, and `adopt` takes them: this is one gateway process of
     several, and all share a gRPC port.
 
-    Raises Misconfigured or BadCheckpoint if the model's tokenizer cannot be read or the policy does not exist.
+    Raises Misconfigured or BadCheckpoint if a model's tokenizer cannot be read or its policy does not exist.
     """
 
     def __init__(
@@ -98,45 +105,60 @@ class GatewayServer:
         index: str = MEMORY,
         processes: PeerProcesses | None = None,
         limits: TenantLimits | None = None,
+        fleet_owner: CapacityOwner | None = None,
+        others: Sequence[ModelSettings] = (),
     ) -> None:
         tls.check()
         self._is_secure, self._asks_for_keys = bool(tls.cert), bool(config.tenants)
         self._processes = processes or PeerProcesses()
-        gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
-        prefixes, self._others = open_index(
-            index, model=config.model_name, gateway_id=gateway_id, processes=self._processes
-        )
         self.channels = Channels(peers)
-        metrics = RequestMetrics(model=config.model_name)
-        self.registry = metrics.registry
-        router = self._router = build_router(
-            config, gateway_id=gateway_id, index=prefixes, peers=self._others, open_channel=self.channels,
-            registry=self.registry,
+        self._ledger, prices = open_ledger(config)
+        self._storage = storage_for(config.batch)
+        shared = SharedParts(
+            index=index, processes=self._processes, channels=self.channels, storage=self._storage, ledger=self._ledger,
+            prices=prices, pace=Pace(),
         )  # fmt: skip
-        self.fleet, admission = router.fleet, router.admission
-        self._shared_load = self._share_load()
-        access = self._access = AccessControl(
+        first = ModelSettings(config=config, max_model_len=max_model_len, fleet_owner=fleet_owner)
+        backends = self.backends = [ModelBackend(one, shared) for one in (first, *others)]
+        self.fleet = backends[0].fleet
+        self.registry = CollectorRegistry(auto_describe=True) if others else backends[0].registry
+        _register_expiry(self.registry, tls, peers)
+        if self._ledger is not None:
+            self.registry.register(self._ledger)
+        self._has_prices = self._ledger is not None and bool(config.ledger.prices)
+        self._access = AccessControl(
             Path(config.tenants) if config.tenants else None,
             limits=limits or open_limits(index, model=config.model_name),
             registry=self.registry,
-            changed=lambda roster: admission.weigh({name: tenant.weight for name, tenant in roster.tenants.items()}),
+            changed=self._weigh,
         )
-        self._generate = Cutoff(admission)
-        gateway = self._gateway = open_gateway(
-            config, generate=self._generate, fleet=self.fleet, metrics=metrics, access=access,
-            routing=router.routing,
-            processes=self._processes, max_model_len=max_model_len,
-        )  # fmt: skip
-        self.model = gateway.card.name
-        self.has_chat = gateway.template is not None
+        if self._access.budgets.are_set and not self._has_prices:
+            raise Misconfigured(NO_PRICES, param="router.ledger.path")
+        gateways = [one.open(self._access) for one in backends]
+        for backend, own in zip(backends, beside_each_other(gateways), strict=True):
+            backend.gateway = own
+        if others:
+            self.registry.register(ModelsCollector({one.gateway.card.name: one.registry for one in backends}))
+        self.model = gateways[0].card.name
+        self.has_chat = gateways[0].template is not None
         self._listening = listening
-        self._app = create_app(gateway)
+        self._app = create_models_app(gateways, self.registry)
         self._http = _Server(_settings(self._app, ssl_certfile=tls.cert or None, ssl_keyfile=tls.key or None))
-        self._grpc = GrpcFace(gateway, host=config.host, port=config.grpc_port, tls=tls, is_shared=listening is None)
+        self._grpc = GrpcFace(
+            front_of(gateways, self.registry), host=config.host, port=config.grpc_port, tls=tls,
+            is_shared=listening is None,
+        )  # fmt: skip
         self._adopting: set[asyncio.Task[None]] = set()
         self._local: asyncio.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.grpc_port = config.grpc_port
+
+    def _weigh(self, roster: Roster) -> None:
+        """Sets the tenants' weights in every model's queue."""
+        if not self._has_prices and any(tenant.has_budget for tenant in roster.tenants.values()):
+            log.error("%s", NO_PRICES)  # at the start it is refused
+        for backend in self.backends:
+            backend.admission.weigh({name: tenant.weight for name, tenant in roster.tenants.items()})
 
     @property
     def url(self) -> str:
@@ -150,16 +172,16 @@ class GatewayServer:
     async def start(self) -> None:
         """From now on /health answers; /ready does once a worker is ready. Raises Misconfigured if a port is taken."""
         raise_limit()
-        if self._others is not None:
-            await self._others.start()
-        if self._shared_load is not None:
-            await self._shared_load.start()
+        for backend in self.backends:
+            await backend.start()
         self.grpc_port = await self._grpc.start()
         await self._listen_to_siblings()
         if not self._http.config.loaded:
             self._http.config.load()
         sockets = [self._listening] if self._listening is not None else []
         self._serving = asyncio.create_task(self._http.serve(sockets=sockets), name="http")
+        for backend in self.backends:
+            backend.start_batches()
 
     def adopt(self, connection: socket.socket, lost: Callable[[], None]) -> None:
         """Serves a connection that another process has accepted; `lost` is called when it has ended."""
@@ -182,19 +204,6 @@ class GatewayServer:
             if not made or made[0].transport is None:
                 lost()
 
-    def _share_load(self) -> LoadGossip | None:
-        """The load gossip with other processes behind the same port, if there are any."""
-        processes = self._processes
-        if processes.folder is None:
-            return None
-        fleet = self.fleet
-        shared = LoadGossip(
-            folder=processes.folder, number=processes.number, count=processes.count,
-            take=fleet.given_elsewhere, blame=fleet.blame_elsewhere,
-        )  # fmt: skip
-        fleet.publish_load, fleet.publish_failure = shared.tell, shared.publish_failure
-        return shared
-
     async def _listen_to_siblings(self) -> None:
         folder = self._processes.folder
         if folder is None:
@@ -210,20 +219,21 @@ class GatewayServer:
 
     @property
     def serves(self) -> bool:
-        """Whether a request can be served."""
-        return self.fleet.ready()
+        """Whether a request can be served, of every model."""
+        return all(backend.fleet.ready() for backend in self.backends)
 
     async def ready(self) -> None:
-        """Returns once a request can be served."""
-        now = asyncio.get_running_loop().time
-        while not self.fleet.ready():
-            await self.fleet.wait(until=now() + 60.0)
+        """Returns once a request can be served, of every model."""
+        for backend in self.backends:
+            await backend.until_ready()
 
     async def stop(self, grace_s: float) -> None:
         """Takes no new requests, lets running ones finish for `grace_s`, then fails the rest. If cancelled, fails them
         now."""
         self._http.config.timeout_graceful_shutdown = int(grace_s + LAST_WORDS_S + 1)
         self._http.stop()
+        for backend in self.backends:
+            await backend.pause()
         stopping: list[asyncio.Task[None]] = [asyncio.create_task(self._grpc.stop(grace_s + LAST_WORDS_S))]
         if self._serving is not None:
             stopping.append(self._serving)
@@ -232,20 +242,21 @@ class GatewayServer:
         try:
             await asyncio.wait(stopping, timeout=grace_s)
         finally:
-            self._generate.cut()
+            for backend in self.backends:
+                backend.cut()
             await asyncio.wait(stopping, timeout=LAST_WORDS_S)
             self._http.force_exit = True
             for task in stopping:
                 task.cancel()
             await asyncio.wait(stopping)
-            await self._router.close()
+            for backend in self.backends:
+                await backend.close()
             await self._access.close()
-            self._gateway.grammars.close()
+            if self._ledger is not None:
+                await asyncio.to_thread(self._ledger.close)
+            if self._storage is not None:
+                self._storage.close()
             await self._processes.close()
-            if self._others is not None:
-                await self._others.close()
-            if self._shared_load is not None:
-                await self._shared_load.close()
             if self._listening is not None:
                 self._listening.close()
 
@@ -260,3 +271,12 @@ def _settings(app: Any, **further: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app, http=HttpProtocol, ws="none", lifespan="off", access_log=False, log_config=None, **further
     )
+
+
+def _register_expiry(registry: CollectorRegistry, tls: FaceTls, peers: PeerTls) -> None:
+    """A gauge of when the certificates end that this process read at its start."""
+    name = "baton_certificate_expiry_timestamp_seconds"
+    expiry = Gauge(name, "When a certificate ends, in seconds since 1970", ("use",), registry=registry)
+    for use, cert in (("clients", tls.cert), ("peers", peers.cert)):
+        if cert:
+            expiry.labels(use).set(expiry_s(cert))

@@ -42,9 +42,10 @@ def collecting_in_bulk() -> Iterator[Callable[[], None]]:
     """For a long computation without latency goals: collects rarely, when most young objects are already free, and
     moves memory to huge pages whenever it has grown by a quarter. Call the function it yields once long-lived objects
     exist: if there are many, later collections skip them. At the end only the computation's own objects are scanned,
-    and older ones only if it left many."""
+    and older ones only if it left many. What was frozen before stays frozen (Python cannot unfreeze a part): then
+    nothing else is frozen meanwhile."""
     before, gathered = gc.get_threshold(), resident()
-    is_much = False
+    is_much, freezes = False, not gc.get_freeze_count()
 
     def looked(phase: str, info: dict[str, int]) -> None:
         nonlocal gathered, is_much
@@ -58,10 +59,12 @@ def collecting_in_bulk() -> Iterator[Callable[[], None]]:
         num_young, *num_collections = gc.get_count()
         if num_young > MUCH or any(num_collections):
             is_much = True
-            gc.freeze()
+            if freezes:
+                gc.freeze()
 
     try:
-        gc.freeze()
+        if freezes:
+            gc.freeze()
         gc.set_threshold(BULK, 10, 10)
         gc.callbacks.append(looked)
         yield keep
@@ -71,12 +74,14 @@ def collecting_in_bulk() -> Iterator[Callable[[], None]]:
         gc.set_threshold(*before)
         try:
             if is_much:
-                gc.unfreeze()
+                if freezes:
+                    gc.unfreeze()
                 gc.collect()
             else:  # None of it is in the oldest generation. A full collection would find little here, and Python would
                 gc.collect(1)  # conclude that the process is small, and scan it all whenever it grows by a quarter.
         finally:
-            gc.unfreeze()
+            if freezes:
+                gc.unfreeze()
 
 
 def resident(statm: Path = Path("/proc/self/statm")) -> int:

@@ -17,8 +17,12 @@ from protos.errors import Misconfigured
 from protos.hints import unusable
 from protos.model_files.opening import open_model
 from router.text.tokenizer import Tokenizer
-from workers.quantise.quantise import check_float_folder, held_out_nats, quantise
-from workers.quantise.recipe import Method, QuantiseRecipe
+from workers.cores import spin_briefly
+
+spin_briefly()  # before torch: GPTQ of the demo model took 612 s beside other processes, and 110 s with it
+
+from workers.quantise.quantise import check_float_folder, held_out_nats, quantise  # noqa: E402
+from workers.quantise.recipe import Method, QuantiseRecipe  # noqa: E402
 
 _CALIBRATION = 128  # sequences, chosen at random but the same each time
 _LENGTH = 512  # tokens of a calibration sequence
@@ -55,6 +59,11 @@ def quantize(
         )
     tokens, held_out = asyncio.run(_texts(model, calibrate, evaluate))
     chosen = _cut(tokens, min(_LENGTH, config.max_model_len))
+    whole = _cut(held_out, min(_EVALUATED_LENGTH, config.max_model_len))
+    if recipe.calibrated:
+        _check_tokens("calibrate", calibrate, chosen, min(_LENGTH, config.max_model_len))
+    if evaluate is not None:
+        _check_tokens("evaluate", evaluate, whole, 2)
     chosen = random.Random(0).sample(chosen, min(_CALIBRATION, len(chosen)))
     with _bars() as bars:
         row = bars.add_task(f"{method}, {bits} bits", total=config.num_layers)
@@ -62,7 +71,6 @@ def quantize(
     before, after = (_folder_bytes(folder) for folder in (model, out))
     typer.echo(f"{out}: {after / 1e6:,.1f} MB of weights, before {before / 1e6:,.1f} MB")
     if evaluate is not None:
-        whole = _cut(held_out, min(_EVALUATED_LENGTH, config.max_model_len))
         typer.echo(_change(held_out_nats(model, whole), held_out_nats(out, whole), sum(len(one) - 1 for one in whole)))
 
 
@@ -108,6 +116,12 @@ def _cut(texts: Sequence[tuple[int, ...]], length: int) -> Ids:
     """Pieces of at most `length` tokens, and at least two."""
     pieces = [ids[start : start + length] for ids in texts for start in range(0, len(ids), length)]
     return [piece for piece in pieces if len(piece) > 1]
+
+
+def _check_tokens(option: str, file: Path | None, texts: Ids, least: int) -> None:
+    """Raises Misconfigured."""
+    if (count := sum(map(len, texts))) < least:
+        raise Misconfigured(f"--{option} {file} has {count} tokens: give text of at least {least}", param=option)
 
 
 def _change(before: float, after: float, num_tokens: int) -> str:

@@ -25,6 +25,8 @@ from protos.wire import error_info, raised
 Result = TypeVar("Result")
 
 CONTACT_S = 5.0
+NICENESS = "RAY_worker_niceness"
+"""Without this variable Ray starts its workers with niceness 15, and ranks would starve beside other processes."""
 FIND_S = 1.0  # between two checks whether a lost node is back
 
 
@@ -39,6 +41,9 @@ class NodeActor:
         self._contact_s = contact_s
         self._links: dict[str, RankLink] = {}
         self._contact: asyncio.Task[None] | None = None
+        if NICENESS not in os.environ:
+            with suppress(PermissionError):  # only root may; ranks inherit it
+                os.setpriority(os.PRIO_PROCESS, 0, 0)
 
     async def meeting_place(self, address: str) -> tuple[str, int]:
         return address, free_port(address)
@@ -99,7 +104,8 @@ class NodeActor:
 class RayNode:
     """A `Host`: one node, through its actor."""
 
-    def __init__(self, address: str, actor: Any, nodes: RayNodes) -> None:
+    def __init__(self, node_id: str, address: str, actor: Any, nodes: RayNodes) -> None:
+        self.node_id = node_id
         self.address = address
         self.actor = actor
         self._nodes = nodes
@@ -189,8 +195,18 @@ class RayNodes:
         """Raises WorkerLost if the node is gone."""
         for known, address in await self._alive():
             if known == node_id:
-                return RayNode(address, await self._actor(node_id), self)
+                return RayNode(node_id, address, await self._actor(node_id), self)
         raise WorkerLost("the worker's machine has left Ray")
+
+    async def leave(self, node_id: str) -> None:
+        """Ends the actor on a node on which no worker runs: with an actor the node would never be idle for Ray, and its
+        autoscaler would keep it. Never fails."""
+        import ray
+
+        actor = self._actors.pop(node_id, None)
+        if actor is not None:
+            with suppress(Exception):  # Ray raises plain Exceptions; a node that is gone has no actor
+                await self._machines.call(lambda: ray.kill(actor))
 
     async def at(self, address: str) -> RayNode:
         """Waits until Ray has a node with this address. Raises WorkerLost if the node has been absent for so long that
@@ -202,7 +218,7 @@ class RayNodes:
                 with suppress(WorkerLost, RayError):  # Ray has not listed its nodes yet, or loses this one meanwhile
                     for node_id, known in await self._alive():
                         if known == address:
-                            return RayNode(address, await self._actor(node_id), self)
+                            return RayNode(node_id, address, await self._actor(node_id), self)
                 await asyncio.sleep(FIND_S)
 
     @asynccontextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from cluster.config.config import ClusterConfig
+from cluster.config.revised import revised
 from cluster.ray.hosts import Host, RankConnection, WorkerPlace
 from cluster.supervision.living import LivingWorker
 from cluster.supervision.placement import WorkerPlan
@@ -24,6 +25,7 @@ from cluster.supervision.rank import Ended, Event, Logged, RankSpec
 from protos.errors import BatonError, Misconfigured, WorkerLost
 from protos.wire import raised
 from workers.config import RankId
+from workers.speculation.registry import SpeculateMode
 
 log = logging.getLogger("baton.cluster")
 
@@ -89,8 +91,6 @@ class RankLauncher:
 
     def __init__(self, config: ClusterConfig, places: WorkerPlaces, record: Callable[[LivingWorker], None]) -> None:
         self._config = config
-        # A rank's process may run in another working directory.
-        self._worker = replace(config.worker, model=str(Path(config.worker.model).absolute()))
         self._places = places
         self._record = record
 
@@ -210,10 +210,12 @@ class RankLauncher:
         log.info("%s: runs in process %s", plan.worker_id, shown, extra={"worker": plan.worker_id})
 
     def _orders(self, plan: WorkerPlan, rank_id: RankId) -> RankSpec:
-        config = self._config
+        config = revised(self._config, plan.revision)
+        # A rank's process may run in another working directory.
+        model, mode = str(Path(config.worker.model).absolute()), SpeculateMode.of(config.worker.speculate).absolute()
         return RankSpec(
             role=plan.role,
-            worker=replace(self._worker, device=plan.device, tp=plan.num_ranks),
+            worker=replace(config.worker, model=model, speculate=mode, device=plan.device, tp=plan.num_ranks),
             prefill=config.prefill,
             decode=config.decode,
             peers=config.peers,

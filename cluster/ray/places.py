@@ -79,6 +79,7 @@ class ManyMachines:
 
     def __init__(self) -> None:
         self._ray: asyncio.Future[tuple[RayShares, RayNodes]] = asyncio.get_running_loop().create_future()
+        self._node_ids: dict[str, str] = {}  # where each worker was placed last
 
     def use(self, shares: RayShares, nodes: RayNodes) -> None:
         """Called when Ray is available."""
@@ -88,11 +89,14 @@ class ManyMachines:
     async def take(self, plan: WorkerPlan) -> WorkerPlace:
         shares, nodes = await asyncio.shield(self._ray)
         devices = await shares.take(plan)
-        return WorkerPlace(host=await nodes.of(await shares.node_id(plan.worker_id)), devices=devices)
+        host = await nodes.of(await shares.node_id(plan.worker_id))
+        await self._moved(plan.worker_id, host.node_id)
+        return WorkerPlace(host=host, devices=devices)
 
     async def retake(self, plan: WorkerPlan, living: LivingWorker) -> WorkerPlace:
         shares, nodes = await asyncio.shield(self._ray)
         host = await nodes.at(living.host)
+        await self._moved(plan.worker_id, host.node_id)
         await _keep(shares, plan, living.devices, living.host)
         return WorkerPlace(host=host, devices=living.devices)
 
@@ -102,7 +106,16 @@ class ManyMachines:
             await shares.give_back(plan.worker_id)
 
     async def release(self, worker_id: str) -> None:
-        """The place was released with the last incarnation."""
+        """The place was released with the last incarnation: its node may be idle now."""
+        await self._moved(worker_id, "")
+
+    async def _moved(self, worker_id: str, node_id: str) -> None:
+        """Leaves the node where the worker was, if no other worker is there."""
+        before = self._node_ids.pop(worker_id, "")
+        if node_id:
+            self._node_ids[worker_id] = node_id
+        if before and before not in self._node_ids.values() and self._ray.done():
+            await self._ray.result()[1].leave(before)
 
 
 async def _keep(shares: RayShares, plan: WorkerPlan, devices: tuple[str, ...], node: str = "") -> None:

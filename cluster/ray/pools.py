@@ -12,18 +12,20 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from cluster.config.config import ClusterConfig, PoolsConfig
+from cluster.config.config import ClusterConfig
 from cluster.discovery.base import ClusterAnnouncer
 from cluster.gateway.messages import Ping, Pong, ProcessFailed, WorkerJoined, WorkerLeft
 from cluster.process.channel import MessageChannel
 from cluster.process.life import live
 from cluster.process.reaper import Reaper, adopt_orphans
 from cluster.process.scratch_dir import Scratch, kill_users
+from cluster.ray.machine_part import MachinePart
 from cluster.ray.session import OURS, end_private_ray, short_folder
+from cluster.ray.start_times import StartTimes
 from cluster.ray.supervisor_messages import (
     SUPERVISOR_MESSAGES,
     Begin,
@@ -44,13 +46,15 @@ from cluster.ray.supervisor_messages import (
 )
 from cluster.supervision.lifecycle import LifeState, delay_s
 from cluster.supervision.living import LivingWorker
-from cluster.supervision.placement import WorkerPlan
+from cluster.supervision.placement import FIRST, WorkerPlan, missing
 from cluster.supervision.progress import Bars
 from cluster.supervision.supervisor import SupervisedWorker
 from protos.errors import BatonError, Unavailable
 from protos.event_loop import Changed
+from protos.values import WorkerRole
 from protos.wire import raised
 from router.fleet.successors import Successor
+from router.fleet_owner import Revision
 
 log = logging.getLogger("baton.cluster")
 
@@ -67,10 +71,15 @@ MAX_SAID_LINES = 20
 
 
 class Pools:
-    """Call `prepare` at any time, then `start`, `ready`, `wait`. `stop` undoes everything, in any state."""
+    """Call `prepare` at any time, then `start`, `ready`, `wait`. `stop` undoes everything, in any state. Workers get a
+    `part` of this machine, or all of it."""
 
-    def __init__(self, config: ClusterConfig, bars: Bars) -> None:
+    def __init__(
+        self, config: ClusterConfig, bars: Bars, part: MachinePart | None = None, *, revision: Revision = FIRST
+    ) -> None:
         self._config = config
+        self._part = part
+        self._revision = revision
         self._bars = bars
         self._scratch: Scratch | None = None
         self._announcer: ClusterAnnouncer | None = None
@@ -91,9 +100,13 @@ class Pools:
         self._num_unanswered = 0
         self._has_begun = False
         self._drained = self._stopped = False
-        self._resized: Resized | None = None
+        self._num_resizes = 0
+        self._planned: int = 0  # the number of the latest Resize that the machines can hold
+        self._resized: dict[int, Resized] = {}
         self._leaving: dict[str, WorkerPlan] = {}
         self._stopping = False
+        self._is_planned = False
+        self._starts = StartTimes()
         self.plans: Sequence[WorkerPlan] = ()
 
     async def prepare(self) -> None:
@@ -101,7 +114,7 @@ class Pools:
         self._scratch = Scratch(short_folder())
         adopt_orphans()
         self._tasks = [asyncio.create_task(self._keep_alive(), name="supervisor"), asyncio.create_task(self._tick())]
-        await self._until(lambda: bool(self.plans))
+        await self._until(lambda: self._is_planned)
 
     async def start(self, announcer: ClusterAnnouncer) -> None:
         """From now on workers are announced."""
@@ -112,8 +125,8 @@ class Pools:
             await announcer.announce(worker_id, address)
 
     async def ready(self) -> None:
-        """Returns when every worker serves; raises the BatonError of one that never will."""
-        await self._until(lambda: len(self._serving()) == len(self.plans))
+        """Returns when every worker serves in its role; raises the BatonError of one that never will."""
+        await self._until(lambda: not self.waiting_for())
 
     async def wait(self) -> None:
         """Runs until `stop`; raises the BatonError of a worker that will never start."""
@@ -137,19 +150,64 @@ class Pools:
         )  # fmt: skip
         return f"{reason} (for {time.monotonic() - since_s:.0f} s): workers keep serving; {kept}"
 
-    async def resize(self, pools: PoolsConfig) -> None:
-        """Starts or drains workers until their numbers are those of `pools`. Raises Misconfigured if the machines
-        cannot hold them, Unavailable without a supervisor or Ray, and the BatonError of a new worker that will never
-        start."""
-        if self._channel is None or not self.plans:
+    async def begin(
+        self,
+        counts: Mapping[WorkerRole, int],
+        flips: Mapping[str, WorkerRole] | None = None,
+        *,
+        revision: Revision | None = None,
+        kept: Mapping[WorkerRole, int] | None = None,
+    ) -> Awaitable[None]:
+        """Makes these the desired numbers of workers, of the latest `revision` that was given, and `kept` of others;
+        those in `flips` change their roles. Raises Misconfigured if the machines cannot hold them, and Unavailable
+        without a supervisor or Ray.
+
+        The result returns when that is reached, or a later call has replaced it, also by a later supervisor. It raises
+        the BatonError of a new worker that will never start."""
+        channel = self._channel
+        if channel is None or not self._is_planned:
             raise Unavailable("there is no supervisor at present: try again later")
-        self._resized = None
-        self._channel.send(Resize(pools=pools))
-        await self._until(lambda: self._resized is not None or self._channel is None)
-        if self._resized is None:
-            raise Unavailable("the supervisor was lost before the new size was reached: try again later")
-        if self._resized.error is not None:
-            raise raised(self._resized.error)
+        self._num_resizes = number = self._num_resizes + 1
+        to = self._revision if revision is None else revision
+        wanted = Resize(number=number, counts=dict(counts), flips=dict(flips or {}), revision=to, kept=dict(kept or {}))
+        channel.send(wanted)
+        await self._until(
+            lambda: self._planned >= number or number in self._resized or self._channel is not channel
+        )  # fmt: skip
+        if self._planned < number and number not in self._resized:
+            raise Unavailable("the supervisor was lost before it had planned the new size: try again later")
+        if self._planned < number and (error := self._resized.pop(number).error) is not None:
+            raise raised(error)
+        self._revision = to
+        return self._reached(number, channel)
+
+    async def _reached(self, number: int, channel: MessageChannel) -> None:
+        def is_over() -> bool:
+            lost = self._channel is not channel
+            return number in self._resized or (lost and (self._num_resizes > number or not self.waiting_for()))
+
+        await self._until(is_over)
+        resized = self._resized.pop(number, None)
+        if resized is not None and resized.error is not None:
+            raise raised(resized.error)
+
+    def roles(self) -> Mapping[str, WorkerRole]:
+        """The desired workers' roles by id."""
+        return {plan.worker_id: plan.role for plan in self.plans}
+
+    def serving(self) -> Mapping[str, WorkerRole]:
+        """The present roles of the workers that serve, by id."""
+        return {view.worker_id: view.info.role for view in self._serving() if view.info is not None}
+
+    def start_s(self) -> float:
+        """The median seconds of the latest starts of workers; 0 before the first."""
+        return self._starts.median_s
+
+    def waiting_for(self) -> Sequence[str]:
+        """A phrase for each worker that keeps the desired state from being reached."""
+        serving = self.serving()
+        ending = {plan.worker_id: plan.role for plan in self._leaving.values()}
+        return missing(self.roles(), {**ending, **serving})
 
     async def drain(self, grace_s: float) -> None:
         """Gives no worker new work. Returns when running requests have finished, or after `grace_s`."""
@@ -196,11 +254,11 @@ class Pools:
                 raise self._error
             supervision = self._config.supervision
             num_failures = 1 if time.monotonic() - begun_s > supervision.backoff_reset_s else num_failures + 1
-            if not self.plans and num_failures >= START_TRIES:
+            if not self._is_planned and num_failures >= START_TRIES:
                 raise Unavailable(f"{reason}; tried {START_TRIES} times")
             pause_s = min(MAX_PAUSE_S, delay_s(num_failures, supervision)) if num_failures > 1 else 0.0
             what = "the supervisor is started again, and goes on with the workers that live"
-            if not self.plans:
+            if not self._is_planned:
                 what = f"this is tried again ({num_failures + 1} of {START_TRIES})"
             log.warning("%s: %s%s", reason, what, f" in {pause_s:.2g} s" if pause_s else "")
             await asyncio.sleep(pause_s)
@@ -220,8 +278,9 @@ class Pools:
         channel.send(
             Begin(
                 config=self._config, folder=str(folder), lock=str(self._scratch.lock_file), plans=tuple(self.plans),
+                is_planned=self._is_planned, revision=self._revision,
                 leaving=tuple(self._leaving.values()), living=tuple(self._living.values()),
-                have_served=tuple(self._have_served),
+                have_served=tuple(self._have_served), part=self._part,
             )
         )  # fmt: skip
         for pid, status in self._statuses.items():
@@ -259,7 +318,7 @@ class Pools:
         return reason
 
     def _note_away(self, reason: str) -> None:
-        if self.plans and not self._stopping:
+        if self._is_planned and not self._stopping:
             self._away = (reason, self._away[1] if self._away is not None else time.monotonic())
 
     async def _watch_answers(self, channel: MessageChannel) -> None:
@@ -286,11 +345,13 @@ class Pools:
             case StartupStep(what=what, is_over=True):
                 self._steps.pop(what, lambda: None)()
             case StartupStep(what=what):
-                if not self.plans:
+                if not self._is_planned:
                     self._steps[what] = self._bars.step(what)
-            case Planned(plans=plans):
+            case Planned(plans=plans, number=number):
+                self._planned, self._is_planned = max(self._planned, number), True
                 known, desired = (*self._leaving.values(), *self.plans), {plan.worker_id for plan in plans}
-                self.plans, self._leaving = plans, {one.worker_id: one for one in known if one.worker_id not in desired}
+                there = self._views.keys() - desired
+                self.plans, self._leaving = plans, {one.worker_id: one for one in known if one.worker_id in there}
             case WorkerRecorded(living=living):
                 self._living[living.worker_id] = living
                 for pid in living.pids if not living.host else ():
@@ -306,8 +367,8 @@ class Pools:
                 self._num_unanswered = 0
             case Drained():
                 self._drained = True
-            case Resized():
-                self._resized = message
+            case Resized(number=number):
+                self._resized[number] = message
             case _:
                 await self._announce(message)
 
@@ -338,6 +399,7 @@ class Pools:
             del self._living[worker_id]
         if view.life.state is LifeState.SERVING:
             self._have_served.add(worker_id)
+        self._starts.note(view, time.monotonic())
         known = self._views.get(worker_id)
         self._views[worker_id] = view
         if known is None or (known.life.state, known.incarnation, known.loaded) != (
@@ -346,7 +408,7 @@ class Pools:
             self._bars.show(view)
 
     def _note_ray(self, reason: str) -> None:
-        if not self.plans:
+        if not self._is_planned:
             self._away = (reason, time.monotonic()) if reason else None
             return
         if not reason and self._away is not None:
@@ -374,7 +436,7 @@ class Pools:
             await asyncio.sleep(TICK_S)
 
     async def _announce_trouble(self) -> None:
-        trouble = self.trouble if self.plans else ""
+        trouble = self.trouble if self._is_planned else ""
         if trouble != self._announced_trouble and self._announcer is not None:
             self._announced_trouble = trouble
             await self._announcer.set_degraded(trouble)

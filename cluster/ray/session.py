@@ -22,6 +22,7 @@ from cluster.config.config import RayConfig
 from cluster.process.scratch_dir import kill_users, programs
 from cluster.process.signals import RAY_THREAD, SIGNALS
 from cluster.ray.hosts import LOOPBACK
+from cluster.ray.machine_part import MachinePart
 from cluster.ray.probe import check_answers, no_ray
 from cluster.supervision.placement import NodeResources
 from cluster.supervision.rank import in_thread
@@ -70,12 +71,14 @@ def end_private_ray(folder: Path) -> None:
 
 
 class Machines:
-    """`start` and `stop` bracket everything else. A private Ray's files are in `folder`, and stay when it ends.
+    """`start` and `stop` bracket everything else. A private Ray's files are in `folder`, and stay when it ends. It has
+    a `part` of the machine, or all of it.
     Blocking calls of Ray run on one thread that lives as long as this object, because the kernel ends Ray's processes
     with the thread that started them. `stop` abandons a call that hangs in C++; it ends with this process."""
 
-    def __init__(self, config: RayConfig, folder: Path) -> None:
+    def __init__(self, config: RayConfig, folder: Path, part: MachinePart | None = None) -> None:
         self._config = config
+        self._part = part
         self._folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=RAY_THREAD)
         self._starting: Future[None] | None = None
@@ -250,7 +253,11 @@ class Machines:
         root = str(Path(__file__).resolve().parents[2])
         known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *(path for path in known if path and path != root)])
-        return {
+        part: dict[str, Any] = {}
+        if self._part is not None:
+            part = {"num_cpus": self._part.num_cpus}
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._part.gpus)
+        return part | {
             "address": "local",
             "include_dashboard": False,
             "log_to_driver": False,

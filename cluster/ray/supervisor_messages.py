@@ -9,28 +9,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.config.config import ClusterConfig, PoolsConfig
+from cluster.config.config import ClusterConfig
 from cluster.gateway.messages import Ping, Pong, ProcessFailed, WorkerJoined, WorkerLeft
+from cluster.ray.machine_part import MachinePart
 from cluster.supervision.living import LivingWorker
 from cluster.supervision.placement import WorkerPlan
 from cluster.supervision.supervisor import SupervisedWorker
 from protos.codec import Messages
-from protos.values import ErrorInfo
+from protos.values import ErrorInfo, WorkerRole
 from router.fleet.successors import Successor
+from router.fleet_owner import Revision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """`plans`, `leaving` and `living` are from a supervisor that ended before its workers. `folder` is the cluster's on
-    this machine; `lock` is a file in it that the parent locks while it lives."""
+    """`plans`, `leaving` and `living` are from a supervisor that ended before its workers; `is_planned`: there was
+    one, so that no plans mean a fleet that is asleep. `revision`: of workers that are planned. `folder` is the
+    cluster's on this machine; `lock` is a file in it that the parent locks while it lives. `part`: of this machine,
+    None for all of it."""
 
     config: ClusterConfig
     folder: str
     lock: str
     plans: tuple[WorkerPlan, ...] = ()
+    is_planned: bool = False
+    revision: Revision = field(default_factory=Revision)
     leaving: tuple[WorkerPlan, ...] = ()
     living: tuple[LivingWorker, ...] = ()
     have_served: tuple[str, ...] = ()
+    part: MachinePart | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +50,23 @@ class ProcessEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize:
-    """The desired number of workers; answered by Resized when exactly these serve."""
+    """The desired number of workers of each role with this `revision`, how many with others stay (`kept`), and the
+    workers that change their roles. Answered by Planned if the machines can hold it, and by Resized when exactly these
+    workers serve."""
 
-    pools: PoolsConfig
+    number: int
+    counts: dict[WorkerRole, int]
+    flips: dict[str, WorkerRole] = field(default_factory=dict)
+    revision: Revision = field(default_factory=Revision)
+    kept: dict[WorkerRole, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resized:
-    """`error`: a worker that will never start, or a size that the machines cannot hold."""
+    """The Resize with this number is reached, or a later one has replaced it. `error`: a worker that will never start,
+    or a size that the machines cannot hold."""
 
+    number: int
     error: ErrorInfo | None = None
 
 
@@ -97,9 +112,10 @@ class StartupStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The desired state."""
+    """The desired state. `number`: of the Resize that it answers."""
 
     plans: tuple[WorkerPlan, ...]
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cluster.config.config import ClusterConfig, PoolsConfig
+from cluster.config.config import ClusterConfig
+from cluster.config.revised import revised
 from cluster.gateway.messages import Ping, Pong, ProcessFailed, WorkerJoined, WorkerLeft
 from cluster.process.channel import MessageChannel
 from cluster.process.logs import FIELDS
@@ -53,15 +54,24 @@ from cluster.ray.supervisor_messages import (
     WorkersStopped,
     WorkerStarting,
 )
-from cluster.supervision.health import check_health, drain
+from cluster.supervision.health import change_role, check_health, drain, retire
 from cluster.supervision.living import LivingWorker
-from cluster.supervision.placement import NodeResources, WorkerPlan, check_fits, plan, replan, why_not_gpus
+from cluster.supervision.placement import (
+    NodeResources,
+    WorkerPlan,
+    check_cores,
+    check_fits,
+    plan,
+    replan,
+    why_not_gpus,
+)
 from cluster.supervision.supervisor import RunningWorker, SupervisedWorker, Supervisor
 from protos.errors import BatonError, Internal, Misconfigured, Unavailable
 from protos.hints import encodable
 from protos.wire import error_info
 from router.fleet.channels import Channels
 from router.fleet.successors import Successor
+from workers.config import Device
 
 log = logging.getLogger("baton.cluster")
 
@@ -97,7 +107,7 @@ class SupervisorProcess:
         self._begin = begin
         self._config: ClusterConfig = begin.config
         self._channel = channel
-        self._machines = Machines(begin.config.ray, Path(begin.folder))
+        self._machines = Machines(begin.config.ray, Path(begin.folder), begin.part)
         self._ended: dict[int, int] = {}
         self._living = {living.worker_id: living for living in begin.living}
         self._places: OneMachine | ManyMachines = ManyMachines()
@@ -105,7 +115,8 @@ class SupervisorProcess:
             this_machine = ThisMachine(Path(begin.folder), begin.lock, lambda pid: self._ended.pop(pid, None))
             self._places = OneMachine(this_machine, {one.worker_id: one.devices for one in begin.living})
         self._launcher = RankLauncher(begin.config, self._places, self._record)
-        self._plans = begin.plans
+        self._plans, self._is_planned = begin.plans, begin.is_planned
+        self._device: Device = begin.plans[0].device if begin.plans else begin.config.worker.device
         self._supervisor: Supervisor | None = None
         self._doubts: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -134,7 +145,7 @@ class SupervisorProcess:
     async def _supervise(self) -> None:
         """Returns when Ray is lost. Raises the BatonError of a worker that will never start, or of the first start of
         Ray."""
-        if self._plans:
+        if self._is_planned:
             self._start_supervisor()
         self._watching = self._begin_task(self._ray(), "Ray")
         (await self._first_ended).result()
@@ -155,8 +166,8 @@ class SupervisorProcess:
         """One Ray, from its start to its loss."""
         if not await self._started():
             return
-        if not self._plans:
-            self._plans = self._plan(await self._machines.nodes())
+        if not self._is_planned:
+            self._plans, self._is_planned = self._plan(await self._machines.nodes()), True
             self._channel.send(Planned(plans=self._plans))
             self._start_supervisor()
         keeping = asyncio.create_task(self._keep(RayShares(self._machines)))
@@ -177,7 +188,7 @@ class SupervisorProcess:
                     await self._machines.start()
                     return True
                 except Misconfigured as error:
-                    if not self._plans or not address:
+                    if not self._is_planned or not address:
                         raise
                     self._doubt(error.message.partition(";")[0])
                     await asyncio.sleep(AGAIN_S)
@@ -213,11 +224,14 @@ class SupervisorProcess:
 
     def _plan(self, nodes: tuple[NodeResources, ...]) -> tuple[WorkerPlan, ...]:
         """Raises Misconfigured if the machines cannot hold it."""
-        config = self._config
+        config = revised(self._config, self._begin.revision)
         tp, device = config.worker.tp, config.worker.device
         if self._machines.is_private:
             check_fits(config.pools, nodes, tp=tp, device=device)
-        plans = plan(config.pools, nodes, tp=tp, device=device, pool_resources=config.ray.pool_resources)
+        plans = plan(
+            config.pools, nodes, tp=tp, device=device, pool_resources=config.ray.pool_resources, fleet=config.fleet,
+            revision=self._begin.revision,
+        )  # fmt: skip
         if device == "auto" and any(node.gpus for node in nodes) and plans[0].device == "cpu":
             log.warning("running on CPUs: %s", why_not_gpus(config.pools, nodes, tp=tp))
         return plans
@@ -238,6 +252,8 @@ class SupervisorProcess:
             announcer=ParentAnnouncer(self._channel),
             check_health=partial(check_health, Channels(self._config.peers)),
             drain=partial(drain, Channels(self._config.peers)),
+            retire=partial(retire, Channels(self._config.peers)),
+            change_role=partial(change_role, Channels(self._config.peers)),
             config=self._config.supervision,
             first_incarnation=time.time_ns() // 1_000_000,
             running=running,
@@ -268,18 +284,18 @@ class SupervisorProcess:
                         del self._ended[next(iter(self._ended))]  # the oldest
                 case Ping():
                     self._channel.send(Pong())
-                case Resize(pools=pools):
-                    self._resizing = asyncio.create_task(self._resize(pools))
+                case Resize():
+                    self._resizing = asyncio.create_task(self._resize(message))
                 case Drain(grace_s=grace_s):
                     self._draining = asyncio.create_task(self._drain(grace_s))
                 case StopWorkers():
                     return True
         return False
 
-    async def _resize(self, pools: PoolsConfig) -> None:
+    async def _resize(self, order: Resize) -> None:
         error: BatonError | None = None
         try:
-            await self._try_resizing(pools)
+            await self._try_resizing(order)
         except BatonError as failed:
             error = failed
         except Exception as failed:
@@ -287,19 +303,29 @@ class SupervisorProcess:
             error = Internal(f"{type(failed).__name__}: {failed}")
         if self._supervisor is not None:
             self._channel.send(Planned(plans=self._supervisor.plans))
-        self._channel.send(Resized(error=error_info(error) if error is not None else None))
+        error_sent = error_info(error) if error is not None else None
+        self._channel.send(Resized(number=order.number, error=error_sent))
 
-    async def _try_resizing(self, pools: PoolsConfig) -> None:
+    async def _try_resizing(self, order: Resize) -> None:
         """Raises BatonError."""
         if self._supervisor is None or self._doubts:
             raise Unavailable(
                 f"{'; '.join(self._doubts.values()) or 'no worker has been planned yet'}: try again later"
             )
-        nodes, kept, config = await self._machines.nodes(), self._supervisor.plans, self._config
+        nodes, kept = await self._machines.nodes(), self._supervisor.plans
+        config = revised(self._config, order.revision)
+        self._device = kept[0].device if kept else self._device  # also of workers after a sleep
+        pools, tp = config.pools.with_counts(order.counts), config.worker.tp
         if self._machines.is_private:
-            check_fits(pools, nodes, tp=config.worker.tp, device=kept[0].device)
-        plans = replan(kept, pools, nodes, tp=config.worker.tp, pool_resources=config.ray.pool_resources)
-        self._channel.send(Planned(plans=plans))
+            both = {role: count + order.kept.get(role, 0) for role, count in order.counts.items()}
+            check_fits(config.pools.with_counts(both), nodes, tp=tp, device=self._device)
+            if self._device == "cpu" and sum(both.values()) > len(kept):
+                check_cores(config.pools.with_counts(both), nodes, tp=tp)
+        plans = replan(
+            kept, pools, nodes, tp=tp, device=self._device, pool_resources=config.ray.pool_resources,
+            flips=order.flips, fleet=config.fleet, revision=order.revision, others=order.kept,
+        )  # fmt: skip
+        self._channel.send(Planned(plans=plans, number=order.number))
         await self._supervisor.resize(plans)
 
     async def _drain(self, grace_s: float) -> None:

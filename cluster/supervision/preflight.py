@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cluster.config.config import ClusterConfig
 from protos.errors import Misconfigured
 from protos.values import ITEM_BYTES, KVLayout, WorkerRole
 from router.auth.tenants import read_roster
+from router.ledger.prices import NO_PRICES, read_prices
+from workers.adapters.files import check_folder
+from workers.adapters.names import parse_adapters
 from workers.checkpoint.registry import stored_tensors
 from workers.kv.kinds import layout_of
 from workers.memory import free_ram_bytes
-from workers.models.config import ModelConfig, check_parallel, longest_sequence, read_config, weight_bytes
+from workers.models.config import longest_sequence, weight_bytes
+from workers.models.interface import ServedConfig
+from workers.models.served import check_ranks, read_served
 
 log = logging.getLogger("baton.cluster")
 
@@ -30,7 +35,7 @@ def check_feasible(
 ) -> None:
     """Raises Misconfigured, which names the setting and a value that would work; BadCheckpoint or UnsupportedModel for
     a model that cannot be served. Machines of an existing Ray are left to its placement."""
-    model = read_config(config.worker.model, config.worker.quantize)
+    model = read_served(config.worker.model, config.worker.quantize)
     if not config.pools.colocated and config.pools.prefill == 0:
         log.warning(
             "pools.prefill is 0: decode workers prefill their prompts themselves, which delays running answers. "
@@ -41,7 +46,7 @@ def check_feasible(
         tp = config.pools.tp(role, config.worker.tp)
         if count:
             setting = "worker.tp" if tp == config.worker.tp else f"pools.{role}_tp"
-            check_parallel(model, tp, setting, expert_parallel=config.worker.expert_parallel)
+            check_ranks(model, tp, setting, expert_parallel=config.worker.expert_parallel)
     longest_sequence(model, config.worker.max_model_len)
     _layout(config, model, config.worker.tp)
     if config.ray.address:
@@ -58,11 +63,47 @@ def check_feasible(
 
 
 def check_files(config: ClusterConfig) -> None:
-    """Raises Misconfigured for tenants or certificates that cannot be read or parsed."""
+    """Raises Misconfigured for tenants, prices or certificates that cannot be read or parsed, and for budgets without
+    prices; BadCheckpoint or UnsupportedModel for adapters."""
     config.tls.check()
     config.peers.check()
     if config.router.tenants:
-        read_roster(Path(config.router.tenants))
+        roster = read_roster(Path(config.router.tenants))
+        if not config.router.ledger.prices and any(tenant.has_budget for tenant in roster.tenants.values()):
+            raise Misconfigured(NO_PRICES, param="router.ledger.path")
+    if config.router.ledger.prices:
+        read_prices(Path(config.router.ledger.prices))
+    _check_adapters(config)
+
+
+def check_adapter_names(configs: Sequence[ClusterConfig]) -> None:
+    """Raises Misconfigured for an adapter that has the name or alias of a model of this gateway, or the name of an
+    adapter of another model."""
+    models = {one.router.model_name: f"the name of the model {one.router.model_name}" for one in configs}
+    for one in configs:
+        for alias in map(str.strip, one.router.model_aliases.split(",")):
+            models.setdefault(alias, f"an alias of the model {one.router.model_name}")
+    owners: dict[str, str] = {}
+    for one in configs:
+        model = one.router.model_name
+        for name in parse_adapters(one.worker.adapters):
+            if name in models:
+                raise Misconfigured(
+                    f"worker.adapters: {name!r} is {models[name]}: give the adapter another one", param="adapters"
+                )
+            if (owner := owners.setdefault(name, model)) != model:
+                raise Misconfigured(
+                    f"worker.adapters: the models {owner} and {model} both have an adapter {name!r}: write "
+                    f"worker.adapters into the table of one, [models.{owner}.worker]",
+                    param="adapters",
+                )
+
+
+def _check_adapters(config: ClusterConfig) -> None:
+    """Files on machines of an existing Ray are not checked here."""
+    if not config.ray.address:
+        for path in parse_adapters(config.worker.adapters).values():
+            check_folder(Path(path), max_rank=config.worker.max_adapter_rank)
 
 
 def _check_host_tier(config: ClusterConfig, free: int) -> None:
@@ -80,7 +121,7 @@ def _floored(num_bytes: float) -> float:
     return math.floor(10 * max(0.0, num_bytes) / _GIB) / 10
 
 
-def _check_ram(config: ClusterConfig, model: ModelConfig, free: int) -> None:
+def _check_ram(config: ClusterConfig, model: ServedConfig, free: int) -> None:
     """Checks certain needs only: processes, weights, and configured blocks."""
     each = {
         role: _worker_bytes(config, model, config.pools.tp(role, config.worker.tp)) for role in config.pools.counts()
@@ -101,7 +142,7 @@ def _check_ram(config: ClusterConfig, model: ModelConfig, free: int) -> None:
     )
 
 
-def _worker_bytes(config: ClusterConfig, model: ModelConfig, tp: int) -> int:
+def _worker_bytes(config: ClusterConfig, model: ServedConfig, tp: int) -> int:
     """Bytes over all ranks of a worker, on a CPU."""
     worker = config.worker
     layout = _layout(config, model, tp)
@@ -109,11 +150,11 @@ def _worker_bytes(config: ClusterConfig, model: ModelConfig, tp: int) -> int:
     return tp * RANK_BYTES + weights + (worker.num_blocks or 0) * layout.block_bytes
 
 
-def _dtype(config: ClusterConfig, model: ModelConfig) -> str:
+def _dtype(config: ClusterConfig, model: ServedConfig) -> str:
     return model.dtype if config.worker.dtype == "auto" else config.worker.dtype
 
 
-def _layout(config: ClusterConfig, model: ModelConfig, tp: int) -> KVLayout:
+def _layout(config: ClusterConfig, model: ServedConfig, tp: int) -> KVLayout:
     """Raises Misconfigured or UnsupportedModel for a `kv_dtype` that the model cannot have."""
     worker, dtype = config.worker, _dtype(config, model)
     dtype = dtype if dtype in ITEM_BYTES else "bfloat16"

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +27,7 @@ from workers.config import RankId, WorkerConfig
 from workers.cores import Cores, claim_cores, num_cores, spin_briefly
 
 if TYPE_CHECKING:
+    from workers.rpc.role_change import MakeRole
     from workers.rpc.worker import Worker, WorkerParts
 
 log = logging.getLogger("baton.worker")
@@ -166,8 +167,9 @@ class LocalRank:
         worker = self._worker = Worker(parts)
         try:
             info = await worker.start(
-                orders.rank_id.host, orders.port, peers=orders.peers, prepare=cores.bind, supervised=self._supervised
-            )
+                orders.rank_id.host, orders.port, peers=orders.peers, prepare=cores.bind, supervised=self._supervised,
+                changed=lambda info: self._note(Serving(info=info)),
+            )  # fmt: skip
             self._note(Serving(info=info))
             serving = asyncio.ensure_future(worker.wait())
             if await self._before_stop(serving):
@@ -230,6 +232,27 @@ def _has_gpu_driver() -> bool:
 
 def _open_worker(orders: RankSpec, on_progress: Progress) -> WorkerParts:
     """Imports the pool, and torch with it, and reads the model. Takes seconds, on a thread."""
+    parts = _open_in_role(orders, on_progress)
+    return parts if orders.role is WorkerRole.COLOCATED else replace(parts, roles=_roles(orders, parts))
+
+
+def _roles(orders: RankSpec, parts: WorkerParts) -> dict[WorkerRole, MakeRole]:
+    """The roles of a worker of two pools. A colocated one may free KV that the others exchange, and keeps its role."""
+    from decode_pool.role import DecodeRole
+    from prefill_pool.role import PrefillRole
+    from workers.transfer.role import TransferRole
+
+    def present() -> TransferRole:
+        assert isinstance(parts.engine.role, TransferRole)
+        return parts.engine.role
+
+    return {
+        WorkerRole.PREFILL: lambda: PrefillRole.replacing(present(), orders.prefill),
+        WorkerRole.DECODE: lambda: DecodeRole.replacing(present(), orders.decode),
+    }
+
+
+def _open_in_role(orders: RankSpec, on_progress: Progress) -> WorkerParts:
     match orders.role:
         case WorkerRole.PREFILL:
             from prefill_pool.service import open_worker as open_prefill
@@ -247,7 +270,7 @@ def _follow_worker(orders: RankSpec) -> None:
     from workers.rpc.assembly import follow  # and torch with it
 
     try:
-        follow(orders.worker.for_role(orders.role), orders.rank_id)
+        follow(orders.worker, orders.rank_id)
     finally:
         cores.release()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from cluster.supervision.placement import WorkerPlan
 from cluster.supervision.rank import Ended, Event, Loading, Logged, Serving
 from protos.errors import BatonError, Internal, WorkerLost
 from protos.event_loop import Changed
-from protos.values import WorkerInfo
+from protos.values import WorkerInfo, WorkerRole
 from router.fleet.successors import Successor
 
 log = logging.getLogger("baton.cluster")
@@ -74,6 +74,19 @@ class DrainWorker(Protocol):
     async def __call__(self, address: str) -> None: ...
 
 
+class RetireWorker(Protocol):
+    """Keeps new requests from the worker at an address. Returns when those that had begun have ended, or it is gone."""
+
+    async def __call__(self, address: str) -> None: ...
+
+
+class ChangeRole(Protocol):
+    """Gives the worker at an address another role. Returns when it has the role; if cancelled, another call decides.
+    Raises BatonError if the worker cannot be reached, or refuses."""
+
+    async def __call__(self, address: str, role: WorkerRole) -> None: ...
+
+
 class Supervisor:
     """Owns the desired state: one plan for each worker. Lives on one event loop.
 
@@ -90,6 +103,8 @@ class Supervisor:
         announcer: Announcer,
         check_health: CheckHealth,
         drain: DrainWorker,
+        retire: RetireWorker,
+        change_role: ChangeRole,
         config: SupervisionConfig,
         first_incarnation: int,
         running: Mapping[str, RunningWorker] | None = None,
@@ -104,6 +119,8 @@ class Supervisor:
         self._announcer = announcer
         self._check_health = check_health
         self._drain = drain
+        self._retire_worker = retire
+        self._change_role = change_role
         self._config = config
         self._incarnation = first_incarnation
         self._running = dict(running or {})
@@ -115,6 +132,8 @@ class Supervisor:
         self._changed = Changed()
         self._keeping: dict[str, asyncio.Task[None]] = {}  # by worker id
         self._retiring: dict[str, asyncio.Task[None]] = {}
+        self._flipping: dict[str, tuple[WorkerRole, asyncio.Task[None]]] = {}  # the role that a worker is about to get
+        self._draining: set[str] = set()  # of those that retire or flip
         self._failures: dict[str, BatonError] = {}  # of workers that a resize has added
         self._over: asyncio.Future[None] | None = None
         self.num_faults = 0
@@ -137,13 +156,13 @@ class Supervisor:
         await asyncio.shield(self._over)
 
     async def ready(self) -> None:
-        """Returns when exactly the workers of the desired state serve."""
+        """Returns when exactly the workers of the desired state serve, in their roles."""
         while not self._is_reached():
             await self._changed.wait()
 
     async def resize(self, plans: Sequence[WorkerPlan]) -> None:
         """Makes `plans` the desired state: starts new workers; drains missing ones for at most `grace_s`, then ends
-        them. A running worker keeps its plan until its next incarnation.
+        them. A running worker changes its role, and has the rest of its plan from its next incarnation on.
 
         Returns when that is done, or when a later call has changed the desired state. Raises the BatonError of a new
         worker that will never start, which is then no longer desired.
@@ -151,6 +170,7 @@ class Supervisor:
         desired = self._desired = {plan.worker_id: plan for plan in plans}
         self._failures.clear()
         self._reconcile()
+        self._changed.notify()  # earlier calls return
         while self._desired is desired and not self._failures and not self._is_reached():
             await self._changed.wait()
         for error in self._failures.values():
@@ -162,7 +182,8 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Ends and withdraws all workers. Idempotent."""
-        tasks = [*self._retiring.values(), *self._keeping.values()]
+        flipping = [task for _, task in self._flipping.values()]
+        tasks = [*flipping, *self._retiring.values(), *self._keeping.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -177,15 +198,56 @@ class Supervisor:
         return [view for view in self._views.values() if view.life.state is LifeState.SERVING]
 
     def _is_reached(self) -> bool:
-        return not self._retiring and self._desired.keys() == {view.worker_id for view in self._serving()}
+        if self._retiring or self._flipping:
+            return False
+        serving = {view.worker_id: view.info.role for view in self._serving() if view.info is not None}
+        return serving == {worker_id: plan.role for worker_id, plan in self._desired.items()}
 
     def _reconcile(self) -> None:
-        """Starts desired workers that are missing, and retires workers that are not desired."""
-        for worker_id in self._keeping.keys() - self._desired.keys() - self._retiring.keys():
+        """Starts desired workers that are missing, retires workers that are not desired, and changes roles."""
+        surplus = [one for one in self._keeping if one not in self._desired and one not in self._retiring]
+        for worker_id in surplus:
             self._retiring[worker_id] = asyncio.create_task(self._retire(worker_id), name=f"retire {worker_id}")
         for worker_id, plan in self._desired.items():
             if worker_id not in self._keeping:
                 self._keep(plan)
+            self._reconcile_role(plan)
+
+    def _reconcile_role(self, plan: WorkerPlan) -> None:
+        """Begins to change the role of a serving worker. A change to an outdated role ends."""
+        worker_id, view = plan.worker_id, self._views.get(plan.worker_id)
+        role, task = self._flipping.get(worker_id, (None, None))
+        if task is not None and role is not plan.role:
+            task.cancel()
+        elif task is not None or view is None or view.info is None or view.info.role is plan.role:
+            return
+        flipping = asyncio.create_task(self._flip(plan, after=task), name=f"flip {worker_id}")
+        self._flipping[worker_id] = (plan.role, flipping)
+
+    async def _flip(self, plan: WorkerPlan, after: asyncio.Task[None] | None) -> None:
+        """Until the worker has the role, or its process ends: its successor starts with the role."""
+        worker_id, me = plan.worker_id, asyncio.current_task()
+        try:
+            if after is not None:
+                await asyncio.wait([after])
+            await self._let_go(worker_id)
+            while (view := self._views.get(worker_id)) is not None and view.info is not None:
+                try:
+                    await self._change_role(view.info.address, plan.role)
+                except BatonError as error:
+                    log.warning("worker %s keeps its role for now: %s", worker_id, error.message, extra=_of(plan))
+                    await self._sleep(self._config.health_period_s)
+                    continue
+                view = self._views.get(worker_id)
+                if view is not None and view.info is not None:
+                    self._show(replace(view, info=replace(view.info, role=plan.role)))
+                log.info("worker %s is a %s worker now", worker_id, plan.role, extra=_of(plan))
+                return
+        finally:
+            if self._flipping.get(worker_id, (None, None))[1] is me:
+                del self._flipping[worker_id]
+                self._draining.discard(worker_id)
+            self._changed.notify()
 
     def _keep(self, plan: WorkerPlan) -> None:
         task = asyncio.create_task(self._keep_alive(plan), name=f"keep {plan.worker_id}")
@@ -204,9 +266,32 @@ class Supervisor:
 
         task.add_done_callback(note)
 
+    async def _let_go(self, worker_id: str) -> None:
+        """Returns when another worker serves, so that requests go on while this one drains; at once if none is about
+        to, and after `grace_s` in any case: the other one may wait for this one's share of the machine."""
+
+        def goes_on() -> bool:
+            serving = {view.worker_id for view in self._serving()} - {worker_id}
+            if serving - self._draining:
+                return True
+            return not (self._desired.keys() - {worker_id} - serving) | (serving & self._flipping.keys())
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.grace_s):
+                while not goes_on():
+                    await self._changed.wait()
+        self._draining.add(worker_id)
+
     async def _retire(self, worker_id: str) -> None:
         """Drains a worker, ends it, and removes its record."""
+        if worker_id in self._flipping:
+            self._flipping[worker_id][1].cancel()
         keeping, view = self._keeping[worker_id], self._views.get(worker_id)
+        if view is not None and view.info is not None:
+            await self._let_go(worker_id)
+            if self._is_replaced(view.info.revision):
+                await self._run_dry(view.info.address, keeping)
+            view = self._views.get(worker_id)
         if view is not None and view.info is not None and not keeping.done():
             draining = asyncio.ensure_future(self._drain(view.info.address))
             await asyncio.wait([draining, keeping], timeout=self._config.grace_s, return_when=asyncio.FIRST_COMPLETED)
@@ -216,10 +301,24 @@ class Supervisor:
         await self._launcher.release(worker_id)
         self._views.pop(worker_id, None)
         del self._keeping[worker_id], self._retiring[worker_id]
+        self._draining.discard(worker_id)
+        self._initial -= {worker_id}
         await self._announcer.withdraw(worker_id)
         log.info("worker %s has been removed", worker_id, extra={"worker": worker_id})
         self._reconcile()  # it may be desired again
         self._changed.notify()
+
+    def _is_replaced(self, revision: str) -> bool:
+        """Whether all desired workers have another revision: nothing can move to them."""
+        desired = {plan.revision.name for plan in self._desired.values()}
+        return bool(desired) and revision not in desired
+
+    async def _run_dry(self, address: str, keeping: asyncio.Task[None]) -> None:
+        """Lets the requests of a replaced revision end."""
+        retiring = asyncio.ensure_future(self._retire_worker(address))
+        patience_s = self._config.roll_patience_s
+        await asyncio.wait([retiring, keeping], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        retiring.cancel()
 
     async def _keep_alive(self, plan: WorkerPlan) -> None:
         """Launches a worker again and again, until it is retired."""
@@ -323,6 +422,8 @@ class Supervisor:
                 serves = view.life.state is LifeState.SERVING
                 life = view.life if serves else lifecycle.opened(view.life, self._clock())
                 self._show(replace(view, life=life, info=info, loaded=1.0))
+                if worker_id not in self._retiring and (desired := self._desired.get(worker_id)) is not None:
+                    self._reconcile_role(desired)
             case Logged(level=level, message=message):
                 log.log(level, "%s: %s", worker_id, message)
             case Ended():

@@ -11,6 +11,7 @@ from typing import Any
 
 from protos.errors import BadCheckpoint
 from protos.hints import lfs_pointer, unusable
+from protos.model_files.text_part import text_part
 from protos.model_files.tokenizers.converted import has_other_tokenizer, other_tokenizer
 
 
@@ -31,7 +32,9 @@ class FolderFiles:
         return made or (self.path / name).is_file()
 
     def json(self, name: str) -> Mapping[str, Any] | None:
-        return read_object(self.path / name)
+        """config.json of a model that reads images too is that of its text part."""
+        found = read_object(self.path / name)
+        return text_part(found) if name == "config.json" and found is not None else found
 
     def text(self, name: str) -> str | None:
         path = self.path / name
@@ -46,7 +49,7 @@ class FolderFiles:
 
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=6)
-        others = (self.path / "tokenizer.model", self.path / "merges.txt")
+        others = [self.path / name for name in ("tokenizer.model", "tiktoken.model", "merges.txt")]
         for path in (*sorted(self.path.glob("*.json")), *(one for one in others if one.is_file())):
             digest.update(path.read_bytes())
         for path in sorted(self.path.glob("*.safetensors")):

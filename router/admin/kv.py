@@ -1,17 +1,23 @@
-"""GET /admin/kv: every ticket, lane and tier of every worker, queried from the workers."""
+"""GET /admin/kv: every ticket, lane and tier of every worker, queried from the workers. POST /admin/lanes/probe: proves
+one lane."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from protos.errors import InvalidRequest, NotFound
 from router.admin.door import AdminRoutes
 from router.admin.status import held
+from router.dispatch.lane_probe import probe_lane
+from router.fleet.fleet import Fleet
 from router.gateway import Gateway
 from router.http.errors import json_response
 
+MAX_DIGITS = 9
 SILENT = {"tickets": None, "lanes": None, "tiers": None}
 
 
@@ -35,3 +41,26 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
                 ],
             }
         )
+
+    @admin.route("/lanes/probe", methods=["POST"])
+    async def probe(request: Request) -> Response:
+        """Moves KV of `num_tokens` tokens from `source` to `destination`, and compares their answers. 429 `overloaded`
+        if the source does not compute the prompt in time, 504 if its KV does not arrive in time."""
+        fleet, asked = gateway.fleet, request.query_params
+        if not isinstance(fleet, Fleet):
+            raise NotFound("this gateway has no lanes")
+        num_tokens = asked.get("num_tokens", "64")
+        if not num_tokens.isdecimal() or len(num_tokens) > MAX_DIGITS or not int(num_tokens):
+            raise InvalidRequest(f"num_tokens={num_tokens[:40]}: give a whole number above 0", param="num_tokens")
+        source, destination = (fleet.member(asked.get(name, "")) for name in ("source", "destination"))
+        ends = source.worker_id, destination.worker_id
+        _, before_s = await _lane(fleet, *ends)
+        reading = await probe_lane(source, destination, int(num_tokens), gateway_id=fleet.gateway_id)
+        transport, busy_s = await _lane(fleet, *ends)
+        return json_response(asdict(reading) | {"transport": transport, "lane_s": max(0.0, busy_s - before_s)})
+
+
+async def _lane(fleet: Fleet, source: str, destination: str) -> tuple[str, float]:
+    """The transport of a worker's lane to another, and its busy seconds; "" and 0 while there is none."""
+    lanes = [one for one in (await fleet.stats(source)).lanes if one.peer.partition("#")[0] == destination]
+    return (lanes[0].transport, lanes[0].busy_s) if lanes else ("", 0.0)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from protos.values import LaneStats, Profile, TicketStats, TierStats
+from protos.values import LaneStats, Profile, TicketStats, TierStats, WorkerRole
 from router.fleet.worker import WorkerStatus
+from router.fleet_owner import ChangeState, DesiredFleet, FleetChange, OrderKind, RollProgress
 from router.openai.responses import Reply
+from router.planning import PlannerReport
 from router.policies.base import SingleWorkerReason
 from router.policies.costs import LatencyEstimate
 from router.policies.table import Candidate
@@ -21,17 +23,54 @@ class Held(Reply):
     tiers: list[TierStats]
 
 
+class CapacityReply(Reply):
+    """`waiting_for`: phrases for what is missing until the desired fleet is reached; `start_s`: how long starts of
+    workers took lately, 0 while unknown; `changes`: oldest first; `rolling`: the roll that is under way, or null;
+    `planner`: null without one."""
+
+    desired: DesiredFleet
+    serving: dict[WorkerRole, int]
+    waiting_for: list[str]
+    start_s: float
+    changes: list[FleetChange]
+    rolling: RollProgress | None
+    planner: PlannerReport | None
+
+
+class SightsReply(Reply):
+    """What each gateway process saw, and how many seconds ago it reported."""
+
+    sights: list[Any]
+
+
 class StatusReply(Reply):
-    """`kv` is null for a worker that does not answer in time. `processes`: the gateway's processes; empty if it is one
-    process."""
+    """`models`: every model behind this address; the rest is of the first one, `model`.
+
+    `kv` is null for a worker that does not answer in time, `capacity` for an owner of the fleet that does not.
+    `processes`: the gateway's processes; empty if it is one process."""
 
     model: str
+    models: list[str]
     ready: bool
     degraded: str
     reason: str
     workers: list[WorkerStatus]
     kv: dict[str, Held | None]
     processes: list[ProcessStatus]
+    capacity: CapacityReply | None
+
+
+class LaneReadingReply(Reply):
+    """KV of `num_tokens` tokens: `seconds` from the call that pushes it to the destination's answer, `computed_s` to
+    compute it and answer at the source, `lane_s` in which the lane was busy. `same`: both answers agree."""
+
+    num_tokens: int
+    num_bytes: int
+    seconds: float
+    computed_s: float
+    same: bool
+    transport: str
+    lane_s: float
 
 
 class HeldByWorker(Reply):
@@ -49,9 +88,53 @@ class KVReply(Reply):
     workers: list[HeldByWorker]
 
 
+class ChangeReply(Reply):
+    """Number 0: the fleet is so already. `state` is "under way", "reached", "replaced" by a later change, or "failed"
+    for the `reason`."""
+
+    number: int
+    kind: OrderKind
+    who: str
+    why: str
+    before: DesiredFleet
+    after: DesiredFleet
+    at_s: float
+    worker_id: str
+    state: ChangeState
+    ended_s: float
+    reason: str
+
+
 class DrainReply(Reply):
     worker_id: str
     num_running: int
+
+
+class HistoryPoint(Reply):
+    """A period that ended at `at`. A figure of which nothing was measured is null. `tpot`: the time between two tokens
+    of an answer. `kv_use` and `ready` by pool: the share of KV blocks in use, and the workers that take work."""
+
+    at: int
+    ttft_p50_s: float | None
+    ttft_p95_s: float | None
+    tpot_p50_s: float | None
+    tpot_p95_s: float | None
+    requests_per_s: float
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
+    hit_rate: float | None
+    waiting: int
+    worker_waiting: int
+    in_flight: int
+    kv_use: dict[str, float]
+    ready: dict[str, int]
+
+
+class HistoryReply(Reply):
+    """The latest hour, oldest first, of all gateway processes together."""
+
+    period_s: int
+    points: list[HistoryPoint]
 
 
 class RequestSummary(Reply):
@@ -63,6 +146,8 @@ class RequestSummary(Reply):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    drafted_tokens: int
+    accepted_drafts: int
     ttft_s: float | None
     tpot_s: float | None
     seconds: float | None

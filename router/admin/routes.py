@@ -9,13 +9,16 @@ from collections.abc import Callable
 
 from fastapi import FastAPI
 
-from router.admin import drain, kv, profile, requests, status
+from router.admin import adapters, capacity, drain, history, kv, ledger, profile, requests, status
 from router.admin.door import AdminRoutes
 from router.gateway import Gateway
 
 Adding = Callable[[AdminRoutes, Gateway], None]
 
-ADDED: tuple[Adding, ...] = (status.add, kv.add, drain.add, profile.add, requests.add)
+ADDED: tuple[Adding, ...] = (
+    status.add, capacity.add, kv.add, drain.add, profile.add, requests.add, ledger.add, history.add,
+    adapters.add,
+)  # fmt: skip
 
 
 def mount_admin(app: FastAPI, gateway: Gateway) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,26 +28,53 @@ STAND_INS = {
 def add(admin: AdminRoutes, gateway: Gateway) -> None:
     @admin.route("/status")
     async def status(request: Request) -> Response:
-        summary = {"model": gateway.card.name, "ready": gateway.ready(), "reason": not_ready(gateway)}
+        summary: dict[str, Any] = {
+            "model": gateway.card.name, "ready": gateway.ready(), "reason": not_ready(gateway),
+            "models": [one.card.name for one in gateway.each],
+        }  # fmt: skip
         workers = gateway.fleet.status()
         summary["degraded"] = degraded(gateway)
         replies = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
         kv = {worker.worker_id: one for worker, one in zip(workers, replies, strict=True)}
+        summary["capacity"] = await desired_fleet(gateway)
         return json_response(summary | {"workers": workers, "kv": kv, "processes": gateway.processes.statuses})
 
 
+async def desired_fleet(gateway: Gateway) -> Any:
+    """The owner's report of the desired fleet; None if there is no owner, or it does not answer in time."""
+    try:
+        async with asyncio.timeout(STATS_TIMEOUT_S):
+            return msgspec.to_builtins(await gateway.fleet_owner.view())
+    except (BatonError, TimeoutError):
+        return None
+
+
 def degraded(gateway: Gateway) -> str:
-    """Faults despite which requests may be served; "" if there are none."""
-    faults = (gateway.fleet.degraded(), gateway.access.trouble, gateway.processes.trouble, missing(gateway))
-    return "; ".join(filter(None, faults))
+    """Faults despite which requests may be served; "" if there are none. Of several models, those of each."""
+    shared = (gateway.access.trouble, gateway.processes.trouble)
+    if not gateway.models:
+        return "; ".join(filter(None, (gateway.fleet.degraded(), *shared, missing(gateway))))
+    own = [f"{one.card.name}: {fault}" for one in gateway.models for fault in _own_faults(one)]
+    return "; ".join(filter(None, (*shared, *own)))
+
+
+def _own_faults(gateway: Gateway) -> Sequence[str]:
+    """Why one of several models is not served, or not as it should be."""
+    reasons = (not_ready(gateway), gateway.fleet.degraded(), missing(gateway))
+    return tuple(dict.fromkeys(filter(None, reasons)))
 
 
 def not_ready(gateway: Gateway) -> str:
-    """Why a request would not be served now; "" when it would."""
+    """Why a request would not be served now; "" when it would. Of several models: why none of them is served."""
+    if gateway.models:
+        each = {one.card.name: not_ready(one) for one in gateway.models}
+        return "; ".join(f"{name}: {why}" for name, why in each.items()) if all(each.values()) else ""
     if gateway.fleet.ready():
         return (
             "" if gateway.processes.settled else gateway.processes.trouble or "not every gateway process is ready yet"
         )
+    if asleep := gateway.fleet.asleep():
+        return asleep
     workers = gateway.fleet.status()
     away = [one for one in workers if one.state != "ready"]
     reasons = [_described(one) for one in away]

@@ -9,7 +9,7 @@ from protos.errors import InvalidRequest, UnsupportedParameter
 from protos.hints import listed
 from router.anthropic.schema import PromptBody
 from router.conversation.functions import function_in
-from router.conversation.parts import Ignored, object_in, parts_in, text_in, wrong
+from router.conversation.parts import Ignored, append_joined, object_in, parts_in, text_in, text_part, wrong
 from router.conversation.tooling import AnswerSchema, Tooling, ToolUse, tooling_of
 from router.gateway import Gateway
 
@@ -39,7 +39,7 @@ def conversation_of(body: PromptBody, ignored: Ignored) -> list[Template]:
         if not isinstance(content, str | list):
             raise wrong(f"{where}.content", content, "a string or a list of blocks")
         if isinstance(content, str):
-            _append(messages, {"role": role, "content": content})
+            append_joined(messages, {"role": role, "content": content}, role="user")
         elif role == "assistant":
             messages.append(_assistant(content, f"{where}.content", ignored))
         else:
@@ -64,25 +64,8 @@ def _system(given: str | list[dict[str, Any]] | None, ignored: Ignored) -> str |
         if text.startswith(_BILLING):
             ignored.add(where)
         else:
-            parts.append(_text(text))
+            parts.append(text_part(text))
     return parts or None
-
-
-def _append(messages: list[Template], message: Template) -> None:
-    """A turn of text; joined with the user's turn before it."""
-    last = messages[-1] if messages else None
-    if last is None or last["role"] != message["role"] or message["role"] != "user":
-        messages.append(message)
-        return
-    messages[-1] = {"role": "user", "content": _parts(last["content"]) + _parts(message["content"])}
-
-
-def _parts(content: str | list[Template]) -> list[Template]:
-    return [_text(content)] if isinstance(content, str) else content
-
-
-def _text(text: str) -> Template:
-    return {"type": "text", "text": text}
 
 
 def _append_turn(messages: list[Template], role: str, blocks: list[Any], where: str, ignored: Ignored) -> None:
@@ -92,10 +75,10 @@ def _append_turn(messages: list[Template], role: str, blocks: list[Any], where: 
     for place, block in parts_in(blocks, where):
         match block.get("type"):
             case "text":
-                texts.append(_text(text_in(block, "text", place)))
+                texts.append(text_part(text_in(block, "text", place)))
             case "tool_result" if role == "user":
                 if texts:
-                    _append(messages, {"role": role, "content": texts})
+                    append_joined(messages, {"role": role, "content": texts}, role="user")
                 texts = []
                 messages.append(_result(block, place))
             case kind if _is_foreign(kind):
@@ -105,7 +88,7 @@ def _append_turn(messages: list[Template], role: str, blocks: list[Any], where: 
                 raise _unknown(block, place, ("text", "tool_result") if role == "user" else ("text",))
         is_empty = False
     if texts or is_empty:
-        _append(messages, {"role": role, "content": texts or ""})
+        append_joined(messages, {"role": role, "content": texts or ""}, role="user")
 
 
 def _result(block: Mapping[str, Any], where: str) -> Template:
@@ -118,7 +101,7 @@ def _result(block: Mapping[str, Any], where: str) -> Template:
         for place, part in parts_in(content, f"{where}.content"):
             if part.get("type") != "text":
                 raise _unknown(part, place, ("text",))
-            parts.append(_text(text_in(part, "text", place)))
+            parts.append(text_part(text_in(part, "text", place)))
     return {"role": "tool", "content": parts or "", "tool_call_id": text_in(block, "tool_use_id", where)}
 
 
@@ -129,7 +112,7 @@ def _assistant(blocks: list[Any], where: str, ignored: Ignored) -> Template:
     for place, block in parts_in(blocks, where):
         match block.get("type"):
             case "text":
-                texts.append(_text(text_in(block, "text", place)))
+                texts.append(text_part(text_in(block, "text", place)))
             case "thinking":
                 thoughts.append(text_in(block, "thinking", place))
             case "tool_use":

@@ -25,11 +25,21 @@ class TextBlock(Reply):
     text: str
 
 
+class ThinkingBlock(Reply):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
 class ToolUseBlock(Reply):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
+
+
+class MessagesOutputDetails(Reply):
+    thinking_tokens: int
 
 
 class MessagesUsage(Reply):
@@ -39,6 +49,7 @@ class MessagesUsage(Reply):
     cache_creation_input_tokens: Literal[0]
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: MessagesOutputDetails
 
 
 class MessageReply(Reply):
@@ -46,7 +57,7 @@ class MessageReply(Reply):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextBlock | ToolUseBlock]
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
     stop_sequence: str | None
     usage: MessagesUsage

@@ -8,35 +8,33 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
+from router.conversation.schema_parts import STRING, TOOLS, Objects, choice_without_tools, function_schema, tools_list
 from router.http.validation import Body, FirstWrong, Schema, at_most, bounds, ranged
 from router.text.sampling_request import MAX_STOP_CHARS, MAX_STOPS, SamplingRequest
 
-MAX_TOOLS = 512
-
-_STRING = {"type": "string"}
 _TEXT = {
     "type": "object",
     "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": _STRING, "cache_control": {"type": ["object", "null"]}},
+    "properties": {"type": {"const": "text"}, "text": STRING, "cache_control": {"type": ["object", "null"]}},
 }
-_TEXTS = {"anyOf": [_STRING, {"type": "array", "items": _TEXT}]}
+_TEXTS = {"anyOf": [STRING, {"type": "array", "items": _TEXT}]}
 _BLOCK = {
     "anyOf": [
         _TEXT,
         {
             "type": "object",
             "required": ["type", "thinking"],
-            "properties": {"type": {"const": "thinking"}, "thinking": _STRING},
+            "properties": {"type": {"const": "thinking"}, "thinking": STRING},
         },
         {
             "type": "object",
             "required": ["type", "id", "name", "input"],
-            "properties": {"type": {"const": "tool_use"}, "id": _STRING, "name": _STRING, "input": {"type": "object"}},
+            "properties": {"type": {"const": "tool_use"}, "id": STRING, "name": STRING, "input": {"type": "object"}},
         },
         {
             "type": "object",
             "required": ["type", "tool_use_id"],
-            "properties": {"type": {"const": "tool_result"}, "tool_use_id": _STRING, "content": _TEXTS},
+            "properties": {"type": {"const": "tool_result"}, "tool_use_id": STRING, "content": _TEXTS},
         },
     ]
 }
@@ -45,44 +43,33 @@ _MESSAGE = {
     "required": ["role", "content"],
     "properties": {
         "role": {"enum": ["user", "assistant", "system"]},
-        "content": {"anyOf": [_STRING, {"type": "array", "items": _BLOCK}]},
+        "content": {"anyOf": [STRING, {"type": "array", "items": _BLOCK}]},
     },
 }
-_TOOL = {
-    "type": "object",
-    "required": ["name", "input_schema"],
-    "properties": {
-        "type": {"enum": ["custom", None]},
-        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,128}$"},
-        "description": {"type": ["string", "null"]},
-        "input_schema": {"type": "object"},
-        "strict": {"type": ["boolean", "null"]},
-    },
-}
+_TOOL = function_schema("input_schema", needs_schema=True)
+_TOOL["properties"]["type"] = {"enum": ["custom", None]}
 _CHOICE = {
     "type": ["object", "null"],
     "required": ["type"],
     "properties": {
         "type": {"enum": ["auto", "any", "tool", "none"]},
-        "name": _STRING,
+        "name": STRING,
         "disable_parallel_tool_use": {"type": ["boolean", "null"]},
     },
     "if": {"properties": {"type": {"const": "tool"}}},
     "then": {"required": ["name"]},
 }
 
+_THINKING = {
+    "type": ["object", "null"],
+    "properties": {"type": {"enum": ["enabled", "adaptive", "between_tools", "disabled"]}},
+}
 NO_CHOICE: dict[str, Any] = {
     "type": ["object", "null"],
     "required": ["type"],
     "properties": {"type": {"enum": ["auto", "none"]}},
 }
 """A `tool_choice` where there are no tools."""
-_WITH_TOOLS: Any = {
-    "if": {"properties": {"tools": {"not": {"type": "array", "minItems": 1}}}},
-    "then": {"properties": {"tool_choice": NO_CHOICE}},
-}
-
-Objects = Annotated[list[dict[str, Any]], FirstWrong()]
 
 
 class ToolChosen(Body):
@@ -104,12 +91,17 @@ class OutputConfig(Body):
     model_config = ConfigDict(extra="allow", strict=True)
 
     format: OutputFormat | None = Field(default=None, description='an object: {"type": "json_schema", "schema": {...}}')
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None, description="low, medium, high, xhigh or max"
+    )
 
 
 class PromptBody(Body):
     """What a prompt is made of; the whole body of `count_tokens`."""
 
-    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra={"allOf": [_WITH_TOOLS]})
+    model_config = ConfigDict(
+        extra="allow", strict=True, json_schema_extra={"allOf": [choice_without_tools(NO_CHOICE)]}
+    )
     branches: ClassVar[frozenset[str]] = Body.branches | {"list[dict[str,any]]"}
 
     model: str = Field(description="the name of a served model")
@@ -119,11 +111,7 @@ class PromptBody(Body):
     system: Annotated[str | Objects | None, WithJsonSchema({"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]})] = Field(
         default=None, description="a string or a list of text blocks"
     )
-    tools: Annotated[
-        Objects | None,
-        at_most(MAX_TOOLS),
-        WithJsonSchema({"type": ["array", "null"], "items": _TOOL, "maxItems": MAX_TOOLS}),
-    ] = Field(default=None, description=f"a list of at most {MAX_TOOLS} tools")
+    tools: Annotated[Objects | None, *tools_list(_TOOL)] = TOOLS
     tool_choice: Annotated[ToolChosen | None, WithJsonSchema(_CHOICE)] = Field(
         default=None, description='an object such as {"type": "auto"}'
     )
@@ -131,7 +119,9 @@ class PromptBody(Body):
     output_format: OutputFormat | None = Field(
         default=None, description='an object: {"type": "json_schema", "schema": {...}}'
     )
-    thinking: dict[str, Any] | None = Field(default=None, description="an object")
+    thinking: Annotated[dict[str, Any] | None, WithJsonSchema(_THINKING)] = Field(
+        default=None, description='an object such as {"type": "enabled"}'
+    )
     cache_control: dict[str, Any] | None = Field(default=None, description="an object: all is cached")
 
 

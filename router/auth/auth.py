@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -11,12 +15,15 @@ from prometheus_client import CollectorRegistry
 from protos.errors import Forbidden, Misconfigured, RateLimited, Unauthenticated
 from protos.event_loop import loop_time
 from protos.hints import counted
-from router.auth.limits import LocalLimits, TenantLimits
+from router.auth.budgets import TenantBudgets
+from router.auth.limits import LocalLimits, NoLimits, TenantLimits
 from router.auth.metrics import TenantMetrics
-from router.auth.tenants import NOBODY, Roster, Tenant, read_roster
+from router.auth.tenants import NOBODY, Roster, Tenant, hash_of, read_roster
 
 log = logging.getLogger("baton.router")
 
+KEY_ID_CHARACTERS = len("sha256:") + 12
+_key_id: ContextVar[str] = ContextVar("key_id", default="")
 LOOK_S = 2.0
 """How often the file of tenants is checked for changes. A revoked key works for at most this long."""
 
@@ -43,7 +50,10 @@ class AccessControl:
         self._looked_s = float("-inf")
         self.roster = read_roster(path) if path is not None else Roster()
         changed(self.roster)
-        self._metrics = TenantMetrics(registry or CollectorRegistry())
+        registry = registry or CollectorRegistry()
+        self._metrics = TenantMetrics(registry)
+        self.budgets = TenantBudgets(lambda: self.roster.tenants.values())
+        registry.register(self.budgets)
 
     def identify(self, authorization: str | None) -> Tenant:
         """The tenant of an `Authorization: Bearer KEY`. Raises Unauthenticated."""
@@ -51,13 +61,31 @@ class AccessControl:
         if self.roster.is_open:
             return NOBODY
         key = self._key(authorization)
-        tenant = self.roster.tenant_of(key)
+        hashed = hash_of(key)
+        tenant = self.roster.by_key.get(hashed)
         if tenant is None:
             self._metrics.unauthenticated.inc()
             if self.roster.admin_keys and self.roster.is_admin(key):
                 raise Unauthenticated("This is an admin key, which opens /admin only: send a tenant's key")
             raise Unauthenticated("The API key is unknown: check it, or get another one from the operator")
+        _key_id.set(hashed[:KEY_ID_CHARACTERS])
         return tenant
+
+    @property
+    def key_id(self) -> str:
+        """Of the request that this task answers: the beginning of its key's hash, "" without a key."""
+        return _key_id.get()
+
+    def tenant(self, name: str) -> Tenant | None:
+        """As the file has it now; None for one that is no longer in it."""
+        self._look()
+        return replace(NOBODY, name=name) if self.roster.is_open else self.roster.tenants.get(name)
+
+    def without_limits(self) -> AccessControl:
+        """The same tenants, for requests that no rate limits: those of batches."""
+        access = copy.copy(self)
+        access._limits, access._changed = NoLimits(), lambda roster: None
+        return access
 
     def check_admin(self, authorization: str | None) -> None:
         """Raises Unauthenticated without a key, Forbidden with one that is no administrator's."""
@@ -66,8 +94,10 @@ class AccessControl:
             raise Forbidden("This key does not open /admin: use one of admin_keys")
 
     async def enter(self, tenant: Tenant, request_id: str, num_prompt_tokens: int) -> None:
-        """Counts a request against the tenant's limits until it calls `leave`. Raises RateLimited."""
+        """Counts a request against the tenant's limits until it calls `leave`. Raises RateLimited, and what is below
+        it: BudgetExhausted."""
         try:
+            self.budgets.check(tenant)
             await self._limits.enter(tenant, request_id, num_prompt_tokens, loop_time())
         except RateLimited:
             self._metrics.refused.labels(tenant.name).inc()
@@ -128,3 +158,13 @@ class AccessControl:
         except OSError:
             return None
         return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+@contextmanager
+def acting_for(key_id: str) -> Iterator[None]:
+    """What this task answers now counts for this key."""
+    token = _key_id.set(key_id)
+    try:
+        yield
+    finally:
+        _key_id.reset(token)

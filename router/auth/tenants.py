@@ -10,6 +10,9 @@
     requests_per_min = 600
     tokens_per_min = 1_000_000     # prompt and answer
     max_concurrent = 64
+    soft_budget_usd = 800          # more is shown, in a header and a metric
+    hard_budget_usd = 1000         # more is refused
+    budget_period = "month"        # or "day" (UTC)
 
 A key has 256 random bits, so a plain hash cannot be inverted; slow hashes are for passwords, which can be guessed.
 """
@@ -23,10 +26,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from protos.errors import InvalidRequest, Misconfigured
-from protos.hints import nearest, unusable
+from protos.hints import suggested, unusable
 
 ANONYMOUS = ""
 KEY_PREFIX = "sk-baton-"
@@ -40,7 +43,10 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "requests_per_min": (0.01, 10**9),
     "tokens_per_min": (1, 10**12),
     "max_concurrent": (1, 10**6),
+    "soft_budget_usd": (0, 10**9),
+    "hard_budget_usd": (0, 10**9),
 }
+PERIODS: tuple[str, ...] = ("month", "day")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +62,18 @@ class Tenant:
     requests_per_min: float | None = None
     tokens_per_min: float | None = None
     max_concurrent: int | None = None
+    soft_budget_usd: float | None = None
+    hard_budget_usd: float | None = None
+    budget_period: Literal["month", "day"] = "month"
     shares_cache: bool = False
 
     @property
     def is_limited(self) -> bool:
         return (self.requests_per_min, self.tokens_per_min, self.max_concurrent) != (None, None, None)
+
+    @property
+    def has_budget(self) -> bool:
+        return self.soft_budget_usd is not None or self.hard_budget_usd is not None
 
     def cache_salt(self, salt: bytes) -> bytes:
         """The root of its block hashes, from the client's own salt: never another tenant's, unless caches are
@@ -172,7 +185,7 @@ def _tenant(name: str, table: Any, shares_cache: bool) -> tuple[Tenant, list[str
         )
     if not isinstance(table, dict):
         raise Misconfigured(f"{where} = {table!r}: write a table [{where}]", param=where)
-    _known(table, {"keys", *_RANGES}, f"in [{where}]")
+    _known(table, {"keys", "budget_period", *_RANGES}, f"in [{where}]")
     settings: dict[str, Any] = {}
     for setting, (least, greatest) in _RANGES.items():
         if setting not in table:
@@ -184,7 +197,18 @@ def _tenant(name: str, table: Any, shares_cache: bool) -> tuple[Tenant, list[str
                 f"{where}.{setting} = {value!r}: give {kind} from {least:g} to {greatest:g}", param=f"{where}.{setting}"
             )
         settings[setting] = value
-    tenant = Tenant(name=name, shares_cache=shares_cache, **settings)
+    period = table.get("budget_period", PERIODS[0])
+    if period not in PERIODS:
+        raise Misconfigured(
+            f"{where}.budget_period = {period!r}: give {' or '.join(PERIODS)}", param=f"{where}.budget_period"
+        )
+    tenant = Tenant(name=name, shares_cache=shares_cache, budget_period=period, **settings)
+    if tenant.hard_budget_usd is not None and (tenant.soft_budget_usd or 0.0) > tenant.hard_budget_usd:
+        raise Misconfigured(
+            f"{where}: soft_budget_usd = {tenant.soft_budget_usd:g} is more than hard_budget_usd = "
+            f"{tenant.hard_budget_usd:g}: a soft budget is to be noticed first",
+            param=f"{where}.soft_budget_usd",
+        )
     return tenant, _hashes(f"{where}.keys", table.get("keys", []))
 
 
@@ -205,6 +229,4 @@ def _hashes(where: str, given: Any) -> list[str]:
 def _known(found: Mapping[str, Any], known: set[str], where: str) -> None:
     for name in found:
         if name not in known:
-            near = nearest(name, sorted(known))
-            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(sorted(known))}"
-            raise Misconfigured(f"tenants: there is no setting {name!r} {where}: {hint}", param=name)
+            raise Misconfigured(f"tenants: there is no setting {name!r} {where}: {suggested(name, known)}", param=name)

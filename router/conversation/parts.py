@@ -20,17 +20,24 @@ Part = Mapping[str, Any]
 
 
 class Ignored:
-    """What a request has that changes nothing here: its names go into the header `x-baton-ignored`."""
+    """What a request has that changes nothing here: its names go into the header `x-baton-ignored`. Names beyond
+    MAX_IGNORED, and those that a header cannot hold, are counted there."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
+        self._num_more = 0
 
     def add(self, name: str) -> None:
+        if name in self._names:
+            return
         if len(self._names) < MAX_IGNORED and _NAME.fullmatch(name):
             self._names[name] = None
+        else:
+            self._num_more += 1
 
     def headers(self) -> dict[str, str]:
-        return {IGNORED: ", ".join(self._names)} if self._names else {}
+        more = [f"and {self._num_more} more"] if self._num_more else []
+        return {IGNORED: ", ".join([*self._names, *more])} if self._names or more else {}
 
     def raw_headers(self) -> list[tuple[bytes, bytes]]:
         return [(name.encode(), value.encode()) for name, value in self.headers().items()]
@@ -65,6 +72,24 @@ def _given(part: Part, name: str, where: str) -> Any:
     if part.get(name) is None:
         raise InvalidRequest(f"Missing required parameter: '{where}.{name}'.", param=f"{where}.{name}")
     return part[name]
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """As chat templates read it."""
+    return {"type": "text", "text": text}
+
+
+def text_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [text_part(content)] if isinstance(content, str) else content
+
+
+def append_joined(messages: list[dict[str, Any]], message: dict[str, Any], *, role: str) -> None:
+    """Appends a turn; one of this role becomes a part of the turn before it, if that has the same role."""
+    last = messages[-1] if messages else None
+    if last is None or message["role"] != role or last["role"] != role:
+        messages.append(message)
+        return
+    messages[-1] = {"role": role, "content": text_parts(last["content"]) + text_parts(message["content"])}
 
 
 def wrong(where: str, value: Any, expected: str) -> InvalidRequest:

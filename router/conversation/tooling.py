@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
+
+import orjson
 
 from protos.errors import InvalidRequest
 from protos.hints import listed
@@ -11,7 +14,9 @@ from protos.value import Value
 from router.gateway import Gateway
 from router.grammar.structure import inline_json, json_grammar
 from router.text.text_stream import TextDelta
-from router.text.tool_call_formats import CallDelta, Function, Part, ToolFormat, calls_grammar, reader_of
+from router.tools.calls import CallDelta, Function, Part
+from router.tools.formats import ToolFormat, reader_of
+from router.tools.grammar import calls_grammar, has_grammar
 
 
 class AnswerSchema(Value, frozen=True, kw_only=True):
@@ -47,12 +52,14 @@ class ToolUse(Value, frozen=True, kw_only=True):
 
 class Tooling(Value, frozen=True, kw_only=True):
     """`shown` tools go to the chat template. `grammar` is what the answer must be, "" where it is free, and `param` the
-    parameter that decided it. With a `form` calls are read from the answer."""
+    parameter that decided it; `token_grammar` is the same for workers, where it names tokens. With a `form`
+    calls are read from the answer."""
 
     shown: Sequence[dict[str, Any]] = ()
     functions: Sequence[Function] = ()
     form: ToolFormat | None = None
     grammar: str = ""
+    token_grammar: str = ""
     param: str = "response_format"
     is_named: bool = False
 
@@ -70,17 +77,36 @@ def tooling_of(gateway: Gateway, use: ToolUse | None, schema: AnswerSchema | Non
     parallel = use.parallel and not use.is_named
     if named is not None:
         functions = [_named(functions, name) for name in named]
-    grammar, decides, instead = "", "tools", schema.rule(compact=compact) if schema is not None else ""
-    if use.choice == "required":
-        grammar = calls_grammar(form, functions, parallel=parallel)
-    elif instead:
-        grammar, decides = calls_grammar(form, functions, parallel=parallel, instead=instead), param
-    elif any(one.strict for one in functions):
-        grammar = calls_grammar(form, functions, parallel=parallel, free=True)
-    elif named is not None or not parallel:  # arguments are free: of each call only that it is one of these
-        grammar = calls_grammar(form, [_loose(one) for one in functions], parallel=parallel, free=True)
+    decides, instead = "tools", schema.rule(compact=compact) if schema is not None else ""
+    free = not instead and use.choice != "required"
+    if use.choice != "required" and instead:
+        decides = param
+    elif use.choice != "required" and not any(one.strict for one in functions):
+        if named is None and parallel:
+            return Tooling(shown=use.shown, functions=use.functions, form=form, is_named=use.is_named)
+        functions = [_loose(one) for one in functions]  # arguments are free: of each call only that it is one of these
+    if not has_grammar(form):
+        raise InvalidRequest(
+            f"Calls in the format {form} cannot be bound: leave 'tool_choice', 'parallel_tool_calls', 'strict' and "
+            f"'{param}' out of a request with tools",
+            param="tools",
+        )
+    bound = partial(
+        calls_grammar,
+        form,
+        functions,
+        parallel=parallel,
+        instead=instead if use.choice != "required" else "",
+        free=free,
+    )
     return Tooling(
-        shown=use.shown, functions=functions, form=form, grammar=grammar, param=decides, is_named=use.is_named
+        shown=use.shown,
+        functions=use.functions,
+        form=form,
+        grammar=bound(),
+        token_grammar=bound(tokens=gateway.tool_tokens) if gateway.tool_tokens else "",
+        param=decides,
+        is_named=use.is_named,
     )
 
 
@@ -92,8 +118,8 @@ def _form(gateway: Gateway) -> ToolFormat:
     gateway.check_tools()
     if gateway.tool_format is None:
         raise InvalidRequest(
-            f"How the model '{gateway.card.name}' calls tools cannot be told from its chat template: "
-            "the server has to be started with --tool-parser",
+            f"The chat template of the model '{gateway.card.name}' does not show how it calls tools: "
+            "start the server with --tool-parser",
             param="tools",
         )
     return gateway.tool_format
@@ -109,16 +135,28 @@ def _named(functions: Sequence[Function], name: str) -> Function:
     return found
 
 
+class ReasoningDelta(Value, frozen=True, kw_only=True):
+    text: str
+
+
+AnswerPart = Part | ReasoningDelta
+
+
 class AnswerReader:
-    """Text and calls of one choice's answer, in the order in which they come."""
+    """Reasoning, text and calls of one choice's answer, in the order in which they come."""
 
     def __init__(self, tooling: Tooling) -> None:
-        form, names = tooling.form, [one.name for one in tooling.functions]
-        self._calls = reader_of(form, names) if form is not None else None
+        form = tooling.form
+        self._calls = reader_of(form, tooling.functions) if form is not None else None
         self.has_called = False
 
-    def read(self, piece: TextDelta) -> list[Part]:
+    def read(self, piece: TextDelta) -> list[AnswerPart]:
         """What a piece adds, neighbouring parts of the same text or call joined."""
+        if piece.reasoning:
+            return [ReasoningDelta(text=piece.reasoning), *self._answer(piece)]
+        return self._answer(piece)
+
+    def _answer(self, piece: TextDelta) -> list[AnswerPart]:
         if self._calls is None:
             return [piece.text] if piece.text else []
         parts = self._calls.feed(piece.text)
@@ -128,8 +166,8 @@ class AnswerReader:
         return _merged(parts)
 
 
-def _merged(parts: Sequence[Part]) -> list[Part]:
-    merged: list[Part] = []
+def _merged(parts: Sequence[Part]) -> list[AnswerPart]:
+    merged: list[AnswerPart] = []
     for part in parts:
         last = merged[-1] if merged else None
         if isinstance(part, str) and isinstance(last, str):
@@ -139,3 +177,12 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
         else:
             merged.append(part)
     return merged
+
+
+def call_input(written: str) -> dict[str, Any]:
+    """A call's arguments; what the model wrote that is no object is under `arguments`."""
+    try:
+        found = orjson.loads(written or "{}")
+    except orjson.JSONDecodeError:
+        found = None
+    return found if isinstance(found, dict) else {"arguments": written}

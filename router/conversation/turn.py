@@ -12,12 +12,14 @@ from router.conversation.tooling import Tooling
 from router.gateway import Gateway
 from router.http.middleware import name_of, tenant_of
 from router.text.chat_template import Message
+from router.text.reasoning import AnswerReasoning
 from router.text.sampling_request import SamplingRequest, TextRequest, make_text_request
+from router.tools.formats import ToolFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationTurn:
-    """`options` are the chat template's own variables."""
+    """`options` are the chat template's own variables. Reasoning that is not shown is left out of the answer."""
 
     messages: Sequence[Message]
     sampling: SamplingRequest
@@ -25,6 +27,7 @@ class ConversationTurn:
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     options: Mapping[str, Any] | None = None
+    shows_reasoning: bool = True
 
     async def prompt(self, gateway: Gateway) -> tuple[int, ...]:
         """Token ids. Raises InvalidRequest."""
@@ -47,14 +50,27 @@ class ConversationTurn:
     ) -> TextRequest:
         """The jobs. `prompt`: in place of that of the messages. `cut`: an answer may be as long as the context leaves
         room for, where max_tokens is more. Raises InvalidRequest."""
-        sampling, tooling = self.sampling, self.tooling
+        sampling, tooling, is_raw = self.sampling, self.tooling, prompt is not None
         if tooling.grammar:
             await gateway.grammars.check(tooling.grammar, param=tooling.param)
-            sampling = replace(sampling, grammar=tooling.grammar)
+            sampling = replace(sampling, grammar=tooling.token_grammar or tooling.grammar)
         if prompt is None:
             prompt = await self.prompt(gateway)
         if cut and sampling.max_tokens is not None and len(prompt) + sampling.max_tokens > gateway.card.max_model_len:
             sampling = replace(sampling, max_tokens=None)
+        reasoning = None
+        if gateway.reasoning is not None and not is_raw:
+            phase = gateway.reasoning.phase(prompt, is_continued=self.continue_final_message)
+            reasoning = AnswerReasoning(
+                reasoning=gateway.reasoning,
+                phase=phase,
+                marks_calls=tooling.form is ToolFormat.GPT_OSS,
+                is_shown=self.shows_reasoning,
+            )
+            if tooling.grammar:
+                has_header, ends = tooling.form is ToolFormat.GPT_OSS, gateway.card.eos_token_ids
+                bound = gateway.reasoning.grammar(sampling.grammar, phase, ends, has_header=has_header)
+                sampling = replace(sampling, grammar=bound)
         return make_text_request(
             sampling,
             [prompt],
@@ -63,4 +79,6 @@ class ConversationTurn:
             group_id=name_of(http),
             tenant=tenant_of(http),
             default_max_tokens=None,
+            reasoning=reasoning,
+            visible_tokens=frozenset(gateway.tool_tokens.values()) if tooling.form is not None else frozenset(),
         )

@@ -8,8 +8,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -18,11 +20,14 @@ from starlette.responses import Response
 from router.gateway import Gateway
 
 _HERE = Path(__file__).resolve().parent
+SCRIPTS = ("nodes.js", "charts.js", "timeline.js", "playground.js", "lanes.js", "money.js", "capacity.js", "script.js")
+"""Parts of the page's one script, each after those that it uses: a part is a constant with its functions."""
 
 
 def mount_page(app: FastAPI, gateway: Gateway) -> None:
     """Puts the page on the application."""
-    style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
+    style = (_HERE / "style.css").read_text(encoding="utf-8")
+    script = "".join((_HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
     template = (_HERE / "page.html").read_text(encoding="utf-8")
     headers = {
         "content-security-policy": _policy(style, script),
@@ -36,12 +41,20 @@ def mount_page(app: FastAPI, gateway: Gateway) -> None:
             "style": style,
             "script": script,
             "model": escape(gateway.card.name),
+            "others": _links([one.card.name for one in gateway.models[1:]]),
             "has_chat": str(gateway.template is not None).lower(),
+            "has_ledger": str(gateway.ledger is not None).lower(),
             "asks_for_keys": str(not gateway.access.roster.is_open).lower(),
         }
         return Response(_filled(template, values), media_type="text/html", headers=headers)
 
     app.add_route("/", page)
+
+
+def _links(models: Sequence[str]) -> str:
+    """The pages of the other models behind this address."""
+    links = [f'<a href="models/{quote(name)}/">{escape(name)}</a>' for name in models]
+    return f'\n  <nav class="dim" aria-label="Other models">beside it: {", ".join(links)}</nav>' if links else ""
 
 
 def _filled(template: str, values: dict[str, str]) -> str:

@@ -1,9 +1,9 @@
-"use strict";
 // Asks the gateway every PERIOD_MS, while somebody looks, and shows what it says. What came over the network becomes
 // text nodes and nothing else; the page's Content-Security-Policy holds the browser to that (require-trusted-types-for).
 (() => {
+  const { node, count, seconds, duration, share, bytes } = Nodes;
   const PERIOD_MS = 2000, NUM_REQUESTS = 200, NUM_SHOWN = 20, MAX_ROWS = 200, WINDOW_MS = 10000;
-  const KEY = "baton-admin-key";
+  const KEY = "baton-admin-key", COSTS = "admin/costs?by=tenant", COSTS_MS = 60000;
   const POOLS = ["prefill", "decode", "colocated"];
   const STYLES = {
     ready: "good", open: "good", stop: "good", length: "good", tool_calls: "good", running: "", waiting: "warn",
@@ -14,16 +14,10 @@
   const at = (id) => document.getElementById(id);
   const shown = new Map();  // what each part shows, so that a part that has not changed keeps its selection
   const samples = [];       // of the counters, for rates
-  let asked = "", job = null, timer = 0, turns = 0, heard = null;
+  const places = new Map(); // the cursors of the charts
+  let asked = "", job = null, timer = 0, turns = 0, heard = null, points = [], period_s = 10, remembered = 0, counted = -COSTS_MS;
 
   // -- what is told becomes nodes -------------------------------------------------------------------------------------
-
-  function node(tag, attributes, ...inside) {
-    const made = document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes || {})) if (value !== "") made.setAttribute(name, value);
-    made.append(...inside.map((one) => (one instanceof Node ? one : String(one))));
-    return made;
-  }
 
   function show(id, data, build) {
     const said = JSON.stringify(data);
@@ -49,19 +43,7 @@
   }
 
   const styled = (text, style) => node("span", { class: style ?? STYLES[text] ?? "" }, text);
-  const count = (number) => Math.round(number).toLocaleString("en");
-  const seconds = (s) => (s === null || s === undefined ? "-" : s >= 1 ? `${s.toFixed(2)} s` : `${(s * 1000).toFixed(1)} ms`);
-  const duration = (s) => (s < 60 ? `${s.toFixed(1)} s` : s < 3600 ? `${Math.round(s / 60)} min` : `${(s / 3600).toFixed(1)} h`);
   const onHost = (all, host) => `${count(all)}${host ? ` (${count(host)} host)` : ""}`;
-  const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "-");
-
-  function bytes(number) {
-    for (const unit of ["B", "kB", "MB", "GB"]) {
-      if (number < 1000) return `${number.toFixed(unit === "B" ? 0 : 1)} ${unit}`;
-      number /= 1000;
-    }
-    return `${number.toFixed(1)} TB`;
-  }
 
   // The smallest that so many parts of the values do not exceed.
   function quantiles(values, parts) {
@@ -131,6 +113,36 @@
     ["speed", "number spare", (one) => (one.busy_s ? `${bytes(one.num_bytes / one.busy_s)}/s` : "-")],
     ["idle", "number spare", (one) => duration(one.idle_s)],
   ], lanes, "");
+
+  const added = (columns) => columns.reduce((whole, one) => one.map((count, at) => count + (whole[at] ?? 0)).concat(whole.slice(one.length)), []);
+
+  // Drafts of each pool by source; a whole pool's figures stand in its first row.
+  function speculation(workers) {
+    const rows = [];
+    for (const name of new Set(workers.map(poolOf))) {
+      const loads = workers.filter((one) => poolOf(one) === name && isHere(one)).map((one) => one.load.speculation).filter((one) => one);
+      const total = (of) => loads.reduce((whole, one) => whole + one[of], 0);
+      if (!total("num_rows")) continue;
+      const all = loads.flatMap((one) => one.sources), sources = [...new Set(all.map((one) => one.source))];
+      (sources.length ? sources : [""]).forEach((source, at) => {
+        const own = all.filter((one) => one.source === source);
+        const drafted = added(own.map((one) => one.drafted_at)), accepted = added(own.map((one) => one.accepted_at));
+        rows.push({ name, source, drafted, accepted, whole: at ? null : { tokens: total("num_tokens") / total("num_rows"), saved: total("spared_s") - total("spent_s") } });
+      });
+    }
+    return rows;
+  }
+
+  const whole = (counts) => counts.reduce((all, one) => all + one, 0);
+  const speculationTable = (rows) => table([
+    ["pool", "word", (one) => one.name],
+    ["drafts of", "word", (one) => one.source || "-"],
+    ["drafted", "number spare", (one) => count(whole(one.drafted))],
+    ["accepted", "number", (one) => share(whole(one.accepted), whole(one.drafted))],
+    ["by position", "number spare rare", (one) => one.drafted.map((drafted, at) => share(one.accepted[at], drafted)).join(", ")],
+    ["tokens a step", "number", (one) => (one.whole ? one.whole.tokens.toFixed(2) : "")],
+    ["saved", "number", (one) => (one.whole ? seconds(Math.max(0, one.whole.saved)) : "")],
+  ], rows, "");
 
   const processTable = (processes) => table(
     Object.keys(processes[0] ?? {}).map((name) => [name, "word", (one) => String(one[name])]), processes, "",
@@ -252,9 +264,9 @@
     if (refusal) return [node("h3", {}, name), node("p", { class: "bad" }, refusal), close];
     const parts = jobs.flatMap((one) => [
       node("h3", {}, `${name} (${one.job})`),
-      node("p", {}, styled(one.outcome || one.state, outcomeStyle(one)), `. ${count(one.prompt_tokens)} prompt tokens, ${count(one.cached_tokens)} of them cached; ${count(one.output_tokens)} tokens written${one.ttft_s == null ? "" : `; TTFT ${seconds(one.ttft_s)}, from its arrival at the gateway`}`),
+      node("p", {}, styled(one.outcome || one.state, outcomeStyle(one)), `. ${count(one.prompt_tokens)} prompt tokens, ${count(one.cached_tokens)} of them cached; ${count(one.output_tokens)} tokens written${one.drafted_tokens ? `, ${count(one.accepted_drafts)} of them accepted of ${count(one.drafted_tokens)} drafted` : ""}${one.ttft_s == null ? "" : `; TTFT ${seconds(one.ttft_s)}, from its arrival at the gateway`}`),
       ...(one.message ? [node("p", { class: "bad" }, one.message)] : []),
-      ...one.choices.flatMap(decision), timeline(one.timeline), ...(misses[one.job] ? cacheOf(misses[one.job]) : []),
+      ...Timeline.stages(one), ...one.choices.flatMap(decision), timeline(one.timeline), ...(misses[one.job] ? cacheOf(misses[one.job]) : []),
     ]);
     return [...parts, node("p", { class: "dim" }, "In a terminal: ", node("code", {}, command(`why ${quoted(name)}`))), close];
   }
@@ -360,13 +372,44 @@
     at("errors-section").hidden = !errors.length;
     show("pools", { workers, losses: byLabel(metrics, "baton_pool_losses_total", "pool") }, pools);
     show("workers", workers, workerTable);
+    if (Capacity.isNews(status.capacity)) show("capacity", status.capacity, (report) => Capacity.shown(report, table));
+    at("capacity-section").hidden = !Capacity.isNews(status.capacity);
+    const drafts = speculation(workers);
+    show("speculation", drafts, speculationTable);
+    at("speculation-section").hidden = !drafts.length;
     show("lanes", lanes, laneTable);
+    show("lane-map", { workers: workers.map((one) => [one.worker_id, one.state, one.info?.role]), lanes }, () => LaneMap.map(workers, lanes));
     at("lanes-section").hidden = !lanes.length;
     show("processes", status.processes, processTable);
     at("processes-section").hidden = !status.processes.length;
     show("requests", requests, requestTable);
     at("told").hidden = false;
     at("told").classList.remove("stale");
+  }
+
+  // The periods that have ended since the last look, and the latest known: a process may have been late with its part.
+  async function remember(turn) {
+    const now = performance.now();
+    if (points.length && now - remembered < 1000 * period_s) return;
+    const news = await get(`admin/history?since=${Math.max(0, (points.at(-1)?.at ?? 0) - period_s)}`);
+    if (turn !== turns) return;
+    [period_s, remembered] = [news.period_s, now];
+    points = Charts.joined(points, news.points);
+    const focused = document.activeElement?.dataset?.chart;
+    show("charts", points, () => Charts.charts(points, period_s, places));
+    if (focused) [...at("charts").querySelectorAll("[data-chart]")].find((one) => one.dataset.chart === focused)?.focus();
+  }
+
+  // The ledger's sums, once a minute: it reads all rows of a day.
+  async function reckon(turn) {
+    const now = performance.now();
+    if (page.hasLedger !== "true" || now - counted < COSTS_MS) return;
+    const report = await get(COSTS);
+    if (turn !== turns) return;
+    counted = now;
+    show("money", report, () => table(Money.columns(report), report.rows, "No request in the last day."));
+    at("idle").textContent = Money.idle(report);
+    at("money-section").hidden = false;
   }
 
   // Of the looks under way only the latest may say anything: another one began before a key was given or forgotten.
@@ -383,6 +426,8 @@
       ]);
       if (turn !== turns) return;
       tell(status, ready, latest.requests, totals(metrics, names), metrics);
+      await remember(turn);
+      await reckon(turn);
       if (asked && !(job?.jobs?.every((one) => one.state === "ended"))) await explain();
       if (turn !== turns) return;
       heard = new Date();
@@ -422,6 +467,8 @@
     for (const id of shown.keys()) at(id).replaceChildren();
     shown.clear();
     heard = null;
+    [points, counted] = [[], -COSTS_MS];
+    at("money-section").hidden = true;
     at("heard").textContent = at("version").textContent = "";
     at("state").textContent = "asking ...";
     at("state").className = "pill";
@@ -470,6 +517,9 @@
   at("copy").addEventListener("click", async () => {
     await navigator.clipboard.writeText(at("example").textContent);
     at("copy").textContent = "Copied";
+  });
+  Playground.mount(at("playground"), {
+    model: page.model, hasChat: isChat, asksForKeys: page.asksForKeys === "true", admin: get, explain: ask,
   });
 
   next();

@@ -18,7 +18,7 @@ from router.config import RouterConfig
 from router.dispatch.job_state import JobState
 from router.dispatch.sessions import Sessions
 from router.fleet.fleet import Fleet
-from router.jobs import Job
+from router.jobs import BATCH_PRIORITY, Job
 from router.policies.base import Decision, Policy, RequestView
 from router.policies.costs import estimate, handed_bytes
 from router.policies.limits import avoiding
@@ -85,6 +85,7 @@ class Chooser:
             answer_tokens=fleet.predictor.answer_tokens,
             within_s=job_state.first_due_s - now,
             block_bytes=fleet.block_bytes,
+            window_bytes=fleet.window_bytes,
             lanes=fleet.predictor.lanes,
         )
         away = job_state.failed | job_state.full
@@ -119,11 +120,12 @@ class Chooser:
     # -- outcomes ------------------------------------------------------------------------------------------------------
 
     def took(self, record: RequestTrace, num_tokens: int, num_cached_tokens: int) -> None:
-        """Records tokens sent to the client. The first of them show how fast prompts are computed."""
+        """Records tokens sent to the client. The first of them show how fast prompts are computed, but for a batch's: a
+        worker computes it behind others."""
         now = loop_time()
         first = record.timestamps.first_s is None
         record.took(num_tokens, num_cached_tokens, now)
-        if first and record.choices:
+        if first and record.choices and record.job.priority != BATCH_PRIORITY:
             choice = record.choices[-1]
             prefill_worker = choice.prefill_worker
             self._fleet.predictor.saw_first_token(

@@ -21,9 +21,18 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from protos.errors import BatonError, Internal, NoWorkers, Overloaded, TransferFailed, WorkerDraining, WorkerLost
+from protos.errors import (
+    BatonError,
+    Internal,
+    NoWorkers,
+    Overloaded,
+    RevisionReplaced,
+    TransferFailed,
+    WorkerDraining,
+    WorkerLost,
+)
 from protos.event_loop import loop_time
 from protos.values import FinishReason, ReserveRequest, SequenceUpdate, Ticket
 from router.config import RouterConfig
@@ -78,7 +87,7 @@ class Attempt:
 
     @property
     def refuser(self) -> Member:
-        """The worker without room, when the attempt is refused. Of a pair, the decode worker is checked first."""
+        """The worker that refused the attempt. Of a pair, the decode worker is checked first."""
         return self.prefill_worker if self.is_reserved else self.decode
 
     def end_pull(self) -> None:
@@ -121,6 +130,8 @@ class Dispatcher:
         record = self._chooser.record(job)
         job_state = JobState(job, now=loop_time(), record=record, sink=sink)
         record.note(EventKind.ADMITTED, loop_time())
+        if job.adapter:
+            self._fleet.lora.count(job.adapter)
         try:
             while True:
                 attempt: Attempt | None = None
@@ -151,6 +162,10 @@ class Dispatcher:
             self._poison.progressed(job_state.crashes, len(job_state.output_ids))
         if first and delta.token_ids:
             self._fleet.count_read(attempt.prefill_worker, len(job_state.job.prompt_ids), delta.num_cached_tokens)
+        if update.num_drafted:
+            record.verified(update.num_drafted, update.num_accepted)
+        if delta.num_prompt_computed:
+            record.computed(delta.num_prompt_computed, loop_time())
         if delta.token_ids:
             chooser.took(record, len(delta.token_ids), delta.num_cached_tokens)
         if delta.finish_reason is not None:
@@ -173,19 +188,22 @@ class Dispatcher:
     def _decide(self, job_state: JobState) -> Attempt:
         """Chooses the workers of an attempt; their load includes the attempt from now on. Raises NoWorkers."""
         fleet = self._fleet
+        self._keep_revision(job_state)
         candidates = self._candidates(job_state)
         if not len(candidates.decode_pool):
+            fleet.sleep.wanted.set()
             raise NoWorkers(": ".join(filter(None, ("no worker is ready", ", ".join(fleet.successors.of(None))))))
         decision = self._chooser.choose(job_state, candidates)
         job_state.know_cached(candidates.most_cached)
         request_id, generation = job_state.next_attempt()
         prefill_worker = fleet.member(decision.prefill or decision.decode)
+        is_pair = decision.prefill is not None and not job_state.job.sampling.pooling  # a vector needs no decode worker
         pull = self.pulls.choose(job_state, request_id, generation, prefill_worker, candidates)
         attempt = Attempt(
             request_id=request_id,
             generation=generation,
-            prefill=prefill_worker if decision.prefill is not None else None,
-            decode=fleet.member(decision.decode),
+            prefill=prefill_worker if is_pair else None,
+            decode=fleet.member(decision.decode) if is_pair else prefill_worker,
             pull=pull,
         )
         known = job_state.record.choices[-1].prefill_worker.num_cached_tokens
@@ -225,7 +243,18 @@ class Dispatcher:
     def _candidates(self, job_state: JobState) -> CandidateTable:
         fleet = self._fleet
         matched = fleet.match(job_state.hashes, now=loop_time()).at_most(job_state.unread)
-        return fleet.candidates(matched, job_state.num_tokens)
+        return fleet.suited(job_state.job, fleet.candidates(matched, job_state.num_tokens))
+
+    def _keep_revision(self, job_state: JobState) -> None:
+        """Where a roll has removed the workers of its revision, a job without an answer goes on with their successors,
+        if its tokens mean the same there. Raises RevisionReplaced."""
+        job, revisions = job_state.job, self._fleet.revisions
+        if not revisions.is_gone(job.revision):
+            return
+        successor = None if job_state.output_ids else revisions.successor(job.revision)
+        if successor is None:
+            raise RevisionReplaced("the model was replaced before this answer had ended: send the request again")
+        job_state.job = replace(job, revision=successor)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -274,7 +303,7 @@ class Dispatcher:
                 pull = await self._fetch(job_state, attempt)
                 job_state.read_since_s = loop_time()
                 job_state.record.note(
-                    EventKind.RESERVED, loop_time(), worker=decode.worker_id, blocks=len(ticket.block_ids)
+                    EventKind.RESERVED, loop_time(), worker=decode.worker_id, blocks=ticket.stop - min(ticket.starts)
                 )
                 prefill_updates = prefill.submit(job_state.request(request_id, ticket=ticket, pull=pull))
                 renewals.attach(prefill_updates)
@@ -339,10 +368,11 @@ class Dispatcher:
         if job_state.blocked_since_s is None or is_explained:
             job_state.blocked_since_s = now
         deadline = job_state.blocked_since_s + self._patience_s(job_state)
-        if isinstance(error, Overloaded):
+        refused = _is_refused(error)
+        if refused:
             deadline = min(deadline, job_state.first_due_s)
-        waits = isinstance(error, NoWorkers | Overloaded | WorkerDraining)
-        if not waits and not error.retryable:
+        waits = refused or isinstance(error, NoWorkers | WorkerDraining)
+        if (not waits and not error.retryable) or isinstance(error, RevisionReplaced):
             raise error
         job_state.num_failures += 0 if waits or is_explained else 1
         if now >= deadline or job_state.num_failures >= config.dispatch.max_attempts:
@@ -357,7 +387,7 @@ class Dispatcher:
             "%s resumes on another worker after %d tokens: %s", attempt.request_id, len(job_state.output_ids), error,
             extra={"request": attempt.request_id},
         )  # fmt: skip
-        if isinstance(error, Overloaded):
+        if refused:
             await self._wait_for_room(job_state, attempt, deadline)
             return
         job_state.failed.update(attempt.worker_ids)
@@ -370,10 +400,10 @@ class Dispatcher:
             await asyncio.sleep(config.dispatch.retry_pause_s * 2 ** (job_state.num_failures - 2))
 
     def _patience_s(self, job_state: JobState) -> float:
-        """Seconds that a job waits for a worker. A job with tokens also waits for the successors of lost workers, which
-        load their weights."""
+        """Seconds that a job waits for a worker: longer while the fleet wakes up; with tokens also longer for the
+        successors of lost workers, which load their weights."""
         config = self._config
-        if job_state.output_ids and len(self._fleet.successors):
+        if self._fleet.sleep.may_serve or (job_state.output_ids and len(self._fleet.successors)):
             return max(config.admission.max_queue_s, config.dispatch.successor_timeout_s)
         return config.admission.max_queue_s
 
@@ -381,7 +411,7 @@ class Dispatcher:
         """Returns at once if each pool has a worker that has not refused the job. Otherwise jobs wait in line, and each
         change of a load lets one of them try again, so that a full pool is not flooded with requests."""
         job_state.full.add(attempt.refuser.worker_id)
-        offered = self._fleet.candidates(NO_MATCH, 1)
+        offered = self._fleet.suited(job_state.job, self._fleet.candidates(NO_MATCH, 1))
         pools = [set(pool.workers.worker_ids) for pool in (offered.prefill_pool, offered.decode_pool) if len(pool)]
         if pools and all(pool - job_state.full for pool in pools):
             return
@@ -393,6 +423,11 @@ class Dispatcher:
                     await self._fleet.wait(until=min(deadline, loop_time() + self._config.dispatch.retry_pause_s))
         finally:
             self._fleet.num_turned_away -= 1
+
+
+def _is_refused(error: BatonError) -> bool:
+    """Whether a worker refused the attempt and nothing was lost: no room, or a lane in quarantine."""
+    return isinstance(error, Overloaded) or (isinstance(error, TransferFailed) and error.retry_after_s is not None)
 
 
 class LeaseRenewal:

@@ -36,7 +36,7 @@ class JobState:
         self.record = record or RequestTrace(job=job, received_s=now)
         self.read_since_s = now  # when a worker got the prompt
         self._arrival_s = now
-        self.output_ids: list[int] = []
+        self.output_ids: list[int] = list(job.emitted)
         self.num_failures = 0
         self.crashes = CrashHistory()
         self._num_tokens_at_failure = 0
@@ -124,6 +124,7 @@ class JobState:
             ticket=ticket,
             pull=pull,
             tells_progress=job.tells_progress and not output_ids,
+            adapter=job.adapter,
         )
 
     @property
@@ -151,6 +152,9 @@ class JobState:
             finish_reason=reason if reason is not None and reason.is_last else None,
             num_cached_tokens=self._cached(update.num_cached_tokens) if first or update.num_prompt_computed else 0,
             num_prompt_computed=update.num_prompt_computed,
+            embedding=update.embedding,
+            num_predicted=update.num_predicted,
+            num_mispredicted=update.num_mispredicted,
             queue_s=self.read_since_s - self._arrival_s if first else 0.0,
         )
 

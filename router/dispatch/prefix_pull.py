@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from kvtransfer.windows import moved_bytes
 from protos.errors import BatonError, WorkerLost
 from protos.event_loop import loop_time
 from protos.values import ReserveRequest, ShareRequest, Ticket, WorkerLoad
@@ -116,17 +117,14 @@ class PrefixPulls:
         self, job_state: JobState, request_id: str, generation: int, prefill_worker: Member, candidates: CandidateTable
     ) -> PrefixPull | None:
         """The prefix that the attempt's prefill worker fetches, and its holder; None without a pull. A request with
-        logprobs of the prompt has no pull: its prompt must be computed. Workers that free KV behind windows receive
-        none."""
-        if prefill_worker.info is None or (
-            job_state.job.sampling.prompt_logprobs is not None and not job_state.output_ids
-        ):
+        logprobs or the mean of the prompt has no pull: its prompt must be computed."""
+        sampling = job_state.job.sampling
+        needs_all = sampling.prompt_logprobs is not None or sampling.pooling == "mean"
+        if prefill_worker.info is None or (needs_all and not job_state.output_ids):
             return None
         if not (caching := candidates.caching):
             return None
         layout, most = prefill_worker.info.layout, job_state.num_tokens - 1
-        if layout.frees_blocks:
-            return None
         holders = [
             holder
             for worker_id in caching
@@ -139,7 +137,7 @@ class PrefixPulls:
             num_on_host=own.num_host_tokens,
             load_s=load_s(own),
             tokens_per_s=prefill_worker.load.prefill_tokens_per_s,
-            bytes_per_token=layout.block_bytes / layout.block_size,
+            bytes_per_token=moved_bytes(layout, most) / max(1, most),
         )
         best = best_holder(holders, puller)
         if best is None:
@@ -182,7 +180,7 @@ class PrefixPulls:
         self.num_blocks += num_blocks
         now = loop_time()
         job_state.record.note(EventKind.PULLED, now, source=pull.holder.worker_id, blocks=num_blocks)
-        return replace(ticket, block_ids=ticket.block_ids[:num_blocks])
+        return ticket.up_to(min(ticket.starts) + num_blocks)
 
     def _reservation(self, job_state: JobState, pull: PrefixPull) -> ReserveRequest:
         if pull.holder.info is None:

@@ -11,27 +11,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvtransfer.reshard import require_compatible
+from kvtransfer.windows import full_bytes, window_bytes
 from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
 from protos.event_loop import Changed, loop_time
-from protos.values import BlockHash, Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
+from protos.values import Adapter, BlockHash, Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
 from protos.wire import PROTOBUF, ChannelEncoding
 from router.config import RouterConfig
+from router.fleet.adapters import FleetAdapters
 from router.fleet.candidate_table import FleetTable
 from router.fleet.channels import OpenChannel, open_channel
 from router.fleet.host_metrics import HostTotals
 from router.fleet.lane_metrics import LaneTotals
+from router.fleet.sleep import FleetSleep
+from router.fleet.speculation_metrics import SpeculationTotals
 from router.fleet.successors import Successor, Successors
 from router.fleet.worker import Member, WorkerState, WorkerStatus
 from router.fleet.worker_client import WorkerClient
+from router.jobs import AdapterReport, Job
 from router.latency.predictor import Predictor
 from router.policies.table import CandidateTable
 from router.prefix.feed import Feed, Observe, Peers
 from router.prefix.index import Match, PrefixIndex
+from router.revisions.fleet_revisions import FleetRevisions, RevisedWorker, check_joins
 
 log = logging.getLogger("baton.router")
 
@@ -82,11 +87,13 @@ class Fleet:
         self._again: dict[str, asyncio.Event] = {}
         self._changed = Changed()
         self.successors = Successors()
+        self.sleep = FleetSleep()
         self.predictor = Predictor()
         self._table = FleetTable(self.predictor)
         self.totals = {role: PoolTotals() for role in WorkerRole}
         self.lane_totals = LaneTotals()
         self.host_totals = HostTotals()
+        self.speculation_totals = SpeculationTotals()
         self.num_faults = 0
         self.notices: list[Callable[[], str]] = []  # more faults for `degraded`
         self.publish_load: Callable[[str, int, int], None] | None = None  # (worker, tokens, blocks): work routed to it
@@ -94,6 +101,9 @@ class Fleet:
             None  # (worker, its failures in a row), to the other gateway processes
         )
         self._num_elsewhere = 0
+        self._stored_as = ""
+        self.lora = FleetAdapters()
+        self.revisions = FleetRevisions()
         self._behind = ""  # the fault of the cluster behind the workers
         self.num_turned_away = 0  # jobs that wait because no worker had room for them, contrary to the reported loads
 
@@ -128,6 +138,9 @@ class Fleet:
         if worker_id not in self._members:
             return
         self._table.remove(self._members.pop(worker_id))
+        self._revise()
+        self._stored_as = _stored_as(self._here()) or self._stored_as
+        self.lora.update(self._here())
         del self._again[worker_id]
         self._feed.drop(worker_id)
         self.predictor.drop(worker_id)
@@ -150,9 +163,17 @@ class Fleet:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's KV; 0 before the first worker."""
-        reference = self._reference()
-        return reference.layout.block_bytes if reference is not None else 0
+        """Bytes of a block's KV in layers without a window; 0 before the first worker."""
+        return full_bytes(first.layout) if (first := self._reference()) is not None else 0
+
+    @property
+    def window_bytes(self) -> Sequence[tuple[int, int]]:
+        """The windows of layers, with a block's bytes in each."""
+        return window_bytes(first.layout) if (first := self._reference()) is not None else ()
+
+    def stored_as(self) -> str:
+        """Encodings and types in which the workers keep weights and KV; without a worker, those of the last ones."""
+        return self._stored_as
 
     def member(self, worker_id: str) -> Member:
         """The member with this id. Raises WorkerLost if it has left."""
@@ -195,6 +216,37 @@ class Fleet:
         now = loop_time()
         return self._table.candidates(matched, num_tokens, self.block_size or 1, now=now)
 
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The LoRA adapters by name; without a worker, those of the last ones. Where workers have different files
+        under a name, the files that most of them have."""
+        return self.lora.by_name
+
+    async def load_adapter(self, name: str, path: str) -> AdapterReport:
+        return await self.lora.load(name, path, self._clients())
+
+    async def unload_adapter(self, name: str) -> AdapterReport:
+        return await self.lora.unload(name, self._clients())
+
+    def _clients(self) -> dict[str, WorkerClient]:
+        """Of the connected workers, by id."""
+        return {member.worker_id: member.client for member in self._members.values() if member.client is not None}
+
+    def revision(self) -> str:
+        """The revision of a request that begins now."""
+        if self.revisions.count > 1:
+            self._revise()
+        return self.revisions.begin()
+
+    def _revise(self) -> None:
+        known = ((one.info, one.takes_work, one.load.retiring) for one in self._members.values())
+        self.revisions.update(RevisedWorker(info, *state) for info, *state in known if info is not None)
+
+    def suited(self, job: Job, candidates: CandidateTable) -> CandidateTable:
+        """The candidates of the job's revision that have its adapter, if it is for one."""
+        if not self.revisions.serves_all(job.revision):
+            candidates = candidates.take(self.revisions.places(job.revision, candidates.workers))
+        return candidates if not job.adapter else candidates.take(self.lora.places(job.adapter, candidates.workers))
+
     def loads(self) -> CandidateTable:
         """The workers that take new work, with their load alone. The table changes with the fleet: do not keep it."""
         return self._table.loads()
@@ -207,6 +259,15 @@ class Fleet:
     def ready(self) -> bool:
         """Whether a request can be served."""
         return any(member.takes_work for member in self._members.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no worker is known."""
+        return not self._members
+
+    def asleep(self) -> str:
+        """Why there is no worker although a request would be served, in words; "" for another reason."""
+        return self.sleep.describe(loop_time())
 
     def set_degraded(self, reason: str) -> None:
         """Sets the fault of the cluster behind the workers; "" for none."""
@@ -337,19 +398,26 @@ class Fleet:
             on_loss=member.changed,
         )
         watch: asyncio.Task[None] | None = None
+        adapting: asyncio.Task[None] | None = None
         try:
             info = await client.describe()
             await _check(client, member.worker_id)
             self._admit(member, info)
+            await self.revisions.learn(info)
             hello = self._feed.hello(member.worker_id, info.incarnation)
             watch = asyncio.create_task(self._watch(member, client))
+            adapting = asyncio.create_task(self.lora.catch_up(info, client))
             member.connected(info, client)  # no other task runs from here to the first statement of `run`
+            self._revise()
+            self._stored_as = _stored_as(self._here())
+            self.lora.update(self._here())
             await client.run(hello, lambda step: self._receive(member, client, step))
         finally:
             member.disconnected()
             self._feed.lost(member.worker_id)
-            if watch is not None:
-                watch.cancel()
+            for task in (watch, adapting):
+                if task is not None:
+                    task.cancel()
             await client.close()
 
     def _admit(self, member: Member, info: WorkerInfo) -> None:
@@ -359,25 +427,9 @@ class Fleet:
                 f"{member.address} answers as {info.worker_id}, not as {member.worker_id}: "
                 "stop the worker that has taken its port"
             )
+        check_joins(info, tuple(self._here(besides=member)))
         reference = self._reference(besides=member)
-        if reference is None:
-            return
-        for name, theirs, ours in (
-            ("model", info.model, reference.model),
-            ("vocab_size", info.vocab_size, reference.vocab_size),
-            ("device", info.device, reference.device),  # one lane's ranks are all on GPUs, or all on CPUs
-        ):
-            if theirs != ours:
-                raise IncompatibleWorkers(
-                    f"worker {info.worker_id} has {name} {theirs}, but {reference.worker_id} has {ours}: "
-                    "start both with the same setting",
-                    param=name,
-                )
-        # Two layouts that fit the first one may not fit each other: blocks of 4, 8 and 12.
-        others = {other.layout: other.worker_id for other in self._here(besides=member)}
-        for layout, worker_id in others.items():
-            require_compatible(info.worker_id, info.layout, worker_id, layout)
-        if info.layout.block_size != reference.layout.block_size:
+        if reference is not None and info.layout.block_size != reference.layout.block_size:
             log.info(
                 "worker %s has blocks of %d tokens, %s of %d: prompts are hashed in both",
                 info.worker_id, info.layout.block_size, reference.worker_id, reference.layout.block_size,
@@ -404,7 +456,14 @@ class Fleet:
                     extra=_of(member),
                 )
                 client.send_hello(hello)
+        if step.role is not None and member.changed_role(step.role):
+            log.info("worker %s is a %s worker from now on", member.worker_id, step.role, extra=_of(member))
+        if step.adapters is not None and member.changed_adapters(step.adapters.adapters):
+            self.lora.update(self._here())
+            self._changed.notify()
         before = member.load
+        if step.load is not None and step.load.speculation is not None and member.role is not None:
+            self.speculation_totals.note(member.role, before, step.load)
         if not member.apply_step(step) and member.state in (WorkerState.READY, WorkerState.DRAINING):
             return  # too small a change to alter a decision
         if step.load is None:
@@ -433,6 +492,7 @@ class Fleet:
         was = member.state
         if not member.enter(state, reason, now=loop_time()):
             return
+        self._revise()
         if state in (WorkerState.READY, WorkerState.INCOMPATIBLE):
             self.successors.arrived(member.worker_id)
         if member.state is WorkerState.DRAINED:
@@ -455,3 +515,9 @@ async def _check(client: WorkerClient, worker_id: str) -> None:
 def _of(member: Member) -> dict[str, str]:
     """The fields of a log record about this worker."""
     return {"worker": member.worker_id}
+
+
+def _stored_as(workers: Iterable[WorkerInfo]) -> str:
+    """In one order, so that it does not depend on when which worker joined."""
+    found = {f"{info.weights}; KV {'/'.join(sorted({part.dtype for part in info.layout.parts}))}" for info in workers}
+    return ", ".join(sorted(found))

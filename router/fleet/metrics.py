@@ -58,6 +58,16 @@ WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
         "Tokens of its most popular expert over the mean of the layer, in the worst layer; 0 without experts",
         lambda worker: worker.load.expert_imbalance,
     ),
+    (
+        "expert_rank_imbalance",
+        "The same of ranks that have whole experts; 0 where they share every expert",
+        lambda worker: worker.load.expert_rank_imbalance,
+    ),
+    (
+        "expert_placed_imbalance",
+        "That of ranks if each had room for one more expert, and experts were placed by their loads",
+        lambda worker: worker.load.expert_placed_imbalance,
+    ),
     ("kv_blocks_cached", "KV blocks in its prefix cache", lambda worker: worker.num_cached_blocks),
 )
 
@@ -98,6 +108,8 @@ class FleetCollector(Collector):
         yield from _by_worker(status)
         yield from self._fleet.lane_totals.metrics(pools)
         yield from self._fleet.host_totals.metrics(pools)
+        yield from self._fleet.speculation_totals.metrics()
+        yield from self._fleet.lora.metrics()
 
 
 def _by_worker(status: Sequence[WorkerStatus]) -> Iterable[Metric]:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from protos.errors import WorkerLost
 from protos.values import (
+    Adapter,
     GenerateRequest,
     MoveRequest,
     ReserveRequest,
@@ -132,6 +133,21 @@ class Member:
         self.info, self.client = info, client
         self.changed()
 
+    def changed_role(self, role: WorkerRole) -> bool:
+        """Records the worker's present role. Returns whether it is another one than before."""
+        if self.info is None or self.info.role is role:
+            return False
+        self.info = replace(self.info, role=role)
+        self.changed()
+        return True
+
+    def changed_adapters(self, adapters: tuple[Adapter, ...]) -> bool:
+        """Records the worker's present adapters. Returns whether they are others than before."""
+        if self.info is None or self.info.adapters == adapters:
+            return False
+        self.info = replace(self.info, adapters=adapters)
+        return True
+
     def disconnected(self) -> None:
         """Records the end of the connection."""
         self.client = None
@@ -208,14 +224,15 @@ class Member:
             routed.since_step = self._num_steps
 
     def apply_step(self, step: StepMessage) -> bool:
-        """Applies a step's load and drops the routed work that it includes. False if only the step's number changed."""
+        """Applies a step's load and drops the routed work that it includes. False if only the step's number changed, or
+        counts of drafts."""
         num_routed = len(self._routed)
         if num_routed:
             for update in step.updates:
                 self._routed.pop(update.request_id, None)
         if step.load is None:
             return self._has_changed(num_routed != len(self._routed))
-        changed = replace(step.load, step=self.load.step) != self.load
+        changed = replace(step.load, step=self.load.step, speculation=self.load.speculation) != self.load
         self._num_steps += step.load.step != self.load.step
         self.load = step.load
         shown = [

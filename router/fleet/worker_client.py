@@ -32,6 +32,7 @@ from protos.errors import (
 from protos.status import error_of, in_words, peer_error
 from protos.tls import why_refused
 from protos.values import (
+    Adapter,
     FinishReason,
     GenerateRequest,
     Health,
@@ -44,6 +45,7 @@ from protos.values import (
     StepMessage,
     Ticket,
     WorkerInfo,
+    WorkerRole,
     WorkerStats,
 )
 from protos.wire import PROTOBUF, ChannelEncoding, from_proto, raised, to_proto
@@ -55,6 +57,8 @@ Value = TypeVar("Value")
 log = logging.getLogger("baton.router")
 
 MAX_TOGETHER_BYTES = 2**20
+ADAPTER_TIMEOUT_S = 120.0
+"""Of loading an adapter, whose files may come from a slow disk."""
 
 
 class Updates:
@@ -171,6 +175,11 @@ class Updates:
             finish_reason=parts[-1].finish_reason,
             num_cached_tokens=max(part.num_cached_tokens for part in parts),
             num_prompt_computed=max(part.num_prompt_computed for part in parts),
+            embedding=parts[-1].embedding,
+            num_predicted=sum(part.num_predicted for part in parts),
+            num_mispredicted=sum(part.num_mispredicted for part in parts),
+            num_drafted=sum(part.num_drafted for part in parts),
+            num_accepted=sum(part.num_accepted for part in parts),
         )
 
 
@@ -316,6 +325,26 @@ class WorkerClient:
         """Requests a drain. Returns how many requests still run. With `exit` the worker ends after the last of them."""
         reply = await self._call(self._stub.Drain, worker_pb2.DrainRequest(exit=exit), self._control_timeout_s)
         return int(reply.num_running)
+
+    async def retire(self) -> int:
+        """Requests that gateways begin no request of this worker's revision any more. Returns how many still run."""
+        reply = await self._call(self._stub.Drain, worker_pb2.DrainRequest(retire=True), self._control_timeout_s)
+        return int(reply.num_running)
+
+    async def change_role(self, role: WorkerRole) -> WorkerRole:
+        """Requests another role, which the worker has once nothing runs on it. Returns the present one."""
+        request = worker_pb2.ChangeRoleRequest(role=role)
+        return WorkerRole((await self._call(self._stub.ChangeRole, request, self._control_timeout_s)).role)
+
+    async def load_adapter(self, name: str, path: str) -> Adapter:
+        """Loads a LoRA adapter. Raises the worker's error, or WorkerLost."""
+        request = worker_pb2.LoadAdapterRequest(name=name, path=path)
+        return from_proto(Adapter, await self._call(self._stub.LoadAdapter, request, ADAPTER_TIMEOUT_S))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Raises NotFound, or WorkerLost."""
+        request = worker_pb2.UnloadAdapterRequest(name=name)
+        await self._call(self._stub.UnloadAdapter, request, self._control_timeout_s)
 
     async def stats(self) -> WorkerStats:
         reply = await self._call(self._stub.Stats, worker_pb2.StatsRequest(), self._control_timeout_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,8 +21,9 @@ from protos import inference_pb2_grpc as pb_grpc
 from protos.errors import ERRORS_BY_CODE, Cancelled, InvalidRequest, Misconfigured, RequestTimeout
 from protos.status import abort_with
 from protos.tls import FaceTls, listen
-from protos.values import Logprobs, TokenLogprob
+from protos.values import Logprobs, SpeculationParams, TokenLogprob
 from router.auth.tenants import Tenant
+from router.conversation.speculating import with_prediction
 from router.gateway import Gateway
 from router.grammar.structure import json_grammar, regex_grammar
 from router.http.access_log import is_logged, log_access
@@ -142,11 +143,11 @@ class _Inference(pb_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncGenerator[pb.GenerateChunk, None]:
         try:
-            name = await _named(context, self._gateway.names)
+            name = await _named(context, self._gateway)
             with self._measured("grpc.generate", name, context) as track:
                 ask = await self._ask(request, context, name)
-                tally = UsageCounter(ask)
-                async with aclosing(self._gateway.answer(ask, track)) as pieces:
+                gateway, tally = self._gateway.serving(request.model), UsageCounter(ask)
+                async with aclosing(gateway.answer(ask, track)) as pieces:
                     async for piece in pieces:
                         tally.add(piece)
                         yield _chunk(piece)
@@ -158,14 +159,15 @@ class _Inference(pb_grpc.InferenceServicer):
 
     async def Complete(self, request: pb.GenerateRequest, context: Context) -> pb.Completion:
         try:
-            name = await _named(context, self._gateway.names)
+            name = await _named(context, self._gateway)
             with self._measured("grpc.complete", name, context) as track:
                 ask = await self._ask(request, context, name)
-                choices, usage = await collect(self._gateway.answer(ask, track), ask)
+                gateway = self._gateway.serving(request.model)
+                choices, usage = await collect(gateway.answer(ask, track), ask)
                 track.count(usage)
                 return pb.Completion(
                     request_id=ask.request_id,
-                    model=self._gateway.card.name,
+                    model=gateway.card.name,
                     choices=[_choice(whole) for whole in choices],
                     usage=_usage(usage),
                 )
@@ -191,8 +193,8 @@ class _Inference(pb_grpc.InferenceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeReply:
         try:
             self._tenant(context)
-            self._gateway.check_model(request.model)
-            [ids] = await self._gateway.encode([request.text], split_special_tokens=_split(request))
+            gateway = self._gateway.serving(request.model)
+            [ids] = await gateway.encode([request.text], split_special_tokens=_split(request))
             return pb.TokenizeReply(ids=ids)
         except Exception as error:
             await abort_with(context, error)
@@ -202,8 +204,12 @@ class _Inference(pb_grpc.InferenceServicer):
             self._tenant(context)
         except Exception as error:
             await abort_with(context, error)
-        card = self._gateway.card
-        return pb.ListModelsReply(models=[pb.Model(id=card.name, max_model_len=card.max_model_len)])
+        models = [
+            pb.Model(id=name, max_model_len=one.card.max_model_len)
+            for one in self._gateway.each
+            for name in (one.card.name, *one.fleet.adapters())
+        ]
+        return pb.ListModelsReply(models=models)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         try:
@@ -228,28 +234,38 @@ class _Inference(pb_grpc.InferenceServicer):
 
     async def _ask(self, request: pb.GenerateRequest, context: Context, name: str) -> TextRequest:
         tenant = self._tenant(context)
-        self._gateway.check_model(request.model)
+        gateway = self._gateway.serving(request.model)
         sampling = _asked(request)
         if form := request.sampling.WhichOneof("form"):
             sampling = replace(
-                sampling, grammar=_grammar(request.sampling, form, compact=self._gateway.disable_any_whitespace)
+                sampling, grammar=_grammar(request.sampling, form, compact=gateway.disable_any_whitespace)
             )
-            await self._gateway.grammars.check(sampling.grammar, param=form)
+            await gateway.grammars.check(sampling.grammar, param=form)
+        if predicted := request.WhichOneof("prediction"):
+            speculation = await self._predicted(gateway, request, predicted, sampling.speculation)
+            sampling = replace(sampling, speculation=speculation)
         match request.WhichOneof("prompt"):
             case "tokens":
                 prompt = tuple(request.tokens.ids)
             case "text":
-                [prompt] = await self._gateway.encode([request.text], split_special_tokens=_split(request))
+                [prompt] = await gateway.encode([request.text], split_special_tokens=_split(request))
             case _:
                 raise InvalidRequest("'prompt' is missing: give text or tokens", param="prompt")
         return make_text_request(
             sampling,
             [prompt],
-            self._gateway.card,
-            request_id=self._gateway.new_id("grpc"),
+            gateway.card,
+            request_id=gateway.new_id("grpc"),
             group_id=name,
             tenant=tenant,
         )
+
+    async def _predicted(
+        self, gateway: Gateway, request: pb.GenerateRequest, form: str, params: SpeculationParams
+    ) -> SpeculationParams:
+        if form == "predicted_text":
+            return await with_prediction(gateway, params, request.predicted_text)
+        return replace(params, prediction_ids=tuple(request.predicted_tokens.ids))
 
     def _tenant(self, context: Context) -> Tenant:
         """Raises Unauthenticated."""
@@ -260,12 +276,20 @@ def _split(request: pb.GenerateRequest | pb.TokenizeRequest) -> bool | None:
     return request.split_special_tokens if request.HasField("split_special_tokens") else None
 
 
-async def _named(context: Context, names: Iterator[str]) -> str:
-    """The call's name, as HTTP has it: the client's, if it is a short plain word, and told with the first metadata."""
-    given = dict(context.invocation_metadata() or ()).get(REQUEST_ID, "")
-    name = request_name(given if isinstance(given, str) else "", names)
+async def _named(context: Context, gateway: Gateway) -> str:
+    """The call's name, as HTTP has it: the client's, if it is a short plain word. It goes out with the first metadata.
+    The call's trace, if there are traces."""
+    metadata = dict(context.invocation_metadata() or ())
+    if gateway.telemetry is not None:
+        gateway.telemetry.arrived(_text(metadata, "traceparent"))
+    name = request_name(_text(metadata, REQUEST_ID), gateway.names)
     await context.send_initial_metadata(((REQUEST_ID, name),))
     return name
+
+
+def _text(metadata: Mapping[str, str | bytes], name: str) -> str:
+    value = metadata.get(name, "")
+    return value if isinstance(value, str) else ""
 
 
 def _authorization(context: Context) -> str | None:
@@ -324,6 +348,16 @@ def _asked(request: pb.GenerateRequest) -> SamplingRequest:
         cache_salt=request.cache_salt,
         priority=request.priority,
         max_ttft_ms=request.max_ttft_ms if request.HasField("max_ttft_ms") else None,
+        speculation=_speculation(sampling.speculation),
+    )
+
+
+def _speculation(given: pb.Speculation) -> SpeculationParams:
+    """-1 stands for a `max_drafts` of 0, which is refused."""
+    return SpeculationParams(
+        mode="off" if given.HasField("enabled") and not given.enabled else "",
+        max_drafts=(given.max_drafts or -1) if given.HasField("max_drafts") else 0,
+        sources=tuple(given.sources),
     )
 
 
@@ -365,7 +399,11 @@ def _choice(whole: TextDelta) -> pb.Choice:
 
 def _usage(usage: Usage) -> pb.Usage:
     return pb.Usage(
-        prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, cached_tokens=usage.cached_tokens
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        accepted_prediction_tokens=usage.accepted_prediction_tokens,
+        rejected_prediction_tokens=usage.rejected_prediction_tokens,
     )
 
 

@@ -8,19 +8,22 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from protos.errors import BatonError, Internal, RequestTimeout, Unauthenticated
+from protos.errors import BatonError, BudgetExhausted, Internal, RequestTimeout, Unauthenticated
 from router.http.api import OPENAI, Api
 
 
 def error_response(error: BatonError, api: Api = OPENAI) -> Response:
     """Sends Retry-After if the error has a time: in whole seconds, and in milliseconds for clients that read those
-    (openai's do). A 401 names its scheme; after a 408 the connection closes."""
+    (openai's do). A 401 names its scheme; after a 408 the connection closes; the clients of openai and anthropic do not
+    try again what costs more than the budget."""
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(error.retry_after_s * 1000)))
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, BudgetExhausted):
+        headers["x-should-retry"] = "false"
     if isinstance(error, RequestTimeout):
         headers["connection"] = "close"
     return json_response(api.error_body(error), status=api.error_status(error), headers=headers)

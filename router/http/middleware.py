@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,8 +23,10 @@ from router.http.response_channel import channel_of
 log = logging.getLogger("baton.http")
 
 REQUEST_ID = "x-baton-request-id"
+BUDGET = "x-baton-budget"
 _REQUEST_ID = REQUEST_ID.encode()
 _POLLED = {"/ready", "/health", "/metrics"}
+_FOR_ADMINS = "/v1/organization/"  # behind the door of /admin
 _WITH_KEY = ("/v1/", "/api/", "/tokenize", "/detokenize")
 NAMES_DRAWN = 64
 _ACCEPTABLE = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
@@ -87,8 +89,10 @@ class RequestId:
     Under the same id (`name_of`) /admin/requests shows how the request was routed, and the log has internal errors.
     """
 
-    def __init__(self, app: ASGIApp, *, apis: Sequence[Api] = ()) -> None:
+    def __init__(self, app: ASGIApp, *, apis: Sequence[Api] = (), arrived: Callable[[str], None] | None = None) -> None:
+        """`arrived` is called with each request's `traceparent`."""
         self._app = app
+        self._arrived = arrived
         self._apis = Apis(apis)
         self._names = random_names()
 
@@ -100,6 +104,8 @@ class RequestId:
         state = scope.setdefault("state", {})
         api = state["api"] = self._apis.of(scope["path"])
         state["request_id"] = name
+        if self._arrived is not None:
+            self._arrived(header_of(scope, b"traceparent"))
         clock = asyncio.get_running_loop().time
         begun_s, status = clock(), 0
 
@@ -175,14 +181,29 @@ class Authenticate:
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(_WITH_KEY):
+        if (
+            scope["type"] == "http"
+            and scope["path"].startswith(_WITH_KEY)
+            and not scope["path"].startswith(_FOR_ADMINS)
+        ):
             try:
                 tenant = self._access.identify(_authorization(scope))
             except Unauthenticated as error:
                 await error_response(error, api_of(scope))(scope, receive, send)
                 return
             scope.setdefault("state", {})["tenant"] = tenant
+            if notice := self._access.budgets.notice(tenant):
+                send = _with_header(send, BUDGET.encode(), notice.encode())
         await self._app(scope, receive, send)
+
+
+def _with_header(send: Send, name: bytes, value: bytes) -> Send:
+    async def added(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (name, value)]
+        await send(message)
+
+    return added
 
 
 def _authorization(scope: Scope) -> str:
@@ -198,12 +219,17 @@ class BodyLimit:
     """Refuses a body of more than `max_bytes` with 413: immediately if its length is announced, else when it is
     exceeded. Refuses a body that is incomplete `timeout_s` after its head with 408, and closes the connection.
 
+    `uploads`: paths that take larger bodies, with the bytes of each. They have `timeout_s` for each piece, not for all.
+
     Data that the client sends after a 413 is dropped by the server without being stored (`router.http.protocol`).
     """
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, *, max_bytes: int, timeout_s: float, uploads: Mapping[str, int] | None = None
+    ) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._uploads = uploads or {}
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -211,8 +237,10 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         announced = header_of(scope, b"content-length")
-        if announced.isdigit() and _is_more(announced, self._max_bytes):
-            refusal = self._too_large(f"of {announced.lstrip('0')[:32]} bytes")
+        is_upload = scope["path"] in self._uploads
+        max_bytes = self._uploads[scope["path"]] if is_upload else self._max_bytes
+        if announced.isdigit() and _is_more(announced, max_bytes):
+            refusal = self._too_large(f"of {announced.lstrip('0')[:32]} bytes", max_bytes)
             await error_response(refusal, api_of(scope))(scope, receive, send)
             return
         due_s = loop_time() + self._timeout_s
@@ -220,7 +248,7 @@ class BodyLimit:
         channel = channel_of(scope)
 
         async def limited() -> Message:
-            nonlocal seen, is_whole
+            nonlocal seen, is_whole, due_s
             if is_whole:  # from here on only a disconnect is awaited
                 return await receive()
             try:
@@ -232,15 +260,17 @@ class BodyLimit:
             except TimeoutError:
                 raise self._too_slow(seen) from None
             seen += len(message.get("body", b""))
+            if is_upload:
+                due_s = loop_time() + self._timeout_s
             is_whole = not message.get("more_body", False)
-            if seen > self._max_bytes:
-                raise self._too_large("sent")
+            if seen > max_bytes:
+                raise self._too_large("sent", max_bytes)
             return message
 
         await self._app(scope, limited, send)
 
-    def _too_large(self, what: str) -> PayloadTooLarge:
-        return PayloadTooLarge(f"The body {what} is too large: at most {self._max_bytes} bytes are read")
+    def _too_large(self, what: str, max_bytes: int) -> PayloadTooLarge:
+        return PayloadTooLarge(f"The body {what} is too large: at most {max_bytes} bytes are read")
 
     def _too_slow(self, num_bytes: int) -> RequestTimeout:
         return RequestTimeout(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from math import inf
 from typing import Any, TypeVar
 
@@ -37,12 +37,19 @@ TEXT_PLACEHOLDER = "\0 text \0"
 class SseWriter:
     """Events that differ only in a choice's text: the parts before and after the `TEXT_PLACEHOLDER` in a choice's
     content are encoded once, as a `frame`. Its `sinks` write them to the channel. While the gateway is late (`Pace`)
-    they hold texts back and send them together."""
+    they hold texts back and send them together.
+
+    `reasoning` is the content of reasoning, where the placeholder may stand twice."""
 
     def __init__(
-        self, content: Callable[[int], Any], channel: ResponseChannel | None, frame: Callable[[Any], bytes] = event
+        self,
+        content: Callable[[int], Any],
+        channel: ResponseChannel | None,
+        frame: Callable[[Any], bytes] = event,
+        *,
+        reasoning: Callable[[int], Any] | None = None,
     ) -> None:
-        self._framed = _Frames(content, frame)
+        self._framed = _Frames(content, reasoning or content, frame)
         self._channel = channel
         self.sinks: Sequence[TokenSink] = ()
 
@@ -52,27 +59,40 @@ class SseWriter:
 
     def held(self) -> bytes:
         """The events of texts that sinks hold back: they go before any other."""
-        held = ((index, sink.held()) for index, sink in enumerate(self.sinks))
-        return b"".join([text.join(self._framed(index)) for index, text in held if text])
+        return b"".join([text.join(frame) for sink in self.sinks for frame, text in sink.held()])
+
+    async def behind_held(self, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        """The chunks, each behind the texts that sinks hold back until then; those texts alone if an error ends the
+        chunks."""
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield self.held() + chunk
+        except Exception:
+            if held := self.held():
+                yield held
+            raise
 
 
 class _Frames:
-    """The parts of a choice's event before and after its text."""
+    """The parts of a choice's event around its text."""
 
-    def __init__(self, content: Callable[[int], Any], frame: Callable[[Any], bytes]) -> None:
-        self._content = content
+    def __init__(
+        self, content: Callable[[int], Any], reasoning: Callable[[int], Any], frame: Callable[[Any], bytes]
+    ) -> None:
+        self._contents = (content, reasoning)
         self._frame = frame
 
-    def __call__(self, index: int) -> tuple[bytes, bytes]:
-        before, hole, behind = self._frame(self._content(index)).partition(orjson.dumps(TEXT_PLACEHOLDER)[1:-1])
-        assert hole, "the content has a place for text"
-        return before, behind
+    def __call__(self, index: int, is_reasoning: bool) -> list[bytes]:
+        parts = self._frame(self._contents[is_reasoning](index)).split(orjson.dumps(TEXT_PLACEHOLDER)[1:-1])
+        assert len(parts) in (2, 3), "the content has a place for text"
+        return parts
 
 
 class ChoiceEvents:
     """Where the sink of one choice writes to."""
 
-    def __init__(self, frames: Callable[[int], tuple[bytes, bytes]], index: int, channel: ResponseChannel) -> None:
+    def __init__(self, frames: Callable[[int, bool], list[bytes]], index: int, channel: ResponseChannel) -> None:
         self._frames = frames
         self._index = index
         self._channel = channel
@@ -82,8 +102,8 @@ class ChoiceEvents:
         self._channel.flush()
         return self._channel.is_clear
 
-    def frame(self) -> tuple[bytes, bytes]:
-        return self._frames(self._index)
+    def frame(self, *, is_reasoning: bool) -> list[bytes]:
+        return self._frames(self._index, is_reasoning)
 
 
 async def while_connected(scope: Scope, receive: Receive, work: Awaitable[_T]) -> _T:

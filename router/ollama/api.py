@@ -18,6 +18,6 @@ OLLAMA = Api(
     paths=("/api/",),
     error_body=error_body,
     error_event=lambda error: json_line(error_body(error)),
-    keep_alive=b"",
+    keep_alive=b"",  # the response begins; a line without an answer would stop its clients
     stream_type=b"application/x-ndjson",
 )

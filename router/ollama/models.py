@@ -1,4 +1,4 @@
-"""GET /api/tags and /api/version, POST /api/show."""
+"""GET /api/tags, /api/ps and /api/version, POST /api/show."""
 
 from __future__ import annotations
 
@@ -16,31 +16,52 @@ from router.ollama.schema import OllamaShowBody
 SPOKEN_VERSION = "0.12.0"
 """The version of Ollama whose API this is: clients refuse servers that are too old for them."""
 _LATEST = ":latest"
+NEVER = "2318-11-10T23:47:16Z"  # what Ollama has for a model that stays
 
 
-def check_name(gateway: Gateway, name: str) -> None:
-    """Clients put a tag behind a name without one. Raises UnknownModel."""
-    gateway.check_model(name if gateway.serves(name) else name.removesuffix(_LATEST))
+def gateway_of(gateway: Gateway, name: str) -> Gateway:
+    """The gateway of requests to this model. Clients put a tag behind a name without one. Raises UnknownModel."""
+    return gateway.serving(name if gateway.serves(name) else name.removesuffix(_LATEST))
 
 
 async def tags(gateway: Gateway) -> Response:
+    """Each model and its adapters."""
+    models = [
+        _model(one.serving(name)) | {"modified_at": _modified(one)}
+        for one in gateway.each
+        for name in (one.card.name, *one.fleet.adapters())
+    ]
+    return json_response({"models": models})
+
+
+async def loaded(gateway: Gateway) -> Response:
+    """The models that are served, which no time unloads."""
+    models = [
+        _model(one) | {"size_vram": 0, "expires_at": NEVER, "context_length": one.card.max_model_len}
+        for one in gateway.each
+        if one.ready()
+    ]
+    return json_response({"models": models})
+
+
+def _model(gateway: Gateway) -> dict[str, Any]:
     card = gateway.card
-    model = {
-        "name": card.name, "model": card.name, "modified_at": _modified(gateway), "size": 0,
-        "digest": card.fingerprint, "details": _details(),
-    }  # fmt: skip
-    return json_response({"models": [model]})
+    return {"name": card.name, "model": card.name, "size": 0, "digest": card.fingerprint, "details": _details()}
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
-    body = await read_body(request, OllamaShowBody, gateway.card)
-    check_name(gateway, body.model)
+    body = await read_body(request, OllamaShowBody, gateway.widest)
+    gateway = gateway_of(gateway, body.model)
     context = {"general.architecture": "baton", "baton.context_length": gateway.card.max_model_len}
     return json_response(
         {
             "modelfile": "", "parameters": "", "template": "", "modified_at": _modified(gateway),
             "details": _details(), "model_info": context,
-            "capabilities": ["completion", *(["tools"] if gateway.has_tools else [])],
+            "capabilities": [
+                "completion",
+                *(["tools"] if gateway.has_tools else []),
+                *(["thinking"] if gateway.reasoning is not None else []),
+            ],
         }
     )  # fmt: skip
 

@@ -25,37 +25,32 @@ class OllamaCall(Reply):
 class OllamaMessage(Reply):
     role: Literal["assistant"]
     content: str
+    thinking: str = ""
     tool_calls: list[OllamaCall] = Field(default_factory=list)
 
 
-class OllamaChatReply(Reply):
+class OllamaAnswerReply(Reply):
     """Durations are in nanoseconds; an answer without a prompt has no counts."""
 
     model: str
     created_at: str
+    done: Literal[True]
+    done_reason: Literal["stop", "length", "load"]
+    total_duration: int = 0
+    load_duration: Literal[0] = 0
+    prompt_eval_count: int = 0
+    prompt_eval_duration: int = 0
+    eval_count: int = 0
+    eval_duration: int = 0
+
+
+class OllamaChatReply(OllamaAnswerReply):
     message: OllamaMessage
-    done: Literal[True]
-    done_reason: Literal["stop", "length", "load"]
-    total_duration: int = 0
-    load_duration: Literal[0] = 0
-    prompt_eval_count: int = 0
-    prompt_eval_duration: int = 0
-    eval_count: int = 0
-    eval_duration: int = 0
 
 
-class OllamaGenerateReply(Reply):
-    model: str
-    created_at: str
+class OllamaGenerateReply(OllamaAnswerReply):
     response: str
-    done: Literal[True]
-    done_reason: Literal["stop", "length", "load"]
-    total_duration: int = 0
-    load_duration: Literal[0] = 0
-    prompt_eval_count: int = 0
-    prompt_eval_duration: int = 0
-    eval_count: int = 0
-    eval_duration: int = 0
+    thinking: str = ""
 
 
 class OllamaModelReply(Reply):
@@ -65,6 +60,29 @@ class OllamaModelReply(Reply):
     size: int
     digest: str
     details: dict[str, Any]
+
+
+class OllamaLoadedModelReply(Reply):
+    name: str
+    model: str
+    size: int
+    size_vram: int
+    digest: str
+    details: dict[str, Any]
+    expires_at: str
+    context_length: int
+
+
+class OllamaLoadedReply(Reply):
+    models: list[OllamaLoadedModelReply]
+
+
+class OllamaEmbedReply(Reply):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: Literal[0]
+    prompt_eval_count: int
 
 
 class OllamaTagsReply(Reply):

@@ -8,14 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from protos.errors import InvalidRequest
+from router.conversation.schema_parts import STRING, TOOLS, Objects, function_schema, tools_list
 from router.conversation.tooling import AnswerSchema
 from router.http.harmless import Harmless, never, one_of
 from router.http.validation import Body, FirstWrong, Schema, at_most, ranged
 from router.text.sampling_request import MAX_STOP_CHARS, MAX_STOPS, SamplingRequest
 
-MAX_TOOLS = 512
-
-_STRING = {"type": "string"}
 _CALLED = {
     "type": "object",
     "required": ["function"],
@@ -23,7 +21,7 @@ _CALLED = {
         "function": {
             "type": "object",
             "required": ["name", "arguments"],
-            "properties": {"name": _STRING, "arguments": {"type": "object"}},
+            "properties": {"name": STRING, "arguments": {"type": "object"}},
         }
     },
 }
@@ -32,7 +30,7 @@ _MESSAGE = {
     "required": ["role", "content"],
     "properties": {
         "role": {"enum": ["system", "user", "assistant", "tool"]},
-        "content": _STRING,
+        "content": STRING,
         "thinking": {"type": ["string", "null"]},
         "tool_name": {"type": ["string", "null"]},
         "tool_calls": {"type": ["array", "null"], "items": _CALLED},
@@ -42,21 +40,9 @@ _MESSAGE = {
 _TOOL = {
     "type": "object",
     "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,128}$"},
-                "description": {"type": ["string", "null"]},
-                "parameters": {"type": ["object", "null"]},
-            },
-        },
-    },
+    "properties": {"type": {"const": "function"}, "function": function_schema("parameters")},
 }
 
-Objects = Annotated[list[dict[str, Any]], FirstWrong()]
 Texts = Annotated[list[str], FirstWrong()]
 _NO_IMAGES = one_of([], why="this model reads text only")
 
@@ -76,6 +62,8 @@ class OllamaOptions(Body):
     seed: int | None = ranged("seed", "an integer")
     num_predict: int | None = Field(
         default=None,
+        ge=-2,
+        le=2**31 - 1,
         description="a number of tokens, or -1 or -2 for all that the context has room for",
         json_schema_extra={
             "anyOf": [{"enum": [-1, -2, None]}, {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}]
@@ -114,12 +102,20 @@ _NAMES = {name: f"options.{name}" for name in ("temperature", "top_p", "top_k", 
 
 class OllamaBody(Body):
     model_config = ConfigDict(extra="allow", strict=True)
-    branches: ClassVar[frozenset[str]] = Body.branches | {"dict[str,any]", "list[dict[str,any]]", "literal['json','']"}
+    branches: ClassVar[frozenset[str]] = Body.branches | {
+        "dict[str,any]",
+        "list[dict[str,any]]",
+        "literal['json','']",
+        "literal['low','medium','high']",
+    }
 
     model: str = Field(description="the name of a served model")
     format: Literal["json", ""] | Schema | None = Field(default=None, description="json or a JSON Schema")
     options: OllamaOptions | None = Field(default=None, description="an object")
     stream: bool | None = Field(default=None, description="true or false")
+    think: bool | Literal["low", "medium", "high"] | None = Field(
+        default=None, description="true, false, low, medium or high"
+    )
 
     def answer_schema(self) -> AnswerSchema | None:
         if not isinstance(self.format, dict):
@@ -139,11 +135,7 @@ class OllamaChatBody(OllamaBody):
     messages: Annotated[Objects, WithJsonSchema({"type": "array", "items": _MESSAGE})] = Field(
         default=[], description="a list of messages"
     )
-    tools: Annotated[
-        Objects | None,
-        at_most(MAX_TOOLS),
-        WithJsonSchema({"type": ["array", "null"], "items": _TOOL, "maxItems": MAX_TOOLS}),
-    ] = Field(default=None, description=f"a list of at most {MAX_TOOLS} tools")
+    tools: Annotated[Objects | None, *tools_list(_TOOL)] = TOOLS
 
 
 class OllamaGenerateBody(OllamaBody):
@@ -162,3 +154,8 @@ class OllamaShowBody(Body):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str = Field(description="the name of a served model")
+
+    @classmethod
+    def prepare(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Older clients send the model's name as `name`."""
+        return {"model": found["name"], **found} if "name" in found else dict(found)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from functools import partial
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from protos.errors import UnsupportedParameter
+from router.conversation.sending import send
+from router.conversation.speculating import speculation_params
+from router.conversation.thinking import Thinking, knows_effort, thinking_options
 from router.conversation.turn import ConversationTurn
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
-from router.http.errors import json_response
 from router.http.framing import event
 from router.http.response_channel import ResponseChannel
-from router.http.sse import TEXT_PLACEHOLDER, EventStream, SseWriter, while_connected
+from router.http.sse import TEXT_PLACEHOLDER, EventStream, SseWriter
 from router.metrics import Track
 from router.openai.logprobs import chat_logprobs, prompt_logprobs
-from router.openai.reply import DONE, progress_body, reply_head, usage_body
+from router.openai.reply import DONE, progress_body, reasoning_fields, reply_head, usage_body
 from router.openai.schema import ChatBody
 from router.openai.tool_calls import Calls, calls_of, chat_tooling
 from router.text.sampling_request import TextRequest
@@ -26,9 +30,12 @@ from router.text.text_stream import TextDelta, UsageCounter, collect
 
 
 async def chat_completions(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
-    body = await read_body(request, ChatBody, gateway.card)
-    gateway.check_model(body.model)
+    body = await read_body(request, ChatBody, gateway.widest)
+    gateway = gateway.serving(body.model)
     sampling = with_bound(body.asked(), request)
+    if body.speculation is not None or body.prediction is not None:
+        speculation = await speculation_params(gateway, body.speculation, body.prediction)
+        sampling = replace(sampling, speculation=speculation)
     tooling = chat_tooling(body, gateway)
     turn = ConversationTurn(
         messages=[message.to_template() for message in body.messages],
@@ -36,14 +43,24 @@ async def chat_completions(gateway: Gateway, request: Request, track: Track) -> 
         tooling=tooling,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        options=body.chat_template_kwargs,
+        options=_options(gateway, body),
+        shows_reasoning=body.include_reasoning is not False,
     )
     ask = await turn.request(gateway, request, gateway.new_id("chatcmpl"))
     chat = _Chat(gateway, body, ask, calls_of(tooling))
-    if body.stream:
-        events, keep_alive_s, stall_s = partial(chat.events, track), gateway.keep_alive_s, gateway.stall_s
-        return EventStream(events, track, keep_alive_s=keep_alive_s, stall_s=stall_s)
-    return json_response(await while_connected(request.scope, request.receive, chat.whole(track)))
+    return await send(gateway, request, track, chat, stream=bool(body.stream))
+
+
+def _options(gateway: Gateway, body: ChatBody) -> Mapping[str, Any] | None:
+    """Raises UnsupportedParameter for an effort that the model's chat template does not know."""
+    if body.reasoning_effort is None:
+        return body.chat_template_kwargs
+    if not knows_effort(gateway):
+        problem = f"'reasoning_effort' is not supported by the model '{gateway.card.name}'"
+        raise UnsupportedParameter(
+            f"{problem}: its chat template has no place for it; leave it out", param="reasoning_effort"
+        )
+    return thinking_options(gateway, Thinking(effort=body.reasoning_effort), body.chat_template_kwargs)
 
 
 class _Chat:
@@ -79,6 +96,8 @@ class _Chat:
         finish_reason: str | None = whole.finish_reason
         if self._calls is not None:
             message, finish_reason = self._calls.message(whole)
+        if whole.reasoning:
+            message |= reasoning_fields(whole.reasoning)
         choice = {
             "index": whole.index,
             "message": {"role": "assistant", **message, "refusal": None},
@@ -87,27 +106,27 @@ class _Chat:
         }
         return choice | {"token_ids": whole.token_ids} if self._body.return_token_ids else choice
 
-    async def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
+    def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
         """Yields a role for each choice, its text and its finish; then the usage of all, if requested."""
-        tally = UsageCounter(self._ask)
         head = reply_head(self._gateway, self._ask.request_id, "chat.completion.chunk")
         if self._body.include_usage:
             head["usage"] = None
-        writer = SseWriter(lambda index: head | self._chunk(index, {"content": TEXT_PLACEHOLDER}), channel)
+        writer = SseWriter(
+            lambda index: head | self._chunk(index, {"content": TEXT_PLACEHOLDER}),
+            channel,
+            reasoning=lambda index: head | self._chunk(index, reasoning_fields(TEXT_PLACEHOLDER)),
+        )
+        return writer.behind_held(self._events(track, head, writer))
+
+    async def _events(self, track: Track, head: dict[str, Any], writer: SseWriter) -> AsyncGenerator[bytes, None]:
+        tally = UsageCounter(self._ask)
         answer = self._gateway.answer(self._ask, track, tally, is_plain=self._is_plain, writer=writer)
-        try:
-            try:
-                async for piece in answer:
-                    if self._body.continuous_usage:
-                        head["usage"] = usage_body(tally.usage())
-                    if chunks := [event(head | chunk) for chunk in self._chunks(piece)]:
-                        yield writer.held() + b"".join(chunks)
-            finally:
-                await answer.aclose()
-        except Exception:
-            if held := writer.held():
-                yield held
-            raise
+        async with aclosing(answer) as pieces:
+            async for piece in pieces:
+                if self._body.continuous_usage:
+                    head["usage"] = usage_body(tally.usage())
+                if chunks := [event(head | chunk) for chunk in self._chunks(piece)]:
+                    yield b"".join(chunks)
         usage = tally.usage()
         track.count(usage)
         if self._body.include_usage:
@@ -130,6 +149,8 @@ class _Chat:
         finish_reason: str | None = piece.finish_reason
         if self._calls is not None:
             deltas, finish_reason = self._calls.deltas(piece)
+        if piece.reasoning:
+            deltas.insert(0, reasoning_fields(piece.reasoning))
         if piece.token_ids and (piece.logprobs or self._body.return_token_ids):
             deltas = deltas or [{"content": ""}]
         for number, delta in enumerate(deltas):

@@ -6,7 +6,6 @@ import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
@@ -14,13 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.values import Logprobs
+from router.conversation.sending import send
+from router.conversation.speculating import speculation_params
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
-from router.http.errors import json_response
 from router.http.framing import event
 from router.http.middleware import name_of, tenant_of
 from router.http.response_channel import ResponseChannel
-from router.http.sse import TEXT_PLACEHOLDER, EventStream, SseWriter, while_connected
+from router.http.sse import TEXT_PLACEHOLDER, EventStream, SseWriter
 from router.metrics import Track
 from router.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from router.openai.reply import DONE, progress_body, reply_head, usage_body
@@ -32,14 +32,18 @@ from router.text.tokenizer import Tokenizer
 
 
 async def completions(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
-    body = await read_body(request, CompletionBody, gateway.card)
-    gateway.check_model(body.model)
+    body = await read_body(request, CompletionBody, gateway.widest)
+    gateway = gateway.serving(body.model)
     sampling = with_bound(body.asked(), request)
+    if body.speculation is not None or body.prediction is not None:
+        speculation = await speculation_params(gateway, body.speculation, body.prediction)
+        sampling = replace(sampling, speculation=speculation)
     if body.structured_outputs is not None:
         grammar = body.structured_outputs.to_grammar(compact=gateway.disable_any_whitespace)
         await gateway.grammars.check(grammar, param="structured_outputs")
         sampling = replace(sampling, grammar=grammar)
-    prompts = await _prompts(gateway, body)
+    special = {"add_special_tokens": body.add_special_tokens, "split_special_tokens": body.split_special_tokens}
+    prompts = await prompts_of(gateway, body.prompt, **special)
     ask = make_text_request(
         sampling,
         [prompt.ids for prompt in prompts],
@@ -49,14 +53,11 @@ async def completions(gateway: Gateway, request: Request, track: Track) -> Respo
         tenant=tenant_of(request),
     )
     completion = _Completion(gateway, body, ask, prompts)
-    if body.stream:
-        events, keep_alive_s, stall_s = partial(completion.events, track), gateway.keep_alive_s, gateway.stall_s
-        return EventStream(events, track, keep_alive_s=keep_alive_s, stall_s=stall_s)
-    return json_response(await while_connected(request.scope, request.receive, completion.whole(track)))
+    return await send(gateway, request, track, completion, stream=bool(body.stream))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Prompt:
+class CompletionPrompt:
     """`text`: the client's own words, which an echo repeats; None where it sent token ids."""
 
     ids: tuple[int, ...]
@@ -66,22 +67,31 @@ class _Prompt:
         return tokenizer.decode(self.ids) if self.text is None else self.text
 
 
-async def _prompts(gateway: Gateway, body: CompletionBody) -> list[_Prompt]:
-    given: Sequence[str | int | list[int]] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+async def prompts_of(
+    gateway: Gateway,
+    prompt: str | Sequence[str | int | list[int]],
+    *,
+    add_special_tokens: bool | None = None,
+    split_special_tokens: bool | None = None,
+) -> list[CompletionPrompt]:
+    """Prompts in any of the four forms. Raises ContextLengthExceeded."""
+    given = [prompt] if isinstance(prompt, str) else prompt
     if given and all(isinstance(one, int) for one in given):
-        return [_Prompt(ids=tuple(one for one in given if isinstance(one, int)))]
+        return [CompletionPrompt(ids=tuple(one for one in given if isinstance(one, int)))]
     texts = [one for one in given if isinstance(one, str)]
     encoded = await gateway.encode(
-        texts, add_special_tokens=body.add_special_tokens, split_special_tokens=body.split_special_tokens
+        texts, add_special_tokens=add_special_tokens, split_special_tokens=split_special_tokens
     )
-    prompts = [_Prompt(ids=ids, text=text) for ids, text in zip(encoded, texts, strict=True)]
-    return prompts or [_Prompt(ids=tuple(one)) for one in given if isinstance(one, list)]
+    prompts = [CompletionPrompt(ids=ids, text=text) for ids, text in zip(encoded, texts, strict=True)]
+    return prompts or [CompletionPrompt(ids=tuple(one)) for one in given if isinstance(one, list)]
 
 
 class _Completion:
     """The continuations of one request's prompts, sent whole or as events."""
 
-    def __init__(self, gateway: Gateway, body: CompletionBody, ask: TextRequest, prompts: Sequence[_Prompt]) -> None:
+    def __init__(
+        self, gateway: Gateway, body: CompletionBody, ask: TextRequest, prompts: Sequence[CompletionPrompt]
+    ) -> None:
         self._gateway = gateway
         self._body = body
         self._ask = ask
@@ -106,9 +116,8 @@ class _Completion:
         reply = reply_head(self._gateway, self._ask.request_id, "text_completion")
         return reply | {"choices": [self._choice(one, opening=True) for one in choices], "usage": usage_body(usage)}
 
-    async def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
+    def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
         """Yields text as it arrives, the finish with the last text; then the usage of all, if requested."""
-        tally = UsageCounter(self._ask)
         head = reply_head(self._gateway, self._ask.request_id, "text_completion")
         if self._body.include_usage:
             head["usage"] = None
@@ -118,20 +127,19 @@ class _Completion:
             ),
             channel,
         )
+        return writer.behind_held(self._events(track, head, writer))
+
+    async def _events(self, track: Track, head: dict[str, Any], writer: SseWriter) -> AsyncGenerator[bytes, None]:
+        tally = UsageCounter(self._ask)
         answer = self._gateway.answer(self._ask, track, tally, is_plain=self._is_plain, writer=writer)
-        try:
-            async with aclosing(answer) as pieces:
-                async for piece in pieces:
-                    if self._body.continuous_usage:
-                        head["usage"] = usage_body(tally.usage())
-                    if piece.num_prompt_computed:
-                        yield writer.held() + event(head | progress_body(self._ask, piece))
-                    if (choice := self._streamed(piece)) is not None:
-                        yield writer.held() + event(head | {"choices": [choice]})
-        except Exception:
-            if held := writer.held():
-                yield held
-            raise
+        async with aclosing(answer) as pieces:
+            async for piece in pieces:
+                if self._body.continuous_usage:
+                    head["usage"] = usage_body(tally.usage())
+                if piece.num_prompt_computed:
+                    yield event(head | progress_body(self._ask, piece))
+                if (choice := self._streamed(piece)) is not None:
+                    yield event(head | {"choices": [choice]})
         usage = tally.usage()
         track.count(usage)
         if self._body.include_usage:
@@ -172,7 +180,7 @@ class _Completion:
                 choice["prompt_token_ids"] = prompt.ids
         return choice
 
-    def _logprobs(self, piece: TextDelta, prompt: _Prompt, *, echoing: bool) -> dict[str, Any] | None:
+    def _logprobs(self, piece: TextDelta, prompt: CompletionPrompt, *, echoing: bool) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
         tokenizer = self._gateway.tokenizer

@@ -19,7 +19,7 @@ def reply_head(gateway: Gateway, request_id: str, kind: str) -> dict[str, Any]:
         "object": kind,
         "created": int(gateway.wall_clock()),
         "model": gateway.card.name,
-        "system_fingerprint": gateway.card.fingerprint,
+        "system_fingerprint": gateway.card.served_fingerprint(gateway.fleet.stored_as()),
     }
 
 
@@ -34,17 +34,22 @@ def progress_body(ask: TextRequest, piece: TextDelta) -> dict[str, Any]:
     return {"choices": [], "prefill_progress": progress}
 
 
+def reasoning_fields(text: str) -> dict[str, str]:
+    """A message's reasoning by both names that clients read: DeepSeek's, and that of vLLM and OpenRouter."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
 def usage_body(usage: Usage) -> dict[str, Any]:
-    nothing = {
+    details = {
         "audio_tokens": 0,
-        "reasoning_tokens": 0,
-        "accepted_prediction_tokens": 0,
-        "rejected_prediction_tokens": 0,
+        "reasoning_tokens": usage.reasoning_tokens,
+        "accepted_prediction_tokens": usage.accepted_prediction_tokens,
+        "rejected_prediction_tokens": usage.rejected_prediction_tokens,
     }
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, "audio_tokens": 0},
-        "completion_tokens_details": nothing,
+        "completion_tokens_details": details,
     }

@@ -86,6 +86,8 @@ class AssistantMessage(Reply):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str = ""
+    reasoning: str = ""
     tool_calls: list[ToldCall] = []
 
 
@@ -134,6 +136,26 @@ class CompletionReply(Reply):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageReply
+
+
+class EmbeddingReply(Reply):
+    """The vector as numbers, or in base64 as little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Reply):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsReply(Reply):
+    object: Literal["list"]
+    data: list[EmbeddingReply]
+    model: str
+    usage: EmbeddingUsage
 
 
 class ModelReply(Reply):

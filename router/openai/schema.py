@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field
 
 from protos.errors import InvalidRequest
 from router.conditions import FALSE, NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
+from router.conversation.speculating import PredictionBody, SpeculationBody
 from router.http.body import field_of
 from router.http.harmless import Harmless, without_harmless
 from router.http.validation import Body, FirstWrong, at_most, ranged
@@ -127,6 +128,12 @@ class SamplingBody(Body):
     max_ttft_ms: float | None = ranged("max_ttft_ms", "a number of milliseconds")
     structured_outputs: StructuredOutputs | None = Field(
         default=None, description="an object with one of json, regex, choice and grammar"
+    )
+    speculation: SpeculationBody | None = Field(
+        default=None, description='an object such as {"enabled": false} or {"sources": ["ngram"]}'
+    )
+    prediction: PredictionBody | None = Field(
+        default=None, description='an object such as {"type": "content", "content": "..."}'
     )
 
     @property
@@ -245,6 +252,10 @@ class ChatBody(SamplingBody):
     tool_choice: ToolChoice | None = Field(default=None, description=TOOL_CHOICES)
     parallel_tool_calls: bool | None = Field(default=None, description="true or false")
 
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None, description="none, minimal, low, medium, high, xhigh or max"
+    )
+    include_reasoning: bool | None = Field(default=None, description="true or false")
     add_generation_prompt: bool | None = Field(default=None, description="true or false")
     continue_final_message: bool | None = Field(default=None, description="true or false")
     chat_template_kwargs: Annotated[dict[str, str | int | float | bool | None] | None, at_most(MAX_OPTIONS)] = Field(

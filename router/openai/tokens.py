@@ -13,8 +13,8 @@ from router.openai.schema import DetokenizeBody, TokenizeBody
 
 
 async def tokenize(gateway: Gateway, request: Request) -> Response:
-    body = await read_body(request, TokenizeBody, gateway.card)
-    gateway.check_model(gateway.card.name if body.model is None else body.model)
+    body = await read_body(request, TokenizeBody, gateway.widest)
+    gateway = gateway.serving(gateway.card.name if body.model is None else body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'", param="prompt")
     if body.messages is not None:
@@ -37,8 +37,8 @@ async def tokenize(gateway: Gateway, request: Request) -> Response:
 
 
 async def detokenize(gateway: Gateway, request: Request) -> Response:
-    body = await read_body(request, DetokenizeBody, gateway.card)
-    gateway.check_model(gateway.card.name if body.model is None else body.model)
+    body = await read_body(request, DetokenizeBody, gateway.widest)
+    gateway = gateway.serving(gateway.card.name if body.model is None else body.model)
     for token_id in (min(body.tokens, default=0), max(body.tokens, default=0)):
         if not 0 <= token_id < gateway.card.vocab_size:
             allowed = f"token ids between 0 and {gateway.card.vocab_size - 1}"

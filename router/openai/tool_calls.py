@@ -6,12 +6,13 @@ from typing import Any
 
 from protos.errors import InvalidRequest
 from protos.values import FinishReason
-from router.conversation.tooling import AnswerReader, Tooling, ToolUse, tooling_of
+from router.conversation.tooling import AnswerReader, ReasoningDelta, Tooling, ToolUse, tooling_of
 from router.gateway import Gateway
 from router.openai.schema import ChatBody
 from router.openai.tools import AllowedTools, NamedTool
 from router.text.text_stream import TextDelta
-from router.text.tool_call_formats import Part, new_call_id
+from router.tools.calls import Part
+from router.tools.formats import new_call_id
 
 
 def chat_tooling(body: ChatBody, gateway: Gateway) -> Tooling:
@@ -59,7 +60,7 @@ def calls_of(tooling: Tooling) -> Calls | None:
 
 
 class Calls:
-    """Reads the calls of each choice's answer, by `deltas` or one `message`. Where the function `is_named` by the
+    """Reads text and calls of each choice's answer, by `deltas` or one `message`. Where the function `is_named` by the
     request an answer has "stop" for its reason, as OpenAI has it, and "tool_calls" otherwise."""
 
     def __init__(self, tooling: Tooling) -> None:
@@ -75,7 +76,8 @@ class Calls:
         reader = self._readers[piece.index]
         parts = reader.read(piece)
         ended = piece.finish_reason is FinishReason.STOP and reader.has_called and not self._tooling.is_named
-        return [self._delta(part) for part in parts], "tool_calls" if ended else piece.finish_reason
+        deltas = [self._delta(part) for part in parts if not isinstance(part, ReasoningDelta)]
+        return deltas, "tool_calls" if ended else piece.finish_reason
 
     def _delta(self, part: Part) -> dict[str, Any]:
         if isinstance(part, str):

@@ -8,7 +8,7 @@ import orjson
 from pydantic import Field
 
 from router.http.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most
-from router.text.tool_call_formats import Function
+from router.tools.calls import Function
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # names in one message

@@ -25,7 +25,8 @@ class RequestView(Value, frozen=True, kw_only=True):
 
     `session` identifies a conversation. The client names it; otherwise it is the first block that few prompts share
     (`router.dispatch.sessions`). An answer is expected to have `answer_tokens`; its first token is due within
-    `within_s`. The KV of a block has `block_bytes`; `lanes` are the measured lanes by prefill worker.
+    `within_s`. The KV of a block has `block_bytes` in layers without a window; `window_bytes` has each window of the
+    others, with a block's bytes there. `lanes` are the measured lanes by prefill worker.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class RequestView(Value, frozen=True, kw_only=True):
     answer_tokens: float = 64.0
     within_s: float = math.inf
     block_bytes: int = 0
+    window_bytes: Sequence[tuple[int, int]] = ()
     lanes: Mapping[str, LaneLatencies] = {}
 
     def lane(self, prefill_id: str, decode_id: str) -> Line | None:

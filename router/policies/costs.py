@@ -72,8 +72,12 @@ def transfer_s(view: RequestView, prefill_ids: Sequence[str], decode: CandidateT
 
 
 def handed_bytes(view: RequestView, decode: WorkerNumbers[Numbers]) -> Numbers:
-    """Bytes of KV that a decode worker needs from a prefill worker."""
-    return num_off_device(view, decode) / view.block_size * view.block_bytes
+    """Bytes of KV that a decode worker needs from a prefill worker: of a window no more than its positions."""
+    num_tokens = num_off_device(view, decode)
+    num_bytes = num_tokens / view.block_size * view.block_bytes
+    for window, block_bytes in view.window_bytes:
+        num_bytes = num_bytes + where(num_tokens < window, num_tokens, window) / view.block_size * block_bytes
+    return num_bytes
 
 
 def estimate(view: RequestView, prefill: Candidate, decode: Candidate) -> LatencyEstimate:

@@ -4,8 +4,8 @@
     who holds a block   _held[tier][hash] = 0b101        held by slots 0 and 2
     what a worker holds _blocks["d0"] = ({hash: parent}, {})   by tier, so that a worker's end costs its own blocks only
 
-A match walks down the chain and keeps the mask of workers that held every block so far: one dictionary look-up and one
-AND per block, whatever the number of workers; and another one of those that had them all on the device.
+A match walks down the chain and keeps two masks: of workers that held every block so far, and of those that held them
+all on the device. A block costs one look-up and one AND a mask; the number of workers does not matter.
 """
 
 from __future__ import annotations

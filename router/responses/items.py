@@ -16,7 +16,7 @@ import orjson
 from protos.errors import InvalidRequest, UnsupportedParameter
 from protos.hints import listed
 from router.conversation.functions import function_in
-from router.conversation.parts import Ignored, parts_in, text_in, wrong
+from router.conversation.parts import Ignored, append_joined, parts_in, text_in, text_part, wrong
 from router.conversation.tooling import AnswerSchema, Tooling, ToolUse, tooling_of
 from router.gateway import Gateway
 from router.responses.schema import ResponsesBody, TextFormat
@@ -30,8 +30,8 @@ Template = dict[str, Any]
 
 
 def conversation_of(body: ResponsesBody, known_roles: Collection[str], ignored: Ignored) -> list[Template]:
-    """`known_roles` are those of the model's chat template: where "developer" is none of them it becomes "system", and
-    a system's turn behind another one a part of that. Raises InvalidRequest."""
+    """`known_roles` are those of the model's chat template: where "developer" is none of them it becomes "system". A
+    system's turn behind another one becomes a part of that. Raises InvalidRequest."""
     messages: list[Template] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -73,20 +73,20 @@ def _append(
     content = _content(item.get("content"), f"{where}.content")
     if role == "developer" and role not in known:
         role = "system"
-        if messages and messages[-1]["role"] == role:
-            messages[-1] = {"role": role, "content": _parts(messages[-1]["content"]) + _parts(content)}
-            return
     message: Template = {"role": role, "content": content}
     if role == "assistant" and thoughts:
         message["reasoning_content"] = "".join(thoughts)
-    messages.append(message)
+    append_joined(messages, message, role="system")
 
 
 def _assistant(messages: list[Template], thoughts: list[str]) -> Template:
-    """The assistant's turn that a call belongs to."""
+    """The assistant's turn that a call belongs to, with the reasoning before the call."""
     if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant"} | ({"reasoning_content": "".join(thoughts)} if thoughts else {}))
-    return messages[-1]
+        messages.append({"role": "assistant"})
+    turn = messages[-1]
+    if thoughts:
+        turn["reasoning_content"] = "".join([turn.get("reasoning_content", ""), *thoughts])
+    return turn
 
 
 def _call(item: Mapping[str, Any], where: str) -> Template:
@@ -106,7 +106,7 @@ def _call(item: Mapping[str, Any], where: str) -> Template:
 def _content(given: Any, where: str) -> str | list[Template]:
     if given is None:
         raise InvalidRequest(f"Missing required parameter: '{where}'.", param=where)
-    return given if isinstance(given, str) else ([_text(text) for text in _texts(given, where)] or "")
+    return given if isinstance(given, str) else ([text_part(text) for text in _texts(given, where)] or "")
 
 
 def _texts(given: Any, where: str) -> list[str]:
@@ -123,14 +123,6 @@ def _texts(given: Any, where: str) -> list[str]:
         else:
             raise wrong(f"{place}.type", kind, "input_text or output_text")
     return texts
-
-
-def _parts(content: str | list[Template]) -> list[Template]:
-    return [_text(content)] if isinstance(content, str) else content
-
-
-def _text(text: str) -> Template:
-    return {"type": "text", "text": text}
 
 
 def responses_tooling(body: ResponsesBody, gateway: Gateway, ignored: Ignored) -> Tooling:

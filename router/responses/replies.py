@@ -24,6 +24,19 @@ class OutputMessage(Reply):
     content: list[OutputText]
 
 
+class ReasoningText(Reply):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(Reply):
+    type: Literal["reasoning"]
+    id: str
+    summary: list[Any]
+    content: list[ReasoningText]
+    status: ItemStatus
+
+
 class OutputCall(Reply):
     type: Literal["function_call"]
     id: str
@@ -70,9 +83,10 @@ class ResponsesReply(Reply):
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
-    output: list[OutputMessage | OutputCall]
+    output: list[OutputMessage | OutputReasoning | OutputCall]
     parallel_tool_calls: bool
     previous_response_id: None
+    reasoning: dict[str, Any]
     store: Literal[False]
     temperature: float
     text: dict[str, Any]

@@ -4,6 +4,7 @@
 
     message:        output_item.added ─▶ content_part.added ─▶ output_text.delta ... ─▶ output_text.done
                     ─▶ content_part.done ─▶ output_item.done
+    reasoning:      the same, with reasoning_text for output_text
     function_call:  output_item.added ─▶ function_call_arguments.delta ... ─▶ function_call_arguments.done
                     ─▶ output_item.done
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncGenerator
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -23,51 +23,51 @@ from starlette.responses import Response
 from protos.errors import BatonError, ContextLengthExceeded, Overloaded
 from protos.values import FinishReason
 from router.conversation.parts import Ignored
-from router.conversation.tooling import AnswerReader, Tooling
+from router.conversation.sending import send
+from router.conversation.thinking import Thinking, knows_effort, thinking_options
+from router.conversation.tooling import AnswerPart, AnswerReader, ReasoningDelta, Tooling
 from router.conversation.turn import ConversationTurn
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
-from router.http.errors import json_response
 from router.http.framing import named_event
 from router.http.response_channel import ResponseChannel
-from router.http.sse import EventStream, while_connected
+from router.http.sse import EventStream
 from router.metrics import Track
 from router.responses.items import conversation_of, responses_tooling
 from router.responses.schema import ResponsesBody
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import TextDelta, Usage, UsageCounter, collect
-from router.text.tool_call_formats import CallDelta, Part, new_call_id
+from router.tools.calls import CallDelta
+from router.tools.formats import new_call_id
 
 Event = dict[str, Any]
 
 
 async def responses(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
-    body = await read_body(request, ResponsesBody, gateway.card)
-    gateway.check_model(body.model)
+    body = await read_body(request, ResponsesBody, gateway.widest)
+    gateway = gateway.serving(body.model)
     ignored = Ignored()
     roles = gateway.template.roles() if gateway.template is not None else ()
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    if effort is not None and not knows_effort(gateway):
+        ignored.add("reasoning.effort")
+        effort = None
     turn = ConversationTurn(
         messages=conversation_of(body, roles, ignored),
         sampling=with_bound(body.sampling(), request),
         tooling=responses_tooling(body, gateway, ignored),
+        options=thinking_options(gateway, Thinking(effort=effort)),
     )
+    for name in body.reasoning.model_extra or {} if body.reasoning is not None else ():
+        ignored.add(f"reasoning.{name}")
     for name in body.text.model_extra or {} if body.text is not None else ():
         ignored.add(f"text.{name}")
     for name in body.model_extra or {}:
         ignored.add(name)
     ask = await turn.request(gateway, request, gateway.new_id("resp_"))
     answer = _ResponseAnswer(gateway, body, ask, turn.tooling)
-    if body.stream:
-        return EventStream(
-            partial(answer.events, track),
-            track,
-            keep_alive_s=gateway.keep_alive_s,
-            stall_s=gateway.stall_s,
-            headers=ignored.raw_headers(),
-            failure=answer.failure,
-        )
-    whole = await while_connected(request.scope, request.receive, answer.whole(track))
-    return json_response(whole, headers=ignored.headers())
+    stream = bool(body.stream)
+    return await send(gateway, request, track, answer, stream=stream, ignored=ignored, failure=answer.failure)
 
 
 class _ResponseAnswer:
@@ -99,6 +99,7 @@ class _ResponseAnswer:
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
             "store": False,
             "temperature": sampling.temperature,
             "text": {"format": shown},
@@ -168,13 +169,14 @@ class _ResponseAnswer:
             events += self._close("completed" if piece.finish_reason is FinishReason.STOP else "incomplete")
         return events
 
-    def _add(self, part: Part) -> list[Event]:
+    def _add(self, part: AnswerPart) -> list[Event]:
         events: list[Event] = []
-        if isinstance(part, str):
-            if not self._is_open or self._output[-1]["type"] != "message":
-                events = self._close("completed") + self._open_message()
-            self._texts.append(part)
-            return [*events, self._text_event("delta") | {"delta": part, "logprobs": []}]
+        if not isinstance(part, CallDelta):
+            text, kind = (part.text, "reasoning") if isinstance(part, ReasoningDelta) else (part, "message")
+            if not self._is_open or self._output[-1]["type"] != kind:
+                events = self._close("completed") + self._open_text(kind)
+            self._texts.append(text)
+            return [*events, self._text_event("delta") | {"delta": text}]
         if part.name:
             events = self._close("completed") + self._open_call(part)
         if part.arguments:
@@ -182,10 +184,14 @@ class _ResponseAnswer:
             events.append(self._of_item("response.function_call_arguments.delta") | {"delta": part.arguments})
         return events
 
-    def _open_message(self) -> list[Event]:
-        item = {"type": "message", "role": "assistant", "content": []}
-        self._begin(item | {"id": self._gateway.new_id("msg_")})
-        part = self._of_item("response.content_part.added") | {"content_index": 0, "part": _text("")}
+    def _open_text(self, kind: str) -> list[Event]:
+        """Begins a message or reasoning."""
+        if kind == "message":
+            item = {"type": "message", "role": "assistant", "content": [], "id": self._gateway.new_id("msg_")}
+        else:
+            item = {"type": "reasoning", "summary": [], "content": [], "id": self._gateway.new_id("rs_")}
+        self._begin(item)
+        part = self._of_item("response.content_part.added") | {"content_index": 0, "part": _text_part(kind, "")}
         return [self._item_event("added"), part]
 
     def _open_call(self, part: CallDelta) -> list[Event]:
@@ -206,10 +212,11 @@ class _ResponseAnswer:
         text = "".join(self._texts)
         self._texts.clear()
         item = self._output[-1] = self._output[-1] | {"status": status}
-        if item["type"] == "message":
-            item["content"] = [_text(text)]
-            part = self._of_item("response.content_part.done") | {"content_index": 0, "part": _text(text)}
-            events = [self._text_event("done") | {"text": text, "logprobs": []}, part]
+        if item["type"] != "function_call":
+            whole = _text_part(item["type"], text)
+            item["content"] = [whole]
+            part = self._of_item("response.content_part.done") | {"content_index": 0, "part": whole}
+            events = [self._text_event("done") | {"text": text}, part]
         else:
             item["arguments"] = text
             done = {"name": item["name"], "arguments": text}
@@ -224,7 +231,9 @@ class _ResponseAnswer:
         return {"type": kind, "item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
     def _text_event(self, state: str) -> Event:
-        return self._of_item(f"response.output_text.{state}") | {"content_index": 0}
+        if self._output[-1]["type"] == "reasoning":
+            return self._of_item(f"response.reasoning_text.{state}") | {"content_index": 0}
+        return self._of_item(f"response.output_text.{state}") | {"content_index": 0, "logprobs": []}
 
 
 def usage_of(usage: Usage) -> Event:
@@ -232,12 +241,15 @@ def usage_of(usage: Usage) -> Event:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
 
-def _text(text: str) -> Event:
+def _text_part(kind: str, text: str) -> Event:
+    """The only part of a message, or of reasoning."""
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 

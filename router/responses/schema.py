@@ -10,11 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from protos.errors import InvalidRequest
+from router.conversation.schema_parts import STRING, TOOLS, Objects, choice_without_tools, function_schema, tools_list
 from router.http.harmless import Harmless, never, one_of
-from router.http.validation import Body, FirstWrong, Schema, at_most, ranged
+from router.http.validation import Body, Schema, at_most, ranged
 from router.text.sampling_request import SamplingRequest
-
-MAX_TOOLS = 512
 
 _STORED = "nothing is stored here; send the whole input with each request"
 REFUSALS: Mapping[str, Harmless] = {
@@ -27,13 +26,12 @@ REFUSALS: Mapping[str, Harmless] = {
     "truncation": one_of("disabled", why="inputs are not cut here"),
 }
 
-_STRING = {"type": "string"}
 _TEXT = {
     "type": "object",
     "required": ["type", "text"],
-    "properties": {"type": {"enum": ["input_text", "output_text", "text"]}, "text": _STRING},
+    "properties": {"type": {"enum": ["input_text", "output_text", "text"]}, "text": STRING},
 }
-_CONTENT = {"anyOf": [_STRING, {"type": "array", "items": _TEXT}]}
+_CONTENT = {"anyOf": [STRING, {"type": "array", "items": _TEXT}]}
 _ITEM = {
     "anyOf": [
         {
@@ -49,27 +47,19 @@ _ITEM = {
             "type": "object",
             "required": ["type", "call_id", "name", "arguments"],
             "properties": {
-                "type": {"const": "function_call"}, "call_id": _STRING, "name": _STRING, "arguments": _STRING,
+                "type": {"const": "function_call"}, "call_id": STRING, "name": STRING, "arguments": STRING,
             },
         },
         {
             "type": "object",
             "required": ["type", "call_id", "output"],
-            "properties": {"type": {"const": "function_call_output"}, "call_id": _STRING, "output": _CONTENT},
+            "properties": {"type": {"const": "function_call_output"}, "call_id": STRING, "output": _CONTENT},
         },
     ]
 }  # fmt: skip
-_TOOL = {
-    "type": "object",
-    "required": ["type", "name"],
-    "properties": {
-        "type": {"const": "function"},
-        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,128}$"},
-        "description": {"type": ["string", "null"]},
-        "parameters": {"type": ["object", "null"]},
-        "strict": {"type": ["boolean", "null"]},
-    },
-}
+_TOOL = function_schema("parameters")
+_TOOL["required"].append("type")
+_TOOL["properties"]["type"] = {"const": "function"}
 NO_CHOICE: dict[str, Any] = {"enum": ["auto", "none", None]}
 """A `tool_choice` where there are no tools."""
 _CHOICE = {
@@ -78,16 +68,10 @@ _CHOICE = {
         {
             "type": "object",
             "required": ["type", "name"],
-            "properties": {"type": {"const": "function"}, "name": _STRING},
+            "properties": {"type": {"const": "function"}, "name": STRING},
         },
     ]
 }
-_WITH_TOOLS: Any = {
-    "if": {"properties": {"tools": {"not": {"type": "array", "minItems": 1}}}},
-    "then": {"properties": {"tool_choice": NO_CHOICE}},
-}
-
-Objects = Annotated[list[dict[str, Any]], FirstWrong()]
 
 
 class TextFormat(Body):
@@ -113,9 +97,17 @@ class AnswerTextConfig(Body):
     format: TextFormat | None = Field(default=None, description='an object such as {"type": "text"}')
 
 
+class ReasoningConfig(Body):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None, description="none, minimal, low, medium, high, xhigh or max"
+    )
+
+
 def _described(schema: dict[str, Any]) -> None:
     schema["properties"] |= {name: dict(one.schema) for name, one in REFUSALS.items()}
-    schema["allOf"] = [_WITH_TOOLS]
+    schema["allOf"] = [choice_without_tools(NO_CHOICE)]
 
 
 class ResponsesBody(Body):
@@ -127,19 +119,16 @@ class ResponsesBody(Body):
 
     model: str = Field(description="the name of a served model")
     input: Annotated[
-        str | Objects, WithJsonSchema({"anyOf": [_STRING, {"type": "array", "minItems": 1, "items": _ITEM}]})
+        str | Objects, WithJsonSchema({"anyOf": [STRING, {"type": "array", "minItems": 1, "items": _ITEM}]})
     ] = Field(description="a string or a list of at least one item")
     instructions: str | None = Field(default=None, description="a string")
-    tools: Annotated[
-        Objects | None,
-        at_most(MAX_TOOLS),
-        WithJsonSchema({"type": ["array", "null"], "items": _TOOL, "maxItems": MAX_TOOLS}),
-    ] = Field(default=None, description=f"a list of at most {MAX_TOOLS} tools")
+    tools: Annotated[Objects | None, *tools_list(_TOOL)] = TOOLS
     tool_choice: Annotated[str | dict[str, Any] | None, WithJsonSchema(_CHOICE)] = Field(
         default=None, description='none, auto, required or an object such as {"type": "function", "name": "f"}'
     )
     parallel_tool_calls: bool | None = Field(default=None, description="true or false")
     text: AnswerTextConfig | None = Field(default=None, description='an object such as {"format": {"type": "text"}}')
+    reasoning: ReasoningConfig | None = Field(default=None, description='an object such as {"effort": "low"}')
     max_output_tokens: int | None = ranged("max_tokens", "an integer")
     temperature: float | None = ranged("temperature", "a number")
     top_p: float | None = ranged("top_p", "a number")

@@ -1,8 +1,9 @@
 /* Plain tokens of a worker's message to the transports of their clients: see token_sink.py for what it means.
 
    Texts    what each token says, as text and inside a JSON string: columns that Python owns.
-   Sink     one choice: what stands before and behind the text of its events, its transport's `write`, the bytes that its
-            stop strings begin with, and the tokens it has taken since its last report.
+   Sink     one choice: what stands before and behind the text of its events (and between two copies of it), its transport's
+            `write`, the bytes that its stop strings begin with, the ids that it refuses, and the tokens it has taken since
+            its last report.
    Table    the open sinks of one worker's connection, by their numbers (open addressing, linear probing).
 
    A token that is refused has changed nothing. Called with Python's lock held. Not thread-safe. */
@@ -32,6 +33,7 @@ typedef struct { const char *text, *json; const u32 *text_ends, *json_ends; cons
 typedef struct { char *bytes; u32 num, cap; } Bytes;
 typedef struct { double sent_s; u8 blocked; } WriteState; /* token_sink.py has the same */
 
+#define MAX_REFUSED 8 /* token_sink.py has the same */
 #define MAX_BOUNDS 32
 typedef struct { double sum, bounds[MAX_BOUNDS]; u64 counts[MAX_BOUNDS + 1]; u32 num; } Gaps; /* itl_histogram.py has the same */
 
@@ -41,7 +43,9 @@ typedef struct {
     PyObject *write; /* NULL: tokens are taken and not written */
     WriteState *state; /* of the transport */
     char *frame; u32 before, behind;
+    u32 between; int is_twice; /* the text stands there again, behind this many bytes */
     u64 stops[4]; int has_stops;
+    u32 refused[MAX_REFUSED], num_refused;
     const double *gap; /* seconds between events, 0 while the gateway is on time */
     double wrote_s, last_s, due_s;
     Gaps *gaps; /* between tokens, of many answers */
@@ -62,13 +66,21 @@ Sink *sink_new(const Texts *texts, int skips_special, const u64 *stops, const do
     return s;
 }
 
-/* `write` and `state` outlive the sink. */
-int sink_write_to(Sink *s, PyObject *write, WriteState *state, const char *before, u32 num_before, const char *behind,
-                  u32 num_behind) {
-    if (!(s->frame = malloc((size_t)num_before + num_behind + 1))) return -1;
-    memcpy(s->frame, before, num_before); memcpy(s->frame + num_before, behind, num_behind);
-    s->before = num_before; s->behind = num_behind; s->write = write; s->state = state;
+/* `write` and `state` outlive the sink. `frame`: what stands before the text, between its two copies if it `is_twice`,
+   and behind. */
+int sink_write_to(Sink *s, PyObject *write, WriteState *state, const char *frame, u32 before, u32 between, u32 behind,
+                  int is_twice) {
+    size_t size = (size_t)before + between + behind;
+    if (!(s->frame = malloc(size + 1))) return -1;
+    memcpy(s->frame, frame, size);
+    s->before = before; s->between = between; s->behind = behind; s->is_twice = is_twice; s->write = write; s->state = state;
     return 0;
+}
+
+/* The ids at `ids`, MAX_REFUSED at most, go the ordinary way. */
+void sink_refuse(Sink *s, const u32 *ids, u32 num) {
+    memcpy(s->refused, ids, num * sizeof *ids);
+    s->num_refused = num;
 }
 
 void sink_free(Sink *s) { free(s->frame); free(s->ids); free(s->held.bytes); free(s); }
@@ -114,7 +126,8 @@ static char *put(char *at, const void *bytes, u32 num) {
 /* An event of what is held and of `json`, as a chunk of HTTP/1.1. 0: it was not written, and nothing has changed. */
 static int say(Sink *s, const char *json, u32 num, double now) {
     static const char digits[] = "0123456789abcdef";
-    u32 size = s->before + s->held.num + num + s->behind;
+    u32 num_text = s->held.num + num, size = s->before + num_text + s->behind;
+    if (s->is_twice) size += s->between + num_text;
     if (s->state->blocked) return 0;
     int shift = 28;
     while (shift && !(size >> shift)) shift -= 4;
@@ -123,7 +136,12 @@ static int say(Sink *s, const char *json, u32 num, double now) {
     char *at = PyBytes_AsString(chunk);
     for (; shift >= 0; shift -= 4) *at++ = digits[size >> shift & 15];
     at = put(at, "\r\n", 2); at = put(at, s->frame, s->before); at = put(at, s->held.bytes, s->held.num);
-    at = put(at, json, num); at = put(at, s->frame + s->before, s->behind); put(at, "\r\n", 2);
+    at = put(at, json, num);
+    if (s->is_twice) {
+        at = put(at, s->frame + s->before, s->between);
+        at = put(at, s->held.bytes, s->held.num); at = put(at, json, num);
+    }
+    at = put(at, s->frame + s->before + s->between, s->behind); put(at, "\r\n", 2);
     PyObject *done = PyObject_CallFunctionObjArgs(s->write, chunk, NULL);
     Py_DecRef(chunk);
     if (!done) { PyErr_Clear(); return 0; } /* the connection closes */
@@ -143,6 +161,8 @@ static int may_stop(const Sink *s, const char *text, const char *end) {
 static int take(Sink *s, u32 id, double now) {
     const Texts *t = s->texts;
     if (id >= t->num || !t->kinds[id]) return 0;
+    for (u32 i = 0; i < s->num_refused; i++)
+        if (s->refused[i] == id) return 0;
     int hidden = s->skips_special && t->kinds[id] == 2;
     if (!hidden && s->has_stops && may_stop(s, t->text + t->text_ends[id], t->text + t->text_ends[id + 1])) return 0;
     if (s->num_ids == s->cap_ids) {

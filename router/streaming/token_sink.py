@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import orjson
 
 from kvtransfer.native import Functions, load
+from protos.value import Value
 from router.streaming.itl_histogram import ChoiceTimes
 
 REPORT_S = 1.0
@@ -33,10 +34,12 @@ NUM_PHASES = 32
 """Sinks that open together report at this many different times within `REPORT_S`."""
 
 _DUE = 0x80000000
+_MAX_REFUSED = 8
 _P, _S, _N, _F = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_double
 _FUNCTIONS: Functions = {
     "sink_new": ((_P, ctypes.c_int, _P, _P, _P), _P),
-    "sink_write_to": ((_P, ctypes.py_object, _P, _S, _N, _S, _N), ctypes.c_int),
+    "sink_write_to": ((_P, ctypes.py_object, _P, _S, _N, _N, _N, ctypes.c_int), ctypes.c_int),
+    "sink_refuse": ((_P, _P, _N), None),
     "sink_free": ((_P,), None),
     "sink_begin": ((_P, _F, _F), None),
     "sink_num_taken": ((_P,), _N),
@@ -90,8 +93,9 @@ class EventFrame(Protocol):
         """True if the transport has sent all earlier data and would take an event now."""
         ...
 
-    def frame(self) -> tuple[bytes, bytes]:
-        """The text before and after the JSON string of a text, quotes included."""
+    def frame(self, *, is_reasoning: bool) -> list[bytes]:
+        """What stands before and after the JSON string of a text, quotes included; three parts where the string stands
+        in an event twice."""
         ...
 
 
@@ -115,6 +119,21 @@ class TokenTexts:
         self.address = ctypes.addressof(columns)
 
 
+class SinkMarks(Value, frozen=True, kw_only=True):
+    """Where reasoning begins and ends: tokens that a sink leaves to the generators, and the `texts` of marks that are
+    no tokens, behind which reasoning ends."""
+
+    ids: frozenset[int] = frozenset()
+    texts: tuple[str, ...] = ()
+
+
+NO_MARKS = SinkMarks()
+
+
+def _first_bytes(texts: Iterable[str]) -> frozenset[int]:
+    return frozenset(text.encode()[0] for text in texts)
+
+
 class TokenSink:
     """The sink of one choice. Without `events`, tokens are taken and not written: the answer is sent whole.
 
@@ -130,8 +149,17 @@ class TokenSink:
         *,
         skip_special_tokens: bool = True,
         stops: Iterable[str] = (),
+        marks: SinkMarks = NO_MARKS,
     ) -> None:
-        self._given = (texts, skip_special_tokens, frozenset(stop.encode()[0] for stop in stops))
+        """`marks`: those of a model that reasons."""
+        self._texts = texts
+        self._skips_special = skip_special_tokens
+        self._firsts = _first_bytes(stops)
+        self._marks = marks
+        assert len(self._marks.ids) <= _MAX_REFUSED, self._marks
+        self._is_reasoning = False
+        self._held_before: list[tuple[Sequence[bytes], bytes]] = []
+        self._frame: Sequence[bytes] = ()
         self._times = times
         self._pace = pace
         self._events = events
@@ -192,13 +220,26 @@ class TokenSink:
         self._num_reported -= num_taken
         return num_taken
 
-    def held(self) -> bytes:
-        """JSON of texts that wait for their time, which the caller writes before anything else."""
-        if self._pointer is None or not (count := _library().sink_num_held(self._pointer)):
-            return b""
-        held = ctypes.create_string_buffer(count)
-        _library().sink_give_held(self._pointer, held)
-        return held.raw
+    def held(self) -> list[tuple[Sequence[bytes], bytes]]:
+        """JSON of texts that wait for their time, which the caller writes before anything else; each with its frame."""
+        held, self._held_before = self._held_before, []
+        if self._pointer is not None and (count := _library().sink_num_held(self._pointer)):
+            last = ctypes.create_string_buffer(count)
+            _library().sink_give_held(self._pointer, last)
+            held.append((self._frame, last.raw))
+        return held
+
+    def turn(self, *, is_reasoning: bool) -> None:
+        """From now on tokens are reasoning, or are not: their events have another frame. The sink is closed, and has
+        reported all that it took."""
+        if is_reasoning == self._is_reasoning:
+            return
+        if self._pointer is not None:
+            assert not self._is_open
+            self._held_before = self.held()
+            _library().sink_free(self._pointer)
+            self._pointer = None
+        self._is_reasoning = is_reasoning
 
     def _open(self, now: float) -> None:
         if self._place is None or self._is_open or self._num_queued or not self.is_clear:
@@ -214,18 +255,22 @@ class TokenSink:
         self._is_open = True
 
     def _made(self, library: ctypes.PyDLL) -> int:
-        texts, skips_special, firsts = self._given
         stops = (ctypes.c_uint64 * 4)()
-        for byte in firsts:
+        for byte in _first_bytes(self._marks.texts) if self._is_reasoning else self._firsts:
             stops[byte >> 6] |= 1 << (byte & 63)
         gap, itl = ctypes.addressof(self._pace.gap), self._times.itl.address
-        made = library.sink_new(texts.address, skips_special, stops, gap, itl)
+        made = library.sink_new(self._texts.address, self._skips_special, stops, gap, itl)
         _check(not made)
+        if ids := self._marks.ids:
+            library.sink_refuse(made, (ctypes.c_uint32 * len(ids))(*ids), len(ids))
         if (events := self._events) is not None:
-            before, behind = events.frame()
+            self._frame = events.frame(is_reasoning=self._is_reasoning)
+            before, *between, behind = self._frame
             self._write = events.write  # compiled code has borrowed it
-            state = ctypes.addressof(events.state)
-            _check(library.sink_write_to(made, self._write, state, before, len(before), behind, len(behind)))
+            state, middle = ctypes.addressof(events.state), b"".join(between)
+            sizes = len(before), len(middle), len(behind)
+            failed = library.sink_write_to(made, self._write, state, before + middle + behind, *sizes, bool(between))
+            _check(failed)
         return int(made)
 
 

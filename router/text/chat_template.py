@@ -18,13 +18,13 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from protos.errors import BadCheckpoint, InvalidRequest
 from protos.model_files.base import ModelFiles
+from router.text import reasoning
 from router.text.control import ControlTexts, Marks, Rendered
-from router.text.tool_call_formats import ToolFormat, format_of
 
 Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -34,7 +34,8 @@ SHORT_MESSAGES = 64
 SHORT_CHARS = 100_000
 PART_CHARS = 1_000  # a text part costs as much time as this many characters
 
-_TEXTS = ("content", "reasoning_content", "refusal")  # keys of a message; other strings are names
+_REASONING_FIELDS = ("thinking", "reasoning")  # other names of `reasoning_content`, in templates that read them
+_TEXTS = ("content", "reasoning_content", *_REASONING_FIELDS, "refusal")  # keys of a message; other strings are names
 
 # Marks the end of the text to be continued, as in transformers: found again even if the template strips around it.
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -84,12 +85,20 @@ class ChatTemplate:
             constants=[one.value for one in tree.find_all(nodes.Const) if isinstance(one.value, str)],
             written=[one.data for one in tree.find_all(nodes.TemplateData)],
         )
+        self.variables = frozenset(meta.find_undeclared_variables(tree))
+        """Names that a request may set (`enable_thinking`), and those that every rendering has."""
+        self.reasoning_format = reasoning.format_of(source)
+        """The name of the model's reasoning format; None if the template shows none."""
+        self._reasoning_fields = [name for name in _REASONING_FIELDS if _reads_field(tree, name)]
         self._with_tools = with_tools
         self._roles: list[str] | None = None  # not looked for yet
-        self.shows_tools = with_tools is not None or any(name.name == "tools" for name in tree.find_all(nodes.Name))
+        is_shown = any(name.name == "tools" for name in tree.find_all(nodes.Name))
+        self._tools_in_system = not is_shown and _reads_field(tree, "tools")
+        self._argument_texts = _joins_arguments(tree)
+        self.shows_tools = with_tools is not None or is_shown or self._tools_in_system
         """True if the template shows the model the tools of a request."""
-        self.tool_format: ToolFormat | None = format_of(source) if with_tools is None else with_tools.tool_format
-        """The model's tool-call format; None if the template does not show it."""
+        self.tool_source: str = source if with_tools is None else with_tools.tool_source
+        """The template that shows tools."""
         self._named_tokens = dict(named_tokens or {})
         # One, for Jinja holds the interpreter's lock: more of them would only take turns, and the loop's turns.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chat-template")
@@ -98,12 +107,14 @@ class ChatTemplate:
     def load(
         cls, files: ModelFiles, named_tokens: Mapping[str, str], added_tokens: Mapping[str, bool] | None = None
     ) -> ChatTemplate | None:
-        """Reads chat_template.jinja or tokenizer_config.json; None if the checkpoint has no template."""
+        """Reads chat_template.jinja, tokenizer_config.json or, of a model that reads images too, chat_template.json;
+        None if the checkpoint has no template."""
         make = partial(cls, named_tokens=named_tokens, added_tokens=added_tokens)
         beside = files.text("chat_template.jinja")
         if beside is not None:
             return make(beside)
-        found = (files.json("tokenizer_config.json") or {}).get("chat_template")
+        places = (files.json(name) or {} for name in ("tokenizer_config.json", "chat_template.json"))
+        found = next((place["chat_template"] for place in places if place.get("chat_template")), None)
         with_tools = None
         if isinstance(found, list):
             named = {one["name"]: one["template"] for one in found}
@@ -162,6 +173,9 @@ class ChatTemplate:
                 tools=tools,
             )
 
+        if tools and self._tools_in_system:
+            messages = _with_tools(messages, tools)
+
         def written(marks: Marks) -> Rendered:
             conversation = [_marked(self._fitted(message), marks) for message in messages]
             if continue_final_message:
@@ -206,10 +220,14 @@ class ChatTemplate:
 
     def _fitted(self, message: Message) -> dict[str, Any]:
         """The message with its content as the template reads it: parts, or one string."""
-        content = message.get("content")
-        if isinstance(content, str) or content is None or self._wants_parts:
-            return dict(message)
-        return {**message, "content": "\n".join(part["text"] for part in content)}
+        content, fitted = message.get("content"), dict(message)
+        if self._reasoning_fields and "reasoning_content" in fitted:
+            fitted |= dict.fromkeys(self._reasoning_fields, fitted["reasoning_content"])
+        if self._argument_texts and fitted.get("tool_calls"):
+            fitted["tool_calls"] = [_with_text(call) for call in fitted["tool_calls"]]
+        if isinstance(content, list) and not self._wants_parts:
+            fitted["content"] = "\n".join(part["text"] for part in content)
+        return fitted
 
 
 class _Generation(jinja2.ext.Extension):
@@ -250,6 +268,43 @@ def _reads_parts(tree: nodes.Template) -> bool:
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node, {"content"})
     }
     return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+
+
+def _reads_field(tree: nodes.Template, name: str) -> bool:
+    """Whether the template reads a field of this name: `message.thinking`, `message['thinking']`."""
+    return any(_field_of(one) == name for one in tree.find_all((nodes.Getattr, nodes.Getitem)))
+
+
+def _joins_arguments(tree: nodes.Template) -> bool:
+    """Whether the template adds a call's arguments to a text, as DeepSeek's do: they are a text themselves then."""
+    joined = (side for one in tree.find_all(nodes.Add) for side in (one.left, one.right))
+    return any(_field_of(side) == "arguments" for side in joined)
+
+
+def _field_of(node: nodes.Node) -> object:
+    match node:
+        case nodes.Getattr(attr=attribute):
+            return attribute
+        case nodes.Getitem(arg=nodes.Const(value=value)):
+            return value
+        case _:
+            return None
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The call with its arguments as text."""
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
+
+
+def _with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Sequence[Message]:
+    """The conversation with the tools in its system message, as Phi-4-mini's template reads them."""
+    shown = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    first, *others = messages
+    if first.get("role") != "system":
+        first, others = {"role": "system", "content": ""}, list(messages)
+    return [{**first, "tools": shown}, *others]
 
 
 def _is_content(node: nodes.Node, names: set[str]) -> bool:

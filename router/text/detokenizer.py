@@ -12,10 +12,20 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """`num_chars` of text were given out so far. A character cut in two by the end of the answer is left out."""
 
-    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True, at_start: bool = False) -> None:
-        """`at_start`: the tokens are a text of their own (a prompt), not the continuation of one."""
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        skip_special_tokens: bool = True,
+        at_start: bool = False,
+        visible: frozenset[int] = frozenset(),
+    ) -> None:
+        """`at_start`: the tokens are a text of their own (a prompt), not the continuation of one. `visible` special
+        tokens are not skipped."""
         self._vocabulary = vocabulary
         self._hidden = vocabulary.special if skip_special_tokens else frozenset[int]()
+        if visible:
+            self._hidden -= visible
         self._decoder = _utf8("replace")
         self._leading_space = vocabulary.leading_space if at_start else 0
         self._unfinished = False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any
 
 from protos.errors import BadCheckpoint
@@ -13,8 +14,11 @@ from protos.model_files.base import ModelFiles
 class ModelCard:
     """`max_model_len` tokens hold a prompt and its answer; token ids are below `vocab_size`.
 
-    `temperature` to `repetition_penalty` are the defaults of requests (generation_config.json). `fingerprint` changes
-    when the answers may: it is sent as OpenAI's `system_fingerprint`.
+    Of a LoRA adapter of the model `adapter` is its id, and `parent` the model's name. `revision` names model and
+    settings after a roll, "" before the first.
+
+    `temperature` to `repetition_penalty` are the defaults of requests (generation_config.json). `fingerprint` is of the
+    model's files.
     """
 
     name: str
@@ -28,6 +32,9 @@ class ModelCard:
     repetition_penalty: float = 1.0
     fingerprint: str = "fp_baton"
     created: int = 0
+    adapter: str = ""
+    parent: str | None = None
+    revision: str = ""
 
     @classmethod
     def load(cls, files: ModelFiles, name: str, *, max_model_len: int | None = None) -> ModelCard:
@@ -51,6 +58,15 @@ class ModelCard:
             created=files.created_s,
             **given,
         )
+
+    def of_adapter(self, name: str, adapter_id: str) -> ModelCard:
+        """The card of an adapter of this model."""
+        fingerprint = f"{self.fingerprint}-{adapter_id[:12]}"
+        return replace(self, name=name, adapter=adapter_id, parent=self.name, fingerprint=fingerprint)
+
+    def served_fingerprint(self, stored_as: str) -> str:
+        """OpenAI's `system_fingerprint`: changes with the model's files, and with how workers keep weights and KV."""
+        return f"fp_{blake2b(f'{self.fingerprint} {stored_as}'.encode(), digest_size=6).hexdigest()}"
 
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

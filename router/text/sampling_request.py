@@ -12,12 +12,14 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvtransfer.hashing import salted
 from protos.errors import ContextLengthExceeded, InvalidRequest
 from protos.value import Value
-from protos.values import SamplingParams
+from protos.values import MAX_DRAFTS, SPECULATION_SOURCES, SamplingParams, SpeculationParams
 from router.auth.tenants import NOBODY, Tenant
 from router.jobs import Job
 from router.text.model_card import ModelCard
+from router.text.reasoning import AnswerReasoning
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for completions; a chat may fill its context
 MAX_CHOICES = 512
@@ -43,6 +45,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "priority": (-(2**31), 2**31 - 1),
     "max_ttft_ms": (1, 3_600_000),
 }
+_AS_THE_WORKER = SpeculationParams()
 _OF_TOKENS = ("logprobs", "prompt_logprobs")
 
 
@@ -70,6 +73,7 @@ class SamplingRequest(Value, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: str = ""
+    pooling: str = ""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     cache_salt: str = ""
@@ -77,11 +81,13 @@ class SamplingRequest(Value, frozen=True, kw_only=True):
     priority: int = 0
     max_ttft_ms: float | None = None
     tells_progress: bool = False
+    speculation: SpeculationParams = SpeculationParams()
     names: Mapping[str, str] = {}
 
 
 class TextRequest(Value, frozen=True, kw_only=True):
-    """Choice i is `jobs[i]`; prompt p has the choices p*n ... p*n + n - 1. A `silent` request shows no token."""
+    """Choice i is `jobs[i]`; prompt p has the choices p*n ... p*n + n - 1. A `silent` request shows no token. With
+    `reasoning` the answers' reasoning is separated from their text. `visible_tokens` are special ones that are text."""
 
     request_id: str
     jobs: tuple[Job, ...]
@@ -92,6 +98,8 @@ class TextRequest(Value, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     silent: bool = False
+    reasoning: AnswerReasoning | None = None
+    visible_tokens: frozenset[int] = frozenset()
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:
@@ -107,6 +115,8 @@ def make_text_request(
     group_id: str = "",
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS,
     tenant: Tenant = NOBODY,
+    reasoning: AnswerReasoning | None = None,
+    visible_tokens: frozenset[int] = frozenset(),
 ) -> TextRequest:
     """Raises InvalidRequest or ContextLengthExceeded. `default_max_tokens` None: as many as the context holds.
 
@@ -126,7 +136,9 @@ def make_text_request(
                 seed=_seed(seed, choice),
                 max_tokens=_max_tokens(request, len(prompt), card.max_model_len, default_max_tokens),
             ),
-            cache_salt=tenant.cache_salt(request.cache_salt.encode()),
+            cache_salt=salted(tenant.cache_salt(request.cache_salt.encode()), card.adapter.encode()),
+            adapter=card.adapter,
+            revision=card.revision,
             priority=request.priority,
             session=request.session,
             tenant=tenant.name,
@@ -146,6 +158,8 @@ def make_text_request(
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
         silent=request.max_tokens == 0,
+        reasoning=reasoning,
+        visible_tokens=visible_tokens,
     )
 
 
@@ -198,6 +212,8 @@ def _sampling(request: SamplingRequest, card: ModelCard, *, seed: int, max_token
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
         grammar=request.grammar,
+        pooling=request.pooling,
+        speculation=request.speculation,
     )
 
 
@@ -227,6 +243,7 @@ def _check(request: SamplingRequest, prompts: Sequence[tuple[int, ...]], card: M
             raise _outside(request.names.get(name, name), value, allowed)
     _check_stops(request)
     _check_tokens(request, card)
+    _check_speculation(request.speculation, card)
     if request.grammar:
         _check_grammar(request, card)
     if not prompts or len(prompts) * request.n > MAX_CHOICES:
@@ -253,6 +270,24 @@ def _check_stops(request: SamplingRequest) -> None:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
             problem = f"a string of {len(stop)} characters"
             raise InvalidRequest(f"'stop' has {problem}: each must have 1 to {MAX_STOP_CHARS}", param="stop")
+
+
+def _check_speculation(speculation: SpeculationParams, card: ModelCard) -> None:
+    if speculation == _AS_THE_WORKER:
+        return
+    if not 0 <= speculation.max_drafts <= MAX_DRAFTS:
+        raise _outside("speculation.max_drafts", max(speculation.max_drafts, 0), f"between 1 and {MAX_DRAFTS}")
+    for source in speculation.sources:
+        if source not in SPECULATION_SOURCES:
+            raise _outside("speculation.sources", source[:60], f"made of {', '.join(SPECULATION_SOURCES)}")
+    for token_id in (min(speculation.prediction_ids, default=0), max(speculation.prediction_ids, default=0)):
+        if not 0 <= token_id < card.vocab_size:
+            raise _outside("prediction", token_id, f"made of token ids between 0 and {card.vocab_size - 1}")
+    if len(speculation.prediction_ids) > card.max_model_len:
+        problem = f"'prediction' has {len(speculation.prediction_ids)} tokens"
+        raise InvalidRequest(
+            f"{problem}: it must have at most {card.max_model_len}, which the model's context holds", param="prediction"
+        )
 
 
 def _check_grammar(request: SamplingRequest, card: ModelCard) -> None:

@@ -35,7 +35,7 @@ class StopStrings:
             end, start, self.found = best
             self._held = ""
             return text[: end if self._include else start]
-        kept = len(text) - max(_overlap(text, stop) for stop in self._stops)
+        kept = len(text) - max(overlap(text, stop) for stop in self._stops)
         self._held = text[kept:]
         return text[:kept]
 
@@ -45,7 +45,7 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     at = max(0, len(text) - len(stop) + 1)
     while (at := text.find(stop[0], at)) >= 0:

@@ -16,6 +16,7 @@ from protos.values import FinishReason, Logprobs
 from router.jobs import Generate, TokenDelta
 from router.streaming.token_sink import TokenSink
 from router.text.detokenizer import Detokenizer
+from router.text.reasoning import ReasoningReader
 from router.text.sampling_request import TextRequest
 from router.text.stop_strings import StopStrings
 from router.text.vocabulary import Vocabulary
@@ -26,8 +27,9 @@ class TextDelta:
     """The part that one delta added to choice `index`. `text_offsets`: where in the choice's text each token begins.
 
     `num_tokens` counts the tokens made, shown or not; the choice's sink already sent `num_taken` of them.
-    `finish_reason` ends the choice, and `stop_string` is the one that did, if any. `num_prompt_computed`: as in
-    `TokenDelta`.
+    `reasoning` comes before the text, and `num_reasoning` of the tokens are its.
+    `finish_reason` ends the choice, and `stop_string` is the one that did, if any. `num_prompt_computed`,
+    `embedding`, `num_predicted` and `num_mispredicted`: as in `TokenDelta`.
     """
 
     index: int
@@ -43,14 +45,23 @@ class TextDelta:
     queue_s: float = 0.0
     num_prompt_computed: int = 0
     stop_string: str | None = None
+    reasoning: str = ""
+    num_reasoning: int = 0
+    embedding: bytes = b""
+    num_predicted: int = 0
+    num_mispredicted: int = 0
 
 
 class Usage(Value, frozen=True, kw_only=True):
-    """`cached_tokens`: prompt tokens that no worker computed for this request, for any of its choices."""
+    """`cached_tokens`: prompt tokens that no worker computed for this request, for any of its choices.
+    `reasoning_tokens` are among the `completion_tokens`, and so are accepted tokens of a prediction."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class UsageCounter:
@@ -61,9 +72,15 @@ class UsageCounter:
         self._prompts = ask.prompts
         self._cached: dict[int, int] = {}
         self._num_tokens = 0
+        self._num_reasoning = 0
+        self._num_predicted = 0
+        self._num_mispredicted = 0
 
     def add(self, piece: TextDelta) -> None:
         self._num_tokens += piece.num_tokens
+        self._num_reasoning += piece.num_reasoning
+        self._num_predicted += piece.num_predicted
+        self._num_mispredicted += piece.num_mispredicted
         if piece.num_tokens or piece.finish_reason:
             self._cached.setdefault(piece.index, piece.num_cached_tokens)
 
@@ -77,6 +94,9 @@ class UsageCounter:
             prompt_tokens=sum(map(len, self._prompts)),
             completion_tokens=self._num_tokens,
             cached_tokens=sum(by_prompt.values()),
+            reasoning_tokens=self._num_reasoning,
+            accepted_prediction_tokens=self._num_predicted,
+            rejected_prediction_tokens=self._num_mispredicted,
         )
 
 
@@ -118,6 +138,9 @@ def _joined(index: int, parts: Sequence[TextDelta]) -> TextDelta:
         finish_reason=parts[-1].finish_reason,
         num_tokens=sum(part.num_tokens for part in parts),
         stop_string=parts[-1].stop_string,
+        reasoning="".join(part.reasoning for part in parts),
+        num_reasoning=sum(part.num_reasoning for part in parts),
+        embedding=parts[-1].embedding,
     )
 
 
@@ -180,16 +203,21 @@ async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 class ChoiceText:
-    """Writes one choice: its tokens to text, up to the first stop string."""
+    """Writes one choice: its tokens to text, up to the first stop string. Reasoning has none."""
 
     def __init__(self, ask: TextRequest, index: int, vocabulary: Vocabulary, sink: TokenSink | None = None) -> None:
         self._ask = ask
         self._index = index
         self._sink = sink
         self._min_tokens = ask.jobs[index].sampling.min_tokens
-        self._detokenizer = Detokenizer(vocabulary, skip_special_tokens=ask.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            vocabulary, skip_special_tokens=ask.skip_special_tokens, visible=ask.visible_tokens
+        )
         self._stops = StopStrings(ask.stop, include=ask.include_stop_str_in_output)
         self._num_tokens = 0
+        self._reader = ask.reasoning.reader() if ask.reasoning is not None else None
+        self._thoughts: list[str] = []
+        self._num_reasoning = 0
 
     def write(self, delta: TokenDelta) -> TextDelta:
         """The piece for a delta; tokens after a stop string are dropped and not counted."""
@@ -199,6 +227,9 @@ class ChoiceText:
         num_taken = sink.num_taken_of(len(delta.token_ids)) if sink is not None else 0
         num_written = num_taken if sink is not None and sink.writes else 0
         self._num_tokens += num_written
+        reader = self._reader
+        if reader is not None and reader.is_inside:
+            self._num_reasoning += num_written
         for token_id in delta.token_ids[num_written:]:
             offsets.append(self._detokenizer.num_chars)
             self._num_tokens += 1
@@ -208,9 +239,14 @@ class ChoiceText:
                 break
         finish = FinishReason.STOP if self._stops.found is not None else delta.finish_reason
         if finish is not None:
+            if reader is not None and self._stops.found is None:
+                text.append(self._stops.feed(self._answer_of(reader.end())))
             text.append(self._stops.flush())
         if sink is not None:
             sink.is_clear = self._detokenizer.is_clear and self._stops.is_clear
+            if reader is not None:
+                self._turn(sink, reader)
+        thoughts, num_reasoning = self._take_thoughts() if reader is not None else ("", 0)
         count = num_written + len(offsets)
         shown = 0 if self._ask.silent else count
         return TextDelta(
@@ -227,6 +263,11 @@ class ChoiceText:
             queue_s=delta.queue_s,
             num_prompt_computed=delta.num_prompt_computed,
             stop_string=self._stops.found,
+            reasoning="" if self._ask.silent else thoughts,
+            num_reasoning=num_reasoning,
+            embedding=delta.embedding,
+            num_predicted=min(delta.num_predicted, shown),
+            num_mispredicted=delta.num_mispredicted,
         )
 
     def _shown(self, token_id: int, is_last: bool) -> str:
@@ -235,5 +276,30 @@ class ChoiceText:
         if ends_answer and not self._ask.include_stop_str_in_output:
             return ""
         text = self._detokenizer.feed(token_id)
+        if (reader := self._reader) is not None:
+            was_inside = reader.is_inside
+            text = self._answer_of(reader.feed(token_id, text))
+            self._num_reasoning += was_inside and reader.is_inside
         # A stop string counts from the token after `min_tokens` on, as a stop token does.
         return text if self._num_tokens <= self._min_tokens else self._stops.feed(text)
+
+    def _answer_of(self, parts: tuple[str, str]) -> str:
+        """The part of the answer; that of the reasoning is kept."""
+        thoughts, text = parts
+        if thoughts:
+            self._thoughts.append(thoughts)
+        return text
+
+    def _take_thoughts(self) -> tuple[str, int]:
+        assert self._ask.reasoning is not None
+        thoughts = "".join(self._thoughts) if self._ask.reasoning.is_shown else ""
+        self._thoughts.clear()
+        num, self._num_reasoning = self._num_reasoning, 0
+        return thoughts, num
+
+    def _turn(self, sink: TokenSink, reader: ReasoningReader) -> None:
+        assert self._ask.reasoning is not None
+        is_hidden = reader.is_inside and not self._ask.reasoning.is_shown
+        sink.is_clear = sink.is_clear and reader.is_clear and not is_hidden
+        if sink.is_clear:
+            sink.turn(is_reasoning=reader.is_inside)

@@ -27,6 +27,8 @@ def summary(record: RequestTrace, wall_offset_s: float) -> View:
         "prompt_tokens": record.num_prompt_tokens,
         "cached_tokens": timestamps.num_cached_tokens,
         "output_tokens": timestamps.num_tokens,
+        "drafted_tokens": timestamps.num_drafted,
+        "accepted_drafts": timestamps.num_accepted,
         "ttft_s": _since(record, timestamps.first_s),
         "tpot_s": _tpot_s(record),
         "seconds": _since(record, timestamps.ended_s),

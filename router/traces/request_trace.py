@@ -24,6 +24,7 @@ from router.policies.table import Candidate, CandidateTable
 
 MAX_CHOICES = 16  # of one request; a longer odyssey keeps its end
 MAX_EVENTS = 64
+MAX_CHUNKS = 32
 MAX_CHAIN_BYTES = 32 * 2**20  # of block hashes, of all requests together: two million blocks
 
 Fact = str | int | float
@@ -36,6 +37,7 @@ class EventKind(StrEnum):
     RESERVED = "blocks reserved"
     SUBMITTED = "prompt sent"
     FIRST_TOKEN = "first token"
+    CHUNK = "part of the prompt computed"
     PREFILLED = "prompt computed"
     KV_ARRIVED = "KV arrived"
     PULLED = "prefix pulled"
@@ -87,9 +89,12 @@ class Timestamps:
     arrived_s: float | None = None
     last_s: float | None = None
     ended_s: float | None = None
+    num_chunks: int = 0
     num_tokens: int = 0
     num_tokens_at_arrival: int = 0
     num_cached_tokens: int = 0
+    num_drafted: int = 0  # tokens that workers verified, and accepted
+    num_accepted: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -141,6 +146,17 @@ class RequestTrace:
         timestamps.last_s = now
         timestamps.num_tokens += num_tokens
 
+    def verified(self, num_drafted: int, num_accepted: int) -> None:
+        """Drafted tokens of the answer were verified."""
+        self.timestamps.num_drafted += num_drafted
+        self.timestamps.num_accepted += num_accepted
+
+    def computed(self, num_tokens: int, now: float) -> None:
+        """So much of the prompt has been computed. Of a long prompt the first `MAX_CHUNKS` chunks are noted."""
+        if self.timestamps.num_chunks < MAX_CHUNKS:
+            self.timestamps.num_chunks += 1
+            self.note(EventKind.CHUNK, now, tokens=num_tokens)
+
     def prefilled(self, now: float) -> None:
         """The prompt has been computed; its KV is on its way."""
         self.timestamps.prefilled_s = now
@@ -178,17 +194,19 @@ class RequestTraces:
         self._chained: deque[RequestTrace] = deque()
         self._chain_bytes = 0
 
-    def open(self, jobs: Iterable[Job]) -> None:
-        """Requests have come in."""
-        now = loop_time()
+    def open(self, jobs: Iterable[Job]) -> Sequence[RequestTrace]:
+        """Requests have come in. Returns their records."""
+        now, opened = loop_time(), []
         for job in jobs:
             record = RequestTrace(job=job, received_s=now)
             record.note(EventKind.RECEIVED, now, prompt_tokens=len(job.prompt_ids), max_tokens=job.sampling.max_tokens)
             self._ring.append(record)
+            opened.append(record)
             for name in _names(job):
                 self._named.setdefault(name, []).append(record)
             while len(self._ring) > self._capacity:
                 self._forget(self._ring.popleft())
+        return opened
 
     def close(self, jobs: Iterable[Job], error: BaseException | None) -> None:
         """Ends these jobs, unless they have ended."""

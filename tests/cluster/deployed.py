@@ -22,30 +22,40 @@ DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
 # In float32, two ranks, or a batch, round as one rank and one request do: texts can be compared.
 PRECISE = ("--device", "cpu", "--set", "worker.dtype=float32")
 MARK = "BATON_TEST_MARK"
-START_S = 90.0
-BATON = "cluster.cli.main"
+START_S = 300.0  # on a machine that does much else; 6 on an idle one
 
 # More than the 64 tokens that a decode worker would read by itself.
 LONG = "import os\n\n\ndef join(first, second):\n" + '    """Join two paths, inserting a separator."""\n' * 12
 
 
 class Deployed:
-    """Runs `baton ARGUMENTS`, or another `program` with them; its log is kept line by line. Leave with `stop` or
-    `kill`."""
+    """Runs `baton ARGUMENTS`, behind a command of others if `before` has one; its log is kept line by line. Leave with
+    `stop` or `kill`."""
 
-    def __init__(self, *arguments: str, program: str = BATON) -> None:
+    def __init__(self, *arguments: str, log_format: str = "json", before: Sequence[str] = ()) -> None:
         self._mark = uuid.uuid4().hex
         self._lines: list[str] = []
         self._turn = threading.Condition()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"from {program} import main; main()", *arguments, "--log-format", "json"],
+            [
+                *before,
+                sys.executable,
+                "-c",
+                "from cluster.cli.main import main; main()",
+                *arguments,
+                "--log-format",
+                log_format,
+            ],
             env=os.environ | {MARK: self._mark},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
+        self._greeting = ""
+        self._greeted = threading.Thread(target=self._read_greeting, daemon=True)
+        self._greeted.start()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -55,6 +65,17 @@ class Deployed:
     def log(self) -> str:
         with self._turn:
             return "\n".join(self._lines)
+
+    @property
+    def greeting(self) -> str:
+        """The first line on stdout, which a JSON log leaves out. The others are not read: `baton up | head -1`."""
+        self._greeted.join(START_S)
+        return self._greeting
+
+    def _read_greeting(self) -> None:
+        assert self.process.stdout is not None
+        self._greeting = self.process.stdout.readline()
+        self.process.stdout.close()
 
     def wait_for(self, pattern: str, *, times: int = 1, timeout_s: float = START_S) -> re.Match[str]:
         """The match of the `times`-th message that has one; fails with the whole log when there is none in time."""
@@ -82,7 +103,7 @@ class Deployed:
             try:
                 told = str(json.loads(line)["message"])
             except ValueError:
-                told = line.rstrip()
+                told = re.sub(r"^\d\d:\d\d:\d\d ", "", line.rstrip())  # a text log has the time before a message
             with self._turn:
                 self._lines.append(told)
                 self._turn.notify_all()
@@ -157,6 +178,7 @@ class Deployed:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it did not end within {timeout_s} s:\n{self.log}") from None
         self._reader.join(timeout_s)
+        self._greeted.join(timeout_s)
         return code
 
     def kill(self) -> None:

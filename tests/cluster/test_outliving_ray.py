@@ -22,17 +22,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.deployed import PRECISE, Deployed
-from tests.cluster.test_chaos import Choice, answer, check
+from tests.cluster.deployed import Deployed
+from tests.cluster.seeded import NUM_REQUESTS, Choice, answer, check
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(4 * 3600)]
 
 KILLS = int(os.environ.get("BATON_RAY_KILLS", "4"))
-CLIENTS = 16
-EACH = 2
+EACH = 2 if KILLS > 4 else 1  # requests of a client
 SERVES_S = 60.0
 HEALED_S = 100.0  # on an otherwise idle machine it takes some ten
-WORKERS = ("prefill-0", "decode-0", "decode-1")
+WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 PROCESSES = {
     "gcs": "gcs_server ",
     "raylet": "raylet/raylet ",
@@ -80,22 +79,6 @@ def toll() -> Iterator[Toll]:
           f"as before after {made.healed_s:.1f} s at most")  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Deployed]:
-    size = ("--prefill", "1", "--decode", "2", "--processes", "2", "--port", "0", "--grpc-port", "0")
-    deployed = Deployed("up", *size, *PRECISE, "--set", "ray.response_timeout_s=10")
-    try:
-        deployed.wait_for("^serving ", timeout_s=120.0)
-        yield deployed
-    finally:
-        deployed.kill()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(cluster: Deployed) -> list[list[Choice]]:
-    return [answer(cluster.url, number) for number in range(CLIENTS)]
-
-
 class Asking:
     """Clients, each of which asks one thing after another."""
 
@@ -103,14 +86,14 @@ class Asking:
         self._url = url
         self._undisturbed = undisturbed
         self._may_break = may_break
-        self._pool = ThreadPoolExecutor(CLIENTS)
-        self._clients = [self._pool.submit(self._ask, client) for client in range(CLIENTS)]
+        self._pool = ThreadPoolExecutor(NUM_REQUESTS)
+        self._clients = [self._pool.submit(self._ask, client) for client in range(NUM_REQUESTS)]
 
     def _ask(self, client: int) -> tuple[int, int]:
         """How many were answered, and how many connections broke."""
         num_asked = num_broken = 0
         for _ in range(EACH):
-            number = (client + 5 * (num_asked + num_broken)) % CLIENTS
+            number = (client + 5 * (num_asked + num_broken)) % NUM_REQUESTS
             try:
                 seen = answer(self._url, number)
             except httpx.TransportError:
@@ -131,80 +114,80 @@ class Asking:
 
 @pytest.mark.parametrize(("number", "kinds"), [*enumerate(rounds())])
 def test_whatever_is_killed_no_answer_changes_and_the_cluster_heals(
-    cluster: Deployed, undisturbed: list[list[Choice]], toll: Toll, number: int, kinds: Sequence[str]
+    four: Deployed, undisturbed: list[list[Choice]], toll: Toll, number: int, kinds: Sequence[str]
 ) -> None:
     chance = random.Random(number)
-    before = serving_pids(cluster)
+    before = serving_pids(four)
     killed: list[int] = []
-    asking = Asking(cluster.url, undisturbed, may_break="gateway" in kinds)
+    asking = Asking(four.url, undisturbed, may_break="gateway" in kinds)
     try:
         for kind in kinds:
             at_once = number < len(FIRST) and bool(killed)
             time.sleep(0.0 if at_once else chance.uniform(0.0, MAX_PAUSE_S))  # random moments: nothing waits for them
-            killed.append(kill(cluster, kind, before, chance))
+            killed.append(kill(four, kind, before, chance))
             toll.kills[kind] += 1
         begun_s = time.monotonic()
-        told = trouble(cluster, lambda told: "workers keep serving" in told or number >= len(FIRST))
-        serves(cluster)
+        told = trouble(four, lambda told: "workers keep serving" in told or number >= len(FIRST))
+        serves(four)
         serves_s = time.monotonic() - begun_s
     finally:
         num_answers, num_broken = asking.answered()
-    cluster.wait_until(lambda: healed(cluster, killed), timeout_s=HEALED_S)
+    four.wait_until(lambda: healed(four, killed), timeout_s=HEALED_S)
     healed_s = time.monotonic() - begun_s
     print(f"{kinds}: told {told!r}, served after {serves_s:.1f} s, healed after {healed_s:.1f} s, {num_answers} "
           f"answers, {num_broken} broken with their gateway process")  # fmt: skip
     toll.num_answers, toll.num_broken = toll.num_answers + num_answers, toll.num_broken + num_broken
     toll.serves_s, toll.healed_s = max(toll.serves_s, serves_s), max(toll.healed_s, healed_s)
     assert num_answers
-    after = serving_pids(cluster)
+    after = serving_pids(four)
     assert {name for name in WORKERS if after[name] != before[name]} == {
         name for name in WORKERS if before[name] in killed
     }, "only those killed start anew"
 
 
 def test_a_ray_that_stands_still_is_named_until_it_goes_on_or_is_given_up(
-    cluster: Deployed, undisturbed: list[list[Choice]]
+    four: Deployed, undisturbed: list[list[Choice]]
 ) -> None:
-    before, chance = serving_pids(cluster), random.Random(0)
-    asking = Asking(cluster.url, undisturbed, may_break=False)
+    before, chance = serving_pids(four), random.Random(0)
+    asking = Asking(four.url, undisturbed, may_break=False)
     try:
-        store = kill(cluster, f"{FROZEN}gcs", before, chance)
-        trouble(cluster, lambda told: told.startswith("Ray's control store (GCS) does not answer (for "))
+        store = kill(four, f"{FROZEN}gcs", before, chance)
+        trouble(four, lambda told: told.startswith("Ray's control store (GCS) does not answer (for "))
         os.kill(store, signal.SIGCONT)
-        trouble(cluster, lambda told: not told)
-        raylet = kill(cluster, f"{FROZEN}raylet", before, chance)
-        trouble(cluster, lambda told: told.startswith("Ray's raylet does not answer (for "))
-        trouble(cluster, lambda told: told.startswith("Ray's raylet has not answered for 10 s (for "))
+        trouble(four, lambda told: not told)
+        raylet = kill(four, f"{FROZEN}raylet", before, chance)
+        trouble(four, lambda told: told.startswith("Ray's raylet does not answer (for "))
+        trouble(four, lambda told: told.startswith("Ray's raylet has not answered for 10 s (for "))
     finally:
         num_answers, _ = asking.answered()
-    assert num_answers == CLIENTS * EACH
-    cluster.wait_until(lambda: healed(cluster, [raylet]), timeout_s=HEALED_S)
-    assert store not in cluster.processes()
-    assert serving_pids(cluster) == before
+    assert num_answers == NUM_REQUESTS * EACH
+    four.wait_until(lambda: healed(four, [raylet]), timeout_s=HEALED_S)
+    assert store not in four.processes()
+    assert serving_pids(four) == before
 
 
-def test_a_worker_that_is_killed_after_all_that_is_started_again(cluster: Deployed) -> None:
-    launches = cluster.count("^decode-0: runs in process")
-    killed = serving_pids(cluster)["decode-0"]
+def test_a_worker_that_is_killed_after_all_that_is_started_again(four: Deployed) -> None:
+    launches = four.count("^decode-0: runs in process")
+    killed = serving_pids(four)["decode-0"]
     os.kill(killed, signal.SIGKILL)
-    cluster.worker_pids("decode-0", life=launches + 1)
-    cluster.wait_until(lambda: healed(cluster, [killed]), timeout_s=HEALED_S)
+    four.worker_pids("decode-0", life=launches + 1)
+    four.wait_until(lambda: healed(four, [killed]), timeout_s=HEALED_S)
 
 
-def test_a_killed_cluster_leaves_nothing(cluster: Deployed) -> None:
-    """The last of this file: workers, supervisor and Ray end with the process that has started it all."""
-    os.kill(cluster.process.pid, signal.SIGKILL)
-    cluster.wait_until(lambda: cluster.processes() == {}, timeout_s=HEALED_S)
+def test_a_killed_cluster_leaves_nothing(last_four: Deployed) -> None:
+    """Workers, supervisor and Ray end with the process that has started it all."""
+    os.kill(last_four.process.pid, signal.SIGKILL)
+    last_four.wait_until(lambda: last_four.processes() == {}, timeout_s=HEALED_S)
 
 
-def kill(cluster: Deployed, kind: str, workers: Mapping[str, int], chance: random.Random) -> int:
+def kill(four: Deployed, kind: str, workers: Mapping[str, int], chance: random.Random) -> int:
     """The process id. Waits until there is one: the kill before may have ended it."""
     number, kind = (signal.SIGSTOP if kind.startswith(FROZEN) else signal.SIGKILL), kind.removeprefix(FROZEN)
     deadline = time.monotonic() + HEALED_S
     while True:
-        running = cluster.processes()
+        running = four.processes()
         if kind == "worker":
-            pids = [pid for pid in {*workers.values(), *serving_pids(cluster).values()} if pid in running]
+            pids = [pid for pid in {*workers.values(), *serving_pids(four).values()} if pid in running]
         else:
             pids = [pid for pid, command in running.items() if re.search(PROCESSES[kind], command)]
         if pids:
@@ -214,49 +197,49 @@ def kill(cluster: Deployed, kind: str, workers: Mapping[str, int], chance: rando
         assert time.monotonic() < deadline, f"no process of {kind}: {running}"
 
 
-def trouble(cluster: Deployed, holds: Callable[[str], bool]) -> str:
+def trouble(four: Deployed, holds: Callable[[str], bool]) -> str:
     """What `/ready` and `/admin/status` name as `degraded`, as soon as it `holds`: within seconds."""
     deadline = time.monotonic() + 60.0
     while True:
-        told = str(ready(cluster)["degraded"])
-        if holds(told) and holds(status(cluster)["degraded"]):
+        told = str(ready(four)["degraded"])
+        if holds(told) and holds(status(four)["degraded"]):
             return told
-        assert time.monotonic() < deadline, f"`degraded` is {told!r}:\n{cluster.log}"
+        assert time.monotonic() < deadline, f"`degraded` is {told!r}:\n{four.log}"
 
 
-def serves(cluster: Deployed) -> None:
+def serves(four: Deployed) -> None:
     """Returns when a new request is answered."""
     deadline = time.monotonic() + SERVES_S
     while True:
         with suppress(httpx.TransportError):
-            if cluster.complete("import os", max_tokens=2).status_code == 200:
+            if four.complete("import os", max_tokens=2).status_code == 200:
                 return
-        assert time.monotonic() < deadline, f"nothing is served after {SERVES_S} s:\n{cluster.log}"
+        assert time.monotonic() < deadline, f"nothing is served after {SERVES_S} s:\n{four.log}"
 
 
-def healed(cluster: Deployed, killed: Sequence[int]) -> bool:
-    told = ready(cluster)
+def healed(four: Deployed, killed: Sequence[int]) -> bool:
+    told = ready(four)
     if not told["ready"] or told["degraded"]:
         return False
-    pids = set(serving_pids(cluster).values())
+    pids = set(serving_pids(four).values())
     return len(pids) == len(WORKERS) and not pids & set(killed)
 
 
-def serving_pids(cluster: Deployed) -> dict[str, int]:
+def serving_pids(four: Deployed) -> dict[str, int]:
     """Of the workers that are ready."""
-    workers = status(cluster)["workers"]
+    workers = status(four)["workers"]
     return {one["worker_id"]: one["info"]["process_id"] for one in workers if one["state"] == "ready"}
 
 
-def status(cluster: Deployed) -> Any:
+def status(four: Deployed) -> Any:
     while True:
         with suppress(httpx.TransportError):
-            return cluster.status()
+            return four.status()
 
 
-def ready(cluster: Deployed) -> dict[str, object]:
+def ready(four: Deployed) -> dict[str, object]:
     """Of any gateway process that lives."""
     while True:
         with suppress(httpx.TransportError):  # its process was killed just now
-            told: dict[str, object] = httpx.get(f"{cluster.url}/ready", timeout=10.0).json()
+            told: dict[str, object] = httpx.get(f"{four.url}/ready", timeout=10.0).json()
             return told

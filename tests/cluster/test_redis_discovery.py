@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.discovery.redis import (
-    CHANGES,
-    STARTING,
-    WORKER,
-    RedisAnnouncer,
-    RedisDiscovery,
-    connect,
-)
+from cluster.discovery.redis import FleetKeys, RedisAnnouncer, RedisDiscovery, connect
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.fleet.successors import Successor
@@ -25,6 +18,7 @@ from tests.cluster.redis_server import RedisServer
 pytestmark = pytest.mark.cluster
 
 LEASE_S = 0.6
+KEYS = FleetKeys()
 PATIENCE_S = 20.0
 
 
@@ -223,7 +217,7 @@ async def test_workers_are_kept_while_redis_is_away_and_after_it_forgot_them(red
         assert discovery.trouble == ""
         client = await connect(redis.url)
         await client.flushall()
-        await client.publish(CHANGES, "")
+        await client.publish(KEYS.changes, "")
         await client.aclose()
         await supervisor.announce("decode-1", "h:3")
         await members.until(lambda: "decode-1" in members.addresses)
@@ -240,10 +234,10 @@ async def test_a_redis_that_is_not_there_is_refused_at_the_start_without_its_pas
 
 async def test_what_others_write_to_its_keys_costs_nobody_a_worker(redis: RedisServer) -> None:
     supervisor, client = await announcer(redis), await connect(redis.url)
-    await client.sadd(WORKER.ids, b"\xff\xfe", "odd")
-    await client.set(WORKER.key + "odd", b"\xff\xfe")
-    await client.sadd(STARTING.ids, b"\xff\xfe", "odd")
-    await client.set(STARTING.key + "odd", b"\xff\xfe")
+    await client.sadd(KEYS.worker.ids, b"\xff\xfe", "odd")
+    await client.set(KEYS.worker.key + "odd", b"\xff\xfe")
+    await client.sadd(KEYS.starting.ids, b"\xff\xfe", "odd")
+    await client.set(KEYS.starting.key + "odd", b"\xff\xfe")
     async with gateway(redis) as (members, discovery):
         await supervisor.announce("decode-0", "h:1")
         await members.until(lambda: members.addresses.get("decode-0") == "h:1")

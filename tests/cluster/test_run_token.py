@@ -120,10 +120,10 @@ def test_a_token_that_would_be_none_is_refused_and_not_shown(token: str) -> None
 
 def test_the_workers_of_a_cluster_refuse_a_stranger(up: Deployed) -> None:
     """Anybody on the machine could drain them, and read prompts out of their cache."""
-    ready = r"^worker \S+ at (\S+) is ready"
+    ready = r"^worker (\S+) at (\S+) is ready"
     up.wait_for(ready, times=2)  # a cluster serves when one of them does
-    addresses = re.findall(ready, up.log, re.MULTILINE)
-    for address in addresses:
+    addresses = dict(re.findall(ready, up.log, re.MULTILINE))  # each worker's last
+    for address in addresses.values():
         answers = asyncio.run(refusals(address, ()))
         assert {str(answer) for answer in answers.values()} == {
             str(("AioRpcError", grpc.StatusCode.UNAUTHENTICATED, Unauthenticated))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -26,13 +27,15 @@ from cluster.cli.serve import DEMO
 from cluster.gateway.server import GatewayServer
 from protos import inference_pb2, inference_pb2_grpc
 from protos.errors import Misconfigured, Unavailable, WorkerLost
-from protos.tls import WORKER_NAME, FaceTls, PeerTls
+from protos.tls import WORKER_NAME, FaceTls, PeerTls, expiry_s
 from router.config import RouterConfig
 from router.fleet.channels import Channels
 from router.fleet.worker_client import WorkerClient
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
 from tests.unit.workers.toy import ToyRunner
 from workers.rpc.worker import Worker
+
+EXPIRY = "baton_certificate_expiry_timestamp_seconds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +126,9 @@ async def test_clients_are_served_over_tls_by_a_worker_behind_it(files: Files, m
                 stub = inference_pb2_grpc.InferenceStub(channel)
                 models = await stub.ListModels(inference_pb2.ListModelsRequest())
             assert [model.id for model in models.models] == ["demo"]
+            ends = {use: front.registry.get_sample_value(EXPIRY, {"use": use}) for use in ("clients", "peers")}
+            assert ends == {"clients": expiry_s(files.face.cert), "peers": expiry_s(files.peers.cert)}
+            assert expiry_s(files.face.cert) > time.time()
             with pytest.raises(Unavailable, match="SSL_CERT_FILE"):
                 await asyncio.to_thread(served_by, front.url)
             monkeypatch.setenv("SSL_CERT_FILE", str(files.ca))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -21,6 +22,12 @@ def test_it_is_ready_and_says_who_serves(up: Deployed) -> None:
     assert httpx.get(f"{up.url}/ready").status_code == 200
     workers = {worker["worker_id"]: worker["state"] for worker in up.status()["workers"]}
     assert workers == {"prefill-0": "ready", "decode-0": "ready"}
+
+
+def test_where_it_serves_is_the_only_line_read_from_stdout(up: Deployed) -> None:
+    [url] = re.findall(r"^demo at (http://\S+), ", up.greeting)
+    assert url == up.url
+    assert "Baton: demo" in httpx.get(url).text
 
 
 def test_a_chat_is_answered(up: Deployed) -> None:

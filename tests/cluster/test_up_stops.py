@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -46,19 +43,6 @@ def test_two_ranks_answer_as_one_die_as_one_and_leave_nothing(up: Deployed, depl
     assert pair.processes() == {}
 
 
-def test_a_second_signal_stops_at_once_and_tells_whoever_waits(deploy: Deploy) -> None:
-    cluster = deploy("up", *PORTS, *PRECISE, "--colocated")
-    cluster.wait_for("^serving ")  # which may take longer than what is waited for below
-    with ThreadPoolExecutor(1) as client:
-        asked = client.submit(cluster.complete, LONG, max_tokens=1500, ignore_eos=True)
-        cluster.wait_until(lambda: cluster.status()["workers"][0]["load"]["num_running"] == 1)
-        os.killpg(cluster.process.pid, signal.SIGINT)
-        cluster.wait_for("^stopping")
-        assert cluster.stop(signal.SIGINT) == 130, cluster.log
-        assert asked.result().json()["error"]["code"] == "unavailable"
-    assert cluster.processes() == {}
-
-
 def test_a_model_that_cannot_be_served_ends_it_with_the_reason(deploy: Deploy, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(DEMO, broken)
@@ -89,22 +73,6 @@ def test_a_stop_while_it_starts_leaves_nothing(deploy: Deploy) -> None:
     cluster.wait_for("^starting Ray")
     assert cluster.stop(signal.SIGINT) == 0, cluster.log
     assert cluster.processes() == {}
-
-
-def test_where_it_is_goes_to_stdout_whose_reader_may_go_and_the_last_line_says_that_it_stopped() -> None:
-    """`baton up | head -1`, in the words that people see."""
-    command = [sys.executable, "-c", "from cluster.cli.main import main; main()", "up", *PORTS, "--colocated"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0) as baton:
-        assert baton.stdout is not None
-        first = baton.stdout.readline()
-        baton.stdout.close()
-        [url] = re.findall(r"^demo at (http://\S+), ", first)
-        page = httpx.get(url)
-        os.killpg(baton.pid, signal.SIGINT)
-        _, log = baton.communicate(timeout=60)
-    assert "Baton: demo" in page.text
-    assert baton.returncode == 0, log
-    assert log.splitlines()[-1].endswith(" stopped")
 
 
 TOKEN = ("--token", "a-token-of-thirty-two-characters")

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from protos.errors import Misconfigured
 from protos.values import KVGroup, KVLayout
-from workers.attention.base import AttentionInputs, GroupTables
+from workers.attention.base import AttentionInputs, AttentionOptions, GroupTables
 from workers.attention.registry import BACKENDS, attention_for
 from workers.config import KVDtype
 from workers.kernels import reference
@@ -23,7 +23,7 @@ from workers.kv.kinds import with_kv_dtype
 from workers.kv.storage import KVStorage
 
 CASES = range(24)
-ROUNDED = ("cpu", "torch", "reference")
+ROUNDED = ("cpu", "cuda", "torch", "reference")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,10 +156,8 @@ class Filled:
         self.turned_TND = backend.write(1, q_TND, k_TKD, v_TKD, (cos_TP, sin_TP))
         sinks_N = None if self.sinks_N is None else self.sinks_N.to(self.device)
         case = self.case
-        out_TND = backend.attend(
-            1, self.turned_TND, scale=0.3, window=case.window, softcap=case.softcap, sinks_N=sinks_N
-        )
-        return out_TND.cpu()
+        options = AttentionOptions(scale=0.3, window=case.window, softcap=case.softcap, sinks_N=sinks_N)
+        return backend.attend(1, self.turned_TND, options).cpu()
 
     def expected(self) -> torch.Tensor:
         """Row by row with the whole mask, in float64 [T, N, D]."""
@@ -256,7 +254,8 @@ def test_the_next_step_sees_what_the_last_one_wrote_and_other_windows(name: str)
     backend = attention_for(filled.storage, name)
     backend.begin(filled.inputs())
     again, wider, once_more = (
-        backend.attend(1, filled.turned_TND, scale=0.3, window=window).cpu() for window in (3, None, 3)
+        backend.attend(1, filled.turned_TND, AttentionOptions(scale=0.3, window=window)).cpu()
+        for window in (3, None, 3)
     )
     assert torch.equal(again, first)
     assert not torch.allclose(wider, first)

@@ -8,7 +8,7 @@ import torch
 
 from protos.values import LATENT, KVLayout
 from tests.contract.test_attention import device_of, turned
-from workers.attention.base import AttentionInputs, GroupTables
+from workers.attention.base import AttentionInputs, AttentionOptions, GroupTables
 from workers.attention.registry import BACKENDS, attention_for
 from workers.kv.storage import KVStorage
 
@@ -73,7 +73,7 @@ class FilledLatents:
         new_T1W, q_TNW = new_T1W.to(self.device), self.q_TNW.to(self.device)
         cos_TP, sin_TP = (part.to(self.device) for part in self.rotation)
         q_TNW = backend.write(1, q_TNW, new_T1W, new_T1W[..., : self.rank], (cos_TP, sin_TP))
-        return backend.attend(1, q_TNW, scale=0.2, window=None, value_dim=self.rank).cpu()
+        return backend.attend(1, q_TNW, AttentionOptions(scale=0.2, window=None, value_dim=self.rank)).cpu()
 
     def expected(self) -> torch.Tensor:
         """[T, N, rank], float64."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -57,8 +60,8 @@ class Rendered:
     @property
     def settings(self) -> str:
         """baton.toml, as the pods will read it."""
-        [config_map] = self.of("ConfigMap").values()
-        return str(config_map["data"]["baton.toml"])
+        [settings] = [one["data"]["baton.toml"] for one in self.of("ConfigMap").values() if "baton.toml" in one["data"]]
+        return str(settings)
 
 
 @cache
@@ -69,6 +72,13 @@ def render(folder: Path) -> Rendered:
     done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return Rendered([one for one in yaml.safe_load_all(done.stdout) if one])
+
+
+@cache
+def ray_help(verb: str) -> str:
+    """What `ray VERB --help` prints."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", verb, "--help"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def config_of(shape: Rendered) -> ClusterConfig:
@@ -91,7 +101,28 @@ def ports_of(container: Manifest) -> dict[str, int]:
     return {one["name"]: one["containerPort"] for one in container.get("ports", ())}
 
 
-def crd_schema(file: str, version: str) -> Any:
+CUSTOM = {
+    "RayCluster": ("ray.io_rayclusters.yaml", "v1"),
+    "PodMonitor": ("monitoring.coreos.com_podmonitors.yaml", "v1"),
+    "PrometheusRule": ("monitoring.coreos.com_prometheusrules.yaml", "v1"),
+    "HTTPRoute": ("gateway.networking.k8s.io_httproutes.yaml", "v1"),
+}
+
+
+def check_schemas(shape: Rendered) -> None:
+    """Strictly, a custom resource's and those of the pods in it, too. Skips where a schema is not at hand."""
+    for one in shape.manifests:
+        if one["kind"] in CUSTOM:
+            crd_validator(*CUSTOM[one["kind"]]).validate(one)
+        else:
+            kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
+    for name in ("head", *POOLS):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": shape.templates[name]["spec"]}
+        kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+
+
+@cache
+def crd_validator(file: str, version: str) -> Any:
     """Of a custom resource, strict: a field that it does not name is an error. Skips where the file is not at hand."""
     path = next((folder / file for folder in SCHEMAS if (folder / file).is_file()), None)
     if path is None:
@@ -99,7 +130,7 @@ def crd_schema(file: str, version: str) -> Any:
     definition = yaml.load(path.read_text(), Loader=yaml.CSafeLoader)
     [schema] = [one["schema"]["openAPIV3Schema"] for one in definition["spec"]["versions"] if one["name"] == version]
     schema["properties"]["metadata"] = {"type": "object"}
-    return _strict(schema)
+    return jsonschema.Draft202012Validator(_strict(schema))
 
 
 def _strict(schema: Any) -> Any:
@@ -110,6 +141,8 @@ def _strict(schema: Any) -> Any:
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
     strict = {name: _strict(value) for name, value in schema.items() if name not in ("description", "default")}
+    if isinstance(schema.get("pattern"), str):
+        strict["pattern"] = schema["pattern"].replace("^(?i)", "(?i)^")  # Go's place for the flag
     open_ended = "additionalProperties" in schema or schema.get("x-kubernetes-preserve-unknown-fields")
     if isinstance(schema.get("properties"), dict) and schema.get("type") == "object" and not open_ended:
         strict["additionalProperties"] = False

@@ -6,11 +6,9 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import jsonschema
 import kubernetes_validate
 import pytest
 import typer
@@ -19,7 +17,18 @@ import yaml
 from cluster.cli.main import make_app
 from cluster.supervision.placement import NodeResources, plan
 from protos.values import WorkerRole
-from tests.deploy.rendering import K8S, POOLS, ROOT, SHAPES, Rendered, config_of, crd_schema, ports_of, selected
+from tests.deploy.rendering import (
+    K8S,
+    POOLS,
+    ROOT,
+    SHAPES,
+    Rendered,
+    check_schemas,
+    config_of,
+    ports_of,
+    ray_help,
+    selected,
+)
 
 OURS = ("gateway", "controller", "head", "prefill", "decode")
 
@@ -27,24 +36,10 @@ OURS = ("gateway", "controller", "head", "prefill", "decode")
 # -- every object by itself --------------------------------------------------------------------------------------------
 
 
-def test_built_in_kinds_follow_their_schemas(shape: Rendered) -> None:
+def test_objects_follow_their_schemas_and_have_no_field_that_would_be_dropped(shape: Rendered) -> None:
     kinds = [one["kind"] for one in shape.manifests]
     assert {"Namespace", "ConfigMap", "Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"} <= set(kinds)
-    for one in shape.manifests:
-        if one["kind"] != "RayCluster":
-            kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
-
-
-def test_the_ray_cluster_follows_kuberays_schema_and_has_no_field_that_it_would_drop(shape: Rendered) -> None:
-    schema = crd_schema("ray.io_rayclusters.yaml", "v1")
-    for one in shape.of("RayCluster").values():
-        jsonschema.validate(one, schema)
-
-
-def test_pods_of_ray_follow_the_schema_of_pods(shape: Rendered) -> None:
-    for name in ("head", *POOLS):
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": shape.templates[name]["spec"]}
-        kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+    check_schemas(shape)
 
 
 def test_everything_is_in_one_namespace_and_labelled(shape: Rendered) -> None:
@@ -70,9 +65,7 @@ def test_the_ray_cluster_is_built_as_kuberay_reads_it(shape: Rendered) -> None:
 
 
 def test_parameters_are_flags_of_ray_start(shape: Rendered) -> None:
-    told = subprocess.run(
-        [sys.executable, "-m", "ray.scripts.scripts", "start", "--help"], capture_output=True, text=True, check=True
-    ).stdout
+    told = ray_help("start")
     for group in (shape.ray["headGroupSpec"], *shape.groups.values()):
         for name in group["rayStartParams"]:
             assert f"--{name}" in told, f"`ray start` knows no --{name}"

@@ -18,7 +18,7 @@ import yaml
 from cluster.cli.main import make_app
 from router.auth.tenants import hash_of, read_roster
 from tests.cluster.redis_server import RedisServer
-from tests.deploy.rendering import K8S, POOLS, Manifest, Rendered, config_of, selected
+from tests.deploy.rendering import K8S, POOLS, Manifest, Rendered, config_of, ray_help, selected
 
 SECRET = "baton-keys"
 
@@ -159,9 +159,7 @@ def test_no_port_of_ray_is_among_those_that_gateways_may_reach(shape: Rendered) 
     [policy] = [one for name, one in shape.of("NetworkPolicy").items() if name == "ray-workers"]
     [rule] = [rule for rule in policy["spec"]["ingress"] if "ports" in rule]
     [opened] = rule["ports"]
-    help_text = subprocess.run(
-        [sys.executable, "-m", "ray.scripts.scripts", "start", "--help"], capture_output=True, text=True, check=True
-    ).stdout
+    help_text = ray_help("start")
     of_ray = set(re.findall(r"--([a-z-]+-port) ", help_text))
     of_head = {"dashboard-port", "ray-client-server-port"}
     workers_own = {"min-worker-port", "max-worker-port"}  # Ray's defaults: 10002 to 19999
@@ -196,7 +194,8 @@ def test_a_pod_of_a_pool_drains_before_it_ends(shape: Rendered, tmp_path: Path) 
         container, pod = shape.containers[pool], shape.templates[pool]["spec"]
         hook = container["lifecycle"]["preStop"]["exec"]["command"]
         calls.unlink(missing_ok=True)
-        address = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(calls), "POD_IP": "10.1.2.3"}
+        given = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+        address = given | {"PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(calls), "POD_IP": "10.1.2.3"}
         subprocess.run(hook, env=address, check=True)
         ran = calls.read_text().split("\n")[:-1]
         ray, baton = ran[1 : ran.index("baton")], ran[ran.index("baton") + 1 :]
@@ -214,10 +213,5 @@ def test_a_pod_of_a_pool_drains_before_it_ends(shape: Rendered, tmp_path: Path) 
 def test_ray_knows_the_commands_of_the_hook(shape: Rendered) -> None:
     script = shape.containers["decode"]["lifecycle"]["preStop"]["exec"]["command"][-1]
     flags = set(re.findall(r"(--[a-z-]+)", script.partition(";")[0]))
-    help_text = subprocess.run(
-        [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    help_text = ray_help("drain-node")
     assert all(flag in help_text for flag in flags)

@@ -8,10 +8,12 @@ from typing import Any, Literal
 import torch
 import triton
 
+from workers.checkpoint.activations import ActivationRounding
 from workers.checkpoint.quantised import GroupValues, QuantisedWeight
+from workers.kernels.base import ExpertWeight, KVScales
 from workers.kernels.blocks import gather, scatter
 from workers.kernels.draw import Draws, draw
-from workers.kernels.experts.product import GroupedExperts
+from workers.kernels.experts.product import grouped_experts
 from workers.kernels.latent import latent_decode, latent_prefill, latent_tile, latent_write
 from workers.kernels.paged_decode import DecodePlan, paged_decode
 from workers.kernels.prefill import PrefillPlan, prefill, prefill_tile
@@ -19,6 +21,7 @@ from workers.kernels.quantised.activations import RoundedInputs, round_inputs
 from workers.kernels.quantised.grouped import grouped_product
 from workers.kernels.quantised.one_byte import ByteCodes, byte_product
 from workers.kernels.quantised.packing import packed_groups
+from workers.kernels.quantised.product import ByteProduct, GroupedProduct
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rope_kv_write import rope_kv_write
 from workers.kernels.silu_mul import gelu_tanh_mul, silu_mul
@@ -28,44 +31,59 @@ _N, _K, _D, _BS = 32, 8, 128, 16
 _MULTIPROCESSORS = 132
 _TABLES = torch.zeros(1, 16, dtype=torch.int32)
 _ITEMS = torch.zeros(1, 6, dtype=torch.int32)
-_CAPPED = {"softcap": 50.0, "sinks_N": torch.zeros(_N)}
+_CAPPED: dict[str, Any] = {"softcap": 50.0, "sinks_N": torch.zeros(_N)}
+_KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _INDEX = torch.zeros(4, dtype=torch.int32)
 
 
 def _cache(dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(2, _K, _BS, _D, dtype=dtype)
+    return torch.zeros(2, _K, _BS, _D, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.zeros(
+        2, _K, _BS, _D, dtype=dtype
+    )  # fmt: skip
 
 
-def _decode(window: int | None, **options: Any) -> Callable[[torch.dtype], None]:
+def _scales(kind: torch.dtype | None) -> KVScales | None:
+    if kind is None:
+        return None
+    scale = torch.zeros(2, _K, _BS) if kind == torch.int8 else torch.zeros(_K)
+    return scale, scale
+
+
+def _decode(window: int | None, *, kind: torch.dtype | None = None, **options: Any) -> Callable[[torch.dtype], None]:
     def launch(dtype: torch.dtype) -> None:
         q_TND = torch.zeros(1, _N, _D, dtype=dtype)
         paged_decode(
             q_TND,
-            _cache(dtype),
-            _cache(dtype),
+            _cache(kind or dtype),
+            _cache(kind or dtype),
             torch.empty_like(q_TND),
             _TABLES,
             plan=DecodePlan(items_W6=_ITEMS, parts_R3=_ITEMS[:, :3].contiguous()),
             scale=1.0,
             window=window,
+            scales=_scales(kind),
             **options,
         )
 
     return launch
 
 
-def _prefill(window: int | None, max_query: int, **options: Any) -> Callable[[torch.dtype], None]:
+def _prefill(
+    window: int | None, max_query: int, *, kind: torch.dtype | None = None, **options: Any
+) -> Callable[[torch.dtype], None]:
     def launch(dtype: torch.dtype) -> None:
         q_TND = torch.zeros(1, _N, _D, dtype=dtype)
+        tile = prefill_tile(_D, _N // _K, dtype, max_query, rounded=kind is not None)
         prefill(
             q_TND,
-            _cache(dtype),
-            _cache(dtype),
+            _cache(kind or dtype),
+            _cache(kind or dtype),
             torch.empty_like(q_TND),
             _TABLES,
-            plan=PrefillPlan(work_W4=_INDEX.view(1, 4), tile=prefill_tile(_D, _N // _K, dtype, max_query)),
+            plan=PrefillPlan(work_W4=_INDEX.view(1, 4), tile=tile),
             scale=1.0,
             window=window,
+            scales=_scales(kind),
             **options,
         )
 
@@ -93,12 +111,15 @@ def _latent_write(dtype: torch.dtype) -> None:
     latent_write(q_TNW, q_TNW[:, :1], angles_TP, angles_TP, cache, slots_T)
 
 
-def _write(dtype: torch.dtype) -> None:
-    qkv = torch.split(torch.zeros(1, (_N + 2 * _K) * _D, dtype=dtype), [_N * _D, _K * _D, _K * _D], dim=1)
-    q_TND, k_TKD, v_TKD = (part.view(1, -1, _D) for part in qkv)
-    angles_TP = torch.zeros(1, _D // 2)
-    slots_T = torch.zeros(1, dtype=torch.int64)
-    rope_kv_write(q_TND, k_TKD, v_TKD, angles_TP, angles_TP, _cache(dtype), _cache(dtype), slots_T)
+def _write(kind: torch.dtype | None = None) -> Callable[[torch.dtype], None]:
+    def launch(dtype: torch.dtype) -> None:
+        qkv = torch.split(torch.zeros(1, (_N + 2 * _K) * _D, dtype=dtype), [_N * _D, _K * _D, _K * _D], dim=1)
+        q_TND, k_TKD, v_TKD = (part.view(1, -1, _D) for part in qkv)
+        angles_TP, slots_T = torch.zeros(1, _D // 2), torch.zeros(1, dtype=torch.int64)
+        caches = _cache(kind or dtype), _cache(kind or dtype)
+        rope_kv_write(q_TND, k_TKD, v_TKD, angles_TP, angles_TP, *caches, slots_T, _scales(kind))
+
+    return launch
 
 
 def _norm(dtype: torch.dtype) -> None:
@@ -122,24 +143,26 @@ def _blocks(dtype: torch.dtype) -> None:
     scatter(cache, ids, gather(cache, ids))
 
 
-def _grouped(bits: int, group: int, rows: int, *, k_quant: bool = False) -> Callable[[torch.dtype], None]:
+def _weight(bits: int, group: int, *, outputs: int = 128, inputs: int = 1024, k_quant: bool = False) -> QuantisedWeight:
     """With scales, and zero points of groups; or, of a K-quant, scales in two levels, below 6 bits minimums."""
+    groups_OG = torch.zeros(outputs, inputs // group, dtype=torch.uint8)
+    scale = GroupValues(value_OB=torch.zeros(outputs, inputs // group, dtype=torch.float16))
+    if k_quant:
+        scale = GroupValues(value_OB=torch.zeros(outputs, inputs // 256, dtype=torch.float16), factor_OG=groups_OG)
+    return QuantisedWeight(
+        bits=bits,
+        codes_OW=torch.zeros(outputs, inputs * bits // 8, dtype=torch.uint8),
+        num_inputs=inputs,
+        scale=scale,
+        group_size=group,
+        zero=groups_OG if bits == 4 and not k_quant else 2 ** (bits - 1),
+        minimum=scale if k_quant and bits < 6 else None,
+    )
 
+
+def _grouped(bits: int, group: int, rows: int, *, k_quant: bool = False) -> Callable[[torch.dtype], None]:
     def launch(dtype: torch.dtype) -> None:
-        groups_OG = torch.zeros(128, 1024 // group, dtype=torch.uint8)
-        scale = GroupValues(value_OB=torch.zeros(128, 1024 // group, dtype=torch.float16))
-        if k_quant:
-            scale = GroupValues(value_OB=torch.zeros(128, 4, dtype=torch.float16), factor_OG=groups_OG)
-        weight = QuantisedWeight(
-            bits=bits,
-            codes_OW=torch.zeros(128, 128 * bits, dtype=torch.uint8),
-            num_inputs=1024,
-            scale=scale,
-            group_size=group,
-            zero=groups_OG if bits == 4 and not k_quant else 2 ** (bits - 1),
-            minimum=scale if k_quant and bits < 6 else None,
-        )
-        codes = packed_groups(weight, _MULTIPROCESSORS)
+        codes = packed_groups(_weight(bits, group, k_quant=k_quant), _MULTIPROCESSORS)
         assert codes is not None
         grouped_product(torch.zeros(rows, 1024, dtype=dtype), codes)
 
@@ -150,20 +173,28 @@ def _has_fp8_units() -> bool:
     return bool(triton.runtime.driver.active.get_current_target().arch >= 89)
 
 
+def _fp8_types() -> tuple[torch.dtype, torch.dtype]:
+    """Of weights, and of inputs."""
+    return (torch.float8_e4m3fn, torch.float8_e4m3fn) if _has_fp8_units() else (torch.uint8, torch.float16)
+
+
+def _byte_codes(levels: str, *, outputs: int = 128, inputs: int = 1024) -> ByteCodes:
+    groups = 1 if levels == "int8" else inputs // 128
+    return ByteCodes(
+        levels_OI=torch.zeros(outputs, inputs).to(torch.int8 if levels == "int8" else _fp8_types()[0]),
+        scale_GO=torch.zeros(groups, outputs),
+        row_sums_O=None,
+        arrived=torch.zeros(-(-outputs // 64), dtype=torch.int32),
+        num_multiprocessors=_MULTIPROCESSORS,
+    )
+
+
 def _bytes(levels: str, rows: int) -> Callable[[torch.dtype], None]:
     def launch(dtype: torch.dtype) -> None:
-        fp8 = (torch.float8_e4m3fn, torch.float8_e4m3fn) if _has_fp8_units() else (torch.uint8, torch.float16)
-        weight_type, x_type = (torch.int8, torch.int8) if levels == "int8" else fp8
-        groups = 1 if levels == "int8" else 8
-        codes = ByteCodes(
-            levels_OI=torch.zeros(128, 1024).to(weight_type),
-            scale_GO=torch.zeros(groups, 128),
-            row_sums_O=None,
-            arrived=torch.zeros(2, dtype=torch.int32),
-            num_multiprocessors=_MULTIPROCESSORS,
-        )
-        x = RoundedInputs(levels_TI=torch.zeros(rows, 1024).to(x_type), scale_TG=torch.zeros(rows, groups))
-        byte_product(x, codes, dtype=dtype)
+        codes = _byte_codes(levels)
+        x_type = torch.int8 if levels == "int8" else _fp8_types()[1]
+        scale_TG = torch.zeros(rows, len(codes.scale_GO))
+        byte_product(RoundedInputs(levels_TI=torch.zeros(rows, 1024).to(x_type), scale_TG=scale_TG), codes, dtype=dtype)
 
     return launch
 
@@ -176,16 +207,30 @@ def _rounded(levels: Literal["int8", "fp8"], group: int | None) -> Callable[[tor
     return launch
 
 
-def _experts(num_tokens: int) -> Callable[[torch.dtype], None]:
+def _expert_weight(form: str, outputs: int, inputs: int, dtype: torch.dtype) -> ExpertWeight:
+    if form == "float":
+        return torch.zeros(outputs, inputs, dtype=dtype)
+    if form in ("int8", "fp8"):
+        group = 128 if form == "fp8" else None
+        rounding = ActivationRounding(levels="fp8" if form == "fp8" else "int8", group=group)
+        return ByteProduct(_byte_codes(form, outputs=outputs, inputs=inputs), rounding)
+    weight = _weight(4, 32 if form == "Q4_K" else 128, outputs=outputs, inputs=inputs, k_quant=form == "Q4_K")
+    codes = packed_groups(weight, _MULTIPROCESSORS)
+    assert codes is not None
+    return GroupedProduct(codes)
+
+
+def _experts(num_tokens: int, form: str = "float") -> Callable[[torch.dtype], None]:
     """Addresses are those of the only expert: nothing reads them."""
 
     def launch(dtype: torch.dtype) -> None:
-        gate_up, down = torch.zeros(2 * 768, 2048, dtype=dtype), torch.zeros(2048, 768, dtype=dtype)
-        experts = GroupedExperts(
-            dict.fromkeys(range(8), gate_up), dict.fromkeys(range(8), down), silu_mul, num_experts=8
-        )
+        hidden, width = (2048, 768) if form == "float" else (512, 256)
+        gate_up = dict.fromkeys(range(8), _expert_weight(form, 2 * width, hidden, dtype))
+        down = dict.fromkeys(range(8), _expert_weight(form, hidden, width, dtype))
+        experts = grouped_experts(gate_up, down, silu_mul, num_experts=8)
+        assert experts is not None
         chosen_TS = torch.arange(4).expand(num_tokens, 4).contiguous()
-        experts(torch.zeros(num_tokens, 2048, dtype=dtype), chosen_TS, torch.zeros(num_tokens, 4))
+        experts(torch.zeros(num_tokens, hidden, dtype=dtype), chosen_TS, torch.zeros(num_tokens, 4))
 
     return launch
 
@@ -201,7 +246,10 @@ LAUNCHES: dict[str, Callable[[torch.dtype], object]] = {
     "latent decode": _latent,
     "latent prefill": _latent_prompt,
     "latent write": _latent_write,
-    "rope and KV write": _write,
+    "rope and KV write": _write(),
+    **{f"decode, {name} KV": _decode(None, kind=kind) for name, kind in _KINDS.items()},
+    **{f"prefill, {name} KV": _prefill(None, 2048, kind=kind) for name, kind in _KINDS.items()},
+    **{f"rope and KV write, {name}": _write(kind) for name, kind in _KINDS.items()},
     "add and norm": _norm,
     "norm of heads": _head_norm,
     "silu_mul": lambda dtype: silu_mul(torch.zeros(1, 2 * 14336, dtype=dtype)),
@@ -211,6 +259,8 @@ LAUNCHES: dict[str, Callable[[torch.dtype], object]] = {
     "draw": _sampling,
     "experts, few rows": _experts(1),
     "experts, many rows": _experts(64),
+    **{f"{form} experts, {rows} rows": _experts(rows, form) for form in ("4 bits", "int8", "fp8") for rows in (1, 64)},
+    "Q4_K experts, 64 rows": _experts(64, "Q4_K"),
     "embed": lambda dtype: embed(torch.zeros(1, dtype=torch.int64), torch.zeros(2, 4096, dtype=dtype), 0),
     "join": lambda dtype: join(torch.zeros(2, 1, 64_128, dtype=dtype), 128_256),
     **{f"4 bits, {rows} rows": _grouped(4, 128, rows) for rows in (1, 64, 512)},

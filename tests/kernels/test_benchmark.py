@@ -18,6 +18,9 @@ pytestmark = pytest.mark.timeout(
 )  # interpreted kernels: a quarter of a minute on an idle machine, more on a busy one
 
 
+EXPERTS = "", ", int4", ", int8", ", fp8 blocks"
+
+
 def run(name: str, *options: str) -> Result:
     """In this process: importing torch takes as long as a dry run."""
     app = typer.Typer()
@@ -39,7 +42,8 @@ def test_a_dry_run_goes_all_the_way(name: str, tmp_path: Path) -> None:
     assert files[1].stat().st_size > 0
     if name == "kernels":
         known = "paged_decode prefill rope_kv_write add_rms_norm silu_mul gelu_tanh_mul embed join draw gather".split()
-        known += ["scatter", "experts", "latent_decode", "latent_prefill"]
+        known += ["scatter", "latent_decode", "latent_prefill", *("experts" + kind for kind in EXPERTS)]
+        known += [f"{attention}, {kind} KV" for attention in ("paged_decode", "prefill") for kind in ("int8", "fp8")]
         assert {figure["kernel"] for figure in told["figures"]} == set(known)
     elif name == "quantised":
         assert {figure["format"] for figure in told["figures"]} == {

@@ -10,7 +10,7 @@ from workers.attention.registry import BACKENDS
 from workers.kernels import cuda, reference
 from workers.kernels.base import Kernels, kernels_for
 
-BY_TORCH = {"head_products", "layer_norm"}  # products of dense matrices, and what only two families have
+BY_TORCH = {"activate", "head_products", "layer_norm"}  # products of dense matrices, and what only two families have
 
 
 def test_cuda_is_served_by_triton_under_the_names_of_the_seam() -> None:

@@ -1,13 +1,25 @@
-"""Grouped products of experts against a loop over tokens and slots in float64."""
+"""Grouped products of experts, in floating point and quantised, against a loop over tokens and slots in float64."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from tests.kernels.conftest import DEVICE, assert_near, normal
-from workers.kernels.experts.alignment import aligned_pairs
-from workers.kernels.experts.product import GroupedExperts
+from tests.kernels.test_quantised import NARROW, weight_of
+from workers.checkpoint.activations import ActivationRounding
+from workers.checkpoint.encodings.quantised import product
+from workers.checkpoint.quantised import QuantisedWeight
+from workers.kernels.base import QuantisedProduct
+from workers.kernels.experts.alignment import ExpertTiles, aligned_pairs
+from workers.kernels.experts.product import _matrices, grouped_experts
+from workers.kernels.experts.tables import addresses
+from workers.kernels.quantised.product import quantised_product
 from workers.kernels.silu_mul import silu_mul
 
 
@@ -40,7 +52,8 @@ def test_the_sum_of_each_tokens_experts(num_tokens: int, slots: int, num_experts
     x_TE = normal(num_tokens, hidden, dtype=dtype, seed=40)
     scores = normal(num_tokens, num_experts, dtype=torch.float32, seed=41)
     weights_TS, chosen_TS = (part.to(DEVICE) for part in scores.topk(slots, dim=1))
-    layer = GroupedExperts(gate_up, down, silu_mul, num_experts=num_experts, gate_up_biases=first, down_biases=second)
+    layer = grouped_experts(gate_up, down, silu_mul, num_experts=num_experts, gate_up_biases=first, down_biases=second)
+    assert layer is not None
     if num_tokens > 1:
         weights_TS[1] = torch.nan
     out_TE = layer(x_TE, chosen_TS, weights_TS)
@@ -59,3 +72,103 @@ def test_the_sum_of_each_tokens_experts(num_tokens: int, slots: int, num_experts
             assert out_TE[token].isnan().all()
         else:
             assert_near(out_TE[token].to(dtype), exact[token])
+
+
+FORMS: dict[str, Callable[[int], QuantisedWeight]] = {
+    "4 bits, a zero each": lambda seed: weight_of(zeros=True, group=32, outputs=70, seed=seed),
+    "4 bits, in an order": lambda seed: ordered(weight_of(zeros=True, group=64, seed=seed), seed),
+    "Q4_K": lambda seed: replace(weight_of(group=32, factors=8, minimums=True, seed=seed), zero=0),
+    "Q6_K": lambda seed: replace(weight_of(bits=6, group=16, factors=16, seed=seed), zero=32),
+    "8 bits": lambda seed: weight_of(bits=8, group=32, seed=seed),
+    "table of 16": lambda seed: weight_of(group=64, table=True, seed=seed),
+    "int8 inputs": lambda seed: in_bytes("int8", seed),
+    "fp8 blocks": lambda seed: in_bytes("fp8", seed),
+}
+
+
+def ordered(weight: QuantisedWeight, seed: int) -> QuantisedWeight:
+    """Each expert has an order of its own."""
+    order_I = torch.randperm(weight.num_inputs, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    return replace(weight, order_I=order_I)
+
+
+def in_bytes(levels: Literal["int8", "fp8"], seed: int, **rounding: Any) -> QuantisedWeight:
+    if levels == "int8":
+        weight = weight_of(bits=8, group=256, seed=seed)
+        return replace(weight, activations=ActivationRounding(levels="int8", **rounding))
+    table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(DEVICE)
+    weight = weight_of(bits=8, table=True, seed=seed)
+    codes_OI = torch.where(weight.codes_OW & 0x7F == 0x7F, 0, weight.codes_OW)  # no NaN
+    return replace(weight, codes_OW=codes_OI, table=table, activations=ActivationRounding(levels="fp8", group=128))
+
+
+def kernel_of(weight: QuantisedWeight) -> QuantisedProduct:
+    made = quantised_product(weight)
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_tokens", [5, 80])
+def test_each_pair_has_the_product_with_its_own_expert(form: str, num_tokens: int) -> None:
+    """Another rank has the last expert. Tiles of few rows, and of many."""
+    slots, num_experts = 2, 3
+    weights = {expert: FORMS[form](expert) for expert in range(num_experts - 1)}
+    biases = {expert: normal(70, dtype=NARROW, seed=expert) for expert in weights}
+    matrices = _matrices({expert: kernel_of(weight) for expert, weight in weights.items()}, num_experts)
+    assert matrices is not None
+    x_TI = normal(num_tokens, 256, dtype=NARROW, seed=7)
+    chosen_P = torch.randint(0, num_experts, (num_tokens * slots,), generator=torch.Generator().manual_seed(3))
+    tiles = ExpertTiles.of(chosen_P.to(DEVICE), num_experts)
+    assert tiles.rows == (16 if num_tokens == 5 else 64)
+    out_PO = torch.full((num_tokens * slots, 70), 7.0, dtype=NARROW, device=DEVICE)
+    matrices.multiply(x_TI, slots, tiles, addresses(biases, num_experts), out_PO)
+    for expert in range(num_experts):
+        pairs = (chosen_P == expert).nonzero().flatten().to(DEVICE)
+        if expert not in weights:
+            assert (out_PO[pairs] == 7.0).all()
+            continue
+        exact_TO = product(weights[expert], x_TI[pairs // slots], biases[expert].float())
+        loose = 10 if form.startswith("table") else 1  # its levels are rounded to the type
+        tolerance = 4 * torch.finfo(NARROW).eps * loose
+        torch.testing.assert_close(out_PO[pairs].float(), exact_TO, rtol=tolerance, atol=tolerance * 4)
+
+
+@pytest.mark.parametrize("down", ["4 bits, a zero each", "float"])
+def test_the_sum_of_each_tokens_quantised_experts(down: str) -> None:
+    width, num_experts, slots = 80, 4, 2
+    first = {one: weight_of(outputs=2 * width, group=32, zeros=True, seed=one) for one in range(num_experts)}
+    second = {one: weight_of(outputs=256, inputs=width, group=16, seed=9 + one) for one in range(num_experts)}
+    floats = {one: weight.dequantised().to(NARROW) for one, weight in second.items()}
+    layer = grouped_experts(
+        {one: kernel_of(weight) for one, weight in first.items()},
+        floats if down == "float" else {one: kernel_of(weight) for one, weight in second.items()},
+        silu_mul,
+        num_experts=num_experts,
+    )
+    assert layer is not None
+    x_TE = normal(6, 256, dtype=NARROW, seed=40)
+    scores = normal(6, num_experts, dtype=torch.float32, seed=41)
+    weights_TS, chosen_TS = (part.to(DEVICE) for part in scores.softmax(1).topk(slots, dim=1))
+    exact = torch.zeros(6, 256, dtype=torch.float64, device=DEVICE)
+    for token in range(6):
+        for slot in range(slots):
+            one = int(chosen_TS[token, slot])
+            wide = first[one].dequantised().double() @ x_TE[token].double()
+            inner = torch.nn.functional.silu(wide[:width]) * wide[width:]
+            exact[token] += float(weights_TS[token, slot]) * (second[one].dequantised().double() @ inner)
+    assert_near(layer(x_TE, chosen_TS, weights_TS).to(NARROW), exact)
+
+
+def test_what_no_kernel_takes_is_left_to_the_experts_themselves() -> None:
+    """Two forms, an input scale of each expert, and torch's products."""
+    four, eight = weight_of(outputs=64), weight_of(outputs=64, bits=8)
+    static = {one: in_bytes("int8", one, scale=0.01 * (1 + one)) for one in range(2)}
+    others: list[dict[int, Any]] = [
+        {0: kernel_of(four), 1: kernel_of(eight)},
+        {0: kernel_of(four), 1: four.dequantised()},
+        {one: kernel_of(weight) for one, weight in static.items()},
+        {0: partial(product, four), 1: partial(product, four)},
+    ]
+    for weights in others:
+        assert grouped_experts(weights, weights, silu_mul, num_experts=2) is None

@@ -87,6 +87,8 @@ FORMS = {
     "2 bits": weight_of(bits=2, group=16),
     "table of 16": weight_of(group=64, table=True),
     "table of 256": weight_of(bits=8, table=True, group=256),
+    "ends within a step": weight_of(inputs=80, group=16, zeros=True),
+    "ends within a step, in two levels": replace(weight_of(inputs=96, group=16, factors=2, minimums=True), zero=0),
     "begins within a group": weight_of(inputs=384).cut_inputs(32, 192),
     "begins at a group": replace(weight_of(inputs=384), group_offset=0).cut_inputs(128, 256),
 }
@@ -106,6 +108,19 @@ def test_every_form_of_groups(form: str) -> None:
     if codes.inputs_P is None:
         twin_OP = twin_OP[:, : weight.num_inputs]
         torch.testing.assert_close(twin_OP, weight.dequantised(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_unit_that_is_read_has_its_numbers(form: str) -> None:
+    """Also those behind the last input: a number that is not there may be NaN, and NaN times no input is NaN."""
+    codes = packed(FORMS[form])
+    num_units = codes.num_positions // (codes.fields_per_unit * codes.field)
+    for numbers in (codes.scale, *([codes.minimum] if codes.minimum else [])):
+        assert len(numbers.values_VO) * numbers.units_per_value >= num_units
+        if numbers.factors_GO is not None:
+            assert len(numbers.factors_GO) * numbers.units_per_factor >= num_units
+    if isinstance(codes.zero, torch.Tensor):
+        assert len(codes.zero) * codes.units_per_zero >= num_units
 
 
 @pytest.mark.parametrize("form", ["4 bits, a zero each", "8 bits", "Q4_K", "table of 16"])

@@ -10,7 +10,7 @@ import torch
 
 from protos.values import KVLayout
 from tests.kernels.conftest import DEVICE, assert_near, normal
-from workers.attention.base import AttentionInputs, GroupTables
+from workers.attention.base import AttentionInputs, AttentionOptions, GroupTables
 from workers.attention.paged import PagedAttention
 from workers.kernels import reference
 from workers.kernels.paged_decode import paged_decode
@@ -72,7 +72,7 @@ def test_the_same_launches_serve_other_lengths(window: int | None, monkeypatch: 
 
     monkeypatch.setattr("workers.attention.paged.paged_decode", recorded)
     backend.begin(step.inputs(LENGTHS[0]))
-    out_TND = backend.attend(0, step.q_TND, scale=SCALE, window=window)
+    out_TND = backend.attend(0, step.q_TND, AttentionOptions(scale=SCALE, window=window))
     for lens in LENGTHS:
         backend.begin(step.inputs(lens))
         out_TND.fill_(float("nan"))
@@ -86,10 +86,10 @@ def test_a_captured_graph_serves_other_lengths(window: int | None) -> None:
     step = Step(3, 300)
     backend = PagedAttention(step.storage)
     backend.begin(step.inputs(LENGTHS[0]))
-    backend.attend(0, step.q_TND, scale=SCALE, window=window)
+    backend.attend(0, step.q_TND, AttentionOptions(scale=SCALE, window=window))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out_TND = backend.attend(0, step.q_TND, scale=SCALE, window=window)
+        out_TND = backend.attend(0, step.q_TND, AttentionOptions(scale=SCALE, window=window))
     for lens in LENGTHS:
         backend.begin(step.inputs(lens))
         out_TND.fill_(float("nan"))

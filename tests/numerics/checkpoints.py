@@ -11,7 +11,7 @@ import transformers
 VOCAB_SIZE = 160
 MAX_POSITIONS = 256
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -34,6 +34,11 @@ _LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 32,
 }
+
+MINISTRAL_ROPE: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
 
 FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
@@ -76,6 +81,16 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
             "max_position_embeddings": 256,
         },
     ),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        transformers.MiniMaxM2ForCausalLM,
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "head_dim": 24,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
     "glm4_moe_lite": (
         transformers.Glm4MoeLiteConfig,
         transformers.Glm4MoeLiteForCausalLM,
@@ -109,6 +124,20 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     ),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, {"sliding_window": 24}),
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM, {}),
+    "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM, {"num_hidden_layers": 4, "sliding_window": 5}),
+    "exaone4": (
+        transformers.Exaone4Config,
+        transformers.Exaone4ForCausalLM,
+        {"sliding_window": 5, "sliding_window_pattern": 2},
+    ),
+    "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM, {"head_dim": 24}),
+    "ernie4_5": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM, {"head_dim": 24, "use_bias": True}),
+    "ministral3": (
+        transformers.Ministral3Config,
+        transformers.Ministral3ForCausalLM,
+        {"head_dim": 24, "rope_parameters": MINISTRAL_ROPE},
+    ),
+    "arcee": (transformers.ArceeConfig, transformers.ArceeForCausalLM, {}),
     "granite": (
         transformers.GraniteConfig,
         transformers.GraniteForCausalLM,
@@ -134,6 +163,43 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
 }
 
 
+_WINDOWED: dict[str, Any] = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+
+THROUGH_TRANSFORMERS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+    "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM, {}),
+    "opt": (transformers.OPTConfig, transformers.OPTForCausalLM, {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "nemotron": (transformers.NemotronConfig, transformers.NemotronForCausalLM, {}),
+    "ministral": (transformers.MinistralConfig, transformers.MinistralForCausalLM, {**_WINDOWED, "head_dim": 16}),
+    "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM, {"num_experts": 8, "num_experts_per_tok": 3}),
+    "diffllama": (transformers.DiffLlamaConfig, transformers.DiffLlamaForCausalLM, {}),
+    "granitemoe_swa": (
+        transformers.GraniteMoeSWAConfig,
+        transformers.GraniteMoeSWAForCausalLM,
+        {"num_local_experts": 6, "sliding_window": 9},
+    ),
+    "minicpm3": (
+        transformers.MiniCPM3Config,
+        transformers.MiniCPM3ForCausalLM,
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.3, 1.7],
+                "long_factor": [1.0, 1.5, 2.0, 3.0],
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+}
+"""Architectures that are not Baton's own. Keys of MiniCPM3's heads are longer than their values."""
+
+
 def make_checkpoint(
     family: str, path: Path, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any
 ) -> transformers.PreTrainedModel:
@@ -142,10 +208,10 @@ def make_checkpoint(
     `overrides` replace fields of the transformers config. Norm weights and biases are random too: ones and zeros
     would hide a tensor that is not applied. Returns the transformers model, in eval mode, as the oracle.
     """
-    config_class, model_class, defaults = FAMILIES[family]
+    config_class, model_class, defaults = (FAMILIES | THROUGH_TRANSFORMERS)[family]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = model_class(config_class(**(_SHAPE | defaults | overrides)))
+        model: Any = model_class(config_class(**(SHAPE | defaults | overrides)))
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)

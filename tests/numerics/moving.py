@@ -1,4 +1,4 @@
-"""Two decode workers in one process, between which sequences move and prefixes are pulled: their lanes are queues."""
+"""Two workers in one process, between which sequences move and prefixes are pulled: their lanes are queues."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from decode_pool.role import DecodeRole
 from kvtransfer.hashing import chain_hashes
 from kvtransfer.transports.inproc import InprocExchange
+from prefill_pool.role import PrefillRole
 from protos.values import (
     FinishReason,
     GenerateRequest,
@@ -34,7 +36,7 @@ from workers.transfer.transfer_leader import TransferLeader
 @dataclass
 class Worker:
     engine: Engine
-    role: DecodeRole
+    role: DecodeRole | PrefillRole
     address: LaneAddress
     rank: LoadedRank
 
@@ -59,17 +61,19 @@ class Worker:
         return self.role.reserve(asked, 0.0)
 
 
-def make_worker(rank: LoadedRank, name: str, exchange: InprocExchange) -> Worker:
+def make_worker(
+    rank: LoadedRank, name: str, exchange: InprocExchange, kind: type[DecodeRole] | type[PrefillRole] = DecodeRole
+) -> Worker:
     address = LaneAddress(worker_id=name, incarnation=1, host="127.0.0.1", port=0)
     sender, receiver = exchange.sender(address, rank.layout), exchange.receiver(address, rank.layout)
     memory: Any = lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device=rank.device)  # noqa: E731
     sender.stage = memory  # type: ignore[method-assign]
     leader = Leader(rank.group)
     transfers = TransferLeader(make_transfer(rank, sender=sender, receiver=receiver))
-    roles: list[DecodeRole] = []
+    roles: list[DecodeRole | PrefillRole] = []
 
-    def role_for(pool: BlockPool) -> DecodeRole:
-        roles.append(DecodeRole(transfers, pool, rank.layout))
+    def role_for(pool: BlockPool) -> DecodeRole | PrefillRole:
+        roles.append(kind(transfers, pool, rank.layout))
         return roles[0]
 
     engine = build_engine(rank, leader, role_for, incarnation=1, clock=lambda: 0.0)
@@ -77,10 +81,33 @@ def make_worker(rank: LoadedRank, name: str, exchange: InprocExchange) -> Worker
 
 
 @contextmanager
-def two(config: WorkerConfig) -> Iterator[tuple[Worker, Worker]]:
+def two(config: WorkerConfig, other: WorkerConfig | None = None) -> Iterator[tuple[Worker, Worker]]:
+    """Alike, unless `other` is the second one's config."""
     exchange = InprocExchange()
-    with ranks_of(config) as (here,), ranks_of(config) as (there,):
+    with ranks_of(config) as (here,), ranks_of(other or config) as (there,):
         yield make_worker(here, "d0", exchange), make_worker(there, "d1", exchange)
+
+
+@contextmanager
+def disaggregated(prefill: WorkerConfig, decode: WorkerConfig) -> Iterator[tuple[Worker, Worker]]:
+    exchange = InprocExchange()
+    with ranks_of(prefill) as (here,), ranks_of(decode) as (there,):
+        yield make_worker(here, "p0", exchange, PrefillRole), make_worker(there, "d0", exchange)
+
+
+def handed_over(
+    first: Worker, then: Worker, prompt: Sequence[int], sampling: SamplingParams, request_id: str = "r"
+) -> list[int]:
+    """The tokens of a sequence whose prompt the one worker computes, and whose answer the other."""
+    prompt_ids = tuple(prompt)
+    ticket = then.reserve(request_id, prompt_ids, first)
+    request = GenerateRequest(request_id=request_id, prompt_ids=prompt_ids, sampling=sampling, ticket=ticket)
+    first.engine.submit(request, 0.0)
+    tokens = first.run(lambda update, _: update.finish_reason is FinishReason.PREFILLED)
+    while first.engine.scheduler.has_requests():
+        first.engine.step(0.0)
+    then.engine.submit(replace(request, output_ids=tuple(tokens)), 0.0)
+    return tokens + then.run(lambda update, _: update.finish_reason not in (None, FinishReason.PREFILLED))
 
 
 def moved(old: Worker, new: Worker, prompt: Sequence[int], sampling: SamplingParams, *, num_before: int) -> list[int]:
@@ -108,7 +135,7 @@ def pulled(old: Worker, new: Worker, prompt: Sequence[int], sampling: SamplingPa
     shared = prompt_ids[: (len(prompt_ids) - 1) // size * size]
     ticket = new.reserve("r/pull", shared, old)
     asked = ShareRequest(ticket=ticket, hashes=tuple(chain_hashes(shared, size)))
-    assert old.engine.share(asked, 0.0) == len(shared) // size
+    assert old.engine.share(asked, 0.0) == ticket.stop - min(ticket.starts)
     old.engine.step(0.0)
     new.engine.submit(GenerateRequest(request_id="r", prompt_ids=prompt_ids, sampling=sampling, pull=ticket), 0.0)
     return new.run(lambda update, _: update.finish_reason is not None), len(shared)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from kvtransfer.reshard import cut_in, cut_out, incoming, outgoing, pieces
+from kvtransfer.transport import Chunk
+from protos.values import LaneAddress, Ticket
+from workers.adapters.low_rank import AdapterTokens
 from workers.attention.base import AttentionInputs, GroupTables
 from workers.attention.registry import attention_for
 from workers.config import KVDtype
 from workers.kv.kinds import with_kv_dtype
 from workers.kv.storage import KVStorage
-from workers.models.decoder import Decoder, ModelInputs
+from workers.models.decoder import ModelInputs
+from workers.models.interface import ServedDecoder
 from workers.runner.fused_layers import fused_layers
 
 Row = tuple[str, Sequence[int], int]
@@ -25,7 +31,7 @@ class PagedRun:
 
     def __init__(
         self,
-        model: Decoder,
+        model: ServedDecoder,
         *,
         num_blocks: int = 64,
         block_size: int = 8,
@@ -47,12 +53,12 @@ class PagedRun:
         self._blocks: dict[str, list[int]] = {}
         self._lens: dict[str, int] = {}
 
-    def step(self, rows: Sequence[Row]) -> list[torch.Tensor]:
-        """Logits of every token, [tokens, vocab] for each row."""
+    def step(self, rows: Sequence[Row], adapters: Sequence[str] = ()) -> list[torch.Tensor]:
+        """Logits of every token, [tokens, vocab] for each row; `adapters` has an id or "" for each."""
         counts = [len(token_ids) for _, token_ids, _ in rows]
-        return list(torch.split(self.logits(rows, range(sum(counts))), counts))
+        return list(torch.split(self.logits(rows, range(sum(counts)), adapters), counts))
 
-    def logits(self, rows: Sequence[Row], logit_rows: Sequence[int]) -> torch.Tensor:
+    def logits(self, rows: Sequence[Row], logit_rows: Sequence[int], adapters: Sequence[str] = ()) -> torch.Tensor:
         """[len(logit_rows), vocab]: `logit_rows` count over the tokens of all rows."""
         starts = [self._lens.get(name, 0) for name, _, _ in rows]
         for (name, token_ids, _), start in zip(rows, starts, strict=True):
@@ -60,7 +66,29 @@ class PagedRun:
             blocks = self._blocks.setdefault(name, [])
             while len(blocks) * self.storage.layout.block_size < self._lens[name]:
                 blocks.append(self._free.pop())
-        return self.model.forward(self._inputs(rows, starts, logit_rows), self._attention, self.through)
+        inputs = replace(self._inputs(rows, starts, logit_rows), adapters=_tokens_of(adapters, rows))
+        return self.model.forward(inputs, self._attention, self.through)
+
+    def adopt(self, name: str, sources: Sequence[PagedRun], rank: int) -> None:
+        """Takes a sequence over from all ranks of another worker, in the place of this rank of its own."""
+        layout, source = self.storage.layout, sources[0].storage.layout
+        self._lens[name] = sources[0]._lens[name]
+        blocks = self._blocks[name] = [self._free.pop() for _ in sources[0]._blocks[name]]
+        ticket = Ticket(
+            ticket_id=name, generation=1, lease_s=1.0, block_ids=tuple(blocks), num_cached_tokens=0, layout=layout,
+            destination=LaneAddress(worker_id="here", incarnation=1, host="127.0.0.1", port=0),
+        )  # fmt: skip
+        chunk = Chunk(ticket_id=name, generation=1, first_block=0, num_blocks=len(blocks))
+        found: dict[range, torch.Tensor] = {}
+        for owner in {part.source for part in incoming(source, layout, rank)}:
+            cut = cut_out(source, owner, ticket, chunk, sources[owner]._blocks[name])
+            payload = sources[owner].storage.read(cut, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+            sizes = [len(payload) // cut.num_heads * len(piece) for piece in cut.pieces]
+            ranges = pieces(outgoing(source, layout, owner))
+            found |= dict(zip(ranges, torch.split(payload, sizes), strict=True))
+        wanted = pieces(incoming(source, layout, rank))
+        cut = cut_in(layout, rank, source, chunk, blocks)
+        self.storage.write(cut, torch.cat([found[heads] for heads in wanted]))
 
     def _inputs(self, rows: Sequence[Row], starts: Sequence[int], logit_rows: Sequence[int]) -> ModelInputs:
         size = self.storage.layout.block_size
@@ -92,6 +120,16 @@ class PagedRun:
             logit_rows=torch.tensor(list(logit_rows), dtype=torch.int64),
             prompt_lens=tuple(prompt_len for _, _, prompt_len in rows),
         )
+
+
+def _tokens_of(adapters: Sequence[str], rows: Sequence[Row]) -> tuple[AdapterTokens, ...]:
+    places: dict[str, list[int]] = {}
+    position = 0
+    for (_, token_ids, _), adapter in zip(rows, adapters, strict=False):
+        if adapter:
+            places.setdefault(adapter, []).extend(range(position, position + len(token_ids)))
+        position += len(token_ids)
+    return tuple(AdapterTokens(adapter_id=name, places_T=torch.tensor(found)) for name, found in places.items())
 
 
 def in_chunks(run: PagedRun, token_ids: Sequence[int], sizes: Sequence[int], *, prompt_len: int) -> torch.Tensor:

@@ -15,7 +15,8 @@ from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel, Worker
 from tests.numerics.checkpoints import MAX_POSITIONS
 from tests.numerics.conftest import Checkpoint
 from tests.numerics.engines import ranks_of
-from workers.build import LoadedRank, device_of, largest_batch, open_rank
+from workers.build import LoadedRank, device_of, open_rank
+from workers.cache import largest_batch
 from workers.config import WorkerConfig
 from workers.parallel.group import Solo
 
@@ -75,7 +76,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(
 ) -> None:
     folder, _ = checkpoint("llama")
     monkeypatch.setattr("workers.build.free_ram_bytes", lambda: 1000)
-    monkeypatch.setattr("workers.build.load_model", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr("workers.build.load_served", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(Misconfigured, match="weights take"):
         open_one(folder)
 
@@ -112,7 +113,7 @@ def test_ranks_agree_on_the_smallest_cache(checkpoint: Checkpoint, monkeypatch: 
     folder, _ = checkpoint("llama")
     free = iter([10**9, 3 * 10**6])
     monkeypatch.setattr("workers.build.free_ram_bytes", lambda: 10**9)
-    monkeypatch.setattr("workers.build.blocks_in_ram", lambda *_, **__: next(free) // 10**5)
+    monkeypatch.setattr("workers.cache.blocks_in_ram", lambda *_, **__: next(free) // 10**5)
     with ranks_of(WorkerConfig(model=str(folder), tp=2, device="cpu")) as ranks:
         assert [rank.storage.num_blocks for rank in ranks] == [30, 30]
         assert {rank.storage.block_bytes for rank in ranks} == {ranks[0].layout.block_bytes // 2}
@@ -129,7 +130,7 @@ def test_a_rank_that_cannot_open_takes_the_others_with_it(
             return found
         raise Misconfigured("no memory here", param="memory_fraction")
 
-    monkeypatch.setattr("workers.build.blocks_in_ram", poor)
+    monkeypatch.setattr("workers.cache.blocks_in_ram", poor)
     with (
         pytest.raises((Misconfigured, WorkerLost)),
         ranks_of(WorkerConfig(model=str(folder), tp=2, device="cpu")),

@@ -12,7 +12,7 @@ import torch
 
 from protos.values import KVLayout
 from tests.numerics.filled import ROWS, filled, normal
-from workers.attention.base import AttentionInputs, GroupTables
+from workers.attention.base import AttentionInputs, AttentionOptions, GroupTables
 from workers.attention.cpu import NativeAttention, TorchAttention, cpu_attention
 from workers.kernels import cpu, reference
 from workers.kernels.cpu import build
@@ -45,6 +45,8 @@ def test_norms_and_gate(dtype: torch.dtype, num_tokens: int, size: int) -> None:
     gate_up = normal(num_tokens, 2 * size, dtype=dtype, seed=4) * 20
     assert_close(cpu.silu_mul(gate_up), reference.silu_mul(gate_up))
     assert_close(cpu.gelu_tanh_mul(gate_up / 8), reference.gelu_tanh_mul(gate_up / 8))
+    for name in ("silu", "gelu", "gelu_tanh", "relu2"):
+        assert_close(cpu.activate(gate_up[:, :size] / 8, name), reference.activate(gate_up[:, :size] / 8, name))
     wide, bias = weight.float() + 1 / 300, residual[0].float()
     assert_close(cpu.rms_norm(x, wide, 1e-5), reference.rms_norm(x, wide, 1e-5))
     assert_close(cpu.layer_norm(x, wide, bias, 1e-5), reference.layer_norm(x, wide, bias, 1e-5))
@@ -102,7 +104,7 @@ def test_attention_over_more_keys_than_one_look_takes(
     for make in (cpu_attention, TorchAttention):
         backend = make(storage)
         backend.begin(inputs)
-        outputs.append(backend.attend(0, q_TND, scale=head_dim**-0.5, window=window))
+        outputs.append(backend.attend(0, q_TND, AttentionOptions(scale=head_dim**-0.5, window=window)))
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     assert not outputs[0].isnan().any()
     torch.testing.assert_close(outputs[0], outputs[1], rtol=tolerance, atol=tolerance)
@@ -115,7 +117,7 @@ def test_a_row_s_attention_does_not_depend_on_who_is_in_the_batch() -> None:
     q_TND = normal(together.query_starts[-1], 4, 64, dtype=torch.bfloat16)
     backend = cpu_attention(storage)
     backend.begin(together)
-    expected_TND = backend.attend(0, q_TND, scale=0.125, window=None)
+    expected_TND = backend.attend(0, q_TND, AttentionOptions(scale=0.125, window=None))
     for row, (start, stop) in enumerate(zip(together.query_starts, together.query_starts[1:], strict=False)):
         backend.begin(
             AttentionInputs(
@@ -132,13 +134,13 @@ def test_a_row_s_attention_does_not_depend_on_who_is_in_the_batch() -> None:
                 max_context=together.context_lens[row],
             )
         )
-        found_TND = backend.attend(0, q_TND[start:stop], scale=0.125, window=None)
+        found_TND = backend.attend(0, q_TND[start:stop], AttentionOptions(scale=0.125, window=None))
         assert torch.equal(found_TND, expected_TND[start:stop])
 
 
 @needs_compiler
 def test_the_library_is_compiled_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_SOURCES", {"elementwise.cpp": "", "layers.cpp": ""})  # the smallest
+    monkeypatch.setattr(build, "_SOURCES", {"elementwise.cpp": ""})
     first = compile_library(tmp_path / "cache")
     assert list((tmp_path / "cache").glob("[!.]*")) == [first]
     monkeypatch.setattr(build, "run", None)

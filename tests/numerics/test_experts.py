@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from protos.errors import UnsupportedModel
+from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.values import FinishReason, GenerateRequest
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.conftest import Checkpoint, assert_close, random_tokens
@@ -30,6 +31,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared-expert": ("qwen2_moe", {"mlp_only_layers": [0], "norm_topk_prob": True}),
     "all-experts": ("qwen3_moe", {"num_experts_per_tok": 8, "norm_topk_prob": False}),
     "groups-and-correction": ("glm4_moe", {"head_dim": 32, "partial_rotary_factor": 1.0}),
+    "sinks-and-clamped-gates": ("gpt_oss", {}),
+    "norms-over-all-heads": ("minimax_m2", {}),
     "uneven-sizes": ("qwen3_moe", {"hidden_size": 72, "moe_intermediate_size": 44}),
 }
 
@@ -121,6 +124,23 @@ def test_a_router_that_is_not_finite_ends_its_request_and_no_other(checkpoint: C
     assert set(errors) == {"broken"}
     assert "not finite" in errors["broken"]
     assert tokens == {"0": alone[0], "broken": [], "1": alone[1]}
+
+
+@pytest.mark.parametrize("change", ["missing", "narrow"])
+def test_an_expert_that_is_missing_or_has_another_size_is_named_before_weights_are_read(
+    change: str, tmp_path: Path
+) -> None:
+    make_checkpoint("mixtral", tmp_path)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    whole = tensors.pop(name)
+    if change == "narrow":
+        tensors[name] = whole[:, :-4].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    read: list[tuple[int, int]] = []
+    with pytest.raises(BadCheckpoint, match=re.escape(name)) as caught:
+        load_model(tmp_path, on_progress=lambda *so_far: read.append(so_far))
+    assert str(tmp_path) in caught.value.message
+    assert not any(done for done, _ in read)
 
 
 def test_baton_quantize_refuses_a_mixture_by_name(tmp_path: Path) -> None:

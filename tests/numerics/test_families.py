@@ -78,6 +78,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "minimax-m2": ("minimax_m2", {}),
+    "minimax-m2-one-expert-all-turn": (
+        "minimax_m2",
+        {"num_experts_per_tok": 1, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
     "gemma3": ("gemma3", {}),
     "gemma3-scaled": (
         "gemma3",
@@ -110,6 +115,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", {}),
     "olmo2-biased": ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+    "olmo3": ("olmo3", {}),
+    "olmo3-yarn": (
+        "olmo3",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "exaone4": ("exaone4", {}),
+    "exaone4-no-windows": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
+    ),
+    "seed-oss": ("seed_oss", {}),
+    "seed-oss-unbiased": ("seed_oss", {"attention_bias": False, "mlp_bias": True}),
+    "ernie4-5": ("ernie4_5", {}),
+    "ernie4-5-unbiased": ("ernie4_5", {"use_bias": False, "tie_word_embeddings": False}),
+    "ministral3": ("ministral3", {}),
+    "ministral3-windowed": ("ministral3", {"sliding_window": 9, "head_dim": 16}),
+    "arcee": ("arcee", {}),
+    "arcee-biased-tied": ("arcee", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "granite": ("granite", {}),
     "granite-biased": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "glm4": ("glm4", {}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from protos.errors import Misconfigured
 from protos.values import SamplingParams
 from tests.numerics.conftest import Checkpoint, random_tokens
 from tests.numerics.engines import answer, colocated, oracle_answers
+from tests.numerics.moving import moved, pulled, two
 from workers.build import open_rank
 from workers.config import KVDtype, WorkerConfig
 from workers.parallel.group import Solo
@@ -80,8 +80,37 @@ def test_layers_run_in_one_call_with_tables_of_their_groups(checkpoint: Checkpoi
     assert answers[0] == answers[1]
 
 
-def test_the_host_tier_keeps_whole_blocks(checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture) -> None:
-    folder: Path = checkpoint("gemma3")[0]
-    rank = open_rank(WorkerConfig(model=str(folder), num_blocks=20, host_kv_gib=0.01), Solo())
-    assert not rank.layout.frees_blocks
-    assert "host tier" in caplog.text
+@pytest.mark.parametrize("name", ["by-layer-types", "all-windowed"])
+def test_a_sequence_moves_and_a_prefix_is_pulled_with_their_windows(checkpoint: Checkpoint, name: str) -> None:
+    family, overrides, *_ = MODELS[name]
+    folder, model = checkpoint(family, **overrides)
+    prompt = PROMPTS[3]
+    (expected,) = oracle_answers(model, [prompt], 24)
+    config = WorkerConfig(model=str(folder), block_size=4, device="cpu", num_blocks=200, prefill_chunk=16)
+    with two(config) as (old, new):
+        assert old.engine.pool.has_windows
+        assert moved(old, new, prompt, PARAMS, num_before=5) == expected
+        assert new.engine.load().transfer_bytes < old.rank.layout.block_bytes * len(prompt) // 4
+        assert old.engine.load().num_moved == 1
+    with two(config) as (old, new):
+        assert pulled(old, new, prompt, PARAMS) == (expected, 100)
+
+
+@pytest.mark.parametrize(("name", "tp", "kv_dtype"), [("sinks-and-experts", 2, "auto"), ("by-layer-types", 1, "int8")])
+def test_windows_come_back_from_the_host(checkpoint: Checkpoint, name: str, tp: int, kv_dtype: KVDtype) -> None:
+    """The log probabilities of a cold cache, to the last bit, on every rank."""
+    family, overrides, *_ = MODELS[name]
+    folder, _ = checkpoint(family, **overrides)
+    settings: Any = {"model": str(folder), "block_size": 4, "max_model_len": 120, "dtype": "bfloat16", "tp": tp}
+    config = WorkerConfig(**settings, device="cpu", kv_dtype=kv_dtype, num_blocks=30, host_kv_gib=0.005)
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=2)
+    with colocated(config) as engine:
+        found = []
+        for prompt in (PROMPTS[3], random_tokens(96, 7), random_tokens(96, 8), PROMPTS[3]):
+            (one,) = answer(engine, [prompt], params)
+            found.append([(update.token_ids, update.logprobs) for update in one.updates])
+        assert one.num_cached_tokens == 100
+        host = engine.load().host
+        assert host is not None
+        assert host.num_hit_tokens == 100
+    assert found[3] == found[0]

@@ -53,6 +53,13 @@ def packed(folder: Path, family: str, dtype: str = "bfloat16", **overrides: Any)
         ("glm4", {}),
         ("smollm3", {"num_hidden_layers": 2}),
         ("cohere2", {}),
+        ("gpt_oss", {}),
+        ("starcoder2", {"sliding_window": 5}),
+        ("starcoder2", {"use_bias": False, "hidden_act": "relu2", "hidden_size": 264, "intermediate_size": 300}),
+        ("ministral3", {}),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}),
+        ("deepseek_v3", {"hidden_size": 264, "q_lora_rank": 36, "v_head_dim": 20}),
+        ("glm4_moe_lite", {}),
     ],
     ids=[
         "small-heads",
@@ -75,6 +82,13 @@ def packed(folder: Path, family: str, dtype: str = "bfloat16", **overrides: Any)
         "norms-before-and-after",
         "layers-without-rope",
         "parallel-halves",
+        "sinks-and-biases",
+        "an-mlp-without-a-gate-and-biases-of-norms",
+        "another-activation-and-no-biases",
+        "queries-that-grow",
+        "latents",
+        "latents-of-compressed-queries-that-fill-no-tile",
+        "latents-and-a-dense-last-layer",
     ],
 )
 def test_the_same_bits_as_layer_by_layer(tmp_path: Path, family: str, overrides: dict[str, Any], dtype: str) -> None:
@@ -94,9 +108,10 @@ def test_the_same_bits_as_layer_by_layer(tmp_path: Path, family: str, overrides:
 
 
 def test_what_compiled_layers_cannot_do_runs_layer_by_layer(tmp_path: Path) -> None:
-    """Another activation, and an MLP without a gate."""
-    assert PagedRun(packed(tmp_path / "gelu", "llama", hidden_act="gelu"), fused=True).through is None
-    assert PagedRun(packed(tmp_path / "plain", "starcoder2"), fused=True).through is None
+    """Activations: one that is torch's alone, and one that is no gate."""
+    for activation in ("gelu", "relu2"):
+        decoder = packed(tmp_path / activation, "llama", hidden_act=activation)
+        assert PagedRun(decoder, fused=True).through is None
 
 
 @pytest.mark.parametrize(("family", "overrides"), [("llama", {"hidden_size": 80}), ("qwen2", {"head_dim": 32})])

@@ -19,7 +19,9 @@ from protos.model_files.folder import FolderFiles
 from protos.values import FinishReason, GenerateRequest, SamplingParams
 from router.grammar.structure import choice_grammar, json_grammar, regex_grammar
 from router.text.tokenizer import Tokenizer
-from router.text.tool_call_formats import CallDelta, Function, ToolFormat, calls_grammar, reader_of
+from router.tools.calls import CallDelta, Function
+from router.tools.formats import ToolFormat, reader_of
+from router.tools.grammar import calls_grammar
 from tests.numerics.conftest import Checkpoint
 from tests.numerics.constrained import EOS, PERSON, PROMPTS, VOCAB_SIZE, masked_oracle, under, write_tokenizer
 from tests.numerics.engines import Answer, answer, colocated, oracle_answers
@@ -111,27 +113,27 @@ def test_every_answer_that_ends_fits_its_schema(served: tuple[Path, Any]) -> Non
         jsonschema.validate(json.loads(text_of(folder, one.token_ids)), schema)
 
 
-@pytest.mark.parametrize("form", ToolFormat)
+@pytest.mark.parametrize("form", [ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL])
 def test_calls_that_are_required_are_read_as_calls(served: tuple[Path, Any], form: ToolFormat) -> None:
     folder, _ = served
     functions = [Function(name="save", parameters=PERSON, strict=True), Function(name="now")]
     asked = [
         under(calls_grammar(form, functions, parallel=parallel), 300, temperature=1.0, seed=seed)
-        for seed in range(4)
+        for seed in range(2)
         for parallel in (False, True)
     ]
     with colocated(config_of(folder)) as engine:
         answers = answer(engine, [[5]] * len(asked), asked)
     schemas = {"save": PERSON, "now": {"type": "object", "maxProperties": 0}}
     for one in (one for one in answers if one.finish_reason is FinishReason.STOP):
-        reader = reader_of(form, list(schemas))
+        reader = reader_of(form, functions)
         parts = [*reader.feed(text_of(folder, one.token_ids)), *reader.end()]
         assert not [part for part in parts if isinstance(part, str)]
         calls = [part for part in parts if isinstance(part, CallDelta)]
         for begun in (part for part in calls if part.name):
             told = "".join(part.arguments for part in calls if part.index == begun.index)
             jsonschema.validate(json.loads(told), schemas[begun.name])
-    assert sum(one.finish_reason is FinishReason.STOP for one in answers) >= 4
+    assert sum(one.finish_reason is FinishReason.STOP for one in answers) >= 2
 
 
 def test_another_worker_goes_on_with_the_same_tokens(served: tuple[Path, Any]) -> None:
@@ -211,7 +213,7 @@ def test_a_mask_that_takes_long_holds_up_its_own_request_alone(
 def test_a_grammar_that_unfolds_too_far_is_told_the_limit(served: tuple[Path, Any]) -> None:
     """Forty characters of one that reads each stretch of them in every way."""
     folder, _ = served
-    asked = under("start: s\ns: " + " | ".join("s " * num for num in range(2, 12)) + "| /[ -~]/")
+    asked = under("start: s\ns: " + " | ".join("s " * num for num in range(2, 32)) + "| /[ -~]/")
     [letter] = Tokenizer.load(FolderFiles(folder))._encode(["e"], False)[0]
     request = GenerateRequest(request_id="a", prompt_ids=(5,), output_ids=(letter,) * 40, sampling=asked)
     with colocated(config_of(folder)) as engine:
@@ -280,6 +282,38 @@ def test_large_grammars_hold_up_no_small_one(tmp_path: Path, monkeypatch: pytest
     assert len(mask_of(grammars, choice_grammar(["a"]))) == 1
     assert set(large) <= set(grammars.pending())
     go_on.set()
+
+
+def test_masks_of_drafts_wait_for_those_of_earlier_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that comes too early leaves the masks of its drafts in progress, and the next one drafts again."""
+    write_tokenizer(tmp_path)
+    monkeypatch.setattr(guidance, "PATIENCE_S", 60.0)
+    grammar, go_on, num_made, make = regex_grammar("abcde"), threading.Event(), list[int](), GuidanceGrammars._mask_of
+    known, grammars = (GuidanceGrammars(FolderFiles(tmp_path), vocab_size=VOCAB_SIZE, eos_ids=(EOS,)) for _ in range(2))
+    written: tuple[int, ...] = ()
+    for _ in range(4):
+        written += (mask_of(known, grammar, written)[0],)
+
+    def slowly(self: GuidanceGrammars, matcher: Any) -> Any:
+        num_made.append(1)
+        assert len(num_made) > 1 or go_on.wait(60)
+        return make(self, matcher)
+
+    mask_of(grammars, grammar)
+    monkeypatch.setattr(GuidanceGrammars, "_mask_of", slowly)
+    grammars.draft("r", written[:1])
+    grammars.draft("r", written[:3])
+    second = grammars._standing["r"].further
+    assert second is not None
+    with pytest.raises(TimeoutError):
+        second.result(timeout=0.5)
+    go_on.set()
+    second.result(timeout=60)
+    samples = [Sample(params=under(grammar), index=num, output_ids=written[:num]) for num in range(4)]
+    masks = grammars.allowed_after("r", samples)
+    assert [int(one.view(np.uint8).tobytes()[token_id // 8]) >> token_id % 8 & 1 for one, token_id in
+            zip(masks, written[1:], strict=True)] == [1, 1, 1]  # fmt: skip
+    assert mask_of(grammars, grammar, written) == mask_of(known, grammar, written)
 
 
 def test_masks_are_not_made_on_the_engines_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

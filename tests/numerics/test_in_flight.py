@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from protos.values import SamplingParams
 from tests.numerics.checkpoints import VOCAB_SIZE
 from tests.numerics.conftest import Checkpoint, random_tokens
 from tests.numerics.engines import answer, colocated, oracle_answers
-from workers.attention.base import AttentionInputs, CosSin
+from workers.attention.base import AttentionInputs, AttentionOptions, CosSin
 from workers.batch import Batch, Row, Sample
 from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.encodings.floats import only_floats
@@ -89,17 +89,7 @@ class Valueless:
     ) -> torch.Tensor:
         return reference.rope(q_TND, *rotation)
 
-    def attend(
-        self,
-        layer: int,
-        q_TND: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float = 0.0,
-        sinks_N: torch.Tensor | None = None,
-        value_dim: int | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         self.num_attended += 1
         return torch.empty_like(q_TND)
 
@@ -118,6 +108,11 @@ class Everything:
 
     def __len__(self) -> int:
         return 0
+
+    def draft(self, request_id: str, draft_ids: tuple[int, ...]) -> None: ...
+
+    def allowed_after(self, request_id: str, samples: Sequence[Sample]) -> Sequence[Mask]:
+        return ()
 
     def allowed(self, request_id: str, sample: Sample) -> Mask:
         return np.full(VOCAB_SIZE // 32, -1, dtype=np.int32)

@@ -21,7 +21,7 @@ from tests.numerics.moving import moved, pulled, two
 from tests.numerics.paged import PagedRun, in_chunks
 from workers.config import WorkerConfig
 from workers.kernels.cpu.build import native
-from workers.models.config import read_config
+from workers.models.config import read_config, weight_bytes
 from workers.models.loader import load_model
 from workers.quantise.quantise import check_float_folder
 
@@ -34,8 +34,10 @@ def test_a_recomputed_token_has_the_bits_of_the_decoded_one(checkpoint: Checkpoi
     tokens = random_tokens(150)
     model = load_model(folder, dtype=dtype)
     model.pack()
-    decoded = in_chunks(PagedRun(model), tokens, [70, 16, 3], prompt_len=89)
-    assert torch.equal(PagedRun(model).step([("only", tokens, 150)])[0], decoded)
+    run = PagedRun(model, fused=True)
+    assert run.through is not None, "latents should run in the one-call step"
+    decoded = in_chunks(run, tokens, [70, 16, 3], prompt_len=89)
+    assert torch.equal(PagedRun(model, fused=True).step([("only", tokens, 150)])[0], decoded)
 
 
 def test_a_sequence_of_latents_moves_is_pulled_and_comes_back_from_the_host(checkpoint: Checkpoint) -> None:
@@ -84,6 +86,7 @@ def test_layers_for_multi_token_prediction_are_left_out_and_logged(
         load_model(tmp_path)
     assert "layers for multi-token prediction (2) are not loaded" in caplog.text
     assert "not used" not in caplog.text
+    assert weight_bytes(tmp_path, "float32") == weight_bytes(folder, "float32")
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from tests.numerics.quantised_weights import (
 )
 from workers.checkpoint.activations import ActivationRounding
 from workers.checkpoint.encodings.quantised import product
-from workers.checkpoint.quantised import QuantisedWeight, sorted_by_group
+from workers.checkpoint.quantised import GroupValues, QuantisedWeight, sorted_by_group
 from workers.kernels import cpu
 from workers.kernels.cpu import quantised
 from workers.kernels.cpu.build import native
@@ -45,6 +45,7 @@ FORMS = (
     "channel", "grouped 8 32", "grouped 4 128", "grouped 4 32", "grouped 2 64", "grouped 3 128", "grouped 5 32",
     "grouped 6 64", "grouped 7 32", "grouped 4 120", "zeros 4 128", "zeros 4 32", "zeros 8 128", "zeros 3 64",
     "zeros 2 32", "minimum 4 32", "minimum 5 32", "minimum 2 16", "factors 6 16", "factors 3 16",
+    "zeros 4 16", "grouped 8 16",
 )  # fmt: skip
 
 
@@ -223,6 +224,17 @@ def test_int8_activations_are_rounded_as_the_checkpoint_says(rounding: Activatio
             assert_close(with_bias, product(weight, x_TI).double() + bias_O.double(), 4 * sizes)
 
 
+@pytest.mark.parametrize("num_inputs", [65_504, 65_536])
+def test_the_largest_sum_of_integers_fits(num_inputs: int) -> None:
+    """Of as many inputs as one sum of 32 bits takes, and of more: those are summed up in pieces."""
+    rounding = ActivationRounding(levels="int8", scale=1.0)
+    codes = torch.full((16, num_inputs), 255, dtype=torch.uint8)
+    scale = GroupValues(value_OB=torch.ones(16, 1))
+    weight = grouped(8, num_inputs, 16, num_inputs, codes_OW=codes, zero=0, scale=scale, activations=rounding)
+    found = PackedQuantised(weight, torch.float32)(torch.full((9, num_inputs), -128.0))
+    assert (found == -128.0 * 255 * num_inputs).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", [*FORMS, "IQ4", "NF4", "E4M3"])
 def test_rows_can_be_read_where_they_are_packed(form: str, dtype: torch.dtype) -> None:
@@ -290,7 +302,7 @@ def test_products_of_weights_that_share_the_inputs_are_added_up(dtype: torch.dty
 def test_what_compiled_code_does_not_take_is_refused() -> None:
     outliers = ActivationRounding(levels="int8", outliers_from=6.0)
     assert not can_pack(grouped(8, 32, 8, 64, activations=outliers), torch.bfloat16)
-    assert not can_pack(grouped(4, 16, 8, 64), torch.bfloat16)
+    assert not can_pack(grouped(5, 16, 8, 64), torch.bfloat16)
     assert not can_pack(grouped(4, 32, 8, 64), torch.float16)
     assert not can_pack(grouped(4, 8, 8, 64), torch.bfloat16)
 

@@ -3,15 +3,13 @@ answer that another worker resumes from its prompt and its tokens has the tokens
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from benchmarks.engine.cpu_engine import DEMO, opened
 from protos.values import GenerateRequest, KVLayout, Logprobs, SamplingParams
 from tests.numerics.filled import filled, normal
-from workers.attention.base import AttentionInputs, GroupTables
+from workers.attention.base import AttentionInputs, AttentionOptions, GroupTables
 from workers.attention.cpu import cpu_attention
 from workers.config import KVDtype
 from workers.engine.engine import Engine
@@ -51,10 +49,10 @@ def test_attention_has_the_same_bits_for_a_token_that_decodes(
     storage, inputs = filled(with_kv_dtype(layout, kv_dtype), ((num_new, num_cached),))
     q_TND = normal(num_new, num_heads, head_dim, dtype=dtype, seed=3)
     sinks_N = normal(num_heads, dtype=torch.float32, seed=4) if has_sinks else None
-    options: Any = {"scale": head_dim**-0.5, "window": window, "softcap": softcap, "sinks_N": sinks_N}
+    options = AttentionOptions(scale=head_dim**-0.5, window=window, softcap=softcap, sinks_N=sinks_N)
     backend = cpu_attention(storage)
     backend.begin(inputs)
-    read_TND = backend.attend(0, q_TND, **options)
+    read_TND = backend.attend(0, q_TND, options)
     backend.begin(
         AttentionInputs(
             positions_T=inputs.positions_T,
@@ -70,7 +68,7 @@ def test_attention_has_the_same_bits_for_a_token_that_decodes(
             max_context=num_cached + num_new,
         )
     )
-    decoded_TND = backend.attend(0, q_TND, **options)
+    decoded_TND = backend.attend(0, q_TND, options)
     assert torch.equal(read_TND, decoded_TND)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from protos.errors import Misconfigured
-from tests.numerics.checkpoints import VOCAB_SIZE
+from protos.errors import Misconfigured, WorkerLost
+from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.conftest import Checkpoint, assert_close, random_tokens
 from tests.numerics.paged import PagedRun, in_chunks
 from workers.models.loader import load_model
@@ -76,6 +78,61 @@ def test_sums_made_in_halves_are_the_same_sums(checkpoint: Checkpoint, monkeypat
             assert_close(logits, oracle(torch.tensor([tokens])).logits[0])
 
 
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen2", {"head_dim": 32}),
+        ("cohere2", {}),
+        ("gemma2", {"head_dim": 32}),
+        ("starcoder2", {}),
+        ("gpt_oss", {}),
+        ("qwen2_moe", {"num_key_value_heads": 4, "decoder_sparse_step": 2}),
+        ("deepseek_v3", {}),
+    ],
+)
+def test_compiled_layers_add_up_the_ranks_sums(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    """With `--tp 2` a step's layers ran one by one."""
+    make_checkpoint(family, tmp_path, **overrides)
+    rows = [[("one", random_tokens(24), 24), ("two", [5, 6], 2)], [("one", [7], 24), ("two", [8], 2)]]
+
+    def program(group: TensorParallel) -> list[list[torch.Tensor]]:
+        decoder = load_model(tmp_path, dtype="bfloat16", parallel=group, packed=True)
+        runs = [PagedRun(decoder, fused=fused) for fused in (False, True)]
+        assert runs[1].through is not None, "this model should have been fused"
+        return [[logits for step in rows for logits in run.step(step)] for run in runs]
+
+    for one_by_one, fused in on_ranks(2, program):
+        assert all(map(torch.equal, one_by_one, fused))
+
+
+def test_norms_over_all_heads_of_several_ranks_run_layer_by_layer(tmp_path: Path) -> None:
+    make_checkpoint("olmo2", tmp_path)
+
+    def program(group: TensorParallel) -> bool:
+        return PagedRun(load_model(tmp_path, parallel=group, packed=True), fused=True).through is None
+
+    assert on_ranks(2, program) == [True, True]
+
+
+def test_compiled_layers_end_when_a_rank_is_gone(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    left = threading.Event()
+
+    def program(group: TensorParallel) -> str:
+        run = PagedRun(load_model(tmp_path, parallel=group, packed=True), fused=True)
+        if group.rank == 1:
+            group.close()
+            left.set()
+            return ""
+        left.wait()
+        run.logits([("only", random_tokens(5), 5)], [])
+        return "it went on"
+
+    with pytest.raises(WorkerLost):
+        on_ranks(2, program)
+
+
 def test_a_chunk_that_wants_no_logits_gets_none(checkpoint: Checkpoint) -> None:
     folder, _ = checkpoint("llama")
 
@@ -137,8 +194,8 @@ def test_ranks_share_experts_by_columns_or_whole(
     tokens = random_tokens(41)
 
     def program(group: TensorParallel) -> torch.Tensor:
-        model = load_model(folder, parallel=group, expert_parallel=expert_parallel)
-        return in_chunks(PagedRun(model), tokens, [24, 14], prompt_len=38)
+        model = load_model(folder, parallel=group, expert_parallel=expert_parallel, packed=tp == 4)
+        return in_chunks(PagedRun(model, fused=True), tokens, [24, 14], prompt_len=38)
 
     every_rank = on_ranks(tp, program)
     for logits in every_rank:

@@ -33,6 +33,24 @@ class AttentionInputs:
     tables: tuple[GroupTables, ...]  # one per group of the layout
     max_query: int  # over the rows, on the host
     max_context: int
+    has_prompts: bool = True  # a row computes positions of a prompt; False: rows decode, some perhaps with drafts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionOptions:
+    """How a layer attends, the same in every step.
+
+    A `softcap` above 0 replaces each score s by softcap * tanh(s / softcap) before the mask (Gemma 2,
+    https://arxiv.org/abs/2408.00118, 2). `sinks_N`, float32, are one more logit for each query head in the softmax,
+    which has no value (gpt-oss). `value_dim`: the cache keeps latents, and the first so many elements of a key are its
+    value.
+    """
+
+    scale: float  # of scores
+    window: int | None  # tokens, the token itself included
+    softcap: float = 0.0
+    sinks_N: torch.Tensor | None = None
+    value_dim: int | None = None
 
 
 class AttentionBackend(Protocol):
@@ -51,24 +69,7 @@ class AttentionBackend(Protocol):
         and latents only the last 2 P dimensions turn."""
         ...
 
-    def attend(
-        self,
-        layer: int,
-        q_TND: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float = 0.0,
-        sinks_N: torch.Tensor | None = None,
-        value_dim: int | None = None,
-    ) -> torch.Tensor:
-        """Causal attention of each row over its own context in the cache; `window` counts the token itself.
-        Returns [T, N, D] in q's dtype.
-
-        A `softcap` above 0 replaces each score s by softcap * tanh(s / softcap) before the mask (Gemma 2,
-        https://arxiv.org/abs/2408.00118, 2). `sinks_N`, float32, are one more logit for each query head in the softmax,
-        which has no value (gpt-oss).
-
-        `value_dim`: the cache keeps latents, and the first so many elements of a key are its value. Returns
+    def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        """Causal attention of each row over its own context in the cache. Returns [T, N, D] in q's dtype; of latents
         [T, N, value_dim]."""
         ...

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from protos.values import LATENT
-from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
+from workers.attention.base import AttentionBackend, AttentionInputs, AttentionOptions, CosSin
+from workers.attention.grouped import GroupedAttention
 from workers.attention.latent import NativeLatentAttention
 from workers.kernels import cpu, reference
 from workers.kernels.cpu.build import Native, Tiles, native, native_tiles
@@ -76,18 +77,8 @@ class NativeAttention:
         cache, slots_T = self.caches[layer], self.rows.slots_T
         return cpu.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, cache.keys, cache.values, slots_T, cache.scales)
 
-    def attend(
-        self,
-        layer: int,
-        q_TND: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float = 0.0,
-        sinks_N: torch.Tensor | None = None,
-        value_dim: int | None = None,
-    ) -> torch.Tensor:
-        step, cache = self.rows, self.caches[layer]
+    def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        step, cache, sinks_N = self.rows, self.caches[layer], options.sinks_N
         dtype = cache.keys.dtype
         assert cache.scales is not None or q_TND.dtype == dtype, f"queries are {q_TND.dtype}, the cache {dtype}"
         assert sinks_N is None or sinks_N.dtype == torch.float32, f"sinks are {sinks_N.dtype}"
@@ -110,13 +101,20 @@ class NativeAttention:
             num_kv_heads,
             head_dim,
             block_size,
-            window or 0,
+            options.window or 0,
             q_TND.stride(0),
-            scale,
-            softcap,
+            options.scale,
+            options.softcap,
             torch.get_num_threads(),
         )
         return out_TND
+
+
+def has_same_bits(backend: AttentionBackend) -> bool:
+    """Whether a token's numbers are the same in a row of its own and in a row of several tokens."""
+    if isinstance(backend, GroupedAttention):
+        return all(has_same_bits(one) for one in backend.backends)
+    return isinstance(backend, NativeAttention | NativeLatentAttention)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,32 +150,24 @@ class _Plan:
     prefills: tuple[_PrefillRow, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """What `attend` is given for all rows."""
-
-    scale: float
-    softcap: float
-    sinks_N: torch.Tensor | None
-    value_dim: int | None
-
-    def attend(
-        self,
-        q_KGQD: torch.Tensor,
-        k_KGCD: torch.Tensor,
-        v_KGCD: torch.Tensor,
-        mask: torch.Tensor | None,
-        *,
-        heads: tuple[int, ...],
-    ) -> torch.Tensor:
-        """Of [K, G, Q, D], or [S, K, G, D] where the G queries of a head take the place of tokens. No mask: causal.
-        `heads` is the shape in which the sinks of all heads broadcast to the queries."""
-        if not self.softcap and self.sinks_N is None:
-            return F.scaled_dot_product_attention(
-                q_KGQD, k_KGCD, v_KGCD, attn_mask=mask, is_causal=mask is None, scale=self.scale
-            )
-        sinks = None if self.sinks_N is None else self.sinks_N.view(heads)
-        return reference.attention(q_KGQD, k_KGCD, v_KGCD, mask, scale=self.scale, softcap=self.softcap, sinks_Q=sinks)
+def _attend(
+    options: AttentionOptions,
+    q_KGQD: torch.Tensor,
+    k_KGCD: torch.Tensor,
+    v_KGCD: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    heads: tuple[int, ...],
+) -> torch.Tensor:
+    """Of [K, G, Q, D], or [S, K, G, D] where the G queries of a head take the place of tokens. No mask: causal.
+    `heads` is the shape in which the sinks of all heads broadcast to the queries."""
+    scale, softcap, sinks = options.scale, options.softcap, options.sinks_N
+    if not softcap and sinks is None:
+        return F.scaled_dot_product_attention(
+            q_KGQD, k_KGCD, v_KGCD, attn_mask=mask, is_causal=mask is None, scale=scale
+        )
+    sinks = None if sinks is None else sinks.view(heads)
+    return reference.attention(q_KGQD, k_KGCD, v_KGCD, mask, scale=scale, softcap=softcap, sinks_Q=sinks)
 
 
 class TorchAttention:
@@ -204,25 +194,13 @@ class TorchAttention:
         caches = self._storage.keys(layer), self._storage.values(layer)
         return reference.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, slots_T, self._storage.scales(layer))
 
-    def attend(
-        self,
-        layer: int,
-        q_TND: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float = 0.0,
-        sinks_N: torch.Tensor | None = None,
-        value_dim: int | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         assert self._inputs is not None, "attend before begin"
+        window = options.window
         if window not in self._plans:
             self._plans[window] = self._plan(self._inputs, window)
-        plan, options = (
-            self._plans[window],
-            _Options(scale=scale, softcap=softcap, sinks_N=sinks_N, value_dim=value_dim),
-        )
-        out_TND = q_TND.new_empty(*q_TND.shape[:2], value_dim or q_TND.shape[2])
+        plan = self._plans[window]
+        out_TND = q_TND.new_empty(*q_TND.shape[:2], options.value_dim or q_TND.shape[2])
         for decode in plan.decodes:
             self._decode(layer, decode, q_TND, out_TND, options)
         for row in plan.prefills:
@@ -230,7 +208,7 @@ class TorchAttention:
         return out_TND
 
     def _decode(
-        self, layer: int, batch: _DecodeBatch, q_TND: torch.Tensor, out_TND: torch.Tensor, options: _Options
+        self, layer: int, batch: _DecodeBatch, q_TND: torch.Tensor, out_TND: torch.Tensor, options: AttentionOptions
     ) -> None:
         num_rows = len(batch.tokens_S)
         k_SKCD, v_SKCD = self._read(layer, batch.pages, num_rows, options.value_dim)
@@ -239,11 +217,11 @@ class TorchAttention:
         v_SKCD[rows, :, positions] = 0
         # The G queries of a key/value head take the place of a sequence's tokens: nothing is expanded.
         q_SKGD = q_TND[batch.tokens_S].view(num_rows, self._storage.num_heads, -1, q_TND.shape[-1]).to(k_SKCD.dtype)
-        out_SKGD = options.attend(q_SKGD, k_SKCD, v_SKCD, batch.mask_S11C, heads=tuple(q_SKGD.shape[1:3]))
+        out_SKGD = _attend(options, q_SKGD, k_SKCD, v_SKCD, batch.mask_S11C, heads=tuple(q_SKGD.shape[1:3]))
         out_TND[batch.tokens_S] = out_SKGD.reshape(num_rows, *out_TND.shape[1:]).to(q_TND.dtype)
 
     def _prefill(
-        self, layer: int, row: _PrefillRow, q_TND: torch.Tensor, out_TND: torch.Tensor, options: _Options
+        self, layer: int, row: _PrefillRow, q_TND: torch.Tensor, out_TND: torch.Tensor, options: AttentionOptions
     ) -> None:
         k_1KCD, v_1KCD = self._read(layer, row.pages, 1, options.value_dim)
         k_KCD, v_KCD = k_1KCD[0, :, : row.num_visible], v_1KCD[0, :, : row.num_visible]
@@ -252,7 +230,7 @@ class TorchAttention:
         q_KGQD = q_QND.transpose(0, 1).view(num_kv_heads, -1, row.stop - row.start, head_dim)
         group = q_KGQD.shape[1]
         k_KGCD, v_KGCD = (heads_KCD.unsqueeze(1).expand(-1, group, -1, -1) for heads_KCD in (k_KCD, v_KCD))
-        out_KGQD = options.attend(q_KGQD, k_KGCD, v_KGCD, row.mask_QC, heads=(num_kv_heads, group, 1))
+        out_KGQD = _attend(options, q_KGQD, k_KGCD, v_KGCD, row.mask_QC, heads=(num_kv_heads, group, 1))
         out_TND[row.start : row.stop] = out_KGQD.flatten(0, 1).transpose(0, 1)
 
     def _read(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from protos.values import KVLayout
-from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
+from workers.attention.base import AttentionBackend, AttentionInputs, AttentionOptions, CosSin
 
 
 class GroupedAttention:
@@ -27,17 +27,5 @@ class GroupedAttention:
     ) -> torch.Tensor:
         return self._of_layer[layer].write(layer, q_TND, k_TKD, v_TKD, rotation)
 
-    def attend(
-        self,
-        layer: int,
-        q_TND: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float = 0.0,
-        sinks_N: torch.Tensor | None = None,
-        value_dim: int | None = None,
-    ) -> torch.Tensor:
-        return self._of_layer[layer].attend(
-            layer, q_TND, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N, value_dim=value_dim
-        )
+    def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        return self._of_layer[layer].attend(layer, q_TND, options)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 
 from protos.values import LATENT
-from workers.attention.base import AttentionInputs, CosSin
+from workers.attention.base import AttentionInputs, AttentionOptions, CosSin
 from workers.kernels import reference
 from workers.kernels.cpu.build import Native
 from workers.kernels.cpu.layers import RowTables
+from workers.kernels.cpu.pages import LayerCache
 from workers.kv.storage import KVStorage
 
 
@@ -19,8 +20,18 @@ class NativeLatentAttention:
     def __init__(self, storage: KVStorage, kernels: Native, group: int = 0) -> None:
         self._kernels = kernels
         self._group = group
-        self._caches = {layer: storage.part(layer, LATENT) for layer in storage.layout.groups[group].layers}
+        latents = {layer: storage.part(layer, LATENT) for layer in storage.layout.groups[group].layers}
+        self.caches = {layer: LayerCache(keys=part, values=part) for layer, part in latents.items()}
         self._rows: RowTables | None = None
+
+    def kernels_for(self, dtype: torch.dtype) -> Native:
+        return self._kernels
+
+    @property
+    def rows(self) -> RowTables:
+        """The tables of the current step's rows."""
+        assert self._rows is not None, "no step has begun"
+        return self._rows
 
     def begin(self, inputs: AttentionInputs) -> None:
         self._rows = RowTables.of(inputs, self._group)
@@ -28,26 +39,14 @@ class NativeLatentAttention:
     def write(
         self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
     ) -> torch.Tensor:
-        assert self._rows is not None, "write before begin"
-        return reference.latent_write(q_TND, k_TKD, *rotation, self._caches[layer], self._rows.slots_T)
+        return reference.latent_write(q_TND, k_TKD, *rotation, self.caches[layer].keys, self.rows.slots_T)
 
-    def attend(
-        self,
-        layer: int,
-        q_TND: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float = 0.0,
-        sinks_N: torch.Tensor | None = None,
-        value_dim: int | None = None,
-    ) -> torch.Tensor:
-        step, cache = self._rows, self._caches[layer]
-        assert step is not None, "attend before begin"
+    def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        step, cache, value_dim = self.rows, self.caches[layer].keys, options.value_dim
         assert value_dim is not None, "latents have a value's size"
-        assert window is None, f"window is {window}"
-        assert not softcap, f"soft cap is {softcap}"
-        assert sinks_N is None, "latent attention has no sinks"
+        assert options.window is None, f"window is {options.window}"
+        assert not options.softcap, f"soft cap is {options.softcap}"
+        assert options.sinks_N is None, "latent attention has no sinks"
         assert q_TND.dtype == cache.dtype, f"queries are {q_TND.dtype}, the cache {cache.dtype}"
         q_TND = q_TND.contiguous()
         num_tokens, num_heads, width = q_TND.shape
@@ -67,7 +66,7 @@ class NativeLatentAttention:
             cache.shape[2],
             q_TND.stride(0),
             out_TND.stride(0),
-            scale,
+            options.scale,
             torch.get_num_threads(),
         )
         return out_TND

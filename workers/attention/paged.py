@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from protos.values import LATENT
-from workers.attention.base import AttentionInputs, CosSin
+from workers.attention.base import AttentionInputs, AttentionOptions, CosSin
 from workers.kernels.latent import (
     head_programs,
     heads_of_program,
@@ -79,40 +79,36 @@ class PagedAttention:
             slots_T = self._inputs.tables[self._group].slots_T
             return latent_write(q_TND, k_TKD, *rotation, self._storage.part(layer, LATENT), slots_T)
         caches = self._storage.keys(layer), self._storage.values(layer)
-        return rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, self._inputs.tables[self._group].slots_T)
+        slots_T, scales = self._inputs.tables[self._group].slots_T, self._storage.scales(layer)
+        return rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, slots_T, scales)
 
-    def attend(
-        self,
-        layer: int,
-        q_TND: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float = 0.0,
-        sinks_N: torch.Tensor | None = None,
-        value_dim: int | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         inputs = self._inputs
         assert inputs is not None, "attend before begin"
         tables_SB = inputs.tables[self._group].block_tables_SB
-        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks_N": sinks_N}
-        out_TND = q_TND.new_empty(*q_TND.shape[:2], value_dim or q_TND.shape[2])
+        scale, window, latent = options.scale, options.window, options.value_dim is not None
+        scoring: dict[str, Any] = {
+            "scale": scale, "window": window, "softcap": options.softcap, "sinks_N": options.sinks_N
+        }  # fmt: skip
+        out_TND = q_TND.new_empty(*q_TND.shape[:2], options.value_dim or q_TND.shape[2])
+        if not latent:
+            scoring["scales"] = self._storage.scales(layer)
         if self._rows.decode:
             if window not in self._planned:
                 self._plan_decode(inputs, window)
             plan = self._decode_plans[len(self._rows.decode), window]
-            if value_dim is None:
+            if not latent:
                 keys, values = self._storage.keys(layer), self._storage.values(layer)
-                paged_decode(q_TND, keys, values, out_TND, tables_SB, plan=plan, **options)
+                paged_decode(q_TND, keys, values, out_TND, tables_SB, plan=plan, **scoring)
             else:
                 latents = self._storage.part(layer, LATENT)
                 latent_decode(q_TND, latents, out_TND, tables_SB, plan=plan, scale=scale)
         if self._rows.prefill:
             if self._prefill_plan is None:
                 self._prefill_plan = self._plan_prefill(inputs, q_TND)
-            if value_dim is None:
+            if not latent:
                 keys, values = self._storage.keys(layer), self._storage.values(layer)
-                prefill(q_TND, keys, values, out_TND, tables_SB, plan=self._prefill_plan, **options)
+                prefill(q_TND, keys, values, out_TND, tables_SB, plan=self._prefill_plan, **scoring)
             else:
                 latents = self._storage.part(layer, LATENT)
                 latent_prefill(q_TND, latents, out_TND, tables_SB, plan=self._prefill_plan, scale=scale)
@@ -144,7 +140,8 @@ class PagedAttention:
             group, tile = heads_of_program(q_TND.shape[1]), latent_tile(q_TND.dtype, prompts=True)
         else:
             group = q_TND.shape[1] // self._storage.num_heads
-            tile = prefill_tile(q_TND.shape[2], group, q_TND.dtype, inputs.max_query)
+            keys = self._storage.keys(self._storage.layout.groups[self._group].layers[0])
+            tile = prefill_tile(q_TND.shape[2], group, q_TND.dtype, inputs.max_query, rounded=keys.itemsize == 1)
         work_W4 = plan_prefill(self._rows.prefill, inputs.query_starts, inputs.context_lens, group=group, tile=tile)
         return PrefillPlan(work_W4=self._move(work_W4), tile=tile)
 

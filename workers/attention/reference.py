@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from protos.values import LATENT
-from workers.attention.base import AttentionInputs, CosSin
+from workers.attention.base import AttentionInputs, AttentionOptions, CosSin
 from workers.kernels import reference
 from workers.kv.storage import KVStorage
 
@@ -29,19 +29,9 @@ class ReferenceAttention:
         caches = self._storage.keys(layer), self._storage.values(layer)
         return reference.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, slots_T, self._storage.scales(layer))
 
-    def attend(
-        self,
-        layer: int,
-        q_TND: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float = 0.0,
-        sinks_N: torch.Tensor | None = None,
-        value_dim: int | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         assert self._inputs is not None, "attend before begin"
-        keys, values = self._storage.keys_values(layer, value_dim)
+        keys, values = self._storage.keys_values(layer, options.value_dim)
         k_scales, v_scales = self._storage.scales(layer) or (None, None)
         return reference.paged_attention(
             q_TND,
@@ -50,8 +40,8 @@ class ReferenceAttention:
             query_starts=self._inputs.query_starts,
             context_lens=self._inputs.context_lens,
             block_tables_SB=self._inputs.tables[self._group].block_tables_SB,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks_N=sinks_N,
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
+            sinks_N=options.sinks_N,
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
+from workers.attention.base import AttentionBackend, AttentionInputs, AttentionOptions, CosSin
 
 
 class WatchedAttention:
@@ -36,17 +36,5 @@ class WatchedAttention:
         for watcher in self._watchers:
             watcher(layer)
 
-    def attend(
-        self,
-        layer: int,
-        q_TND: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float = 0.0,
-        sinks_N: torch.Tensor | None = None,
-        value_dim: int | None = None,
-    ) -> torch.Tensor:
-        return self._backend.attend(
-            layer, q_TND, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N, value_dim=value_dim
-        )
+    def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        return self._backend.attend(layer, q_TND, options)

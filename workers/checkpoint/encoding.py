@@ -57,6 +57,10 @@ class Matrix(Protocol):
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor: ...
 
+    def before_gate(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        """The product without its gate, [T, O]; what a call returns where there is none."""
+        ...
+
     def pack(self) -> None:
         """Lays the loaded weight out as this machine multiplies fastest. `slots` is not called afterwards."""
         ...
@@ -146,12 +150,14 @@ class SideBySide:
         return self._packed
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        if self._packed is not None:
-            y_TO = self._packed(x_TI, bias_O)
-        else:
-            y_TO = torch.cat([part(x_TI) for part in self.parts], dim=1)
-            y_TO = y_TO if bias_O is None else y_TO + bias_O
+        y_TO = self.before_gate(x_TI, bias_O)
         return self._kernels.silu_mul(y_TO) if self._gated else y_TO
+
+    def before_gate(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        if self._packed is not None:
+            return self._packed(x_TI, bias_O)
+        y_TO = torch.cat([part(x_TI) for part in self.parts], dim=1)
+        return y_TO if bias_O is None else y_TO + bias_O
 
     def dequantised(self) -> torch.Tensor:
         return torch.cat([part.dequantised() for part in self.parts])

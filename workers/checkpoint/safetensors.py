@@ -14,6 +14,7 @@ from protos.errors import BadCheckpoint
 from protos.hints import lfs_pointer, unusable
 from protos.model_files.fields import Fields
 from protos.model_files.folder import FolderFiles
+from protos.model_files.text_part import has_text_part, is_other_part, text_name
 from workers.checkpoint.source import StoredTensor, WeightSource
 from workers.checkpoint.stacked import unstacked
 
@@ -49,9 +50,10 @@ class SafetensorsSource:
 
 
 @contextmanager
-def open_safetensors(folder: Path, *, framework: str = "pt") -> Iterator[WeightSource]:
+def open_safetensors(folder: Path, *, framework: str = "pt", as_stored: bool = False) -> Iterator[WeightSource]:
     """Reads every file's header; with framework "numpy" without torch, and then nothing else can be read. Experts in
-    one tensor become tensors of their own (`workers.checkpoint.stacked`).
+    one tensor become tensors of their own (`workers.checkpoint.stacked`) unless `as_stored`, and of a model that reads
+    images too only the text part is there.
 
     Raises BadCheckpoint for a file that is missing, truncated or damaged.
     """
@@ -61,7 +63,15 @@ def open_safetensors(folder: Path, *, framework: str = "pt") -> Iterator[WeightS
             file = files.enter_context(_open(folder / name, framework=framework))
             stored: list[str] = file.keys()
             tensors |= {key: file.get_slice(key) for key in stored}
-        yield unstacked(SafetensorsSource(tensors))
+        source = SafetensorsSource(_of_text(tensors))
+        yield source if as_stored else unstacked(source)
+
+
+def _of_text(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Those of a text part by their names in a model for text; all of a model that has no other part."""
+    if not has_text_part(frozenset(tensors)):
+        return tensors
+    return {text_name(name): tensor for name, tensor in tensors.items() if not is_other_part(name)}
 
 
 def _open(file: Path, *, framework: str) -> Any:

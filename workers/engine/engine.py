@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kvtransfer.events import EventLog
-from protos.errors import InvalidRequest, Overloaded, UnknownRequest, WorkerDraining
+from protos.errors import AdapterNotLoaded, InvalidRequest, Overloaded, UnknownRequest, WorkerDraining
 from protos.values import (
     FinishReason,
     GenerateRequest,
@@ -40,11 +40,13 @@ from workers.batch import (
     pipeline,
     row_limits,
 )
+from workers.engine.adapters import ServedAdapters
 from workers.engine.speed import EngineSpeed
 from workers.engine.validation import check_length, check_tokens
 from workers.grammar.base import Grammars
 from workers.kv.blocks import BlockPool
-from workers.scheduling.role import Tick
+from workers.parallel.placement import ExpertImbalance
+from workers.scheduling.role import Role, Tick
 from workers.scheduling.scheduler import Scheduler
 from workers.timeline import Timeline
 
@@ -78,13 +80,17 @@ class Engine:
         depth: int = 0,
         timeline: Timeline | None = None,
         grammars: Grammars | None = None,
-        expert_imbalance: Callable[[], float] | None = None,
+        expert_imbalance: Callable[[], ExpertImbalance] | None = None,
+        adapters: ServedAdapters | None = None,
     ) -> None:
+        self.adapters = adapters
         self._expert_imbalance = expert_imbalance
         self._grammars = grammars
         self._scheduler = scheduler
         self._pipeline = pipeline(runner)
         self._row_limits = row_limits(self._pipeline)
+        if scheduler.speculation is not None:
+            scheduler.speculation.limit(self._row_limits.num_drafts)
         self._depth = depth
         self._in_flight: deque[_Launched] = deque()
         self._fetched_s = 0.0
@@ -95,11 +101,16 @@ class Engine:
         self._num_drained = 0
         self.num_steps = 0
         self.draining = False
+        self.retiring = False
         self.timeline = timeline or Timeline(clock)
 
     @property
     def scheduler(self) -> Scheduler:
         return self._scheduler
+
+    @property
+    def role(self) -> Role:
+        return self._role
 
     @property
     def pool(self) -> BlockPool:
@@ -119,6 +130,8 @@ class Engine:
             )
         check_tokens(request, self._scheduler.config.vocab_size)
         check_length(request, self._scheduler.max_len)
+        if request.adapter:
+            self._check_adapter(request.adapter)
         if request.ticket is None:
             self._check_room()
         if request.sampling.grammar:
@@ -152,7 +165,9 @@ class Engine:
         each sequence a block to grow into. Raises as `Role.share` does."""
         num_running, num_waiting = self._scheduler.num_running, self._scheduler.num_waiting
         at_once = not num_running and not self._in_flight
-        coming = self._scheduler.onloads.fetch(request.hashes, headroom=num_running + num_waiting, at_once=at_once)
+        num_computed = request.ticket.stop * request.ticket.layout.block_size - 1
+        headroom = num_running + num_waiting
+        coming = self._scheduler.onloads.fetch(request.hashes, num_computed, headroom=headroom, at_once=at_once)
         return self._role.share(request.ticket, request.hashes, now, coming)
 
     def step(self, now: float) -> list[SequenceUpdate]:
@@ -162,7 +177,14 @@ class Engine:
         updates += self.advance(now)
         if self._grammars is not None and len(self._grammars):
             self._prepare_masks(self._grammars, updates)
+        if self.adapters is not None and self.adapters.has_retired:
+            self.free_adapters()
         return updates
+
+    def free_adapters(self) -> None:
+        """Frees the adapters that were unloaded and that no request has any more."""
+        if self.adapters is not None:
+            self.adapters.free({request.adapter for request in self._scheduler.requests()})
 
     def advance(self, now: float, num_steps: int = 1) -> list[SequenceUpdate]:
         """A step without a tick of the role. `num_steps` above 1 has the effect of as many calls: the fetched batch
@@ -174,6 +196,8 @@ class Engine:
             self._prolong(num_steps - 1)
         batch = self._plan(now)
         if batch is not None:
+            if self._grammars is not None and self._scheduler.speculation is not None:
+                self._draft_masks(self._grammars, batch)
             self._launch(batch, now)
         if num_steps > 1 and prolongs_next:
             self._prolong(num_steps - 1)
@@ -206,7 +230,20 @@ class Engine:
         """Accepts no new requests from now on; those accepted are served to their end."""
         self.draining = True
 
+    def retire(self) -> None:
+        """Reports that requests which have not begun should go to workers of another revision. Nothing is refused."""
+        self.retiring = True
+
+    def resume(self, role: Role | None = None) -> None:
+        """Accepts new requests again after a drain, in another role if one is given. The engine must be idle then."""
+        if role is not None:
+            assert not self.has_work(), "an engine changes its role while nothing runs"
+            self._role = self._scheduler.role = role
+        self.draining = False
+
     def load(self) -> WorkerLoad:
+        speculation = self._scheduler.speculation
+        experts = self._expert_imbalance() if self._expert_imbalance is not None else ExpertImbalance()
         return WorkerLoad(
             step=self.num_steps,
             num_running=self._scheduler.num_running,
@@ -215,10 +252,14 @@ class Engine:
             num_free_blocks=self.pool.num_free // self.pool.windows.num_groups,
             num_blocks=self.pool.num_blocks // self.pool.windows.num_groups,
             prefill_tokens_per_s=self.speed.prefill_tokens_per_s,
-            decode_step_s=self.speed.decode_step_s,
+            decode_step_s=self.speed.decode_step_s / (speculation.tokens_per_step() if speculation is not None else 1),
             draining=self.draining,
+            retiring=self.retiring,
             host=self.pool.host.load() if self.pool.host is not None else None,
-            expert_imbalance=self._expert_imbalance() if self._expert_imbalance is not None else 0.0,
+            expert_imbalance=experts.experts,
+            expert_rank_imbalance=experts.ranks,
+            expert_placed_imbalance=experts.placed,
+            speculation=speculation.load() if speculation is not None else None,
             **self._role.load(),
         )
 
@@ -251,6 +292,12 @@ class Engine:
         assert not self._role.busy()
         assert self._grammars is None or not len(self._grammars)
         self._scheduler.assert_idle()
+
+    def _check_adapter(self, adapter_id: str) -> None:
+        """Raises AdapterNotLoaded."""
+        if self.adapters is None:
+            raise AdapterNotLoaded("this worker serves no adapters")
+        self.adapters.require(adapter_id)
 
     def _tick(self, now: float) -> list[SequenceUpdate]:
         with self.timeline.span("tick"):
@@ -295,7 +342,8 @@ class Engine:
             self._in_flight.append(_Launched(batch=batch, pending=self._pipeline.launch(batch), start_s=start_s))
 
     def _fetch(self, launched: _Launched) -> StepOutput:
-        """Fetches a step's output. The step's time counts from the end of the previous step."""
+        """Fetches a step's output. The step's time counts from the end of the previous step. Proposers compute
+        between two steps, and the device waits for them: the engine's speed counts their time."""
         step = self.num_steps + launched.batch.num_steps
         with self.timeline.span("fetch", launched.batch, step=step):
             self._wait(launched)
@@ -305,7 +353,11 @@ class Engine:
             for before_s, end_s in pairwise((start_s, *output.ends_s)):
                 self.speed.observe_decode(end_s - before_s)
         else:
-            self.speed.observe(launched.batch, self._fetched_s - start_s)
+            elapsed_s, speculation = self._fetched_s - start_s, self._scheduler.speculation
+            drafting_s = speculation.take_seconds() if speculation is not None else 0.0
+            self.speed.observe(launched.batch, elapsed_s + drafting_s)
+            if speculation is not None:
+                speculation.observe(launched.batch, elapsed_s)
         self._scheduler.onloads.prefill_tokens_per_s = self.speed.prefill_tokens_per_s
         if self.timeline.recording:
             pending, seen = launched.pending, (start_s, self._fetched_s)
@@ -349,6 +401,12 @@ class Engine:
             request = self._scheduler.find(update.request_id) if update.token_ids else None
             if request is not None and request.sampling.grammar and update.finish_reason is None:
                 grammars.begin(request.request_id, request.sampling.grammar, tuple(request.output_ids))
+
+    def _draft_masks(self, grammars: Grammars, batch: Batch) -> None:
+        """Begins to compute the masks after drafts, during the forward pass."""
+        for row in batch.rows:
+            if row.draft_ids and row.sample is not None and row.sample.params.grammar:
+                grammars.draft(row.request_id, row.draft_ids)
 
     def _check_room(self) -> None:
         limit = self._scheduler.config.max_waiting

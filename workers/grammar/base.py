@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -41,6 +41,16 @@ class Grammars(Protocol):
         """The mask of the token after `sample.output_ids`. It allows at least one token, and end-of-sequence only where
         the grammar is fulfilled. None while it is pending. Raises InvalidRequest for a grammar that cannot be followed
         (any further), or outputs that break it."""
+        ...
+
+    def draft(self, request_id: str, draft_ids: tuple[int, ...]) -> None:
+        """Begins to compute the masks after each of these drafts, which follow the output of the last `begin`. Not for
+        a request that is pending."""
+        ...
+
+    def allowed_after(self, request_id: str, samples: Sequence[Sample]) -> Sequence[Mask]:
+        """The masks after drafts, `samples[i]` being that after i of them, which `allowed` was called with for i = 0:
+        those from 1 on, up to the first draft that the grammar does not allow. None while they are pending."""
         ...
 
     def release(self, request_ids: Collection[str]) -> None:

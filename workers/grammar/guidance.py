@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -96,9 +96,10 @@ class _Standing:
     matcher: LLMatcher | None = None
     seen: int = 0
     slow: bool = False
+    further: Future[list[Mask]] | None = None  # the masks after drafts
 
     def leads_to(self, grammar: str, output_ids: tuple[int, ...]) -> bool:
-        is_whole = self.made.done() and self.made.exception() is None
+        is_whole = all(one is None or (one.done() and one.exception() is None) for one in (self.made, self.further))
         return is_whole and self.grammar == grammar and self.output_ids == output_ids[: len(self.output_ids)]
 
 
@@ -120,7 +121,7 @@ class GuidanceGrammars:
             name: DeepThreads(f"grammars-{name}", num, partial(leave_cores, niceness))
             for name, num, niceness in (("new", 2, NICE), ("large", 1, NICE), ("quick", 2, 0), ("slow", 1, NICE))
         }
-        self._making: dict[Future[Mask], _Making] = {}  # the code that takes a future out of it handles its error
+        self._making: dict[Future[Any], _Making] = {}  # the code that takes a future out of it handles its error
         self._watch: threading.Thread | None = None
         self._takers = threading.local()
         self._tokenizer: Future[LLTokenizer] | None = None
@@ -137,7 +138,7 @@ class GuidanceGrammars:
         if standing is None or not standing.leads_to(grammar, output_ids):
             self._begin_anew(request_id, grammar, output_ids)
             return
-        standing.output_ids, standing.made = output_ids, Future()
+        standing.output_ids, standing.made, standing.further = output_ids, Future(), None
         if standing.slow:
             self._late.add(request_id)
         pool = "slow" if standing.slow else "quick"
@@ -159,6 +160,21 @@ class GuidanceGrammars:
             self._late.add(request_id)
             return None
         return without(standing.made.result(), sample.banned_ids)
+
+    def draft(self, request_id: str, draft_ids: tuple[int, ...]) -> None:
+        standing = self._standing[request_id]
+        before = standing.further or standing.made  # drafts of a step that came too early may still be in progress
+        standing.further = further = Future[list[Mask]]()
+        wanted = () if standing.slow else draft_ids
+        before.add_done_callback(
+            lambda _: self._threads["quick"].submit(self._make_further, standing, before, further, wanted)
+        )
+
+    def allowed_after(self, request_id: str, samples: Sequence[Sample]) -> Sequence[Mask]:
+        further = self._standing[request_id].further
+        if further is None or not (further.done() or self._waited(further)) or further.exception() is not None:
+            return ()
+        return [without(mask, one.banned_ids) for mask, one in zip(further.result(), samples[1:], strict=False)]
 
     def release(self, request_ids: Collection[str]) -> None:
         for request_id in request_ids:
@@ -185,7 +201,7 @@ class GuidanceGrammars:
             lambda matcher: self._threads[pool].submit(self._make, standing, made, pool, matcher)
         )
 
-    def _waited(self, made: Future[Mask]) -> bool:
+    def _waited(self, made: Future[Any]) -> bool:
         """Waits for the mask within the step's remaining time. True if it is ready."""
         start_s = time.perf_counter()
         wait([made], timeout=max(0.0, self._patience_s))
@@ -241,6 +257,41 @@ class GuidanceGrammars:
             made.set_exception(failure)
         self.listener()
 
+    def _make_further(
+        self, standing: _Standing, before: Future[Any], further: Future[list[Mask]], draft_ids: tuple[int, ...]
+    ) -> None:
+        """The masks after drafts, up to the first that the grammar forbids. The matcher returns to the output; where
+        its last use `before` failed, it may not have, and this fails as well."""
+        if not further.set_running_or_notify_cancel():
+            return
+        masks, failure, num_taken = list[Mask](), None, 0
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._making[further] = _Making(standing.compiled, clock, time.thread_time(), "quick")
+        try:
+            if (failure := before.exception()) is not None:
+                draft_ids = ()
+            matcher, mask = standing.matcher, standing.made.result()
+            assert matcher is not None
+            for draft_id in draft_ids:
+                if not mask[draft_id // 32] >> (draft_id % 32) & 1:
+                    break
+                self._take(matcher, [draft_id])
+                num_taken += 1
+                mask = self._mask_of(matcher)
+                masks.append(mask)
+        except InvalidRequest:
+            log.debug("a grammar ends behind a draft")  # the token itself may come: the next step reports it
+        except BaseException as error:  # of the compiled library
+            failure = error
+        if failure is None and num_taken and (standing.matcher is None or not standing.matcher.rollback(num_taken)):
+            failure = InvalidRequest("the grammar cannot go back before its drafts", param="grammar")
+        if self._making.pop(further, None) is None:
+            return  # too late
+        if failure is None:
+            further.set_result(masks)
+        else:
+            further.set_exception(failure)
+
     def end_overdue(self, max_s: float = MAX_MASK_S) -> None:
         """Ends requests whose masks have taken `max_s` of CPU time, and those that share their grammars."""
         begun = list(self._making.items())
@@ -260,6 +311,11 @@ class GuidanceGrammars:
         assert matcher is not None
         fresh, standing.seen = standing.output_ids[standing.seen :], len(standing.output_ids)
         self._take(matcher, fresh)
+        mask = self._mask_of(matcher)
+        standing.slow = time.perf_counter() - start_s > PATIENCE_S * max(1, len(fresh))
+        return mask
+
+    def _mask_of(self, matcher: LLMatcher) -> Mask:
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32) if not matcher.is_error() else None
         if mask is not None and self._ends(mask) and not matcher.is_accepting():
             mask = self._without_end(mask)
@@ -267,7 +323,6 @@ class GuidanceGrammars:
             raise InvalidRequest(
                 f"the answer cannot follow its grammar: {in_our_words(matcher.get_error())}", param="grammar"
             )
-        standing.slow = time.perf_counter() - start_s > PATIENCE_S * max(1, len(fresh))
         return mask
 
     def _ends(self, mask: Mask) -> bool:

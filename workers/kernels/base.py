@@ -29,6 +29,10 @@ class QuantisedProduct(Protocol):
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
+ExpertWeight = torch.Tensor | QuantisedProduct
+"""Of one expert: [O, I] in floating point, or the product that this device's kernels made of a quantised weight."""
+
+
 class ExpertsSum(Protocol):
     """The sum [T, E], float32, of each token's experts [T, S], by the weights of its slots and in their order."""
 
@@ -47,6 +51,7 @@ class Kernels(Protocol):
     ) -> torch.Tensor: ...
     def silu_mul(self, gate_up_TF2: torch.Tensor) -> torch.Tensor: ...
     def gelu_tanh_mul(self, gate_up_TF2: torch.Tensor) -> torch.Tensor: ...
+    def activate(self, x_TF: torch.Tensor, activation: str) -> torch.Tensor: ...
     def embed(self, token_ids_T: torch.Tensor, table_SE: torch.Tensor, start: int) -> torch.Tensor: ...
     def join(self, parts_PRS: torch.Tensor, vocab_size: int) -> torch.Tensor: ...
     def rope_kv_write(
@@ -65,8 +70,8 @@ class Kernels(Protocol):
     def gather(self, cache: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
     def grouped_experts(
         self,
-        gate_up: Mapping[int, torch.Tensor],
-        down: Mapping[int, torch.Tensor],
+        gate_up: Mapping[int, ExpertWeight],
+        down: Mapping[int, ExpertWeight],
         gate: Callable[[torch.Tensor], torch.Tensor],
         *,
         num_experts: int,

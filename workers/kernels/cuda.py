@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from workers.kernels.blocks import gather, scatter
-from workers.kernels.experts.product import GroupedExperts as grouped_experts
+from workers.kernels.experts.product import grouped_experts
 from workers.kernels.quantised.product import quantised_product
-from workers.kernels.reference import head_products, layer_norm
+from workers.kernels.reference import activate, head_products, layer_norm
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rope_kv_write import rope_kv_write
 from workers.kernels.silu_mul import gelu_tanh_mul, silu_mul
 from workers.kernels.vocab import embed, join
 
 __all__ = [
+    "activate",
     "add_rms_norm",
     "embed",
     "gather",

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from workers.kernels.base import KVScales
+from workers.kernels.quantised.kv import FP8, CachedBits, key_factor, value_factor
 from workers.kernels.tile import SoftmaxOptions, Tile, accumulate, check_indices, check_paged, check_sinks, first_state
 
 _MIN_ITEM = 256
@@ -40,32 +42,12 @@ _WHOLE, _UNUSED = -1, -1
 
 @triton.jit
 def _decode(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    items_ptr,
-    tables_ptr,
-    sinks_ptr,
-    q_stride,
-    out_stride,
-    block_stride,
-    table_stride,
-    scale_log2,
-    cap_scale,
-    G: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    CAPPED: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, tables_ptr, sinks_ptr,
+    q_stride, out_stride, block_stride, scales_stride, table_stride, scale_log2, cap_scale,
+    G: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, M: tl.constexpr, C: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-):
+):  # fmt: skip
     """Computes one item for one key/value head. The result of a whole row is written to its token, that of a part to
     the work space, with its log2-sum-exp."""
     item_ptr, head = items_ptr + tl.program_id(0) * 6, tl.program_id(1)
@@ -81,13 +63,16 @@ def _decode(
     max_M, sum_M = first_state(sinks_ptr, heads_M, groups_M < G, M, HAS_SINKS)
     if slot >= 0:  # the reduction has the sink
         max_M, sum_M = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    if KIND == FP8:
+        factor = key_factor(k_scales_ptr, head, KIND)
+        scale_log2, cap_scale = scale_log2 * (1.0 if CAPPED else factor), cap_scale * factor
     acc_MD = tl.zeros([M, D], tl.float32)
     acc_MD, sum_M, max_M = accumulate(
-        acc_MD, sum_M, max_M, q_MD, groups_M, k_ptr, v_ptr, tables_ptr + row.to(tl.int64) * table_stride, head,
-        start, stop, first, block_stride, scale_log2, cap_scale, DIM, BLOCK_SIZE, WINDOW, PRECISION, C, D,
-        MASKED=True, CAUSAL=False, CAPPED=CAPPED,
+        acc_MD, sum_M, max_M, q_MD, groups_M, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+        tables_ptr + row.to(tl.int64) * table_stride, head, start, stop, first, block_stride, scales_stride, scale_log2,
+        cap_scale, DIM, BLOCK_SIZE, WINDOW, PRECISION, KIND, C, D, MASKED=True, CAUSAL=False, CAPPED=CAPPED,
     )  # fmt: skip
-    out_MD = acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]  # no context: zeros
+    out_MD = acc_MD * value_factor(v_scales_ptr, head, KIND) / tl.where(sum_M > 0, sum_M, 1.0)[:, None]  # or zeros
     if slot < 0:
         written_MD = token * out_stride + heads_M[:, None] * DIM + dims_D[None, :]
         tl.store(out_ptr + written_MD, out_MD.to(out_ptr.dtype.element_ty), mask=inside_MD)
@@ -131,9 +116,13 @@ def _reduce(
 def decode_tile(dim: int, group: int, dtype: torch.dtype) -> Tile:
     """The tile of a head size: 16 KiB of keys and 16 KiB of values per stage. Three stages take 70 KiB of shared memory
     and 120 registers a thread (compiled for 9.0), so three programs fit a multiprocessor (two on 8.0), each with 64 KiB
-    under way: five times what 4.3 TB/s at a latency of 1 us need. Chosen by reasoning, not measured yet."""
-    positions = 16384 // (max(16, triton.next_power_of_2(dim)) * dtype.itemsize)
-    return Tile(rows=max(16, triton.next_power_of_2(group)), positions=min(128, max(16, positions)), warps=4, stages=3)
+    under way: five times what 4.3 TB/s at a latency of 1 us need. Of 8 bits (`dtype` is the cache's) half as many bytes
+    are as many numbers in registers, hence a stage more. Chosen by reasoning, not measured yet."""
+    rounded = dtype.itemsize == 1
+    positions = 16384 // (max(16, triton.next_power_of_2(dim)) * max(2, dtype.itemsize))
+    positions = min(128, max(16, positions))
+    rows = max(16, triton.next_power_of_2(group))
+    return Tile(rows=rows, positions=positions, warps=4, stages=4 if rounded else 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +182,7 @@ def paged_decode(
     plan: DecodePlan,
     scale: float,
     window: int | None,
+    scales: KVScales | None = None,
     softcap: float = 0.0,
     sinks_N: torch.Tensor | None = None,
     tile: Tile | None = None,
@@ -200,9 +190,11 @@ def paged_decode(
     """Writes the attention of the plan's tokens into `out_TND`. Its other tokens stay unchanged. `window` must be the
     plan's.
 
-    Caches [NB, K, BS, D], block tables int32. Rows without context give zeros.
+    Caches [NB, K, BS, D], of q's type or, with `scales`, of 8 bits; block tables int32. Rows without context give
+    zeros.
     """
-    group = check_paged(q_TND, k_cache, v_cache, block_tables_SB)
+    cache = CachedBits.of(k_cache, v_cache, scales)
+    group = check_paged(q_TND, cache, block_tables_SB)
     check_indices(items=plan.items_W6, parts=plan.parts_R3)
     assert out_TND.stride()[1:] == q_TND.stride()[1:], f"out has strides {out_TND.stride()}"
     assert window is None or window > 0, f"window is {window}"
@@ -211,40 +203,21 @@ def paged_decode(
     (_, num_heads, dim), num_rows, num_items = q_TND.shape, len(plan.parts_R3), len(plan.items_W6)
     if num_rows == 0:
         return
-    tile = tile or decode_tile(dim, group, q_TND.dtype)
+    tile = tile or decode_tile(dim, group, k_cache.dtype)
     assert tile.positions % _ALIGNMENT == 0, f"tiles of {tile.positions} positions"
     padded_dim = max(16, triton.next_power_of_2(dim))
     partial_WND = torch.empty((num_items, num_heads, dim), dtype=torch.float32, device=q_TND.device)
     lse_WN = torch.empty((num_items, num_heads), dtype=torch.float32, device=q_TND.device)
     _decode[(num_items, k_cache.shape[1])](
-        q_TND,
-        k_cache,
-        v_cache,
-        out_TND,
-        partial_WND,
-        lse_WN,
-        plan.items_W6,
-        block_tables_SB,
-        sinks_N,
-        q_TND.stride(0),
-        out_TND.stride(0),
-        k_cache.stride(0),
-        block_tables_SB.stride(0),
-        options.scale_log2,
-        options.cap_scale,
-        G=group,
-        DIM=dim,
-        BLOCK_SIZE=k_cache.shape[2],
-        WINDOW=window or 0,
-        PRECISION="tf32x3" if q_TND.dtype == torch.float32 else "tf32",
-        M=tile.rows,
-        C=tile.positions,
-        D=padded_dim,
-        CAPPED=options.capped,
-        HAS_SINKS=sinks_N is not None,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        q_TND, cache.keys, cache.values, cache.key_scales, cache.value_scales, out_TND, partial_WND, lse_WN,
+        plan.items_W6, block_tables_SB, sinks_N,
+        q_TND.stride(0), out_TND.stride(0), k_cache.stride(0), cache.scales_stride, block_tables_SB.stride(0),
+        options.scale_log2, options.cap_scale,
+        G=group, DIM=dim, BLOCK_SIZE=k_cache.shape[2], WINDOW=window or 0,
+        PRECISION="tf32x3" if q_TND.dtype == torch.float32 else "tf32", KIND=cache.kind,
+        M=tile.rows, C=tile.positions, D=padded_dim, CAPPED=options.capped, HAS_SINKS=sinks_N is not None,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     reduce_parts(partial_WND, lse_WN, out_TND, plan.parts_R3, sinks_N)
 
 

@@ -21,35 +21,19 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from workers.kernels.base import KVScales
+from workers.kernels.quantised.kv import FP8, CachedBits, key_factor, value_factor
 from workers.kernels.tile import SoftmaxOptions, Tile, accumulate, check_indices, check_paged, check_sinks, first_state
 
 
 @triton.jit
 def _prefill(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    work_ptr,
-    tables_ptr,
-    sinks_ptr,
-    q_stride,
-    out_stride,
-    block_stride,
-    table_stride,
-    scale_log2,
-    cap_scale,
-    G: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    CAPPED: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, work_ptr, tables_ptr, sinks_ptr,
+    q_stride, out_stride, block_stride, scales_stride, table_stride, scale_log2, cap_scale,
+    G: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, M: tl.constexpr, C: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-):
+):  # fmt: skip
     """Computes one tile of one row's queries, for the G heads of one key/value head."""
     item_ptr, head = work_ptr + tl.program_id(0) * 4, tl.program_id(1)
     row, start = tl.load(item_ptr), tl.load(item_ptr + 1)
@@ -65,6 +49,9 @@ def _prefill(
     q_MD = tl.load(q_ptr + q_offsets_MD, mask=inside_MD, other=0.0)
     queries_M = position + tokens_M
     max_M, sum_M = first_state(sinks_ptr, heads_M, tokens_M < count, M, HAS_SINKS)
+    if KIND == FP8:
+        factor = key_factor(k_scales_ptr, head, KIND)
+        scale_log2, cap_scale = scale_log2 * (1.0 if CAPPED else factor), cap_scale * factor
     acc_MD = tl.zeros([M, D], tl.float32)
 
     # B lies between the last query's first position and the first query's last, in whole tiles; tiles begin with pages.
@@ -75,28 +62,32 @@ def _prefill(
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
     if WINDOW:
         acc_MD, sum_M, max_M = accumulate(
-            acc_MD, sum_M, max_M, q_MD, queries_M, k_ptr, v_ptr, table_ptr, head, base, full, first, block_stride,
-            scale_log2, cap_scale, DIM, BLOCK_SIZE, WINDOW, PRECISION, C, D, MASKED=True, CAUSAL=True, CAPPED=CAPPED,
+            acc_MD, sum_M, max_M, q_MD, queries_M, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, head,
+            base, full, first, block_stride, scales_stride, scale_log2, cap_scale, DIM, BLOCK_SIZE, WINDOW, PRECISION,
+            KIND, C, D, MASKED=True, CAUSAL=True, CAPPED=CAPPED,
         )  # fmt: skip
     acc_MD, sum_M, max_M = accumulate(
-        acc_MD, sum_M, max_M, q_MD, queries_M, k_ptr, v_ptr, table_ptr, head, full, diagonal, first, block_stride,
-        scale_log2, cap_scale, DIM, BLOCK_SIZE, WINDOW, PRECISION, C, D, MASKED=False, CAUSAL=False, CAPPED=CAPPED,
+        acc_MD, sum_M, max_M, q_MD, queries_M, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, head,
+        full, diagonal, first, block_stride, scales_stride, scale_log2, cap_scale, DIM, BLOCK_SIZE, WINDOW, PRECISION,
+        KIND, C, D, MASKED=False, CAUSAL=False, CAPPED=CAPPED,
     )  # fmt: skip
     acc_MD, sum_M, max_M = accumulate(
-        acc_MD, sum_M, max_M, q_MD, queries_M, k_ptr, v_ptr, table_ptr, head, diagonal, stop, first, block_stride,
-        scale_log2, cap_scale, DIM, BLOCK_SIZE, WINDOW, PRECISION, C, D, MASKED=True, CAUSAL=True, CAPPED=CAPPED,
+        acc_MD, sum_M, max_M, q_MD, queries_M, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, head,
+        diagonal, stop, first, block_stride, scales_stride, scale_log2, cap_scale, DIM, BLOCK_SIZE, WINDOW, PRECISION,
+        KIND, C, D, MASKED=True, CAUSAL=True, CAPPED=CAPPED,
     )  # fmt: skip
-    out_MD = acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
+    out_MD = acc_MD * value_factor(v_scales_ptr, head, KIND) / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
     out_offsets_MD = (token_M * out_stride + heads_M * DIM)[:, None] + dims_D[None, :]
     tl.store(out_ptr + out_offsets_MD, out_MD.to(out_ptr.dtype.element_ty), mask=inside_MD)
 
 
-def prefill_tile(dim: int, group: int, dtype: torch.dtype, max_query: int) -> Tile:
+def prefill_tile(dim: int, group: int, dtype: torch.dtype, max_query: int, *, rounded: bool = False) -> Tile:
     """128 rows on 8 warps are two of Hopper's warpgroups with 64 rows each, the least a wgmma takes, and let each key
     and value that comes from L2 do 128 multiplications; 64 positions keep scores and accumulator of heads of 128 in
     registers (186 a thread, compiled for 9.0); three stages (128 KiB) load two tiles ahead. Chunks of up to 64 rows
-    take half a tile; float32 and longer heads take what fits the 99 KiB of 8.6 and 8.9. Chosen by reasoning, not
-    measured yet: `benchmarks/gpu/kernels.py --sweep` tries others.
+    take half a tile; float32 and longer heads take what fits the 99 KiB of 8.6 and 8.9. Keys and values of 8 bits
+    (`rounded`) pass through registers: 64 positions of them spill. Chosen by reasoning, not measured yet:
+    `benchmarks/gpu/kernels.py --sweep` tries others.
     """
     smallest = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
@@ -104,7 +95,7 @@ def prefill_tile(dim: int, group: int, dtype: torch.dtype, max_query: int) -> Ti
     if triton.next_power_of_2(dim) > 128:
         return Tile(rows=max(64, smallest), positions=32, warps=4, stages=2)
     rows = max(smallest, 64 if max_query * group <= 64 else 128)
-    return Tile(rows=rows, positions=64, warps=rows // 16, stages=3)
+    return Tile(rows=rows, positions=32 if rounded else 64, warps=rows // 16, stages=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +131,14 @@ def prefill(
     plan: PrefillPlan,
     scale: float,
     window: int | None,
+    scales: KVScales | None = None,
     softcap: float = 0.0,
     sinks_N: torch.Tensor | None = None,
 ) -> None:
     """Writes the attention of the plan's tokens into `out_TND`. Its other tokens stay unchanged. Caches [NB, K, BS, D],
-    block tables int32."""
-    group = check_paged(q_TND, k_cache, v_cache, block_tables_SB)
+    of q's type or, with `scales`, of 8 bits; block tables int32."""
+    cache = CachedBits.of(k_cache, v_cache, scales)
+    group = check_paged(q_TND, cache, block_tables_SB)
     assert out_TND.stride()[1:] == q_TND.stride()[1:], f"out has strides {out_TND.stride()}"
     check_indices(work=plan.work_W4)
     assert window is None or window > 0, f"window is {window}"
@@ -156,8 +149,10 @@ def prefill(
         return
     _prefill[(len(plan.work_W4), k_cache.shape[1])](
         q_TND,
-        k_cache,
-        v_cache,
+        cache.keys,
+        cache.values,
+        cache.key_scales,
+        cache.value_scales,
         out_TND,
         plan.work_W4,
         block_tables_SB,
@@ -165,6 +160,7 @@ def prefill(
         q_TND.stride(0),
         out_TND.stride(0),
         k_cache.stride(0),
+        cache.scales_stride,
         block_tables_SB.stride(0),
         options.scale_log2,
         options.cap_scale,
@@ -173,6 +169,7 @@ def prefill(
         BLOCK_SIZE=k_cache.shape[2],
         WINDOW=window or 0,
         PRECISION="tf32x3" if q_TND.dtype == torch.float32 else "tf32",
+        KIND=cache.kind,
         M=tile.rows,
         C=tile.positions,
         D=max(16, triton.next_power_of_2(dim)),

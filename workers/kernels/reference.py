@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from workers.checkpoint.quantised import QuantisedWeight
-from workers.kernels.base import KVScales
+from workers.kernels.base import ExpertWeight, KVScales
 
 LEAST_SCALE = 2.0**-126
 """So that a head of zeros has a scale, and a quotient stays within the range."""
@@ -53,6 +53,18 @@ def silu_mul(gate_up_TF2: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, where the last dimension holds first all of gate, then all of up."""
     gate_TF, up_TF = gate_up_TF2.chunk(2, dim=-1)
     return F.silu(gate_TF) * up_TF
+
+
+def activate(x_TF: torch.Tensor, activation: str) -> torch.Tensor:
+    """silu, gelu, gelu_tanh or relu2 of each number."""
+    match activation:
+        case "silu":
+            return F.silu(x_TF)
+        case "gelu" | "gelu_tanh":
+            return F.gelu(x_TF, approximate="tanh" if activation == "gelu_tanh" else "none")
+        case _:
+            assert activation == "relu2", f"activation is {activation}"
+            return F.relu(x_TF).square()
 
 
 def gelu_tanh_mul(gate_up_TF2: torch.Tensor) -> torch.Tensor:
@@ -245,8 +257,8 @@ def scatter(cache: torch.Tensor, block_ids: torch.Tensor, payload: torch.Tensor)
 
 
 def grouped_experts(
-    gate_up: Mapping[int, torch.Tensor],
-    down: Mapping[int, torch.Tensor],
+    gate_up: Mapping[int, ExpertWeight],
+    down: Mapping[int, ExpertWeight],
     gate: Callable[[torch.Tensor], torch.Tensor],
     *,
     num_experts: int,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from workers.kernels.base import KVScales
+from workers.kernels.quantised.kv import INT8, PLAIN, CachedBits, int8_scale, to_fp8, to_int8
 
 
 @triton.jit
@@ -31,28 +32,31 @@ def _store(out_ptr, written_H, pairs_P, inside_HP, first_HP, second_HP, PAIRS: t
 
 
 @triton.jit
+def _write(
+    cache_ptr, scales_ptr, block, offset, heads_H, pairs_P, inside_HP, inside_H, first_HP, second_HP, block_stride,
+    scales_stride, KIND: tl.constexpr, PAIRS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """A token's heads to their place in its block, rounded if the cache is of 8 bits."""
+    written_H = block * block_stride + (heads_H * BLOCK_SIZE + offset) * 2 * PAIRS
+    if KIND == PLAIN:
+        _store(cache_ptr, written_H, pairs_P, inside_HP, first_HP, second_HP, PAIRS)
+    elif KIND == INT8:
+        scale_H = int8_scale(first_HP, second_HP)
+        tl.store(scales_ptr + block * scales_stride + heads_H * BLOCK_SIZE + offset, scale_H, mask=inside_H)
+        rounded_HP = to_int8(first_HP, scale_H), to_int8(second_HP, scale_H)
+        _store(cache_ptr, written_H, pairs_P, inside_HP, rounded_HP[0], rounded_HP[1], PAIRS)
+    else:
+        scale_H = tl.load(scales_ptr + heads_H, mask=inside_H, other=1.0)
+        rounded_HP = to_fp8(first_HP, scale_H), to_fp8(second_HP, scale_H)
+        _store(cache_ptr, written_H, pairs_P, inside_HP, rounded_HP[0], rounded_HP[1], PAIRS)
+
+
+@triton.jit
 def _rope_kv_write(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    slots_ptr,
-    q_stride,
-    k_stride,
-    v_stride,
-    k_block_stride,
-    v_block_stride,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, out_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, slots_ptr,
+    q_stride, k_stride, v_stride, k_block_stride, v_block_stride, scales_stride, KIND: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, PAIRS: tl.constexpr, BLOCK_SIZE: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
     """Handles H heads of one token: the first programs of a token take its queries, the others its keys and values."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -72,17 +76,23 @@ def _rope_kv_write(
     else:
         slot = tl.load(slots_ptr + token)
         heads_H = (part - query_parts) * H + tl.arange(0, H)
-        inside_HP = (heads_H < K)[:, None] & inside_P[None, :] & (slot >= 0)
+        inside_H = (heads_H < K) & (slot >= 0)
+        inside_HP = inside_H[:, None] & inside_P[None, :]
         first_HP, second_HP = _turn(
             k_ptr, token * k_stride + heads_H * 2 * PAIRS, pairs_P, inside_HP, cos_P, sin_P, PAIRS
         )
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        in_block_H = (heads_H * BLOCK_SIZE + offset) * 2 * PAIRS
-        _store(k_cache_ptr, block * k_block_stride + in_block_H, pairs_P, inside_HP, first_HP, second_HP, PAIRS)
+        _write(
+            k_cache_ptr, k_scales_ptr, block, offset, heads_H, pairs_P, inside_HP, inside_H, first_HP, second_HP,
+            k_block_stride, scales_stride, KIND, PAIRS, BLOCK_SIZE,
+        )  # fmt: skip
         read_HP = token * v_stride + heads_H[:, None] * 2 * PAIRS + pairs_P[None, :]
-        first_HP = tl.load(v_ptr + read_HP, mask=inside_HP)
-        second_HP = tl.load(v_ptr + read_HP + PAIRS, mask=inside_HP)
-        _store(v_cache_ptr, block * v_block_stride + in_block_H, pairs_P, inside_HP, first_HP, second_HP, PAIRS)
+        first_HP = tl.load(v_ptr + read_HP, mask=inside_HP, other=0.0)
+        second_HP = tl.load(v_ptr + read_HP + PAIRS, mask=inside_HP, other=0.0)
+        _write(
+            v_cache_ptr, v_scales_ptr, block, offset, heads_H, pairs_P, inside_HP, inside_H, first_HP, second_HP,
+            v_block_stride, scales_stride, KIND, PAIRS, BLOCK_SIZE,
+        )  # fmt: skip
 
 
 def rope_kv_write(
@@ -97,10 +107,11 @@ def rope_kv_write(
     scales: KVScales | None = None,
 ) -> torch.Tensor:
     """`reference.rope_kv_write`. q, k and v may be views into one [T, (N + 2 K) D]; each token's heads are contiguous.
-    The caches are [NB, K, BS, D] with contiguous blocks. A slot below 0 (padding of a CUDA graph) is not written."""
+    The caches are [NB, K, BS, D] with contiguous blocks, in 8 bits where there are `scales`. A slot below 0 (padding of
+    a CUDA graph) is not written."""
     (num_tokens, num_heads, dim), num_kv_heads, block_size = q_TND.shape, k_TKD.shape[1], k_cache.shape[2]
-    assert scales is None, "keys and values in 8 bits are not written on GPUs"
-    _check_heads(q_TND, k_TKD, v_TKD, k_cache, v_cache)
+    cache = CachedBits.of(k_cache, v_cache, scales)
+    _check_heads(q_TND, k_TKD, v_TKD, cache)
     for name, angles_TP in (("cos", cos_TP), ("sin", sin_TP)):
         assert angles_TP.shape == (num_tokens, dim // 2), f"{name} is {tuple(angles_TP.shape)}"
         assert angles_TP.is_contiguous(), f"{name} has strides {angles_TP.stride()}"
@@ -122,14 +133,18 @@ def rope_kv_write(
         cos_TP,
         sin_TP,
         out_TND,
-        k_cache,
-        v_cache,
+        cache.keys,
+        cache.values,
+        cache.key_scales,
+        cache.value_scales,
         slots_T,
         q_TND.stride(0),
         k_TKD.stride(0),
         v_TKD.stride(0),
         k_cache.stride(0),
         v_cache.stride(0),
+        cache.scales_stride,
+        KIND=cache.kind,
         N=num_heads,
         K=num_kv_heads,
         PAIRS=dim // 2,
@@ -141,14 +156,13 @@ def rope_kv_write(
     return out_TND
 
 
-def _check_heads(
-    q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
-) -> None:
-    (num_tokens, _, dim), num_kv_heads, block_size = q_TND.shape, k_TKD.shape[1], k_cache.shape[2]
+def _check_heads(q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cache: CachedBits) -> None:
+    (num_tokens, _, dim), num_kv_heads, block_size = q_TND.shape, k_TKD.shape[1], cache.keys.shape[2]
+    dtype = cache.keys.dtype if cache.kind == PLAIN else q_TND.dtype
     assert k_TKD.shape == v_TKD.shape == (num_tokens, num_kv_heads, dim), f"k {k_TKD.shape}, v {v_TKD.shape}"
     for name, x_THD in (("q", q_TND), ("k", k_TKD), ("v", v_TKD)):
         assert x_THD.stride()[1:] == (dim, 1), f"{name} has strides {x_THD.stride()}"
-        assert x_THD.dtype == k_cache.dtype, f"{name} is {x_THD.dtype}, the cache {k_cache.dtype}"
-    for name, cache in (("keys", k_cache), ("values", v_cache)):
-        assert cache.shape[1:] == (num_kv_heads, block_size, dim), f"cached {name} are {tuple(cache.shape)}"
-        assert cache.stride()[1:] == (block_size * dim, dim, 1), f"cached {name} have strides {cache.stride()}"
+        assert x_THD.dtype == dtype, f"{name} is {x_THD.dtype}, the cache {dtype}"
+    for name, part in (("keys", cache.keys), ("values", cache.values)):
+        assert part.shape[1:] == (num_kv_heads, block_size, dim), f"cached {name} are {tuple(part.shape)}"
+        assert part.stride()[1:] == (block_size * dim, dim, 1), f"cached {name} have strides {part.stride()}"

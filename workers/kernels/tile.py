@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from workers.kernels.quantised.kv import INT8, PLAIN, CachedBits, levels, weighted
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
@@ -58,9 +60,10 @@ def first_state(sinks_ptr, heads_M, inside_M, M: tl.constexpr, HAS_SINKS: tl.con
 
 @triton.jit
 def accumulate(
-    acc_MD, sum_M, max_M, q_MD, queries_M, k_ptr, v_ptr, table_ptr, head, start, stop, first, block_stride, scale_log2,
-    cap_scale, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    C: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+    acc_MD, sum_M, max_M, q_MD, queries_M, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, head, start, stop,
+    first, block_stride, scales_stride, scale_log2, cap_scale, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Attention to positions [start, stop) of one row, in tiles from `start` on. Returns (result, sum, maximum).
 
@@ -72,6 +75,7 @@ def accumulate(
     tile of keys and values under way for every stage but one. The compiler alone kept one tile under way (read from the
     compiled code).
     """
+    TYPE: tl.constexpr = q_MD.dtype
     inside_D = (tl.arange(0, D) < DIM)[None, :]
     positions_C = start + tl.arange(0, C)
     block_C = tl.load(table_ptr + positions_C // BLOCK_SIZE, mask=positions_C < stop, other=0)
@@ -85,8 +89,12 @@ def accumulate(
             inside_CD = loaded_C[:, None] & inside_D
         in_block_C = (head * BLOCK_SIZE + positions_C % BLOCK_SIZE) * DIM
         offsets_CD = (block_C.to(tl.int64) * block_stride + in_block_C)[:, None] + tl.arange(0, D)[None, :]
-        k_CD = tl.load(k_ptr + offsets_CD, mask=inside_CD, other=0.0)
+        k_CD = levels(tl.load(k_ptr + offsets_CD, mask=inside_CD, other=0), KIND, TYPE)
         scores_MC = tl.dot(q_MD, tl.trans(k_CD), input_precision=PRECISION)
+        if KIND == INT8:
+            scales_C = block_C.to(tl.int64) * scales_stride + head * BLOCK_SIZE + positions_C % BLOCK_SIZE
+            there_C = loaded_C if MASKED else positions_C >= 0
+            scores_MC *= tl.load(k_scales_ptr + scales_C, mask=there_C, other=0.0)[None, :]
         if CAPPED:
             scores_MC = capped(scores_MC, cap_scale)
         if MASKED:
@@ -97,24 +105,25 @@ def accumulate(
                     seen_MC = seen_MC & (positions_C[None, :] > queries_M[:, None] - WINDOW)
             scores_MC = tl.where(seen_MC, scores_MC, float("-inf"))
         weights_MC, max_M, sum_M, acc_MD = softmax_step(scores_MC, scale_log2, max_M, sum_M, acc_MD)
-        v_CD = tl.load(v_ptr + offsets_CD, mask=inside_CD, other=0.0)
-        acc_MD = tl.dot(weights_MC.to(v_CD.dtype), v_CD, acc=acc_MD, input_precision=PRECISION)
+        if KIND == INT8:
+            weights_MC = weighted(weights_MC, tl.load(v_scales_ptr + scales_C, mask=there_C, other=0.0))
+        v_CD = levels(tl.load(v_ptr + offsets_CD, mask=inside_CD, other=0), KIND, TYPE)
+        acc_MD = tl.dot(weights_MC.to(TYPE), v_CD, acc=acc_MD, input_precision=PRECISION)
         block_C = next_block_C
     return acc_MD, sum_M, max_M
 
 
-def check_paged(
-    q_TND: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables_SB: torch.Tensor
-) -> int:
+def check_paged(q_TND: torch.Tensor, cache: CachedBits, block_tables_SB: torch.Tensor) -> int:
     """Asserts the requirements of both attention kernels. Returns the number of queries that share a key/value head."""
+    k_cache, v_cache = cache.keys, cache.values
     (_, num_heads, dim), (_, num_kv_heads, block_size, _) = q_TND.shape, k_cache.shape
     assert q_TND.stride()[1:] == (dim, 1), f"q has strides {q_TND.stride()}"
     assert num_heads % num_kv_heads == 0, f"{num_heads} query heads on {num_kv_heads} key/value heads"
-    for name, cache in (("keys", k_cache), ("values", v_cache)):
-        assert cache.shape == (*v_cache.shape[:3], dim), f"cached {name} are {tuple(cache.shape)}, heads of {dim}"
-        assert cache.stride()[1:] == (block_size * dim, dim, 1), f"cached {name} have strides {cache.stride()}"
-        assert cache.stride(0) == k_cache.stride(0), f"blocks of {name} are {cache.stride(0)} apart"
-        assert cache.dtype == q_TND.dtype, f"cached {name} are {cache.dtype}, q is {q_TND.dtype}"
+    for name, part in (("keys", k_cache), ("values", v_cache)):
+        assert part.shape == (*v_cache.shape[:3], dim), f"cached {name} are {tuple(part.shape)}, heads of {dim}"
+        assert part.stride()[1:] == (block_size * dim, dim, 1), f"cached {name} have strides {part.stride()}"
+        assert part.stride(0) == k_cache.stride(0), f"blocks of {name} are {part.stride(0)} apart"
+        assert cache.kind != PLAIN or part.dtype == q_TND.dtype, f"cached {name} are {part.dtype}, q is {q_TND.dtype}"
     assert block_tables_SB.dtype == torch.int32, f"block tables are {block_tables_SB.dtype}"
     assert block_tables_SB.stride(1) == 1, f"block tables have strides {block_tables_SB.stride()}"
     return num_heads // num_kv_heads

@@ -13,15 +13,18 @@ host tier (`workers.kv.host`) an evicted block is copied there first.
 Several groups of layers share one pool: an id is then a page, `block_size` positions of one group's layers. It is
 cached under the block's hash and the group's number. A sequence has a table of ids for each group. Events name the
 blocks of group 0 only: an index counts those as cached, and a prompt finds less where other groups' pages are gone.
+The host tier keeps pages under the same names. Of a window it keeps those that a prompt reads which begins with all of
+a sequence, with its prompt, or where another one has begun: most pages only slide through a window.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from kvtransfer.windows import PageWindows
 from protos.values import (
     BLOCK_HASH_BYTES,
     BlockHash,
@@ -33,10 +36,11 @@ from protos.values import (
     TierStats,
 )
 from workers.kv.host import HostPool, eviction_candidates
-from workers.kv.windows import PageWindows
 
 PASSED = 0
 """The entry of a table in place of a page that was given back: no token reads it any more."""
+ON_HOST = -1
+"""The entry of a found prefix's table whose page is on the host only."""
 
 
 @lru_cache(maxsize=8)
@@ -58,20 +62,24 @@ def page_hash(block_hash: BlockHash, group: int) -> bytes:
 class CachedPrefix:
     """The longest cached prefix of a chain: `num_blocks` blocks, with the pages of each group that later tokens read.
     Before those, `num_passed` entries of a group's table are `PASSED`. Of group 0, if it has no window, the first
-    `num_leading` blocks are cached: more than the prefix where another group lacks pages."""
+    `num_leading` blocks are cached: more than the prefix where another group lacks pages. `on_host`: group and index of
+    each entry that is `ON_HOST`; without those pages the prefix has `num_here` blocks."""
 
     num_blocks: int
     num_leading: int
     tables: Sequence[list[int]]
     num_passed: Sequence[int]
+    num_here: int
+    on_host: Sequence[tuple[int, int]] = ()
 
     def held(self) -> list[int]:
-        """The pages, to acquire and to release."""
-        return [
+        """The pages on the device, to acquire and to release."""
+        pages = [
             page
             for table, passed in zip(self.tables, self.num_passed, strict=True)
             for page in (table[passed:] if passed else table)
         ]
+        return [page for page in pages if page != ON_HOST] if self.on_host else pages
 
 
 class BlockPool:
@@ -89,9 +97,9 @@ class BlockPool:
     ) -> None:
         assert num_blocks > 0
         assert block_size > 0
-        assert host is None or tuple(windows) == (None,), "the host tier keeps the blocks of one group"
         self.windows = PageWindows(block_size=block_size, windows=tuple(windows))
         self.has_windows = any(window is not None for window in windows)
+        self.has_groups = tuple(windows) != (None,)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.host = host
@@ -105,6 +113,12 @@ class BlockPool:
         self._by_hash: dict[BlockHash, int] = {}
         self._hashes: list[BlockHash | None] = [None] * num_blocks  # of sealed blocks
         self._parents: list[BlockHash] = [b""] * num_blocks  # of those
+        self._reused: set[int] = set()  # cached pages that a prompt has begun with
+        self._slid: set[int] = set()  # given back behind a window, and not reused
+        self.headless: set[int] = set()
+        """Pages that came without the KV of the head that this worker keeps beside them."""
+        self.head_stays = False
+        """Whether no page from elsewhere comes with that KV (`kvtransfer.reshard.can_move_head`)."""
 
     @property
     def num_free(self) -> int:
@@ -133,59 +147,122 @@ class BlockPool:
             matched.append(block_id)
         return matched
 
+    def has(self, name: bytes) -> bool:
+        """Whether the page of this name (`page_hash`) is cached."""
+        return name in self._by_hash
+
     def match_prefix(self, hashes: Sequence[BlockHash]) -> CachedPrefix:
         """The longest n of which the blocks [0, n) of groups without a window are cached, and of each window the pages
         that position n * block_size and later ones read. Takes no references."""
-        windows = self.windows
-        if not self.has_windows and windows.num_groups == 1:
+        if not self.has_groups:
             matched = self.match(hashes)
+            num = len(matched)
             return CachedPrefix(
-                num_blocks=len(matched), num_leading=len(matched), tables=(matched,), num_passed=_NONE_PASSED
+                num_blocks=num, num_leading=num, num_here=num, tables=(matched,), num_passed=_NONE_PASSED
             )
-        num_leading = num_blocks = self._num_leading(hashes)
+        return self._match_groups(hashes, self._by_hash.__contains__)
+
+    def match_tiers(self, hashes: Sequence[BlockHash], here: CachedPrefix) -> CachedPrefix:
+        """The longest prefix with pages of both tiers; `here` is what `match_prefix` has found. Takes no references."""
+        host = self.host
+        if host is None:
+            return here
+        if self.has_groups:
+            found = self._match_groups(hashes, lambda name: name in self._by_hash or name in host)
+            return replace(found, num_here=here.num_blocks)
+        first = here.num_blocks
+        stop = first + len(host.match(hashes[first:]))
+        return CachedPrefix(
+            num_blocks=stop,
+            num_leading=stop,
+            num_here=first,
+            tables=([*here.tables[0], *[ON_HOST] * (stop - first)],),
+            num_passed=_NONE_PASSED,
+            on_host=[(0, index) for index in range(first, stop)],
+        )
+
+    def match_read(
+        self, hashes: Sequence[BlockHash], num_computed: int, *, has: Callable[[bytes], bool] | None = None
+    ) -> CachedPrefix:
+        """The longest n of which those of the blocks [0, n) are cached that a sequence with the KV of `num_computed`
+        tokens still reads: unlike `match_prefix` not those that the token after the n blocks reads. Pages for which
+        `has` is true count as cached, and their entries are `ON_HOST`. Takes no references."""
+        if has is None:
+            if not self.has_groups:
+                return self.match_prefix(hashes)
+            has = self._by_hash.__contains__
+        num_passed = self.windows.num_passed(num_computed)
+        num_blocks = num_leading = self._num_leading(hashes, has)
+        for group, passed in enumerate(num_passed):
+            if self.windows.windows[group] is not None:
+                absent = (i for i in range(passed, num_blocks) if not has(page_hash(hashes[i], group)))
+                num_blocks = next(absent, num_blocks)
+        if num_blocks <= min(num_passed):
+            num_blocks = 0  # nothing was found
+        return self._prefix(hashes, num_blocks, num_leading, num_passed)
+
+    def _match_groups(self, hashes: Sequence[BlockHash], has: Callable[[bytes], bool]) -> CachedPrefix:
+        num_leading = num_blocks = self._num_leading(hashes, has)
         while num_blocks:
-            missing = self._last_missing(hashes, num_blocks)
+            missing = self._last_missing(hashes, num_blocks, has)
             if missing is None:
                 break
             num_blocks = missing
-        num_passed = windows.num_passed(num_blocks * self.block_size)
+        if None not in self.windows.windows:
+            num_leading = num_blocks  # blocks that another sequence computes now are worth the wait
+        num_passed = self.windows.num_passed(num_blocks * self.block_size)
+        return self._prefix(hashes, num_blocks, max(num_leading, num_blocks), num_passed)
+
+    def _prefix(
+        self, hashes: Sequence[BlockHash], num_blocks: int, num_leading: int, num_passed: Sequence[int]
+    ) -> CachedPrefix:
+        cached = self._by_hash
         tables = [
-            [PASSED] * passed + [self._by_hash[page_hash(one, group)] for one in hashes[passed:num_blocks]]
+            [PASSED] * passed + [cached.get(page_hash(one, group), ON_HOST) for one in hashes[passed:num_blocks]]
             for group, passed in enumerate(num_passed)
         ]
-        if None not in windows.windows:
-            num_leading = num_blocks  # blocks that another sequence computes now are worth the wait
+        on_host = [
+            (group, index) for group, table in enumerate(tables) for index, page in enumerate(table) if page == ON_HOST
+        ]
+        num_here = min([index for _, index in on_host], default=num_blocks)
         return CachedPrefix(
-            num_blocks=num_blocks, num_leading=max(num_leading, num_blocks), tables=tables, num_passed=num_passed
+            num_blocks=num_blocks,
+            num_leading=num_leading,
+            num_here=num_here,
+            tables=tables,
+            num_passed=num_passed,
+            on_host=on_host,
         )
 
-    def _num_leading(self, hashes: Sequence[BlockHash]) -> int:
-        """Leading blocks that every group without a window has cached; all, if each group has a window."""
+    def _num_leading(self, hashes: Sequence[BlockHash], has: Callable[[bytes], bool]) -> int:
+        """Leading blocks of which there are the pages of every group without a window; all, if each has a window."""
         num_blocks = len(hashes)
         for group, window in enumerate(self.windows.windows):
             if window is None:
-                cached = self._by_hash
-                found = (index for index in range(num_blocks) if page_hash(hashes[index], group) not in cached)
-                num_blocks = next(found, num_blocks)
+                absent = (index for index in range(num_blocks) if not has(page_hash(hashes[index], group)))
+                num_blocks = next(absent, num_blocks)
         return num_blocks
 
-    def _last_missing(self, hashes: Sequence[BlockHash], num_blocks: int) -> int | None:
-        """The last block of which the token after `num_blocks` blocks would read a page that is not cached. No longer
+    def _last_missing(self, hashes: Sequence[BlockHash], num_blocks: int, has: Callable[[bytes], bool]) -> int | None:
+        """The last block of which the token after `num_blocks` blocks would read a page that is not there. No longer
         prefix without that block can be used: its window would begin earlier than this one's, or at the same page."""
         last = -1
         for group, passed in enumerate(self.windows.num_passed(num_blocks * self.block_size)):
             if self.windows.windows[group] is not None:
                 needed = range(num_blocks - 1, max(passed - 1, last), -1)
-                missing = (index for index in needed if page_hash(hashes[index], group) not in self._by_hash)
+                missing = (index for index in needed if not has(page_hash(hashes[index], group)))
                 last = max(last, next(missing, -1))
         return None if last < 0 else last
 
-    def acquire(self, block_ids: Iterable[int]) -> None:
+    def acquire(self, block_ids: Sequence[int]) -> None:
         """Adds one reference to each of these blocks, which are cached or referenced already."""
         for block_id in block_ids:
             if self._refs[block_id] == 0:
                 del self._evictable[block_id]
             self._refs[block_id] += 1
+        if self.host is not None and self.has_windows:
+            self._reused.update(block_ids)
+            self._slid.difference_update(block_ids)
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Blocks with undefined content, one reference each; None, and nothing changed, if there are too few.
@@ -196,13 +273,15 @@ class BlockPool:
             return None
         num_evicted = max(0, num_blocks - len(self._free))
         if num_evicted and self.host is not None:
-            self.host.retain(eviction_candidates(self._evictable, self._sealed, num_evicted, self.host))
+            self.host.retain(eviction_candidates(self._evictable, self._sealed, num_evicted, self.host, self._slid))
         self._num_evicted += num_evicted
         if num_evicted:
             self._evict(num_evicted)
         block_ids = [self._free.pop() for _ in range(num_blocks)]
         for block_id in block_ids:
             self._refs[block_id] = 1
+        if self.headless:
+            self.headless.difference_update(block_ids)
         return block_ids
 
     def seal(self, block_id: int, block_hash: BlockHash, parent: BlockHash = b"") -> None:
@@ -243,6 +322,15 @@ class BlockPool:
                 else:
                     self._free.append(block_id)
 
+    def slide(self, pages: Iterable[int]) -> None:
+        """These were released behind the window of a running sequence, and no prompt is expected to begin there. The
+        host does not keep them, unless a prompt has begun there, or `keep` is called."""
+        self._slid.update([page for page in pages if page in self._evictable and page not in self._reused])
+
+    def keep(self, names: Iterable[bytes]) -> None:
+        """A prompt may begin with these pages."""
+        self._slid.difference_update([self._by_hash[name] for name in names if name in self._by_hash])
+
     def clear(self) -> None:
         """Drops every cached prefix, on the host too. Referenced blocks stay."""
         self._free.extend(self._evictable)
@@ -250,6 +338,8 @@ class BlockPool:
         self._by_hash.clear()
         self._hashes = [None] * self.num_blocks
         self._parents = [b""] * self.num_blocks
+        self._reused.clear()
+        self._slid.clear()
         if self.host is not None:
             self.host.clear()
         self.num_clears += 1
@@ -337,6 +427,8 @@ class BlockPool:
             if len(block_hash) == BLOCK_HASH_BYTES:  # of group 0
                 removed.append(block_hash)
             self._free.append(block_id)
+            self._reused.discard(block_id)
+            self._slid.discard(block_id)
         if removed:
             self._record(BlockRemoved(hashes=tuple(removed)))
 

@@ -7,17 +7,20 @@
 Ids, order and counts only; `HostCopies` moves the bytes. A block may be in both tiers: one that was loaded stays on the
 host, so that it can leave the device again without being copied, and copies are made ahead of need, in batches of what
 is evicted next. Slots that are being loaded are pinned: a pinned slot is not written.
+
+Of a model with several groups of layers a slot has a page of one group, under the name that the device's has
+(`workers.kv.blocks.page_hash`). Events name those of group 0 only, and counts are in blocks: a page is a part of one.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from protos.values import BlockHash, BlockRemoved, BlockStored, HostLoad, KVEvent, Tier, TierStats
+from protos.values import BLOCK_HASH_BYTES, BlockHash, BlockRemoved, BlockStored, HostLoad, KVEvent, Tier, TierStats
 
 _AHEAD = 16
 _KEEP = 0.9
@@ -62,12 +65,20 @@ class HostCopies(Protocol):
 
 class HostPool:
     """Which blocks are kept in which of `num_slots` slots. `record` is called with every change, in order;
-    `block_bytes` are those of a block over all ranks. Not thread-safe: it belongs to a `BlockPool`."""
+    `block_bytes` are those of a block over all ranks, of which a slot has one group of `num_groups`. Not thread-safe:
+    it belongs to a `BlockPool`."""
 
     def __init__(
-        self, num_slots: int, copies: HostCopies, record: Callable[[KVEvent], None], *, block_bytes: int
+        self,
+        num_slots: int,
+        copies: HostCopies,
+        record: Callable[[KVEvent], None],
+        *,
+        block_bytes: int,
+        num_groups: int = 1,
     ) -> None:
         assert num_slots > 0
+        self._num_groups = num_groups
         self.num_slots = num_slots
         self.copies = copies
         self._record = record
@@ -100,8 +111,8 @@ class HostPool:
         return num_blocks / seconds if seconds > 0 else self.copies.blocks_per_s
 
     def entries(self) -> Mapping[BlockHash, BlockHash]:
-        """Kept blocks and their parents."""
-        return {block_hash: parent for block_hash, (_, parent) in self._kept.items()}
+        """Kept blocks of group 0 and their parents."""
+        return {name: parent for name, (_, parent) in self._kept.items() if len(name) == BLOCK_HASH_BYTES}
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
         """Slots of the chain's blocks up to the first that is not kept."""
@@ -112,6 +123,10 @@ class HostPool:
                 break
             slots.append(kept[0])
         return slots
+
+    def slot(self, name: BlockHash) -> int:
+        """Of a page that is kept."""
+        return self._kept[name][0]
 
     def use(self, hashes: Sequence[BlockHash]) -> None:
         """A prompt begins with this chain: its blocks are evicted last, tail before head."""
@@ -132,7 +147,8 @@ class HostPool:
             assert block_hash not in self._kept, "a block is kept twice"
             self._kept[block_hash] = (slot, parent)
         for _, block_hash, parent in reversed(blocks):
-            self._record(BlockStored(hashes=(block_hash,), parent=parent, tier=Tier.HOST))
+            if len(block_hash) == BLOCK_HASH_BYTES:
+                self._record(BlockStored(hashes=(block_hash,), parent=parent, tier=Tier.HOST))
         self._num_stored += len(blocks)
 
     def pin(self, slots: Sequence[int]) -> None:
@@ -173,27 +189,28 @@ class HostPool:
         self._num_passed_tokens += num_tokens
 
     def load(self) -> HostLoad:
+        num_groups = self._num_groups
         return HostLoad(
-            num_blocks=self.num_slots,
-            num_used=self.num_slots - len(self._free),
-            num_stored=self._num_stored,
-            num_evicted=self._num_evicted,
-            num_loaded=self._num_loaded,
+            num_blocks=self.num_slots // num_groups,
+            num_used=-(-(self.num_slots - len(self._free)) // num_groups),
+            num_stored=self._num_stored // num_groups,
+            num_evicted=self._num_evicted // num_groups,
+            num_loaded=self._num_loaded // num_groups,
             num_hit_tokens=self._num_hit_tokens,
             num_passed_tokens=self._num_passed_tokens,
-            stored_bytes=self._num_stored * self._block_bytes,
-            loaded_bytes=self._num_loaded * self._block_bytes,
+            stored_bytes=self._num_stored * self._block_bytes // num_groups,
+            loaded_bytes=self._num_loaded * self._block_bytes // num_groups,
             load_s=self._load_s,
         )
 
     def tier(self) -> TierStats:
         return TierStats(
             tier="host",
-            num_blocks=self.num_slots,
-            num_used=len(self._pins),
-            num_cached=len(self._kept),
-            num_evicted=self._num_evicted,
-            num_loaded=self._num_loaded,
+            num_blocks=self.num_slots // self._num_groups,
+            num_used=-(-len(self._pins) // self._num_groups),
+            num_cached=len(self._kept) // self._num_groups,
+            num_evicted=self._num_evicted // self._num_groups,
+            num_loaded=self._num_loaded // self._num_groups,
             num_hit_tokens=self._num_hit_tokens,
         )
 
@@ -219,20 +236,25 @@ class HostPool:
             return self._free.pop()
         block_hash = next(one for one, (slot, _) in self._kept.items() if slot not in self._pins)
         slot, _ = self._kept.pop(block_hash)
-        self._record(BlockRemoved(hashes=(block_hash,), tier=Tier.HOST))
+        if len(block_hash) == BLOCK_HASH_BYTES:
+            self._record(BlockRemoved(hashes=(block_hash,), tier=Tier.HOST))
         self._num_evicted += 1
         return slot
 
 
 def eviction_candidates(
-    evictable: Iterable[int], sealed: Callable[[int], tuple[BlockHash, BlockHash]], num_evicted: int, host: HostPool
+    evictable: Iterable[int],
+    sealed: Callable[[int], tuple[BlockHash, BlockHash]],
+    num_evicted: int,
+    host: HostPool,
+    unkept: Container[int] = (),
 ) -> list[tuple[int, BlockHash, BlockHash]]:
     """The blocks to copy before the first `num_evicted` evictable blocks are evicted: those without a copy on the host,
-    and if there are any, some that are evicted next."""
+    and if there are any, some that are evicted next. Blocks in `unkept` are not copied."""
     order = iter(evictable)
-    leave = [(block_id, *sealed(block_id)) for block_id in islice(order, num_evicted)]
+    leave = [(block_id, *sealed(block_id)) for block_id in islice(order, num_evicted) if block_id not in unkept]
     missing = [block for block in leave if block[1] not in host]
     if missing:
-        ahead = [(block_id, *sealed(block_id)) for block_id in islice(order, host.num_ahead)]
+        ahead = [(block_id, *sealed(block_id)) for block_id in islice(order, host.num_ahead) if block_id not in unkept]
         missing += [block for block in ahead if block[1] not in host]
     return missing

@@ -31,21 +31,56 @@ _cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
 
 PIECE_BYTES = 32 * 2**20
 """Bytes of blocks that are staged on a GPU at a time: a millisecond or less of its link to the host."""
-_NUM_STAGED = 5  # pieces there is memory for: two on their way out, one coming in, and one for each stream's turning
+_NUM_LEAVING = 2  # pieces on their way out
+_NUM_STAGED = _NUM_LEAVING + 3  # pieces there is memory for: also one coming in, and one for each stream's turning
 _MAX_UNASKED = 1024  # on a follower, which is not polled
 _NUM_PROBED = 64
 _NUM_PROBES = 3
 
 
 def host_copies(storage: KVStorage, num_slots: int) -> HostCopies:
-    """Copies for slots as large as a block of this rank. Raises Misconfigured without memory for them. Only rank 0 is
-    polled for `loaded` ones."""
-    return CudaCopies(storage, num_slots) if storage.device.type == "cuda" else CpuCopies(storage, num_slots)
+    """Copies for slots as large as a block of this rank, with KV of a head beside it. Raises Misconfigured without
+    memory for them. Only rank 0 is polled for `loaded` ones."""
+    make = CudaCopies if storage.device.type == "cuda" else CpuCopies
+    copies = make(storage, num_slots)
+    return copies if storage.beside is None else CopiesOfBoth(copies, make(storage.beside, num_slots))
 
 
-def staging_bytes(block_bytes: int) -> int:
-    """Device memory that the copies of a GPU take, for blocks of this many bytes on a rank."""
-    return _NUM_STAGED * _blocks_a_piece(block_bytes) * block_bytes
+def staging_bytes(*block_bytes: int) -> int:
+    """Device memory that the copies of a GPU take, for blocks of so many bytes on a rank, in one storage each."""
+    return _NUM_STAGED * sum([_blocks_a_piece(num_bytes) * num_bytes for num_bytes in block_bytes if num_bytes])
+
+
+class CopiesOfBoth:
+    """Blocks of the model, with the KV of a head that lies beside them. An onload is over when both are here."""
+
+    def __init__(self, model: HostCopies, head: HostCopies) -> None:
+        self._both = (model, head)
+        self._over: dict[int, float] = {}  # onloads of which one is here, and the seconds that it took
+        self.blocks_per_s = 1 / (1 / model.blocks_per_s + 1 / head.blocks_per_s)
+
+    def offload(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        for copies in self._both:
+            copies.offload(block_ids, slots)
+
+    def onload(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        for copies in self._both:
+            copies.onload(load_id, slots, block_ids)
+
+    def finished(self) -> Sequence[FinishedOnload]:
+        over = []
+        for copies in self._both:
+            for loaded in copies.finished():
+                before_s = self._over.pop(loaded.load_id, None)
+                if before_s is None:
+                    self._over[loaded.load_id] = loaded.elapsed_s
+                else:
+                    over.append(FinishedOnload(load_id=loaded.load_id, elapsed_s=before_s + loaded.elapsed_s))
+        return over
+
+    def await_copy(self, load_id: int) -> None:
+        for copies in self._both:
+            copies.await_copy(load_id)
 
 
 class CpuCopies:
@@ -81,19 +116,14 @@ class CpuCopies:
 
 
 class CudaCopies:
-    """Called on the thread whose current stream computes. For caches whose parts have one shape."""
+    """Called on the thread whose current stream computes."""
 
     def __init__(self, storage: KVStorage, num_slots: int) -> None:
         self._storage = storage
-        data = storage.data
-        num_parts, run = data.shape[0] * data.shape[1], data[0, 0, 0].numel()
         self._num_staged = _blocks_a_piece(storage.block_bytes)
-        self._slots_NPR = _pinned_zeros(num_slots, num_parts, run, dtype=data.dtype)
-        staged = (self._num_staged, num_parts, run)
-        self._out, self._in = _cuda.Stream(data.device), _cuda.Stream(data.device)
-        self._leaving = deque((torch.empty(staged, dtype=data.dtype, device=data.device), _Mark()) for _ in range(2))
-        self._coming_NPR = torch.empty(staged, dtype=data.dtype, device=data.device)
-        self._turned = [torch.empty(staged, dtype=data.dtype, device=data.device).flatten() for _ in range(2)]
+        self._parts = [_TensorCopies(storage, data, num_slots, self._num_staged) for data in storage.tensors]
+        self._out, self._in = _cuda.Stream(storage.device), _cuda.Stream(storage.device)
+        self._leaving = deque((index, _Mark()) for index in range(_NUM_LEAVING))
         self._stowed = _Mark()
         self._loads: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
         self._unsettled: dict[int, Any] = {}
@@ -102,16 +132,15 @@ class CudaCopies:
     def offload(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         compute = _cuda.current_stream()
         for piece, into in self._pieces(block_ids, slots):
-            staged_NPR, drained = self._leaving[0]
+            staged, drained = self._leaving[0]
             self._leaving.rotate()
             drained.hold(compute)
-            payload = self._payload(self._turned[0], len(piece))
-            self._storage.gather(piece, out=payload)
-            staged_NPR[: len(piece)].copy_(self._by_part(payload).transpose(0, 1))
+            for part in self._parts:
+                part.collect(piece, staged)
             self._out.wait_stream(compute)
             with _cuda.stream(self._out):
-                for index, slot in enumerate(into):
-                    self._slots_NPR[slot].copy_(staged_NPR[index], non_blocking=True)
+                for part in self._parts:
+                    part.send(staged, into)
                 drained.set(self._out)
         self._stowed.set(self._out)
 
@@ -122,11 +151,8 @@ class CudaCopies:
         with _cuda.stream(self._in):
             begun.record()
             for piece, origin in self._pieces(block_ids, slots):
-                for index, slot in enumerate(origin):
-                    self._coming_NPR[index].copy_(self._slots_NPR[slot], non_blocking=True)
-                payload = self._payload(self._turned[1], len(piece))
-                self._by_part(payload).copy_(self._coming_NPR[: len(piece)].transpose(0, 1))
-                self._storage.scatter(piece, payload)
+                for part in self._parts:
+                    part.load(origin, piece)
             done.record()
         self._loads[load_id] = (begun, done)
         self._unsettled[load_id] = done
@@ -156,11 +182,44 @@ class CudaCopies:
             stop = start + self._num_staged
             yield block_ids[start:stop], slots[start:stop]
 
+
+class _TensorCopies:
+    """Of one of the cache's tensors: the pinned slots, and staging memory on the device for `num_staged` blocks."""
+
+    def __init__(self, storage: KVStorage, data: torch.Tensor, num_slots: int, num_staged: int) -> None:
+        self._storage = storage
+        self._data = data
+        num_parts, run = data.shape[0] * data.shape[1], data[0, 0, 0].numel()
+        self._slots_NPR = _pinned_zeros(num_slots, num_parts, run, dtype=data.dtype)
+
+        def staging() -> torch.Tensor:
+            return torch.empty(num_staged, num_parts, run, dtype=data.dtype, device=data.device)
+
+        self._leaving = [staging() for _ in range(_NUM_LEAVING)]
+        self._coming_NPR = staging()
+        self._turned = [staging().flatten() for _ in range(2)]
+
+    def collect(self, block_ids: Sequence[int], staged: int) -> None:
+        """On the stream that computes."""
+        payload = self._payload(self._turned[0], len(block_ids))
+        self._storage.gather(block_ids, out=payload, of=self._data)
+        self._leaving[staged][: len(block_ids)].copy_(self._by_part(payload).transpose(0, 1))
+
+    def send(self, staged: int, slots: Sequence[int]) -> None:
+        for index, slot in enumerate(slots):
+            self._slots_NPR[slot].copy_(self._leaving[staged][index], non_blocking=True)
+
+    def load(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        for index, slot in enumerate(slots):
+            self._coming_NPR[index].copy_(self._slots_NPR[slot], non_blocking=True)
+        payload = self._payload(self._turned[1], len(block_ids))
+        self._by_part(payload).copy_(self._coming_NPR[: len(block_ids)].transpose(0, 1))
+        self._storage.scatter(block_ids, payload, of=self._data)
+
     def _payload(self, room: torch.Tensor, num_blocks: int) -> torch.Tensor:
         """As `KVStorage.gather` gives it, in the beginning of some memory."""
-        data = self._storage.data
-        shape = (*data.shape[:2], num_blocks, *data.shape[3:])
-        return room[: data[:, :, 0].numel() * num_blocks].view(shape)
+        shape = (*self._data.shape[:2], num_blocks, *self._data.shape[3:])
+        return room[: self._data[:, :, 0].numel() * num_blocks].view(shape)
 
     def _by_part(self, payload: torch.Tensor) -> torch.Tensor:
         """[P, N, R], a view."""

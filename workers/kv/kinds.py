@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from protos.errors import Misconfigured, UnsupportedModel
 from protos.values import SCALE, KVLayout, KVPart
 from workers.config import KVDtype
-from workers.models.config import ModelConfig
+from workers.models.interface import ServedConfig
 
 INT8, FP8 = "int8", "float8_e4m3fn"
 _TYPES: Mapping[str, str] = {"int8": INT8, "fp8": FP8}
@@ -43,7 +43,7 @@ def refuse_latents(kv_dtype: KVDtype) -> None:
         )
 
 
-def layout_of(model: ModelConfig, kv_dtype: KVDtype, *, block_size: int, dtype: str, tp: int) -> KVLayout:
+def layout_of(model: ServedConfig, kv_dtype: KVDtype, *, block_size: int, dtype: str, tp: int) -> KVLayout:
     """Of a model's cache in `kv_dtype`, or in `dtype` for "auto". Raises Misconfigured or UnsupportedModel for a model
     that cannot have it."""
     if kv_dtype == "fp8" and model.qkv_bias:

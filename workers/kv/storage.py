@@ -46,7 +46,8 @@ class KVStorage:
 
     Heads stand before positions: a range of a block's heads, which is what a worker with another degree of tensor
     parallelism needs, is contiguous. Zeroed at the start, so that what was never written is finite. `fp8_scales` has
-    those of a cache in fp8 by layer (`workers.kernels.base.KVScales`); a layer without is not scaled.
+    those of a cache in fp8 by layer (`workers.kernels.base.KVScales`); a layer without is not scaled. KV of a head that
+    drafts lies in a storage of its own, `beside`, with a page for each page: payloads carry both.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class KVStorage:
         }
         self._aside = _cuda.Stream(device) if self.device.type == "cuda" else None
         self._marks: deque[Any] = deque(maxlen=MAX_MARKS)
+        self.beside: KVStorage | None = None
 
     @property
     def data(self) -> torch.Tensor:
@@ -124,28 +126,38 @@ class KVStorage:
             self._fp8_scales[layer] = ones_K, ones_K
         return self._fp8_scales[layer]
 
-    def gather(self, block_ids: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
-        """A contiguous copy of the blocks of `data`: [L, P, len(block_ids), K, BS, W], in `out` if that is given."""
-        return self._kernels.gather(self.data, self._ids(block_ids), out)
+    def gather(
+        self, block_ids: Sequence[int], out: torch.Tensor | None = None, *, of: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A contiguous copy of the blocks of `data`, or of another one of `tensors`: [L, P, len(block_ids), K, BS, W],
+        in `out` if that is given."""
+        return self._kernels.gather(self.data if of is None else of, self._ids(block_ids), out)
 
-    def scatter(self, block_ids: Sequence[int], payload: torch.Tensor) -> None:
+    def scatter(self, block_ids: Sequence[int], payload: torch.Tensor, *, of: torch.Tensor | None = None) -> None:
         """Writes what `gather` gave (here or on a worker with the same layout) into other blocks."""
-        expected = (*self.data.shape[:2], len(block_ids), *self.data.shape[3:])
+        data = self.data if of is None else of
+        expected = (*data.shape[:2], len(block_ids), *data.shape[3:])
         assert payload.shape == expected, f"payload {tuple(payload.shape)} does not fit {expected}"
-        assert payload.dtype == self.data.dtype, f"payload is {payload.dtype}, the cache {self.data.dtype}"
+        assert payload.dtype == data.dtype, f"payload is {payload.dtype}, the cache {data.dtype}"
         self.touch()
-        self._kernels.scatter(self.data, self._ids(block_ids), payload.to(self.data.device))
+        self._kernels.scatter(data, self._ids(block_ids), payload.to(data.device))
 
     def read(self, cut: Cut, stage: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """The payload of a cut (`kvtransfer.reshard`), flat, in memory that `stage(num_bytes)` gives."""
-        payload = stage(self._num_bytes(cut)).view(self._payload_dtype)
+        payload = stage(self._num_bytes(cut)).view(self._payload_dtype(cut))
         for part, view, rows in self._pieces(cut, payload):
             self._kernels.gather(view, rows, part)
         return payload
 
+    def attach(self, beside: KVStorage) -> None:
+        """From now on payloads of cuts `with_head` carry what lies in `beside`, too."""
+        assert beside.num_blocks >= self.num_blocks
+        self.beside = beside
+
     def write(self, cut: Cut, payload: torch.Tensor) -> None:
         """Puts the payload of a cut into this cache's blocks."""
-        assert payload.dtype == self._payload_dtype, f"payload is {payload.dtype}, the cache {self._payload_dtype}"
+        dtype = self._payload_dtype(cut)
+        assert payload.dtype == dtype, f"payload is {payload.dtype}, the cache {dtype}"
         assert payload.nbytes == self._num_bytes(cut), f"payload of {payload.nbytes} bytes does not fit {cut}"
         self.touch()
         for part, view, rows in self._pieces(cut, payload):
@@ -170,7 +182,7 @@ class KVStorage:
         if self._aside is None:
             yield
             return
-        if num_in_flight is not None and num_in_flight < len(self._marks):
+        if self.beside is None and num_in_flight is not None and num_in_flight < len(self._marks):
             self._aside.wait_event(self._marks[-1 - num_in_flight])
         else:
             self._aside.wait_stream(_cuda.current_stream())
@@ -182,10 +194,9 @@ class KVStorage:
         if self._aside is not None:
             _cuda.current_stream().wait_stream(self._aside)
 
-    @property
-    def _payload_dtype(self) -> torch.dtype:
-        """In payloads: bytes if parts have different shapes."""
-        return self.tensors[0].dtype if len(self.tensors) == 1 else torch.uint8
+    def _payload_dtype(self, cut: Cut) -> torch.dtype:
+        """Bytes if parts have different shapes, or a head's KV follows."""
+        return torch.uint8 if len(self.tensors) > 1 or cut.with_head else self.tensors[0].dtype
 
     def _zeros(self, stack: Sequence[KVPart]) -> torch.Tensor:
         part = stack[0]
@@ -199,7 +210,19 @@ class KVStorage:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _num_bytes(self, cut: Cut) -> int:
-        return sum(self._piece_bytes(cut, piece, tensor) for piece in cut.pieces for tensor in self.tensors)
+        return sum(storage._piece_bytes(of, piece, tensor) for storage, of, piece, tensor in self._owners(cut))
+
+    def _owners(self, cut: Cut) -> Iterator[tuple[KVStorage, Cut, range, torch.Tensor]]:
+        """What a payload has, in its order: of each piece all tensors here, then those beside."""
+        beside = self.beside if cut.with_head else None
+        per_share = beside.num_heads // self.num_heads if beside is not None else 0
+        for piece in cut.pieces:
+            for tensor in self.tensors:
+                yield self, cut, piece, tensor
+            if beside is not None:
+                layers = range(beside.layout.num_layers)
+                for tensor in beside.tensors:
+                    yield beside, replace(cut, layers=layers), _scaled(piece, per_share), tensor
 
     def _piece_bytes(self, cut: Cut, piece: range, tensor: torch.Tensor) -> int:
         _, parts, _, heads, _, width = tensor.shape
@@ -209,19 +232,23 @@ class KVStorage:
     def _pieces(self, cut: Cut, payload: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """For each piece and tensor: its part of the payload, the cache, and the rows of the one in the other; a row is
         a unit of one head, or a whole block where that is what is wanted. Cache and part are [L, P, rows, elements]."""
-        assert len(self.layout.groups) == 1, "a cut has the blocks of one group"
-        owners = [(piece, tensor) for piece in cut.pieces for tensor in self.tensors]
-        sizes = [self._piece_bytes(cut, *owner) // payload.itemsize for owner in owners]
+        owners = list(self._owners(cut))
+        sizes = [one._piece_bytes(of, piece, tensor) // payload.itemsize for one, of, piece, tensor in owners]
+        for (one, of, piece, tensor), flat in zip(owners, torch.split(payload, sizes), strict=True):
+            yield one._piece(of, piece, tensor, flat)
+
+    def _piece(
+        self, cut: Cut, piece: range, tensor: torch.Tensor, flat: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         per_block = self.layout.block_size // cut.unit
-        for (piece, tensor), flat in zip(owners, torch.split(payload, sizes), strict=True):
-            layers = tensor[cut.layers.start : cut.layers.stop]
-            num_layers, num_parts, _, heads, *_ = layers.shape
-            if per_block == 1 and len(piece) == self.num_heads and cut.units == range(len(cut.block_ids)):
-                view, rows = layers.view(num_layers, num_parts, self.num_blocks, -1), self._ids(cut.block_ids)
-            else:
-                view = layers.view(num_layers, num_parts, self.num_blocks * heads * per_block, -1)
-                rows = self._rows(cut, piece, heads, per_block)
-            yield flat.view(tensor.dtype).view(num_layers, num_parts, len(rows), -1), view, rows
+        layers = tensor[cut.layers.start : cut.layers.stop]
+        num_layers, num_parts, _, heads, *_ = layers.shape
+        if per_block == 1 and len(piece) == self.num_heads and cut.units == range(len(cut.block_ids)):
+            view, rows = layers.view(num_layers, num_parts, self.num_blocks, -1), self._ids(cut.block_ids)
+        else:
+            view = layers.view(num_layers, num_parts, self.num_blocks * heads * per_block, -1)
+            rows = self._rows(cut, piece, heads, per_block)
+        return flat.view(tensor.dtype).view(num_layers, num_parts, len(rows), -1), view, rows
 
     def _rows(self, cut: Cut, piece: range, num_heads: int, per_block: int) -> torch.Tensor:
         last, per_share = len(cut.block_ids) * per_block - 1, num_heads // self.num_heads
@@ -233,6 +260,10 @@ class KVStorage:
 
     def _ids(self, block_ids: Sequence[int]) -> torch.Tensor:
         return to_device(np.array(block_ids, dtype=np.int64), self.device)
+
+
+def _scaled(piece: range, factor: int) -> range:
+    return range(piece.start * factor, piece.stop * factor)
 
 
 def _as_typed(view: torch.Tensor, part: KVPart) -> torch.Tensor:

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
+from protos.model_files.base import ModelFiles
 from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
 from protos.values import ITEM_BYTES, KVLayout
@@ -18,10 +19,11 @@ from workers.checkpoint.source import FLOATS, StoredTensor
 from workers.models.families.base import Family
 from workers.models.families.experts import ExpertsConfig
 from workers.models.families.latent import LatentConfig
-from workers.models.families.registry import BY_NAME, family_of
+from workers.models.families.registry import BY_NAME, family_of, is_ours
 from workers.models.families.ropes import Ropes, RopeSizes
 from workers.models.families.traits import Activation, NormKind, QKNorm, Scales, read_activation
 from workers.models.families.windows import Windows
+from workers.models.interface import ServedConfig
 from workers.models.rope import DynamicRope, LinearRope, Rope, YarnRope, rope_fields
 
 # Fields that would change what the layers compute. Present with another value than these, the model is refused, unless
@@ -30,6 +32,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "alibi": (False,),
     "attention_bias": (False,),
     "attention_multiplier": (),
+    "attention_out_bias": (False,),
     "attn_logit_softcapping": (),
     "clip_qkv": (),
     "embedding_multiplier": (1, 1.0),
@@ -122,6 +125,12 @@ class ModelConfig:
         layers = self.num_layers * heads + (self.num_layers - num_sparse) * dense + num_sparse * sparse
         return layers + (0 if self.tied_embeddings else head)
 
+    @property
+    def mtp_prefixes(self) -> tuple[str, ...]:
+        """Of the names of tensors for multi-token prediction."""
+        layers = range(self.num_layers, self.num_layers + self.num_mtp_layers)
+        return tuple(f"model.layers.{layer}." for layer in layers)
+
     def kv_layout(self, *, block_size: int, dtype: str, tp: int = 1) -> KVLayout:
         if self.latent is not None:
             return KVLayout.latent(
@@ -152,7 +161,11 @@ def read_config(path: str | Path, quantize: Quantize = "off") -> ModelConfig:
     that is not served), each naming the file, the field and the fix.
     """
     files = open_model(path)
-    config = Fields.of_file(files, "config.json")
+    return config_of(Fields.of_file(files, "config.json"), files, quantize)
+
+
+def config_of(config: Fields, files: ModelFiles, quantize: Quantize = "off") -> ModelConfig:
+    """The config with these fields, which stand for config.json. Raises as `read_config`."""
     family = family_of(config)
     config = config.over(family.defaults)
     _refuse_unknown_parts(config, family)
@@ -192,7 +205,7 @@ def read_config(path: str | Path, quantize: Quantize = "off") -> ModelConfig:
         max_position=sizes.max_position,
         max_model_len=_max_model_len(ropes, sizes.max_position),
         dtype=config.text_or("dtype", config.text_or("torch_dtype", "float32")),
-        eos_token_ids=_eos_ids(config, generation, sizes.vocab_size),
+        eos_token_ids=eos_ids_of(config, generation, sizes.vocab_size),
         weight_format=stored if quantize == "off" else rounded_format(quantize, stored),
         experts=family.experts(config, sizes.num_layers) if family.experts else None,
         latent=latent,
@@ -219,7 +232,7 @@ def check_parallel(config: ModelConfig, tp: int, setting: str = "tp", *, expert_
     )
 
 
-def longest_sequence(config: ModelConfig, limit: int | None) -> int:
+def longest_sequence(config: ServedConfig, limit: int | None) -> int:
     """Tokens of a prompt and its answer: `worker.max_model_len`, or the model's own length. Raises Misconfigured."""
     if limit is not None and limit > config.max_model_len:
         raise Misconfigured(
@@ -232,13 +245,15 @@ def longest_sequence(config: ModelConfig, limit: int | None) -> int:
 
 def weight_bytes(path: str | Path, dtype: str, quantize: Quantize = "off") -> int:
     """What the checkpoint's weights take in memory: packed tensors as they are stored, linear weights that are rounded
-    as they are loaded as integers with their scales, others converted to `dtype`."""
-    tensors = stored_tensors(Path(path))
+    as they are loaded as integers with their scales, others converted to `dtype`; none for multi-token prediction."""
+    is_known = is_ours(Fields.of_file(open_model(path), "config.json"))
+    left_out = read_config(path, quantize).mtp_prefixes if is_known else ()
+    tensors = {name: one for name, one in stored_tensors(Path(path)).items() if not name.startswith(left_out)}
     if quantize == "off":
         return sum(_loaded_bytes(name, stored, dtype) for name, stored in tensors.items())
     rounding, total = RoundedFormat(levels=quantize), 0
     for name, stored in tensors.items():
-        linear = name.endswith(("_proj.weight", ".c_fc.weight")) or _MIXTRAL_EXPERT.search(name)
+        linear = name.endswith(("_proj.weight", ".c_fc.weight", "_with_mqa.weight")) or _MIXTRAL_EXPERT.search(name)
         if name == f"{HEAD}.weight" or linear:
             total += rounding.num_bytes(name.removesuffix(".weight"), *stored.shape)
         else:
@@ -320,6 +335,11 @@ class _Sizes:
 
 
 def _refuse_unknown_parts(config: Fields, family: Family) -> None:
+    rope, growth = rope_fields(config), "llama_4_scaling_beta"
+    if growth not in family.reads and rope.raw(growth):
+        raise UnsupportedModel(
+            f"{rope.where}: {growth} is {rope.raw(growth)!r}, which is not supported for {family.name}", param=growth
+        )
     for key, harmless in _NEUTRAL.items():
         if key not in family.reads and key in config and config.raw(key) not in harmless:
             raise UnsupportedModel(
@@ -337,6 +357,9 @@ def _rotary_dim(config: Fields, family: Family, head_dim: int) -> int:
     if key not in family.reads:
         return head_dim
     factor = rope_fields(config).number_or(key, config.number_or(key, 1.0))
+    if family.rotary_dim_field is not None and family.rotary_dim_field in config:
+        key = family.rotary_dim_field
+        factor = config.integer(key) / head_dim
     turned = int(head_dim * factor)
     if turned % 2 or not 2 <= turned <= head_dim:
         raise BadCheckpoint(
@@ -360,7 +383,7 @@ def _max_model_len(ropes: Ropes, max_position: int) -> int:
     return max_position
 
 
-def _eos_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
+def eos_ids_of(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
     source = generation if "eos_token_id" in generation else config
     ids = source.ids("eos_token_id")
     for token_id in ids:

@@ -6,37 +6,62 @@ Legend: T tokens of the batch (rows packed), E hidden size, V vocabulary, R posi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from workers.adapters.linear import AdaptableLinear
+from workers.adapters.low_rank import AdapterTokens, StepAdapters
 from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
 from workers.checkpoint.encoding import LayerContext
-from workers.checkpoint.slots import Loadable, Slot
-from workers.kernels.cpu.layers import LayerForm, LayerWeights
-from workers.kernels.cpu.norms import CompiledNorm
+from workers.checkpoint.slots import Slot
+from workers.kernels.cpu.layers import LayerForm, LayerWeights, NormTensors
+from workers.kernels.cpu.norms import ACTIVATIONS, CompiledNorm
 from workers.models.config import ModelConfig, check_parallel
+from workers.models.filling import LoadPart
+from workers.models.layers.attention import SelfAttention
 from workers.models.layers.embedding import Embedding, Head
 from workers.models.layers.experts import MixtureOfExperts
+from workers.models.layers.growth import StepGrowth
+from workers.models.layers.linear import sums_overlap
 from workers.models.layers.norm import LayerNorm, RMSNorm, norm_of
 from workers.models.layers.rope import Rotations
 
-Through = Callable[[torch.Tensor, torch.Tensor, Sequence[CosSin], AttentionInputs], None]
+
+class Taps:
+    """Keeps what enters layers of a step, [T, E]. Layer `num_layers` is the output of the last norm."""
+
+    def __init__(self, layers: Sequence[int] = ()) -> None:
+        self.layers = tuple(layers)
+        self.states: dict[int, torch.Tensor] = {}
+
+    def take(self, layer: int, delta_TE: torch.Tensor, stream_TE: torch.Tensor) -> None:
+        if layer in self.layers:
+            self.states[layer] = delta_TE + stream_TE
+
+
+Through = Callable[[torch.Tensor, torch.Tensor, Sequence[CosSin], AttentionInputs, Taps], None]
 """Takes what a layer adds and the stream it adds it to, each [T, E], from before the first layer to behind the last, in
-context, with the rotation of each layer. The attention has begun the step."""
+context, with the rotation of each layer, and what to keep on the way. The attention has begun the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
     """One step. `token_ids_T` int64; `logit_rows` int64, indices into T, in the order the logits are wanted;
     `prompt_lens` for each row of `attention` the length of its sequence's whole prompt, however much of it this
-    step computes (some rope scalings depend on it: `workers.models.rope`).
+    step computes (some rope scalings depend on it: `workers.models.rope`). With `pooled_rows`, int64 indices into T,
+    the decoder puts the output of its last norm there, [P, E], into `hidden`. `adapters` has the tokens of rows that
+    have one; the others' bits do not depend on it. `taps` keeps what enters the layers.
     """
 
     token_ids_T: torch.Tensor
     attention: AttentionInputs
     logit_rows: torch.Tensor
     prompt_lens: tuple[int, ...]
+    pooled_rows: torch.Tensor | None = None
+    hidden: list[torch.Tensor] = field(default_factory=list)
+    adapters: tuple[AdapterTokens, ...] = ()
+    taps: Taps = field(default_factory=Taps)
 
 
 class Decoder:
@@ -50,9 +75,11 @@ class Decoder:
         self.config = config
         self.context = context
         self.stored_as = stored_as  # the encoding of its weights and their bits, for people
+        self.step_adapters = StepAdapters()
         self._embedding = embedding_of(context, config)
         self._rotations = rotations_of(config, context.device)
-        self._layers = [DecoderLayer(context, config, layer) for layer in range(config.num_layers)]
+        self.growth = StepGrowth(config.scales.growth) if config.scales.growth else None
+        self._layers = [DecoderLayer(context, config, layer, self.growth) for layer in range(config.num_layers)]
         self._norm = last_norm_of(context, config)
         self._head = head_of(context, config, self._embedding if config.tied_embeddings else None)
 
@@ -60,20 +87,38 @@ class Decoder:
     def forward(self, inputs: ModelInputs, attention: AttentionBackend, through: Through | None = None) -> torch.Tensor:
         """Writes the step's keys and values into the backend's cache. Returns logits [R, V], float32, on every rank.
 
-        `through` computes what the layers would with this backend, faster. With tensor parallelism every rank must be
-        given the same inputs. Raises WorkerLost when one has gone.
+        `through` computes what the layers would with this backend, faster, in steps without adapters, except for the
+        overlap of long steps' sums over ranks. With tensor parallelism every rank must be given the same inputs. Raises
+        WorkerLost when one has gone.
         """
         attention.begin(inputs.attention)
+        if self.growth is not None:
+            self.growth.begin(inputs.attention)
         rotations = self._rotations(inputs.attention, inputs.prompt_lens)
         stream_TE = self._embedding(inputs.token_ids_T)
         delta_TE = torch.zeros_like(stream_TE)
-        if through is not None:
-            through(delta_TE, stream_TE, rotations, inputs.attention)
+        self.step_adapters.tokens = inputs.adapters
+        overlaps = sums_overlap(self.context.parallel, len(stream_TE))
+        if through is not None and not inputs.adapters and not overlaps:
+            through(delta_TE, stream_TE, rotations, inputs.attention, inputs.taps)
         else:
-            for layer, rotation in zip(self._layers, rotations, strict=True):
+            for number, (layer, rotation) in enumerate(zip(self._layers, rotations, strict=True)):
+                inputs.taps.take(number, delta_TE, stream_TE)
                 delta_TE, stream_TE = layer(delta_TE, stream_TE, rotation, attention)
+        if len(self._layers) in inputs.taps.layers:
+            inputs.taps.states[len(self._layers)] = self._norm.add(delta_TE, stream_TE)[0]
+        if (pooled := inputs.pooled_rows) is not None:
+            inputs.hidden.append(self._norm.add(delta_TE[pooled], stream_TE[pooled])[0])
         rows = inputs.logit_rows
         normed_RE, _ = self._norm.add(delta_TE[rows], stream_TE[rows])
+        return self._head.logits(normed_RE)
+
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """[T, E], as the first layer reads them; on every rank."""
+        return self._embedding(token_ids_T)
+
+    def logits(self, normed_RE: torch.Tensor) -> torch.Tensor:
+        """[R, V] of outputs of the last norm, float32, on every rank."""
         return self._head.logits(normed_RE)
 
     def pack(self) -> None:
@@ -81,6 +126,11 @@ class Decoder:
         for layer in self._layers:
             layer.pack()
         self._head.pack()
+
+    def linears(self) -> Iterator[AdaptableLinear]:
+        """The linear layers that an adapter may change."""
+        for layer in self._layers:
+            yield from layer.linears()
 
     def expert_counts(self) -> list[torch.Tensor]:
         """Of each layer with experts the tokens that chose each one, int64 [experts]. On a GPU they stay 0."""
@@ -100,7 +150,9 @@ class Decoder:
     def layer_form(self) -> LayerForm | None:
         """What all layers do alike, if compiled code can do it."""
         config, norm = self.config, self.config.norm
-        if config.activation not in ("silu", "gelu_tanh"):
+        norms_over_ranks = config.qk_norm == "all" and self.context.parallel.size > 1
+        activation, gated = ACTIVATIONS.get(config.activation), config.spec.gated
+        if activation is None or (gated and config.activation == "relu2") or norms_over_ranks:
             return None
         wide = CompiledNorm.WIDE if norm.wide and self.context.dtype != torch.float32 else CompiledNorm.ROUNDED
         ropes = list(dict.fromkeys(config.ropes))
@@ -108,7 +160,8 @@ class Decoder:
             hidden_size=config.hidden_size,
             norm=CompiledNorm.CENTRED if norm.centred else wide,
             eps=norm.eps,
-            gelu=config.activation == "gelu_tanh",
+            activation=activation,
+            gated=gated,
             attention_scale=config.attention_scale,
             softcap=config.scales.attention_softcap,
             residual=config.scales.residual,
@@ -119,15 +172,27 @@ class Decoder:
 
     def slots(self) -> Iterator[Slot]:
         """Where every tensor of the checkpoint goes."""
-        parts: list[Loadable] = [self._embedding, *self._layers, self._norm, self._head]
-        for part in parts:
+        for part in self.load_parts():
             yield from part.slots()
+
+    def load_parts(self) -> Iterator[LoadPart]:
+        """What is packed together; a tied head reads the embedding's tensors."""
+        if self.config.tied_embeddings:
+            yield LoadPart(slots=self._embedding.slots, pack=self._head.pack)
+        else:
+            yield LoadPart(slots=self._embedding.slots)
+            yield LoadPart(slots=self._head.slots, pack=self._head.pack)
+        for layer in self._layers:
+            yield from layer.load_parts()
+        yield LoadPart(slots=self._norm.slots)
 
 
 class DecoderLayer:
     """One layer, its norms where `NormPlaces` has them; each addition is left to what follows it."""
 
-    def __init__(self, context: LayerContext, config: ModelConfig, layer: int) -> None:
+    def __init__(
+        self, context: LayerContext, config: ModelConfig, layer: int, growth: StepGrowth | None = None
+    ) -> None:
         family, prefix = config.spec, f"model.layers.{layer}"
         places = family.places
 
@@ -139,6 +204,9 @@ class DecoderLayer:
         self._parallel_halves = places.parallel
         self._scale = config.scales.residual
         self._attention = family.attention(context, f"{prefix}.self_attn", config, layer)
+        if growth is not None:
+            assert isinstance(self._attention, SelfAttention), "queries grow in plain attention only"
+            self._attention.growth = growth
         self._mlp = family.mlp(context, f"{prefix}.mlp", config, layer)
 
     def __call__(
@@ -164,6 +232,10 @@ class DecoderLayer:
         self._attention.pack()
         self._mlp.pack()
 
+    def linears(self) -> Iterator[AdaptableLinear]:
+        yield from self._attention.linears()
+        yield from self._mlp.linears()
+
     @property
     def waits(self) -> bool:
         return self._mlp.waits
@@ -174,34 +246,35 @@ class DecoderLayer:
 
     def packed(self) -> LayerWeights | None:
         """None where compiled layers do not do what this one does."""
-        norms = self._before_attention, self._after_attention, self._before_mlp, self._after_mlp
-        biases = [norm.bias for norm in norms if isinstance(norm, LayerNorm)]
-        if not self._attention.compilable or any(bias is not None for bias in biases):
-            return None
         qkv, out = self._attention.packed_products()
         feed_forward = self._mlp.packed_products()
         if qkv is None or out is None or feed_forward is None:
             return None
         gate_up, down = feed_forward
-        weights = [None if norm is None else norm.weight for norm in norms]
-        before_attention, after_attention, before_mlp, after_mlp = weights
         return LayerWeights(
-            attention_norm_E=before_attention,
+            attention_norm=_norm_tensors(self._before_attention),
             qkv=qkv,
             head_norms=self._attention.head_norms,
+            sinks_N=self._attention.sinks_N,
             out=out,
-            attention_after_E=after_attention,
-            mlp_norm_E=before_mlp,
+            attention_after=_norm_tensors(self._after_attention),
+            mlp_norm=_norm_tensors(self._before_mlp),
             gate_up=gate_up,
             down=down,
-            mlp_after_E=after_mlp,
+            mlp_after=_norm_tensors(self._after_mlp),
             window=self._attention.window,
+            latents=self._attention.latents,
         )
 
+    def load_parts(self) -> Iterator[LoadPart]:
+        for norm in (self._before_attention, self._after_attention, self._before_mlp, self._after_mlp):
+            if norm is not None:
+                yield LoadPart(slots=norm.slots)
+        yield LoadPart(slots=self._attention.slots, pack=self._attention.pack)
+        yield LoadPart(slots=self._mlp.slots, pack=self._mlp.pack)
+
     def slots(self) -> Iterator[Slot]:
-        norms = self._before_attention, self._after_attention, self._before_mlp, self._after_mlp
-        parts: list[Loadable] = [norm for norm in norms if norm is not None]
-        for part in (*parts, self._attention, self._mlp):
+        for part in self.load_parts():
             yield from part.slots()
 
 
@@ -213,6 +286,12 @@ def _add(
         return norm.add(delta_TE, stream_TE)
     stream_TE = delta_TE + stream_TE
     return stream_TE, stream_TE
+
+
+def _norm_tensors(norm: RMSNorm | LayerNorm | None) -> NormTensors | None:
+    if norm is None:
+        return None
+    return norm.weight, norm.bias if isinstance(norm, LayerNorm) else None
 
 
 def embedding_of(context: LayerContext, config: ModelConfig) -> Embedding:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,17 +14,17 @@ from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.formats.rounded import Quantize, RoundedFormat
 from workers.checkpoint.kv_scales import is_kv_scale
 from workers.checkpoint.registry import encodings_of, open_source
-from workers.checkpoint.slots import Slot, in_order
+from workers.checkpoint.slots import Slot
 from workers.checkpoint.source import FLOATS, WeightSource
 from workers.kernels.base import kernels_for
-from workers.kernels.cpu.memory import return_freed_memory
+from workers.kernels.cpu.build import native
+from workers.kernels.cpu.memory import return_freed_memory, trim_freed_memory
 from workers.models.config import ModelConfig, read_config
 from workers.models.decoder import Decoder
+from workers.models.filling import LoadPart, PartLoader, Progress, ignore_progress
 from workers.parallel.group import Solo, TensorParallel
 
 log = logging.getLogger("baton.worker")
-
-Progress = Callable[[int, int], None]
 
 _NOT_LINEAR = ("norm.weight", "bias", "embed_tokens.weight")
 
@@ -42,16 +40,18 @@ def load_model(
     parallel: TensorParallel | None = None,
     expert_parallel: bool = False,
     on_progress: Progress | None = None,
+    packed: bool = False,
 ) -> Decoder:
     """The checkpoint folder `path` as a decoder on `device`, weights converted to `dtype` ("bfloat16", "float32").
+
+    With `packed` each part is packed as soon as it is read, as `Decoder.pack` does it for all of them afterwards.
 
     `quantize` rounds the linear weights of a float checkpoint, one tensor at a time.
     With `parallel` only this rank's share is read: of experts columns, or, `expert_parallel`, whole ones.
     `on_progress(done_bytes, total_bytes)` counts that share.
     Raises BadCheckpoint, UnsupportedModel or Misconfigured, each naming the file, tensor or setting and the fix.
     """
-    if dtype not in _DTYPES:
-        raise Misconfigured(f"dtype {dtype!r} is not served: choose one of {', '.join(_DTYPES)}", param="dtype")
+    made_in = dtype_named(dtype)
     if device == "cpu":
         return_freed_memory()
     folder = Path(path)
@@ -59,7 +59,7 @@ def load_model(
     with open_source(folder) as source:
         context = LayerContext(
             device=device,
-            dtype=_DTYPES[dtype],
+            dtype=made_in,
             parallel=parallel or Solo(),
             kernels=kernels_for(device),
             encodings=encodings_of(config.weight_format, source),
@@ -70,8 +70,23 @@ def load_model(
         slots = _checked_slots(folder, config, context, source)
         decoder = Decoder(config, context, stored_as=_stored_as(config, slots, source))
         log.info("%s: %s", folder, decoder.stored_as)
-        fill(folder, list(decoder.slots()), source, on_progress or (lambda done, total: None))
+        parts = list(decoder.load_parts())
+        if not packed:
+            parts = [LoadPart(slots=part.slots) for part in parts]
+        for number_type in _DTYPES.values():
+            native(number_type)  # compiled before several threads need it
+        num_threads = torch.get_num_threads() if device == "cpu" else 1
+        PartLoader(folder, source).load(parts, on_progress or ignore_progress, num_threads=num_threads)
+    if device == "cpu":
+        trim_freed_memory()
     return decoder
+
+
+def dtype_named(dtype: str) -> torch.dtype:
+    """Raises Misconfigured."""
+    if dtype not in _DTYPES:
+        raise Misconfigured(f"dtype {dtype!r} is not served: choose one of {', '.join(_DTYPES)}", param="dtype")
+    return _DTYPES[dtype]
 
 
 def _has_quantised_head(source: WeightSource) -> bool:
@@ -89,7 +104,7 @@ def _stored_as(config: ModelConfig, slots: list[Slot], source: WeightSource) -> 
     num_bytes = sum(one.num_bytes for one in stored)
     if isinstance(config.weight_format, RoundedFormat):
         rounded = {
-            (slot.name.removesuffix(".weight"), slot.shape) for slot in slots if slot.consume and slot.name in linear
+            (slot.name.removesuffix(".weight"), slot.shape) for slot in slots if slot.consume and len(slot.shape) == 2
         }
         num_bytes = sum(config.weight_format.num_bytes(name, *shape) for name, shape in rounded)
     return f"{label}, {8 * num_bytes / config.num_linear_weights:.4g} bits a weight"
@@ -134,11 +149,10 @@ def _checked_slots(folder: Path, config: ModelConfig, context: LayerContext, sou
 
 def _of_mtp_layers(folder: Path, config: ModelConfig, names: frozenset[str]) -> set[str]:
     """Tensors of the layers for multi-token prediction, which stand behind the decoder's."""
-    layers = range(config.num_layers, config.num_layers + config.num_mtp_layers)
-    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
-    found = {name for name in names if name.startswith(prefixes)}
+    found = {name for name in names if name.startswith(config.mtp_prefixes)}
     if found:
-        log.info("%s: layers for multi-token prediction (%s) are not loaded", folder, ", ".join(map(str, layers)))
+        layers = ", ".join(prefix.split(".")[2] for prefix in config.mtp_prefixes)
+        log.info("%s: layers for multi-token prediction (%s) are not loaded", folder, layers)
     return found
 
 
@@ -154,21 +168,3 @@ def _is_empty_bias(folder: Path, name: str, layers: set[str], source: WeightSour
             "mlp_bias in config.json where the model has them, or use the checkpoint that it was made from"
         )
     return True
-
-
-def fill(folder: Path, slots: list[Slot], source: WeightSource, on_progress: Progress) -> None:
-    """Tensors whose values may be refused come first."""
-    slots = sorted(slots, key=lambda slot: slot.check is None)
-    sizes = [source.describe(slot.name).num_bytes * slot.target.numel() // math.prod(slot.shape) for slot in slots]
-    total, done = sum(sizes), 0
-    on_progress(done, total)
-    for slot, size in zip(slots, sizes, strict=True):
-        read = in_order(source.read(slot.name, slot.dim, slot.part), slot.order)
-        if slot.consume is not None:
-            slot.consume(read)
-        else:
-            slot.target.copy_(read)
-        if slot.check is not None:
-            slot.check(f"{folder}: tensor {slot.name!r}", slot.target)
-        done += size
-        on_progress(done, total)

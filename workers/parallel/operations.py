@@ -11,7 +11,7 @@ from typing import Any, Protocol, get_type_hints
 from kvtransfer.transport import Chunk
 from protos.codec import Messages
 from protos.values import KVLayout, LaneAddress, Ticket
-from workers.batch import Batch
+from workers.batch import Batch, Sample
 
 BlockIds = tuple[int, ...]
 
@@ -30,6 +30,13 @@ class CopyOperations(Protocol):
     def await_copy(self, load_id: int) -> None: ...
 
 
+class AdapterOperations(Protocol):
+    """Operations of the adapters (`workers.adapters.linear.AdapterTable`)."""
+
+    def load_adapter(self, path: str, adapter_id: str) -> Any: ...
+    def unload_adapter(self, adapter_id: str) -> None: ...
+
+
 class TransferOperations(Protocol):
     """Operations of the lanes (`workers.transfer.rank_transfer.RankTransfer`)."""
 
@@ -46,7 +53,16 @@ class TransferOperations(Protocol):
     def close_lane_from(self, peer: str) -> None: ...
 
 
-class RankOperations(StepOperations, CopyOperations, TransferOperations, Protocol):
+class DraftOperations(Protocol):
+    """Operations of proposers that compute with a model (`workers.drafting`)."""
+
+    def draft(self, batch: Batch) -> Any: ...
+    def head_computed(self, batch: Batch, first_hidden: tuple[int, ...]) -> Any: ...
+    def head_next(self, batch: Batch) -> Any: ...
+    def medusa(self, places: tuple[int, ...], samples: tuple[tuple[Sample, ...], ...]) -> Any: ...
+
+
+class RankOperations(StepOperations, CopyOperations, AdapterOperations, TransferOperations, DraftOperations, Protocol):
     """All operations of a rank."""
 
 

@@ -9,8 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from protos.errors import Misconfigured
+
+
+class ExpertImbalance(NamedTuple):
+    """Tokens of the busiest over the mean of its layer, in the layer where that is highest; 0 before any was counted.
+    `ranks` and `placed` are of ranks that have whole experts, else 0: as experts are now, and as they would be if each
+    rank had a slot more, for a replica, and experts were placed by their loads."""
+
+    experts: float = 0.0
+    ranks: float = 0.0
+    placed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from kvtransfer.transports.rendezvous.store import RendezvousServer, RendezvousS
 from protos.codec import Messages
 from protos.errors import BatonError, UnreadableMessage, WorkerLost
 from protos.values import LaneAddress, SamplingParams
-from workers.batch import Batch, PendingStep, Pipeline, Row, Sample
+from workers.batch import Batch, PendingStep, Pipeline, Row, RowLimits, Sample, row_limits
 from workers.parallel.group import RankGroup, Solo, TensorParallel
 from workers.parallel.operations import LANE_ADDRESS, MESSAGES, STOP, RankOperations
 
@@ -99,6 +99,10 @@ class LeadingRunner:
     def __init__(self, leader: Leader, runner: Pipeline) -> None:
         self._leader = leader
         self._runner = runner
+
+    @property
+    def row_limits(self) -> RowLimits:
+        return row_limits(self._runner)
 
     def launch(self, batch: Batch) -> PendingStep:
         if not self._leader.alone:

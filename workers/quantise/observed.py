@@ -58,6 +58,9 @@ class _ObservedMatrix:
         self._observe(x_TI)
         return self._matrix(x_TI, bias_O)
 
+    def before_gate(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        return self._matrix.before_gate(x_TI, bias_O)
+
     def pack(self) -> None:
         """Stays as loaded: the weight is replaced by its rounded one."""
 

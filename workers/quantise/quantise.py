@@ -16,6 +16,7 @@ from protos.errors import Misconfigured, UnsupportedModel
 from protos.model_files.folder import FolderFiles
 from protos.model_files.opening import open_model
 from workers.checkpoint.registry import encodings_of, open_source
+from workers.checkpoint.rounding import check_finite
 from workers.checkpoint.source import WeightSource
 from workers.models.config import ModelConfig, read_config
 from workers.quantise.awq import InputSample, clipped_scales, fold_scales
@@ -127,9 +128,11 @@ def _rounded(
     stored: Mapping[str, torch.dtype],
 ) -> Tensors:
     """What is stored of a layer. `tensors`, the layer's own, become what that stands for."""
+    linear = {name: observer for names, observer in observers.items() for name in names}
+    for name in linear:
+        check_finite(f"{name}.weight", tensors[f"{name}.weight"])
     if recipe.method == "awq":
         fold_scales(prefix, tensors, observers, lambda name: recipe.rounding(tensors[f"{name}.weight"].shape[1]))
-    linear = {name: observer for names, observer in observers.items() for name in names}
     written: Tensors = {}
     for name, tensor in tensors.items():
         layer = name.removesuffix(".weight")

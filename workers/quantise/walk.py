@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from workers.attention.base import AttentionInputs, CosSin
+from workers.attention.base import AttentionInputs, AttentionOptions, CosSin
 from workers.checkpoint.encoding import LayerContext, WeightEncodings
 from workers.checkpoint.encodings.floats import only_floats
 from workers.checkpoint.slots import Loadable
@@ -22,8 +22,8 @@ from workers.kernels import reference
 from workers.kernels.base import kernels_for
 from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderLayer, embedding_of, head_of, last_norm_of, rotations_of
+from workers.models.filling import LoadPart, PartLoader, ignore_progress
 from workers.models.layers.embedding import Embedding
-from workers.models.loader import fill
 from workers.parallel.group import Solo
 
 _BATCH = 2048  # tokens of the sequences that go through a layer together
@@ -48,17 +48,7 @@ class WholeSequences:
         self._keys_values = reference.rope_last(k_TKD, *rotation), v_TKD
         return reference.rope_last(q_TND, *rotation)
 
-    def attend(
-        self,
-        layer: int,
-        q_TND: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float = 0.0,
-        sinks_N: torch.Tensor | None = None,
-        value_dim: int | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         assert self._inputs is not None, "attend before begin"
         assert self._keys_values is not None, "attend before write"
         k_TKD, v_TKD = self._keys_values
@@ -66,13 +56,13 @@ class WholeSequences:
         for first, last in pairwise(starts):
             q, k, v = (heads[first:last].transpose(0, 1).unsqueeze(0) for heads in (q_TND, k_TKD, v_TKD))
             distance = torch.arange(last - first).unsqueeze(1) - torch.arange(last - first)
-            visible = (distance >= 0) & (distance < (window or last))
-            if softcap or sinks_N is not None:
+            visible = (distance >= 0) & (distance < (options.window or last))
+            if options.softcap or options.sinks_N is not None:
                 k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
-                sinks = None if sinks_N is None else sinks_N.unsqueeze(1)
-                out = reference.attention(q, k, v, visible, scale=scale, softcap=softcap, sinks_Q=sinks)
+                sinks = None if options.sinks_N is None else options.sinks_N.unsqueeze(1)
+                out = reference.attention(q, k, v, visible, scale=options.scale, softcap=options.softcap, sinks_Q=sinks)
             else:
-                out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=options.scale, enable_gqa=True)
             outputs.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(outputs)
 
@@ -144,7 +134,7 @@ class LayerWalk:
         return embedding_of(self.context(only_floats), self._config)
 
     def _load(self, part: Loadable) -> None:
-        fill(self._folder, list(part.slots()), self._source, lambda done, total: None)
+        PartLoader(self._folder, self._source).load([LoadPart(slots=part.slots)], ignore_progress, num_threads=1)
 
 
 def _batches(sequences: Sequences) -> list[list[Sequence[int]]]:

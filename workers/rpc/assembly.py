@@ -17,10 +17,12 @@ from kvtransfer.hashing import fastest
 from kvtransfer.registry import transport
 from kvtransfer.transports.rendezvous.store import RendezvousStore
 from protos.values import LaneAddress, WorkerInfo, WorkerRole
+from workers.adapters.names import parse_adapters
 from workers.build import LoadedRank, build_engine, device_of, follow_rank0, make_transfer, open_rank
 from workers.config import RankId, WorkerConfig
+from workers.engine.adapters import ServedAdapters
 from workers.kv.blocks import BlockPool
-from workers.models.loader import Progress
+from workers.models.filling import Progress
 from workers.parallel.group import TensorParallel
 from workers.parallel.ranks import Leader, find_store, join_group, open_store, share_address
 from workers.rpc.worker import WakeUp, WorkerParts
@@ -39,7 +41,6 @@ def assemble(
     on_progress: Progress | None = None,
 ) -> WorkerParts:
     """Assembles rank 0 of a worker. Blocks while the weights are read. Raises as `open_rank` does."""
-    config = config.for_role(kind)
     assert rank_id.rank == 0, f"rank {rank_id.rank} must call follow()"
     fastest()  # compiled now if necessary, not during the first request
     store = open_store(rank_id.store_host, rank_id.store_port, key=rank_id.store_key) if rank_id.size > 1 else None
@@ -56,6 +57,9 @@ def assemble(
         return roles[0]
 
     engine = build_engine(rank, leader, role_for, incarnation=rank_id.incarnation, clock=time.monotonic)
+    if engine.adapters is not None:
+        for name, path in parse_adapters(config.adapters).items():
+            engine.adapters.load(name, engine.adapters.check(name, path))
     transfers.record(engine.timeline)
     [role] = roles
 
@@ -64,7 +68,7 @@ def assemble(
         leader.close()
 
     return WorkerParts(
-        info=_info(rank, rank_id, kind, transfers.address),
+        info=_info(config, rank, rank_id, kind, transfers.address, engine.adapters),
         engine=engine,
         close=close,
         reserve=reservations(role.incoming, engine),
@@ -75,7 +79,7 @@ def assemble(
 
 
 def follow(config: WorkerConfig, rank_id: RankId) -> None:
-    """Runs a rank above 0, with the settings of rank 0 (`WorkerConfig.for_role`). Returns when rank 0 stops; raises
+    """Runs a rank above 0, with the settings of rank 0. Returns when rank 0 stops; raises
     WorkerLost if a rank has ended."""
     group = _meet(config, rank_id, find_store(rank_id.store_host, rank_id.store_port, key=rank_id.store_key))
     rank = open_rank(config, group)
@@ -108,7 +112,14 @@ def _meet(config: WorkerConfig, rank_id: RankId, store: RendezvousStore | None) 
     )
 
 
-def _info(rank: LoadedRank, rank_id: RankId, kind: WorkerRole, lane: LaneAddress) -> WorkerInfo:
+def _info(
+    config: WorkerConfig,
+    rank: LoadedRank,
+    rank_id: RankId,
+    kind: WorkerRole,
+    lane: LaneAddress,
+    adapters: ServedAdapters | None,
+) -> WorkerInfo:
     return WorkerInfo(
         worker_id=rank_id.worker_id,
         incarnation=rank_id.incarnation,
@@ -124,4 +135,7 @@ def _info(rank: LoadedRank, rank_id: RankId, kind: WorkerRole, lane: LaneAddress
         reads_further=True,
         process_id=os.getpid(),
         weights=rank.weights,
+        adapters=adapters.served.adapters if adapters is not None else (),
+        revision=config.revision,
+        model_path=config.model,
     )

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -31,10 +32,12 @@ from protos.values import (
     Ticket,
     WorkerInfo,
     WorkerLoad,
+    WorkerRole,
     WorkerStats,
 )
 from protos.wire import PROTOBUF, ChannelEncoding, error_info, from_proto, to_proto
 from workers.engine.engine import Engine
+from workers.rpc.adapters import AdapterCalls
 from workers.rpc.loop import EngineLoop
 from workers.rpc.token import TokenCheck
 
@@ -93,8 +96,8 @@ class GatewayStream:
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     """The gRPC service of a worker. `reserve` is None on workers that do not receive KV; `leave` ends the worker once
-    it is drained; `wall_clock` aligns profiles of several workers. Lives on the event loop, and reaches the engine only
-    through `loop`."""
+    it is drained; `change_role` begins to give it another role, or (None) ends such a change; `wall_clock` aligns
+    profiles of several workers. Lives on the event loop, and reaches the engine only through `loop`."""
 
     def __init__(
         self,
@@ -105,6 +108,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         stats: Callable[[], WorkerStats],
         reserve: Reserve | None = None,
         leave: Callable[[], None] = lambda: None,
+        change_role: Callable[[WorkerRole | None], None] = lambda role: None,
         supervised: Callable[[], None] = lambda: None,
         wall_clock: Callable[[], float] = time.time,
         encoding: ChannelEncoding = PROTOBUF,
@@ -116,15 +120,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._stats = stats
         self._reserve = reserve
         self._leave = leave
+        self._change_role = change_role
         self._supervised = supervised
         self._wall_clock = wall_clock
         self._streams: dict[GatewayStream, None] = {}  # oldest first
         self._owners: dict[str, GatewayStream] = {}
         self._disowned = asyncio.Event()
         self._loop: EngineLoop | None = None
+        self._adapters = AdapterCalls(engine)
 
     def attach(self, loop: EngineLoop) -> None:
         self._loop = loop
+        if self._engine.adapters is not None:
+            self._engine.adapters.listener = lambda served: loop.deliver(self._announce, StepMessage(adapters=served))
 
     @property
     def loop(self) -> EngineLoop:
@@ -182,7 +190,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._send(stream, message)
 
         def take() -> None:
-            self.loop.deliver(admit, StepMessage(events=(self._engine.events_since(hello),), load=self._engine.load()))
+            events, load = self._engine.events_since(hello), self._engine.load()
+            served = self._engine.adapters.served if self._engine.adapters is not None else None
+            self.loop.deliver(admit, StepMessage(events=(events,), load=load, role=self._info.role, adapters=served))
 
         self.loop.post(take)
 
@@ -317,18 +327,52 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._disown(request_id)
         return worker_pb2.AbortReply(num_aborted=await self.loop.call(lambda: self._engine.abort(ids)))
 
+    async def ChangeRole(self, request: Any, context: Any) -> Any:
+        try:
+            self._change_role(WorkerRole(request.role))
+        except (BatonError, ValueError) as error:
+            await abort_with(context, error if isinstance(error, BatonError) else InvalidRequest(str(error)))
+        return worker_pb2.ChangeRoleReply(role=self._info.role)
+
+    async def LoadAdapter(self, request: Any, context: Any) -> Any:
+        try:
+            return to_proto(await self._adapters.load(self.loop, request.name, request.path))
+        except Exception as error:  # returned to the caller; unexpected errors are logged there
+            await abort_with(context, error)
+
+    async def UnloadAdapter(self, request: Any, context: Any) -> Any:
+        try:
+            await self._adapters.unload(self.loop, request.name)
+        except Exception as error:  # returned to the caller; unexpected errors are logged there
+            await abort_with(context, error)
+        return worker_pb2.UnloadAdapterReply()
+
     async def Drain(self, request: Any, context: Any) -> Any:
+        if request.retire:
+            return worker_pb2.DrainReply(num_running=await self.loop.call(lambda: self._stop(self._engine.retire)))
+        self._change_role(None)  # it would take new work afterwards
         if request.exit:
             self._leave()  # first: the caller may not wait for a long step's end
-        num_left = await self.loop.call(self._drain)
+        num_left = await self.loop.call(lambda: self._stop(self._engine.drain))
         return worker_pb2.DrainReply(num_running=num_left)
 
-    def _drain(self) -> int:
-        """The number of running requests, at least 1 while a transfer runs. Called on the engine's thread."""
-        self._engine.drain()
-        load = self._engine.load()
-        self.loop.deliver(self._send_load, StepMessage(load=load))
+    def _stop(self, how: Callable[[], None]) -> int:
+        """Drains or retires the engine. Returns the number of running requests, at least 1 while a transfer runs.
+        Called on the engine's thread."""
+        how()
+        load = self.send_load()
         return max(load.num_running + load.num_waiting, int(self._engine.has_work()))
+
+    def send_load(self, role: WorkerRole | None = None) -> WorkerLoad:
+        """Sends the load to every gateway, with the worker's new role if it has one. Called on the engine's thread."""
+        load = self._engine.load()
+        self.loop.deliver(self._announce, StepMessage(load=load, role=role))
+        return load
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether a gateway owns a request on this worker."""
+        return bool(self._owners)
 
     async def disowned(self) -> None:
         """Returns when no gateway owns a request on this worker, including requests whose KV has already been sent."""
@@ -345,7 +389,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         for stream in tuple(self._streams):
             stream.queue.put_nowait(None)
 
-    def _send_load(self, message: StepMessage) -> None:
+    def _announce(self, message: StepMessage) -> None:
+        if message.role is not None:
+            self._info = replace(self._info, role=message.role)
+        if message.adapters is not None:
+            self._info = replace(self._info, adapters=message.adapters.adapters)
         for stream in tuple(self._streams):
             self._send(stream, message)
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import grpc
 
 from kvtransfer.lanes import why_unhealthy
 from protos import worker_pb2_grpc
-from protos.errors import Misconfigured, WorkerLost
+from protos.errors import Misconfigured, WorkerDraining, WorkerLost
 from protos.tls import PeerTls, listen
-from protos.values import LaneStats, TicketStats, WorkerInfo, WorkerStats
+from protos.values import LaneStats, TicketStats, WorkerInfo, WorkerRole, WorkerStats
 from workers.engine.engine import Engine
 from workers.rpc.loop import ThreadedEngineLoop
+from workers.rpc.role_change import MakeRole, RoleChange
 from workers.rpc.server import Reserve, WorkerServicer, new_server
 
 LAST_WORDS_S = 1.0
@@ -42,8 +43,8 @@ class WakeUp:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
     """The parts that a pool composes. `reserve` and `tickets` belong to a role that receives KV, `lanes` to a role that
-    sends or receives it. `close` frees ranks, lanes and stores; it is called last, when the engine's thread has
-    ended."""
+    sends or receives it. `roles` are those that it can change into. `close` frees ranks, lanes and stores; it is called
+    last, when the engine's thread has ended."""
 
     info: WorkerInfo
     engine: Engine
@@ -52,6 +53,7 @@ class WorkerParts:
     tickets: Callable[[float], Sequence[TicketStats]] = no_tickets
     lanes: Callable[[], Sequence[LaneStats]] = tuple
     wake_up: WakeUp = field(default_factory=WakeUp)
+    roles: Mapping[WorkerRole, MakeRole] = field(default_factory=dict)
 
 
 class Worker:
@@ -68,6 +70,8 @@ class Worker:
         self._loop: ThreadedEngineLoop | None = None
         self._servicer: WorkerServicer | None = None
         self._leaving: asyncio.Task[None] | None = None
+        self._role_change: RoleChange | None = None
+        self._changed: Callable[[WorkerInfo], None] = lambda info: None
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.info = parts.info
 
@@ -79,9 +83,11 @@ class Worker:
         peers: PeerTls | None = None,
         prepare: Callable[[], None] | None = None,
         supervised: Callable[[], None] = lambda: None,
+        changed: Callable[[WorkerInfo], None] = lambda info: None,
     ) -> WorkerInfo:
         """Serves on host:port (0: any free one), and returns the info with the address. `prepare` runs first on the
-        engine's thread; `supervised` is called whenever a supervisor queries the worker's health. Without a token in
+        engine's thread; `supervised` is called whenever a supervisor queries the worker's health, `changed` with the
+        new info when the worker has another role. Without a token in
         `peers` the worker answers every call. Raises Misconfigured when the port is taken, or the certificates of
         `peers` cannot be read."""
         credentials = peers.server_credentials() if peers is not None else None
@@ -92,7 +98,7 @@ class Worker:
             raise Misconfigured(
                 f"cannot listen on {host}:{port}: {error}; choose another port", param="port"
             ) from error
-        self.info = replace(self._parts.info, address=f"{host}:{bound}")
+        self.info, self._changed = replace(self._parts.info, address=f"{host}:{bound}"), changed
         servicer = WorkerServicer(
             info=self.info,
             engine=self._parts.engine,
@@ -100,6 +106,7 @@ class Worker:
             stats=self._stats,
             reserve=self._parts.reserve,
             leave=self.leave,
+            change_role=self._order_role,
             supervised=supervised,
         )
         self._servicer = servicer
@@ -112,6 +119,10 @@ class Worker:
             why_unhealthy=lambda: why_unhealthy(self._parts.lanes()),
         )
         servicer.attach(self._loop)
+        self._role_change = RoleChange(
+            self.info.role, self._parts.roles, engine=self._parts.engine, loop=self._loop, servicer=servicer,
+            idle=self._loop.idle, changed=self._note_role,
+        )  # fmt: skip
         self._parts.wake_up.listener = self._loop.wake
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
         if prepare is not None:
@@ -129,6 +140,7 @@ class Worker:
     def leave(self) -> None:
         """Accepts no new work; `wait` returns once no request and no transfer runs here. Idempotent."""
         if self._leaving is None:
+            self._cancel_role_change()
             self._leaving = asyncio.create_task(self._leave(), name=f"leaving of {self.info.worker_id}")
 
     async def _leave(self) -> None:
@@ -145,6 +157,7 @@ class Worker:
         """Stops accepting calls, lets open streams finish for `grace_s`, ends the engine and frees everything.
         Idempotent. If the worker has left, its ended streams get `LAST_WORDS_S` to send their last messages."""
         server, loop = self._server, self._loop
+        self._cancel_role_change()
         self._server = self._loop = None
         has_left = self._leaving is not None and self._leaving.done()
         if self._leaving is not None:
@@ -157,13 +170,30 @@ class Worker:
         if not self._ended.done():
             self._ended.set_result(None)
 
+    def _order_role(self, role: WorkerRole | None) -> None:
+        """Raises WorkerDraining, InvalidRequest."""
+        if role is not None and self._leaving is not None:
+            raise WorkerDraining(f"worker {self.info.worker_id} is ending: its successor starts in the new role")
+        if self._role_change is not None and (role is not None or self._leaving is None):
+            self._role_change.order(role)
+
+    def _cancel_role_change(self) -> None:
+        if self._role_change is not None:
+            self._role_change.cancel()
+
+    def _note_role(self, role: WorkerRole) -> None:
+        self.info = replace(self.info, role=role)
+        self._changed(self.info)
+
     def _fault(self, error: BaseException) -> None:
         if not self._ended.done():
             self._ended.set_exception(WorkerLost(f"worker {self.info.worker_id}: the engine failed: {error}"))
 
     def _stats(self) -> WorkerStats:
+        adapters = self._parts.engine.adapters
+        served = adapters.served.adapters if adapters is not None else ()
         return WorkerStats(
-            info=self.info,
+            info=replace(self.info, adapters=served),
             load=self._parts.engine.load(),
             tickets=tuple(self._parts.tickets(self._clock())),
             lanes=tuple(self._parts.lanes()),

@@ -19,8 +19,9 @@ from typing import Any, Protocol
 
 import torch
 
-from workers.attention.base import AttentionBackend, AttentionInputs, CosSin, GroupTables
+from workers.attention.base import AttentionBackend, AttentionInputs, AttentionOptions, CosSin, GroupTables
 from workers.models.decoder import Decoder, ModelInputs
+from workers.models.interface import ServedDecoder
 from workers.models.rope import DynamicRope, LongRope
 from workers.runner.packing import Packed
 from workers.runner.padding import captured_sizes, nothing, size_for
@@ -51,8 +52,10 @@ class CudaRecorder:
         return replay
 
 
-def why_eager(decoder: Decoder) -> str:
+def why_eager(decoder: ServedDecoder) -> str:
     """Why steps of this model cannot be replayed; empty if they can."""
+    if not isinstance(decoder, Decoder):
+        return "transformers computes its layers"
     if any(isinstance(rope, DynamicRope | LongRope) for rope in decoder.config.ropes):
         return "its rope's frequencies depend on each sequence's length"
     if decoder.waits:
@@ -65,7 +68,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: ServedDecoder,
         attention: AttentionBackend,
         recorder: Recorder,
         *,
@@ -153,17 +156,5 @@ class _Begun:
     ) -> torch.Tensor:
         return self._attention.write(layer, q_TND, k_TKD, v_TKD, rotation)
 
-    def attend(
-        self,
-        layer: int,
-        q_TND: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float = 0.0,
-        sinks_N: torch.Tensor | None = None,
-        value_dim: int | None = None,
-    ) -> torch.Tensor:
-        return self._attention.attend(
-            layer, q_TND, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N, value_dim=value_dim
-        )
+    def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        return self._attention.attend(layer, q_TND, options)

@@ -6,13 +6,14 @@ Legend: T tokens of the batch (rows packed), S rows, B blocks of the longest row
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from workers.batch import Batch, Row
+from workers.batch import MEAN, Batch, Row
 
 KNOWN = -1
 """The value in `follows_T` of a token that is known."""
@@ -29,7 +30,8 @@ class PackedTables:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
     """A batch as arrays of int64. `follows_T` is the index, among the tokens that the previous step sampled, of the
-    token at this position, or KNOWN. The other fields are as in `AttentionInputs` and `ModelInputs`."""
+    token at this position, or KNOWN. The other fields are as in `AttentionInputs` and `ModelInputs`. `pooled_rows_P`:
+    positions whose hidden states are wanted, by row. `adapters`: the places of each adapter's tokens; None: all."""
 
     token_ids_T: NDArray[np.int64]
     follows_T: NDArray[np.int64]
@@ -40,14 +42,18 @@ class Packed:
     context_lens: tuple[int, ...]
     prompt_lens: tuple[int, ...]
     max_query: int
+    has_prompts: bool = True
+    pooled_rows_P: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    adapters: tuple[tuple[str, NDArray[np.int64] | None], ...] = ()
 
 
-def pack(batch: Batch, *, block_size: int, sampled: Mapping[int, int]) -> Packed:
-    """Packs a batch. `sampled` maps each sampling row of the previous batch to its place among the sampling rows.
+def pack(batch: Batch, *, block_size: int, sampled: Mapping[int, int], splits_drafts: bool = False) -> Packed:
+    """Packs a batch. `sampled` maps each sampling row of the previous batch to the place of its token (`sampled_rows`).
 
-    Logits are ordered by row; within a row, positions that predict prompt targets come first.
+    Logits are ordered by row; within a row, positions that predict prompt targets come first. With `splits_drafts` each
+    draft is a row of its own, with the tables of its row: it is attended to as in a step that decodes.
     """
-    rows = batch.rows
+    rows = tuple(chain.from_iterable(map(_split, batch.rows))) if splits_drafts else batch.rows
     lens_S = np.array([row.num_tokens for row in rows])
     starts_S = np.array([row.start for row in rows])
     query_starts = np.concatenate(([0], np.cumsum(lens_S)))
@@ -72,7 +78,19 @@ def pack(batch: Batch, *, block_size: int, sampled: Mapping[int, int]) -> Packed
         context_lens=tuple((starts_S + lens_S).tolist()),
         prompt_lens=tuple(row.prompt_len for row in rows),
         max_query=int(lens_S.max()),
+        has_prompts=batch.has_prefill,
+        pooled_rows_P=np.array(list(chain.from_iterable(map(_pooled, rows, query_starts.tolist()))), dtype=np.int64),
+        adapters=_adapters(rows, rows_T) if any(row.adapter for row in rows) else (),
     )
+
+
+def _adapters(rows: Sequence[Row], rows_T: NDArray[np.int64]) -> tuple[tuple[str, NDArray[np.int64] | None], ...]:
+    adapters_S = [row.adapter for row in rows]
+    found = tuple(dict.fromkeys(filter(None, adapters_S)))
+    if found == (adapters_S[0],) and all(adapters_S):
+        return ((found[0], None),)
+    numbers_T = np.array([found.index(name) if name else -1 for name in adapters_S])[rows_T]
+    return tuple([(name, np.flatnonzero(numbers_T == number)) for number, name in enumerate(found)])
 
 
 def _tables(
@@ -87,13 +105,35 @@ def _tables(
 
 
 def sampled_rows(batch: Batch) -> dict[int, int]:
-    """For each sampling row, its place among the sampling rows."""
-    rows = [index for index, row in enumerate(batch.rows) if row.sample is not None]
-    return {index: place for place, index in enumerate(rows)}
+    """For each sampling row without drafts, the place of its token among those that the step samples. No row depends on
+    one with drafts."""
+    places, place = dict[int, int](), 0
+    for index, row in enumerate(batch.rows):
+        if row.sample is not None:
+            if not row.draft_ids:
+                places[index] = place
+            place += 1 + len(row.draft_ids)
+    return places
+
+
+def num_sampled(batch: Batch) -> int:
+    """Tokens that the step samples: one after each sampling row, and one after each draft."""
+    return sum([1 + len(row.draft_ids) for row in batch.rows if row.sample is not None])
+
+
+def _split(row: Row) -> Sequence[Row]:
+    if not row.draft_ids:
+        return (row,)
+    first = row.stop - len(row.draft_ids)
+    drafts = [
+        replace(row, token_ids=(draft_id,), start=start, draft_ids=(), prompt_targets=())
+        for start, draft_id in enumerate(row.draft_ids, first)
+    ]
+    return (replace(row, draft_ids=()), *drafts)
 
 
 def _tokens(row: Row) -> tuple[int, ...]:
-    return row.token_ids if row.depends_on_row is None else (*row.token_ids, 0)
+    return row.token_ids + row.draft_ids if row.depends_on_row is None else (*row.token_ids, 0)
 
 
 def _wanted(row: Row, start: int) -> list[int]:
@@ -103,3 +143,13 @@ def _wanted(row: Row, start: int) -> list[int]:
     if row.sample is not None:
         wanted += range(start + row.num_tokens - 1 - len(row.draft_ids), start + row.num_tokens)
     return wanted
+
+
+def num_pooled(row: Row) -> int:
+    """The positions of a row whose hidden states are wanted: all, or the last one."""
+    return 0 if not row.pooling else row.num_tokens if row.pooling == MEAN else 1
+
+
+def _pooled(row: Row, start: int) -> range:
+    stop = start + row.num_tokens
+    return range(stop - num_pooled(row), stop)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from itertools import chain, pairwise
 
 from workers.kv.blocks import PASSED, BlockPool, page_hash
 from workers.scheduling.request import Request, State
@@ -41,6 +42,22 @@ def check_queues(requests: Collection[Request], waiting: Sequence[Request], runn
         assert all(a.rank < b.rank for a, b in pairwise(queue)), "a queue is out of order"
     held = [request for request in requests if request.state is State.HELD]
     assert len(held) + len(waiting) + len(running) == len(requests)
+
+
+def check_blocks(
+    pool: BlockPool,
+    requests: Collection[Request],
+    sampling: Sequence[Container[Request]],
+    held_elsewhere: Iterable[Iterable[int]],
+) -> None:
+    """Asserts that every reference in the pool is of a request or in `held_elsewhere`, and each request's invariants.
+    `sampling`: the requests for which each step in flight samples."""
+    pool.check_integrity()
+    references = Counter(chain.from_iterable(held_elsewhere))
+    for request in requests:
+        references.update(chain.from_iterable(request.held()))
+        check_request(request, pool, sum(request in step for step in sampling))
+    check_references(pool, references)
 
 
 def check_references(pool: BlockPool, references: Mapping[int, int]) -> None:

@@ -6,6 +6,8 @@
 
 An onload for another worker (`fetch`) belongs to no request: its blocks are cached once they are on the device.
 
+Of a model with windows an onload has the pages of each group that the device lacks and that later tokens read.
+
 An onload always finishes: its blocks belong to it until it is done. They are cached even if its request has ended.
 
 A request loads blocks if that takes less time than computing their tokens. The load waits for earlier onloads and has
@@ -17,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from protos.values import BlockHash
-from workers.kv.blocks import BlockPool
+from workers.kv.blocks import BlockPool, CachedPrefix, page_hash
 from workers.scheduling.request import Onload, Request
 
 
@@ -41,43 +43,56 @@ class Onloads:
         """Slots of the batch that are kept for requests whose blocks are being loaded."""
         return len(self._batch_slots)
 
-    def num_on_host(self, hashes: Sequence[BlockHash]) -> int:
-        """The number of the chain's leading blocks that are on the host."""
-        return len(self._pool.host.match(hashes)) if self._pool.host is not None else 0
-
     def prefix_savings(self, request: Request) -> int:
         """Tokens that a waiting request need not compute: they are being loaded, or were cached when it arrived."""
         if request.onload is None:
             return request.prefix_savings
-        return 0 if request.onload.done else len(request.onload.slots) * self._pool.block_size
+        return 0 if request.onload.done else request.onload.num_tokens
 
-    def pin(self, hashes: Sequence[BlockHash], num_matched: int) -> list[int]:
-        """Host slots to load for a request that begins with `hashes`, of which `num_matched` are on the device; none if
-        computing is quicker. They keep their content until they are loaded, or until `unpin`."""
+    def pin(self, hashes: Sequence[BlockHash], here: CachedPrefix) -> tuple[CachedPrefix, list[int]]:
+        """The prefix of `hashes` that a request begins with, and the host slots of its pages that are not on the
+        device. If computing those is quicker, it is the prefix that is `here`, without slots. Slots keep their content
+        until they are loaded, or until `unpin`."""
         host = self._pool.host
         if host is None:
-            return []
-        host.use(hashes)
-        slots = host.match(hashes[num_matched:])
-        if slots and not self._is_worth(len(slots)):
-            return []
+            return here, []
+        found = self._pool.match_tiers(hashes, here)
+        host.use(self._names(hashes, found))
+        if not found.on_host or not self._is_worth(len(found.on_host), self._num_gained(found)):
+            return here, []
+        slots = [host.slot(page_hash(hashes[index], group)) for group, index in found.on_host]
         host.pin(slots)
-        return slots
+        return found, slots
+
+    def _names(self, hashes: Sequence[BlockHash], found: CachedPrefix) -> list[bytes]:
+        """Of a chain's pages that the host may keep: all of groups without a window, else those of the prefix."""
+        if not self._pool.has_windows and len(found.num_passed) == 1:
+            return list(hashes)
+        windows = self._pool.windows.windows
+        return [
+            page_hash(one, group)
+            for index, one in enumerate(hashes)
+            for group, passed in enumerate(found.num_passed)
+            if windows[group] is None or passed <= index < found.num_blocks
+        ]
+
+    def _num_gained(self, found: CachedPrefix) -> int:
+        """Tokens that need not be computed once the pages on the host are loaded."""
+        return (found.num_blocks - found.num_here) * self._pool.block_size
 
     def unpin(self, slots: Sequence[int]) -> None:
         if self._pool.host is not None:
             self._pool.host.unpin(slots)
 
-    def begin(self, request: Request, slots: Sequence[int]) -> None:
-        """Begins to load pinned slots into the request's blocks, from the first that is not computed."""
-        first = request.num_computed // self._pool.block_size
-        parent = request.hashes[first - 1] if first else b""
-        load = self._copy(slots, request.block_ids[first : first + len(slots)], request.hashes[first:], parent)
+    def begin(self, request: Request, prefix: CachedPrefix, slots: Sequence[int]) -> None:
+        """Begins to load pinned slots into the request's pages of the prefix that were on the host."""
+        block_ids = [request.tables[group][index] for group, index in prefix.on_host]
+        load = self._copy(prefix, slots, block_ids, request.hashes)
         self._batch_slots.add(request)
         load.request, request.onload = request, load
 
     def _copy(
-        self, slots: Sequence[int], block_ids: Sequence[int], hashes: Sequence[BlockHash], parent: BlockHash
+        self, prefix: CachedPrefix, slots: Sequence[int], block_ids: Sequence[int], hashes: Sequence[BlockHash]
     ) -> Onload:
         assert self._pool.host is not None
         load = Onload(
@@ -85,34 +100,45 @@ class Onloads:
             request=None,
             slots=slots,
             block_ids=block_ids,
-            hashes=hashes[: len(slots)],
-            parent=parent,
+            pages=prefix.on_host[: len(slots)],
+            hashes=hashes,
+            num_tokens=self._num_gained(prefix),
             num_clears=self._pool.num_clears,
         )
         self._num_begun += 1
         self._copying[load.load_id] = load
+        if self._pool.head_stays:
+            self._pool.headless.update(load.block_ids)
         self._unmeasured[load.load_id] = len(slots)
         self._pool.host.copies.onload(load.load_id, load.slots, load.block_ids)
         return load
 
-    def fetch(self, hashes: Sequence[BlockHash], *, headroom: int, at_once: bool) -> Onload | None:
-        """Begins to load the chain's blocks that follow those on the device, as far as there is room besides `headroom`
-        blocks. None if there is nothing to load. `at_once`: no step is running, so the device may wait for it."""
+    def fetch(self, hashes: Sequence[BlockHash], num_computed: int, *, headroom: int, at_once: bool) -> Onload | None:
+        """Begins to load the pages that the device lacks of those that a sequence with the KV of `num_computed` tokens
+        of the chain reads, if there is room besides `headroom` blocks; without windows as far as there is room. None if
+        there is nothing to load. `at_once`: no step is running, so the device may wait for it."""
         host, pool = self._pool.host, self._pool
-        matched = pool.match(hashes)
-        slots = host.match(hashes[len(matched) :]) if host is not None else []
-        if host is None or not slots:
+        if host is None:
             return None
-        host.use(hashes)
-        pool.acquire(matched)
-        slots = slots[: max(0, pool.num_free - headroom)]
+        if pool.has_groups:
+            found = pool.match_read(hashes, num_computed, has=lambda name: pool.has(name) or name in host)
+        else:
+            found = pool.match_tiers(hashes, pool.match_prefix(hashes))
+        if not found.on_host:
+            return None
+        host.use(self._names(hashes, found))
+        held = found.held()
+        pool.acquire(held)
+        num_pages = min(len(found.on_host), max(0, pool.num_free - headroom * pool.windows.num_groups))
+        if pool.has_groups and num_pages < len(found.on_host):
+            num_pages = 0  # a part of a window is of no use
+        slots = [host.slot(page_hash(hashes[index], group)) for group, index in found.on_host[:num_pages]]
         host.pin(slots)
-        block_ids = pool.allocate(len(slots)) if slots else None
-        pool.release(matched)
+        block_ids = pool.allocate(num_pages) if num_pages else None
+        pool.release(held)
         if block_ids is None:
             return None
-        first = len(matched)
-        load = self._copy(slots, block_ids, hashes[first:], hashes[first - 1] if first else b"")
+        load = self._copy(found, slots, block_ids, hashes)
         load.held = block_ids
         self.poll()  # before it is done: afterwards its time is not reported
         if at_once and not load.done:
@@ -140,14 +166,14 @@ class Onloads:
     def start(self, request: Request, hashes: Sequence[BlockHash]) -> None:
         """Records that the request begins to compute. Blocks of `hashes` after its start that are on the host count as
         recomputed."""
-        num_loaded = 0 if request.onload is None else len(request.onload.slots) * self._pool.block_size
+        num_loaded = 0 if request.onload is None else request.onload.num_tokens
         if request.num_preemptions == 0:
             self._pool.hit(request.num_computed - num_loaded)
         request.onload = None
         self._batch_slots.discard(request)
-        num_recomputed = self.num_on_host(hashes[request.num_computed // self._pool.block_size :])
-        if num_recomputed and self._pool.host is not None:
-            self._pool.host.recomputed(num_recomputed * self._pool.block_size)
+        if self._pool.host is not None:
+            found = self._pool.match_tiers(hashes, self._pool.match_prefix(hashes))
+            self._pool.host.recomputed(max(0, found.num_blocks * self._pool.block_size - request.num_computed))
 
     def drop(self, request: Request) -> bool:
         """Removes the request. True if its blocks are released later, when its onload is done."""
@@ -156,20 +182,20 @@ class Onloads:
         if load is None or load.done:
             return False
         load.request = None
-        load.held = request.block_ids
+        load.held = [page for pages in request.held() for page in pages]
         return True
 
     def held_ids(self) -> Iterator[int]:
         """The blocks that onloads hold for ended requests."""
         return (block_id for load in self._copying.values() for block_id in load.held)
 
-    def _is_worth(self, num_blocks: int) -> bool:
+    def _is_worth(self, num_pages: int, num_tokens: int) -> bool:
         host, speed = self._pool.host, self.prefill_tokens_per_s
         assert host is not None
         num_before = sum(len(load.slots) for load in self._copying.values())
         if not speed or not host.blocks_per_s:
             return True
-        return (num_before + num_blocks) / host.blocks_per_s < num_blocks * self._pool.block_size / speed
+        return (num_before + num_pages) / host.blocks_per_s < num_tokens / speed
 
     def _finish(self, load: Onload) -> None:
         host = self._pool.host
@@ -179,11 +205,21 @@ class Onloads:
         host.copies.await_copy(load.load_id)
         host.unpin(load.slots)
         if load.num_clears == self._pool.num_clears:
-            self._pool.seal_chain(load.block_ids, load.hashes, load.parent)
+            self._seal(load)
         request = load.request
         if request is None:
             self._pool.release(load.held)
             return
-        num_tokens = len(load.slots) * self._pool.block_size
-        host.hit(num_tokens)
-        request.num_computed += num_tokens
+        host.hit(load.num_tokens)
+        request.num_computed += load.num_tokens
+
+    def _seal(self, load: Onload) -> None:
+        """In runs of a group's pages that follow one another, parents first."""
+        start, pages = 0, load.pages
+        for stop in range(1, len(pages) + 1):
+            group, first = pages[start]
+            if stop == len(pages) or pages[stop] != (group, first + stop - start):
+                hashes = load.hashes[first : first + stop - start]
+                parent = load.hashes[first - 1] if first else b""
+                self._pool.seal_chain(load.block_ids[start:stop], hashes, parent, group)
+                start = stop

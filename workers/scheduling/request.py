@@ -17,7 +17,7 @@ token, the last, is still to plan. A preempted sequence starts again at 0, with 
 `tables` has such a list for each group of layers; `block_ids` is the first. In group g the first `num_passed[g]` pages
 lie behind the window of position `num_computed`: they are given back when a step has been applied, and no step that is
 in flight then reads them, since all of those begin at `num_computed` or later. Pages of a window are taken up to
-the worst moment of a prompt (`workers.kv.windows`), then as steps need them.
+the worst moment of a prompt (`kvtransfer.windows`), then as steps need them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
 
 from protos.values import BlockHash, GenerateRequest, SamplingParams, Ticket
 from workers.batch import is_penalised
@@ -53,6 +56,7 @@ class Request:
     priority: int = 0
     ticket: Ticket | None = None
     pull: Ticket | None = None
+    adapter: str = ""
     tells_progress: bool = False  # the client gets updates while its prompt is computed
     text_only: bool = False  # no stop ids, logprobs, penalties or grammar: all its decode steps are alike
     arrival_s: float = 0.0
@@ -63,16 +67,19 @@ class Request:
     state: State = State.WAITING
     tables: list[list[int]] = field(default_factory=lambda: [[]])
     num_passed: list[int] = field(default_factory=lambda: [0])
+    partial_pages: tuple[int, ...] = ()  # came without positions that lie behind a window: never cached
     hashes: list[BlockHash] = field(default_factory=list)
     num_computed: int = 0
     num_planned: int = 0
     num_due: int = 0  # tokens that steps in flight sample
+    num_drafts: int = 0  # drafted tokens of its row in flight
     num_cached: int = 0  # tokens found at its first admission: a recomputation saves nothing
     prefix_savings: int = 0  # tokens that were cached or being computed at its arrival
     num_sealed: int = 0
     num_preemptions: int = 0
     num_given: int = 0  # output tokens that came with the request
     num_prompt_reported: int = 0  # prompt logprobs sent to the client
+    pooled: NDArray[np.float32] | None = None  # the sum over the pooled positions that are computed
     adopted: bool = False
     waiting_on_block: BlockHash | None = None  # another request computes this block
     onload: Onload | None = None  # blocks that must be loaded from the host before it can start
@@ -88,6 +95,7 @@ class Request:
             priority=request.priority,
             ticket=request.ticket,
             pull=request.pull,
+            adapter=request.adapter,
             tells_progress=request.tells_progress,
             text_only=_text_only(request.sampling),
             arrival_s=arrival_s,
@@ -113,6 +121,10 @@ class Request:
     @property
     def num_held(self) -> int:
         return sum(map(len, self.tables)) - sum(self.num_passed)
+
+    @property
+    def prediction_ids(self) -> tuple[int, ...]:
+        return self.sampling.speculation.prediction_ids
 
     @property
     def num_prompt(self) -> int:
@@ -156,18 +168,29 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Onload:
-    """Blocks that are loaded from the host to the device (`workers.scheduling.onloads`). `parent` is the hash before
-    `hashes`. `held` are blocks of a request that has ended meanwhile, or of an onload without a request."""
+    """Pages that are loaded from the host to the device (`workers.scheduling.onloads`): `pages` has the group of each,
+    and its index in the chain of `hashes`. They spare `num_tokens` tokens. `held` are blocks of a request that has
+    ended meanwhile, or of an onload without a request."""
 
     load_id: int
     request: Request | None
     slots: Sequence[int]
     block_ids: Sequence[int]
+    pages: Sequence[tuple[int, int]]
     hashes: Sequence[BlockHash]
-    parent: BlockHash
+    num_tokens: int
     num_clears: int
     held: list[int] = field(default_factory=list)
     done: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class PlannedStep:
+    """A step that is planned and not applied. `freed`: blocks of requests that have ended since."""
+
+    requests: tuple[Request, ...]
+    sampling: dict[Request, int]  # the row of each request that samples
+    freed: list[list[int]] = field(default_factory=list)
 
 
 def _text_only(sampling: SamplingParams) -> bool:

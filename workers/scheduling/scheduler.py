@@ -22,10 +22,13 @@ n is applied; then
 - blocks of a request that has gone are free when the last step that computes it is applied;
 - no request is preempted: a plan that lacks blocks to grow into is None until step n is applied.
 
-With several groups of layers, or windows (`workers.kv.windows`), a sequence has a table for each group. Groups with a
+With several groups of layers, or windows (`kvtransfer.windows`), a sequence has a table for each group. Groups with a
 window get pages for the worst moment of the prompt at admission, then those that the next step writes, before any row
 is planned. Once a step is applied, pages behind the window go back to the pool; sealed, they stay cached until the pool
 needs them. So a prompt lacks pages in its midst only if others took these meanwhile: then it preempts, as answers do.
+
+With `speculation` a row that decodes may have drafts, which take what tokens and blocks are left. It brings an unknown
+number of tokens, so no row of a step in flight follows it.
 
 A request whose grammar's mask is pending is left out and keeps its state. If the mask is first missing while the row is
 sampled, its last position is computed again.
@@ -34,10 +37,8 @@ sampled, its last position is computed again.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
 
 from msgspec.structs import replace
 
@@ -47,13 +48,16 @@ from workers.batch import Batch, Row, RowOutput, StepOutput
 from workers.config import SchedulerConfig
 from workers.kv.blocks import BlockPool, CachedPrefix
 from workers.scheduling import tables
-from workers.scheduling.checks import check_queues, check_references, check_request
+from workers.scheduling.checks import check_blocks, check_queues
+from workers.scheduling.drafts import draft_counts, notify_computed, plan_drafts, without_waiting
 from workers.scheduling.onloads import Onloads
 from workers.scheduling.pending_blocks import PendingBlocks
-from workers.scheduling.request import Request, State
+from workers.scheduling.prefix_hits import PrefixHits, num_cacheable
+from workers.scheduling.request import PlannedStep, Request, State
 from workers.scheduling.role import Disposition, Role
-from workers.scheduling.step_rows import decodable, extend, next_row
+from workers.scheduling.step_rows import decodable, extend, next_row, pooled
 from workers.scheduling.time_slicing import enter_batch, leave_batch, sequences_to_pause
+from workers.speculation.speculation import Speculation
 
 
 def no_key(num_prompt: int) -> bytes:
@@ -65,26 +69,24 @@ def _rank(request: Request) -> tuple[float, int]:
     return request.rank
 
 
-@dataclass(slots=True, eq=False)
-class _PlannedStep:
-    """A step that is planned and not applied. `freed`: blocks of requests that have ended since."""
-
-    requests: tuple[Request, ...]
-    sampling: dict[Request, int]  # the row of each request that samples
-    freed: list[list[int]] = field(default_factory=list)
-
-
 class Scheduler:
     """Continuous batching over one block pool. Requests given to `add` have been validated (`Engine.submit`).
 
     `prefix_key` maps a prompt's length to a key: prompts with different keys share no cached blocks
-    (`ModelConfig.prefix_key`).
+    (`ModelConfig.prefix_key`). `speculation` proposes drafts for rows that decode; without it there are none.
     """
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, role: Role, *, prefix_key: Callable[[int], bytes] = no_key
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        role: Role,
+        *,
+        prefix_key: Callable[[int], bytes] = no_key,
+        speculation: Speculation | None = None,
     ) -> None:
         self.config = config
+        self.speculation = speculation
         self.pool = pool
         self.role = role
         self.prefix_key = prefix_key
@@ -98,7 +100,8 @@ class Scheduler:
         self._waiting: list[Request] = []  # by rank
         self._running: list[Request] = []  # by rank
         self._pending = PendingBlocks()  # of running prompts, not sealed yet
-        self._in_flight: deque[_PlannedStep] = deque()
+        self._prefixes = PrefixHits(pool, self._pending)
+        self._in_flight: deque[PlannedStep] = deque()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -150,8 +153,10 @@ class Scheduler:
         request.rank = (now - given.priority * self.config.priority_head_start_s, self._num_added)
         self._num_added += 1
         self._extend_hashes(request)
-        request.prefix_savings = self._prefix_savings(request)
+        request.prefix_savings = self._prefixes.savings(request)
         self._requests[request.request_id] = request
+        if self.speculation is not None:
+            self.speculation.begin(request, given.sampling.speculation)
         insort(self._waiting, request, key=_rank)
 
     def abort(self, request_ids: Iterable[str]) -> int:
@@ -207,12 +212,22 @@ class Scheduler:
         sampled = self._in_flight[-1].sampling if self._in_flight else {}
         unmasked = [one for one in self._running if one.request_id not in mask_pending]
         decoding = list(decodable(unmasked, sampled, max_len=self.max_len, block_size=self.pool.block_size))
+        if self.speculation is not None and self._in_flight:
+            decoding = without_waiting(self.speculation, decoding)
         if self._in_flight and sum([lacking for _, lacking in decoding]) > self.pool.num_free:
             return None
-        for request, lacking in decoding:
-            if request.state is State.RUNNING and (lacking <= 0 or self._grow(request, lacking)):
-                rows.append((request, self._row(request, 1)))
-                budget -= 1
+        growing = [
+            request
+            for request, lacking in decoding
+            if request.state is State.RUNNING and (lacking <= 0 or self._grow(request, lacking))
+        ]
+        budget -= len(growing)
+        drafts = plan_drafts(
+            self.speculation, growing, self._running, self.pool,
+            eos_ids=self.config.eos_ids, max_len=self.max_len, budget=budget,
+        )  # fmt: skip
+        rows += [(request, self._row(request, 1, drafts.get(request.request_id, ()))) for request in growing]
+        budget -= sum(map(len, drafts.values()))
         for request in self._running if len(rows) < len(self._running) else ():
             if request.num_to_plan > 1 and budget > 0:
                 budget -= self._take_chunk(request, budget, rows)
@@ -222,7 +237,7 @@ class Scheduler:
         if not rows:
             return None
         sampling = {request: index for index, (request, row) in enumerate(rows) if row.sample is not None}
-        self._in_flight.append(_PlannedStep(requests=tuple([request for request, _ in rows]), sampling=sampling))
+        self._in_flight.append(PlannedStep(requests=tuple([request for request, _ in rows]), sampling=sampling))
         return Batch(rows=tuple([row for _, row in rows]))
 
     def prolong(self, batch: Batch, num_steps: int) -> Batch:
@@ -272,7 +287,7 @@ class Scheduler:
                 continue
             if self._blocked and not request.block_ids:
                 continue
-            matched = self._match(request)
+            matched = self._prefixes.match(request)
             if matched is None:
                 continue
             if not self._provide(request, matched):
@@ -299,49 +314,18 @@ class Scheduler:
             self._unqueue(adopted[-1])
             self._preempt(adopted[-1])
 
-    def _match(self, request: Request) -> CachedPrefix | None:
-        """Cached blocks that the request can start from; None while another request computes more of them.
-
-        It waits until the last block they share is cached, or the other request has gone, and checks that one only.
-        """
-        if request.block_ids:
-            return self.pool.match_prefix(())
-        if request.waiting_on_block in self._pending:
-            return None
-        usable = request.hashes[: self._num_cacheable(request)]
-        matched = self.pool.match_prefix(usable)
-        num_pending = self._pending.num_leading(usable[matched.num_leading :])
-        request.waiting_on_block = usable[matched.num_leading + num_pending - 1] if num_pending else None
-        return matched if request.waiting_on_block is None else None
-
-    def _prefix_savings(self, request: Request) -> int:
-        """Tokens that a new request need not compute, unless a block is evicted before its turn."""
-        usable = request.hashes[: self._num_cacheable(request)]
-        num_blocks = self.pool.match_prefix(usable).num_blocks
-        num_blocks += self.onloads.num_on_host(usable[num_blocks:])
-        num_blocks += self._pending.num_leading(usable[num_blocks:])
-        return num_blocks * self.pool.block_size
-
-    def _num_cacheable(self, request: Request) -> int:
-        """The number of blocks that need not be computed if they are cached. The last token is left out, because its
-        logits are needed, and so are prompt positions whose logprobs were requested."""
-        limit = request.num_tokens - 1
-        if request.owes_prompt_logprobs:
-            limit = min(limit, request.num_prompt_reported)
-        return limit // self.pool.block_size
-
     def _provide(self, request: Request, matched: CachedPrefix) -> bool:
         """Takes all blocks that the request needs now, or none, and begins the onload of those on the host. A request
         without blocks must leave one for each running sequence to grow into. Otherwise it would be preempted at
         once."""
-        usable = request.hashes[: self._num_cacheable(request)]
-        slots = [] if request.block_ids else self.onloads.pin(usable, matched.num_blocks)
+        usable = request.hashes[: num_cacheable(request, self.pool.block_size)]
+        prefix, slots = (matched, []) if request.block_ids else self.onloads.pin(usable, matched)
         limits = {"chunk": self.config.largest_chunk, "headroom": len(self._running)}
-        if not tables.take_prompt_pages(request, matched, self.pool, **limits):
+        if not tables.take_prompt_pages(request, prefix, self.pool, **limits):
             self.onloads.unpin(slots)
             return False
         if slots:
-            self.onloads.begin(request, slots)
+            self.onloads.begin(request, prefix, slots)
             self._pending.add(request, self._uncomputed(request))
             self.onloads.poll()
         return True
@@ -358,7 +342,7 @@ class Scheduler:
             if request.onload.num_clears != self.pool.num_clears:
                 request.num_sealed = num_blocks  # the cache was reset meanwhile: they are the request's own
         if not request.adopted:
-            self.onloads.start(request, request.hashes[: self._num_cacheable(request)])
+            self.onloads.start(request, request.hashes[: num_cacheable(request, self.pool.block_size)])
         request.num_planned = request.num_computed
         enter_batch(request, now)
         insort(self._running, request, key=_rank)
@@ -384,7 +368,7 @@ class Scheduler:
         self._free(request)
         request.state = State.WAITING
         request.num_computed = request.num_planned = request.num_sealed = 0
-        request.adopted = False
+        request.adopted, request.pooled = False, None
         request.num_preemptions += 1
         self.num_preemptions += 1
         insort(self._waiting, request, key=_rank)
@@ -396,9 +380,9 @@ class Scheduler:
         leave_batch(request, self.config, now)
         insort(self._waiting, request, key=_rank)
 
-    def _row(self, request: Request, num_tokens: int) -> Row:
-        depends_on_row = self._in_flight[-1].sampling.get(request) if self._in_flight else None
-        return next_row(request, num_tokens, eos_ids=self.config.eos_ids, depends_on_row=depends_on_row)
+    def _row(self, request: Request, num_tokens: int, draft_ids: tuple[int, ...] = ()) -> Row:
+        after = self._in_flight[-1].sampling.get(request) if self._in_flight else None
+        return next_row(request, num_tokens, eos_ids=self.config.eos_ids, depends_on_row=after, draft_ids=draft_ids)
 
     # -- apply ---------------------------------------------------------------------------------------------------------
 
@@ -417,8 +401,11 @@ class Scheduler:
             assert request.request_id == row.request_id, "batches are applied in the order they were planned"
             if request.state is State.RUNNING:
                 update = self._advance(request, row, out, batch.num_steps)
+                if self.pool.has_windows and request.state is State.RUNNING:  # a transfer reads those of the others
+                    tables.give_back(request, self.pool)
                 if update is not None:
                     updates.append(update)
+        notify_computed(self.speculation, step.requests, batch)
         return updates
 
     def _advance(self, request: Request, row: Row, out: RowOutput, num_steps: int) -> SequenceUpdate | None:
@@ -431,6 +418,9 @@ class Scheduler:
             token_ids, finish_reason = extend(request, out.token_ids, eos_ids=self.config.eos_ids, max_len=self.max_len)
             num_computed += len(token_ids) - 1
             request.num_due -= num_steps
+            request.num_drafts = 0
+            if self.speculation is not None:
+                self.speculation.applied(request.request_id, row.draft_ids, len(token_ids))
             if len(token_ids) != num_steps:
                 request.num_planned = num_computed
         else:  # the latter: max_tokens is 0, and the prompt is all there is
@@ -439,14 +429,14 @@ class Scheduler:
         request.num_computed = num_computed
         if num_computed // self.pool.block_size > request.num_sealed:
             self._seal(request)
-        if self.pool.has_windows:
-            tables.give_back(request, self.pool)
         if out.error is not None:
             self._end(request)
             return SequenceUpdate(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=out.error)
         prompt_logprobs = out.prompt_logprobs[request.num_prompt_reported - row.start :] if row.prompt_targets else ()
         request.num_prompt_reported += len(prompt_logprobs)
+        embedding = pooled(request, row, out) if row.pooling else b""
         in_prompt = request.tells_progress and (first or not request.output_ids)
+        drafts = draft_counts(self.speculation, request, len(token_ids), is_last=finish_reason is not None)
         if finish_reason is not None:
             self._end(request)
         elif first:
@@ -461,6 +451,8 @@ class Scheduler:
             finish_reason=finish_reason,
             num_cached_tokens=request.num_cached if first or in_prompt else 0,
             num_prompt_computed=min(num_computed, request.num_prompt) if in_prompt else 0,
+            embedding=embedding,
+            **drafts,
         )
 
     def _after_prefill(self, request: Request) -> FinishReason | None:
@@ -500,6 +492,8 @@ class Scheduler:
         self._unqueue(request)
         self._free(request)
         request.state = State.FINISHED
+        if self.speculation is not None:
+            self.speculation.end(request.request_id)
         del self._requests[request.request_id]
 
     def _unqueue(self, request: Request) -> None:
@@ -514,10 +508,10 @@ class Scheduler:
             step.freed += request.held()
         elif not self.onloads.drop(request):
             tables.release(request, self.pool)
-        tables.reset_tables(request, len(request.tables))
+        tables.drop_tables(request, self.pool)
         request.waiting_on_block = None
 
-    def _last_step_of(self, request: Request) -> _PlannedStep | None:
+    def _last_step_of(self, request: Request) -> PlannedStep | None:
         return next((step for step in reversed(self._in_flight) if request in step.requests), None)
 
     # -- invariants ----------------------------------------------------------------------------------------------------
@@ -530,18 +524,13 @@ class Scheduler:
 
     def check_integrity(self, reserved_ids: Sequence[int] = ()) -> None:
         """Asserts that every reference in the pool belongs to a request, an onload or a ticket (`reserved_ids`)."""
-        self.pool.check_integrity()
         check_queues(self._requests.values(), self._waiting, self._running)
         assert len(self._running) + self.onloads.num_batch_slots <= self.config.max_num_seqs, (
             "a batch has a sequence too many"
         )
-        references = Counter(reserved_ids)
-        references.update(block_id for step in self._in_flight for freed in step.freed for block_id in freed)
-        references.update(self.onloads.held_ids())
-        for request in self._requests.values():
-            references.update(chain.from_iterable(request.held()))
-            check_request(request, self.pool, sum(request in step.sampling for step in self._in_flight))
-        check_references(self.pool, references)
+        freed = [freed for step in self._in_flight for freed in step.freed]
+        sampling = [step.sampling for step in self._in_flight]
+        check_blocks(self.pool, self._requests.values(), sampling, (reserved_ids, self.onloads.held_ids(), *freed))
         self._pending.check_integrity()
 
     def assert_idle(self) -> None:
@@ -550,4 +539,6 @@ class Scheduler:
         assert not len(self._pending)
         assert not self._in_flight
         assert not len(self.onloads), "blocks are still being loaded"
+        if self.speculation is not None:
+            self.speculation.assert_idle()
         self.pool.assert_idle()

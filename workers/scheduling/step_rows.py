@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 
+import numpy as np
+
 from protos.values import FinishReason
-from workers.batch import Row, Sample, is_penalised
+from workers.batch import MEAN, Row, RowOutput, Sample, is_penalised
 from workers.scheduling.request import Request
 
 
-def next_row(request: Request, num_tokens: int, *, eos_ids: tuple[int, ...], depends_on_row: int | None) -> Row:
+def next_row(
+    request: Request,
+    num_tokens: int,
+    *,
+    eos_ids: tuple[int, ...],
+    depends_on_row: int | None,
+    draft_ids: tuple[int, ...] = (),
+) -> Row:
     """Plans the request's next positions. The last one samples if no later token is known. `depends_on_row`: the
-    previous batch's row whose token this row waits for."""
+    previous batch's row whose token this row waits for. The positions of `draft_ids` come after `num_planned`: it is
+    unknown which of them will count as computed."""
     start, prompt_ids, sampling = request.num_planned, request.prompt_ids, request.sampling
     stop, num_known = start + num_tokens, len(prompt_ids) + len(request.output_ids)
     samples = stop == num_known + request.num_due and sampling.max_tokens > 0
@@ -19,6 +29,7 @@ def next_row(request: Request, num_tokens: int, *, eos_ids: tuple[int, ...], dep
     owes = sampling.prompt_logprobs is not None and request.owes_prompt_logprobs
     request.num_planned = stop
     request.num_due += samples
+    request.num_drafts = len(draft_ids)
     tables = request.tables
     return Row(
         request_id=request.request_id,
@@ -30,6 +41,9 @@ def next_row(request: Request, num_tokens: int, *, eos_ids: tuple[int, ...], dep
         num_prompt_logprobs=(sampling.prompt_logprobs or 0) if owes else 0,
         prompt_len=len(prompt_ids),
         depends_on_row=depends_on_row if stop > num_known else None,
+        pooling=sampling.pooling if start < len(prompt_ids) and (samples or sampling.pooling == MEAN) else "",
+        draft_ids=draft_ids,
+        adapter=request.adapter,
     )
 
 
@@ -53,7 +67,10 @@ def decodable(
 
 def may_follow(request: Request, max_len: int) -> bool:
     """Whether the token that is being sampled for the request may be computed before the host knows it. Not if the
-    request ends with it, its role may hand the request over then, or the host needs it to choose the token after it."""
+    request ends with it, its role may hand the request over then, or the host needs it to choose the token after it.
+    The row of a request with drafts brings an unknown number of tokens."""
+    if request.num_drafts:
+        return False
     num_output = len(request.output_ids) + request.num_due
     if num_output >= request.sampling.max_tokens or len(request.prompt_ids) + num_output >= max_len:
         return False
@@ -62,6 +79,22 @@ def may_follow(request: Request, max_len: int) -> bool:
         return False
     uncounted = not request.text_only and request.num_due > 1 and is_penalised(request.sampling)
     return not (uncounted or request.sampling.grammar)
+
+
+def draft_limit(request: Request, max_len: int) -> int:
+    """How many drafts the request's next row may have: with the token after them the answer is as long as it may be.
+    None while a step in flight samples a token."""
+    if request.num_due:
+        return 0
+    num_output = len(request.output_ids)
+    return min(request.sampling.max_tokens, max_len - len(request.prompt_ids)) - num_output - 1
+
+
+def without_stops(request: Request, draft_ids: tuple[int, ...], eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The drafts before the first that would end the answer: the step samples that token without drafting it."""
+    stops = stop_ids(request, eos_ids)
+    at = next((at for at, token_id in enumerate(draft_ids) if token_id in stops), len(draft_ids))
+    return draft_ids[:at]
 
 
 def stop_ids(request: Request, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -97,3 +130,14 @@ def _sample(request: Request, eos_ids: tuple[int, ...]) -> Sample:
         output_ids=tuple(request.output_ids) if penalised or params.grammar else (),
         banned_ids=stop_ids(request, eos_ids) if index < params.min_tokens else (),
     )
+
+
+def pooled(request: Request, row: Row, out: RowOutput) -> bytes:
+    """Adds the row's hidden states to the request's. Returns the vector of the prompt once all of it is computed: the
+    last state, or the mean."""
+    states_E = np.frombuffer(out.embedding, dtype=np.float32)
+    request.pooled = states_E if request.pooled is None else request.pooled + states_E
+    if row.sample is None:
+        return b""
+    number = request.num_prompt if row.pooling == MEAN else 1
+    return (request.pooled / np.float32(number)).astype(np.float32).tobytes()

@@ -88,7 +88,7 @@ class RankTransfer(Generic[Payload]):
             self._mark()
         if not self._armed:
             return
-        due = [armed for armed in self._armed if armed[1].layers(self.layout.num_layers).stop <= layer + 1]
+        due = [armed for armed in self._armed if self._last_layer(armed[1]) <= layer]
         for armed in due:
             self._offer(*armed)
             self._armed.remove(armed)
@@ -168,6 +168,10 @@ class RankTransfer(Generic[Payload]):
         with self._aside(num_in_flight), self.timeline.span("KV gather", kv=kv):
             sender.offer(ticket, chunk, self.blocks.read(cut, sender.stage))
 
+    def _last_layer(self, chunk: Chunk) -> int:
+        """Of the model, in the order in which a step writes them."""
+        return self.layout.groups[chunk.group].layers[chunk.layers(self.layout).stop - 1]
+
     def show(self, name: str, event: Sent | Arrived, peer: str, hidden_s: float = 0.0) -> None:
         """Adds the time that a lane took for a chunk to the profile, if one is recorded."""
         if self.timeline.recording and event.ended_s is not None:
@@ -177,14 +181,14 @@ class RankTransfer(Generic[Payload]):
     def _piece(self, peer: str, chunk: Chunk, num_bytes: int, hidden_s: float = 0.0) -> KVPiece | None:
         if not self.timeline.recording:
             return None
-        layers = chunk.layers(self.layout.num_layers)
+        layers = chunk.layers(self.layout)
         return KVPiece(
             peer=peer,
             ticket_id=chunk.ticket_id,
             num_bytes=num_bytes,
             first_block=chunk.first_block,
             num_blocks=chunk.num_blocks,
-            first_layer=layers.start,
+            first_layer=self.layout.groups[chunk.group].layers[layers.start],
             num_layers=len(layers),
             hidden_s=hidden_s,
         )

@@ -11,28 +11,28 @@ another worker has cached; without it the request computes the prefix.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.hashing import chain_hashes
 from kvtransfer.ledger import Ledger, Reservation, TicketState
-from kvtransfer.reshard import require_compatible
+from kvtransfer.reshard import common_layout, require_compatible
 from kvtransfer.transport import MAX_TICKET_ID_BYTES, Arrived, LaneLost, peer_name
 from protos.errors import (
     BatonError,
     ContextLengthExceeded,
-    IncompatibleWorkers,
     InvalidRequest,
     Overloaded,
     TransferFailed,
     WorkerDraining,
 )
-from protos.values import KVLayout, ReserveRequest, Ticket, TicketStats
+from protos.values import BlockHash, KVLayout, ReserveRequest, Ticket, TicketStats
 from workers.engine.engine import Engine
-from workers.kv.blocks import BlockPool
+from workers.kv.blocks import BlockPool, CachedPrefix
 from workers.scheduling.request import Request
 from workers.scheduling.role import TransferLoad
 from workers.scheduling.scheduler import no_key
+from workers.scheduling.tables import give_back, give_tables
 from workers.transfer.transfer_leader import TransferLeader
 
 log = logging.getLogger("baton.worker")
@@ -67,7 +67,7 @@ class Incoming:
         self._transfers = transfers
         self._pool = pool
         self._layout = layout
-        self._limits = limits
+        self.limits = limits
         self._prefix_key = prefix_key
         self._failed: dict[str, BatonError] = {}
         self._num_bytes = 0
@@ -80,7 +80,7 @@ class Incoming:
 
     @property
     def retry_after_s(self) -> float:
-        return self._limits.retry_after_s
+        return self.limits.retry_after_s
 
     # -- reservations --------------------------------------------------------------------------------------------------
 
@@ -100,24 +100,27 @@ class Incoming:
         self._transfers.sources.require(peer_name(request.source), self._live_sources())
         fenced = self.ledger.abort(request.request_id, f"generation {request.generation} took its place")
         self._free(fenced)
-        cached_ids, block_ids = self._provide(request)
+        cached, fresh = self._provide(request)
         ticket = Ticket(
             ticket_id=request.request_id,
             generation=request.generation,
-            lease_s=min(request.lease_s, self._limits.max_lease_s),
-            block_ids=tuple(block_ids),
-            num_cached_tokens=len(cached_ids) * self._layout.block_size,
-            layout=self._layout,
+            lease_s=min(request.lease_s, self.limits.max_lease_s),
+            block_ids=tuple(fresh),
+            num_cached_tokens=cached.num_blocks * self._layout.block_size,
+            layout=common_layout(self._layout, request.source_layout),
             destination=self._transfers.address,
+            first_blocks=tuple(map(len, cached.tables)) if self._pool.has_groups else (),
         )
         self.ledger.reserve(
             Reservation(
                 ticket=ticket,
                 source=peer_name(request.source),
                 token_ids=request.prompt_ids,
-                cached_ids=tuple(cached_ids),
+                cached_ids=tuple(cached.held()),
                 reserved_s=now,
                 grows=request.num_tokens > len(request.prompt_ids),
+                num_passed=tuple(cached.num_passed),
+                in_smaller_blocks=request.source_layout.block_size < self._layout.block_size,
             )
         )
         self._transfers.expect(request.source, request.source_layout)
@@ -126,11 +129,6 @@ class Incoming:
     def _check(self, request: ReserveRequest) -> None:
         here = self._transfers.address.worker_id
         require_compatible(request.source.worker_id, request.source_layout, here, self._layout)
-        if self._layout.frees_blocks:
-            raise IncompatibleWorkers(
-                f"worker {here} frees KV behind sliding windows and receives none: set free_windows to false",
-                param="source_layout",
-            )
         if not request.prompt_ids:
             raise InvalidRequest("the prompt is empty: there is no KV to reserve blocks for", param="prompt")
         if not 0 < len(request.request_id.encode()) <= MAX_TICKET_ID_BYTES:
@@ -144,38 +142,49 @@ class Incoming:
                 f"the one must be above 0, the other at least 1",
                 param="lease_s" if request.generation >= 1 else "generation",
             )
-        if self._pool.blocks_for(_num_tokens(request)) > self._pool.num_blocks:
+        stop, num_passed = self._pool.blocks_for(_num_tokens(request)), self._num_passed(request)
+        if sum([stop - passed for passed in num_passed]) > self._pool.num_blocks:
+            num_most = (self._pool.num_blocks + sum(num_passed)) // len(num_passed)
             raise ContextLengthExceeded(
                 f"the prompt has {_num_tokens(request)} tokens: worker {here} holds at most "
-                f"{self._pool.num_blocks * self._pool.block_size}",
+                f"{num_most * self._pool.block_size}",
                 param="prompt",
             )
 
-    def _provide(self, request: ReserveRequest) -> tuple[list[int], list[int]]:
-        """References to the prompt's cached blocks and to fresh ones for the rest. All or nothing."""
+    def _num_passed(self, request: ReserveRequest) -> list[int]:
+        """For each group, the blocks that are read neither by later tokens nor by the last of the prompt, which may be
+        computed again."""
+        return self._pool.windows.num_passed(len(request.prompt_ids) - 1)
+
+    def _provide(self, request: ReserveRequest) -> tuple[CachedPrefix, list[int]]:
+        """References to the prompt's cached blocks and to fresh ones for the rest, as far as they will be read: one
+        group after the other. All or nothing."""
         pool = self._pool
         was_idle = pool.num_free == pool.num_blocks
-        cached_ids = self._cached(request)
+        cached = self._cached(request)
+        cached_ids = cached.held()
         pool.acquire(cached_ids)
-        num_missing = pool.blocks_for(_num_tokens(request)) - len(cached_ids)
-        kept_free = 0 if was_idle else int(self._limits.headroom * pool.num_blocks)
+        stop = pool.blocks_for(_num_tokens(request))
+        num_missing = sum([stop - len(table) for table in cached.tables])
+        kept_free = 0 if was_idle else int(self.limits.headroom * pool.num_blocks)
         block_ids = pool.allocate(num_missing) if pool.num_free >= num_missing + kept_free else None
         if block_ids is None:
-            num_free = pool.num_free
+            num_free, pages = pool.num_free, "KV pages" if pool.has_groups else "KV blocks"
             pool.release(cached_ids)
             raise Overloaded(
-                f"worker {self._transfers.address.worker_id} has {num_free} free KV blocks and keeps {kept_free} of "
+                f"worker {self._transfers.address.worker_id} has {num_free} free {pages} and keeps {kept_free} of "
                 f"them for running answers: {num_missing} are needed",
-                retry_after_s=self._limits.retry_after_s,
+                retry_after_s=self.limits.retry_after_s,
             )
-        return cached_ids, block_ids
+        return cached, block_ids
 
-    def _cached(self, request: ReserveRequest) -> list[int]:
+    def _cached(self, request: ReserveRequest) -> CachedPrefix:
         """Cached blocks that the reservation can begin with. None if KV depends on the prompt's length, because a part
         of these tokens may be the answer of an earlier attempt."""
-        if self._prefix_key(len(request.prompt_ids)):
-            return []
-        return self._pool.match(chain_hashes(request.prompt_ids, self._pool.block_size, salt=request.cache_salt))
+        hashes: Sequence[BlockHash] = ()
+        if not self._prefix_key(len(request.prompt_ids)):
+            hashes = chain_hashes(request.prompt_ids, self._pool.block_size, salt=request.cache_salt)
+        return self._pool.match_read(hashes, len(request.prompt_ids) - 1)
 
     # -- what a role passes on -----------------------------------------------------------------------------------------
 
@@ -211,7 +220,7 @@ class Incoming:
             self._abort(ticket.ticket_id, "its request wants logprobs of the prompt", ticket.generation)
             self._pull_failed(request, self._fate(ticket))
             return True
-        self._pool.release(self.ledger.truncate(ticket.ticket_id, ticket.generation, len(ticket.block_ids)))
+        self._pool.release(self.ledger.truncate(ticket.ticket_id, ticket.generation, ticket.stop))
         state = self.ledger.state(ticket.ticket_id, ticket.generation)
         if state in _MOVING:
             return False
@@ -281,19 +290,21 @@ class Incoming:
         return {ticket.owner for ticket in self.ledger.stats(0.0)}
 
     def _truncate(self, ticket: Ticket, num_tokens: int) -> None:
-        """A migrated sequence that grew has arrived with the KV of `num_tokens`. The rest of its room is released."""
+        """A migrated sequence that grew has arrived with the KV of `num_tokens`. The rest of its room is released, and
+        what its windows have left meanwhile does not come."""
         reservation = self.ledger.reservation(ticket.ticket_id, ticket.generation)
         if reservation is not None and reservation.grows:
-            num_blocks = self._pool.blocks_for(max(num_tokens, len(reservation.token_ids)))
-            num_own = num_blocks - len(reservation.cached_ids)
-            self._pool.release(self.ledger.truncate(ticket.ticket_id, ticket.generation, num_own))
+            stop = self._pool.blocks_for(max(num_tokens, len(reservation.token_ids)))
+            self._pool.release(self.ledger.truncate(ticket.ticket_id, ticket.generation, stop))
+            self.ledger.forgo(ticket.ticket_id, ticket.generation, self._pool.windows.num_passed(num_tokens))
 
     def _adopt(self, request: Request, ticket: Ticket) -> None:
         """At least the last known token stays to be computed: the next one is sampled from it. Raises InvalidRequest;
         the blocks are free then."""
         reservation = self.ledger.adopt(ticket.ticket_id, ticket.generation)
+        self._count(ticket.ticket_id)
         num_tokens = len(reservation.token_ids)
-        room = len(reservation.block_ids) * self._layout.block_size
+        room = reservation.ticket.stop * self._layout.block_size
         if request.tokens(0, num_tokens) != reservation.token_ids or (
             reservation.grows and request.num_tokens > room + 1
         ):
@@ -303,9 +314,12 @@ class Incoming:
                 f"{ticket.ticket_id} was reserved for, or has more than the {room} it has room for",
                 param="ticket",
             )
-        request.block_ids = list(reservation.block_ids)
+        if self._pool.head_stays or reservation.ticket.layout.head != self._layout.head:
+            self._pool.headless.update(reservation.ticket.block_ids)
+        give_tables(request, reservation.tables(), reservation.num_passed, partial=reservation.in_smaller_blocks)
         request.num_computed = request.num_tokens - 1 if reservation.grows else min(num_tokens, request.num_tokens - 1)
         request.num_cached = min(reservation.ticket.num_cached_tokens, request.num_computed)
+        give_back(request, self._pool)
         self._pool.hit(request.num_cached)
         request.adopted = True
 

@@ -5,25 +5,60 @@ A pool adds when a request may begin, and what follows its prefill.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from kvtransfer.ledger import Ledger
-from protos.values import BlockHash, GenerateRequest, ReserveRequest, Ticket, TicketStats
+from protos.values import BlockHash, GenerateRequest, KVLayout, ReserveRequest, Ticket, TicketStats
+from workers.kv.blocks import BlockPool
 from workers.scheduling.request import Onload, Request
 from workers.scheduling.role import Role, Tick, TransferLoad
-from workers.transfer.receive import Incoming
-from workers.transfer.send import Outgoing
+from workers.scheduling.scheduler import no_key
+from workers.transfer.receive import Incoming, ReservationLimits
+from workers.transfer.send import CHUNK_BYTES, GROUP_BYTES, Outgoing
 from workers.transfer.transfer_leader import TransferLeader
+
+NextRole = TypeVar("NextRole", bound="TransferRole")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSettings:
+    """What a role's pool decides about its transfers."""
+
+    limits: ReservationLimits = field(default_factory=ReservationLimits)
+    chunk_bytes: int = CHUNK_BYTES
+    group_bytes: int = GROUP_BYTES
 
 
 class TransferRole(Role):
-    """Not thread-safe: the engine's thread calls everything."""
+    """`pool` is the engine's own, `layout` this worker's, `prefix_key` as the scheduler's. Not thread-safe: the
+    engine's thread calls everything."""
 
-    def __init__(self, transfers: TransferLeader, incoming: Incoming, outgoing: Outgoing) -> None:
+    def __init__(
+        self,
+        transfers: TransferLeader,
+        pool: BlockPool,
+        layout: KVLayout,
+        settings: RoleSettings,
+        *,
+        prefix_key: Callable[[int], bytes] = no_key,
+    ) -> None:
         self._transfers = transfers
-        self.incoming = incoming
-        self.outgoing = outgoing
+        self.incoming = Incoming(transfers, pool, layout, settings.limits, prefix_key=prefix_key)
+        self.outgoing = Outgoing(
+            transfers, pool, layout, chunk_bytes=settings.chunk_bytes, group_bytes=settings.group_bytes
+        )
+
+    def replaced_by(self, kind: type[NextRole], settings: RoleSettings) -> NextRole:
+        """Another role over the same lanes, tickets and counts, which the old one must not use any more. Called while
+        nothing runs."""
+        assert not self.busy(), "a role is replaced while no transfer runs"
+        role = kind.__new__(kind)
+        role._transfers, role.incoming, role.outgoing = self._transfers, self.incoming, self.outgoing
+        role.incoming.limits = settings.limits
+        role.outgoing.chunk_bytes, role.outgoing.group_bytes = settings.chunk_bytes, settings.group_bytes
+        return role
 
     @property
     def ledger(self) -> Ledger:

@@ -17,13 +17,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvtransfer.ledger import ticket_bytes
 from kvtransfer.reshard import covering, require_compatible
 from kvtransfer.session import Session
 from kvtransfer.transport import Chunk, LaneLost, Sent, peer_name
 from protos.errors import BatonError, InvalidRequest, TransferFailed
 from protos.values import BlockHash, KVLayout, Ticket, TicketStats
 from workers.batch import Batch
-from workers.kv.blocks import BlockPool
+from workers.kv.blocks import BlockPool, page_hash
 from workers.scheduling.request import Onload, Request, State
 from workers.scheduling.role import Tick, TransferLoad
 from workers.transfer.transfer_leader import TransferLeader
@@ -38,12 +39,18 @@ MAX_ARMED_CHUNKS = 4.0  # pushed by a step while it computes; the prompt that ex
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """Cached blocks, each with a reference of ours, the last of them still `coming` from the host. The others hold
-    `num_here` tokens, all of them `num_tokens`."""
+    `num_here` tokens, all of them `num_tokens`. Of each group, the first `num_passed` blocks are left out."""
 
-    block_ids: Sequence[int]
+    tables: Sequence[Sequence[int]]
     num_tokens: int
     num_here: int
+    num_passed: Sequence[int] = (0,)
     coming: Onload | None = None
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The references."""
+        return [one for table, passed in zip(self.tables, self.num_passed, strict=True) for one in table[passed:]]
 
     @property
     def complete(self) -> bool:
@@ -102,8 +109,8 @@ class Outgoing:
         self._transfers = transfers
         self._pool = pool
         self._layout = layout
-        self._chunk_bytes = chunk_bytes
-        self._group_bytes = group_bytes
+        self.chunk_bytes = chunk_bytes
+        self.group_bytes = group_bytes
         self._pushes: dict[str, Push] = {}  # by ticket
         self._leaving: dict[str, Push] = {}  # all offered, not all sent
         self._forgone: list[str] = []  # withdrawn ones of those: dropped after the next poll of sent chunks
@@ -128,8 +135,8 @@ class Outgoing:
                 if not session.fits(request.num_tokens):
                     raise InvalidRequest(
                         f"ticket {ticket.ticket_id} is for blocks {session.first_block} to "
-                        f"{session.first_block + len(ticket.block_ids)} of the prompt, which has {request.num_tokens} "
-                        f"tokens: reserve with the tokens that are to be read",
+                        f"{ticket.stop} of the prompt, which has {request.num_tokens} tokens: reserve with the "
+                        "tokens that are to be read",
                         param="ticket",
                     )
                 self._add(Push(request, session, now))
@@ -165,23 +172,35 @@ class Outgoing:
         hashes are of blocks of this worker's size, which may differ from the ticket's. Blocks that are `coming` from
         the host follow those on the device."""
         session = self._open(ticket, now)
-        block_ids = self._pool.match(hashes)
-        num_here = len(block_ids) * self._pool.block_size
-        if coming is not None and not coming.done:
-            first = hashes.index(coming.hashes[0])  # another load may have brought this block meanwhile
-            block_ids = [*block_ids[:first], *coming.block_ids]
-            num_here = first * self._pool.block_size
-        num_full = len(block_ids) * self._pool.block_size // ticket.layout.block_size
-        num_blocks = min(num_full - session.first_block, len(ticket.block_ids))
-        if num_blocks < 1:
-            return 0
-        num_tokens = len(block_ids) * self._pool.block_size
-        shared = Shared(block_ids=block_ids, num_tokens=num_tokens, num_here=num_here, coming=coming)
+        shared = self._shared(ticket, hashes, coming)
+        stop = min(shared.num_tokens // ticket.layout.block_size, ticket.stop)
+        if stop <= session.first_block or (stop < ticket.stop and (session.needs_all or any(shared.num_passed))):
+            return 0  # of a shorter prefix, other blocks would be read than the ticket is for
         push = Push(shared, session, now, complete=shared.complete)
         self._add(push)  # which may fail: nothing is held for it until then
-        self._pool.acquire(block_ids)
-        session.truncate((session.first_block + num_blocks) * ticket.layout.block_size)
-        return num_blocks
+        self._pool.acquire(shared.block_ids)
+        session.truncate(stop * ticket.layout.block_size)
+        return stop - session.first_block
+
+    def _shared(self, ticket: Ticket, hashes: Sequence[BlockHash], coming: Onload | None) -> Shared:
+        """What is here of the blocks that the ticket's tokens read."""
+        size = self._pool.block_size
+        pages = dict(zip(coming.pages, coming.block_ids, strict=True)) if coming is not None and not coming.done else {}
+        names = {page_hash(hashes[index], group) for group, index in pages}
+        matched = self._pool.match_read(
+            hashes,
+            ticket.stop * ticket.layout.block_size - 1,
+            has=(lambda name: name in names or self._pool.has(name)) if pages else None,
+        )
+        for group, index in matched.on_host:
+            matched.tables[group][index] = pages[group, index]
+        return Shared(
+            tables=matched.tables,
+            num_passed=matched.num_passed,
+            num_tokens=matched.num_blocks * size,
+            num_here=matched.num_here * size,
+            coming=coming,
+        )
 
     def _open(self, ticket: Ticket, now: float) -> Session:
         destination = ticket.destination
@@ -194,7 +213,7 @@ class Outgoing:
             )
         if older is not None:
             self._fail(older, f"generation {ticket.generation} of the ticket took its place")
-        return Session(ticket, max_chunk_blocks=max(1, self._chunk_bytes // ticket.layout.block_bytes))
+        return Session(ticket, max_chunk_blocks=max(1, self.chunk_bytes // ticket.layout.block_bytes))
 
     def _add(self, push: Push) -> None:
         self._transfers.open(push.session.ticket)
@@ -274,12 +293,12 @@ class Outgoing:
         num_left = MAX_ARMED_CHUNKS
         for push in self._pushes.values():
             source, ticket = push.source, push.session.ticket
-            if push.moves or push.complete or not isinstance(source, Request):
-                continue
+            if push.moves or push.complete or not isinstance(source, Request) or ticket.layout.head is not None:
+                continue  # a head's KV of a step follows the step
             if ending.get(source.request_id) == source.num_tokens and num_left > 0 and self._transfers.can_push(ticket):
-                for chunk in push.session.last_chunks(now, least_bytes=self._group_bytes):
+                for chunk in push.session.last_chunks(now, least_bytes=self.group_bytes):
                     self._transfers.arm(ticket, chunk, _blocks_of(push, chunk, self._layout.block_size))
-                    num_left -= chunk.num_bytes(ticket.layout) / self._chunk_bytes
+                    num_left -= chunk.num_bytes(ticket.layout) / self.chunk_bytes
 
     def busy(self) -> bool:
         return bool(self._pushes or self._moved or self._released or self._failed or self._stayed)
@@ -410,12 +429,18 @@ def _next_chunk(push: Push) -> Chunk | None:
     """A plan made since may have preempted it: then it has less."""
     num_computed, complete = push.known
     num_left = push.source.num_computed
+    if push.moves:
+        push.session.forgo(num_left)
     return push.session.next_chunk(min(num_computed, num_left), complete=complete and num_computed <= num_left)
 
 
 def _blocks_of(push: Push, chunk: Chunk, block_size: int) -> Sequence[int]:
+    """Of a page that lies behind a window, which larger blocks than ours may begin with, no position is read: the first
+    that is still held stands for it, or where the window is one position, any."""
     held = covering(push.session.ticket, chunk, block_size)
-    return push.source.block_ids[held.start : held.stop]
+    table, passed = push.source.tables[chunk.group], push.source.num_passed[chunk.group]
+    first = table[min(passed, len(table) - 1)]
+    return [*[first] * (min(passed, held.stop) - held.start), *table[max(passed, held.start) : held.stop]]
 
 
 def push_stats(push: Push, now: float) -> TicketStats:
@@ -426,6 +451,6 @@ def push_stats(push: Push, now: float) -> TicketStats:
         state="held" if push.complete else "moving" if push.moves else "pushing",
         owner=peer_name(ticket.destination),
         age_s=now - push.begun_s,
-        num_bytes=len(ticket.block_ids) * ticket.layout.block_bytes,
+        num_bytes=ticket_bytes(ticket),
         direction="out",
     )

@@ -30,6 +30,7 @@ from cluster.simulate.run.config import (
     room_of,
     without_effect,
 )
+from cluster.simulate.run.drafters import parse_acceptance
 from cluster.simulate.run.progress import warn
 from cluster.simulate.run.simulation import SimulationOutcome
 from cluster.simulate.world.faults import Fault, drawn
@@ -42,7 +43,7 @@ from router.prefix.registry import MEMORY
 
 DEFAULT_REQUESTS = 1000
 MAX_LANE_GBPS = 1e6
-_AS_GIVEN = ("model", "dtype", "expert_parallel", "nvlink", "gateways", "audit_every", "seed")
+_AS_GIVEN = ("model", "dtype", "dp_attention", "nvlink", "gateways", "audit_every", "seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class Scene:
     gpu: str
     model: str
     dtype: str | None
-    expert_parallel: bool
+    dp_attention: bool
     settings: ClusterConfig
     latency: Calibrated | None
     calibration: Sequence[Path]
@@ -69,6 +70,7 @@ class Scene:
     sessions: Sequence[UserSession]
     faults: Sequence[Fault]
     num_faults: int
+    acceptance: Sequence[float]
 
     def config(self, choice: ClusterChoice) -> SimulationConfig:
         """Raises Misconfigured."""
@@ -105,12 +107,13 @@ class Scene:
             model=self.model,
             tp=tp,
             dtype=self.dtype,
-            spread=self.expert_parallel,
+            spread=self.dp_attention,
             settings=self.settings,
             latency=self.latency,
             times=self.times,
             leaping=self.leaping,
             flag=flag,
+            acceptance=self.acceptance,
         )
 
     def _cards(self, config: SimulationConfig) -> Cards:
@@ -126,9 +129,9 @@ class Scene:
     def check_hosts(self, every: Iterable[ClusterChoice]) -> None:
         """Warns of mixtures of experts on workers of several hosts that share every layer."""
         most = max(max(one.tp, one.prefill_tp or 0, one.decode_tp or 0) for one in every)
-        if most > HOST_GPUS and not self.expert_parallel and model_of(self.model).experts is not None:
+        if most > HOST_GPUS and not self.dp_attention and model_of(self.model).experts is not None:
             warn(
-                f"{most} GPUs on several hosts share every layer of {self.model}, which is slow: --expert-parallel "
+                f"{most} GPUs on several hosts share every layer of {self.model}, which is slow: --dp-attention "
                 "shares its experts alone, as such models are served"
             )
 
@@ -144,8 +147,12 @@ class Scene:
     def cluster(self, choice: ClusterChoice) -> dict[str, Any]:
         given = {name: value for name, value in asdict(choice).items() if value is not None}
         more: dict[str, Any] = {} if self.dtype is None else {"dtype": self.dtype}
-        if self.expert_parallel:
+        if self.dp_attention:
+            more["dp_attention"] = True
+        if self.settings.worker.expert_parallel:
             more["expert_parallel"] = True
+        if self.acceptance:
+            more["acceptance"] = list(self.acceptance)
         return {**given, "gateways": self.num_gateways, "gpu": self.gpu, "model": self.model, **more}
 
     @property
@@ -169,7 +176,9 @@ class Scene:
     def hardware(self) -> str:
         """The sources of times, sizes and prices, and the number of gateways, in words."""
         model = f"{Path(self.model).name}{'' if self.dtype is None else f' in {self.dtype}'}"
-        model += ", experts in parallel" if self.expert_parallel else ""
+        model += ", whole experts on GPUs" if self.settings.worker.expert_parallel else ""
+        model += ", attention of its own on each GPU" if self.dp_attention else ""
+        model += f", drafts by {self.settings.worker.speculate}" if self.acceptance else ""
         sheet = f"GPU {Path(self.gpu).name}, model {model}{gateways_text(self.num_gateways, siblings=self.siblings)}"
         if self.latency is not None:
             files = ", ".join(path.name for path in self.calibration)
@@ -210,6 +219,7 @@ def make_scene(given: Mapping[str, Any]) -> Scene:
         sessions=_sessions(given),
         faults=[Fault.parse(text) for text in given["fault"] or ()],
         num_faults=given["faults"],
+        acceptance=parse_acceptance(given["acceptance"]),
     )
 
 
@@ -262,6 +272,9 @@ def _settings(given: Mapping[str, Any]) -> ClusterConfig:
     further, host_kv_gib, kv_dtype = given["further"] or (), given["host_kv_gib"], given["kv_dtype"]
     above = [] if host_kv_gib is None else [f"worker.host_kv_gib={host_kv_gib!r}"]
     above += [] if kv_dtype is None else [f"worker.kv_dtype={kv_dtype}"]
+    above += [] if given["speculate"] is None else [f"worker.speculate={given['speculate']}"]
+    whole = given["expert_parallel"]
+    above += [] if whole is None else [f"worker.expert_parallel={str(whole).lower()}"]
     if given["policy"] is not None:
         above.append(f"router.policy={NAMES[0]}")  # the policy of each cluster comes from flags
     settings = read_settings(given["file"], (*further, *above))

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +22,7 @@ from cluster.bench.verb import write_json
 from cluster.cli import options
 from cluster.cli.status import PIPED_COLUMNS
 from cluster.config.config import ClusterConfig
+from cluster.planner.planner import PlannerSettings
 from cluster.simulate.cli.scenario import Scene, make_scene
 from cluster.simulate.cli.soak import ending_reported, replay_one, report_interrupted, soak_clusters
 from cluster.simulate.latency.registry import ROOFLINE, SOURCES
@@ -42,10 +43,11 @@ from cluster.simulate.results.sweep import (
 )
 from cluster.simulate.results.sweep_html import sweep_page
 from cluster.simulate.results.targets import PercentileTarget, targets_of
+from cluster.simulate.run.autoscale import MAX_RECORDS, PlannedRun, autoscaling, planner_settings
 from cluster.simulate.run.config import SimulationConfig
 from cluster.simulate.run.fault_injector import check
 from cluster.simulate.run.progress import ProgressWatch, bars, warn
-from cluster.simulate.run.simulation import SimulationOutcome
+from cluster.simulate.run.simulation import SimulationOutcome, Steer
 from cluster.simulate.run.simulation import simulate as run_simulation
 from cluster.simulate.world.workload import GENERATED, OF_OWN_LENGTHS, SessionLimit, UserSession, fitting
 from protos.errors import Misconfigured
@@ -72,8 +74,13 @@ Gateways = Annotated[
         help="Gateways, which share the requests. Default: one, of as many processes as are set.",
     ),
 ]
-ExpertParallel = Annotated[
-    bool, typer.Option("--expert-parallel", help="A worker's GPUs share only experts; each has its own requests.")
+DpAttention = Annotated[
+    bool,
+    typer.Option(
+        "--dp-attention",
+        help="A worker's GPUs share only experts, by an all-to-all; each has its own requests. `baton serve` has no "
+        "such workers.",
+    ),
 ]
 PrefillTp = Annotated[str | None, typer.Option(help="GPUs of a prefill worker. Default: --tp.")]
 DecodeTp = Annotated[str | None, typer.Option(help="GPUs of a decode worker. Default: --tp.")]
@@ -86,6 +93,14 @@ NvLink = Annotated[
 ]
 Workers = Annotated[str | None, typer.Option(help="Colocated workers; implies --colocated. 1:8 to sweep. Default: 1.")]
 Targets = Annotated[list[str] | None, typer.Option(help="Percentile to sweep for, 'ttft p90 < 2 s'. Repeatable.")]
+Autoscale = Annotated[
+    str | None,
+    typer.Option(help="The planner keeps each pool within so many workers, such as 1:8, to meet the objective."),
+]
+Acceptance = Annotated[
+    str | None,
+    typer.Option(help="Chance that a draft's position is right if those before it are, for each: 0.7,0.6,0.5."),
+]
 Gpus = Annotated[int | None, typer.Option(min=1, max=MAX_GPUS, help="Sweep every cluster of at most this many GPUs.")]
 
 
@@ -105,7 +120,8 @@ def simulate(
     latency: Annotated[str, typer.Option(help=f"Source of step times: {', '.join(SOURCES)}.")] = ROOFLINE,
     lane_gbps: LaneGbps = None,
     nvlink: NvLink = False,
-    expert_parallel: ExpertParallel = False,
+    expert_parallel: Annotated[bool | None, options.option("worker.expert_parallel")] = None,
+    dp_attention: DpAttention = False,
     tp: Tp = None,
     prefill_tp: PrefillTp = None,
     decode_tp: DecodeTp = None,
@@ -116,6 +132,8 @@ def simulate(
     policy: Annotated[str | None, typer.Option(help=f"{', '.join(NAMES)}; several, with commas, to sweep.")] = None,
     kv_dtype: Annotated[str | None, options.option("worker.kv_dtype")] = None,
     host_kv_gib: Annotated[float | None, options.option("worker.host_kv_gib")] = None,
+    speculate: Annotated[str | None, options.option("worker.speculate")] = None,
+    acceptance: Acceptance = None,
     gateways: Gateways = None,
     file: options.ConfigFile = None,
     further: options.Set = None,
@@ -124,6 +142,7 @@ def simulate(
     tpot_ms: Annotated[float | None, typer.Option(help="Objective: milliseconds per further token, above 0.")] = None,
     attainment: Annotated[float, typer.Option(min=0, max=1, help="Share of requests to meet it, to sweep.")] = 0.95,
     target: Targets = None,
+    autoscale: Autoscale = None,
     gpus: Gpus = None,
     usd_per_gpu_hour: Annotated[float | None, typer.Option(min=0, help="Default: an example price of the GPU.")] = None,
     fault: Annotated[list[str] | None, typer.Option(help=r"'AT KIND TARGET \[for S] \[by N]'. Repeatable.")] = None,
@@ -139,21 +158,33 @@ def simulate(
     events: Annotated[Path | None, typer.Option(help="Write the event log to this file.")] = None,
 ) -> None:
     """Run the production code in virtual time: size a cluster, tune a policy, look for faults."""
-    logging.getLogger("baton").setLevel(logging.ERROR)  # the end of a simulated worker is expected
     _check(context, {"json": json_file, "html": html_file, "events": events})
-    if replay is not None:
-        return replay_one(replay, events)
-    if soak is not None:
-        return soak_clusters(range(seed, seed + soak))
-    scene = make_scene(context.params)
-    scene.check_hosts(every := _clusters(scene.settings, context.params))
+    if soak is not None or replay is not None:
+        return replay_one(replay, events) if replay is not None else soak_clusters(range(seed, seed + (soak or 0)))
+    scene, every = _scene(context.params)
     if sweep_all:
         return _sweep(scene, every, targets_of(scene.objective, attainment, target or ()), json_file, html_file)
-    _once(scene, every[0], json_file, html_file, events)
+    _once(scene, every[0], json_file, html_file, events, _planning(autoscale, scene, every[0], attainment))
+
+
+def _planning(within: str | None, scene: Scene, choice: ClusterChoice, attainment: float) -> PlannerSettings | None:
+    """Raises Misconfigured."""
+    if within is None:
+        return None
+    config = scene.config(choice)
+    devices = {role: config.gpus_of(role) for role in config.pools.counts()}
+    return planner_settings(within, scene.objective, attainment, devices)
+
+
+def _scene(given: Mapping[str, Any]) -> tuple[Scene, list[ClusterChoice]]:
+    """The scenario with its clusters. Warns of mixtures on several hosts. Raises Misconfigured."""
+    scene = make_scene(given)
+    every = _clusters(scene.settings, given)
+    scene.check_hosts(every)
+    return scene, every
 
 
 def _clusters(settings: ClusterConfig, given: Mapping[str, Any]) -> list[ClusterChoice]:
-    """Raises Misconfigured."""
     if given["gpus"] is not None:
         chosen = {name: given[name] for name in ("gpus", "tp", "policy", "colocated")}
         return within(settings, **chosen)
@@ -164,6 +195,7 @@ def _clusters(settings: ClusterConfig, given: Mapping[str, Any]) -> list[Cluster
 
 def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
     """Raises Misconfigured for flags without effect, and for output files that could not be written at the end."""
+    logging.getLogger("baton").setLevel(logging.ERROR)  # the end of a simulated worker is expected
     every = [one.name for one in context.command.params if one.name is not None]
     if context.params["replay"] is not None:
         why = "--replay SEED runs one of --soak's clusters, as its seed made it"
@@ -175,9 +207,11 @@ def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
         options.refuse_others(context, "--soak N looks at all invariants every few events", {*every} - {"audit_every"})
         options.refuse_others(context, "--soak N makes its clusters, loads and faults itself", {"soak", "seed"})
     elif context.params["sweep_all"]:
-        options.refuse_others(context, "--sweep runs many clusters", {*every} - {"events"})
-    else:
+        options.refuse_others(context, "--sweep runs many clusters", {*every} - {"events", "autoscale"})
+    elif context.params["autoscale"] is None:
         options.refuse_others(context, "without --sweep", {*every} - {"attainment", "target", "gpus"})
+    else:
+        options.refuse_others(context, "without --sweep", {*every} - {"target", "gpus"})
     if context.params["gpus"] is not None:
         counts = {"prefill", "decode", "workers", "prefill_tp", "decode_tp"}
         options.refuse_others(context, "--gpus N tries every number of workers", {*every} - counts)
@@ -194,16 +228,25 @@ def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
         options.refuse_others(context, why, {*every} - {"prefill", "decode", "prefill_tp", "decode_tp"})
     if context.params["calibration"]:
         options.refuse_others(
-            context, "--calibration FILE has the times of steps", {*every} - {"latency", "dtype", "expert_parallel"}
+            context,
+            "--calibration FILE has the times of steps",
+            {*every} - {"latency", "dtype", "expert_parallel", "dp_attention"},
         )
     read = {"trace": [context.params["trace"]], "config": [context.params["file"]]}
     check_files(written, read | {"calibration": context.params["calibration"] or ()})
 
 
 def _once(
-    scene: Scene, choice: ClusterChoice, json_file: Path | None, html_file: Path | None, events: Path | None
+    scene: Scene,
+    choice: ClusterChoice,
+    json_file: Path | None,
+    html_file: Path | None,
+    events: Path | None,
+    planning: PlannerSettings | None = None,
 ) -> None:
-    config = scene.config(choice)
+    config, planned = scene.config(choice), PlannedRun()
+    if planning is not None:  # the planner reads the records of a whole window
+        config = replace(config, router=replace(config.router, decision_history_size=MAX_RECORDS))
     sessions, left_out = scene.fitting(config)
     errors = Console(stderr=True)
     if scene.latency is not None:
@@ -211,7 +254,8 @@ def _once(
     _warn_left_out(left_out, scene.room(config))
     start_s = time.perf_counter()
     with Log(events) as log, ending_reported(events, json_file, html_file):
-        outcome = _run(scene, config, sessions, errors, write=log.write)
+        steer = autoscaling(planning, planned) if planning is not None else None
+        outcome = _run(scene, config, sessions, errors, write=log.write, steer=steer)
     took_s = time.perf_counter() - start_s
     summary = scene.summary(choice, outcome, left_out)
     command, trials = shlex.join(["baton", *sys.argv[1:]]), [_only(scene, choice, summary)]
@@ -222,8 +266,13 @@ def _once(
             write(html_file, made, "html")
 
     # Files first: the reader of the table may stop early, as in `| head`.
-    lost = keep(log.check, partial(_write_json, json_file, _document(scene, command, trials)), write_page)
+    document = _document(scene, command, trials)
+    if planning is not None:
+        document["changes"] = [asdict(change) for change in planned.changes]
+    lost = keep(log.check, partial(_write_json, json_file, document), write_page)
     Console().print(summary_table(summary))
+    for change in planned.changes:
+        Console().print(f"{change.at_s:,.0f} s: {change.after}, for {change.why}", highlight=False, soft_wrap=True)
     errors.print(f"{outcome.duration_s:,.0f} s of {choice} in {took_s:,.1f} s", style="dim", soft_wrap=True)
     report_lost(lost)
 
@@ -354,11 +403,13 @@ def _run(
     *,
     write: Callable[[str], object] | None = None,
     above: Progress | None = None,
+    steer: Steer | None = None,
 ) -> SimulationOutcome:
     num_requests = sum(len(session.turns) for session in sessions)
     until_s = max(session.due_s for session in sessions)
     with ProgressWatch(errors, num_requests=num_requests, until_s=until_s, above=above) as watch:
-        return run_simulation(config, sessions, scene.schedule(config, sessions), write=write, watch=watch.begin)
+        schedule = scene.schedule(config, sessions)
+        return run_simulation(config, sessions, schedule, write=write, watch=watch.begin, steer=steer)
 
 
 def _warn_left_out(left_out: Sequence[UserSession], room: SessionLimit) -> None:

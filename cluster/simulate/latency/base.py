@@ -121,6 +121,31 @@ class Chance:
         return (state ^ (state >> 31)) * 2.0**-64 * (1 - 2**-53)
 
 
+WindowShares = Sequence[tuple[int | None, float]]
+"""The windows of a model's layers (None: no window), each with its share of the layers; empty if there are none."""
+
+
+def windowed_step_of(rows: Sequence[tuple[int, int]], shares: WindowShares) -> StepWork:
+    """The same of a model with windows: what is read and attended to is the mean over its layers."""
+    num_read = num_attended = num_single_read = 0.0
+    for window, share in shares:
+        for computed, context in rows:
+            first = 0 if window is None else max(0, context - computed + 1 - window)
+            num_read += share * (context - first)
+            num_attended += share * (_attended(context, window) - _attended(context - computed, window))
+            if computed == 1:
+                num_single_read += share * (context - first)
+    num_single = sum([computed == 1 for computed, _ in rows])
+    num_tokens = sum([computed for computed, _ in rows])
+    return StepWork(len(rows), num_tokens, num_read, num_attended, num_single, num_single_read)
+
+
+def _attended(num_tokens: int, window: int | None) -> int:
+    """Pairs of one of the first `num_tokens` positions and one that it attends to."""
+    growing = num_tokens if window is None else min(num_tokens, window)
+    return growing * (growing + 1) // 2 + (num_tokens - growing) * growing
+
+
 def step_of(rows: Sequence[tuple[float, float]]) -> StepWork:
     """Adds up (computed tokens, context after them) of every row."""
     num_tokens = num_read = num_attended = num_single = num_single_read = 0.0

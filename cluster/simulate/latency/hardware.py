@@ -12,22 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from cluster.simulate.latency.shapes import (
-    BFLOAT16,
     DTYPES,
-    FP8,
-    FP8_BLOCK,
     GPU_KEYS,
     GPUS,
     MODELS,
+    MXFP4,
+    SHORT_NAMES,
     Experts,
     Gpu,
     Latent,
     ModelShape,
     gpu_figures,
 )
+from cluster.simulate.latency.weight_types import stored_type
 from protos.errors import BatonError, Misconfigured
 from protos.hints import unusable
 from protos.model_files.fields import Fields
+from workers.models.families.base import Family
 from workers.models.families.registry import FAMILIES
 
 GPU_SUFFIX, MODEL_SUFFIX = ".toml", ".json"
@@ -48,12 +49,12 @@ def gpu_of(name: str) -> Gpu:
     return GPUS[name]
 
 
-def model_of(name: str, dtype: str | None = None, *, spread: bool = False) -> ModelShape:
+def model_of(name: str, dtype: str | None = None, *, spread: bool = False, whole_experts: bool = False) -> ModelShape:
     """The model of this name or file, with weights of `dtype` or of its checkpoint's type. Raises Misconfigured for an
-    unknown model, and for a model without experts if `spread` is set."""
-    path = Path(name)
+    unknown model, and for a model without experts if `spread` or `whole_experts` is set."""
+    dtype, path = SHORT_NAMES.get(dtype or "", dtype), Path(name)
     if name.endswith(MODEL_SUFFIX) or (name not in MODELS and path.is_dir()):
-        model = read_model(path / "config.json" if path.is_dir() else path)
+        model = read_model(path / "config.json" if path.is_dir() else path, dtype)
     elif name in MODELS:
         model = MODELS[name]
     else:
@@ -61,15 +62,17 @@ def model_of(name: str, dtype: str | None = None, *, spread: bool = False) -> Mo
             f"--model {shlex.quote(name)}: choose one of {', '.join(MODELS)}, or give a checkpoint's config.json",
             param="model",
         )
-    if spread and model.experts is None:
+    if (spread or whole_experts) and model.experts is None:
+        flag = "dp-attention" if spread else "expert-parallel"
         raise Misconfigured(
-            f"--expert-parallel with --model {shlex.quote(name)}: it has no experts to share: leave it out, or "
-            "choose a mixture of experts",
-            param="expert-parallel",
+            f"--{flag} with --model {shlex.quote(name)}: it has no experts to share: leave it out, or choose a mixture "
+            "of experts",
+            param=flag,
         )
     if dtype is not None and dtype not in DTYPES:
-        raise Misconfigured(f"--dtype {shlex.quote(dtype)}: choose one of {', '.join(DTYPES)}", param="dtype")
-    return replace(model, dtype=dtype or model.dtype, spread=spread)
+        raise Misconfigured(f"--weights {shlex.quote(dtype)}: choose one of {', '.join(DTYPES)}", param="dtype")
+    model = replace(model, spread=spread, whole_experts=whole_experts)
+    return model if dtype is None else replace(model, dtype=dtype, expert_dtype=None)
 
 
 def read_gpu(path: Path) -> Gpu:
@@ -99,9 +102,9 @@ def read_gpu(path: Path) -> Gpu:
     return replace(GPUS[like], **gpu_figures(described))
 
 
-def read_model(path: Path) -> ModelShape:
+def read_model(path: Path, dtype: str | None = None) -> ModelShape:
     """Reads the config.json of a checkpoint: dense models and mixtures of experts, with grouped or latent attention.
-    Raises Misconfigured."""
+    Weights are of `dtype`, or of the checkpoint's type. Raises Misconfigured."""
     given = f"--model {shlex.quote(str(path))}"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -112,15 +115,16 @@ def read_model(path: Path) -> ModelShape:
     if not isinstance(config, dict):
         raise Misconfigured(f"{given}: it is not a checkpoint's config.json", param="model")
     text = config.get("text_config")  # of a multimodal model
-    return _Checkpoint(given, {**config, **text} if isinstance(text, dict) else config).model()
+    return _Checkpoint(given, {**config, **text} if isinstance(text, dict) else config, dtype).model()
 
 
 class _Checkpoint:
     """The figures of a config.json. Raises Misconfigured for missing or impossible ones."""
 
-    def __init__(self, given: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, given: str, config: Mapping[str, Any], dtype: str | None) -> None:
         self._given = given
         self._config = config
+        self._dtype = dtype
 
     def model(self) -> ModelShape:
         heads, hidden, latent = self._number("num_attention_heads"), self._number("hidden_size"), self._latent()
@@ -140,9 +144,11 @@ class _Checkpoint:
             width=self._number("intermediate_size"),
             vocab=self._number("vocab_size"),
             max_len=self._number("max_position_embeddings"),
-            dtype=self._dtype(),
+            dtype=self._dtype or stored_type(self._config.get("quantization_config"), self._given),
+            expert_dtype=MXFP4 if self._method() == MXFP4 else None,
             experts=self._experts(),
             latent=latent,
+            windows=self._windows(),
         )
         return replace(model, params=_num_params(model, tied=bool(self._config.get("tie_word_embeddings"))))
 
@@ -187,8 +193,7 @@ class _Checkpoint:
 
     def _served_experts(self) -> Experts | None:
         """As the engine reads them, of a family that it serves."""
-        architectures = self._config.get("architectures")
-        family = next((one for one in FAMILIES if one.experts and architectures == [one.architecture]), None)
+        family = self._family()
         if family is None or family.experts is None:
             return None
         layers = self._number("num_hidden_layers")
@@ -206,18 +211,25 @@ class _Checkpoint:
             num_dense_layers=layers - found.num_sparse_layers,
         )
 
-    def _dtype(self) -> str:
+    def _windows(self) -> tuple[int, ...]:
+        """As the engine reads them, of a family that it serves."""
+        family = self._family()
+        if family is None:
+            return ()
+        try:
+            config = Fields(self._config, self._given).over(family.defaults)
+            windows = family.windows(config, self._number("num_hidden_layers"))
+        except BatonError as error:
+            raise Misconfigured(error.message, param="model") from error
+        return tuple(window or 0 for window in windows) if any(windows) else ()
+
+    def _family(self) -> Family | None:
+        architectures = self._config.get("architectures")
+        return next((one for one in FAMILIES if architectures == [one.architecture]), None)
+
+    def _method(self) -> object:
         quantization = self._config.get("quantization_config")
-        if not quantization:
-            return BFLOAT16
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        if method == "fp8":
-            return FP8_BLOCK if quantization.get("weight_block_size") else FP8
-        raise Misconfigured(
-            f"{self._given}: quantization_config of {method!r}: simulated weights are {', '.join(DTYPES)}: take "
-            "quantization_config out, and give the nearest as --dtype",
-            param="model",
-        )
+        return quantization.get("quant_method") if isinstance(quantization, dict) else quantization
 
 
 def _num_params(model: ModelShape, *, tied: bool) -> float:

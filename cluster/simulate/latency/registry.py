@@ -39,7 +39,10 @@ class StepTimes:
             return make(gpu=card, model=shape, host_s=host_s)
         if shape.spread:
             raise Misconfigured(
-                "--expert-parallel: --latency aiconfigurator is of layers that all GPUs share: leave one of both out",
-                param="expert-parallel",
+                "--dp-attention: --latency aiconfigurator is of layers that all GPUs share: leave one of both out",
+                param="dp-attention",
             )
+        if shape.whole_experts or shape.windows:
+            reason = "--expert-parallel" if shape.whole_experts else f"--model {shlex.quote(model)}"
+            raise Misconfigured(f"{reason}: --latency aiconfigurator has no times of it: leave it out", param="latency")
         return Aiconfigurator(Tables(gpu=gpu, model=model, tp=tp, dtype=shape.dtype), host_s=host_s)

@@ -5,6 +5,7 @@ Host work is not included: the engine plans and packs while the device computes 
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -28,8 +29,17 @@ def check_fitted(gpu_name: str, gpu: Gpu, model_name: str, model: ModelShape) ->
         able = ", ".join(name for name, one in GPUS.items() if one.fp8_flops is not None)
         raise Misconfigured(f"{given}: its tensor cores have no FP8: give one of {able}", param="gpu")
     kernels = FITTED[gpu.like]
-    if model.computed_in not in (kernels.products if model.experts is None else kernels.experts):
+    if model.computed_in not in kernels.products or (
+        model.experts is not None and model.experts_computed_in not in kernels.experts
+    ):
         raise Misconfigured(f"{given}: no such kernels were measured: choose another --gpu or model", param="gpu")
+
+
+def busiest_share(mean: float, num_gpus: int) -> float:
+    """How much more than the mean the busiest of `num_gpus` gets, if each gets `mean` on average, at random: the
+    expected maximum of as many normal variables (Cramer, Mathematical Methods of Statistics, 28.6) whose variance is
+    that of a Poisson distribution."""
+    return 1 + math.sqrt(2 * math.log(num_gpus) / mean) if mean else 1.0
 
 
 class Product(NamedTuple):
@@ -195,14 +205,20 @@ class Roofline:
         return 0 if experts is None else self.model.layers - experts.num_dense_layers
 
     def experts_s(self, num_tokens: float) -> float:
-        """Seconds of the routed experts. Each GPU has its share of every expert."""
-        if (experts := self.model.experts) is None:
+        """Seconds of the routed experts. Each GPU has a share of every expert's columns, or whole experts; then the
+        GPU whose experts are chosen most often decides."""
+        model = self.model
+        if (experts := model.experts) is None:
             return 0.0
-        params = 3.0 * experts.width * self.model.hidden
-        flops = 2 * params * experts.num_active * num_tokens / self.tp
-        num_bytes = params * experts.touched(num_tokens) / self.tp * self.model.weight_bytes
-        fitted = self._kernels.experts[self.model.computed_in]
-        taken_s = fitted.seconds(flops, num_bytes, self._weights_rate, self.gpu.memory_rate)
+        params, busiest = 3.0 * experts.width * model.hidden, 1.0
+        num_chosen, num_touched = experts.num_active * num_tokens / self.tp, experts.touched(num_tokens) / self.tp
+        if model.whole_experts and self.tp > 1:
+            busiest = busiest_share(num_chosen, self.tp) * math.ceil(experts.num / self.tp) * self.tp / experts.num
+            num_touched = min(num_touched * busiest, math.ceil(experts.num / self.tp))
+        rate = self._rate if model.experts_computed_in == BFLOAT16 else self._weights_rate
+        fitted = self._kernels.experts[model.experts_computed_in]
+        num_bytes = params * num_touched * model.expert_bytes
+        taken_s = fitted.seconds(2 * params * num_chosen * busiest, num_bytes, rate, self.gpu.memory_rate)
         return self._num_routed_layers() * taken_s
 
     def _elementwise_bytes(self, num_tokens: float) -> float:

@@ -5,7 +5,9 @@ Rates are the makers' dense figures. `cluster.simulate.latency.kernels` holds th
 
 from __future__ import annotations
 
+import math
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +18,20 @@ import msgspec
 from protos.errors import Misconfigured
 from protos.values import KVLayout
 from workers.config import KVDtype
+from workers.kv.groups import with_windows
 from workers.kv.kinds import refuse_latents, with_kv_dtype
 from workers.models.config import splits_heads
 
 HOST_GPUS = 8
-BFLOAT16, FP8, FP8_BLOCK, INT8, INT4 = "bfloat16", "fp8", "fp8_block", "int8", "int4"
-DTYPES = (BFLOAT16, FP8, FP8_BLOCK, INT8, INT4)
+BFLOAT16, FP8, FP8_BLOCK, INT8, INT4, MXFP4 = "bfloat16", "fp8", "fp8_block", "int8", "int4", "mxfp4"
+DTYPES = (BFLOAT16, FP8, FP8_BLOCK, INT8, INT4, MXFP4)
 """The types of weights. `fp8` has one scale per tensor, `fp8_block` one per block of 128 x 128, as in DeepSeek-V3;
-integers have one per group of 128 inputs, and are multiplied in bfloat16."""
+integers have one per group of 128 inputs, MXFP4 one per 32, and both are multiplied in bfloat16."""
 
-WEIGHT_BYTES = {BFLOAT16: 2.0, FP8: 1.0, FP8_BLOCK: 1.0, INT8: 1 + 2 / 128, INT4: 0.5 + 2 / 128}
-COMPUTED_IN = {dtype: BFLOAT16 if dtype in (INT8, INT4) else dtype for dtype in DTYPES}
+SHORT_NAMES = {"bf16": BFLOAT16}
+
+WEIGHT_BYTES = {BFLOAT16: 2.0, FP8: 1.0, FP8_BLOCK: 1.0, INT8: 1 + 2 / 128, INT4: 0.5 + 2 / 128, MXFP4: 0.5 + 1 / 32}
+COMPUTED_IN = {dtype: BFLOAT16 if dtype in (INT8, INT4, MXFP4) else dtype for dtype in DTYPES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +108,9 @@ class Latent:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The sizes of a model. Per layer and token, `kv_heads` x `kv_width` numbers are cached as keys, and as many as
-    values. The GPUs of a worker share all layers (tensor parallelism). If the model is `spread`, they share only the
-    routed experts: each GPU has its own requests and all other weights."""
+    values. The GPUs of a worker share all layers (tensor parallelism), and of each routed expert the columns, or, with
+    `whole_experts`, its experts. If the model is `spread`, they share only the routed experts: each GPU has its own
+    requests and all other weights. `windows` are those of the layers, in turns; 0: none."""
 
     params: float
     layers: int
@@ -117,19 +123,37 @@ class ModelShape:
     vocab: int
     max_len: int
     dtype: str = BFLOAT16  # the weights' type: one of `DTYPES`
+    expert_dtype: str | None = None  # of routed experts, if theirs is another
     experts: Experts | None = None
     latent: Latent | None = None
+    windows: tuple[int, ...] = ()
+    whole_experts: bool = False
     spread: bool = False
     kv_dtype: KVDtype = "auto"
+    free_windows: bool = True
 
     @property
-    def weight_bytes(self) -> float:
-        """Bytes per parameter."""
-        return WEIGHT_BYTES[self.dtype]
+    def expert_bytes(self) -> float:
+        """Bytes per parameter of routed experts."""
+        return WEIGHT_BYTES[self.expert_dtype or self.dtype]
+
+    @property
+    def experts_computed_in(self) -> str:
+        return COMPUTED_IN[self.expert_dtype or self.dtype]
 
     @property
     def computed_in(self) -> str:
         return COMPUTED_IN[self.dtype]
+
+    @property
+    def window_shares(self) -> tuple[tuple[int | None, float], ...]:
+        """Each window, with the share of the layers that have it. Empty if no layer has one."""
+        kinds = Counter(self._layer_windows())
+        return tuple((window, num / self.layers) for window, num in kinds.items()) if any(kinds) else ()
+
+    def _layer_windows(self) -> list[int | None]:
+        turns = self.windows or (0,)
+        return [turns[layer % len(turns)] or None for layer in range(self.layers)]
 
     @property
     def expert_params(self) -> float:
@@ -156,10 +180,19 @@ class ModelShape:
         spread requests, one rank keeps it."""
         return self.kv_bytes if self.spread else self.kv_bytes * max(1.0, tp / self.kv_heads)
 
+    def stored_bytes(self, tp: int, block_size: int) -> float:
+        """Bytes of memory that a block takes on all `tp` ranks together: with groups of layers for windows, also what
+        smaller groups leave empty."""
+        layout = self.layout(block_size)
+        return self.kept_bytes(tp) * block_size * layout.stored_bytes / layout.block_bytes
+
     def held_bytes(self, tp: int) -> float:
-        """Bytes of weights on all `tp` GPUs together."""
-        params = (self.params - self.expert_params) * tp + self.expert_params if self.spread else self.params
-        return params * self.weight_bytes
+        """Bytes of weights on all `tp` GPUs together, if each has as much as the one with the most."""
+        others = (self.params - self.expert_params) * (tp if self.spread else 1)
+        uneven = 1.0
+        if self.experts is not None and (self.whole_experts or self.spread):
+            uneven = math.ceil(self.experts.num / tp) * tp / self.experts.num
+        return others * WEIGHT_BYTES[self.dtype] + self.expert_params * uneven * self.expert_bytes
 
     def splits(self, tp: int) -> bool:
         """Whether this number of ranks can share its heads, or its experts, evenly."""
@@ -181,7 +214,8 @@ class ModelShape:
             block_size=block_size,
             dtype="bfloat16",
         )
-        return with_kv_dtype(layout, self.kv_dtype)
+        layout = with_kv_dtype(layout, self.kv_dtype)
+        return with_windows(layout, self._layer_windows()) if self.free_windows else layout
 
 
 MODELS = msgspec.convert(_described("models.toml"), dict[str, ModelShape])
@@ -192,7 +226,7 @@ def num_blocks(gpu: Gpu, model: ModelShape, *, tp: int, block_size: int, memory_
     weights = model.held_bytes(tp)
 
     def fitting(tp: int, share: float) -> int:
-        return int((gpu.memory_bytes * tp * share - model.held_bytes(tp)) / (model.kept_bytes(tp) * block_size))
+        return int((gpu.memory_bytes * tp * share - model.held_bytes(tp)) / model.stored_bytes(tp, block_size))
 
     if (num := fitting(tp, memory_share)) >= 1:
         return num

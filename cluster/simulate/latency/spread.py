@@ -12,7 +12,7 @@ import math
 from cluster.simulate.latency.base import StepWork
 from cluster.simulate.latency.kernels import HOP_S, ProductTimes
 from cluster.simulate.latency.roofline import Roofline
-from cluster.simulate.latency.shapes import HOST_GPUS, Gpu, ModelShape
+from cluster.simulate.latency.shapes import BFLOAT16, HOST_GPUS, Gpu, ModelShape
 
 EXPERTS = ProductTimes(compute_share=0.42, memory_share=0.83, sharpness=1.0, fixed_s=25e-6)
 """Time for whole experts with equally many tokens each: SGLang with DeepEP on an H100, measured for aiconfigurator
@@ -66,8 +66,8 @@ class ExpertParallelLatency:
         params = 3.0 * experts.width * model.hidden
         touched = experts.touched(num_tokens * self.num_gpus) / self.num_gpus
         flops = 2 * params * experts.num_active * num_tokens
-        rate = gpu.fp8_flops if model.weight_bytes == 1 and gpu.fp8_flops else gpu.flops
-        seconds = EXPERTS.seconds(flops, params * touched * model.weight_bytes, rate, gpu.memory_rate)
+        rate = gpu.fp8_flops if model.experts_computed_in != BFLOAT16 and gpu.fp8_flops else gpu.flops
+        seconds = EXPERTS.seconds(flops, params * touched * model.expert_bytes, rate, gpu.memory_rate)
         return (model.layers - experts.num_dense_layers) * seconds
 
     def travel_s(self, own: StepWork) -> float:

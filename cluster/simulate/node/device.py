@@ -3,6 +3,11 @@
 The device keeps the content of every position of a block. So a block that was never sent, was released too early or has
 two owners produces a wrong token (`workers.toy`). A sequence is summed up in full when it comes to this device or
 returns to it. In between, only its new positions are added, unless the device is `thorough`.
+
+With windows (`protos.values.KVLayout.windows`) a page is of one group of layers. Pages of a group without a window have
+what they have in a model of one group. A position of a windowed group has the sum of all positions up to it: the next
+one is added to it, so that a page which is missing behind the window is not missed, and one within it is. Where a
+sequence is summed up in full, the windows must agree with the sum; if not, the token is a wrong one.
 """
 
 from __future__ import annotations
@@ -16,9 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from cluster.simulate.latency.base import Chance, Latency, StepWork, step_of
+from cluster.simulate.latency.base import (
+    Chance,
+    Latency,
+    StepWork,
+    WindowShares,
+    step_of,
+    windowed_step_of,
+)
+from cluster.simulate.node.drafts import kv_term, verified_row
 from kvtransfer.reshard import Cut
-from protos.values import KVLayout, Logprobs, TokenLogprob
+from protos.values import MAX_DRAFTS, KVLayout, Logprobs, TokenLogprob
 from workers.batch import Batch, Row, RowLimits, RowOutput, StepOutput
 from workers.toy import MODULUS, STRIDE, summed_token
 
@@ -48,11 +61,12 @@ class DeviceWork:
     def busy_s(self) -> float:
         return self.prompt_s + self.answer_s
 
-    def count(self, step: StepWork, num_answer: int, step_s: float) -> None:
-        num_prompt = int(step.num_tokens) - num_answer
+    def count(self, step: StepWork, num_answer: int, num_drafted: int, step_s: float) -> None:
+        """`num_answer` rows decode, with `num_drafted` drafts. Of drafts only time counts."""
+        num_prompt = int(step.num_tokens) - num_answer - num_drafted
         self.num_answer_tokens += num_answer
         self.num_prompt_tokens += num_prompt
-        self.answer_s += step_s * num_answer / step.num_tokens
+        self.answer_s += step_s * (num_answer + num_drafted) / step.num_tokens
         self.prompt_s += step_s * num_prompt / step.num_tokens
 
     def count_decode(self, num_rows: int, steps_s: Sequence[float]) -> None:
@@ -83,7 +97,8 @@ class Device:
 
     `now_s` is the engine's own time: set before each of its turns, advanced when it waits. `slowness` multiplies the
     time of steps from now on, `chance` changes that of each. A `thorough` device keeps in `began` the position that was
-    computed first, by request.
+    computed first, by request. `num_pages` are those of all groups; `shares` are the windows that step times depend on.
+    `host_s` delays a step that is launched while none is in flight: the host's work, which nothing hides then.
     """
 
     def __init__(
@@ -91,11 +106,14 @@ class Device:
         latency: Latency,
         *,
         layout: KVLayout,
-        num_blocks: int,
+        num_pages: int,
         vocab_size: int,
         thorough: bool = False,
         chance: Chance | None = None,
+        shares: WindowShares = (),
+        host_s: float = 0.0,
     ) -> None:
+        assert all(window is None or window > 1 for window in layout.windows), "a window of 1 keeps no sum"
         self.now_s = 0.0
         self.slowness = 1.0
         self.work = DeviceWork()
@@ -109,12 +127,18 @@ class Device:
         self._vocab_size = vocab_size
         self._thorough = thorough
         self._chance = chance
+        self._shares = shares
+        self._host_s = host_s
+        windows = layout.windows
+        self._windowed = [(group, window) for group, window in enumerate(windows) if window is not None]
+        self._full = [group for group, window in enumerate(windows) if window is None]
+        self._is_plain = windows == (None,)
         self._num_launched = 0
         self._free_s = 0.0
         self._output = StepOutput(rows=())
-        self._content = np.zeros((num_blocks, layout.block_size), dtype=np.uint16)  # modulo `MODULUS`, as tokens are
+        self._content = np.zeros((num_pages, layout.block_size), dtype=np.uint16)  # modulo `MODULUS`, as tokens are
         self._flat = self._content.data.cast("B").cast("H")  # the same memory, faster for a few positions
-        self._sums = array("q", bytes(8 * num_blocks))  # the sum over each block's positions
+        self._sums = array("q", bytes(8 * num_pages))  # the sum over each page's positions
         self._num_before = 0  # steps launched before those that were foreseen
         self._steps_s: list[float] = []  # foreseen: the duration of each step
         self._ends_s: list[float] = []  # and their ends
@@ -124,12 +148,15 @@ class Device:
 
     def launch(self, batch: Batch) -> Launched:
         """Launches a batch, which begins when the previous step ends."""
-        step = step_of([((stop := row.stop) - row.start, stop) for row in batch.rows])
+        rows = [((stop := row.stop) - row.start, stop) for row in batch.rows]
+        step = windowed_step_of(rows, self._shares) if self._shares else step_of(rows)
         step_s = self._step_s(self._num_launched, step)
-        self.work.count(step, int(step.num_single), step_s)
+        num_drafted = [len(row.draft_ids) for row in batch.rows if row.draft_ids]
+        self.work.count(step, int(step.num_single) + len(num_drafted), sum(num_drafted), step_s)
         self._output = self._compute(batch)
         self._num_launched += 1
-        self._free_s = max(self._free_s, self.now_s) + step_s
+        exposed_s = self._host_s if self.now_s >= self._free_s else 0.0
+        self._free_s = max(self._free_s, self.now_s) + exposed_s + step_s
         self.last, self.before_s, self.last_s = batch, self.last_s, step_s
         return Launched(device=self, output=self._output, end_s=self._free_s)
 
@@ -140,7 +167,7 @@ class Device:
     @property
     def row_limits(self) -> RowLimits:
         """As many steps as were foreseen."""
-        return RowLimits(num_steps=sys.maxsize)
+        return RowLimits(num_steps=sys.maxsize, num_drafts=MAX_DRAFTS)
 
     def clock(self) -> float:
         return self.now_s
@@ -150,12 +177,16 @@ class Device:
     def foresee(self, num_steps: int, *, in_flight: bool) -> list[float]:
         """The ends of `num_steps` further steps, counted from the end of the `in_flight` one, if any."""
         rows = self.last.rows
-        num_rows, read = len(rows), sum([stop for stop, _ in self._totals.values()])  # each of them sampled
-        end_s = max(self._free_s, self.now_s)
+        num_rows, stops = len(rows), [stop for stop, _ in self._totals.values()]  # each of them sampled
+        read, end_s = sum(stops), max(self._free_s, self.now_s)
         self._num_before, self._steps_s, self._ends_s = self._num_launched, [], []
         for number in range(self._num_launched, self._num_launched + num_steps):
             read += num_rows
-            step_s = self._step_s(number, StepWork(num_rows, num_rows, read, float(read), num_rows, read))
+            step = StepWork(num_rows, num_rows, read, float(read), num_rows, read)
+            if self._shares:
+                ahead = number + 1 - self._num_launched
+                step = windowed_step_of([(1, stop + ahead) for stop in stops], self._shares)
+            step_s = self._step_s(number, step)
             end_s += step_s
             self._steps_s.append(step_s)
             self._ends_s.append(end_s)
@@ -185,6 +216,8 @@ class Device:
         seed, stride = (params.seed * 31, 17) if params.temperature > 0 else (0, 0)
         index = row.sample.index + start - row.stop  # of the last token
         total += (base := WEIGHT * STRIDE + seed + index * stride)  # as `summed_token` adds
+        if not self._is_plain:
+            return self._decode_groups(row, token_id, num_steps, total, base, stride)
         flat, tokens, stop, block_ids = self._flat, list[int](), start + num_steps, row.block_ids
         while start < stop:
             index, offset = divmod(start, self._block_size)
@@ -207,6 +240,21 @@ class Device:
         self._totals[row.request_id] = (stop, total - base - num_steps * stride)
         return tuple(tokens)
 
+    def _decode_groups(
+        self, row: Row, token_id: int, num_steps: int, total: int, base: int, stride: int
+    ) -> tuple[int, ...]:
+        """The same for several groups: `total` has `base` in it, to which each step adds `stride`."""
+        start, _ = self._totals[row.request_id]
+        tokens, added = list[int](), list[int]()
+        for position in range(start, start + num_steps):
+            added.append((position + 1) * ((token_id + 1) * 7919 + position) % MODULUS)
+            total += added[-1] + stride
+            token_id = total % MODULUS % self._vocab_size
+            tokens.append(token_id)
+        self._write_groups(row, start, np.array(added, dtype=np.int64))
+        self._totals[row.request_id] = (start + num_steps, total - base - num_steps * stride)
+        return tuple(tokens)
+
     def _compute(self, batch: Batch) -> StepOutput:
         """The output of a batch. All rows write before any row reads. A sequence with just one new token is not summed
         up again."""
@@ -222,9 +270,20 @@ class Device:
                 outputs.append(RowOutput(prompt_logprobs=_logprobs(row)) if row.prompt_targets else _NOTHING)
                 continue
             start, total = known.get(request_id, (-1, 0))
+            if row.draft_ids:
+                first = row.stop - len(row.draft_ids)
+                if start + 1 == first and start == row.start and not self._thorough:
+                    total += kv_term(row.token_ids[0], start)
+                else:
+                    total = self._total_until(row, first)
+                output, *verified = verified_row(row, first, total, weight=WEIGHT, vocab_size=vocab_size)
+                totals[request_id] = verified[0], verified[1]
+                outputs.append(output)
+                self.work.num_answer_tokens += len(output.token_ids) - 1
+                continue
             if value is None or start != row.start or self._thorough:
                 stop = row.stop
-                total = self._total(row.block_ids, stop)
+                total = self._total_until(row, stop)
             else:
                 stop, total = start + 1, total + value
             totals[request_id] = (stop, total)
@@ -235,9 +294,9 @@ class Device:
         return StepOutput(rows=tuple(outputs))
 
     def _tokens(self, row: Row) -> Sequence[int]:
-        """The row's tokens, with the token that the previous step sampled."""
+        """The row's tokens, with the token that the previous step sampled, or with drafts."""
         if row.depends_on_row is None:
-            return row.token_ids
+            return row.token_ids + row.draft_ids
         token_ids = self._output.rows[row.depends_on_row].token_ids
         assert token_ids, f"request {row.request_id} depends on a row that sampled nothing"
         return (*row.token_ids, token_ids[-1])
@@ -269,6 +328,10 @@ class Device:
         for block_id, total in zip(ids, rows.sum(axis=1).tolist() if sums is None else sums, strict=True):
             self._sums[block_id] = total
 
+    def wait(self, seconds: float) -> None:
+        """Something else than a step takes the device for so long."""
+        self.now_s = max(self.now_s, self._free_s) + seconds * self.slowness
+
     def wait_until(self, when_s: float) -> None:
         """Delays the steps launched from now on until `when_s`."""
         self._free_s = max(self._free_s, when_s)
@@ -277,6 +340,10 @@ class Device:
         """Writes the row's tokens. Returns the written value if there is one. A block's first position clears the
         previous owner's content."""
         size, start = self._block_size, row.start
+        if not self._is_plain:
+            values = weighed(token_ids, start) % MODULUS
+            self._write_groups(row, start, values)
+            return int(values[0]) if len(values) == 1 else None
         if len(token_ids) == 1:
             block_id, offset = row.block_ids[start // size], start % size
             value = (start + 1) * ((token_ids[0] + 1) * 7919 + start) % MODULUS
@@ -287,22 +354,53 @@ class Device:
                 self._sums[block_id] += value - self._flat[block_id * size + offset]
             self._flat[block_id * size + offset] = value
             return value
-        values = weighed(token_ids, start) % MODULUS
-        stop = start + len(token_ids)
+        self._write_table(row.block_ids, start, weighed(token_ids, start) % MODULUS)
+        return None
+
+    def _write_groups(self, row: Row, start: int, values: Any) -> None:
+        for group in self._full:
+            self._write_table(row.block_tables[group], start, values)
+        for group, _ in self._windowed:
+            table, before = row.block_tables[group], 0
+            if start:
+                before = int(self._content[table[(start - 1) // self._block_size], (start - 1) % self._block_size])
+            self._write_table(table, start, (before + np.cumsum(values)) % MODULUS)
+
+    def _write_table(self, table: Sequence[int], start: int, values: Any) -> None:
+        """Writes what positions from `start` on have. A page's first position clears the previous owner's content."""
+        size, stop = self._block_size, start + len(values)
         first_full, stop_full = -(-start // size), stop // size
         if first_full < stop_full:
             whole = values[first_full * size - start : stop_full * size - start]
-            self.put(row.block_ids[first_full:stop_full], whole.reshape(-1, size))
+            self.put(table[first_full:stop_full], whole.reshape(-1, size))
         for index in sorted({start // size, (stop - 1) // size}):
             if first_full <= index < stop_full:
                 continue
             low, high = max(start, index * size), min(stop, (index + 1) * size)
-            block_id = row.block_ids[index]
+            block_id = table[index]
             if low == index * size:
                 self._content[block_id] = 0
             self._content[block_id, low - index * size : high - index * size] = values[low - start : high - start]
             self._sums[block_id] = int(self._content[block_id].sum())
-        return None
+
+    def _total_until(self, row: Row, stop: int) -> int:
+        return self._total(row.block_ids, stop) if self._is_plain else self._total_of_groups(row, stop)
+
+    def _total_of_groups(self, row: Row, stop: int) -> int:
+        """The sum of positions [0, stop), if all that the windows read agrees with it; else another number."""
+        size = self._block_size
+        sums = [self._total(row.block_tables[group], stop) % MODULUS for group in self._full]
+        for group, window in self._windowed:
+            first = max(0, stop - window)
+            pages = row.block_tables[group][first // size : -(-stop // size)]
+            running = self._content[list(pages)].reshape(-1)[first % size :][: stop - first].astype(np.int64)
+            sums.append(int(running[-1]))
+            if self._full and len(running) > 1:
+                pages = row.block_tables[self._full[0]][first // size : -(-stop // size)]
+                values = self._content[list(pages)].reshape(-1)[first % size :][: stop - first]
+                if ((np.diff(running) - values[1:]) % MODULUS).any():
+                    sums.append(sums[0] + 1)
+        return sums[0] if len(set(sums)) == 1 else sum(sums) + 1
 
     def _total(self, block_ids: Sequence[int], stop: int) -> int:
         """The sum of positions [0, stop): all full blocks and the beginning of the last."""

@@ -15,10 +15,10 @@ from workers.kv.host import FinishedOnload
 class HostMemory:
     """The `workers.kv.host.HostCopies` of one device."""
 
-    def __init__(self, device: Device, *, block_s: float) -> None:
-        self.blocks_per_s = 1 / block_s
+    def __init__(self, device: Device, *, page_s: float) -> None:
+        self.blocks_per_s = 1 / page_s
         self._device = device
-        self._block_s = block_s
+        self._page_s = page_s
         self._slots: dict[int, Any] = {}
         self._loads: dict[int, tuple[Sequence[int], Sequence[int], float]] = {}  # slots, blocks, end
         self._unreported: list[tuple[float, FinishedOnload]] = []
@@ -28,7 +28,7 @@ class HostMemory:
         self._slots.update(zip(slots, self._device.content(block_ids), strict=True))
 
     def onload(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
-        elapsed_s = len(slots) * self._block_s
+        elapsed_s = len(slots) * self._page_s
         self._link_free_s = max(self._link_free_s, self._device.now_s) + elapsed_s
         self._loads[load_id] = (slots, block_ids, self._link_free_s)
         self._unreported.append((self._link_free_s, FinishedOnload(load_id=load_id, elapsed_s=elapsed_s)))

@@ -19,12 +19,13 @@ from workers.scheduling.scheduler import Scheduler
 
 class LeapLimits(Value, frozen=True, kw_only=True):
     """Limits from the scheduler. `has_eos`: some tokens end an answer that does not ignore them. `can_grow`: there is a
-    free block for every sequence, and taking it has no other effect."""
+    free block for every sequence, and taking it has no other effect. `windows` are those that give pages back."""
 
     block_size: int
     max_len: int
     has_eos: bool
     can_grow: bool
+    windows: tuple[int, ...]
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> LeapLimits:
@@ -32,7 +33,8 @@ class LeapLimits(Value, frozen=True, kw_only=True):
             block_size=scheduler.pool.block_size,
             max_len=scheduler.max_len,
             has_eos=bool(scheduler.config.eos_ids),
-            can_grow=scheduler.pool.can_spare(scheduler.num_running),
+            can_grow=scheduler.pool.can_spare(scheduler.num_running * scheduler.pool.windows.num_groups),
+            windows=tuple([window for window in scheduler.pool.windows.windows if window is not None]),
         )
 
 
@@ -66,7 +68,9 @@ def _num_uniform(request: Request, limits: LeapLimits, num_in_flight: int) -> in
     if may_stop or num_output < sampling.min_tokens or not request.text_only:
         return 0
     ahead = max(num_in_flight, 1)
+    to_slide = [size - (num_computed + 1 - window) % size for window in limits.windows if num_computed + size >= window]
     return min(
+        *to_slide,
         sampling.max_tokens - num_output - ahead,
         limits.max_len - num_tokens - ahead,
         len(request.block_ids) * size + 1 - num_tokens - num_due + limits.can_grow,

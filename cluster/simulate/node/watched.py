@@ -25,9 +25,10 @@ class WatchedPool(BlockPool):
         record: Callable[[KVEvent], None],
         *,
         host: HostPool | None,
+        windows: Sequence[int | None],
         written_ids: Callable[[], Iterable[int]],
     ) -> None:
-        super().__init__(num_blocks, block_size, record, host=host)
+        super().__init__(num_blocks, block_size, record, host=host, windows=windows)
         self._written_ids = written_ids
 
     def release(self, block_ids: Sequence[int]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from cluster.simulate.latency.base import Latency
-from cluster.simulate.node.device import Device
+from cluster.simulate.latency.base import Latency, WindowShares
+from cluster.simulate.node.device import WEIGHT, Device
+from cluster.simulate.node.drafts import SimulatedDrafter
 from cluster.simulate.node.engine_loop import SimulatedEngineLoop
 from cluster.simulate.node.host_tier import HostMemory
 from cluster.simulate.node.itl import Gaps
@@ -24,13 +25,16 @@ from kvtransfer.ledger import TicketState
 from kvtransfer.transports.inproc import InprocSender
 from prefill_pool.config import PrefillConfig
 from prefill_pool.role import PrefillRole
+from protos.errors import WorkerDraining
 from protos.values import KVLayout, LaneAddress, WorkerInfo, WorkerRole, WorkerStats
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.kv.blocks import BlockPool
 from workers.kv.host import HostPool
+from workers.rpc.role_change import MakeRole, RoleChange
 from workers.rpc.server import WorkerServicer
 from workers.scheduling.scheduler import Scheduler
+from workers.speculation.speculation import Speculation
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.receive import reservations
 from workers.transfer.transfer_leader import TransferLeader
@@ -41,7 +45,8 @@ LEAVE_LOOK_S = 0.25
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """The settings that all workers of a simulated cluster share. `depth` is the engine's. Blocks of the host tier are
-    loaded at `host_bytes_per_s`. A gateway that missed more than `kept_events` gets a snapshot."""
+    loaded at `host_bytes_per_s`. A gateway that missed more than `kept_events` gets a snapshot. `shares`: windows of
+    layers, if step times depend on them. With a `drafter` there are no leaps: rows bring unknown numbers of tokens."""
 
     model: str
     layout: KVLayout
@@ -57,6 +62,13 @@ class Spec:
     kept_events: int = 4096
     host_blocks: int = 0
     host_bytes_per_s: float = 25e9
+    shares: WindowShares = ()
+    drafter: SimulatedDrafter | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """Of all groups of layers."""
+        return self.num_blocks * len(self.layout.groups)
 
 
 class SimulatedWorker:
@@ -86,35 +98,30 @@ class SimulatedWorker:
         self.device = Device(
             spec.latency,
             layout=spec.layout,
-            num_blocks=spec.num_blocks,
+            num_pages=spec.num_pages,
+            shares=spec.shares,
             vocab_size=spec.scheduler.vocab_size,
             thorough=spec.thorough,
             chance=spec.latency.chance(f"{seed} {worker_id} {incarnation}"),
+            host_s=spec.drafter.host_s if spec.drafter is not None else 0.0,
         )
         self.log = EventLog(incarnation, spec.kept_events)
         pool = self._make_pool()
         sender = lanes.exchange.sender(self._lane, spec.layout, wake=self._ring)
         receiver = lanes.exchange.receiver(self._lane, spec.layout, wake=self._ring)
         self._transfers = TransferLeader(RankTransfer(self.device, spec.layout, sender=sender, receiver=receiver))
-        self.role = self._make_role(pool)
+        self.role: PrefillRole | DecodeRole = self._make_role(pool)
         self._tickets = TicketWatch(self.role, sender, receiver)
-        scheduler = Scheduler(spec.scheduler, pool, self.role)
+        speculation = self._make_speculation(f"{seed}")
+        scheduler = Scheduler(spec.scheduler, pool, self.role, speculation=speculation)
         self.engine = self._make_engine(scheduler, sender)
         self.servicer = self._make_servicer()
-        self.turns = SimulatedEngineLoop(
-            self.engine,
-            self.device,
-            publish=self.servicer.publish,
-            move=self._move,
-            advance_transfers=self._advance_transfers,
-            stall_s=spec.stall_s,
-            skew_s=skew_s,
-            quiet_until=self._quiet_until if spec.leaping else None,
-            gaps=gaps,
-            withholds=withholds,
-            round_trip_s=2 * network.wire.delay_s,
-        )
+        self.turns = self._make_turns(skew_s, gaps, withholds)
         self.servicer.attach(self.turns)
+        self._role_change = RoleChange(
+            role, self._next_roles(role), engine=self.engine, loop=self.turns, servicer=self.servicer,
+            idle=self._idle, changed=self._note_role,
+        )  # fmt: skip
         self._num_changes = 0
         self._changes_turn = 0  # when tickets last arrived or ended
         self.port: Port | None = None
@@ -155,6 +162,7 @@ class SimulatedWorker:
             return
         if self._leaving is not None and self._leaving is not asyncio.current_task():
             self._leaving.cancel()
+        self._role_change.cancel()
         self.turns.stop()
         self.port.close()
         self._loop.call_later(0.02, self._transfers.close)
@@ -163,16 +171,43 @@ class SimulatedWorker:
 
     def _leave_soon(self) -> None:
         if self._leaving is None:
+            self._role_change.cancel()
             self._leaving = self._loop.create_task(self._leave(), name=f"leaving of {self.worker_id}")
 
     async def _leave(self) -> None:
         """Ends the worker like `workers.rpc.worker.Worker.drain`."""
         await self.turns.call(self.engine.drain)
-        while self.alive and self.busy:  # noqa: ASYNC110 - there is no event for it while frozen
-            await asyncio.sleep(LEAVE_LOOK_S)
+        await self._idle()
         await self.servicer.disowned()
         self.has_left = True
         self.kill()
+
+    async def _idle(self) -> None:
+        while self.alive and self.busy:  # noqa: ASYNC110 - there is no event for it while frozen
+            await asyncio.sleep(LEAVE_LOOK_S)
+
+    def _order_role(self, role: WorkerRole | None) -> None:
+        """As `workers.rpc.worker.Worker`. Raises WorkerDraining, InvalidRequest."""
+        if role is not None and self._leaving is not None:
+            raise WorkerDraining(f"worker {self.worker_id} is ending")
+        if role is not None or self._leaving is None:
+            self._role_change.order(role)
+
+    def _note_role(self, role: WorkerRole) -> None:
+        self.info, self.role = replace(self.info, role=role), self._present_role()
+
+    def _present_role(self) -> PrefillRole | DecodeRole:
+        role = self.engine.role
+        assert isinstance(role, PrefillRole | DecodeRole)
+        return role
+
+    def _next_roles(self, role: WorkerRole) -> dict[WorkerRole, MakeRole]:
+        if role is WorkerRole.COLOCATED:
+            return {}
+        return {
+            WorkerRole.PREFILL: lambda: PrefillRole.replacing(self._present_role(), self._spec.prefill),
+            WorkerRole.DECODE: lambda: DecodeRole.replacing(self._present_role(), self._spec.decode),
+        }
 
     def freeze(self) -> None:
         """The process is stopped by a signal; its sockets stay open."""
@@ -256,27 +291,52 @@ class SimulatedWorker:
             stats=self._stats,
             reserve=reservations(self.role.incoming, self.engine),
             leave=self._leave_soon,
+            change_role=self._order_role,
             encoding=VALUES,
+        )
+
+    def _make_turns(self, skew_s: float, gaps: Gaps | None, withholds: bool) -> SimulatedEngineLoop:
+        return SimulatedEngineLoop(
+            self.engine,
+            self.device,
+            publish=self.servicer.publish,
+            move=self._move,
+            advance_transfers=self._advance_transfers,
+            stall_s=self._spec.stall_s,
+            skew_s=skew_s,
+            quiet_until=self._quiet_until if self._spec.leaping and self._spec.drafter is None else None,
+            gaps=gaps,
+            withholds=withholds,
+            round_trip_s=2 * self._network.wire.delay_s,
         )
 
     def _make_pool(self) -> BlockPool:
         spec, log = self._spec, self.log
-        num_blocks, block_size, host = spec.num_blocks, spec.layout.block_size, self._make_host(log)
+        limits: dict[str, Any] = {"host": self._make_host(log), "windows": spec.layout.windows}
         if not spec.thorough:
-            return BlockPool(num_blocks, block_size, log.record, host=host)
-        return WatchedPool(num_blocks, block_size, log.record, host=host, written_ids=lambda: self.engine.written_ids())
+            return BlockPool(spec.num_pages, spec.layout.block_size, log.record, **limits)
+        written_ids = lambda: self.engine.written_ids()  # noqa: E731
+        return WatchedPool(spec.num_pages, spec.layout.block_size, log.record, **limits, written_ids=written_ids)
 
     def _make_engine(self, scheduler: Scheduler, sender: InprocSender) -> Engine:
         make = partial(WatchedEngine, sender=sender) if self._spec.thorough else Engine
         return make(scheduler, self.device, events=self.log, clock=self.device.clock, depth=self._spec.depth)
 
+    def _make_speculation(self, key: str) -> Speculation | None:
+        spec, device = self._spec, self.device
+        if spec.drafter is None:
+            return None
+        vocab_size = spec.scheduler.vocab_size
+        return spec.drafter.speculation(weight=WEIGHT, vocab_size=vocab_size, key=key, wait=device.wait)
+
     def _make_host(self, log: EventLog) -> HostPool | None:
         spec = self._spec
         if not spec.host_blocks:
             return None
-        block_bytes = spec.layout.block_bytes
-        memory = HostMemory(self.device, block_s=block_bytes / spec.host_bytes_per_s)
-        return HostPool(spec.host_blocks, memory, log.record, block_bytes=block_bytes)
+        block_bytes, num_groups = spec.layout.stored_bytes, len(spec.layout.groups)
+        memory = HostMemory(self.device, page_s=block_bytes / num_groups / spec.host_bytes_per_s)
+        num_slots = spec.host_blocks * num_groups
+        return HostPool(num_slots, memory, log.record, block_bytes=block_bytes, num_groups=num_groups)
 
     def _make_role(self, pool: BlockPool) -> PrefillRole | DecodeRole:
         spec = self._spec

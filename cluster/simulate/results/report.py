@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -57,6 +58,17 @@ class CacheHitShares:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSummary:
+    """`tokens_per_row`: that a decoding row brought in a step, drafts that were not chosen included. `accepted_at`: of
+    the drafted tokens at each position of a draft, the share that was accepted."""
+
+    tokens_per_row: float
+    num_drafted: int
+    num_accepted: int
+    accepted_at: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """The figures of a run.
 
@@ -83,6 +95,7 @@ class Summary:
     fingerprint: str
     num_events: int
     faults: Sequence[Happened] = ()
+    drafts: DraftSummary | None = None
 
 
 def summarise(
@@ -108,6 +121,7 @@ def summarise(
         fingerprint=outcome.fingerprint,
         num_events=outcome.num_events,
         faults=outcome.faults,
+        drafts=_drafts(outcome.served),
     )
 
 
@@ -198,6 +212,22 @@ def _costs(outcome: SimulationOutcome, report: Report) -> TokenCosts:
     )
 
 
+def _drafts(served: Sequence[WorkerLife]) -> DraftSummary | None:
+    """None if no worker speculated."""
+    loads = [life.load.speculation for life in served if life.load.speculation is not None]
+    if not loads:
+        return None
+    counts = [source for load in loads for source in load.sources]
+    drafted = [sum(pair) for pair in zip_longest(*(one.drafted_at for one in counts), fillvalue=0)]
+    accepted = [sum(pair) for pair in zip_longest(*(one.accepted_at for one in counts), fillvalue=0)]
+    return DraftSummary(
+        tokens_per_row=sum(load.num_tokens for load in loads) / max(1, sum(load.num_rows for load in loads)),
+        num_drafted=sum(drafted),
+        num_accepted=sum(accepted),
+        accepted_at=[round(right / num, 4) for right, num in zip(accepted, drafted, strict=True)],
+    )
+
+
 def _looking_s(latency: Latency, record: RequestRecord) -> float:
     """The factor by which a prompt takes longer because its computed part also attends to the cached part."""
     cached = record.num_cached or 0
@@ -231,6 +261,9 @@ def summary_table(summary: Summary) -> RenderableType:
         "their KV on its way",
         f"{summary.transfer_share:.1%} of their time, {summary.transfer_waited:.1%} seen by clients",
     )
+    if (drafts := summary.drafts) is not None:
+        share = f"{drafts.num_accepted / drafts.num_drafted:.0%} of" if drafts.num_drafted else "none of"
+        facts.add_row("tokens a row", f"{drafts.tokens_per_row:.2f}, {share} {drafts.num_drafted:,} drafts accepted")
     facts.add_row("GPU hours", f"{costs.gpu_hours:,.2f} (USD {usd_figure(costs.usd)})")
     facts.add_row(
         "USD a million tokens",

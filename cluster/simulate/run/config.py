@@ -26,12 +26,14 @@ from cluster.simulate.latency.registry import StepTimes
 from cluster.simulate.latency.roofline import HOST_S, check_fitted
 from cluster.simulate.latency.shapes import MODELS, Gpu, ModelShape, max_ranks, num_blocks
 from cluster.simulate.node.worker import Spec
+from cluster.simulate.run.drafters import DraftingDevice, drafter_of
 from cluster.simulate.world.lanes import Cards
 from cluster.simulate.world.network import NetworkModel
 from cluster.simulate.world.workload import SessionLimit
+from kvtransfer.windows import PageWindows
 from protos.errors import Misconfigured
 from protos.hints import counted
-from protos.values import WorkerRole
+from protos.values import KVLayout, WorkerRole
 from router.config import RouterConfig
 from router.policies.registry import check_name
 from workers.config import SchedulerConfig, WorkerConfig
@@ -53,7 +55,7 @@ WITHOUT_EFFECT = frozenset({
     "worker.device", "worker.cuda_graphs", "worker.bind_cores", "worker.collective_timeout_s", "prefill.group_bytes",
     "router.shadow_policy", "router.tenants", "router.http.max_body_bytes", "router.http.body_timeout_s",
     "router.http.keep_alive_s", "router.http.cors_origins", "router.dispatch.canary_every", "router.text.tool_parser",
-    "router.text.disable_any_whitespace",
+    "router.text.disable_any_whitespace", "router.text.reasoning_parser", "router.text.pooling",
 })  # fmt: skip
 """Settings, and whole tables, that change no result of a simulation."""
 OF_A_CLUSTER = frozenset({"model", "pools", "worker.tp", "router.policy"})
@@ -182,36 +184,30 @@ def hardware_spec(
     times: StepTimes | None = None,
     leaping: bool = True,
     flag: str = "--tp",
+    acceptance: Sequence[float] = (),
 ) -> Spec:
     """Workers of `tp` GPUs each, with the KV cache that fits beside weights of `dtype`. Step times are calibrated
-    (`latency`), or from `times`, by default the roofline. `flag` set `tp`. Raises Misconfigured."""
+    (`latency`), or from `times`, by default the roofline. `flag` set `tp`. `acceptance` is that of drafts, if there are
+    any. Raises Misconfigured."""
     settings = settings or read_settings(None, ())
     worker = settings.worker
     card = gpu_of(gpu)
-    shape = replace(model_of(model, dtype, spread=spread), kv_dtype=worker.kv_dtype)
+    shape = _shape(model, dtype, worker, spread=spread)
     if latency is None:
         check_fitted(gpu, card, model, shape)
     if tp < 1:
         raise Misconfigured(f"{flag} {tp}: give at least 1", param="tp")
     _check_ranks(model, shape, tp, flag)
-    if worker.host_kv_gib > MAX_HOST_GIB:
-        raise Misconfigured(
-            f"--host-kv-gib {worker.host_kv_gib:g} (worker.host_kv_gib): give at most {MAX_HOST_GIB:,}",
-            param="host-kv-gib",
-        )
-    depth = 1 if worker.steps_in_flight is None else worker.steps_in_flight
+    shares = () if latency is not None else shape.window_shares  # measured steps have the windows of their model
+    drafter = drafter_of(worker, acceptance, _drafting(gpu, model, card, shape, tp, latency, times))
+    usual_depth = 0 if drafter is not None and drafter.latency is not None else 1
+    depth = usual_depth if worker.steps_in_flight is None else worker.steps_in_flight
     blocks = _num_blocks(worker, card, shape, tp, measured=latency is not None)
     if latency is None:
-        host_s = 0.0 if depth else HOST_S
+        host_s = 0.0 if depth or drafter is not None else HOST_S
         latency = (times or StepTimes()).of(gpu, model, card, shape, tp=tp, host_s=host_s)
     layout = shape.layout(worker.block_size)
-    host_blocks = int(worker.host_kv_gib * 2**30) // layout.block_bytes
-    if worker.host_kv_gib and not host_blocks:
-        raise Misconfigured(
-            f"--host-kv-gib {worker.host_kv_gib:g} (worker.host_kv_gib): give 0, or at least the "
-            f"{layout.block_bytes / 2**30:.4f} GiB of a block",
-            param="host-kv-gib",
-        )
+    host_blocks = _host_blocks(worker, layout)
     return Spec(
         model=model,
         layout=layout,
@@ -228,7 +224,43 @@ def hardware_spec(
         leaping=leaping,
         host_blocks=host_blocks,
         host_bytes_per_s=card.host_rate * tp * HOST_SHARE,
+        shares=shares,
+        drafter=drafter,
     )
+
+
+def _host_blocks(worker: WorkerConfig, layout: KVLayout) -> int:
+    """Raises Misconfigured."""
+    if worker.host_kv_gib > MAX_HOST_GIB:
+        raise Misconfigured(
+            f"--host-kv-gib {worker.host_kv_gib:g} (worker.host_kv_gib): give at most {MAX_HOST_GIB:,}",
+            param="host-kv-gib",
+        )
+    host_blocks = int(worker.host_kv_gib * 2**30) // layout.stored_bytes
+    if worker.host_kv_gib and not host_blocks:
+        raise Misconfigured(
+            f"--host-kv-gib {worker.host_kv_gib:g} (worker.host_kv_gib): give 0, or at least the "
+            f"{layout.stored_bytes / 2**30:.4f} GiB of a block",
+            param="host-kv-gib",
+        )
+    return host_blocks
+
+
+def _drafting(
+    gpu: str, model: str, card: Gpu, shape: ModelShape, tp: int, latency: Latency | None, times: StepTimes | None
+) -> DraftingDevice:
+    source = times or StepTimes()
+
+    def step_times(name: str | None, drafting: ModelShape) -> Latency:
+        return source.of(gpu, name or model, card, drafting, tp=tp, host_s=0.0)
+
+    return DraftingDevice(shape=shape, step_times=None if latency is not None else step_times)
+
+
+def _shape(model: str, dtype: str | None, worker: WorkerConfig, *, spread: bool) -> ModelShape:
+    """The model as the worker's settings have it. Raises Misconfigured."""
+    shape = model_of(model, dtype, spread=spread, whole_experts=worker.expert_parallel and not spread)
+    return replace(shape, kv_dtype=worker.kv_dtype, free_windows=worker.free_windows)
 
 
 def _check_ranks(model: str, shape: ModelShape, tp: int, flag: str) -> None:
@@ -237,7 +269,7 @@ def _check_ranks(model: str, shape: ModelShape, tp: int, flag: str) -> None:
         return
     possible = f"give one of {', '.join(str(one) for one in range(1, max_ranks(shape) + 1) if shape.splits(one))}"
     if shape.spread and shape.experts is not None:
-        why = f"--expert-parallel shares the {shape.experts.num} experts of {model}"
+        why = f"--dp-attention shares the {shape.experts.num} experts of {model}"
         raise Misconfigured(f"{flag} {tp}: {why}: {possible}", param="tp")
     raise Misconfigured(
         f"{flag} {tp}: it must divide the {shape.heads} heads of {model}, and divide its {shape.kv_heads} key/value "
@@ -261,7 +293,7 @@ def _num_blocks(worker: WorkerConfig, card: Gpu, shape: ModelShape, tp: int, *, 
     if num is None:
         return most
     if num > most:
-        need = shape.kept_bytes(tp) * worker.block_size * num / 1e9
+        need = shape.stored_bytes(tp, worker.block_size) * num / 1e9
         raise Misconfigured(
             f"worker.num_blocks = {num:,}: they need {need:,.0f} GB, and beside the weights is room for "
             f"{counted(most, 'block')} in {share:g} (worker.memory_fraction) of the memory of --tp {tp}: give at most "
@@ -273,7 +305,9 @@ def _num_blocks(worker: WorkerConfig, card: Gpu, shape: ModelShape, tp: int, *, 
 
 def room_of(spec: Spec, worker: WorkerConfig) -> SessionLimit:
     """The room for one session in a worker that `hardware_spec` made of these settings."""
-    blocks, longest = spec.num_blocks * spec.layout.block_size, spec.scheduler.max_model_len
+    windows = PageWindows(block_size=spec.layout.block_size, windows=spec.layout.windows)
+    longest = spec.scheduler.max_model_len
+    blocks = windows.longest(spec.num_pages, spec.scheduler.largest_chunk, most=longest)
     if blocks < longest and worker.num_blocks is not None:
         return SessionLimit(num_tokens=blocks, limit="worker.num_blocks", more="raise worker.num_blocks")
     if blocks < longest:

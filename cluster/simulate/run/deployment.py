@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,8 +20,8 @@ from cluster.simulate.world.event_log import SimulationLog
 from cluster.simulate.world.fake_redis import FakeRedisClient, Server
 from cluster.simulate.world.lanes import Lanes
 from cluster.simulate.world.network import VALUES, Network
-from cluster.supervision.health import drain
-from cluster.supervision.placement import NodeResources, WorkerPlan, plan
+from cluster.supervision.health import change_role, drain, retire
+from cluster.supervision.placement import NodeResources, WorkerPlan, missing, plan, replan
 from cluster.supervision.rank import Event, Loading, Serving
 from cluster.supervision.supervisor import Supervisor
 from protos.errors import BatonError, WorkerLost
@@ -60,7 +60,7 @@ class SimulatedGateway:
             encoding=VALUES,
         )
         self.fleet, self.records = router.fleet, router.routing.records
-        self.dispatcher, self.admission = router.dispatcher, router.admission
+        self.dispatcher, self.admission, self.idle = router.dispatcher, router.admission, router.idle
         self.requests: dict[asyncio.Task[None], None] = {}
         self.alive = True
         self._request_s = config.request_s
@@ -148,6 +148,8 @@ class SimulatedDeployment:
             announcer=self,
             check_health=self._check_health,
             drain=partial(drain, self.network.open_channel),
+            retire=partial(retire, self.network.open_channel),
+            change_role=partial(change_role, self.network.open_channel),
             config=config.supervision,
             first_incarnation=0,
         )
@@ -156,6 +158,34 @@ class SimulatedDeployment:
         for gateway in self.gateways:
             while len(gateway.fleet.candidates(NO_MATCH, 1)) < len(self.plans):
                 await gateway.fleet.wait(until=self._loop.time() + 60.0)
+
+    async def begin(
+        self, counts: Mapping[WorkerRole, int], flips: Mapping[str, WorkerRole] | None = None
+    ) -> Awaitable[None]:
+        """`cluster.capacity.controller.FleetActuator`: the machines hold any number of workers."""
+        assert self._supervisor is not None
+        pools = replace(self.config.pools, prefill_tp=None, decode_tp=None).with_counts(counts)
+        nodes = [NodeResources(cpus=1.0, gpus=sum(counts.values()))]
+        self.plans = replan(self._supervisor.plans, pools, nodes, tp=1, flips=flips)
+        return asyncio.ensure_future(self._supervisor.resize(self.plans))
+
+    def roles(self) -> Mapping[str, WorkerRole]:
+        return {plan.worker_id: plan.role for plan in self.plans}
+
+    def serving(self) -> Mapping[str, WorkerRole]:
+        return {worker_id: worker.info.role for worker_id, worker in self.workers.items()}
+
+    def waiting_for(self) -> Sequence[str]:
+        return missing(self.roles(), self.serving())
+
+    def start_s(self) -> float:
+        return self.config.load_s
+
+    async def ready(self) -> None:
+        """Returns when the desired workers serve, and no others."""
+        assert self._supervisor is not None
+        if self.waiting_for():
+            await self._supervisor.ready()
 
     async def stop(self) -> None:
         assert self._supervisor is not None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cluster.bench.report import Percentiles, RequestRecord
 from cluster.process.gc_tuning import collecting_in_bulk
@@ -19,8 +20,11 @@ from cluster.simulate.world.clock import VirtualLoop, run_virtually
 from cluster.simulate.world.event_log import SimulationLog
 from cluster.simulate.world.faults import Fault, Kind
 from cluster.simulate.world.workload import UserSession
+from protos.event_loop import loop_time
 
 NUM_SAMPLES = 150
+Steer = Callable[[SimulatedDeployment], Coroutine[Any, Any, None]]
+"""Changes the fleet of a deployment beside the load, until it is cancelled at the end of the load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +68,17 @@ def simulate(
     *,
     write: Callable[[str], object] | None = None,
     watch: Callable[[Look | None], object] | None = None,
+    steer: Steer | None = None,
 ) -> SimulationOutcome:
     """Runs a simulation. `write` gets every line of the event log. `watch` gets an object with the progress of the
-    workers' start, then of the load, and None at the end; keeping it would keep the whole deployment in memory. Raises
-    AssertionError for a broken invariant, the BatonError of a worker that never starts, Misconfigured for a fault with
-    an impossible target, and Interrupted, with which the event log ends."""
+    workers' start, then of the load, and None at the end; keeping it would keep the whole deployment in memory. `steer`
+    changes the fleet while the load lasts. Raises AssertionError for a broken invariant, the BatonError of a worker
+    that never starts, Misconfigured for a fault with an impossible target, and Interrupted, with which the event log
+    ends."""
     check(faults, config)
     with collecting_in_bulk() as keep:
         try:
-            return _simulate(config, sessions, faults, write, watch, keep)
+            return _simulate(config, sessions, faults, write, watch, keep, steer)
         finally:
             if watch is not None:
                 watch(None)
@@ -85,13 +91,14 @@ def _simulate(
     write: Callable[[str], object] | None,
     watch: Callable[[Look | None], object] | None,
     keep: Callable[[], None],
+    steer: Steer | None,
 ) -> SimulationOutcome:
     """Runs the simulation. Only this call refers to its objects, so that they are freed when it ends."""
     loop = VirtualLoop(seed=config.seed)
     event_log = SimulationLog(loop, write)
 
     async def main() -> SimulationOutcome:
-        deployment = SimulatedDeployment(config, event_log, untroubled=not faults)
+        deployment = SimulatedDeployment(config, event_log, untroubled=not faults and steer is None)
         clients = Clients(deployment, event_log, seed=config.seed)
         invariants = Invariants(deployment, clients, forgetful=any(fault.kind is Kind.INDEX_LOST for fault in faults))
         loop.after = deployment.assert_no_faults
@@ -103,18 +110,15 @@ def _simulate(
             event_log.begin()
         keep()
         start_s, loop.after = loop.time(), invariants.after_event
-        last_due_s = max(session.due_s for session in sessions)
-        timeline = SimulationTimeline(deployment, period_s=last_due_s / NUM_SAMPLES + 0.1)
+        timeline = SimulationTimeline(
+            deployment, period_s=max(session.due_s for session in sessions) / NUM_SAMPLES + 0.1
+        )
         trouble = Trouble(deployment, clients, seed=config.seed)
         if watch is not None:
             watch(lambda: RunProgress(num_ended=len(clients.records), at_s=loop.time() - start_s))
-        async with asyncio.TaskGroup() as group:
-            sampling = group.create_task(timeline.run(), name="timeline")
-            group.create_task(trouble.run(faults), name="faults")
-            await clients.run(sessions)
-            trouble.over()
-            duration_s = loop.time() - start_s
-            sampling.cancel()
+        duration_s = await _under_load(deployment, clients, sessions, timeline, trouble, faults, steer)
+        if steer is not None:
+            await deployment.ready()
         await invariants.when_idle()
         loop.after = None
         await deployment.stop()
@@ -141,3 +145,27 @@ def _simulate(
         return run_virtually(main(), loop=loop)
     except KeyboardInterrupt:
         raise Interrupted(event_log.over_s) from None
+
+
+async def _under_load(
+    deployment: SimulatedDeployment,
+    clients: Clients,
+    sessions: Sequence[UserSession],
+    timeline: SimulationTimeline,
+    trouble: Trouble,
+    faults: Sequence[Fault],
+    steer: Steer | None,
+) -> float:
+    """Runs the load, and beside it faults, samples and changes of the fleet. Returns the seconds that the load took."""
+    start_s = loop_time()
+    async with asyncio.TaskGroup() as group:
+        beside = [group.create_task(timeline.run(), name="timeline")]
+        if steer is not None:
+            beside.append(group.create_task(steer(deployment), name="steering"))
+        group.create_task(trouble.run(faults), name="faults")
+        await clients.run(sessions)
+        trouble.over()
+        duration_s = loop_time() - start_s
+        for task in beside:
+            task.cancel()
+    return duration_s

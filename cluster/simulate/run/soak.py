@@ -11,6 +11,7 @@ from cluster.bench.workload import Lengths
 from cluster.config.config import PoolsConfig, SupervisionConfig
 from cluster.simulate.latency.hardware import gpu_of
 from cluster.simulate.latency.rough import Rough
+from cluster.simulate.node.drafts import SimulatedDrafter
 from cluster.simulate.run.clients import ABORTED, GATEWAY_LOST, Failure
 from cluster.simulate.run.config import SimulationConfig, gateways_text, hardware_spec, read_settings, simulated_router
 from cluster.simulate.run.simulation import SimulationOutcome, simulate
@@ -20,9 +21,10 @@ from cluster.simulate.world.lanes import Cards
 from cluster.simulate.world.network import NetworkModel
 from cluster.simulate.world.workload import GENERATED, GeneratedLoad, SessionLimit, UserSession, agents, fitting
 from protos.errors import InvalidRequest, NoWorkers, Overloaded, RequestKillsWorkers
-from protos.values import WorkerRole
+from protos.values import LATENT, KVLayout, WorkerRole
 from router.config import AdmissionConfig, DispatchConfig
 from router.policies.registry import NAMES
+from workers.kv.groups import with_windows
 
 GPU, MODEL = "h100", "llama-3-8b"
 AUDIT_EVERY = 64
@@ -33,6 +35,7 @@ BRIMFUL, TORN, LASTING = 4, 1, 5
 """One in this number of clusters is one of `RARER`."""
 RAREST, SLOW_LANE = 32, 30
 TENANTS = ("", "a", "b")
+LATENTS = (0,)
 AFTERMATH_S = 30.0
 """Seconds after the end of a fault in which it can explain failed attempts."""
 TEARING = (*2 * (*OF_LANES, Kind.ABORTS), Kind.KILL, Kind.PAUSE, Kind.RESET)
@@ -62,18 +65,37 @@ class SoakTrial:
             pools = f"{numbers[WorkerRole.PREFILL]}P+{numbers[WorkerRole.DECODE]}D"
         gateways = gateways_text(config.num_gateways, siblings=config.siblings)
         memory = f"{spec.num_blocks:,} blocks of {spec.layout.block_size} tokens"
-        return f"{pools} tp{config.num_gpus} {config.router.policy}, GPU {GPU}, model {MODEL}{gateways}, {memory}"
+        kept = _kept(spec.layout) + (", drafts" if spec.drafter is not None else "")
+        return f"{pools} tp{config.num_gpus} {config.router.policy}, GPU {GPU}, model {MODEL}{kept}{gateways}, {memory}"
 
 
 def trial(seed: int) -> SoakTrial:
     """Small memories, few workers, short leases and impatient supervisors, so that rare states are frequent. A third of
-    the clusters have several tenants, who send the same prompts; in a third, logprobs of prompts are requested, too."""
-    made = _trial(seed)
+    the clusters have several tenants, who send the same prompts; in a third, logprobs of prompts are requested, too.
+    Half of them speculate."""
+    made = _speculating(_trial(seed), random.Random(f"{seed} drafts"))
     rng = random.Random(f"{seed} tenants")
     tenants = rng.choice((("",), ("",), TENANTS))
     share = rng.choice((0.0, 0.0, 0.3))
     sessions = [_owned(session, rng.choice(tenants), share, rng) for session in made.sessions]
     return replace(made, sessions=sessions)
+
+
+def _speculating(made: SoakTrial, rng: random.Random) -> SoakTrial:
+    """With drafts that are seldom, often or always right; some take time on the device, and have no step in flight."""
+    acceptance = rng.choice((None, None, None, (1.0,), (0.7, 0.5), (0.1,)))
+    max_drafts, is_timed = rng.choice((1, 4, 8)), rng.random() < 0.3
+    if acceptance is None:
+        return made
+    spec = made.config.spec
+    drafter = SimulatedDrafter(
+        source="model" if is_timed else "ngram",
+        acceptance=acceptance,
+        max_drafts=max_drafts,
+        latency=Rough(compute_share=1.0) if is_timed else None,
+    )
+    spec = replace(spec, drafter=drafter, depth=0 if is_timed else spec.depth)
+    return replace(made, config=replace(made.config, spec=spec))
 
 
 def _owned(session: UserSession, tenant: str, share: float, rng: random.Random) -> UserSession:
@@ -357,6 +379,7 @@ def _config(seed: int, rng: random.Random) -> SimulationConfig:
         depth=rng.choice((0, 1)),
         stall_s=10.0,
         thorough=True,
+        layout=spec.layout if seed % RAREST == SLOW_LANE else _layout(spec.layout, random.Random(f"{seed} layout")),
         **_host(random.Random(f"{seed} host")),
     )
     router = simulated_router(
@@ -387,6 +410,25 @@ def _config(seed: int, rng: random.Random) -> SimulationConfig:
 def _host(rng: random.Random) -> dict[str, Any]:
     """The host tier's settings, for half of the clusters. Its links may or may not be fast enough to be worth it."""
     return {"host_blocks": rng.choice((0, 0, 8, 300)), "host_bytes_per_s": rng.choice((1e9, 50e9))}
+
+
+def _layout(dense: KVLayout, rng: random.Random) -> KVLayout:
+    """Half of the clusters keep keys and values of all positions; the others have windows, some in all layers, or
+    latents."""
+    windows: tuple[int | None, ...] = rng.choice(((), (), (), (), (24, None), (100, 20, None), (40,), LATENTS))
+    if windows == LATENTS:
+        return KVLayout.latent(num_layers=8, width=576, dtype="bfloat16", block_size=dense.block_size)
+    turns = windows or (None,)
+    return with_windows(dense, [turns[layer % len(turns)] for layer in range(dense.num_layers)])
+
+
+def _kept(layout: KVLayout) -> str:
+    """What a layout keeps besides all keys and values, for a report's cluster."""
+    if layout.frees_blocks:
+        sizes = sorted({window for window in layout.windows if window is not None})
+        full = "" if None in layout.windows else " in all layers"
+        return f", windows {' and '.join(map(str, sizes))}{full}"
+    return ", latents" if layout.parts[0].name == LATENT else ""
 
 
 def _pools(rng: random.Random) -> PoolsConfig:

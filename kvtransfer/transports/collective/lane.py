@@ -4,12 +4,14 @@ opening ── all ranks meet ──▶ open ── closed, or the peer is gone 
    ▲  ▲                        │ │
    │  └── closed because it idled, and needed again before it had ended ─┘       (nothing is lost by this)
    │                           │
-   └─────── quarantined ◀──────┘ nothing moved for `stall_s`: aborted; not used until its ranks have connected again
+   └─────── quarantined ◀──────┘ nothing moved for `stall_s`: aborted; not used until its ranks have connected again, or
+                                 this end could have for `stall_s`: a peer that has left comes only for another ticket
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -61,6 +63,7 @@ class Lane:
         self._quarantine = ""  # why
         self._wait_s = wait_s
         self._deadline_s = 0.0
+        self._waiting_since_s = math.inf  # at the meeting place, for the peer
         self._aborted_s: float | None = None
         self._num_bytes = 0
         self._busy_s = 0.0
@@ -187,6 +190,7 @@ class Lane:
         return reason
 
     def _meet(self, reasons: list[Exception]) -> LaneWire | None:
+        self._waiting_since_s = math.inf
         try:
             wire = self.meeting.connect(self._keep_waiting)
         except Exception as error:  # as in `_work`
@@ -237,6 +241,9 @@ class Lane:
             raise Closing
         if self.closing_idle and not self.num_staged_bytes:
             raise ClosedIdle
+        self._waiting_since_s = min(self._waiting_since_s, time.monotonic())
+        if time.monotonic() - self._waiting_since_s > self._config.stall_s:
+            self._quarantine = ""
         if time.monotonic() > self._deadline_s:
             raise WireBroken(f"{self.peer} did not connect within {self._wait_s:g} s")
 

@@ -33,6 +33,7 @@ from protos.values import LaneAddress
 _MAGIC = 0x4241544F4E4B5632  # "BATONKV2"
 _HEADER = struct.Struct(f"<Q8IQI{MAX_TICKET_ID_BYTES}s")
 _ALL_LAYERS = 2**32 - 1
+_GROUP_SHIFT = 8  # a chunk's group stands above its dtype, where the version before knew none
 _BEAT = 0
 _CHUNK = 1
 _VOID = 2
@@ -93,7 +94,7 @@ class Header:
             chunk.num_blocks,
             chunk.first_layer,
             _ALL_LAYERS if chunk.num_layers is None else chunk.num_layers,
-            _DTYPES.index(self.dtype),
+            _DTYPES.index(self.dtype) | chunk.group << _GROUP_SHIFT,
             self.checksum,
             self.num_elements,
             len(ticket_id),
@@ -111,6 +112,7 @@ class Header:
         """Raises WireBroken for anything that `pack` did not make."""
         magic, kind, *numbers, num_elements, length, ticket_id = _HEADER.unpack(packed.numpy().tobytes())
         generation, first_block, num_blocks, first_layer, num_layers, dtype, checksum = numbers
+        group, dtype = dtype >> _GROUP_SHIFT, dtype % (1 << _GROUP_SHIFT)
         if magic != _MAGIC or kind not in (_BEAT, _CHUNK, _VOID, _GOODBYE) or dtype >= len(_DTYPES):
             raise WireBroken("the peer speaks another protocol: run the same version of Baton on both")
         if kind in (_BEAT, _GOODBYE):
@@ -122,6 +124,7 @@ class Header:
             num_blocks=num_blocks,
             first_layer=first_layer,
             num_layers=None if num_layers == _ALL_LAYERS else num_layers,
+            group=group,
         )
         return cls(chunk=chunk, dtype=_DTYPES[dtype], num_elements=num_elements, void=kind == _VOID, checksum=checksum)
 

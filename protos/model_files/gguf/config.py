@@ -9,30 +9,9 @@ from typing import Any
 
 from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.model_files.fields import Fields
+from protos.model_files.gguf.architectures import ARCHITECTURES, WINDOW, Architecture, GGUFFacts
 from protos.model_files.gguf.metadata import GGUFArray
 from protos.model_files.gguf.reader import GGUFFile, GGUFTensor
-
-_ARCHITECTURES = {
-    "granite": "GraniteForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
-"""Mistral's models are written as llama, and Mixtral's, with experts."""
-
-PERMUTED = frozenset({"granite", "llama", "smollm3"})
-"""Their files have the rows of queries and keys in another order, in which llama.cpp rotates neighbours."""
-
-_GRANITE_SCALES = {
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "logit_scale": "logits_scaling",
-    "residual_scale": "residual_multiplier",
-}
 
 # Keys below the architecture's name that would change what the layers compute, with the values that do not.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -41,15 +20,19 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.max_alibi_bias": (0,),
     "attention.scale": (),
     "attention.sliding_window_pattern": (),
+    "attention.temperature_scale": (0,),
     "attn_logit_softcapping": (0,),
     "embedding_scale": (0, 1),
+    "expert_count": (0,),
     "expert_gating_func": (1,),  # softmax
     "expert_group_count": (0, 1),
     "expert_weights_scale": (0, 1),
     "final_logit_softcapping": (0,),
     "logit_scale": (0, 1),
+    "nextn_predict_layers": (0,),
     "residual_scale": (0, 1),
     "rope.scaling.alpha": (),
+    "rope.scaling.yarn_log_multiplier": (0,),
     "use_parallel_residual": (False,),
 }
 
@@ -63,70 +46,50 @@ def config_of(gguf: GGUFFile) -> dict[str, Any]:
     metadata = Fields(gguf.metadata, str(gguf.path))
     name = metadata.text_or("general.architecture", "")
     _refuse_other_files(metadata, name)
+    architecture = ARCHITECTURES[name]
     own = _of_architecture(gguf, name)
     for key, harmless in _NEUTRAL.items():
-        read = name == "granite" and key in _GRANITE_SCALES
-        if key in own and not read and own.raw(key) not in harmless:
+        if key in own and key not in architecture.reads and own.raw(key) not in harmless:
             raise UnsupportedModel(f"{own.where}.{key} is {own.raw(key)!r}, which is not supported", param=key)
     vocab_size, hidden_size = _matrix(gguf, EMBEDDING).shape
     num_heads = own.integer("attention.head_count")
     head_dim = own.integer_or("attention.key_length", hidden_size // num_heads)
-    _check_heads(own, head_dim)
-    window = own.integer_or("attention.sliding_window", 0, minimum=0)
-    tensors = gguf.tensors
+    turned = own.integer_or("rope.dimension_count", head_dim)
+    _check_heads(own, architecture, head_dim, turned)
+    if WINDOW not in architecture.reads and (window := own.integer_or(WINDOW, 0, minimum=0)):
+        raise UnsupportedModel(
+            f"{own.where}.{WINDOW} is {window}, and no key says of which layers: give --model the "
+            "Hugging Face checkpoint"
+        )
+    num_layers = own.integer("block_count") - own.integer_or("nextn_predict_layers", 0, minimum=0)
+    rope, eps = _rope(gguf, own, turned), architecture.norm_eps
     config = {
-        "architectures": [_ARCHITECTURES[name]],
+        "architectures": [architecture.served_as],
         "vocab_size": vocab_size,
         "hidden_size": own.integer("embedding_length"),
         "intermediate_size": own.integer("feed_forward_length"),
-        "num_hidden_layers": own.integer("block_count"),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": own.integer_or("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": own.integer("context_length"),
-        "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(gguf, own, head_dim),
-        "tie_word_embeddings": HEAD not in tensors,
+        eps: own.number(f"attention.layer_norm_{'rms_' if eps == 'rms_norm_eps' else ''}epsilon"),
+        "rope_parameters": rope,
+        "tie_word_embeddings": HEAD not in gguf.tensors,
         "dtype": "float32" if (kind := _main_type(gguf)) == "F32" else "bfloat16",
         "quantization_config": {"quant_method": "gguf", "type": kind},
         "eos_token_id": metadata.raw("tokenizer.ggml.eos_token_id"),
     }
-    config |= _experts(own, name)
-    if name in PERMUTED:
-        config |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
-    if name == "granite":  # 0 and absence are none
-        config |= {field: own.raw(key) or 1.0 for key, field in _GRANITE_SCALES.items()}
-        config["attention_multiplier"] = own.raw("attention.scale") or head_dim**-0.5
-    if name == "llama":
-        if window and "num_local_experts" not in config:
-            config |= {"architectures": ["MistralForCausalLM"]}
-        if window:
-            config |= {"sliding_window": window}
-    elif window:
-        raise UnsupportedModel(
-            f"{own.where}.attention.sliding_window is {window}, and no key says of which layers: give --model the "
-            "Hugging Face checkpoint"
-        )
-    return config
-
-
-def _experts(own: Fields, name: str) -> dict[str, Any]:
-    """In llama.cpp the weights of Mixtral's and Qwen3's experts sum to 1; those of Qwen2's are the softmax's."""
-    count = own.integer_or("expert_count", 0, minimum=0)
-    if name not in ("llama", "qwen2moe", "qwen3moe"):
-        if count:
-            raise UnsupportedModel(f"{own.where}.expert_count is {count}, which is not supported", param="expert_count")
-        return {}
-    if not count:
-        return {"num_experts": 0} if name != "llama" else {}
-    chosen = {"num_experts_per_tok": own.integer("expert_used_count")}
-    if name == "llama":
-        return chosen | {"architectures": ["MixtralForCausalLM"], "num_local_experts": count}
-    found = chosen | {"num_experts": count, "norm_topk_prob": name == "qwen3moe"}
-    found["moe_intermediate_size"] = own.integer("expert_feed_forward_length")
-    if name == "qwen2moe":
-        found["shared_expert_intermediate_size"] = own.integer("expert_shared_feed_forward_length")
-    return found
+    facts = GGUFFacts(
+        own=own,
+        tensors=frozenset(gguf.tensors),
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        rope=rope,
+    )
+    return config | architecture.fields(facts)
 
 
 def generation_of(gguf: GGUFFile, eos_ids: list[int]) -> dict[str, Any]:
@@ -145,11 +108,11 @@ def _refuse_other_files(metadata: Fields, name: str) -> None:
     kind = metadata.text_or("general.type", "model")
     if kind != "model":
         raise UnsupportedModel(f"{metadata.where}: general.type is {kind!r}: give --model a GGUF file of a model")
-    if name not in _ARCHITECTURES:
+    if name not in ARCHITECTURES:
+        models = ", ".join(architecture.models for architecture in ARCHITECTURES.values())
         raise UnsupportedModel(
             f"{metadata.where}: general.architecture is {name!r}, which is not supported: known are "
-            f"{', '.join(_ARCHITECTURES)} (Llama, Mistral, Mixtral, Qwen2, Qwen2.5, Qwen3, Granite 3, OLMo 2, SmolLM3; "
-            "for text)",
+            f"{', '.join(ARCHITECTURES)} ({models}; for text)",
             param="general.architecture",
         )
 
@@ -176,29 +139,31 @@ def _matrix(gguf: GGUFFile, name: str) -> GGUFTensor:
     return tensor
 
 
-def _check_heads(own: Fields, head_dim: int) -> None:
-    if (values := own.integer_or("attention.value_length", head_dim)) != head_dim:
+def _check_heads(own: Fields, architecture: Architecture, head_dim: int, turned: int) -> None:
+    values = own.integer_or("attention.value_length", head_dim)
+    if values != head_dim and "attention.value_length" not in architecture.reads:
         raise UnsupportedModel(
             f"{own.where}.attention.value_length is {values}, keys have {head_dim}: they must be equal"
         )
-    if (turned := own.integer_or("rope.dimension_count", head_dim)) != head_dim:
+    if turned != head_dim and "rope.dimension_count" not in architecture.reads:
         raise UnsupportedModel(
             f"{own.where}.rope.dimension_count is {turned} of {head_dim}: partial rotary embeddings are not supported"
         )
 
 
-def _rope(gguf: GGUFFile, own: Fields, head_dim: int) -> dict[str, Any]:
+def _rope(gguf: GGUFFile, own: Fields, turned: int) -> dict[str, Any]:
+    """Of heads whose first `turned` dimensions turn."""
     kind = own.text_or("rope.scaling.type", "none")
     factor = own.number_or("rope.scaling.factor", own.number_or("rope.scale_linear", 1.0))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": own.number_or("rope.freq_base", 10_000.0)}
     original = own.integer_or("rope.scaling.original_context_length", own.integer("context_length"))
     if _FACTORS in gguf.tensors:
-        return rope | {"rope_type": "factors", "factors": _numbers(gguf, _FACTORS, head_dim // 2)}
+        return rope | {"rope_type": "factors", "factors": _numbers(gguf, _FACTORS, turned // 2)}
     if _LONG_FACTORS in gguf.tensors:
         return rope | {
             "rope_type": "longrope",
-            "long_factor": _numbers(gguf, _LONG_FACTORS, head_dim // 2),
-            "short_factor": _numbers(gguf, _SHORT_FACTORS, head_dim // 2),
+            "long_factor": _numbers(gguf, _LONG_FACTORS, turned // 2),
+            "short_factor": _numbers(gguf, _SHORT_FACTORS, turned // 2),
             "original_max_position_embeddings": original,
             "attention_factor": own.number_or("rope.scaling.attn_factor", 1.0),
         }

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from protos.model_files.tokenizers.byte_level import KIMI
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
@@ -56,6 +58,7 @@ _SPLITS: tuple[tuple[str, Split], ...] = (
         r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥ࠀ-一가-퟿]+", r"\p{N}+"))),
     ("deepseek-coder", Split(patterns=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"))),
     ("deepseek-v3 hunyuan-dense joyai-llm", Split(patterns=(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3))),
+    ("kimi-k2", Split(patterns=(KIMI,), ignore_merges=True)),
     ("falcon", Split(patterns=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"))),
     ("seed-coder", Split(patterns=(_SEED,))),
     ("bailingmoe bailingmoe2", Split(patterns=(_BAILING,))),

@@ -30,11 +30,12 @@ TENSOR_TYPES = {
     20: BlockFormat("IQ4_NL", 32, 18),
     23: BlockFormat("IQ4_XS", 256, 136),
     30: BlockFormat("BF16", 1, 2),
+    39: BlockFormat("MXFP4", 32, 17),
 }
 """Those that are served."""
 
 UNSERVED_TYPES = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 24: "I8",
-    25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+    25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
     41: "Q1_0",
 }  # fmt: skip

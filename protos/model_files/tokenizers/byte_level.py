@@ -1,4 +1,5 @@
-"""Byte-level BPE in the files of GPT-2 (vocab.json with merges.txt) and of Mistral (tekken.json)."""
+"""Byte-level BPE in the files of GPT-2 (vocab.json with merges.txt), of Mistral (tekken.json) and of Kimi
+(tiktoken.model)."""
 
 from __future__ import annotations
 
@@ -23,6 +24,15 @@ _QWEN2 = (
 )
 _SPLITS = {"GPT2Tokenizer": (_GPT2, False), "Qwen2Tokenizer": (_QWEN2, True)}
 """By tokenizer_class: the pattern, and whether text is normalised to NFC."""
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+KIMI = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Of Kimi K2's tokenization_kimi.py."""
+_KIMI_RESERVED = 256  # numbers behind the words, named or not
 
 
 def vocab_tokenizer(
@@ -64,15 +74,50 @@ def tekken_tokenizer(tekken: Mapping[str, Any], where: str) -> str:
         named = {int(one["rank"]): str(one["token_str"]) for one in tekken.get("special_tokens") or ()}
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise BadCheckpoint(f"{where} is no tekken file ({error!r}): download it again") from error
-    if len(set(words)) < len(words) or not {bytes([one]) for one in range(256)} <= set(words):
-        raise BadCheckpoint(f"{where} must have each byte as a token, and no token twice: download it again")
     defaults = {0: "<unk>", 1: "<s>", 2: "</s>"}
     special = [named.get(one) or defaults.get(one) or f"<SPECIAL_{one}>" for one in range(num_special)]
-    letters = _letters()
-    texts = special + ["".join(letters[byte] for byte in word) for word in words]
+    texts, pairs = _by_rank(words, where)
     tokens = TokenTable(
-        texts=texts, types=[CONTROL] * num_special + [NORMAL] * len(words), where=f"{where}: its vocabulary"
+        texts=special + texts,
+        types=[CONTROL] * num_special + [NORMAL] * len(words),
+        where=f"{where}: its vocabulary",
     )
+    parts = byte_level_parts(tokens, pairs, (pattern,), ignore_merges=True)
+    return tokenizer_json(tokens, parts, tokens.find("<s>"), None)
+
+
+def tiktoken_tokenizer(content: str, config: Mapping[str, Any], where: str) -> str:
+    """tokenizer.json of tiktoken.model, a word and its rank in each line, as Kimi's models are published with it.
+
+    Raises UnsupportedModel for another model's, whose pattern is in its code, BadCheckpoint for a damaged file."""
+    if config.get("tokenizer_class") != "TikTokenTokenizer":
+        raise UnsupportedModel(
+            f"{where}: tokenizer_class in tokenizer_config.json is {config.get('tokenizer_class')!r}: of "
+            "tiktoken.model TikTokenTokenizer (Kimi) is served, since no file says how others split text. Write "
+            "tokenizer.json with the model's own code"
+        )
+    try:
+        lines = [line.split() for line in content.splitlines() if line.strip()]
+        by_rank = {int(rank): base64.b64decode(word, validate=True) for word, rank in lines}
+        words = [by_rank[rank] for rank in range(len(lines))]
+    except (KeyError, ValueError, binascii.Error) as error:
+        raise BadCheckpoint(f"{where} is no tiktoken file ({error!r}): download it again") from error
+    texts, pairs = _by_rank(words, where)
+    named = config.get("added_tokens_decoder")
+    numbers = range(len(words), len(words) + _KIMI_RESERVED)
+    reserved = {str(one): {"content": f"<|reserved_token_{one}|>", "special": True} for one in numbers}
+    added = reserved | (named if isinstance(named, dict) else {})
+    tokens = TokenTable(texts=texts, types=[NORMAL] * len(texts), where=where)
+    tokens = with_added(tokens, {**config, "added_tokens_decoder": added}, {})
+    return tokenizer_json(tokens, byte_level_parts(tokens, pairs, (KIMI,), ignore_merges=True), None, None)
+
+
+def _by_rank(words: list[bytes], where: str) -> tuple[list[str], list[tuple[str, str]]]:
+    """Their texts, and the pairs that make a word, in the order of the word's rank."""
+    if len(set(words)) < len(words) or not {bytes([one]) for one in range(256)} <= set(words):
+        raise BadCheckpoint(f"{where} must have each byte as a token, and no token twice: download it again")
+    letters = _letters()
+    texts = ["".join(letters[byte] for byte in word) for word in words]
     ranks = {word: rank for rank, word in enumerate(words)}
     merges = [
         (ranks[word], ranks[word[:at]], ranks[word[at:]])
@@ -80,9 +125,7 @@ def tekken_tokenizer(tekken: Mapping[str, Any], where: str) -> str:
         for at in range(1, len(word))
         if word[:at] in ranks and word[at:] in ranks
     ]
-    pairs = [(texts[num_special + first], texts[num_special + second]) for _, first, second in sorted(merges)]
-    parts = byte_level_parts(tokens, pairs, (pattern,), ignore_merges=True)
-    return tokenizer_json(tokens, parts, tokens.find("<s>"), None)
+    return texts, [(texts[first], texts[second]) for _, first, second in sorted(merges)]
 
 
 def _letters() -> list[str]:

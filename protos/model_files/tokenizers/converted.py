@@ -8,14 +8,14 @@ from typing import Any
 
 from protos.errors import BadCheckpoint
 from protos.hints import lfs_pointer
-from protos.model_files.tokenizers.byte_level import tekken_tokenizer, vocab_tokenizer
+from protos.model_files.tokenizers.byte_level import tekken_tokenizer, tiktoken_tokenizer, vocab_tokenizer
 from protos.model_files.tokenizers.sentencepiece import sentencepiece_tokenizer
 
 Read = Callable[[str], Mapping[str, Any] | None]
 """The JSON object in a file of the folder; None where there is no such file."""
 
 
-OTHERS = (("tokenizer.model",), ("tekken.json",), ("vocab.json", "merges.txt"))
+OTHERS = (("tokenizer.model",), ("tekken.json",), ("tiktoken.model",), ("vocab.json", "merges.txt"))
 
 
 def has_other_tokenizer(folder: Path) -> bool:
@@ -35,5 +35,10 @@ def other_tokenizer(folder: Path, read: Read) -> str | None:
     tekken = read("tekken.json")
     if tekken is not None:
         return tekken_tokenizer(tekken, str(folder / "tekken.json"))
+    ranks = folder / "tiktoken.model"
+    if ranks.is_file():
+        if pointer := lfs_pointer(ranks):
+            raise BadCheckpoint(pointer)
+        return tiktoken_tokenizer(ranks.read_bytes().decode("ascii", "replace"), config, str(ranks))
     merges = (folder / "merges.txt").read_text(encoding="utf-8")
     return vocab_tokenizer(read("vocab.json") or {}, merges, config, added, str(folder / "vocab.json"))

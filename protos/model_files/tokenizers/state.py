@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from protos.errors import BadCheckpoint
 
@@ -33,11 +33,15 @@ class TokenTable:
 
 def with_added(tokens: TokenTable, config: Mapping[str, Any], added: Mapping[str, Any]) -> TokenTable:
     """The table with the tokens of tokenizer_config.json's `added_tokens_decoder`, or of added_tokens.json, which are
-    special where tokenizer_config.json names them. Raises BadCheckpoint where their ids leave some out."""
-    named = {_text_of(one) for one in (*config.values(), *(config.get("additional_special_tokens") or ()))}
-    found = {int(index): (text, text in named) for text, index in added.items()}
-    for number, token in (config.get("added_tokens_decoder") or {}).items():
-        found[int(number)] = str(token["content"]), bool(token.get("special"))
+    special where tokenizer_config.json names them. Raises BadCheckpoint where they are malformed, or where their ids
+    leave some out."""
+    named = {_text_of(one) for one in (*config.values(), *_listed(config, "additional_special_tokens", list))}
+    found = {_number(index, "added_tokens.json"): (text, text in named) for text, index in added.items()}
+    for number, token in _listed(config, "added_tokens_decoder", dict).items():
+        where = f"tokenizer_config.json: added_tokens_decoder[{number!r}]"
+        if not isinstance(token, dict) or not isinstance(token.get("content"), str):
+            raise BadCheckpoint(f"{where} is {_short(token)}: it must be an object with a string 'content'")
+        found[_number(number, where)] = token["content"], bool(token.get("special"))
     texts, types = list(tokens.texts), list(tokens.types)
     for index, (text, special) in sorted(found.items()):
         if index > len(texts):
@@ -50,6 +54,31 @@ def with_added(tokens: TokenTable, config: Mapping[str, Any], added: Mapping[str
         if texts[index] == text and types[index] != UNKNOWN:
             types[index] = CONTROL if special else USER
     return TokenTable(texts=texts, types=types, where=tokens.where)
+
+
+_Listed = TypeVar("_Listed", list[Any], dict[str, Any])
+
+
+def _listed(config: Mapping[str, Any], name: str, kind: type[_Listed]) -> _Listed:
+    """A field of tokenizer_config.json that may be absent or null."""
+    found = config.get(name)
+    if found is None:
+        return kind()
+    if not isinstance(found, kind):
+        expected = "an object" if kind is dict else "a list"
+        raise BadCheckpoint(f"tokenizer_config.json: {name} is {_short(found)}: it must be {expected}")
+    return found
+
+
+def _number(given: Any, where: str) -> int:
+    try:
+        return int(given)
+    except (TypeError, ValueError):
+        raise BadCheckpoint(f"{where} has the token id {_short(given)}: it must be an integer") from None
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:60]
 
 
 def _text_of(named: object) -> str | None:

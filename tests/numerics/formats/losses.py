@@ -20,16 +20,19 @@ from demo.held_out import load
 from demo.measure import Logits, loss_of
 from tests.gguf_models import convert
 from tests.numerics.formats.awq_encoder import awq
-from tests.numerics.formats.bitsandbytes_encoder import int8_rows
+from tests.numerics.formats.bitsandbytes_encoder import int8_rows, nf4
 from tests.numerics.formats.byte_encoder import in_bytes
+from tests.numerics.formats.exl2_encoder import exl2
 from tests.numerics.formats.gptq_encoder import gptq, gptq_config
-from tests.numerics.formats.served import Encode
+from tests.numerics.formats.served import Encode, Encoded
 from tests.numerics.formats.test_demo import AWQ, DEMO, FP8, W8A8, write_demo
 from tests.numerics.paged import PagedRun
 from workers.models.loader import load_model
 
 NUM_SOURCE, NUM_CHAT = 4, 12  # texts of each kind
 INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+EXL2 = {"quant_method": "exl2", "version": "0.3.2", "bits": 4.25, "head_bits": 16}
 MIXED = {"token_embd": "Q6_K", "attn_v": "Q6_K"}
 
 
@@ -39,6 +42,11 @@ def _written(encode: Encode, config: Any) -> Callable[[Path], Path]:
         return folder
 
     return write
+
+
+def _nf4(name: str, weight: torch.Tensor) -> Encoded | None:
+    """64 does not divide the 688 inputs of `down_proj`."""
+    return nf4(64 if weight.shape[1] % 64 == 0 else 16)(name, weight)
 
 
 def _gguf(kind: str, **others: str) -> Callable[[Path], Path]:
@@ -57,6 +65,8 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
     "GGUF Q4_0": _gguf("Q4_0"),
     "GPTQ, 4 bits, act-order, groups of 32": _written(gptq(4, 32, act_order=True), gptq_config(4, 32, desc_act=True)),
     "AWQ, groups of 32": _written(awq(32), AWQ),
+    "NF4, blocks of 64 (16 in `down_proj`)": _written(_nf4, NF4),
+    "EXL2, 4 bits, 6 for 32 inputs, groups of 32": _written(exl2(), EXL2),
 }
 
 

@@ -63,17 +63,17 @@ def write_quantised(
 
 
 @torch.no_grad()
-def assert_served(folder: Path, oracle: Any, *, tp: int = 1, compiled: bool = True) -> None:
-    """A whole prompt, and a second that goes on from the cache, have the oracle's logits on every rank. Alone, a rank
-    has compiled code for all of a step's layers, or (`compiled`) not."""
+def assert_served(folder: Path, oracle: Any, *, tp: int = 1) -> None:
+    """A whole prompt, and a second that goes on from the cache, have the oracle's logits on every rank. A rank alone
+    has compiled code for all of a step's layers."""
     whole, tokens = random_tokens(33, seed=1), random_tokens(21)
 
     def program(group: TensorParallel) -> list[torch.Tensor]:
         decoder = load_model(folder, parallel=group)
-        run = PagedRun(decoder)
         if tp == 1 and native(torch.float32) is not None:
             decoder.pack()
-            assert (decoder.packed_layers() is not None) == compiled
+            assert decoder.packed_layers() is not None
+        run = PagedRun(decoder, fused=True)
         return [run.step([("whole", whole, 33)])[0], in_chunks(run, tokens, [16, 3], prompt_len=19)]
 
     for logits in on_ranks(tp, program):

@@ -137,8 +137,7 @@ def test_gpt_oss_in_mxfp4(tp: int, tmp_path: Path) -> None:
     save_file(stored, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "floats" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    # Compiled layers have neither sinks nor a bias of the attention's output.
-    assert_served(tmp_path, oracle_of(tmp_path / "floats", tensors), tp=tp, compiled=False)
+    assert_served(tmp_path, oracle_of(tmp_path / "floats", tensors), tp=tp)
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.model_files.folder import FolderFiles
-from tests.numerics.conftest import random_tokens
-from tests.numerics.engines import GREEDY, answer, colocated, oracle_answers
 from tests.numerics.formats.gptq_encoder import gptq, gptq_config
 from tests.numerics.formats.served import Encoded, assert_served, write_quantised
-from workers.config import WorkerConfig
 from workers.models.config import read_config
 from workers.models.loader import load_model
 
@@ -59,7 +55,7 @@ def test_layers_may_differ_and_the_head_may_be_quantised(tp: int, tmp_path: Path
     dynamic = {r"+:.*\.k_proj": {"bits": 8, "group_size": 16}, r"-:.*up_proj.*": {}}
     config = gptq_config(dynamic=dynamic, lm_head=True, desc_act=True)
     oracle = write_quantised("llama", tmp_path, encode, config, head=True, vocab_size=161)
-    assert_served(tmp_path, oracle, tp=tp, compiled=False)
+    assert_served(tmp_path, oracle, tp=tp)
 
 
 def test_a_config_beside_config_json_is_read(tmp_path: Path) -> None:
@@ -70,19 +66,6 @@ def test_a_config_beside_config_json_is_read(tmp_path: Path) -> None:
     before = FolderFiles(tmp_path).fingerprint()
     (tmp_path / "quantize_config.json").write_text(json.dumps(config | {"checkpoint_format": "gptq_v2"}))
     assert FolderFiles(tmp_path).fingerprint() != before
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_greedy_tokens_are_the_oracles_cold_cached_and_preempted(tp: int, tmp_path: Path) -> None:
-    oracle = write_quantised("qwen3", tmp_path, gptq(act_order=True), gptq_config(desc_act=True), seed=2)
-    prompts = [random_tokens(length, seed=length) for length in (5, 20, 25)]
-    expected = oracle_answers(oracle, prompts, 32)
-    config = WorkerConfig(model=str(tmp_path), tp=tp, prefill_chunk=16, num_blocks=6, max_model_len=64, device="cpu")
-    with colocated(config) as engine:
-        for _ in range(2):
-            answers = answer(engine, prompts, replace(GREEDY, max_tokens=32))
-            assert [one.token_ids for one in answers] == expected
-        assert engine.scheduler.num_preemptions > 0
 
 
 @pytest.mark.parametrize(

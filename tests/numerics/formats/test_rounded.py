@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from protos.errors import Misconfigured
+from protos.errors import BadCheckpoint, Misconfigured
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.conftest import assert_close, random_tokens
 from tests.numerics.paged import PagedRun
@@ -83,6 +84,24 @@ def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
         read_config(tmp_path / "out", "int8")
 
 
+@pytest.mark.parametrize("damage", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(damage: float, tmp_path: Path) -> None:
+    """They became the lowest level, and the rest of their group 0: finite answers of a damaged file."""
+    make_checkpoint("llama", tmp_path / "float", **SHAPE)
+    file = tmp_path / "float" / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 5] = damage
+    save_file(tensors, file)
+    levels: Quantize
+    for levels in ("int4", "int8", "fp8"):
+        with pytest.raises(BadCheckpoint, match=f"{name} has weights that are NaN or infinite"):
+            load_model(tmp_path / "float", quantize=levels)
+    recipe = QuantiseRecipe(method="rtn", bits=8, group_size=64)
+    with pytest.raises(BadCheckpoint, match=name):
+        quantise(tmp_path / "float", tmp_path / "out", recipe, [], lambda *_: None)
+
+
 def test_bytes_are_counted_as_they_will_be(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path, tie_word_embeddings=True, **SHAPE)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -102,3 +121,11 @@ def test_no_float_weight_stays(tmp_path: Path) -> None:
     linear = [slot for slot in model.slots() if slot.name.endswith("_proj.weight")]
     assert len(linear) == 14
     assert all(slot.target.device.type == "meta" for slot in linear)
+
+
+@pytest.mark.parametrize(("quantize", "bits"), [("int8", 8 + 16 / 64), ("fp8", 8 + 16 / 64)])
+def test_a_tied_head_counts_among_the_bits_of_a_weight(quantize: Quantize, bits: float, tmp_path: Path) -> None:
+    """It is rounded beside the embedding: weights of 8 bits were 6.49 bits each."""
+    make_checkpoint("llama", tmp_path, tie_word_embeddings=True, hidden_size=64, intermediate_size=64)
+    told = load_model(tmp_path, quantize=quantize).stored_as
+    assert told.endswith(f", {bits:.4g} bits a weight"), told

@@ -120,15 +120,6 @@ def test_another_layout_is_refused_by_field(field: str, value: Any) -> None:
     pair.assert_idle()
 
 
-def test_a_worker_that_frees_behind_windows_receives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    windowed = replace(LAYOUT, groups=(replace(LAYOUT.groups[0], window=8),))
-    monkeypatch.setattr("tests.unit.decode_pool.pair.LAYOUT", windowed)
-    pair = Pair()
-    with pytest.raises(IncompatibleWorkers, match=r"worker d0 frees KV .*: set free_windows to false"):
-        pair.reserve("r", prompt(4))
-    pair.assert_idle()
-
-
 @pytest.mark.parametrize(
     ("changes", "param"),
     [

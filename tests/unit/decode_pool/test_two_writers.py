@@ -7,8 +7,6 @@ tokens have another signature: it shows who made which.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -147,7 +145,7 @@ class TwoWriters(RuleBasedStateMachine):
 
 def settled(ticket: Ticket, num_blocks: int) -> Ticket | None:
     """The ticket as its gateway passes it on: for the blocks that are on their way."""
-    return replace(ticket, block_ids=ticket.block_ids[:num_blocks]) if num_blocks else None
+    return ticket.up_to(min(ticket.starts) + num_blocks) if num_blocks else None
 
 
 TestTwoWriters = TwoWriters.TestCase

@@ -81,8 +81,9 @@ def test_no_ticket_is_made_with_a_peer_whose_lane_hangs(state: str) -> None:
     known = [replace(sick, state=state, reason="nothing moved"), well]
     require_health("b", known)
     require_health("unknown", known)
-    with pytest.raises(TransferFailed, match=f"between here and a is {state}: nothing moved"):
+    with pytest.raises(TransferFailed, match=f"between here and a is {state}: nothing moved") as raised:
         require_health("a", known)
+    assert raised.value.retry_after_s
 
 
 def test_a_worker_is_ill_when_its_own_thread_hangs_and_not_when_a_peer_does() -> None:

@@ -317,7 +317,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(self.holder[block_id] == key for block_id in block_ids), "a late message would hit another's block"
         if block_ids:
             self.ledger.landed(piece, self.now)
-            self.written[key].update((block_id, layer) for block_id in block_ids for layer in piece.layers(2))
+            self.written[key].update((block_id, layer) for block_id in block_ids for layer in piece.layers(LAYOUT))
             self.renewed[piece.ticket_id] = self.now
 
     @rule(ticket_id=IDS)

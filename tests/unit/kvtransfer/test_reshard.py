@@ -145,7 +145,7 @@ def test_every_cell_lands_where_its_token_belongs(
         written[part.destination].update(landed)
     for rank, found in enumerate(written):
         assert set(found.values()) == {1}
-        cells_of_a_rank = len(chunk.layers(3)) * count * size * len(heads_of(destination, rank))
+        cells_of_a_rank = len(chunk.layers(destination)) * count * size * len(heads_of(destination, rank))
         assert len(found) == cells_of_a_rank
 
 

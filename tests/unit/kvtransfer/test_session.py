@@ -56,7 +56,8 @@ def test_the_last_block_goes_when_the_prompt_is_complete() -> None:
 )
 def test_what_is_left_goes_in_groups_of_layers(num_layers: int, num_left: int, least: int, max_blocks: int) -> None:
     push = session(4 * SIZE + num_left * SIZE - 1, max_chunk_blocks=max_blocks)
-    push.ticket = replace(push.ticket, layout=changed(LAYOUT, num_layers=num_layers))
+    ticket = replace(push.ticket, layout=changed(LAYOUT, num_layers=num_layers))
+    push = Session(ticket, max_chunk_blocks=max_blocks)
     push.offered(piece(0, 4), 0.0)
     chunks = push.last_chunks(0.0, least_bytes=least)
     assert push.all_offered
@@ -66,11 +67,11 @@ def test_what_is_left_goes_in_groups_of_layers(num_layers: int, num_left: int, l
         (block, layer)
         for one in chunks
         for block in range(one.first_block, one.first_block + one.num_blocks)
-        for layer in one.layers(num_layers)
+        for layer in one.layers(push.ticket.layout)
     ]
     assert sorted(cells) == [(block, layer) for block in range(4, 4 + num_left) for layer in range(num_layers)]
     assert [one.first_layer for one in chunks] == sorted(one.first_layer for one in chunks)
-    groups = sorted({(one.layers(num_layers).start, one.layers(num_layers).stop) for one in chunks})
+    groups = sorted({(one.layers(push.ticket.layout).start, one.layers(push.ticket.layout).stop) for one in chunks})
     assert all((stop - start) * num_left * LAYOUT.block_bytes >= least for start, stop in groups[:-1])
     push.sent(piece(0, 4), 1.0)
     for one in chunks:

@@ -417,7 +417,7 @@ def test_a_chunk_is_hidden_as_long_as_its_prompt_is_computed(
     request = Request(request_id="r", prompt_ids=prompt(4), sampling=SamplingParams())
     sent = Sent(chunk=chunk, num_bytes=1, elapsed_s=2.0, ended_s=ended_s)
     assert Push(request, session, begun_s=0.0, completed_s=completed_s).hidden_s(sent) == hidden_s
-    shared = Shared(block_ids=(), num_tokens=4, num_here=4)
+    shared = Shared(tables=((),), num_tokens=4, num_here=4)
     assert Push(shared, session, begun_s=0.0, completed_s=completed_s).hidden_s(sent) == 0.0  # there is no prompt
 
 

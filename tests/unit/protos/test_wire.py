@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from protos import errors, values
 from protos.chain import Chain
@@ -12,6 +13,7 @@ from protos.wire import _MESSAGES, error_info, from_proto, raised, to_proto
 
 LAYOUT = values.KVLayout.dense(num_layers=2, num_kv_heads=4, head_dim=16, block_size=16, dtype="bfloat16", tp=2)
 LATENT = values.KVPart(name="latent", heads=1, width=576, dtype="bfloat16", cut_by_heads=False)
+HEAD = values.KVHead(name="eagle:1", num_layers=1, parts=(LATENT,))
 GROUPED = values.KVLayout(
     groups=(
         values.KVGroup(layers=(0, 2), parts=(LATENT,)),
@@ -23,15 +25,30 @@ LANE = values.LaneAddress(worker_id="decode-0", incarnation=7, host="127.0.0.1",
 TICKET = values.Ticket(
     ticket_id="r1", generation=3, lease_s=30.0, block_ids=(5, 9), num_cached_tokens=16, layout=LAYOUT, destination=LANE
 )
+SPECULATION = values.SpeculationParams(mode="off", max_drafts=3, prediction_ids=(1, 4095), sources=("ngram",))
 SAMPLING = values.SamplingParams(
-    temperature=0.7, logit_bias=((3, -100.0), (4, 1.5)), seed=2**63 + 1, logprobs=0, stop_token_ids=(2, 3)
+    temperature=0.7,
+    logit_bias=((3, -100.0), (4, 1.5)),
+    seed=2**63 + 1,
+    logprobs=0,
+    stop_token_ids=(2, 3),
+    speculation=SPECULATION,
 )
 LOGPROBS = values.Logprobs(
     chosen=values.TokenLogprob(token_id=1, logprob=-0.5), top=(values.TokenLogprob(token_id=1, logprob=-0.5),), rank=1
 )
 LANES = values.LaneLoad(transport="gloo", reason="another host", num_open=2, num_opened=7, num_lost=5, num_corrupt=1)
 HOST = values.HostLoad(num_blocks=64, num_used=9, num_hit_tokens=2**33, load_s=0.25)
-LOAD = values.WorkerLoad(step=3, num_running=2, num_blocks=10, draining=True, lanes=(LANES,), host=HOST)
+DRAFTS = values.SpeculationLoad(
+    num_rows=9,
+    num_tokens=20,
+    spared_s=0.5,
+    sources=(values.DraftCounts(source="ngram", drafted_at=(20, 10), accepted_at=(8, 3)),),
+)
+LOAD = values.WorkerLoad(
+    step=3, num_running=2, num_blocks=10, draining=True, lanes=(LANES,), host=HOST, speculation=DRAFTS
+)
+ADAPTER = values.Adapter(adapter_id="ab" * 16, name="sql", path="/adapters/sql", rank=8, num_bytes=4096)
 INFO = values.WorkerInfo(
     worker_id="decode-0",
     incarnation=7,
@@ -42,6 +59,7 @@ INFO = values.WorkerInfo(
     lane=LANE,
     max_model_len=2048,
     vocab_size=4096,
+    adapters=(ADAPTER,),
 )
 HASHES = (bytes(range(16)), bytes(range(16, 32)))
 EVENTS = values.KVEvents(
@@ -60,6 +78,9 @@ EVENTS = values.KVEvents(
 UPDATES = (
     values.SequenceUpdate(request_id="a", token_ids=(1, 2), logprobs=(LOGPROBS, LOGPROBS), num_cached_tokens=16),
     values.SequenceUpdate(request_id="b", finish_reason=values.FinishReason.PREFILLED),
+    values.SequenceUpdate(
+        request_id="b", finish_reason=values.FinishReason.STOP, num_predicted=7, num_mispredicted=2, num_drafted=9
+    ),
     values.SequenceUpdate(request_id="c", error=values.ErrorInfo(code="worker_lost", message="gone")),
 )
 REQUEST = values.GenerateRequest(
@@ -75,11 +96,15 @@ TIER = values.TierStats(
 )
 
 SAMPLES = [
+    SPECULATION,
     SAMPLING,
     LAYOUT,
     LATENT,
+    HEAD,
     *GROUPED.groups,
     GROUPED,
+    replace(LAYOUT, head=HEAD),
+    replace(GROUPED, head=HEAD),
     LANE,
     TICKET,
     REQUEST,
@@ -96,9 +121,15 @@ SAMPLES = [
     EVENTS,
     LANES,
     HOST,
+    DRAFTS,
+    *DRAFTS.sources,
     LOAD,
     values.StepMessage(updates=UPDATES, events=(EVENTS,), load=LOAD),
     values.StepMessage(),
+    ADAPTER,
+    values.AdapterList(),
+    values.StepMessage(adapters=values.AdapterList(adapters=(ADAPTER,))),
+    values.StepMessage(adapters=values.AdapterList()),
     values.Hello(gateway_id="g", incarnation=1, next_seq=2),
     INFO,
     values.TicketStats(ticket_id="t", generation=1, state="reserved", owner="prefill-0", age_s=0.5, num_bytes=4096),
@@ -148,7 +179,7 @@ def test_an_error_that_names_a_file_of_no_utf_8_crosses_the_wire(kind: type[Exce
 
 
 def test_codes_are_unique_and_statuses_are_errors() -> None:
-    kinds = list(_below(errors.BatonError))
+    kinds = [kind for kind in _below(errors.BatonError) if kind.__module__ == errors.__name__]
     assert len({kind.code for kind in kinds}) == len(kinds)
     assert all(400 <= kind.http_status < 600 for kind in kinds)
 

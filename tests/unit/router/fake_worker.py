@@ -14,9 +14,11 @@ import grpc
 
 from kvtransfer.hashing import chain_hashes
 from protos import worker_pb2, worker_pb2_grpc
-from protos.errors import BatonError, TransferFailed, WorkerDraining, WorkerLost
+from protos.errors import BatonError, NotFound, TransferFailed, WorkerDraining, WorkerLost
 from protos.status import abort_with
 from protos.values import (
+    Adapter,
+    AdapterList,
     BlockStored,
     FinishReason,
     GenerateRequest,
@@ -110,6 +112,7 @@ class FakeWorker:
         self.tickets: dict[str, Ticket] = {}
         self.arrived: set[str] = set()
         self.blocks: dict[bytes, None] = {}
+        self.adapters: dict[str, Adapter] = {}
         self.next_seq = 0
         self._events: list[KVEvent] = []
         self._gateways: dict[asyncio.Queue[StepMessage], Hello] = {}
@@ -192,6 +195,7 @@ class FakeWorker:
             prompt_logprobs=tuple(logprob(token) for token in request.prompt_ids[1:]) if asked else (),
             finish_reason=reason,
             num_cached_tokens=self.cached if first else 0,
+            num_prompt_computed=len(request.prompt_ids) if first and request.tells_progress else 0,
         )
 
     def _hands_over(self, request: GenerateRequest) -> bool:
@@ -310,6 +314,7 @@ class FakeWorker:
         named: dict[str, Any] = {
             "worker_id": self.worker_id, "incarnation": self.incarnation, "role": self.role, "model": "toy",
             "address": self.address, "layout": LAYOUT, "lane": lane, "max_model_len": 4096, "vocab_size": 1000,
+            "adapters": tuple(self.adapters.values()),
         }  # fmt: skip
         return WorkerInfo(**named | self._info)
 
@@ -320,6 +325,21 @@ class FakeWorker:
         gateway.put_nowait(StepMessage(events=(snapshot,), load=self.load))
         self._gateways[gateway] = hello
         self._happened()
+
+    def load_adapter(self, name: str, path: str) -> Adapter:
+        self.adapters[name] = Adapter(adapter_id=f"id of {path}", name=name, path=path, rank=8, num_bytes=1)
+        self._announce()
+        return self.adapters[name]
+
+    def unload_adapter(self, name: str) -> bool:
+        found = self.adapters.pop(name, None)
+        self._announce()
+        return found is not None
+
+    def _announce(self) -> None:
+        served = AdapterList(adapters=tuple(self.adapters.values()))
+        for gateway in self._gateways:
+            gateway.put_nowait(StepMessage(adapters=served))
 
     def forget(self, gateway: asyncio.Queue[StepMessage]) -> None:
         """The stream is the lease: what its gateway had asked for ends with it."""
@@ -444,6 +464,19 @@ class Life(worker_pb2_grpc.WorkerServicer):
 
     async def Abort(self, request: Any, context: Any) -> Any:
         return worker_pb2.AbortReply()
+
+    async def ChangeRole(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    async def LoadAdapter(self, request: Any, context: Any) -> Any:
+        if self.worker.refuse is not None:
+            await abort_with(context, self.worker.refuse)
+        return to_proto(self.worker.load_adapter(request.name, request.path))
+
+    async def UnloadAdapter(self, request: Any, context: Any) -> Any:
+        if not self.worker.unload_adapter(request.name):
+            await abort_with(context, NotFound(f"no adapter {request.name!r} is loaded"))
+        return worker_pb2.UnloadAdapterReply()
 
     async def Drain(self, request: Any, context: Any) -> Any:
         self.worker.drain()

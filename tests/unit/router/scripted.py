@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, cast
 
+import numpy as np
 import openai
 import tokenizers
 import uvicorn
@@ -16,11 +17,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from uvicorn.server import ServerState
 
 from protos.errors import NotFound, WorkerLost
-from protos.values import FinishReason, Logprobs, Profile, TokenLogprob, WorkerInfo, WorkerLoad, WorkerStats
+from protos.values import Adapter, FinishReason, Logprobs, Profile, TokenLogprob, WorkerInfo, WorkerLoad, WorkerStats
 from router.app import create_app
 from router.gateway import Gateway
 from router.http.protocol import HttpProtocol
-from router.jobs import Job, TokenDelta
+from router.jobs import AdapterReport, Job, TokenDelta
 from router.streaming.token_sink import TokenSink
 from router.text.chat_template import ChatTemplate
 from router.text.model_card import ModelCard
@@ -90,6 +91,8 @@ class Crew:
         self.workers = workers or (Worker(),)
         self.is_ready = True
         self.amiss = ""
+        self.stored = ""
+        self.loaded_adapters: dict[str, Adapter] = {}
         self.held: dict[str, WorkerStats] = {}
         self.profiles: dict[str, Profile] = {}
         self.recording: list[bool | None] = []
@@ -98,8 +101,26 @@ class Crew:
     def ready(self) -> bool:
         return self.is_ready
 
+    def asleep(self) -> str:
+        return ""
+
     def degraded(self) -> str:
         return self.amiss
+
+    def adapters(self) -> Mapping[str, Adapter]:
+        return self.loaded_adapters
+
+    async def load_adapter(self, name: str, path: str) -> AdapterReport:
+        self.loaded_adapters[name] = Adapter(adapter_id="cd" * 16, name=name, path=path, rank=8, num_bytes=1)
+        return AdapterReport(done={"w0": self.loaded_adapters[name]}, failed={"w1": "its disk is full"})
+
+    async def unload_adapter(self, name: str) -> AdapterReport:
+        if self.loaded_adapters.pop(name, None) is None:
+            raise NotFound(f"no adapter {name!r} is loaded: there are none", param="name")
+        return AdapterReport(done={"w0": None}, failed={})
+
+    def stored_as(self) -> str:
+        return self.stored
 
     def status(self) -> Sequence[Worker]:
         return self.workers
@@ -188,7 +209,8 @@ def token_deltas(ids: Sequence[int], job: Job, *, at_once: int = 1) -> list[Toke
         )
         for at in range(0, len(kept), at_once)
     ]
-    found[-1] = replace(found[-1], finish_reason=reason)
+    vector = np.array([3, 4, *[0] * 6], dtype=np.float32).tobytes() if sampling.pooling else b""
+    found[-1] = replace(found[-1], finish_reason=reason, embedding=vector)
     middle = len(before) // 2  # as a chunked prefill would
     return [TokenDelta(prompt_logprobs=tuple(part)) for part in (before[:middle], before[middle:]) if part] + found
 
@@ -221,8 +243,14 @@ def make_gateway(generate: Any, **changes: Any) -> Gateway:
 
 @asynccontextmanager
 async def serving(gateway: Gateway) -> AsyncIterator[str]:
-    """The application under uvicorn on a free port of this machine; yields its URL."""
-    config = uvicorn.Config(create_app(gateway), log_level="critical", lifespan="off", http=HttpProtocol)
+    """A gateway's application under uvicorn on a free port of this machine; yields its URL."""
+    async with serving_app(create_app(gateway)) as url:
+        yield url
+
+
+@asynccontextmanager
+async def serving_app(app: Any) -> AsyncIterator[str]:
+    config = uvicorn.Config(app, log_level="critical", lifespan="off", http=HttpProtocol)
     config.load()
     state, protocol = ServerState(), cast("Any", config.http_protocol_class)
     # uvicorn's own protocol on the test's loop: its Server would take signals and sleep a tenth of a second to stop.

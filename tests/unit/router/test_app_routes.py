@@ -105,10 +105,10 @@ async def test_a_compressed_body_is_refused_by_its_encoding(path: str) -> None:
 
 async def test_unknown_paths_and_methods_answer_as_openai_does() -> None:
     async with visiting() as (client, _):
-        missing = await client.get("/v1/embeddings")
+        missing = await client.get("/v1/rerank")
         wrong = await client.get("/v1/completions")
     assert missing.status_code == 404
-    assert "/v1/embeddings" in error_of(missing)["message"]
+    assert "/v1/rerank" in error_of(missing)["message"]
     assert wrong.status_code == 405
     assert wrong.headers["allow"] == "POST"
     assert "use POST" in error_of(wrong)["message"]

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from router.auth.auth import AccessControl
+from router.batches.metrics import BatchMetrics
 from router.build import build_router
 from router.config import RouterConfig
 from router.metrics import RequestMetrics
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-OF_THE_CLUSTER = {"baton_discovery_current"}  # registered by cluster/gateway/run.py
+OF_THE_CLUSTER = {  # registered in cluster/gateway
+    "baton_discovery_current", "baton_certificate_expiry_timestamp_seconds", "baton_traces_total",
+    "baton_ledger_rows_total", "baton_desired_workers",
+}  # fmt: skip
 
 
 def named(row: str) -> Iterator[set[str]]:
@@ -29,6 +33,7 @@ def named(row: str) -> Iterator[set[str]]:
 async def exposed() -> set[str]:
     metrics = RequestMetrics()
     AccessControl(None, registry=metrics.registry)
+    BatchMetrics(metrics.registry)
     config = RouterConfig(model_path=Path("model"), model_name="model", shadow_policy="prefix_aware")
     router = build_router(config, gateway_id="gateway", registry=metrics.registry)
     families = list(metrics.registry.collect())

@@ -18,7 +18,7 @@ from router.auth.tenants import hash_of
 from router.fleet.worker import WorkerState, WorkerStatus
 from router.openapi import OPERATIONS
 from router.text.chat_template import ChatTemplate
-from router.text.tool_call_formats import ToolFormat
+from router.tools.formats import ToolFormat
 from tests.unit.router.scripted import Crew, Script, Scripted, Worker, make_gateway, saying, serving
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -26,6 +26,13 @@ COMPLETION = {"model": "tiny", "prompt": "hello"}
 RESPONSES = {"model": "tiny", "input": "hello"}
 MESSAGES = CHAT | {"max_tokens": 9}
 EVERYTHING = {"n": 2, "prompt_logprobs": 1, "return_token_ids": True}
+
+
+class Absent(dict[str, str]):
+    """Values of a path's parameters: what is not given does not exist."""
+
+    def __missing__(self, name: str) -> str:
+        return "nobody"
 
 
 class Visitor:
@@ -187,7 +194,7 @@ async def test_what_is_not_there_or_not_ready_is_as_described() -> None:
     async with visiting() as visitor:
         for method, path in OPERATIONS:
             if "{" in path:
-                url = path.format(name="nobody", worker_id="nobody")
+                url = path.format_map(Absent())
                 assert (await visitor.ask(method.upper(), url, path=path)).status_code == 404
         assert (await visitor.ask("GET", "/admin/requests", params={"limit": "0"})).status_code == 400
 
@@ -200,7 +207,7 @@ async def test_keys_are_as_described(tmp_path: Path) -> None:
         for (method, path_), operation in OPERATIONS.items():
             described = visitor.document["paths"][path_][method]
             assert described.get("security") == ([{"key": []}] if 401 in operation.errors else None)
-            url = path_.format(name="tiny", worker_id="decode-0")
+            url = path_.format_map(Absent(name="tiny", worker_id="decode-0"))
             if 401 in operation.errors:
                 assert (await visitor.ask(method.upper(), url, path=path_)).status_code == 401
             if 403 in operation.errors:
@@ -293,7 +300,7 @@ async def test_roles_that_the_template_refuses_are_not_described() -> None:
 async def test_a_method_that_is_not_answered_is_told_all_that_are() -> None:
     async with visiting() as visitor:
         for path in visitor.document["paths"]:
-            url = path.format(name="tiny", worker_id="decode-0")
+            url = path.format_map(Absent(name="tiny", worker_id="decode-0"))
             refused = await visitor._http.put(url)
             assert refused.status_code == 405
             answered = {method.upper() for method in visitor.document["paths"][path]}

@@ -12,7 +12,7 @@ from typing import Any
 from kvtransfer.events import EventLog
 from protos.values import ErrorInfo, FinishReason, GenerateRequest, Logprobs, SamplingParams, SequenceUpdate
 from tests.unit.workers.toy import ToyRunner, toy_kv, toy_tokens
-from workers.batch import Batch, PendingStep, Runner, StepOutput, SyncPipeline
+from workers.batch import Batch, PendingStep, RowLimits, Runner, StepOutput, SyncPipeline
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.grammar.base import Grammars
@@ -21,6 +21,7 @@ from workers.kv.host import FinishedOnload, HostPool
 from workers.scheduling.request import Request
 from workers.scheduling.role import Colocated, Disposition, Role, Tick
 from workers.scheduling.scheduler import Scheduler
+from workers.speculation.speculation import Speculation
 
 WEIGHT = 5
 VOCAB = 997
@@ -63,6 +64,10 @@ class AtLast:
     def __init__(self, runner: Runner) -> None:
         self._runner = SyncPipeline(runner)
         self._launched: deque[_Queued] = deque()
+
+    @property
+    def row_limits(self) -> RowLimits:
+        return self._runner.row_limits
 
     def launch(self, batch: Batch) -> PendingStep:
         self._launched.append(_Queued(self, batch))
@@ -133,6 +138,7 @@ class ToyEngine:
         depth: int = 0,
         host_slots: int = 0,
         grammars: Grammars | None = None,
+        speculation: Speculation | None = None,
         **config: Any,
     ):
         self.log = EventLog(incarnation=1, capacity=log_capacity)
@@ -141,7 +147,7 @@ class ToyEngine:
         self.host = HostPool(host_slots, self.copies, self.log.record, block_bytes=1) if host_slots else None
         self.pool = BlockPool(num_blocks, BLOCK, self.log.record, host=self.host)
         settings = {"max_model_len": 10_000, "vocab_size": VOCAB, "time_slice_s": math.inf} | config
-        self.scheduler = Scheduler(SchedulerConfig(**settings), self.pool, role or Colocated())
+        self.scheduler = Scheduler(SchedulerConfig(**settings), self.pool, role or Colocated(), speculation=speculation)
         ticks = count()
         runner = AtLast(self.runner) if depth else self.runner
         self.engine = Engine(

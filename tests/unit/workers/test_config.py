@@ -7,17 +7,11 @@ from typing import Any
 import pytest
 
 from protos.errors import Misconfigured
-from protos.values import WorkerRole
 from workers.config import WorkerConfig
 
 
 def test_the_defaults_serve() -> None:
     assert WorkerConfig(model="some/folder").tp == 1
-
-
-@pytest.mark.parametrize(("role", "frees"), [("prefill", False), ("decode", False), ("colocated", True)])
-def test_workers_that_transfer_kv_keep_what_lies_behind_windows(role: str, frees: bool) -> None:
-    assert WorkerConfig(model="some/folder").for_role(WorkerRole(role)).free_windows is frees
 
 
 @pytest.mark.parametrize(

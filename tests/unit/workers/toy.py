@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from msgspec.structs import replace
 
 from kvtransfer.reshard import Cut
 from protos.errors import InvalidRequest
@@ -19,6 +18,7 @@ from protos.values import Logprobs, SamplingParams, TokenLogprob
 from protos.wire import error_info
 from workers.batch import Batch, Row, RowLimits, RowOutput, Sample, StepOutput
 from workers.grammar.base import Grammars, Mask
+from workers.sampling.drafts import drafted_samples
 from workers.toy import summed_token
 
 Payload = npt.NDArray[np.int64]
@@ -78,7 +78,7 @@ class ToyRunner:
 
     @property
     def row_limits(self) -> RowLimits:
-        """It verifies drafts of rows without a grammar or penalties."""
+        """It verifies drafts of rows without penalties."""
         return RowLimits(num_drafts=self._block_size)
 
     def run(self, batch: Batch) -> StepOutput:
@@ -129,7 +129,7 @@ class ToyRunner:
             return RowOutput(error=error_info(error))
         if mask is None and row.sample.params.grammar:
             return RowOutput(prompt_logprobs=prompt_logprobs)
-        token_ids = self._sampled(row, row.sample, mask)
+        token_ids = self._sampled(row, row.sample, self._masks(row, row.sample, mask))
         num_top = row.sample.params.logprobs
         return RowOutput(
             token_ids=token_ids,
@@ -137,12 +137,18 @@ class ToyRunner:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _sampled(self, row: Row, sample: Sample, mask: Mask | None) -> tuple[int, ...]:
+    def _masks(self, row: Row, sample: Sample, mask: Mask | None) -> Sequence[Mask | None]:
+        if mask is None or self._grammars is None or not row.draft_ids:
+            return [mask] * (1 + len(row.draft_ids))
+        return [mask, *self._grammars.allowed_after(row.request_id, drafted_samples(sample, row.draft_ids))]
+
+    def _sampled(self, row: Row, sample: Sample, masks: Sequence[Mask | None]) -> tuple[int, ...]:
         """The token after the row's own positions, and after each draft that equals the token before it."""
         kv = self.gather(row.block_ids).reshape(-1)[: row.stop].tolist()
         num_known, token_ids = row.stop - len(row.draft_ids), list[int]()
-        for index, draft_id in enumerate((*row.draft_ids, None)):
-            at = replace(sample, index=sample.index + index)
+        samples = drafted_samples(sample, row.draft_ids) if row.draft_ids else [sample]
+        for index, (draft_id, mask) in enumerate(zip((*row.draft_ids, None), masks, strict=False)):
+            at = samples[index]
             seen = kv[: num_known + index]
             token_ids.append(toy_token(seen, weight=self._weight, vocab_size=self._vocab_size, sample=at, mask=mask))
             if token_ids[-1] != draft_id:

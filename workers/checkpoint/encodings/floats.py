@@ -70,8 +70,11 @@ class FloatMatrix:
         self._slots = ()
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        return self.before_gate(x_TI, bias_O)
+
+    def before_gate(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         if self._packed is not None:
-            return self._packed(x_TI, bias_O)
+            return self._packed.before_gate(x_TI, bias_O)
         if self._onednn is None:
             return F.linear(x_TI, self.weight_OI, bias_O)
         if x_TI.shape[0] == 0:  # a chunk in the middle of a prompt wants no logits, and oneDNN refuses 0 rows
@@ -94,8 +97,9 @@ class GatedFloatMatrix(FloatMatrix):
         super().pack()
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        y_TO = super().__call__(x_TI, bias_O)
-        return y_TO if self._packed is not None else self._kernels.silu_mul(y_TO)
+        if self._packed is not None:
+            return self._packed(x_TI, bias_O)
+        return self._kernels.silu_mul(self.before_gate(x_TI, bias_O))
 
 
 class FloatEncoding:

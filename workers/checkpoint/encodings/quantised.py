@@ -29,7 +29,7 @@ from workers.checkpoint.quantised import QuantisedWeight, joined
 from workers.checkpoint.slots import Slot, row_order
 from workers.checkpoint.source import WeightSource
 from workers.kernels.base import Kernels, QuantisedProduct
-from workers.kernels.cpu.products import PackedWeight, SideBySideWeights
+from workers.kernels.cpu.products import PackedMatrix, PackedWeight, SideBySideWeights
 from workers.kernels.cpu.quantised import PackedQuantised, can_pack
 from workers.kernels.cpu.quantised_terms import PackedTerms
 
@@ -129,11 +129,19 @@ class QuantisedMatrix:
         self._padding = padding
         self._gated = gated
         self._parts: list[list[QuantisedProduct]] = []  # beside one another; of each the products are added up
-        self._packed: PackedWeight | None = None
+        self._packed: PackedMatrix | None = None
 
     @property
     def packed_weight(self) -> PackedWeight | None:
         return self._packed
+
+    @property
+    def device_product(self) -> QuantisedProduct | None:
+        """That of this device's kernels with the whole weight, without its gate; once packed, where there is one."""
+        if [len(part) for part in self._parts] != [1] or self._padding:
+            return None
+        [[made]] = self._parts
+        return None if isinstance(made, partial) else made
 
     def slots(self) -> Iterator[Slot]:
         assert self._stored, "packed weights cannot be read back"
@@ -169,7 +177,7 @@ class QuantisedMatrix:
             products.append([self._kernels.quantised_product(one) or partial(product, one) for one in parts.pop(0)])
         return products
 
-    def _compiled(self, parts: Sequence[Sequence[QuantisedWeight]]) -> PackedWeight | None:
+    def _compiled(self, parts: Sequence[Sequence[QuantisedWeight]]) -> PackedMatrix | None:
         """None where compiled code does not take all parts."""
         if not all(can_pack(weight, self._dtype) for part in parts for weight in part):
             return None
@@ -191,15 +199,21 @@ class QuantisedMatrix:
         if self._packed is not None:
             y_TO = self._packed(x_TI, bias_O)
             return self._kernels.silu_mul(y_TO) if self._gated and y_TO.shape[1] == self._packed.num_outputs else y_TO
+        y_TO = self.before_gate(x_TI, bias_O)
+        return self._kernels.silu_mul(y_TO) if self._gated else y_TO
+
+    def before_gate(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        if self._stored:
+            self.pack()
+        if self._packed is not None:
+            return self._packed.before_gate(x_TI, bias_O)
         if len(self._parts) == len(self._parts[0]) == 1 and not self._padding:
-            y_TO = self._parts[0][0](x_TI, bias_O).to(x_TI.dtype)
-            return self._kernels.silu_mul(y_TO) if self._gated else y_TO
+            return self._parts[0][0](x_TI, bias_O).to(x_TI.dtype)
         outputs = [sum_of_products(part, x_TI) for part in self._parts]
         y_TO = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         if self._padding:
             y_TO = F.pad(y_TO, (0, self._padding))
-        y_TO = (y_TO if bias_O is None else y_TO + bias_O).to(x_TI.dtype)
-        return self._kernels.silu_mul(y_TO) if self._gated else y_TO
+        return (y_TO if bias_O is None else y_TO + bias_O).to(x_TI.dtype)
 
 
 def sum_of_products(products: Sequence[QuantisedProduct], x_TI: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from workers.checkpoint.encoding import Projection, WeightEncoding, WeightEncodi
 from workers.checkpoint.encodings.quantised import QuantisedEncoding
 from workers.checkpoint.formats.rounded import EMBEDDING, GROUP, HEAD, Levels, RoundedFormat
 from workers.checkpoint.quantised import QuantisedWeight
-from workers.checkpoint.rounding import GroupRounding, fp8_rows
+from workers.checkpoint.rounding import GroupRounding, check_finite, fp8_rows
 from workers.checkpoint.slots import Slot
 from workers.checkpoint.source import WeightSource
 
@@ -65,6 +65,7 @@ class RoundedWeight:
             whole = fp8_rows(weight_OI, dtype)
         else:
             whole = GroupRounding(bits=4 if self._levels == "int4" else 8, group_size=GROUP).quantised(weight_OI, dtype)
+        check_finite(self._slot.name, whole.scale.value_OB)
         if len(self._inputs) > self._share.num_inputs:
             whole = whole.cut_inputs(self._share.first_input - self._inputs.start, self._share.num_inputs)
         self._weight = whole

@@ -17,6 +17,8 @@ FORMATS = {one.name: one for one in TENSOR_TYPES.values()}
 
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The levels of IQ4_NL and IQ4_XS."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Those of MXFP4."""
 
 
 def weight_of_blocks(kind: str, stored_OW: torch.Tensor) -> QuantisedWeight:
@@ -94,9 +96,17 @@ def _iq4_xs(blocks: torch.Tensor) -> QuantisedWeight:
     return _blocked(4, codes, 32, table=_NONLINEAR, scale=(_halves(blocks[..., :2])[0], factors))
 
 
+def _mxfp4(blocks: torch.Tensor) -> QuantisedWeight:
+    """The scale is an exponent with 127 added."""
+    scale = torch.exp2(blocks[..., 0].double() - 127).to(torch.bfloat16)
+    return _weight(
+        4, _nibbles(blocks[..., 1:]), 32, scale=GroupValues(value_OB=scale), minimum=None, zero=0, table=_E2M1
+    )
+
+
 _CONVERTERS: Mapping[str, Callable[[torch.Tensor], QuantisedWeight]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
 }  # fmt: skip
 QUANTISED = frozenset(_CONVERTERS)
 

@@ -15,7 +15,7 @@ from workers.kernels import reference
 from workers.kernels.base import KVScales
 from workers.kernels.cpu.build import native, native_tiles
 from workers.kernels.cpu.memory import apart, empty_rows
-from workers.kernels.cpu.norms import CompiledNorm, rms_kind
+from workers.kernels.cpu.norms import ACTIVATIONS, CompiledNorm, rms_kind
 from workers.kernels.cpu.pages import LayerCache
 
 embed = reference.embed
@@ -55,6 +55,7 @@ def _norm(
         out.data_ptr(),
         num_tokens,
         heads.stride(0),
+        num_heads * size,
         num_heads,
         size,
         eps,
@@ -77,6 +78,7 @@ def add_rms_norm(
         x_TE.data_ptr(),
         residual_TE.data_ptr(),
         weight_E.data_ptr(),
+        None,
         normed_TE.data_ptr(),
         stream_TE.data_ptr(),
         num_tokens,
@@ -110,6 +112,17 @@ def _gated(gate_up_TF2: torch.Tensor, compiled: Callable[..., None]) -> torch.Te
     return out_TF
 
 
+def activate(x_TF: torch.Tensor, activation: str) -> torch.Tensor:
+    kernels, kind = native(x_TF.dtype), ACTIVATIONS.get(activation)
+    if kernels is None or kind is None or x_TF.stride(1) != 1:
+        return reference.activate(x_TF, activation)
+    num_tokens, size = x_TF.shape
+    out_TF = empty_rows(num_tokens, size, dtype=x_TF.dtype, stride=_stride(size, x_TF.dtype))
+    sizes = num_tokens, size, x_TF.stride(0), out_TF.stride(0)
+    kernels.activate(x_TF.data_ptr(), out_TF.data_ptr(), *sizes, kind, torch.get_num_threads())
+    return out_TF
+
+
 def head_products(x_TNI: torch.Tensor, weight_NIO: torch.Tensor) -> torch.Tensor:
     """`reference.head_products`. A token's bits do not depend on the others."""
     kernels = native(x_TNI.dtype)
@@ -128,6 +141,8 @@ def head_products(x_TNI: torch.Tensor, weight_NIO: torch.Tensor) -> torch.Tensor
         num_outputs,
         x_TNI.stride(0),
         x_TNI.stride(1),
+        num_heads * num_outputs,
+        num_outputs,
         torch.get_num_threads(),
     )
     return out_TNO

@@ -40,18 +40,21 @@ _SOURCES = {
     "quantised_floats.cpp": "-ffp-contract=off",
     "quantised_integers.cpp": "-ffp-contract=off",
     "layers.cpp": "",
+    "packing.cpp": "",
+    "rounding.cpp": "-ffp-contract=off",
 }
 
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
-    "norm": (*[_P] * 4, *[_N] * 4, _F, _I, _I),
-    "add_norm": (*[_P] * 5, *[_N] * 3, _F, _I, _I),
+    "norm": (*[_P] * 4, *[_N] * 5, _F, _I, _I),
+    "add_norm": (*[_P] * 6, *[_N] * 3, _F, _I, _I),
     "silu_mul": (*[_P] * 2, *[_N] * 3, _I),
     "gelu_tanh_mul": (*[_P] * 2, *[_N] * 3, _I),
+    "activate": (*[_P] * 2, *[_N] * 4, _I, _I),
     "rope_kv_write": (*[_P] * 3, *[_N] * 4, *[_P] * 5, *[_N] * 5, _I),
     "attend": (*[_P] * 7, *[_N] * 8, *[_F] * 2, _I),
     "attend_latent": (*[_P] * 6, *[_N] * 8, _F, _I),
-    "head_products": (*[_P] * 3, *[_N] * 6, _I),
+    "head_products": (*[_P] * 3, *[_N] * 8, _I),
     "pack_panels": (*[_P] * 3, *[_N] * 2, _I),
     "multiply_panels": (*[_P] * 3, *[_N] * 3, _I),
     "multiply_quantised": (*[_P] * 3, *[_N] * 3, _I),
@@ -59,6 +62,8 @@ _ARGUMENTS = {
     "multiply_experts": (*[_P] * 3, *[_N] * 3, _I),
     "multiply_terms": (*[_P] * 3, *[_N] * 3, _I),
     "run_layers": (_P, _N, _N, _P),
+    "largest": (_P, _N, _P, *[_N] * 3, _I),
+    "round_rows": (_P, _N, *[_P] * 2, *[_N] * 3, _I, _I),
 }
 _OF_TILES = {
     "attend_tiles": _ARGUMENTS["attend"],
@@ -73,8 +78,8 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 class Native:
     """The compiled functions of one dtype, called with `Tensor.data_ptr()`, sizes and the number of threads.
 
-    elementwise.cpp, attention.cpp, latent.cpp, products.cpp and layers.cpp have their arguments. Nothing is
-    checked: callers own shapes and strides.
+    elementwise.cpp, attention.cpp, latent.cpp, products.cpp, packing.cpp, rounding.cpp and layers.cpp have their
+    arguments. Nothing is checked: callers own shapes and strides.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: str) -> None:
@@ -85,6 +90,7 @@ class Native:
         self.add_norm = getattr(library, f"add_norm_{dtype}")
         self.silu_mul = getattr(library, f"silu_mul_{dtype}")
         self.gelu_tanh_mul = getattr(library, f"gelu_tanh_mul_{dtype}")
+        self.activate = getattr(library, f"activate_{dtype}")
         self.rope_kv_write = getattr(library, f"rope_kv_write_{dtype}")
         self.attend = getattr(library, f"attend_{dtype}")
         self.attend_latent = getattr(library, f"attend_latent_{dtype}")
@@ -96,8 +102,10 @@ class Native:
         self.multiply_experts = getattr(library, f"multiply_experts_{dtype}")
         self.multiply_terms = getattr(library, f"multiply_terms_{dtype}")
         self.run_layers = getattr(library, f"run_layers_{dtype}")
+        self.largest = getattr(library, f"largest_{dtype}")
+        self.round_rows = getattr(library, f"round_rows_{dtype}")
         self.pack_codes = library.pack_codes
-        self.pack_codes.argtypes, self.pack_codes.restype = (*[_P] * 4, *[_N] * 3, *[_I] * 3), None
+        self.pack_codes.argtypes, self.pack_codes.restype = (_P, _N, *[_P] * 3, *[_N] * 3, *[_I] * 3), None
         self.read_quantised = library.read_quantised
         self.read_quantised.argtypes, self.read_quantised.restype = (*[_P] * 3, _N, _I), None
 

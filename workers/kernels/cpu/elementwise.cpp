@@ -48,13 +48,13 @@ void normalize(const T* x, const Norm& norm, T* out, int64_t size) {
 }
 
 template <typename T>
-void normalize_heads(const T* x, const Norm& norm, T* out, int64_t num_tokens, int64_t token_stride, int64_t num_heads,
-                     int64_t size, int num_threads) {
+void normalize_heads(const T* x, const Norm& norm, T* out, int64_t num_tokens, int64_t token_stride, int64_t out_stride,
+                     int64_t num_heads, int64_t size, int num_threads) {
     int64_t total = num_tokens * num_heads * size;
 #pragma omp parallel for collapse(2) num_threads(num_threads) if (total > worth_a_thread)
     for (int64_t token = 0; token < num_tokens; token++)
         for (int64_t head = 0; head < num_heads; head++)
-            normalize(x + token * token_stride + head * size, norm, out + (token * num_heads + head) * size, size);
+            normalize(x + token * token_stride + head * size, norm, out + token * out_stride + head * size, size);
 }
 
 template <typename T>
@@ -95,6 +95,23 @@ void gate(const T* gate_up, T* out, int64_t num_tokens, int64_t size, int64_t ou
     }
 }
 
+struct Relu2 {
+    float operator()(float x) const { return x > 0.0f || x != x ? x * x : 0.0f; }
+};
+
+// `x` may be `out`, if the strides are the same.
+template <typename T, typename Activate>
+void activate(const T* x, T* out, int64_t num_tokens, int64_t size, int64_t x_stride, int64_t out_stride, int num_threads,
+              Activate activate) {
+#pragma omp parallel for num_threads(num_threads) if (num_tokens * size > worth_a_thread)
+    for (int64_t token = 0; token < num_tokens; token++) {
+        const T* from = x + token * x_stride;
+        T* to = out + token * out_stride;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) to[i] = narrow<T>(activate(widen(from[i])));
+    }
+}
+
 template <typename T>
 void add(T* x, const T* y, int64_t count, int num_threads) {
 #pragma omp parallel for simd num_threads(num_threads) if (count > worth_a_thread)
@@ -105,6 +122,16 @@ template <typename T>
 void scale(T* x, float factor, int64_t count, int num_threads) {
 #pragma omp parallel for simd num_threads(num_threads) if (count > worth_a_thread)
     for (int64_t i = 0; i < count; i++) x[i] = narrow<T>(widen(x[i]) * factor);
+}
+
+template <typename T>
+void scale_rows(T* x, const float* factors, int64_t num_tokens, int64_t size, int64_t stride, int num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_tokens * size > worth_a_thread)
+    for (int64_t token = 0; token < num_tokens; token++) {
+        T* row = x + token * stride;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) row[i] = narrow<T>(widen(row[i]) * factors[token]);
+    }
 }
 
 template <typename T>
@@ -164,19 +191,39 @@ void rope_kv_write(const T* q, const T* k, const T* v, const int64_t* strides, c
     }
 }
 
+// A token's latent, of which the first `rank` numbers are normed and the others turn, in its place of the cache; and the
+// part of each head's query that turns, at its place behind `rank` numbers of `queries`.
+template <typename T>
+void latent_write(const T* q, int64_t q_stride, int64_t head_stride, const T* latents, int64_t latent_stride,
+                  const Norm& norm, const float* cos, const float* sin, T* queries, T* cache, const int64_t* slots,
+                  int64_t num_tokens, int64_t num_heads, int64_t rank, int64_t num_pairs, int num_threads) {
+    const int64_t width = rank + 2 * num_pairs, total = num_tokens * (width + num_heads * num_pairs);
+#pragma omp parallel for num_threads(num_threads) if (total > worth_a_thread)
+    for (int64_t token = 0; token < num_tokens; token++) {
+        const float *cos_here = cos + token * num_pairs, *sin_here = sin + token * num_pairs;
+        const T* latent = latents + token * latent_stride;
+        T* place = cache + slots[token] * width;
+        normalize(latent, norm, place, rank);
+        turn(latent + rank, cos_here, sin_here, place + rank, num_pairs);
+        for (int64_t head = 0; head < num_heads; head++)
+            turn(q + token * q_stride + head * head_stride, cos_here, sin_here,
+                 queries + (token * num_heads + head) * width + rank, num_pairs);
+    }
+}
+
 }  // namespace
 
 #define FOR_DTYPE(T, SUFFIX)                                                                                          \
     extern "C" void norm_##SUFFIX(const T* x, const void* weight, const float* bias, T* out, int64_t num_tokens,      \
-                                  int64_t token_stride, int64_t num_heads, int64_t size, float eps, int kind,         \
-                                  int num_threads) {                                                                  \
+                                  int64_t token_stride, int64_t out_stride, int64_t num_heads, int64_t size,          \
+                                  float eps, int kind, int num_threads) {                                             \
         const Norm norm{weight, bias, eps, NormKind(kind)};                                                           \
-        normalize_heads(x, norm, out, num_tokens, token_stride, num_heads, size, num_threads);                        \
+        normalize_heads(x, norm, out, num_tokens, token_stride, out_stride, num_heads, size, num_threads);            \
     }                                                                                                                 \
-    extern "C" void add_norm_##SUFFIX(const T* x, const T* residual, const void* weight, T* normed, T* stream,        \
-                                      int64_t num_tokens, int64_t size, int64_t normed_stride, float eps, int kind,   \
-                                      int num_threads) {                                                              \
-        const Norm norm{weight, nullptr, eps, NormKind(kind)};                                                        \
+    extern "C" void add_norm_##SUFFIX(const T* x, const T* residual, const void* weight, const float* bias,           \
+                                      T* normed, T* stream, int64_t num_tokens, int64_t size, int64_t normed_stride,  \
+                                      float eps, int kind, int num_threads) {                                         \
+        const Norm norm{weight, bias, eps, NormKind(kind)};                                                           \
         add_normalize(x, residual, norm, normed, stream, num_tokens, size, normed_stride, num_threads);               \
     }                                                                                                                 \
     extern "C" void silu_mul_##SUFFIX(const T* gate_up, T* out, int64_t num_tokens, int64_t size, int64_t out_stride, \
@@ -187,9 +234,31 @@ void rope_kv_write(const T* q, const T* k, const T* v, const int64_t* strides, c
                                            int64_t out_stride, int num_threads) {                                     \
         gate(gate_up, out, num_tokens, size, out_stride, num_threads, GeluTanh{});                                    \
     }                                                                                                                 \
+    extern "C" void activate_##SUFFIX(const T* x, T* out, int64_t num_tokens, int64_t size, int64_t x_stride,         \
+                                      int64_t out_stride, int kind, int num_threads) {                                \
+        const auto by = [&](auto function) {                                                                          \
+            activate(x, out, num_tokens, size, x_stride, out_stride, num_threads, function);                          \
+        };                                                                                                            \
+        if (Activation(kind) == Activation::gelu_tanh) by(GeluTanh{});                                                \
+        else if (Activation(kind) == Activation::relu2) by(Relu2{});                                                  \
+        else by(Silu{});                                                                                              \
+    }                                                                                                                 \
+    extern "C" void latent_write_##SUFFIX(                                                                            \
+        const T* q, int64_t q_stride, int64_t head_stride, const T* latents, int64_t latent_stride,                   \
+        const void* weight, float eps, const float* cos, const float* sin, T* queries, T* cache,                      \
+        const int64_t* slots, int64_t num_tokens, int64_t num_heads, int64_t rank, int64_t num_pairs,                 \
+        int num_threads) {                                                                                            \
+        const Norm norm{weight, nullptr, eps, NormKind::rounded};                                                     \
+        latent_write(q, q_stride, head_stride, latents, latent_stride, norm, cos, sin, queries, cache, slots,         \
+                     num_tokens, num_heads, rank, num_pairs, num_threads);                                            \
+    }                                                                                                                 \
     extern "C" void add_##SUFFIX(T* x, const T* y, int64_t count, int num_threads) { add(x, y, count, num_threads); } \
     extern "C" void scale_##SUFFIX(T* x, float factor, int64_t count, int num_threads) {                              \
         scale(x, factor, count, num_threads);                                                                         \
+    }                                                                                                                 \
+    extern "C" void scale_rows_##SUFFIX(T* x, const float* factors, int64_t num_tokens, int64_t size, int64_t stride, \
+                                        int num_threads) {                                                            \
+        scale_rows(x, factors, num_tokens, size, stride, num_threads);                                                \
     }                                                                                                                 \
     extern "C" void rope_kv_write_##SUFFIX(                                                                           \
         const T* q, const T* k, const T* v, int64_t q_stride, int64_t k_stride, int64_t v_stride,                     \

@@ -1,5 +1,5 @@
-"""A mixture of experts as one weight of compiled code (experts.cpp): a table of the experts' packed products, whatever
-their encodings.
+"""A mixture of experts as one weight of compiled code (experts.cpp): a table of the experts' packed products, of any
+encodings.
 
 Legend: T tokens, E = I hidden size, X experts, R rows of the router: X, and one more where the shared expert has a
 gate.

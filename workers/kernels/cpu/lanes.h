@@ -1,5 +1,5 @@
-// Eight lanes of 32 bits, one for each output of a panel: vectors that gcc and clang compile for any processor, and the
-// few operations that have an instruction of their own on x86.
+// Lanes of 32 bits, one for each output: 16 of them, a whole panel, where AVX-512 multiplies bytes (VNNI), else 8. Vectors
+// that gcc and clang compile for any processor, and the few operations that have an instruction of their own on x86.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +13,22 @@
 #if (defined(__AVX512VNNI__) && defined(__AVX512VL__)) || defined(__AVXVNNI__)
 #define HAS_VNNI 1
 #endif
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
+#define HAS_WIDE_VNNI 1
+#endif
 #endif
 
 namespace lanes {
 
+#ifdef HAS_WIDE_VNNI
+constexpr int count = 16;
+#else
 constexpr int count = 8;
+#endif
 
-typedef float floats __attribute__((vector_size(32)));
-typedef int32_t ints __attribute__((vector_size(32)));
-typedef uint32_t words __attribute__((vector_size(32)));
+typedef float floats __attribute__((vector_size(4 * count)));
+typedef int32_t ints __attribute__((vector_size(4 * count)));
+typedef uint32_t words __attribute__((vector_size(4 * count)));
 
 inline words load(const void* from) {
     words value;
@@ -37,14 +44,21 @@ inline floats load_floats(const float* from) {
 
 inline void store(float* to, floats value) { std::memcpy(to, &value, sizeof(value)); }
 
+#ifdef HAS_WIDE_VNNI
+inline floats all(float x) { return (floats)_mm512_set1_ps(x); }
+inline ints all(int32_t x) { return (ints)_mm512_set1_epi32(x); }
+#else
 inline floats all(float x) { return floats{x, x, x, x, x, x, x, x}; }
 inline ints all(int32_t x) { return ints{x, x, x, x, x, x, x, x}; }
+#endif
 inline floats to_floats(ints x) { return __builtin_convertvector(x, floats); }
 
 // Computed here and now: gcc otherwise puts off sums until their summands fill the stack.
 template <typename Vector>
 inline void settle([[maybe_unused]] Vector& x) {
-#ifdef HAS_AVX2
+#if defined(HAS_WIDE_VNNI)
+    asm volatile("" : "+v"(x));
+#elif defined(HAS_AVX2)
     asm volatile("" : "+x"(x));
 #endif
 }
@@ -52,7 +66,9 @@ inline void settle([[maybe_unused]] Vector& x) {
 // a * b + c, rounded once where the processor can: the file is compiled without contraction, so that the sum is the same
 // wherever it is inlined.
 inline floats fused(floats a, floats b, floats c) {
-#ifdef HAS_AVX2
+#if defined(HAS_WIDE_VNNI)
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(HAS_AVX2)
     return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
@@ -60,7 +76,9 @@ inline floats fused(floats a, floats b, floats c) {
 }
 
 inline floats from_float16(const uint8_t* from) {
-#ifdef HAS_AVX2
+#if defined(HAS_WIDE_VNNI)
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(HAS_AVX2)
     return (floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #else
     floats out;
@@ -81,7 +99,10 @@ inline floats from_float16(const uint8_t* from) {
 }
 
 inline floats from_bfloat16(const uint8_t* from) {
-#ifdef HAS_AVX2
+#if defined(HAS_WIDE_VNNI)
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+#elif defined(HAS_AVX2)
     return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 16);
 #else
     floats out;
@@ -96,7 +117,9 @@ inline floats from_bfloat16(const uint8_t* from) {
 
 // To the nearest integer, ties to even; of numbers that an int32 holds.
 inline ints rounded(floats x) {
-#ifdef HAS_AVX2
+#if defined(HAS_WIDE_VNNI)
+    return (ints)_mm512_cvtps_epi32((__m512)x);
+#elif defined(HAS_AVX2)
     return (ints)_mm256_cvtps_epi32((__m256)x);
 #else
     ints out;
@@ -111,6 +134,11 @@ inline ints smaller(ints a, ints b) { return a < b ? a : b; }
 // Sizes of floats compare as integers do, infinity and NaN above all others.
 inline ints size_of(floats x) { return (ints)x & 0x7fffffff; }
 
+#ifdef HAS_WIDE_VNNI
+inline int32_t sum_of(ints x) { return _mm512_reduce_add_epi32((__m512i)x); }
+inline int32_t largest_of(ints x) { return _mm512_reduce_max_epi32((__m512i)x); }
+inline float sum_of(floats x) { return _mm512_reduce_add_ps((__m512)x); }
+#else
 template <typename Together>
 inline int32_t reduced(ints x, Together together) {
     x = together(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
@@ -122,35 +150,44 @@ inline int32_t sum_of(ints x) { return reduced(x, [](ints a, ints b) { return a 
 inline int32_t largest_of(ints x) { return reduced(x, [](ints a, ints b) { return larger(a, b); }); }
 
 inline float sum_of(floats x) { return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7])); }
+#endif
 
-// 16 integers of 8 bits, as bytes.
-inline void store_bytes(ints first, ints second, uint8_t* to) {
-#ifdef HAS_AVX2
-    const __m256i shorts = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)first, (__m256i)second), 0xd8);
+// 16 integers of 8 bits.
+using Sixteen = ints[16 / count];
+
+inline void store_bytes(const Sixteen& numbers, uint8_t* to) {
+#if defined(HAS_WIDE_VNNI)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)numbers[0]));
+#elif defined(HAS_AVX2)
+    const __m256i packed = _mm256_packs_epi32((__m256i)numbers[0], (__m256i)numbers[1]);
+    const __m256i shorts = _mm256_permute4x64_epi64(packed, 0xd8);
     const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
 #else
-    for (int i = 0; i < count; i++) to[i] = uint8_t(first[i]), to[count + i] = uint8_t(second[i]);
+    for (int i = 0; i < 16; i++) to[i] = uint8_t(numbers[i / count][i % count]);
 #endif
 }
 
 // As 16 bits each, and of every four the even ones first.
-inline void store_shorts(ints first, ints second, uint8_t* to) {
-#ifdef HAS_AVX2
-    const __m256i shorts = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)first, (__m256i)second), 0xd8);
+inline void store_shorts(const Sixteen& numbers, uint8_t* to) {
+#if defined(HAS_AVX2) && !defined(HAS_WIDE_VNNI)
+    const __m256i packed = _mm256_packs_epi32((__m256i)numbers[0], (__m256i)numbers[1]);
+    const __m256i shorts = _mm256_permute4x64_epi64(packed, 0xd8);
     const __m256i even_first = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(shorts, 0xd8), 0xd8);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), even_first);
 #else
-    for (int i = 0; i < 2 * count; i++) {
+    for (int i = 0; i < 16; i++) {
         const int from = i / 4 * 4 + (i % 4 == 1 ? 2 : i % 4 == 2 ? 1 : i % 4);
-        const int16_t number = int16_t(from < count ? first[from] : second[from - count]);
+        const int16_t number = int16_t(numbers[from / count][from % count]);
         std::memcpy(to + 2 * i, &number, 2);
     }
 #endif
 }
 
 inline ints from_bytes(const uint8_t* from) {
-#ifdef HAS_AVX2
+#if defined(HAS_WIDE_VNNI)
+    return (ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(HAS_AVX2)
     return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 #else
     ints out;
@@ -160,7 +197,9 @@ inline ints from_bytes(const uint8_t* from) {
 }
 
 inline ints from_signed_bytes(const uint8_t* from) {
-#ifdef HAS_AVX2
+#if defined(HAS_WIDE_VNNI)
+    return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(HAS_AVX2)
     return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 #else
     ints out;

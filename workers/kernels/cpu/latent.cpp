@@ -218,10 +218,10 @@ void attend(const T* q, const T* cache, T* out, const std::vector<Tile>& tiles, 
     }
 }
 
-// out[T][N][outputs] of x[T][N][inputs] and a matrix [inputs][outputs] for each head.
+// out[T][N][outputs] of x[T][N][inputs], each with strides of tokens and heads, and a matrix [inputs][outputs] for each head.
 template <typename T>
 void multiply(const T* x, const T* weight, T* out, int64_t num_tokens, int64_t num_heads, int64_t inputs, int64_t outputs,
-              int64_t token_stride, int64_t head_stride, int num_threads) {
+              int64_t token_stride, int64_t head_stride, int64_t out_token_stride, int64_t out_head_stride, int num_threads) {
     const int64_t num_blocks = (num_tokens + most_rows - 1) / most_rows, num_parts = num_blocks * num_heads;
     const int64_t vectors = outputs / lanes * lanes;
 #pragma omp parallel num_threads(num_threads) if (num_parts > 1)
@@ -243,7 +243,7 @@ void multiply(const T* x, const T* weight, T* out, int64_t num_tokens, int64_t n
                     for (int64_t k = 0; k < inputs; k++) sum += left[row * inputs + k] * widen(right[k * outputs + column]);
                     here[column] = sum;
                 }
-                T* to = out + ((first + row) * num_heads + head) * outputs;
+                T* to = out + (first + row) * out_token_stride + head * out_head_stride;
                 for (int64_t column = 0; column < outputs; column++) to[column] = narrow<T>(here[column]);
             }
         }
@@ -264,8 +264,10 @@ void multiply(const T* x, const T* weight, T* out, int64_t num_tokens, int64_t n
     }                                                                                                                 \
     extern "C" void head_products_##SUFFIX(const T* x, const T* weight, T* out, int64_t num_tokens,                   \
                                            int64_t num_heads, int64_t inputs, int64_t outputs, int64_t token_stride,  \
-                                           int64_t head_stride, int num_threads) {                                    \
-        multiply(x, weight, out, num_tokens, num_heads, inputs, outputs, token_stride, head_stride, num_threads);     \
+                                           int64_t head_stride, int64_t out_token_stride, int64_t out_head_stride,    \
+                                           int num_threads) {                                                         \
+        multiply(x, weight, out, num_tokens, num_heads, inputs, outputs, token_stride, head_stride, out_token_stride, \
+                 out_head_stride, num_threads);                                                                       \
     }
 
 FOR_DTYPE(float, float32)

@@ -20,17 +20,17 @@ _NEVER, _LARGE = 1 << 30, 1 << 21
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
 _LINE = 64
 _LEAST_SHARED = 1 << 16
-_SHARED_BYTES = 16 << 20
+_SHARED_BYTES = 64 << 20
 _COLLIDING = 1024  # bytes: rows with this distance share few places of a cache
 
 
 def roomy_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU, to be kept. Pages are allocated on their first write, as for torch's own zeros. Tensors of less
-    than a huge page, such as the experts of a mixture, share regions, each of which lives as long as one of them."""
+    """Zeros on the CPU, to be kept. Pages are allocated on their first write, as for torch's own zeros. Tensors share
+    regions, each of which lives as long as one of them: alone, each would fill up its last huge page."""
     num_bytes = prod(shape) * dtype.itemsize
     if num_bytes < _LEAST_SHARED or _ADVICE is None:
         return torch.zeros(shape, dtype=dtype)
-    if num_bytes < HUGE_PAGE:
+    if num_bytes < _SHARED_BYTES:
         return _SHARED.take(num_bytes).view(dtype).view(shape)
     whole = torch.frombuffer(_region(num_bytes), dtype=torch.uint8)  # which keeps the region
     start = -whole.data_ptr() % HUGE_PAGE
@@ -134,6 +134,13 @@ def return_freed_memory() -> None:
     """Has the C library return what is freed to the system at once: a model's tensors as stored, and what is made of
     them, lie side by side only one layer at a time. Until `keep_freed_memory`."""
     _set_malloc(_LARGE)
+
+
+def trim_freed_memory() -> None:
+    """Returns pages to the system that a load has freed in every thread's part of the heap, among what it keeps."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _set_malloc(threshold: int) -> None:

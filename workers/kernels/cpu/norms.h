@@ -1,4 +1,4 @@
-// Kinds of norms, as the elementwise kernels and the compiled layers name them: NormKind in norms.py.
+// Kinds of norms and activations, as the elementwise kernels and the compiled layers name them: norms.py.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,9 @@ enum class NormKind : int {
     centred = 2,  // layer norm, rounded after the weight and the bias, which are in float32
     none = 3,     // a copy
 };
+
+// Functions of an MLP, as `CompiledActivation` in norms.py numbers them.
+enum class Activation : int { silu = 0, gelu_tanh = 1, relu2 = 2 };
 
 struct Norm {
     const void* weight;

@@ -1,4 +1,4 @@
-"""Kinds of norms, as compiled code numbers them: norms.h."""
+"""Kinds of norms and activations, as compiled code numbers them: norms.h."""
 
 from __future__ import annotations
 
@@ -12,6 +12,20 @@ class CompiledNorm(IntEnum):
     WIDE = 1  # RMS norm, rounded after the weight, which is in float32
     CENTRED = 2  # layer norm, rounded after the weight and the bias, which are in float32
     NONE = 3
+
+
+class CompiledActivation(IntEnum):
+    SILU = 0
+    GELU_TANH = 1
+    RELU2 = 2
+
+
+ACTIVATIONS = {
+    "silu": CompiledActivation.SILU,
+    "gelu_tanh": CompiledActivation.GELU_TANH,
+    "relu2": CompiledActivation.RELU2,
+}
+"""By the names of `workers.models.families.traits.Activation`; others are torch's."""
 
 
 def rms_kind(weight: torch.Tensor, dtype: torch.dtype) -> CompiledNorm | None:

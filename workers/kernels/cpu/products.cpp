@@ -10,6 +10,7 @@
 // Each output is one sum, one input after the other, whichever way: a row's product does not depend on who else is there.
 // AVX512_BF16 multiplies pairs without widening them. A gated product has 16 of the gate, then their 16 of up in a panel.
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -128,10 +129,17 @@ struct Pairs {
 };
 #endif
 
-// What is read later is asked for while something else is multiplied: at each step, `stride` bytes further.
+// What is read later is asked for while something else is multiplied: at each step, `stride` bytes further, two lines
+// where they are 128. One line in two would leave the other to the processor: nine rows took 1.67 times as long as one.
 struct Ahead {
     const char* at;
     int64_t stride;
+
+    void ask(int64_t step) const {
+        const char* line = at + step * stride;
+        __builtin_prefetch(line, 0, 2);
+        __builtin_prefetch(line + stride / 2, 0, 2);
+    }
 };
 
 // sums [rows][panel] += rows of a block times a strip of a panel.
@@ -143,7 +151,7 @@ void multiply_strip(const typename Operands::Left* left, const typename Operands
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < vectors; j++) here[i][j] = from_zero ? Vector{} : load(sums + i * panel + j * lanes);
     for (int64_t step = 0; step < num_steps; step++) {
-        __builtin_prefetch(next.at + step * next.stride, 0, 2);
+        next.ask(step);
         Operands::step(here, left + step * rows * Operands::left_units, right + step * panel);
     }
     for (int i = 0; i < rows; i++)
@@ -192,7 +200,8 @@ class PanelProduct {
           num_panels_((by.num_outputs + panel - 1) / panel),
           is_gated_(by.gated != 0) {}
 
-    // Threads share the panels, and of many rows the chunks that meet a panel together.
+    // Threads share the panels, and of many rows the chunks that meet a panel together. A thread knows its next share while
+    // it computes one, and asks for its first panel.
     void compute(int num_threads) {
         if (num_rows_ == 0) return;
         static thread_local Scratch<Left> memory;
@@ -204,18 +213,21 @@ class PanelProduct {
         const bool lay_parallel = parallel && num_rows_ * num_inputs_ > worth_a_thread / 4;
         if (!lay_parallel)
             for (int64_t block = 0; block < num_blocks_; block++) lay_block(block, left);
+        const int64_t num_items = num_chunks * num_shares;
+        std::atomic<int64_t> num_taken{0};
 #pragma omp parallel num_threads(num_threads) if (parallel)
         {
+            int64_t item = num_taken++;
             if (lay_parallel) {
 #pragma omp for schedule(static)
                 for (int64_t block = 0; block < num_blocks_; block++) lay_block(block, left);
             }
-#pragma omp for schedule(dynamic, 1) nowait
-            for (int64_t item = 0; item < num_chunks * num_shares; item++) {
-                const int64_t chunk = item / num_shares, share = item % num_shares;
-                const int64_t begin = share * together, end = std::min(num_panels_, begin + together);
+            while (item < num_items) {
+                const int64_t chunk = item / num_shares, begin = item % num_shares * together;
                 const int64_t first = chunk * num_blocks_ / num_chunks, last = (chunk + 1) * num_blocks_ / num_chunks;
-                multiply_chunk(left, first, last, begin, end);
+                item = num_taken++;
+                const Right* following = item < num_items ? panel_at(item % num_shares * together) : nullptr;
+                multiply_chunk(left, first, last, begin, std::min(num_panels_, begin + together), following);
             }
         }
     }
@@ -239,8 +251,9 @@ class PanelProduct {
         }
     }
 
-    // Blocks [first, last) times panels [begin, end).
-    void multiply_chunk(const Left* left, int64_t first, int64_t last, int64_t begin, int64_t end) const {
+    // Blocks [first, last) times panels [begin, end). `following` is the panel that this thread multiplies next, or null.
+    void multiply_chunk(const Left* left, int64_t first, int64_t last, int64_t begin, int64_t end,
+                        const Right* following) const {
         static thread_local Scratch<float> memory;
         constexpr int64_t sums_size = most_rows * panel;
         const int64_t num_blocks = last - first;
@@ -249,10 +262,13 @@ class PanelProduct {
             const int64_t num_steps = std::min(part_steps, num_steps_ - step);
             for (int64_t index = begin; index < end; index++) {
                 const Right* right = panel_at(index) + step * panel;
-                const Right* next = index + 1 < end ? panel_at(index + 1) + step * panel
-                                                    : panel_at(begin) + (step + num_steps) * panel;
-                const char* last_byte = bytes_at(next + num_steps * panel) - 1;
+                const bool ends_part = index + 1 == end, ends_chunk = ends_part && step + num_steps == num_steps_;
+                const Right* next = ends_chunk ? following
+                                    : ends_part ? panel_at(begin) + (step + num_steps) * panel
+                                                : panel_at(index + 1) + step * panel;
                 Ahead asked{bytes_at(next), num_blocks * panel / strip == 1 ? 128 : 64};
+                if (next == nullptr) asked = {bytes_at(right), 0};
+                const char* last_byte = asked.at + num_steps * panel * sizeof(Right) - 1;
                 float* to = sums + (index - begin) * num_blocks * sums_size;
                 for (int at = 0; at < panel; at += strip)
                     for (int64_t block = 0; block < num_blocks; block++) {
@@ -303,25 +319,10 @@ class PanelProduct {
     const bool is_gated_;
 };
 
-// weight [.][num_inputs] -> packed [num_panels][inputs of a panel][panel], `num_inputs` rounded up to a multiple of
-// `group`, each of which an output has side by side. `order` names for each packed output the row of the weight, or -1.
-template <typename Weight>
-void pack(const Weight* weight, Weight* packed, const int64_t* order, int64_t num_packed, int64_t num_inputs,
-          int64_t group, int num_threads) {
-    const int64_t depth = (num_inputs + group - 1) / group * group;
-#pragma omp parallel for num_threads(num_threads)
-    for (int64_t output = 0; output < num_packed; output++) {
-        Weight* to = packed + output / panel * panel * depth + output % panel * group;
-        for (int64_t input = 0; input < num_inputs; input++)
-            to[input / group * group * panel + input % group] =
-                order[output] < 0 ? Weight{} : weight[order[output] * num_inputs + input];
-    }
-}
-
 }  // namespace
 
-// `packed` must be all zeros. A router has weights of the model's type, and rows and outputs of float32.
-#define FOR_DTYPE(T, SUFFIX, GROUP)                                                                                   \
+// A router has weights of the model's type, and rows and outputs of float32.
+#define FOR_DTYPE(T, SUFFIX)                                                                                          \
     extern "C" void multiply_panels_##SUFFIX(const Part* by, const void* x, void* out, int64_t num_rows,              \
                                              int64_t x_stride, int64_t out_stride, int num_threads) {                 \
         PanelProduct<T, T>(*by, static_cast<const T*>(x), static_cast<T*>(out), num_rows, x_stride, out_stride)       \
@@ -332,11 +333,7 @@ void pack(const Weight* weight, Weight* packed, const int64_t* order, int64_t nu
         PanelProduct<float, T>(*by, static_cast<const float*>(x), static_cast<float*>(out), num_rows, x_stride,       \
                                out_stride)                                                                            \
             .compute(num_threads);                                                                                    \
-    }                                                                                                                 \
-    extern "C" void pack_panels_##SUFFIX(const T* weight, T* packed, const int64_t* order, int64_t num_packed,        \
-                                         int64_t num_inputs, int num_threads) {                                       \
-        pack(weight, packed, order, num_packed, num_inputs, GROUP, num_threads);                                      \
     }
 
-FOR_DTYPE(float, float32, 1)
-FOR_DTYPE(bfloat16, bfloat16, 2)
+FOR_DTYPE(float, float32)
+FOR_DTYPE(bfloat16, bfloat16)

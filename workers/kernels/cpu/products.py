@@ -62,6 +62,14 @@ class PackedWeight(Protocol):
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
+class PackedMatrix(PackedWeight, Protocol):
+    """A packed weight of one linear layer, whose gate may be left to the caller."""
+
+    def before_gate(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, O]."""
+        ...
+
+
 @runtime_checkable
 class PackedRows(Protocol):
     """A packed weight whose rows can be read: an embedding that a head is tied to needs no copy of its own."""
@@ -110,6 +118,7 @@ class PackedFloats:
         self.depth = -(-self._num_inputs // group) * group
         self._order = panel_order(self.num_outputs, gated)
         self._packed = roomy_zeros(len(self._order), self.depth, dtype=self._dtype)
+        self._places_O = places_of(self._order) if gated else torch.empty(0)
         self._bias_O: torch.Tensor | None = None
         self._packed_bias = torch.empty(0)
         weight_OI = self._padded(weight_OI).contiguous()
@@ -132,14 +141,24 @@ class PackedFloats:
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         """[T, O], or [T, O / 2] when gated: then another product reads it, and its rows stand as that likes them."""
+        width = self.num_outputs // 2 if self._gated else self.num_outputs
+        [part] = self.parts(bias_O)
+        return self._multiplied(part, x_TI, width, apart(width, self._dtype) if self._gated else width)
+
+    def before_gate(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, O]. Of a gated weight the panels are multiplied as one without a gate, and put into order."""
+        if not self._gated:
+            return self(x_TI, bias_O)
+        [part] = self.parts(bias_O)
+        part.gated, part.num_outputs = 0, len(self._order)
+        return self._multiplied(part, x_TI, len(self._order), len(self._order))[:, self._places_O]
+
+    def _multiplied(self, part: ProductPart, x_TI: torch.Tensor, width: int, stride: int) -> torch.Tensor:
         assert x_TI.dtype == self._dtype
         assert x_TI.shape[1] == self._num_inputs
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
         x_TI = self._padded(x_TI)
-        [part] = self.parts(bias_O)
-        width = self.num_outputs // 2 if self._gated else self.num_outputs
-        stride = apart(width, self._dtype) if self._gated else width
         out_TO = empty_rows(x_TI.shape[0], width, dtype=self._dtype, stride=stride)
         sizes = x_TI.shape[0], x_TI.stride(0), stride, torch.get_num_threads()
         self._multiply(ctypes.byref(part), x_TI.data_ptr(), out_TO.data_ptr(), *sizes)
@@ -182,6 +201,9 @@ class SideBySideWeights:
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         return torch.cat([weight(x_TI, bias) for weight, bias in self._with_biases(bias_O)], dim=1)
 
+    def before_gate(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        return self(x_TI, bias_O)
+
     def _with_biases(self, bias_O: torch.Tensor | None) -> Iterator[tuple[PackedWeight, torch.Tensor | None]]:
         if bias_O is None:
             return zip(self._weights, (None,) * len(self._weights), strict=True)
@@ -189,6 +211,14 @@ class SideBySideWeights:
             self._bias_O = bias_O
             self._biases = torch.split(bias_O, [weight.num_outputs for weight in self._weights])
         return zip(self._weights, self._biases, strict=True)
+
+
+def places_of(order: torch.Tensor) -> torch.Tensor:
+    """Where each output stands in panels of this order, int64 [O]."""
+    places, outputs = torch.nonzero(order >= 0).flatten(), order[order >= 0]
+    found = torch.empty(len(outputs), dtype=torch.int64)
+    found[outputs] = places
+    return found
 
 
 def panel_order(num_outputs: int, gated: bool = False) -> torch.Tensor:

@@ -256,20 +256,6 @@ extern "C" int has_tiles() {
 #endif
 }
 
-// weight [num_outputs][num_inputs] -> packed; the outputs of the last panel that do not exist are 0. `order` names for
-// each packed output the row of the weight, or -1.
-extern "C" void pack_tiles(const uint16_t* weight, uint16_t* packed, const int64_t* order, int64_t num_outputs,
-                             int64_t num_inputs, int num_threads) {
-#pragma omp parallel for num_threads(num_threads)
-    for (int64_t output = 0; output < num_outputs; output++) {
-        const int64_t begin = output / 32 * 32 * num_inputs + output % 32 / 16 * 512 + output % 16 * 2;
-        for (int64_t input = 0; input < num_inputs; input++) {
-            const int64_t place = begin + input / 32 * 1024 + input % 32 / 2 * 32 + input % 2;
-            packed[place] = order[output] < 0 ? uint16_t(0) : weight[order[output] * num_inputs + input];
-        }
-    }
-}
-
 extern "C" void multiply_tiles(const Part* by, const void* x, void* out, int64_t num_rows, int64_t x_stride,
                                int64_t out_stride, int num_threads) {
 #ifdef HAS_TILES

@@ -4,10 +4,13 @@
 //                                   - minimum[o, group] * x_scale[t, piece] * sum of x
 //
 // Inputs that are outliers are left out of x, and multiplied as they are. A weight of several terms (EXL2: runs of inputs
-// with bits of their own) is the sum of their products. With activations of 8 bits the sums in brackets are integers, and exact. What follows is float32, of each output and row
-// alone and in the order of the pieces: a row's bits depend neither on the other rows nor on the number of threads. One, two
-// or four rows share the unpacking, and the 16 outputs of a panel share the loads of a row.
+// with bits of their own) is the sum of their products. With activations of 8 bits the sums in brackets are integers, and
+// exact; where a row has one scale, those of a group are added up as integers, too. What follows is float32, of each output
+// and row alone and in the order of the pieces: a row's bits depend neither on the other rows nor on the number of threads.
+// A block of up to eight rows shares the unpacking, and the 16 outputs of a panel share the loads of a row.
 #include <algorithm>
+#include <atomic>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
@@ -26,6 +29,7 @@ using namespace quantised;
 
 constexpr int64_t most_read = 1 << 18;       // bytes of rows that meet a panel while it is there: half the second level
 constexpr int64_t worth_a_thread = 1 << 17;  // multiplications
+constexpr int64_t first_bytes = 4096;        // that a thread asks for while rows are rounded
 
 void expand_values(const GroupNumbers& numbers, int64_t panel_index, float* to) {
     const int64_t first = panel_index * numbers.num_values * panel, size = numbers.num_values * panel;
@@ -92,46 +96,80 @@ class QuantisedProduct {
           num_columns_(is_gated_ ? part.num_outputs / 2 : part.num_outputs),
           width_(is_gated_ ? panel / 2 : panel),
           num_panels_((num_columns_ + width_ - 1) / width_),
-          multiply_{multiply_of(by_, 1), multiply_of(by_, 2), multiply_of(by_, 4)} {}
+          multiply_{multiply_of(by_, 1), multiply_of(by_, 2), multiply_of(by_, 4), multiply_of(by_, most_rows)} {}
 
-    // Threads share the panels, and of many rows the chunks that meet a panel together.
+    // Threads share the panels, and of many rows the chunks that meet a panel together. A thread knows its next share while
+    // it computes one, and asks for its codes.
     void compute(int num_threads) {
         static thread_local Scratch<uint8_t> memory;
         uint8_t* rows = memory.at_least(num_rows_ * row_bytes_);
         static thread_local Scratch<Outlier> outlier_memory;
         const int64_t outliers_of_row = by_.outliers_from > 0.0f ? by_.num_steps * step_size + 1 : 0;
         Outlier* outliers = outliers_of_row == 0 ? nullptr : outlier_memory.at_least(num_rows_ * outliers_of_row);
-        const int64_t rows_of_chunk = std::max<int64_t>(4, most_read / row_bytes_ / 4 * 4);
+        const int64_t rows_of_chunk = std::max<int64_t>(8, most_read / row_bytes_ / 8 * 8);
         const int64_t num_chunks = (num_rows_ + rows_of_chunk - 1) / rows_of_chunk;
         const int64_t together = std::clamp<int64_t>(num_panels_ / (4 * num_threads), 1, 16);
         const int64_t num_shares = (num_panels_ + together - 1) / together;
         const RowWriter writer(by_);
         const bool parallel = num_threads > 1 && num_rows_ * num_columns_ * by_.num_inputs > worth_a_thread;
+        const int64_t num_items = num_chunks * num_shares;
+        std::atomic<int64_t> num_taken{0};
 #pragma omp parallel num_threads(num_threads) if (parallel)
         {
+            int64_t item = num_taken++;
+            if (item < num_items) Ahead{codes_of(item % num_shares * together), codes_end(), first_bytes}.ask();
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < num_rows_; row++)
                 writer.write(x_ + row * x_stride_, rows + row * row_bytes_, outliers + row * outliers_of_row);
-#pragma omp for schedule(dynamic, 1) nowait
-            for (int64_t item = 0; item < num_chunks * num_shares; item++) {
+            while (item < num_items) {
                 const int64_t first = item / num_shares * rows_of_chunk;
                 const int64_t last = std::min(num_rows_, first + rows_of_chunk);
                 const int64_t begin = item % num_shares * together, end = std::min(num_panels_, begin + together);
-                for (int64_t index = begin; index < end; index++)
-                    multiply_panel(rows, outliers, outliers_of_row, first, last, index);
+                item = num_taken++;
+                for (int64_t index = begin; index < end; index++) {
+                    const int64_t following = item < num_items ? item % num_shares * together : -1;
+                    const int64_t next = index + 1 < end ? index + 1 : following;
+                    multiply_panel(rows, outliers, outliers_of_row, first, last, index, next);
+                }
             }
         }
     }
 
   private:
+    int64_t panel_bytes() const { return by_.num_steps * by_.step_bytes(); }
+    const uint8_t* codes_of(int64_t index) const { return by_.codes + index * panel_bytes(); }
+    Multiply* multiply_for(int size) const { return multiply_[std::countr_zero(unsigned(size))]; }
+    const uint8_t* codes_end() const { return codes_of(num_panels_); }
+
+    static void ask_for(const GroupNumbers& numbers, int64_t index, int64_t num_groups) {
+        if (numbers.values == nullptr) return;
+        const int64_t size = numbers.num_values * panel * (numbers.value_type == float32_type ? 4 : 2);
+        const uint8_t* values = numbers.values + index * size;
+        Ahead{values, values + size, size}.ask();
+        if (numbers.factors == nullptr) return;
+        const uint8_t* factors = numbers.factors + index * num_groups * panel;
+        Ahead{factors, factors + num_groups * panel, num_groups * panel}.ask();
+    }
+
+    // Meanwhile the panel `next` is asked for; -1: none.
     void multiply_panel(const uint8_t* rows, const Outlier* outliers, int64_t outliers_of_row, int64_t first, int64_t last,
-                        int64_t index) const {
+                        int64_t index, int64_t next) const {
         const Groups groups = expand(by_, index);
+        Ahead ahead{};
+        int64_t bytes_of_block = 0;
+        if (next >= 0) {
+            ask_for(by_.scale, next, by_.num_groups);
+            ask_for(by_.minimum, next, by_.num_groups);
+            const int64_t num_blocks = (last - first + most_rows - 1) / most_rows;
+            ahead = {codes_of(next), codes_of(next + 1), (by_.step_bytes() / num_blocks + 63) / 64 * 64};
+            bytes_of_block = ahead.step_bytes * by_.num_steps;
+        }
         int size;
         for (int64_t row = first; row < last; row += size) {
-            size = last - row >= 4 ? 4 : last - row >= 2 && multiply_[1] != nullptr ? 2 : 1;
-            float sums[4 * panel];
-            multiply_[size / 2](by_, groups, index, rows + row * row_bytes_, row_bytes_, row == first, sums);
+            for (size = most_rows; size > last - row || multiply_for(size) == nullptr;) size /= 2;
+            float sums[most_rows * panel];
+            multiply_for(size)(by_, groups, index, rows + row * row_bytes_, row_bytes_, ahead, sums);
+            ahead.at += bytes_of_block;
             for (int i = 0; i < size; i++) {
                 if (outliers != nullptr)
                     add_outliers(outliers + (row + i) * outliers_of_row, groups.scales, index, sums + i * panel);
@@ -142,14 +180,11 @@ class QuantisedProduct {
 
     // One after the other, in the order of positions.
     void add_outliers(const Outlier* outliers, const float* scales, int64_t index, float* sums) const {
-        const uint8_t* codes = by_.codes + index * by_.num_steps * by_.step_bytes();
+        const uint8_t* codes = codes_of(index);
         for (const Outlier* one = outliers + 1; one <= outliers + outliers->position; one++) {
             const int64_t here = one->position % step_size;
-            const uint8_t* from = codes + one->position / step_size * by_.step_bytes() + here / 4 * 32 + here % 4;
-            for (int i = 0; i < panel; i++, from += 4) {
-                if (i == count) from += by_.step_bytes() / halves - 4 * count;
-                sums[i] += float(int(*from) - by_.zero) * scales[i] * one->number;
-            }
+            const uint8_t* from = codes + one->position / step_size * by_.step_bytes() + here / 4 * vector_bytes + here % 4;
+            for (int i = 0; i < panel; i++) sums[i] += float(int(from[4 * i]) - by_.zero) * scales[i] * one->number;
         }
     }
 
@@ -177,7 +212,7 @@ class QuantisedProduct {
     const int64_t num_rows_, x_stride_, out_stride_, row_bytes_;
     const bool is_gated_;
     const int64_t num_columns_, width_, num_panels_;
-    Multiply* const multiply_[3];  // 1, 2 and 4 rows
+    Multiply* const multiply_[4];  // 1, 2, 4 and, where registers take them, 8 rows
 };
 
 float level_of(const Panels& by, uint8_t code, int32_t zero) {
@@ -233,41 +268,12 @@ void multiply_terms(const Part& part, const T* x, T* out, int64_t num_rows, int6
 FOR_DTYPE(float, float32)
 FOR_DTYPE(bfloat16, bfloat16)
 
-// Codes of 8 bits, [num_outputs][num_columns], into the planes of panels: of each packed output `outputs` names the row,
-// of each position `columns` names the column; -1: zeros. `packed` must be all zeros.
-extern "C" void pack_codes(const uint8_t* codes, uint8_t* packed, const int64_t* outputs, const int32_t* columns,
-                           int64_t num_packed, int64_t num_columns, int64_t num_steps, int bits, int by_position,
-                           int num_threads) {
-    const int64_t half_bytes = int64_t(bits) * count * step_size / 8;
-#pragma omp parallel for num_threads(num_threads)
-    for (int64_t output = 0; output < num_packed; output++) {
-        if (outputs[output] < 0) continue;
-        const uint8_t* from = codes + outputs[output] * num_columns;
-        const int64_t in_panel = output % panel, lane = in_panel % count;
-        uint8_t* of_panel = packed + output / panel * num_steps * halves * half_bytes;
-        for (int64_t position = 0; position < num_steps * step_size; position++) {
-            if (columns[position] < 0) continue;
-            const uint8_t code = from[columns[position]];
-            const int64_t here = position % step_size, j = here / 4, byte = lane * 4 + here % 4;
-            uint8_t* step = of_panel + position / step_size * halves * half_bytes;
-            uint8_t* to = step + in_panel / count * half_bytes;
-            if (by_position) step[here * panel + in_panel] = code;
-            else if (bits == 8) to[32 * j + byte] = code;
-            else {
-                if (bits & 4) to[32 * (j % 4) + byte] |= uint8_t((code & 15) << j / 4 * 4);
-                if (bits & 2) to[(bits & 4) * 32 + 32 * (j % 2) + byte] |= uint8_t((code >> (bits & 4) & 3) << j / 2 * 2);
-                if (bits & 1) to[(bits & 6) * 32 + byte] |= uint8_t((code >> (bits & 6) & 1) << j);
-            }
-        }
-    }
-}
-
 // Rows of the weight, [num_rows][num_inputs]: those that `rows` names. Not of a gated one. `out` must be all zeros where an
 // input has no position.
 extern "C" void read_quantised(const Panels* by, const int64_t* rows, float* out, int64_t num_rows, int num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_rows > 1)
     for (int64_t i = 0; i < num_rows; i++) {
-        const int64_t index = rows[i] / panel, in_panel = rows[i] % panel, lane = in_panel % count;
+        const int64_t index = rows[i] / panel, in_panel = rows[i] % panel;
         const Groups groups = expand(*by, index);
         int64_t group = 0, steps_left = by->by_halves() ? 0 : by->group_steps[0];
         for (int64_t step = 0; step < by->num_steps; step++) {
@@ -283,7 +289,7 @@ extern "C" void read_quantised(const Panels* by, const int64_t* rows, float* out
                 if (input < 0 || input >= by->num_inputs) continue;
                 const int64_t place = (by->by_halves() ? position / (step_size / 2) : group) * panel + in_panel;
                 const uint8_t code = by->sums == of_fp8 ? codes[here * panel + in_panel]
-                                                        : codes[(in_panel / count * 8 + here / 4) * 32 + lane * 4 + here % 4];
+                                                        : codes[here / 4 * vector_bytes + in_panel * 4 + here % 4];
                 const float level = level_of(*by, code, groups.zeros == nullptr ? by->zero : groups.zeros[place]);
                 const float weight = level * groups.scales[place];
                 out[i * by->num_inputs + input] = groups.minimums == nullptr ? weight : weight - groups.minimums[place];

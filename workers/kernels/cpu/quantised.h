@@ -1,9 +1,9 @@
 // A quantised weight as the kernels multiply with it: `PackedQuantised` in quantised.py describes and fills it.
 //
-// Outputs stand in panels of 16, two halves of 8, one lane of 32 bits each. A step is 32 positions of a panel, which belong
-// to one group (or to two groups of 16); where a group fills no step, positions without an input are left. A step has the
-// codes of its first half, then those of its second; their bits stand in planes of 8, or of 4, 2 and 1 bits, from the lowest
-// on, in vectors of 32 bytes: a lane has four neighbouring positions of its output, one in each byte.
+// Outputs stand in panels of 16, one lane of 32 bits each. A step is 32 positions of a panel, which belong to one group (or
+// to two groups of 16); where a group fills no step, positions without an input are left. The bits of a step's codes stand
+// in planes of 8, or of 4, 2 and 1 bits, from the lowest on, in vectors of 64 bytes: a lane has four neighbouring positions
+// of its output, one in each byte.
 //
 //     plane of 8 bits   vector j has positions 4 j to 4 j + 3
 //     plane of 4 bits   vector k has those of j = k in the low halves of its bytes, those of j = k + 4 in the high ones
@@ -68,6 +68,11 @@ struct Panels {
     int64_t step_bytes() const { return int64_t(bits) * panel * step_size / 8; }
     bool by_halves() const { return group_steps == nullptr; }
     bool sums_floats() const { return sums >= of_floats; }
+
+    // Has a row one scale, and do the products of a group with it fit 32 bits?
+    bool has_whole_sums() const {
+        return !by_halves() && (rounding == int8_of_tokens || rounding == int8_static) && num_steps * step_size < 1 << 16;
+    }
 };
 
 // An input that is multiplied as it is. Of a row, the first has in its place how many follow.

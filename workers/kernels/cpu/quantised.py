@@ -16,15 +16,14 @@ from enum import IntEnum
 
 import torch
 
-from workers.checkpoint.bit_stream import tiles_of, unpack_bits
 from workers.checkpoint.quantised import GroupValues, QuantisedWeight
 from workers.kernels.cpu.build import Native, address_of, native
 from workers.kernels.cpu.memory import apart, empty_rows, roomy_zeros
-from workers.kernels.cpu.products import ProductPart
+from workers.kernels.cpu.products import ProductPart, places_of
 
 _PANEL = 16
 _STEP = 32
-_HALVES = (2, 3, 6)  # bits of codes whose groups may be half a step: the K-quants'
+_HALVES = (2, 3, 4, 6, 8)  # bits of codes whose groups may be half a step
 _MOST_GAPS = 1.25  # positions for a column, beyond which a weight is better multiplied otherwise
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4}
 
@@ -99,6 +98,7 @@ class PackedQuantised:
         self._read = kernels.read_quantised
         order = _order(self.num_outputs, gated)
         self._order = torch.where(order < weight.num_outputs, order, -1)
+        self._places_O = places_of(self._order) if gated else torch.empty(0)
         self._kept: list[torch.Tensor] = []  # the structure holds only their addresses
         self._bias_O: torch.Tensor | None = None
         self._shift_O = _shift(weight)
@@ -128,13 +128,23 @@ class PackedQuantised:
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         """[T, O], or [T, O / 2] when gated."""
+        width = self.num_outputs // 2 if self._gated else self.num_outputs
+        [part] = self.parts(bias_O)
+        return self._multiplied(part, x_TI, width, apart(width, self._dtype) if self._gated else width)
+
+    def before_gate(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, O]. Of a gated weight the panels are multiplied as one without a gate, and put into order."""
+        if not self._gated:
+            return self(x_TI, bias_O)
+        [part] = self.parts(bias_O)
+        part.gated, part.num_outputs = 0, len(self._order)
+        return self._multiplied(part, x_TI, len(self._order), len(self._order))[:, self._places_O]
+
+    def _multiplied(self, part: ProductPart, x_TI: torch.Tensor, width: int, stride: int) -> torch.Tensor:
         assert x_TI.dtype == self._dtype
         assert x_TI.shape[1] == self.depth
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
-        [part] = self.parts(bias_O)
-        width = self.num_outputs // 2 if self._gated else self.num_outputs
-        stride = apart(width, self._dtype) if self._gated else width
         out_TO = empty_rows(x_TI.shape[0], width, dtype=self._dtype, stride=stride)
         sizes = x_TI.shape[0], x_TI.stride(0), stride, torch.get_num_threads()
         self._multiply(ctypes.byref(part), x_TI.data_ptr(), out_TO.data_ptr(), *sizes)
@@ -185,25 +195,22 @@ class PackedQuantised:
     def _codes(
         self, weight: QuantisedWeight, kernels: Native, positions: _Positions, *, by_position: bool
     ) -> torch.Tensor:
-        """A tile of panels at a time."""
         num_steps = len(positions.columns) // _STEP
         packed = roomy_zeros(len(self._order), num_steps * _STEP * weight.bits // 8, dtype=torch.uint8)
-        for tile in tiles_of(len(self._order) // _PANEL, num_steps * _STEP * _PANEL):
-            rows_O = self._order[tile.start * _PANEL : tile.stop * _PANEL]
-            codes_OI = unpack_bits(weight.codes_OW[rows_O.clamp(min=0)], weight.bits, weight.num_columns).contiguous()
-            outputs_O = torch.where(rows_O < 0, -1, torch.arange(len(rows_O)))
-            kernels.pack_codes(
-                codes_OI.data_ptr(),
-                packed[tile.start * _PANEL].data_ptr(),
-                outputs_O.data_ptr(),
-                positions.columns.data_ptr(),
-                len(rows_O),
-                weight.num_columns,
-                num_steps,
-                weight.bits,
-                by_position,
-                torch.get_num_threads(),
-            )
+        codes_OW = weight.codes_OW if weight.codes_OW.stride(1) == 1 else weight.codes_OW.contiguous()
+        kernels.pack_codes(
+            codes_OW.data_ptr(),
+            codes_OW.stride(0),
+            packed.data_ptr(),
+            self._order.data_ptr(),
+            positions.columns.data_ptr(),
+            len(self._order),
+            weight.num_columns,
+            num_steps,
+            weight.bits,
+            by_position,
+            torch.get_num_threads(),
+        )
         return packed
 
     def _numbers(self, numbers: GroupValues, groups: slice, num_groups: int) -> _GroupNumbers:

@@ -8,7 +8,9 @@ namespace {
 
 #ifdef HAS_VNNI
 inline ints sum4(ints sum, words codes, words x) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#if defined(HAS_WIDE_VNNI)
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+#elif defined(__AVX512VNNI__) && defined(__AVX512VL__)
     return (ints)_mm256_dpbusd_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
 #else
     return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
@@ -26,8 +28,8 @@ inline ints sum4(ints sum, words codes, words x) {
 template <int bits>
 struct Integers {
     static constexpr int num_bits = bits, number_bytes = 1;
-    static constexpr bool may_have_halves = bits == 2 || bits == 3 || bits == 6, may_have_steps = bits == 4 || bits == 5;
-    static constexpr bool may_have_pairs = bits >= 4 && bits <= 6;
+    static constexpr bool may_have_halves = bits <= 4 || bits == 6, may_have_steps = bits == 4 || bits == 5;
+    static constexpr bool may_have_pairs = bits >= 4 && bits <= 6, may_be_whole = bits == 4;
 
     template <int rows, int first, int last>
     static void sum(const Panels&, const uint8_t* codes, const uint8_t* x, int64_t stride, Block<ints, rows>& sums) {
@@ -45,12 +47,11 @@ struct Integers {
                     if constexpr (rows > 1) settle(sum);
                     if (number % together < together - 1) continue;
                     const ints part = (ints)_mm256_madd_epi16(sum, _mm256_set1_epi16(1));
-                    sums[row][half] = number < together ? part : sums[row][half] + part;
+                    sums[row][half] += part;
                 }
             }
         });
 #else
-        for (int row = 0; row < rows; row++) sums[row][0] = sums[row][1] = ints{};
         for_vectors<bits, first, last>([&](auto vector, auto) {
             for (int half = 0; half < halves; half++) {
                 const words here = codes_of<bits>(codes, half, vector);
@@ -68,11 +69,11 @@ struct Integers {
 template <int bits, bool in_table>
 struct Bytes {
     static constexpr int num_bits = bits, number_bytes = has_wide_pieces ? 2 : 1;
-    static constexpr bool may_have_halves = bits == any_bits && !in_table, may_have_steps = bits == 8, may_have_pairs = bits == 8;
+    static constexpr bool may_have_halves = !in_table, may_have_steps = bits == 8, may_have_pairs = bits == 8;
+    static constexpr bool may_be_whole = bits == 8 || bits == any_bits;
 
     template <int rows, int first, int last>
     static void sum(const Panels& by, const uint8_t* codes, const uint8_t* x, int64_t stride, Block<ints, rows>& sums) {
-        for (int row = 0; row < rows; row++) sums[row][0] = sums[row][1] = ints{};
         for_vectors<bits, first, last>([&](auto vector, auto) {
             words here[halves];
             for (int half = 0; half < halves; half++) {
@@ -102,7 +103,10 @@ struct Bytes {
     }
 
     static words looked_up(const Panels& by, words codes) {
-#ifdef HAS_AVX2
+#if defined(HAS_WIDE_VNNI)
+        const __m128i table = _mm_loadu_si128(static_cast<const __m128i*>(by.table));
+        return (words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)codes);
+#elif defined(HAS_AVX2)
         const __m128i table = _mm_loadu_si128(static_cast<const __m128i*>(by.table));
         return (words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)codes);
 #else

@@ -20,7 +20,7 @@ using namespace lanes;
 
 struct PieceHead {
     float scale;     // of the numbers
-    int32_t sum;     // of integers, times the weight's zero if that is every group's
+    int32_t start;   // of sums of integers: minus theirs, times the weight's zero if that is every group's
     float offset;    // scale * sum, or the sum of floats
     int32_t unused;  // so that vectors are aligned
 };
@@ -110,14 +110,14 @@ class RowWriter {
         for (int64_t first = 0; first < num_positions_; first += size_, to += bytes_) {
             if (by_.rounding == int8_of_pieces) scale = scale_of(row + first, size_, 127.0f);
             ints sums{};
-            for (int i = 0; i < size_; i += 2 * count) {
-                const ints low = level_at(row + first + i), high = level_at(row + first + i + count);
-                sums += low + high;
-                if (wide) store_shorts(low, high, to + sizeof(PieceHead) + 2 * i);
-                else store_bytes(low, high, to + sizeof(PieceHead) + i);
+            for (int i = 0; i < size_; i += 16) {
+                Sixteen levels;
+                for (int j = 0; j < 16 / count; j++) sums += levels[j] = level_at(row + first + i + j * count);
+                if (wide) store_shorts(levels, to + sizeof(PieceHead) + 2 * i);
+                else store_bytes(levels, to + sizeof(PieceHead) + i);
             }
             const int32_t sum = sum_of(sums);
-            const PieceHead head{scale, sum * times, scale * float(sum), 0};
+            const PieceHead head{scale, -sum * times, scale * float(sum), 0};
             std::memcpy(to, &head, sizeof(head));
         }
     }

@@ -60,3 +60,6 @@ class PackedTerms:
         sizes = x_TI.shape[0], x_TI.stride(0), self.num_outputs, torch.get_num_threads()
         self._multiply(ctypes.byref(part), x_TI.data_ptr(), out_TO.data_ptr(), *sizes)
         return out_TO
+
+    def before_gate(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        return self(x_TI, bias_O)

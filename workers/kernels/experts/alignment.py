@@ -8,7 +8,28 @@ Legend: P pairs (token * slots + slot), X experts, B tiles, M rows of a tile.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+FEW_ROWS, MANY_ROWS = 16, 64
+"""Of a tile. 16 are the least that matrix units take: experts with few rows are bound by their bytes. Chosen by
+reasoning, not measured yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTiles:
+    """The tiles of rows of a step, for all products of a layer."""
+
+    rows: int
+    pairs: torch.Tensor  # int32 [B * rows], P where there is none
+    experts_B: torch.Tensor  # int32, X for a tile that is not used
+
+    @classmethod
+    def of(cls, chosen_P: torch.Tensor, num_experts: int) -> ExpertTiles:
+        rows = FEW_ROWS if len(chosen_P) <= FEW_ROWS * num_experts else MANY_ROWS
+        pairs, experts_B = aligned_pairs(chosen_P, num_experts, rows)
+        return cls(rows=rows, pairs=pairs, experts_B=experts_B)
 
 
 def aligned_pairs(chosen_P: torch.Tensor, num_experts: int, tile_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,18 +25,18 @@ class RoundedInputs:
 
 
 @triton.jit
-def _nearest(x):
+def nearest(x):
     """To the nearest integer, ties to even, of numbers below 2**22."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
-def _nearest_fp8(x):
+def nearest_fp8(x):
     """To the nearest e4m3 number, ties to even, in float32: three bits behind the first, multiples of 2**-9 below."""
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
     normal = bits.to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(x) < 0.015625, _nearest(x * 512.0) * 0.001953125, normal)
+    return tl.where(tl.abs(x) < 0.015625, nearest(x * 512.0) * 0.001953125, normal)
 
 
 @triton.jit
@@ -57,10 +57,10 @@ def _round(
         tl.store(scales_ptr + token * num_groups + groups_R, scale_R, mask=groups_R < num_groups)
     level_RX = tl.div_rn(x_RX, tl.broadcast_to(scale_R[:, None], [R, X]))
     if FP8:
-        level_RX = _nearest_fp8(tl.minimum(tl.maximum(level_RX, -448.0), 448.0))
+        level_RX = nearest_fp8(tl.minimum(tl.maximum(level_RX, -448.0), 448.0))
     else:
         level_RX = tl.minimum(tl.maximum(level_RX, -1024.0), 1024.0)
-        level_RX = tl.minimum(tl.maximum(_nearest(level_RX) + zero, -128.0 if GIVEN else -127.0), 127.0)
+        level_RX = tl.minimum(tl.maximum(nearest(level_RX) + zero, -128.0 if GIVEN else -127.0), 127.0)
     tl.store(levels_ptr + token * num_inputs + inputs_RX, level_RX.to(levels_ptr.dtype.element_ty), mask=inside_RX)
 
 

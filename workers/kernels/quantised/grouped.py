@@ -179,32 +179,24 @@ def _add_unit(
 
 
 @triton.jit
-def _grouped(
-    x_ptr, low_ptr, high_ptr, scales_ptr, scale_factors_ptr, zeros_ptr, minimums_ptr, minimum_factors_ptr, table_ptr,
-    sums_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, num_rows, num_inputs, num_outputs, padded_outputs, x_stride,
-    num_steps, steps_per_split, PER_SCALE: tl.constexpr, PER_SCALE_FACTOR: tl.constexpr, PER_ZERO: tl.constexpr,
+def sum_of_steps(
+    x_row_M, inside_M, rows_M, low_ptr, high_ptr, scales_ptr, scale_factors_ptr, zeros_ptr, minimums_ptr,
+    minimum_factors_ptr, table_ptr, order_ptr, sums_ptr, outputs_N, first, last, num_rows, num_inputs, padded_outputs,
+    num_steps, PER_SCALE: tl.constexpr, PER_SCALE_FACTOR: tl.constexpr, PER_ZERO: tl.constexpr,
     PER_MINIMUM: tl.constexpr, PER_MINIMUM_FACTOR: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     OFFSET: tl.constexpr, SCALE_FACTORS: tl.constexpr, ZEROS: tl.constexpr, MINIMUMS: tl.constexpr,
-    MINIMUM_FACTORS: tl.constexpr, TABLE: tl.constexpr, PAIRS: tl.constexpr, BIAS: tl.constexpr, SUMS: tl.constexpr,
-    SUMMED: tl.constexpr, SPLIT: tl.constexpr, PER_UNIT: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    MINIMUM_FACTORS: tl.constexpr, TABLE: tl.constexpr, PAIRS: tl.constexpr, ORDER: tl.constexpr, SUMS: tl.constexpr,
+    SUMMED: tl.constexpr, PER_UNIT: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs and rows, over a share of the steps."""
-    block, split = tl.program_id(0), tl.program_id(1)
-    lanes_N, lanes_H = tl.arange(0, N), tl.arange(0, H)
-    outputs_N = block * N + lanes_N
-    rows_M = tl.program_id(2) * M + tl.arange(0, M)
-    inside_M = rows_M < num_rows
-    TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    """[N, M], float32: of rows of inputs, by address, over the steps [first, last) of a weight. With an `order` a
+    position's input is looked up in it; rows of x are in the order of positions otherwise."""
+    lanes_H = tl.arange(0, H)
     UNITS: tl.constexpr = 4 // PER_UNIT
     PLANES: tl.constexpr = 4 if LOW == 8 else 1
-
-    first = split * steps_per_split
-    last = tl.minimum(first + steps_per_split, num_steps)
     word_N = (outputs_N // BLOCK).to(tl.int64) * num_steps * BLOCK * H
     words_NH = word_N[:, None] * PLANES + (outputs_N % BLOCK)[:, None] * H + lanes_H[None, :]
     high_words_NH = word_N[:, None] + (outputs_N % BLOCK)[:, None] * H + lanes_H[None, :]
-    x_row_M = x_ptr + rows_M.to(tl.int64) * x_stride
     acc_NM = tl.zeros([N, M], tl.float32)
     ones_NH = tl.full([N, H], 1.0, TYPE)
     for step in range(first, last):
@@ -213,9 +205,11 @@ def _grouped(
         part_NM = tl.zeros([N, M], tl.float32)
         sums_NM = tl.zeros([N, M], tl.float32)
         for field in tl.static_range(4):
-            positions_H = (step * 4 + field) * H + lanes_H
-            inside_HM = inside_M[None, :] & (positions_H < num_inputs)[:, None]
-            x_HM = tl.load(x_row_M[None, :] + positions_H[:, None], mask=inside_HM, other=0.0)
+            inputs_H = (step * 4 + field) * H + lanes_H
+            if ORDER:
+                inputs_H = tl.load(order_ptr + inputs_H).to(tl.int32)
+            inside_HM = inside_M[None, :] & (inputs_H < num_inputs)[:, None]
+            x_HM = tl.load(x_row_M[None, :] + inputs_H[:, None], mask=inside_HM, other=0.0)
             if LOW == 8:
                 low_NH = tl.load(low_ptr + words_NH + (step * 4 + field) * (BLOCK * H))
             level_NH = _level(low_NH, high_NH, table_ptr, field, LOW, HIGH, TABLE, PAIRS, TYPE)
@@ -230,6 +224,34 @@ def _grouped(
                     ZEROS, MINIMUMS, MINIMUM_FACTORS, SUMS, SUMMED)  # fmt: skip
                 part_NM = tl.zeros([N, M], tl.float32)
                 sums_NM = tl.zeros([N, M], tl.float32)
+    return acc_NM
+
+
+@triton.jit
+def _grouped(
+    x_ptr, low_ptr, high_ptr, scales_ptr, scale_factors_ptr, zeros_ptr, minimums_ptr, minimum_factors_ptr, table_ptr,
+    sums_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, num_rows, num_inputs, num_outputs, padded_outputs, x_stride,
+    num_steps, steps_per_split, PER_SCALE: tl.constexpr, PER_SCALE_FACTOR: tl.constexpr, PER_ZERO: tl.constexpr,
+    PER_MINIMUM: tl.constexpr, PER_MINIMUM_FACTOR: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    OFFSET: tl.constexpr, SCALE_FACTORS: tl.constexpr, ZEROS: tl.constexpr, MINIMUMS: tl.constexpr,
+    MINIMUM_FACTORS: tl.constexpr, TABLE: tl.constexpr, PAIRS: tl.constexpr, BIAS: tl.constexpr, SUMS: tl.constexpr,
+    SUMMED: tl.constexpr, SPLIT: tl.constexpr, PER_UNIT: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """One tile of outputs and rows, over a share of the steps."""
+    block, split = tl.program_id(0), tl.program_id(1)
+    outputs_N = block * N + tl.arange(0, N)
+    rows_M = tl.program_id(2) * M + tl.arange(0, M)
+    inside_M = rows_M < num_rows
+    TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    first = split * steps_per_split
+    last = tl.minimum(first + steps_per_split, num_steps)
+    acc_NM = sum_of_steps(
+        x_ptr + rows_M.to(tl.int64) * x_stride, inside_M, rows_M, low_ptr, high_ptr, scales_ptr, scale_factors_ptr,
+        zeros_ptr, minimums_ptr, minimum_factors_ptr, table_ptr, low_ptr, sums_ptr, outputs_N, first, last, num_rows,
+        num_inputs, padded_outputs, num_steps, PER_SCALE, PER_SCALE_FACTOR, PER_ZERO, PER_MINIMUM, PER_MINIMUM_FACTOR,
+        LOW, HIGH, OFFSET, SCALE_FACTORS, ZEROS, MINIMUMS, MINIMUM_FACTORS, TABLE, PAIRS, False, SUMS, SUMMED, PER_UNIT,
+        PRECISION, BLOCK, TYPE, N, M, H)  # fmt: skip
     if SPLIT:
         is_last, acc_NM = add_shares(acc_NM, partial_ptr, arrived_ptr, block, tl.num_programs(0), N, M)
         if not is_last:
@@ -275,7 +297,7 @@ def grouped_tile(num_rows: int, dtype: torch.dtype, weight: GroupedCodes) -> Pro
     return ProductTile(outputs=2 * BLOCK_N, rows=128, warps=8, stages=3)
 
 
-def _tensors(weight: GroupedCodes) -> tuple[torch.Tensor, ...]:
+def tensors_of(weight: GroupedCodes) -> tuple[torch.Tensor, ...]:
     """In the order of the kernel's arguments; another where there is none."""
     scale, minimum = weight.scale, weight.minimum or weight.scale
     return (
@@ -290,7 +312,7 @@ def _tensors(weight: GroupedCodes) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _constants(weight: GroupedCodes, dtype: torch.dtype) -> dict[str, int | bool | str]:
+def constants_of(weight: GroupedCodes, dtype: torch.dtype) -> dict[str, int | bool | str]:
     minimum, zeros, offset = (
         weight.minimum or weight.scale,
         isinstance(weight.zero, torch.Tensor),
@@ -343,11 +365,11 @@ def grouped_product(
     splits = num_splits(blocks, weight.num_steps, weight.num_multiprocessors) if row_blocks == 1 else 1
     per_split = triton.cdiv(weight.num_steps, splits)
     splits = triton.cdiv(weight.num_steps, per_split)
-    constants = _constants(weight, x_TI.dtype)
+    constants = constants_of(weight, x_TI.dtype)
     summed = bool(constants["SUMS"]) and tile.rows > FEW_ROWS
     _grouped[(blocks, splits, row_blocks)](
         x_TI,
-        *_tensors(weight),
+        *tensors_of(weight),
         unit_sums(x_TI, weight) if summed else out_TO,
         out_TO if bias_O is None else bias_O,
         out_TO,

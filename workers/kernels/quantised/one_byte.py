@@ -46,21 +46,15 @@ def _float16_of(bytes_NX):
 
 
 @triton.jit
-def _bytes(
-    x_ptr, weight_ptr, x_scales_ptr, scales_ptr, row_sums_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
-    num_rows, num_inputs, num_outputs, steps_per_split, x_scale_token, x_scale_group, scale_group, zero,
-    INTEGERS: tl.constexpr, DECODED: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
-    X: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
+def sum_of_bytes(
+    x_row_M, x_scale_M, inside_M, weight_ptr, scales_ptr, outputs_N, inside_N, first, last, num_inputs, x_scale_group,
+    scale_group, INTEGERS: tl.constexpr, DECODED: tl.constexpr, X: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs and rows, over a share of the steps."""
-    block, split = tl.program_id(0), tl.program_id(1)
-    outputs_N, lanes_X = block * N + tl.arange(0, N), tl.arange(0, X)
-    rows_M = tl.program_id(2) * M + tl.arange(0, M)
-    inside_N, inside_M = outputs_N < num_outputs, rows_M < num_rows
-    first = split * steps_per_split
-    last = tl.minimum(first + steps_per_split, tl.cdiv(num_inputs, X))
+    """[N, M] of rows of levels and of their scales, both by address, over the steps [first, last) of a weight: int32
+    that is not scaled yet, or float32."""
+    lanes_X = tl.arange(0, X)
     weight_NX = weight_ptr + outputs_N.to(tl.int64)[:, None] * num_inputs + lanes_X[None, :]
-    x_XM = x_ptr + rows_M.to(tl.int64)[None, :] * num_inputs + lanes_X[:, None]
+    x_XM = x_row_M[None, :] + lanes_X[:, None]
     acc_NM = tl.zeros([N, M], tl.int32 if INTEGERS else tl.float32)
     for step in range(first, last):
         here_X = step * X + lanes_X < num_inputs
@@ -71,19 +65,46 @@ def _bytes(
         else:
             part_NM = tl.dot(_float16_of(level_NX), input_XM) if DECODED else tl.dot(level_NX, input_XM)
             scale_N = tl.load(scales_ptr + step * scale_group + outputs_N, mask=inside_N, other=0.0)
-            x_scale_M = tl.load(x_scales_ptr + rows_M * x_scale_token + step * x_scale_group, mask=inside_M, other=0.0)
-            acc_NM += part_NM * scale_N[:, None] * x_scale_M[None, :]
+            scale_M = tl.load(x_scale_M + step * x_scale_group, mask=inside_M, other=0.0)
+            acc_NM += part_NM * scale_N[:, None] * scale_M[None, :]
+    return acc_NM
+
+
+@triton.jit
+def scaled_once(acc_NM, x_scale_M, inside_M, scales_ptr, outputs_N, inside_N, INTEGERS: tl.constexpr):
+    """Sums of integers times both scales; those of fp8 have theirs."""
+    sum_NM = acc_NM.to(tl.float32)
+    if INTEGERS:
+        scale_N = tl.load(scales_ptr + outputs_N, mask=inside_N, other=0.0)
+        sum_NM = sum_NM * scale_N[:, None] * tl.load(x_scale_M, mask=inside_M, other=0.0)[None, :]
+    return sum_NM
+
+
+@triton.jit
+def _bytes(
+    x_ptr, weight_ptr, x_scales_ptr, scales_ptr, row_sums_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
+    num_rows, num_inputs, num_outputs, steps_per_split, x_scale_token, x_scale_group, scale_group, zero,
+    INTEGERS: tl.constexpr, DECODED: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
+    X: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """One tile of outputs and rows, over a share of the steps."""
+    block, split = tl.program_id(0), tl.program_id(1)
+    outputs_N = block * N + tl.arange(0, N)
+    rows_M = tl.program_id(2) * M + tl.arange(0, M)
+    inside_N, inside_M = outputs_N < num_outputs, rows_M < num_rows
+    first = split * steps_per_split
+    last = tl.minimum(first + steps_per_split, tl.cdiv(num_inputs, X))
+    x_scale_M = x_scales_ptr + rows_M * x_scale_token
+    acc_NM = sum_of_bytes(
+        x_ptr + rows_M.to(tl.int64) * num_inputs, x_scale_M, inside_M, weight_ptr, scales_ptr, outputs_N, inside_N,
+        first, last, num_inputs, x_scale_group, scale_group, INTEGERS, DECODED, X, N, M)  # fmt: skip
     if SPLIT:
         is_last, acc_NM = add_shares(acc_NM, partial_ptr, arrived_ptr, block, tl.num_programs(0), N, M)
         if not is_last:
             return
-    sum_NM = acc_NM.to(tl.float32)
-    if INTEGERS:
-        if ZERO:
-            acc_NM -= zero * tl.load(row_sums_ptr + outputs_N, mask=inside_N, other=0)[:, None]
-        scale_N = tl.load(scales_ptr + outputs_N, mask=inside_N, other=0.0)
-        x_scale_M = tl.load(x_scales_ptr + rows_M * x_scale_token, mask=inside_M, other=0.0)
-        sum_NM = acc_NM.to(tl.float32) * scale_N[:, None] * x_scale_M[None, :]
+    if ZERO:
+        acc_NM -= zero * tl.load(row_sums_ptr + outputs_N, mask=inside_N, other=0)[:, None]
+    sum_NM = scaled_once(acc_NM, x_scale_M, inside_M, scales_ptr, outputs_N, inside_N, INTEGERS)
     if BIAS:
         sum_NM += tl.load(bias_ptr + outputs_N, mask=inside_N, other=0.0).to(tl.float32)[:, None]
     written_NM = rows_M.to(tl.int64)[None, :] * num_outputs + outputs_N[:, None]

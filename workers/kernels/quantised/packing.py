@@ -40,6 +40,11 @@ class _Units:
     def size(self) -> int:
         return self.field * self.fields
 
+    @property
+    def count(self) -> int:
+        """With those behind the last column: the kernel reads a scale for each."""
+        return len(self.columns_P) // self.size
+
 
 def packed_groups(weight: QuantisedWeight, num_multiprocessors: int) -> GroupedCodes | None:
     """None for a weight that the kernel does not take: one whose groups are so short that most positions are gaps."""
@@ -92,6 +97,7 @@ def _units(weight: QuantisedWeight) -> _Units | None:
         if weight.scale.num_groups == 1:
             return _Units(field=field, fields=fields, columns_P=columns_P, groups_U=None, per_group=padded // unit)
         groups_U = (torch.arange(padded // unit, device=device) * unit + weight.group_offset) // size
+        groups_U = groups_U.clamp(max=weight.scale.num_groups - 1)  # behind the last column
         if weight.group_offset == 0:
             return _Units(field=field, fields=fields, columns_P=columns_P, groups_U=None, per_group=size // unit)
         return _Units(field=field, fields=fields, columns_P=columns_P, groups_U=groups_U, per_group=1)
@@ -175,19 +181,22 @@ def _numbers(values: GroupValues, units: _Units) -> GroupNumbers:
         return GroupNumbers(
             values_VO=_by_outputs(value_OU), factors_GO=None if factors is None else _of_units(factors, units)
         )
+    units_per_value = units.per_group * values.groups_per_block
     return GroupNumbers(
-        values_VO=_by_outputs(values.value_OB),
-        factors_GO=None if factors is None else _by_outputs(factors),
-        units_per_value=units.per_group * values.groups_per_block,
+        values_VO=_by_outputs(values.value_OB, -(-units.count // units_per_value)),
+        factors_GO=None if factors is None else _by_outputs(factors, -(-units.count // units.per_group)),
+        units_per_value=units_per_value,
         units_per_factor=units.per_group,
     )
 
 
 def _of_units(values_OG: torch.Tensor, units: _Units) -> torch.Tensor:
-    return _by_outputs(values_OG if units.groups_U is None else values_OG[:, units.groups_U])
+    if units.groups_U is not None:
+        return _by_outputs(values_OG[:, units.groups_U])
+    return _by_outputs(values_OG, -(-units.count // units.per_group))
 
 
-def _by_outputs(values_OG: torch.Tensor) -> torch.Tensor:
-    """[G, O padded]."""
-    padding = -values_OG.shape[0] % PADDED_OUTPUTS
-    return F.pad(values_OG.T, (0, padding)).contiguous()
+def _by_outputs(values_OG: torch.Tensor, num: int = 0) -> torch.Tensor:
+    """[G, O padded], zeros for groups up to `num`."""
+    num_outputs, num_groups = values_OG.shape
+    return F.pad(values_OG.T, (0, -num_outputs % PADDED_OUTPUTS, 0, max(0, num - num_groups))).contiguous()

@@ -9,7 +9,7 @@ import torch
 from workers.checkpoint.activations import ActivationRounding
 from workers.checkpoint.quantised import QuantisedWeight
 from workers.kernels.base import QuantisedProduct
-from workers.kernels.quantised.activations import round_inputs
+from workers.kernels.quantised.activations import RoundedInputs, round_inputs
 from workers.kernels.quantised.grouped import GroupedCodes, grouped_product
 from workers.kernels.quantised.one_byte import STEP, ByteCodes, byte_product
 from workers.kernels.quantised.packing import packed_groups
@@ -33,23 +33,24 @@ class ByteProduct:
 
     def __init__(self, codes: ByteCodes, rounding: ActivationRounding) -> None:
         self.codes = codes
-        self._rounding = rounding
+        self.rounding = rounding
         self._scale: torch.Tensor | None = None
         if rounding.scale is not None:
             self._scale = torch.tensor([rounding.scale], device=codes.levels_OI.device)
         self._fp8_type = torch.float16 if codes.levels_OI.dtype == torch.uint8 else torch.float8_e4m3fn
 
-    def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        rounding = self._rounding
-        rounded = round_inputs(
+    def rounded(self, x_TI: torch.Tensor) -> RoundedInputs:
+        return round_inputs(
             x_TI if x_TI.stride(1) == 1 else x_TI.contiguous(),
-            levels=rounding.levels,
-            group=rounding.group,
+            levels=self.rounding.levels,
+            group=self.rounding.group,
             scale=self._scale,
-            zero=rounding.zero,
+            zero=self.rounding.zero,
             fp8_type=self._fp8_type,
         )
-        return byte_product(rounded, self.codes, bias_O, dtype=x_TI.dtype, zero=rounding.zero)
+
+    def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        return byte_product(self.rounded(x_TI), self.codes, bias_O, dtype=x_TI.dtype, zero=self.rounding.zero)
 
 
 def quantised_product(weight: QuantisedWeight) -> QuantisedProduct | None:

@@ -53,6 +53,7 @@ class Family:
     activation_field: str = "hidden_act"
     gated: bool = True  # the MLP is down(activation(gate(x)) * up(x)), else down(activation(up(x)))
     interleaved_rope: bool = False  # neighbouring dimensions of a head turn together, not those half a head apart
+    rotary_dim_field: str | None = None  # the number of dimensions that turn, in place of partial_rotary_factor
     attention_bias_field: str = "attention_bias"
     mlp_bias_field: str = "mlp_bias"
     o_bias: bool = True  # the attention's output has a bias too, where queries, keys and values have one by that field

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from protos.errors import BadCheckpoint, UnsupportedModel
@@ -47,11 +47,15 @@ class ExpertNames:
 
     module: str = "mlp"
     router: str = "gate"
+    correction: str = "gate.e_score_correction_bias"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
+
+
+_MIXTRAL_NAMES = ExpertNames(module="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +104,7 @@ def mixtral_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
         ),
         width=_width(config, "intermediate_size"),
         sparse=(True,) * num_layers,
-        names=ExpertNames(module="block_sparse_moe", gate="w1", up="w3", down="w2"),
+        names=_MIXTRAL_NAMES,
     )
 
 
@@ -146,6 +150,28 @@ def deepseek_v3_experts(config: Fields, num_layers: int) -> ExpertsConfig | None
 
 def glm4_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
     return _sigmoid_experts(config, num_layers, num_experts=128, groups=(1, 1), factor=1.0, first_sparse=1)
+
+
+def minimax_m2_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
+    """Published files have options that transformers does not read: others than theirs are refused."""
+    num_experts = _num_experts(config, "num_local_experts", 256)
+    _require(config, "scoring_func", config.text_or("scoring_func", "sigmoid"), ("sigmoid",))
+    _require(config, "qk_norm_type", config.text_or("qk_norm_type", "per_layer"), ("per_layer",))
+    for key in ("use_qk_norm", "use_routing_bias"):
+        _require(config, key, config.flag(key, default=True), (True,))
+    _require(config, "shared_intermediate_size", config.integer_or("shared_intermediate_size", 0, minimum=0), (0,))
+    return ExpertsConfig(
+        routing=ExpertRouting(
+            num_experts=num_experts,
+            num_chosen=_num_chosen(config, num_experts, 8),
+            scoring="sigmoid",
+            renormalised=True,
+            corrected=True,
+        ),
+        width=_width(config, "intermediate_size"),
+        sparse=(True,) * num_layers,
+        names=replace(_MIXTRAL_NAMES, correction="e_score_correction_bias"),
+    )
 
 
 def gpt_oss_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:

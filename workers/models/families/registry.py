@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from protos.errors import UnsupportedModel
 from protos.model_files.fields import Fields
+from workers.models.families.alternating import cohere2, exaone4, gemma2, gemma3, olmo3
 from workers.models.families.base import Family
 from workers.models.families.dense import (
-    cohere2,
-    gemma2,
-    gemma3,
+    arcee,
+    ernie4_5,
     glm4,
     granite,
     llama,
+    ministral3,
     mistral,
     olmo2,
     phi3,
     qwen2,
     qwen3,
+    seed_oss,
     smollm3,
     starcoder2,
 )
@@ -26,25 +28,32 @@ from workers.models.families.mixtures import (
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
+    minimax_m2,
     mixtral,
     qwen2_moe,
     qwen3_moe,
 )
 
 _DENSE = (
-    llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite, glm4, smollm3, starcoder2, cohere2,
+    llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, olmo3, granite, glm4, smollm3, starcoder2, cohere2,
+    exaone4, seed_oss, ernie4_5, arcee, ministral3,
 )  # fmt: skip
-_MIXTURES = (mixtral, qwen2_moe, qwen3_moe, glm4_moe, glm4_moe_lite, gpt_oss, deepseek_v2, deepseek_v3)
+_MIXTURES = (mixtral, qwen2_moe, qwen3_moe, glm4_moe, glm4_moe_lite, gpt_oss, deepseek_v2, deepseek_v3, minimax_m2)
 FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in (*_DENSE, *_MIXTURES))
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
+def is_ours(config: Fields) -> bool:
+    """Whether the model is one of these families, whose layers Baton computes itself."""
+    return _family(config) is not None
+
+
 def family_of(config: Fields) -> Family:
     """The family that config.json names in `architectures`, or in `model_type` when there is no such list."""
+    found = _family(config)
+    if found is not None:
+        return found
     named = config.texts("architectures")
-    for family in FAMILIES:
-        if named == (family.architecture,) or (not named and config.text_or("model_type", "") == family.name):
-            return family
     what = f"architectures {list(named)}" if named else f"model_type {config.raw('model_type')!r}"
     known = ", ".join(family.architecture for family in FAMILIES)
     models = ", ".join(family.models for family in FAMILIES)
@@ -53,3 +62,11 @@ def family_of(config: Fields) -> Family:
         "checkpoint of one of these",
         param="architectures",
     )
+
+
+def _family(config: Fields) -> Family | None:
+    named = config.texts("architectures")
+    for family in FAMILIES:
+        if named == (family.architecture,) or (not named and config.text_or("model_type", "") == family.name):
+            return family
+    return None

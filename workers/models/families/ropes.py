@@ -58,5 +58,10 @@ def ropes_by_type(config: Fields, windows: Windows, sizes: RopeSizes) -> Ropes:
     return tuple(wide if window is None else near for window in windows)
 
 
+def ropes_of_one_base(config: Fields, windows: Windows, sizes: RopeSizes) -> Ropes:
+    """As `ropes_by_type`; where layers have no rope of their own, those with a window have the same base, unscaled."""
+    return ropes_by_type(config.replaced(rope_local_base_freq=config.number("rope_theta")), windows, sizes)
+
+
 def _rope(config: Fields, sizes: RopeSizes) -> Rope:
     return read_rope(config, head_dim=sizes.rotary_dim, max_position=sizes.max_position, partial=sizes.partial)

@@ -63,6 +63,14 @@ class TensorNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryGrowth:
+    """Queries at position p are times 1 + beta * ln(1 + floor(p / length)): Llama 4's scale for long contexts."""
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
     """Factors and soft caps: a soft cap of c makes c * tanh(x / c) of x, 0 is none."""
 
@@ -72,9 +80,17 @@ class Scales:
     attention_softcap: float = 0.0
     logits: float = 1.0
     logits_softcap: float = 0.0
+    growth: QueryGrowth | None = None  # of queries
 
 
 RMS_NORM, NORMS_BEFORE, LLAMA_NAMES = NormKind(), NormPlaces(), TensorNames()
+NORMS_AFTER = NormPlaces(
+    before_attention=None,
+    after_attention="post_attention_layernorm",
+    before_mlp=None,
+    after_mlp="post_feedforward_layernorm",
+)
+"""Of OLMo 2 and EXAONE 4."""
 
 
 def no_scales(config: Fields) -> Scales:

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 
 import torch
 
-from workers.attention.base import AttentionBackend, CosSin
+from workers.adapters.linear import AdaptableLinear
+from workers.attention.base import AttentionBackend, AttentionOptions, CosSin
 from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.slots import Loadable, Slot
 from workers.kernels.cpu.products import PackedProduct
 from workers.models.config import ModelConfig
+from workers.models.layers.growth import StepGrowth
 from workers.models.layers.linear import ColumnParallel, RowParallel, projections_of
 from workers.models.layers.norm import AllHeadsNorm, RMSNorm
 from workers.models.layers.rope import head_order
@@ -22,13 +24,13 @@ from workers.models.layers.rope import head_order
 class SelfAttention:
     """Each rank has N / tp query heads and their key/value heads: K / tp, or one that several ranks copy."""
 
-    def __init__(self, context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> None:
+    def __init__(
+        self, context: LayerContext, prefix: str, config: ModelConfig, layer: int, *, num_inputs: int | None = None
+    ) -> None:
+        """`num_inputs` where the layer reads more than the residual stream."""
         tp, rank, dim = context.parallel.size, context.parallel.rank, config.head_dim
         self._layer = layer
         self._head_dim = dim
-        self._window = config.windows[layer]
-        self._scale = config.attention_scale
-        self._softcap = config.scales.attention_softcap
         num_heads, num_kv_heads = config.num_heads // tp, max(1, config.num_kv_heads // tp)
         first_kv_head = rank * config.num_kv_heads // tp
         heads = range(rank * num_heads * dim, (rank + 1) * num_heads * dim)
@@ -40,7 +42,7 @@ class SelfAttention:
             projections_of(
                 prefix, names.qkv, (total, kv_total, kv_total), (heads, kv_heads, kv_heads), (order, order, ())
             ),
-            config.hidden_size,
+            num_inputs or config.hidden_size,
             bias=config.qkv_bias,
         )
         self._norms: tuple[RMSNorm | AllHeadsNorm, ...] = ()
@@ -50,11 +52,17 @@ class SelfAttention:
                 _head_norm(context, f"{prefix}.{name}", config, all_heads, share, order)
                 for name, all_heads, share in parts
             )
-        self._sinks_N = torch.empty(num_heads, device=context.device) if config.spec.sinks else None
+        self._options = AttentionOptions(
+            scale=config.attention_scale,
+            window=config.windows[layer],
+            softcap=config.scales.attention_softcap,
+            sinks_N=torch.empty(num_heads, device=context.device) if config.spec.sinks else None,
+        )
         self._sinks_slots: tuple[Slot, ...] = ()
-        if self._sinks_N is not None:
+        if self.sinks_N is not None:
             shape, start = (config.num_heads,), rank * num_heads
-            self._sinks_slots = (Slot(name=f"{prefix}.sinks", shape=shape, target=self._sinks_N, start=start),)
+            self._sinks_slots = (Slot(name=f"{prefix}.sinks", shape=shape, target=self.sinks_N, start=start),)
+        self.growth: StepGrowth | None = None
         self._out = RowParallel(context, f"{prefix}.{names.out}", total, config.hidden_size, bias=config.o_bias)
 
     def __call__(self, x_TE: torch.Tensor, rotation: CosSin, backend: AttentionBackend) -> torch.Tensor:
@@ -63,20 +71,15 @@ class SelfAttention:
         if self._norms:
             q_norm, k_norm = self._norms
             q_TND, k_TKD = q_norm(q_TND), k_norm(k_TKD)
+        if self.growth is not None:
+            q_TND = self.growth(q_TND)
         q_TND = backend.write(self._layer, q_TND, k_TKD, v_TKD, rotation)
-        out_TND = backend.attend(
-            self._layer,
-            q_TND,
-            scale=self._scale,
-            window=self._window,
-            softcap=self._softcap,
-            sinks_N=self._sinks_N,
-        )
+        out_TND = backend.attend(self._layer, q_TND, self._options)
         return self._out(out_TND.flatten(1))
 
     @property
     def window(self) -> int | None:
-        return self._window
+        return self._options.window
 
     @property
     def head_norms(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -84,13 +87,19 @@ class SelfAttention:
         return (self._norms[0].weight, self._norms[1].weight) if self._norms else None
 
     @property
-    def compilable(self) -> bool:
-        """Whether compiled layers can do all that a call does beside its products."""
-        return self._sinks_N is None
+    def sinks_N(self) -> torch.Tensor | None:
+        return self._options.sinks_N
+
+    @property
+    def latents(self) -> None:
+        return None
 
     def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
         """Of queries, keys and values, and of the output."""
         return self._qkv.packed_product(), self._out.packed_product()
+
+    def linears(self) -> Iterator[AdaptableLinear]:
+        yield from (self._qkv, self._out)
 
     def pack(self) -> None:
         self._qkv.pack()

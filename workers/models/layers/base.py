@@ -7,8 +7,10 @@ from typing import Protocol
 
 import torch
 
+from workers.adapters.linear import AdaptableLinear
 from workers.attention.base import AttentionBackend, CosSin
 from workers.checkpoint.slots import Slot
+from workers.kernels.cpu.latent_layers import LatentWeights
 from workers.kernels.cpu.products import PackedProduct
 
 
@@ -26,14 +28,23 @@ class AttentionLayer(Protocol):
         ...
 
     @property
-    def compilable(self) -> bool:
-        """Whether compiled layers can do all that a call does beside its products."""
+    def sinks_N(self) -> torch.Tensor | None:
+        """float32: one more logit of each query head's softmax, or none."""
+        ...
+
+    @property
+    def latents(self) -> LatentWeights | None:
+        """Once packed, what compiled layers need besides the products, where the cache has latents."""
         ...
 
     def __call__(self, x_TE: torch.Tensor, rotation: CosSin, backend: AttentionBackend) -> torch.Tensor: ...
 
     def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
-        """Of queries, keys and values, and of the output: what compiled layers can compute instead."""
+        """Of queries, keys and values (or latents), and of the output: what compiled layers can compute instead."""
+        ...
+
+    def linears(self) -> Iterator[AdaptableLinear]:
+        """Those that an adapter may change."""
         ...
 
     def pack(self) -> None: ...
@@ -53,6 +64,10 @@ class FeedForward(Protocol):
 
     def packed_products(self) -> tuple[PackedProduct, PackedProduct | None] | None:
         """What compiled layers can compute instead: gate and up, and down, or one product that is all of this half."""
+        ...
+
+    def linears(self) -> Iterator[AdaptableLinear]:
+        """Those that an adapter may change."""
         ...
 
     def pack(self) -> None: ...

@@ -14,10 +14,12 @@ from collections.abc import Iterator
 
 import torch
 
-from workers.checkpoint.encoding import LayerContext, Projection, WeightShare
+from workers.adapters.linear import AdaptableLinear
+from workers.checkpoint.encoding import LayerContext, Matrix, Projection, WeightShare
 from workers.checkpoint.encodings.floats import FloatMatrix
+from workers.checkpoint.encodings.quantised import QuantisedMatrix
 from workers.checkpoint.slots import Slot
-from workers.kernels.base import ExpertsSum
+from workers.kernels.base import ExpertsSum, ExpertWeight
 from workers.kernels.cpu.experts import ExpertProducts, PackedExperts, RouterRule, RouterScores
 from workers.kernels.cpu.products import PackedProduct, can_pack
 from workers.models.config import ModelConfig
@@ -93,14 +95,14 @@ class MixtureOfExperts:
 
     def _group(self) -> ExpertsSum | None:
         """The device's product of all experts, if it has one for their weights."""
-        floats = {index: weights for index, one in self._experts.items() if (weights := one.float_weights())}
-        if not floats or len(floats) < len(self._experts):
+        found = {index: weights for index, one in self._experts.items() if (weights := one.device_weights())}
+        if not found or len(found) < len(self._experts):
             return None
         first = next(iter(self._experts.values()))
         biases = {index: one.biases for index, one in self._experts.items()} if self._config.biased else None
         return self._kernels.grouped_experts(
-            {index: gate_up for index, (gate_up, _) in floats.items()},
-            {index: down for index, (_, down) in floats.items()},
+            {index: gate_up for index, (gate_up, _) in found.items()},
+            {index: down for index, (_, down) in found.items()},
             first.gate,
             num_experts=self._config.num_experts,
             gate_up_biases=None if biases is None else {index: gate_up for index, (gate_up, _) in biases.items()},
@@ -123,9 +125,12 @@ class MixtureOfExperts:
         return y_TSE
 
     def packed_products(self) -> tuple[PackedProduct, None] | None:
-        """One product for all, on one rank."""
-        alone = self._parallel.size == 1 and self._packed is not None
-        return (PackedProduct(weight=self._packed), None) if alone and self._packed is not None else None
+        """One product for all: this rank's part of the sum."""
+        return None if self._packed is None else (PackedProduct(weight=self._packed), None)
+
+    def linears(self) -> Iterator[AdaptableLinear]:
+        """None: compiled code computes all experts of a step at once."""
+        yield from ()
 
     def pack(self) -> None:
         """Where compiled code takes the experts' weights, it takes the router, too."""
@@ -163,6 +168,7 @@ class _Router:
 
     def __init__(self, context: LayerContext, prefix: str, experts: ExpertsConfig, hidden_size: int) -> None:
         self._name, self._shared_name = f"{prefix}.{experts.names.router}", f"{prefix}.{experts.names.shared_gate}"
+        self._correction_name = f"{prefix}.{experts.names.correction}"
         self._routing = experts.routing
         self._num_experts = experts.num_experts
         self.weight_RE = context.empty(experts.num_experts + experts.shared_gated, hidden_size)
@@ -213,8 +219,8 @@ class _Router:
         if self.bias_X is not None:
             yield Slot(name=f"{self._name}.bias", shape=tuple(self.bias_X.shape), target=self.bias_X)
         if self.correction_X is not None:
-            name = f"{self._name}.e_score_correction_bias"
-            yield Slot(name=name, shape=tuple(self.correction_X.shape), target=self.correction_X)
+            shape = tuple(self.correction_X.shape)
+            yield Slot(name=self._correction_name, shape=shape, target=self.correction_X)
 
 
 class ExpertShare:
@@ -267,12 +273,10 @@ class ExpertShare:
         """[T, I] of gate and up [T, 2 I]."""
         return self._kernels.silu_mul(wide_TI2) if self._clamped is None else clamped_gate(wide_TI2, self._clamped)
 
-    def float_weights(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of gate and up, and down, where both are in floating point and not packed."""
-        gate_up, down = self._gate_up.matrix, self._down
-        if not isinstance(gate_up, FloatMatrix) or not isinstance(down, FloatMatrix) or gate_up.packed or down.packed:
-            return None
-        return gate_up.weight_OI, down.weight_OI
+    def device_weights(self) -> tuple[ExpertWeight, ExpertWeight] | None:
+        """Of gate and up, and down, as the device's product of all experts takes them."""
+        gate_up, down = _device_weight(self._gate_up.matrix), _device_weight(self._down)
+        return None if gate_up is None or down is None else (gate_up, down)
 
     @property
     def biases(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -299,6 +303,13 @@ class ExpertShare:
         if self._down_bias_E is not None:
             name, shape = f"{self._down_name}.bias", tuple(self._down_bias_E.shape)
             yield Slot(name=name, shape=shape, target=self._down_bias_E)
+
+
+def _device_weight(matrix: Matrix) -> ExpertWeight | None:
+    """Floats that are not packed; once packed, a quantised weight that the device has a kernel for."""
+    if isinstance(matrix, FloatMatrix):
+        return None if matrix.packed else matrix.weight_OI
+    return matrix.device_product if isinstance(matrix, QuantisedMatrix) else None
 
 
 def clamped_gate(gate_up_TI2: torch.Tensor, by: ClampedGate) -> torch.Tensor:

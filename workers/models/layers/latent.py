@@ -17,9 +17,11 @@ from collections.abc import Iterator
 
 import torch
 
-from workers.attention.base import AttentionBackend, CosSin
+from workers.adapters.linear import AdaptableLinear
+from workers.attention.base import AttentionBackend, AttentionOptions, CosSin
 from workers.checkpoint.encoding import LayerContext, Projection, WeightShare
 from workers.checkpoint.slots import Loadable, Slot
+from workers.kernels.cpu.latent_layers import LatentWeights
 from workers.kernels.cpu.products import PackedProduct
 from workers.models.config import ModelConfig
 from workers.models.layers.linear import ColumnParallel, RowParallel
@@ -36,7 +38,7 @@ class LatentAttention:
         self._kernels, self._dtype = context.kernels, context.dtype
         tp, rank, latent = context.parallel.size, context.parallel.rank, self._latent
         self._num_heads = config.num_heads // tp
-        self._scale = config.attention_scale
+        self._options = AttentionOptions(scale=config.attention_scale, window=None, value_dim=latent.rank)
 
         def of_heads(name: str, dim: int, order: tuple[int, ...] = ()) -> Projection:
             size = self._num_heads * dim
@@ -77,7 +79,7 @@ class LatentAttention:
         q_TNL = self._kernels.head_products(q_TNQ[..., :nope_dim], keys_NPL)
         q_TNW = torch.cat((q_TNL, q_TNQ[..., nope_dim:]), dim=-1)
         q_TNW = backend.write(self._layer, q_TNW, latent_T1W, latent_T1W[..., :rank], rotation)
-        out_TNL = backend.attend(self._layer, q_TNW, scale=self._scale, window=None, value_dim=rank)
+        out_TNL = backend.attend(self._layer, q_TNW, self._options)
         return self._out(self._kernels.head_products(out_TNL, values_NLP).flatten(1))
 
     def _order(self, num_still: int) -> tuple[int, ...]:
@@ -88,7 +90,7 @@ class LatentAttention:
         return () if order == tuple(range(num_still + size)) else order
 
     def _halves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """W_UK [N, P, L] and W_UV [N, L, P], in floating point whatever encoding the checkpoint has them in."""
+        """W_UK [N, P, L] and W_UV [N, L, P], in floating point; the checkpoint may have another encoding."""
         if self._absorbed is None:
             latent = self._latent
             weight_NOL = self._up.dequantised().to(self._dtype).view(self._num_heads, -1, latent.rank)
@@ -105,11 +107,37 @@ class LatentAttention:
         return None
 
     @property
-    def compilable(self) -> bool:
-        return False
+    def sinks_N(self) -> torch.Tensor | None:
+        return None
+
+    @property
+    def latents(self) -> LatentWeights | None:
+        query = None
+        if self._query is not None:
+            norm, up = self._query
+            product = up.packed_product()
+            if product is None:
+                return None
+            query = norm.weight, product
+        keys_NPL, values_NLP = self._halves()
+        return LatentWeights(
+            query=query,
+            norm_L=self._norm.weight,
+            keys_NPL=keys_NPL,
+            values_NLP=values_NLP,
+            rope_dim=self._latent.rope_dim,
+            eps=_EPS,
+        )
 
     def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
-        return None, None
+        """Of what queries are made of and latents, and of the output."""
+        if self._query is not None and self._query[1].packed_product() is None:
+            return None, None
+        return self._down.packed_product(), self._out.packed_product()
+
+    def linears(self) -> Iterator[AdaptableLinear]:
+        """All but kv_b_proj, whose halves are part of queries and values."""
+        yield from (self._down, *(self._query or ())[1:], self._out)
 
     def pack(self) -> None:
         self._halves()

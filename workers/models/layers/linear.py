@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from workers.adapters.low_rank import LinearAdapters
 from workers.checkpoint.encoding import LayerContext, Matrix, Projection, WeightShare
 from workers.checkpoint.slots import Slot
 from workers.kernels.cpu.products import PackedProduct
+from workers.parallel.group import TensorParallel
 
 OVERLAPPED_TOKENS = 1024
 """From so many tokens on, partial sums are added up in two halves: below, a product is too short to hide anything
@@ -53,14 +55,20 @@ class ColumnParallel:
     ) -> None:
         self._projections = tuple(projections)
         self.sizes = [projection.size for projection in projections]
-        share = WeightShare(
+        self.share = WeightShare(
             projections=self._projections, total_inputs=num_inputs, first_input=0, num_inputs=num_inputs
         )
-        self._weight = context.matrix(share, gated=gated)
-        self.bias_O = context.empty(share.num_outputs) if bias else None
+        self._weight = context.matrix(self.share, gated=gated)
+        self._silu_mul = context.kernels.silu_mul if gated else None
+        self.bias_O = context.empty(self.share.num_outputs) if bias else None
+        self.adapters: LinearAdapters | None = None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return self._weight(x_TI, self.bias_O)
+        if self.adapters is None:
+            return self._weight(x_TI, self.bias_O)
+        if self._silu_mul is not None:
+            return self.adapters.gated(x_TI, self._weight, self.bias_O, self._silu_mul)
+        return self.adapters.product(x_TI, self._weight, self.bias_O)
 
     @property
     def matrix(self) -> Matrix:
@@ -84,44 +92,50 @@ class ColumnParallel:
 
 
 class RowParallel:
-    """y = x W^T + b where each rank holds its share of the inputs; the ranks' partial sums are added up."""
+    """y = x W^T + b where each rank holds its share of the inputs; the ranks' partial sums are added up, the first of
+    which has the bias."""
 
     def __init__(self, context: LayerContext, name: str, num_inputs: int, num_outputs: int, *, bias: bool) -> None:
         self._name = name
         self._parallel = context.parallel
         size = num_inputs // context.parallel.size
         whole = Projection(name=name, total=num_outputs, start=0, size=num_outputs)
-        share = WeightShare(
+        self.share = WeightShare(
             projections=(whole,), total_inputs=num_inputs, first_input=context.parallel.rank * size, num_inputs=size
         )
-        self._weight = context.matrix(share)
+        self._weight = context.matrix(self.share)
         self.bias_O = context.empty(num_outputs) if bias else None
+        self.adapters: LinearAdapters | None = None
+
+    @property
+    def _added_bias_O(self) -> torch.Tensor | None:
+        return self.bias_O if self._parallel.rank == 0 else None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         if self._parallel.size == 1:
-            return self._weight(x_TI, self.bias_O)
-        y_TO = self._summed(x_TI)
-        return y_TO if self.bias_O is None else y_TO + self.bias_O
+            if self.adapters is None:
+                return self._weight(x_TI, self.bias_O)
+            return self.adapters.product(x_TI, self._weight, self.bias_O)
+        return self._summed(x_TI)
 
     def _summed(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Of a long step in two halves: the ranks add up the first while each multiplies the second."""
-        num_tokens = x_TI.shape[0]
-        if num_tokens < OVERLAPPED_TOKENS:
-            return self._parallel.all_reduce(self._weight(x_TI))
+        if self.adapters is not None and self.adapters.here():
+            return self._parallel.all_reduce(self.adapters.product(x_TI, self._weight, self._added_bias_O))
+        if not sums_overlap(self._parallel, x_TI.shape[0]):
+            return self._parallel.all_reduce(self._weight(x_TI, self._added_bias_O))
         halves, sums = [], []
         for part_TI in x_TI.tensor_split(2):
-            halves.append(self._weight(part_TI))
+            halves.append(self._weight(part_TI, self._added_bias_O))
             sums.append(self._parallel.begin_all_reduce(halves[-1]))
         for wait in sums:
             wait()
         return torch.cat(halves)
 
     def packed_product(self) -> PackedProduct | None:
-        """What a call computes, if compiled layers can: on one rank."""
+        """What a call computes, if compiled layers can, but for the sum over ranks."""
         weight = self._weight.packed_weight
-        if weight is None or self._parallel.size > 1:
-            return None
-        return PackedProduct(weight=weight, bias_O=self.bias_O)
+        return None if weight is None else PackedProduct(weight=weight, bias_O=self._added_bias_O)
 
     def pack(self) -> None:
         self._weight.pack()
@@ -130,3 +144,8 @@ class RowParallel:
         yield from self._weight.slots()
         if self.bias_O is not None:
             yield Slot(name=f"{self._name}.bias", shape=tuple(self.bias_O.shape), target=self.bias_O)
+
+
+def sums_overlap(parallel: TensorParallel, num_tokens: int) -> bool:
+    """Whether a step is so long that its sums over ranks are made while the next products are computed."""
+    return parallel.size > 1 and num_tokens >= OVERLAPPED_TOKENS

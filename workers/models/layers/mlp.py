@@ -10,11 +10,12 @@ from collections.abc import Iterator
 
 import torch
 
+from workers.adapters.linear import AdaptableLinear
 from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.slots import Slot
 from workers.kernels.cpu.products import PackedProduct
 from workers.models.config import ModelConfig
-from workers.models.layers.activation import ACTIVATIONS, gate
+from workers.models.layers.activation import gate
 from workers.models.layers.linear import ColumnParallel, RowParallel, projections_of
 
 
@@ -49,6 +50,9 @@ class GatedMLP:
         gate_up, down = self._gate_up.packed_product(), self._down.packed_product()
         return None if gate_up is None or down is None else (gate_up, down)
 
+    def linears(self) -> Iterator[AdaptableLinear]:
+        yield from (self._gate_up, self._down)
+
     def pack(self) -> None:
         self._gate_up.pack()
         self._down.pack()
@@ -63,7 +67,7 @@ class PlainMLP:
 
     def __init__(self, context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> None:
         total, names = config.intermediate_size, config.spec.tensors
-        self._activate = ACTIVATIONS[config.activation]
+        self._kernels, self._activation = context.kernels, config.activation
         self._up = ColumnParallel(
             context,
             projections_of(prefix, names.gate_up, (total,), (_share(context, total),), ((),)),
@@ -77,11 +81,15 @@ class PlainMLP:
         return False
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        return self._down(self._activate(self._up(x_TE)))
+        return self._down(self._kernels.activate(self._up(x_TE), self._activation))
 
-    def packed_products(self) -> None:
-        """Compiled layers have a gate."""
-        return None
+    def packed_products(self) -> tuple[PackedProduct, PackedProduct] | None:
+        """Of up, and down."""
+        up, down = self._up.packed_product(), self._down.packed_product()
+        return None if up is None or down is None else (up, down)
+
+    def linears(self) -> Iterator[AdaptableLinear]:
+        yield from (self._up, self._down)
 
     def pack(self) -> None:
         self._up.pack()

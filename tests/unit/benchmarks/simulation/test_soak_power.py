@@ -25,7 +25,7 @@ def test_a_planted_bug_fits_the_code_it_is_planted_in(mutant: Mutant) -> None:
         ("logprobs: positions that are cached have none", 1, "'s prompt are of tokens"),
         ("leases: blocks that land do not extend it", 30, "is expired"),
         ("leases: what is sent does not extend the sender's", 30, "could not be passed on: the lease"),
-        ("off by one: a batch has a sequence too many", 24, "a sequence too many"),
+        ("off by one: a batch has a sequence too many", 25, "a sequence too many"),
         ("leak: shared blocks of a push that is stopped", 65, "their holders know of"),
     ],
 )

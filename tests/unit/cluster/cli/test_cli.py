@@ -8,6 +8,7 @@ import inspect
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from cluster import entry
 from cluster.cli.main import VERBS, main, make_app
 from cluster.cli.serve import DEMO
+from cluster.config.config import ClusterConfig
 from cluster.process.ports import example, listener
 from router.auth.tenants import read_roster
 
@@ -45,7 +47,9 @@ def test_help_names_every_verb() -> None:
 def test_every_verb_exists_and_describes_itself(name: str) -> None:
     verb = VERBS[name]
     assert inspect.getdoc(getattr(importlib.import_module(verb.module), verb.function))
-    assert "Usage" in run(name, "--help")
+    shown = run(name, "--help")
+    assert "Usage" in shown
+    assert "MISSING" not in shown, "a setting without a default"
 
 
 def test_the_settings_in_force_are_printed() -> None:
@@ -160,11 +164,12 @@ def test_up_serves_the_demo_model_and_says_so_where_another_is_asked_for(
 ) -> None:
     """A model of the file was dropped without a word; the fix for one of `--set` named a flag that `up` has not."""
     told = refused(monkeypatch, capsys, "up", "--set", "model=/nope")
-    assert told == "baton: --set model=/nope: `baton up` serves the demo model: use `baton serve --model /nope`\n"
+    fix = "without --model `baton up` serves the demo model: use `baton up --model /nope`"
+    assert told == f"baton: --set model=/nope: {fix}\n"
     file = tmp_path / "baton.toml"
     served: list[str] = []
     monkeypatch.setattr(
-        "cluster.cli.serve._serve", lambda given, config, log_format: served.append(config.worker.model)
+        "cluster.cli.serve._serve", lambda given, configs, log_format: served.append(configs[0].worker.model)
     )
 
     def said(text: str) -> str:
@@ -180,6 +185,32 @@ def test_up_serves_the_demo_model_and_says_so_where_another_is_asked_for(
     assert f"`baton serve --config {file}` serves the file's" in told
     assert "no effect" not in said(run("config")), "the demo's own file"
     assert served == [DEMO["model"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (["--model", "/some/Qwen"], ["Qwen"]),
+        (["/some/Qwen"], ["Qwen"]),
+        (["--model", "a=/some/Qwen"], ["a"]),
+        (["--model", "a=/some/Qwen", "--model", "b=/some/Qwen"], ["a", "b"]),
+    ],
+)
+def test_up_serves_the_models_that_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], names: list[str]
+) -> None:
+    """It served the demo model only, and had no flag for another."""
+    served: list[tuple[str, str, str]] = []
+
+    def serve(given: object, configs: Sequence[ClusterConfig], log_format: object) -> None:
+        served.extend((one.worker.model, one.router.model_name, one.worker.quantize) for one in configs)
+
+    monkeypatch.setattr("cluster.cli.serve._serve", serve)
+    monkeypatch.setattr(sys, "argv", ["baton", "up", *given, "--quantize", "int8"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert served == [("/some/Qwen", name, "int8") for name in names]
 
 
 def test_a_model_must_be_called_something(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

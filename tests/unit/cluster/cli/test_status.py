@@ -18,9 +18,11 @@ from cluster.cli.main import main, make_app
 from cluster.cli.status import status_tables
 from protos.errors import BatonError, Misconfigured
 from protos.values import (
+    DraftCounts,
     KVLayout,
     LaneAddress,
     LaneStats,
+    SpeculationLoad,
     TicketStats,
     TierStats,
     WorkerInfo,
@@ -113,6 +115,24 @@ async def test_how_much_of_the_transfers_was_hidden_is_shown() -> None:
     load = replace(LOAD, transfer_s=2.0, transfer_hidden_s=1.5)
     shown = rows(await ask(Crew(Worker(worker_id="prefill-0", info=PREFILL, load=load))))
     assert ["prefill", "1/1", "3", "2", "1,234", "16/64", "(25%)", "1", "7.5", "MB", "(75%", "hidden)"] in shown
+
+
+async def test_drafts_are_shown_by_source_and_position() -> None:
+    ngram = DraftCounts(source="ngram", drafted_at=(100, 50), accepted_at=(80, 20))
+    one = SpeculationLoad(num_rows=200, num_tokens=300, spared_s=3.0, spent_s=0.5, sources=(ngram,))
+    other = SpeculationLoad(
+        num_rows=200,
+        num_tokens=300,
+        sources=(DraftCounts(source="suffix", drafted_at=(10,), accepted_at=(1,)), replace(ngram, accepted_at=(0, 0))),
+    )
+    workers = [
+        Worker(worker_id=name, info=info(name, WorkerRole.DECODE), load=replace(LOAD, speculation=load))
+        for name, load in (("decode-0", one), ("decode-1", other))
+    ]
+    shown = rows(await ask(Crew(*workers)))
+    assert ["decode", "ngram", "300", "33%", "40%,", "20%", "1.50", "2.5", "s"] in shown
+    assert ["decode", "suffix", "10", "10%", "10%"] in shown
+    assert "Speculation" not in await ask(crew())
 
 
 async def test_who_holds_kv_comes_with_what_each_tier_was_good_for() -> None:

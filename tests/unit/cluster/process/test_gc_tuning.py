@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from rich.console import Console
@@ -15,6 +15,17 @@ from cluster.simulate.run.deployment import SimulatedDeployment
 from cluster.simulate.run.progress import ProgressWatch
 from cluster.simulate.run.simulation import simulate
 from tests.unit.cluster.simulate.towns import sessions, town
+
+
+@pytest.fixture(autouse=True)
+def _frozen_by_the_suite() -> Iterator[None]:
+    """Is not, meanwhile (forked_runner.py)."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    if frozen:
+        gc.collect()
+        gc.freeze()
 
 
 class Part:
@@ -44,6 +55,18 @@ def test_what_a_computation_leaves_is_gone_with_it(monkeypatch: pytest.MonkeyPat
     assert part() is None
     assert (num_kept > 0) == (much == 0)
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("much", [0, gc_tuning.MUCH], ids=["large", "small"])
+def test_what_a_process_has_frozen_stays_frozen(monkeypatch: pytest.MonkeyPatch, much: int) -> None:
+    """A simulation in a process that answers requests had all that was loaded looked at from then on."""
+    monkeypatch.setattr(gc_tuning, "MUCH", much)
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    part, num_kept = leave()
+    assert part() is None
+    assert num_kept == 0
+    assert gc.get_freeze_count() > 0.9 * frozen
 
 
 def test_a_small_computation_does_not_look_at_what_others_have_left() -> None:

@@ -55,7 +55,10 @@ def test_the_quantised_demo_model_answers_and_its_loss_is_told(
 
 
 def test_what_is_wrong_is_refused_with_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
     for given, wanted in (
+        (("--method", "gptq", "--calibrate", str(tmp_path / "empty.txt")), "give text of at least 512"),
+        (("--evaluate", str(tmp_path / "empty.txt")), "give text of at least 2"),
         (("--bits", "5"), "give 4 or 8"),
         (("--group-size", "100"), "give 32, 64 or 128"),
         (("--method", "gptq"), "give --calibrate FILE"),

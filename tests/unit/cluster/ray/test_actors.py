@@ -51,9 +51,11 @@ async def test_the_folder_of_ranks_that_live_is_not_swept_while_ray_is_away() ->
     """A second `baton` removed their sockets and locks: no supervisor found them again."""
     with tempfile.TemporaryDirectory(dir="/tmp") as parent:
         environ = os.environ | {"TMPDIR": parent}
-        actor = await asyncio.create_subprocess_exec(sys.executable, "-c", ACTOR, stdout=subprocess.PIPE, env=environ)
+        niced = ("nice", "-n", "15", sys.executable, "-c", ACTOR)  # as Ray starts it
+        actor = await asyncio.create_subprocess_exec(*niced, stdout=subprocess.PIPE, env=environ)
         told, _ = await actor.communicate()
         folder, pid = Path(parent) / "baton-run-node", int(told)
+        assert os.geteuid() or os.getpriority(os.PRIO_PROCESS, pid) == 0, "a rank starves"
         Scratch(Path(parent)).remove()
         assert (folder / "d0.1.0.s").is_socket()
         kill_process(folder, "d0.1.0", pid)

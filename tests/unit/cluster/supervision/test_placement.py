@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config.config import PoolsConfig
-from cluster.supervision.placement import NodeResources, check_fits, plan, replan, why_not_gpus
+from cluster.supervision.placement import NodeResources, check_cores, check_fits, missing, plan, replan, why_not_gpus
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
+from router.fleet_owner import Revision
 
 LAPTOP = (NodeResources(cpus=2.0),)
 
@@ -106,3 +107,54 @@ def test_a_new_worker_shares_what_is_left_and_the_others_keep_theirs() -> None:
     freed = replan(more[::2], PoolsConfig(decode=3), (NodeResources(cpus=4.0),), tp=1)
     assert [one.cpus_per_rank for one in freed] == [1.0, 1.0, 0.0, 1.0]
     assert replan(more, PoolsConfig(), LAPTOP, tp=1) == kept
+
+
+def test_a_flipped_worker_keeps_its_name_and_its_place() -> None:
+    kept = plan(PoolsConfig(decode=2), (NodeResources(cpus=4.0),), tp=1, device="cpu", pool_resources=True)
+    flips = {"decode-1": WorkerRole.PREFILL}
+    after = replan(kept, PoolsConfig(prefill=2), LAPTOP, tp=1, pool_resources=True, flips=flips)
+    assert {one.worker_id: one.role for one in after} == {
+        "prefill-0": "prefill", "decode-1": "prefill", "decode-0": "decode",
+    }  # fmt: skip
+    [flipped] = [one for one in after if one.worker_id == "decode-1"]
+    assert flipped.pool_resource == "decode", "its place is on a machine for decode workers"
+    grown = replan(after, PoolsConfig(prefill=2, decode=3), LAPTOP, tp=1)
+    assert sorted(one.worker_id for one in grown) == ["decode-0", "decode-1", "decode-2", "decode-3", "prefill-0"]
+    shrunk = replan(after, PoolsConfig(prefill=1), LAPTOP, tp=1)
+    assert [one.worker_id for one in shrunk] == ["prefill-0", "decode-0"], "the one from the other pool goes first"
+
+
+def test_a_flip_between_pools_of_different_tensor_parallelism_is_refused() -> None:
+    pools = PoolsConfig(decode=2, decode_tp=2)
+    kept = plan(pools, LAPTOP, tp=1, device="cpu")
+    with pytest.raises(Misconfigured, match=r"decode-1 has 2 ranks, and a prefill worker has 1: .*scale both"):
+        replan(kept, PoolsConfig(prefill=2, decode_tp=2), LAPTOP, tp=1, flips={"decode-1": WorkerRole.PREFILL})
+
+
+def test_more_ranks_than_cores_can_carry_are_refused() -> None:
+    check_cores(PoolsConfig(prefill=1, decode=7), LAPTOP, tp=1)
+    with pytest.raises(Misconfigured, match="9 ranks on 2 CPUs: give at most 8"):
+        check_cores(PoolsConfig(prefill=1, decode=8), LAPTOP, tp=1)
+
+
+def test_what_is_missing_is_named_worker_by_worker() -> None:
+    desired = {"decode-0": WorkerRole.DECODE, "decode-1": WorkerRole.PREFILL, "decode-2": WorkerRole.DECODE}
+    serving = {"decode-0": WorkerRole.DECODE, "decode-1": WorkerRole.DECODE, "decode-9": WorkerRole.DECODE}
+    assert missing(desired, serving) == [
+        "decode-2 to serve", "decode-1 to change from decode to prefill", "decode-9 to end",
+    ]  # fmt: skip
+    assert missing(desired, desired) == []
+
+
+def test_workers_of_two_revisions_share_the_machine_during_a_roll() -> None:
+    kept, new = plan(PoolsConfig(decode=2), LAPTOP, tp=1, device="cpu"), Revision(name="new", model="/models/new")
+    counts = {WorkerRole.PREFILL: 1, WorkerRole.DECODE: 2}
+    both = replan(kept, PoolsConfig(decode=1), LAPTOP, tp=1, revision=new, others=counts)
+    assert {one.worker_id: one.revision.name for one in both} == {
+        "prefill-0": "", "prefill-1": "new", "decode-0": "", "decode-1": "", "decode-2": "new",
+    }  # fmt: skip
+    fewer = replan(both, PoolsConfig(decode=1), LAPTOP, tp=1, revision=new, others={**counts, WorkerRole.DECODE: 1})
+    assert [one.worker_id for one in fewer] == ["prefill-0", "prefill-1", "decode-0", "decode-2"]
+    after = replan(fewer, PoolsConfig(decode=2), LAPTOP, tp=1, revision=new)
+    assert {one.revision.name for one in after} == {"new"}
+    assert [one.worker_id for one in after] == ["prefill-1", "decode-1", "decode-2"]

@@ -11,8 +11,8 @@ import pytest
 from cluster.cli.serve import DEMO
 from cluster.config.settings import make_config
 from cluster.gateway.run import max_model_len_of, warn_if_open
-from cluster.supervision.preflight import check_feasible
-from protos.errors import BatonError
+from cluster.supervision.preflight import check_feasible, check_files
+from protos.errors import BatonError, Misconfigured
 
 GIB = 2**30
 
@@ -114,3 +114,19 @@ def test_who_serves_other_machines_without_keys_is_told(
 ) -> None:
     warn_if_open(make_config({"model": DEMO["model"], "host": host, "router": {"tenants": tenants}}))
     assert ("no request needs a key" in caplog.text) == is_said
+
+
+def test_prices_and_budgets_are_checked_before_anything_starts(tmp_path: Path) -> None:
+    missing = tmp_path / "nope.toml"
+    ledger = {"path": str(tmp_path / "l.db"), "prices": str(missing)}
+    with pytest.raises(Misconfigured, match=r"set router\.ledger\.path too"):
+        make_config({"model": DEMO["model"], "router": {"ledger": {"prices": str(missing)}}})
+    with pytest.raises(Misconfigured, match=r"nope\.toml"):
+        check_files(make_config({"model": DEMO["model"], "router": {"ledger": ledger}}))
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text(
+        f'admin_keys = ["sha256:{"cd" * 32}"]\n[tenants.a]\nkeys = ["sha256:{"ab" * 32}"]\nhard_budget_usd = 5\n'
+    )
+    with pytest.raises(Misconfigured, match="tenants have budgets, and there is no ledger with prices"):
+        check_files(make_config({"model": DEMO["model"], "router": {"tenants": str(tenants)}}))
+    assert not (tmp_path / "l.db").exists()

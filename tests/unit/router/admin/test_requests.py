@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from protos.values import SamplingParams
+from router.jobs import Job
 from router.latency.metrics import PredictionCollector
+from router.traces.request_trace import MAX_CHUNKS, RequestTraces
 from tests.unit.router.fake_cluster import Cluster
 from tests.unit.router.operating import ask, operating
 
@@ -52,6 +55,25 @@ async def test_a_failure_and_the_next_attempt_are_in_the_story(make: Callable[..
     failed = next(event for event in job["timeline"] if event["what"] == "attempt failed")
     assert failed["code"] == "worker_lost"
     assert job["failures"] == 1
+
+
+async def test_who_wants_to_see_progress_gets_the_chunks_in_the_story(cluster: Cluster) -> None:
+    async with operating(cluster) as (client, _):
+        options = {"stream": True, "stream_options": {"include_prefill_progress": True}}
+        assert (await ask(client, "seen", **options)).status_code == 200
+        assert (await ask(client, "unseen")).status_code == 200
+        for name, chunks in (("seen", [30]), ("unseen", [])):
+            [job] = (await client.get(f"/admin/requests/{name}")).json()["jobs"]
+            told = [one["tokens"] for one in job["timeline"] if one["what"] == "part of the prompt computed"]
+            assert told == chunks
+
+
+async def test_a_long_prompt_pushes_nothing_else_out_of_the_story() -> None:
+    job = Job(request_id="a-0", group_id="a", prompt_ids=(1, 2), sampling=SamplingParams())
+    [record] = RequestTraces().open([job])
+    for number in range(1000):
+        record.computed(number, 0.0)
+    assert (record.events[0].what, len(record.events)) == ("received", 1 + MAX_CHUNKS)
 
 
 async def test_recent_requests_are_listed_newest_first(cluster: Cluster) -> None:

@@ -16,7 +16,7 @@ from router.auth.auth import AccessControl
 from router.auth.tenants import hash_of
 from router.text.chat_template import ChatTemplate
 from router.text.model_card import ModelCard
-from router.text.tool_call_formats import ToolFormat
+from router.tools.formats import ToolFormat
 from tests.unit.router.scripted import Scripted, byte_level, make_gateway, saying, serving, token_deltas, tokenizer_end
 
 HELLO: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "hello"}]}

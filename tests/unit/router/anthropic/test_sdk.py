@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protos.errors import Overloaded
+from router.auth.auth import AccessControl
+from router.auth.tenants import hash_of
 from tests.unit.router.anthropic.test_messages import CALLS, NOW, TOOLED, WEATHER
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
 
@@ -18,11 +21,11 @@ HELLO: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "messages": [{"role
 
 
 @asynccontextmanager
-async def talking(script: Any, **changes: Any) -> AsyncIterator[Any]:
+async def talking(script: Any, *, strict: bool = True, **changes: Any) -> AsyncIterator[Any]:
     async with (
         serving(make_gateway(Scripted(script), **changes)) as url,
         anthropic.AsyncAnthropic(
-            base_url=url, api_key="none", max_retries=0, _strict_response_validation=True
+            base_url=url, api_key="none", max_retries=0, _strict_response_validation=strict
         ) as client,
     ):
         yield client
@@ -44,6 +47,14 @@ async def test_its_stream_gathers_the_message_that_is_sent_whole() -> None:
         assert message.usage.input_tokens + message.usage.cache_read_input_tokens == counted.input_tokens
     assert whole.usage.output_tokens == joined.usage.output_tokens
     assert {"text", "input_json", "content_block_stop", "message_stop"} <= kinds
+
+
+async def test_it_lists_models_with_its_key(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(f'admin_keys = ["{hash_of("sk-admin")}"]\n[tenants.acme]\nkeys = ["{hash_of("none")}"]\n')
+    async with talking(saying("x"), strict=False, access=AccessControl(path)) as client:
+        assert [model.id async for model in client.models.list()] == ["tiny"]
+        assert (await client.models.retrieve("tiny")).id == "tiny"
 
 
 async def test_it_raises_its_own_errors() -> None:

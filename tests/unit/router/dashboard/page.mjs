@@ -15,10 +15,12 @@ class Text extends Node {
 class Element extends Node {
   constructor(tag) {
     super();
-    Object.assign(this, { tag, hidden: false, value: "", className: "", children: [], dataset: {}, listeners: {} });
+    Object.assign(this, { tag, hidden: false, value: "", className: "", children: [], dataset: {}, listeners: {}, attributes: {} });
     this.classList = { add() {}, remove() {} };
   }
+  getAttribute(name) { return this.attributes[name] ?? null; }
   setAttribute(name, value) {
+    this.attributes[name] = String(value);
     if (name === "hidden") this.hidden = true;
     if (name.startsWith("data-")) this.dataset[name.slice(5).replace(/-(\w)/g, (_, one) => one.toUpperCase())] = String(value);
   }
@@ -112,7 +114,7 @@ const { root, ids } = parsed(html.replace(/<(script|style)>[^]*?<\/\1>|<!.*?>/g,
 const at = (id) => ids.get(id) ?? null;
 const page = {
   documentElement: root, hidden: false, activeElement: null, listeners: {}, getElementById: at,
-  createElement: (tag) => new Element(tag), querySelectorAll: (selector) => root.querySelectorAll(selector), addEventListener(name, listener) { this.listeners[name] = listener; },
+  createElement: (tag) => new Element(tag), createElementNS: (_, tag) => new Element(tag), querySelectorAll: (selector) => root.querySelectorAll(selector), addEventListener(name, listener) { this.listeners[name] = listener; },
 };
 const browser = {
   document: page, Node, navigator: {}, location: { href }, fetch: ask, setTimeout: wait,

@@ -116,7 +116,7 @@ async def test_the_page_needs_no_key_and_the_data_do(tmp_path: Path) -> None:
         assert page.status_code == 200
         assert 'data-asks-for-keys="true"' in page.text
         asked = set(re.findall(r'get\(["`](\w+/\w+)', page.text))
-        assert asked == {"admin/status", "admin/requests"}
+        assert asked == {"admin/status", "admin/requests", "admin/history"}
         for path in asked:
             assert (await client.get(f"/{path}")).status_code == 401
             admitted = await client.get(f"/{path}", headers={"authorization": f"Bearer {ADMIN}"})

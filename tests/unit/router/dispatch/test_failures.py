@@ -298,6 +298,25 @@ async def test_a_job_waits_for_room(cluster: Cluster) -> None:
     assert tokens(await asking) == expected_tokens(PROMPT, 8)
 
 
+async def test_a_job_waits_for_the_only_lane_to_be_connected_again(make: Callable[..., Cluster]) -> None:
+    """Each attempt is refused at once: counted as failures, they would be over within a second."""
+    cluster = make(max_attempts=2, retry_pause_s=0.01)
+    await cluster.add("p0", "d0")
+    cluster["d0"].refuse = TransferFailed("the lane is quarantined", retry_after_s=1.0)
+    asking = asyncio.create_task(collect(cluster, job()))
+    await cluster["d0"].until(lambda: len(cluster["d0"].reserved) >= 4)
+    assert not asking.done()
+    cluster["d0"].refuse = None
+    assert tokens(await asking) == expected_tokens(PROMPT, 8)
+
+
+async def test_a_worker_whose_lane_is_in_quarantine_is_passed_over(make: Callable[..., Cluster]) -> None:
+    cluster = await with_warm_pair(make)
+    cluster["d0"].refuse = TransferFailed("the lane is quarantined", retry_after_s=1.0)
+    assert tokens(await collect(cluster, job("again"))) == expected_tokens(PROMPT, 8)
+    assert [(one.prefill, one.decode) for one in cluster.generate.decision("again")] == [("p0", "d0"), ("p0", "d1")]
+
+
 async def test_a_full_cluster_refuses_in_the_end_with_advice(make: Callable[..., Cluster]) -> None:
     cluster = make(max_queue_s=0.05)
     await cluster.add("p0", "d0")

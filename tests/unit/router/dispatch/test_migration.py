@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -20,15 +21,16 @@ EXPECTED = expected_tokens(PROMPT, NUM_TOKENS)
 class Client:
     """Reads one answer; the worker that writes it stops after `pause_after` tokens until it is told to go on."""
 
-    def __init__(self, cluster: Cluster, *, pause_after: int = 3) -> None:
+    def __init__(self, cluster: Cluster, *, pause_after: int = 3, adapter: str = "") -> None:
         self.cluster = cluster
+        self._job = replace(job(max_tokens=NUM_TOKENS), adapter=adapter)
         self.deltas: list[TokenDelta] = []
         for worker in cluster.workers.values():
             worker.pause_after = pause_after
         self.reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        async for delta in self.cluster.generate(job(max_tokens=NUM_TOKENS)):
+        async for delta in self.cluster.generate(self._job):
             self.deltas.append(delta)
 
     async def until(self, condition: Callable[[], bool]) -> None:

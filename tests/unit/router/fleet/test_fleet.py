@@ -14,7 +14,16 @@ from prometheus_client import CollectorRegistry
 
 from kvtransfer.hashing import chain_hashes
 from protos.errors import WorkerLost
-from protos.values import Hello, HostLoad, LaneLoad, SequenceUpdate, StepMessage, WorkerLoad
+from protos.values import (
+    DraftCounts,
+    Hello,
+    HostLoad,
+    LaneLoad,
+    SequenceUpdate,
+    SpeculationLoad,
+    StepMessage,
+    WorkerLoad,
+)
 from router.fleet import metrics
 from router.fleet.metrics import FleetCollector
 from router.fleet.worker import Member, WorkerState
@@ -53,6 +62,19 @@ async def test_a_worker_is_met_when_it_starts_late(make: Callable[..., Cluster])
     assert address in reason(cluster, "c0")
     await cluster["c0"].restart()
     await cluster.until_state("c0", WorkerState.READY)
+
+
+async def test_the_fleet_knows_how_its_workers_keep_weights_and_kv(make: Callable[..., Cluster]) -> None:
+    cluster, layout = make(), changed(LAYOUT, dtype="int8")
+    await cluster.add("c1", weights="rounded-int8-g128, 8.13 bits a weight", layout=layout)
+    alone = cluster.fleet.stored_as()
+    await cluster.add("c0", weights="BF16, 16 bits a weight", layout=layout)
+    both = cluster.fleet.stored_as()
+    for worker_id in ("c1", "c0"):
+        await cluster.fleet.remove_worker(worker_id)
+    assert alone == "rounded-int8-g128, 8.13 bits a weight; KV int8"
+    assert both == f"BF16, 16 bits a weight; KV int8, {alone}"
+    assert cluster.fleet.stored_as() == "BF16, 16 bits a weight; KV int8", "the last ones answered"
 
 
 async def test_what_workers_of_other_block_sizes_have_cached_is_known(make: Callable[..., Cluster]) -> None:
@@ -301,6 +323,29 @@ async def test_workers_have_series_of_their_own_up_to_a_bound(
 
 
 HOST = HostLoad(num_blocks=50, num_used=20, num_hit_tokens=8, load_s=0.5)
+
+
+async def test_drafts_are_counted_by_pool_source_and_position(cluster: Cluster) -> None:
+    """Also those of a worker's earlier process. Their counts alone notify no one."""
+    registry = CollectorRegistry()
+    registry.register(FleetCollector(cluster.fleet))
+    drafts = DraftCounts(source="ngram", drafted_at=(10, 5), accepted_at=(8, 2))
+    first = SpeculationLoad(num_rows=20, num_tokens=30, spared_s=2.0, spent_s=0.5, sources=(drafts,))
+    again = SpeculationLoad(num_rows=5, num_tokens=6, spared_s=0.5, sources=(replace(drafts, drafted_at=(1,)),))
+    for load in (first, first, again):
+        cluster["d0"].load = WorkerLoad(num_blocks=100, speculation=load)
+        cluster["d0"].say()
+        await cluster.until(lambda load=load: cluster.fleet.status()[1].load.speculation == load)  # type: ignore[misc]
+
+    def value(name: str, **labels: str) -> float | None:
+        labels = {"pool": "decode"} | labels
+        return registry.get_sample_value(f"baton_pool_speculation_{name}_total", labels)
+
+    assert (value("rows"), value("tokens")) == (25, 36)
+    assert (value("spared_seconds"), value("spent_seconds")) == (2.5, 0.5)
+    assert value("drafted", source="ngram", position="1") == 11
+    assert value("accepted", source="ngram", position="2") == 4
+    assert value("rows", pool="prefill") == 0
 
 
 async def test_metrics_are_by_pool(cluster: Cluster) -> None:

@@ -24,10 +24,12 @@ from protos.errors import (
     UnknownModel,
 )
 from protos.status import CODE_KEY, error_of
+from protos.values import SpeculationParams
 from router.grammar.structure import json_grammar, regex_grammar
 from router.grpc.service import SERVICE, GrpcFace
 from router.jobs import Job, TokenDelta
 from router.metrics import RequestMetrics
+from tests.unit.router.openai.test_predictions import as_predicted
 from tests.unit.router.scripted import Crew, Script, Scripted, ids_of, make_gateway, saying, token_deltas
 
 TEXT = "naïve café 🙂"
@@ -171,6 +173,20 @@ async def test_an_answers_form_reaches_the_workers(form: dict[str, Any], grammar
     assert generate.jobs[0].sampling.grammar == grammar
 
 
+async def test_a_prediction_reaches_the_workers_and_is_counted() -> None:
+    given = pb.Speculation(enabled=True, sources=["ngram"], max_drafts=2)
+    async with calling(as_predicted) as (channel, generate):
+        stub = pb_grpc.InferenceStub(channel)
+        whole = await stub.Complete(request(predicted_text=TEXT, sampling=pb.Sampling(speculation=given)))
+        async for chunk in stub.Generate(request(predicted_tokens=pb.TokenIds(ids=[5, 6]))):
+            last = chunk
+    first, second = [job.sampling.speculation for job in generate.jobs]
+    assert first == SpeculationParams(prediction_ids=tuple(ids_of(TEXT)), sources=("ngram",), max_drafts=2)
+    assert second == SpeculationParams(prediction_ids=(5, 6))
+    for usage in (whole.usage, last.usage):
+        assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (2, 1)
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "status", "told"),
     [
@@ -181,6 +197,24 @@ async def test_an_answers_form_reaches_the_workers(form: dict[str, Any], grammar
             InvalidRequest,
             grpc.StatusCode.INVALID_ARGUMENT,
             "'json_schema' cannot be enforced: #/type = \"thing\": there is no such type",
+        ),
+        (
+            {"sampling": pb.Sampling(speculation=pb.Speculation(sources=["oracle"]))},
+            InvalidRequest,
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "'speculation.sources' has the value oracle: it must be made of ngram, suffix",
+        ),
+        (
+            {"sampling": pb.Sampling(speculation=pb.Speculation(max_drafts=0))},
+            InvalidRequest,
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "'speculation.max_drafts' has the value 0: it must be between 1 and 32",
+        ),
+        (
+            {"predicted_tokens": pb.TokenIds(ids=[512])},
+            InvalidRequest,
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "'prediction' has the value 512",
         ),
         ({"text": None}, InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT, "'prompt' is missing"),
         ({"text": "word " * 1000}, ContextLengthExceeded, grpc.StatusCode.INVALID_ARGUMENT, "maximum context length"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -102,13 +103,43 @@ async def test_clients_find_the_model() -> None:
     async with asking(**TOOLED) as (http, _):
         [model] = (await http.get("/api/tags")).json()["models"]
         shown = (await http.post("/api/show", json={"model": model["name"]})).json()
+        [running] = (await http.get("/api/ps")).json()["models"]
+        by_name = (await http.post("/api/show", json={"name": model["name"]})).json()
         version = (await http.get("/api/version")).json()
         loaded = (await http.post("/api/chat", json={"model": "tiny"})).json()
     assert model["name"] == "tiny"
     assert shown["capabilities"] == ["completion", "tools"]
     assert shown["model_info"]["baton.context_length"] == 4096
+    assert (running["name"], running["context_length"]) == ("tiny", 4096)
+    assert by_name == shown
     assert version["version"].count(".") == 2
     assert loaded["done_reason"] == "load"
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": "a"}]])
+@pytest.mark.parametrize("num_predict", [2**31, -3])
+async def test_a_number_of_tokens_out_of_range_is_refused(num_predict: int, messages: list[Any]) -> None:
+    """It was accepted where nothing is to be answered, and cut to the context elsewhere."""
+    async with asking() as (http, _):
+        body = {"model": "tiny", "messages": messages, "options": {"num_predict": num_predict}}
+        refused = await http.post("/api/chat", json=body)
+    assert refused.status_code == 400
+    assert "num_predict" in refused.json()["error"]
+
+
+async def test_a_silent_stream_has_its_head_and_no_other_line() -> None:
+    computed = asyncio.Event()
+
+    def script(job: Any) -> list[Any]:
+        return [computed, *token_deltas([5, 6, 7], job)]
+
+    async with (
+        asking(script, keep_alive_s=0.01) as (http, _),
+        http.stream("POST", "/api/chat", json=HELLO) as answer,
+    ):
+        computed.set()
+        lines = [orjson.loads(line) async for line in answer.aiter_lines()]
+    assert lines[-1]["done"]
 
 
 async def test_errors_are_in_that_apis_form() -> None:
@@ -122,7 +153,7 @@ async def test_errors_are_in_that_apis_form() -> None:
             await http.post("/api/chat", json=HELLO | images),
             await http.post("/api/chat", json=HELLO | {"options": {"temperature": 3}}),
             await http.post("/api/generate", json={"model": "tiny", "prompt": "x", "suffix": "y"}),
-            await http.get("/api/embed"),
+            await http.get("/api/pull"),
         ]
         *_, last = lines_of(await http.post("/api/chat", json=HELLO))
     assert [answer.status_code for answer in refused] == [404, 400, 400, 400, 404]
@@ -136,3 +167,11 @@ async def test_errors_are_in_that_apis_form() -> None:
 async def test_a_tag_may_stand_behind_an_alias(name: str, status: int) -> None:
     async with asking(model_aliases=("gpt-4o",)) as (http, _):
         assert (await http.post("/api/show", json={"model": name})).status_code == status
+
+
+async def test_texts_have_vectors() -> None:
+    async with asking() as (http, generate):
+        answer = await http.post("/api/embed", json={"model": "tiny:latest", "input": ["a", "b"], "truncate": True})
+    assert answer.json()["embeddings"][1][:3] == pytest.approx([0.6, 0.8, 0.0])
+    assert answer.json()["prompt_eval_count"] == sum(len(job.prompt_ids) for job in generate.jobs)
+    assert answer.headers["x-baton-ignored"] == "truncate"

@@ -241,6 +241,16 @@ async def test_a_model_has_the_encoding_that_its_workers_report() -> None:
         assert model.weights == "gptq-int4-g128, 4.16 bits a weight"
 
 
+async def test_the_fingerprint_changes_with_how_workers_keep_weights_and_kv() -> None:
+    """`--quantize` and `--kv-dtype` change answers, and left it as it was."""
+    fleet, found = Crew(), []
+    async with talking(fleet=fleet) as (client, _):
+        for fleet.stored in ("BF16, 16 bits a weight; KV bfloat16", "BF16, 16 bits a weight; KV int8", "rounded-int4"):
+            found += [(await ask(client)).system_fingerprint for _ in range(2)]
+    assert found[::2] == found[1::2]
+    assert len(set(found)) == 3
+
+
 async def test_models_are_listed() -> None:
     async with talking(of=" world 🙂") as (client, _):
         model: Any = (await client.models.list()).data[0]
@@ -249,6 +259,30 @@ async def test_models_are_listed() -> None:
         assert await client.models.retrieve("tiny") == model
         with pytest.raises(openai.NotFoundError, match="a/b"):
             await client.models.retrieve("a/b")
+
+
+async def test_aliases_that_are_names_are_listed() -> None:
+    async with talking(model_aliases=("gpt-4o", "claude-*")) as (client, _):
+        assert [model.id for model in (await client.models.list()).data] == ["tiny", "gpt-4o"]
+        assert (await client.models.retrieve("claude-opus")).id == "claude-opus"
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_lm_evals_requests_score_every_token_of_a_text(max_tokens: int) -> None:
+    """Token ids of context and continuation, several at once: it reads the logprobs and whether each token is the
+    likeliest."""
+    prompts = [ids_of("<|bos|>hello world"), ids_of("<|bos|>the fox jumps")]
+    asked = {"model": "tiny", "prompt": prompts, "temperature": 0, "max_tokens": max_tokens, "logprobs": 1}
+    asked |= {"seed": 1234, "echo": True}
+    async with talking(of=" x") as (client, _):
+        reply: Any = await client.post("/completions", body=asked, cast_to=object)
+    for prompt, choice in zip(prompts, reply["choices"], strict=True):
+        columns = choice["logprobs"]
+        lengths = {len(columns[name]) for name in ("tokens", "token_logprobs", "top_logprobs")}
+        assert lengths == {len(prompt) + max_tokens}
+        assert columns["token_logprobs"][0] is None
+        for logprob, top in list(zip(columns["token_logprobs"], columns["top_logprobs"], strict=True))[1 : len(prompt)]:
+            assert logprob <= max(top.values())
 
 
 async def test_a_worker_that_sends_no_logprobs_leaves_them_null() -> None:

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from router.text.chat_template import ChatTemplate
 from router.text.model_card import ModelCard
-from router.text.tool_call_formats import ToolFormat
+from router.tools.formats import ToolFormat
 from tests.unit.router.scripted import byte_level, saying, talking, tokenizer_end
 
 HELLO = [{"role": "user", "content": "hello"}]

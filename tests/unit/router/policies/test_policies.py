@@ -15,7 +15,7 @@ from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.config import RouterConfig
 from router.policies.base import Decision, RequestView, SingleWorkerReason
-from router.policies.costs import LatencyEstimate, estimate, transfer_s
+from router.policies.costs import LatencyEstimate, estimate, handed_bytes, transfer_s
 from router.policies.limits import avoiding
 from router.policies.registry import NAMES, policy_of
 from router.policies.table import Candidate, CandidateTable, LaneLatencies, Line, WorkerSet
@@ -219,6 +219,12 @@ def test_slo_chooses_reader_and_writer_by_the_lane_between_them() -> None:
     assert (decision.prefill, decision.decode) == ("p1", "d0")
     [whole] = [scored for scored in decision.scores if scored.worker_id == "d0"]
     assert dict(whole.terms)["transfer"] == pytest.approx(1000 / 16 * 2**16 * 1e-9)
+
+
+@pytest.mark.parametrize(("cached", "num_bytes"), [(0, 1000 * 2**12 + 128 * 2**11), (960, 40 * (2**12 + 2**11))])
+def test_of_a_window_no_more_than_its_positions_is_expected_to_move(cached: int, num_bytes: int) -> None:
+    seen = view(block_bytes=2**16, window_bytes=[(128, 2**15)])
+    assert handed_bytes(seen, known("d0", cached)) == num_bytes
 
 
 def test_scores_are_those_of_the_decision_whatever_is_learned_before_they_are_asked_for() -> None:

@@ -124,6 +124,22 @@ async def test_the_same_conversation_has_the_same_tokens_as_a_chat() -> None:
     assert usage["input_tokens_details"]["cached_tokens"] == ours["prompt_tokens_details"]["cached_tokens"]
 
 
+async def test_reasoning_between_a_message_and_its_call_is_read_and_system_turns_are_joined() -> None:
+    items = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "Hm."},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "A city."}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "7"},
+    ]
+    async with asking(**TOOLED) as (http, generate):
+        await http.post("/v1/responses", json={"model": "tiny", "instructions": "Be brief.", "input": items})
+    prompt = byte_level().decode(generate.jobs[0].prompt_ids)
+    assert "assistant: Hm.(A city.)c1 weather({})" in prompt
+    assert prompt.count("system") == 1
+
+
 async def test_what_codex_sends_is_accepted_and_what_changes_nothing_is_listed() -> None:
     source = "{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('no') }}{% endif %}"
     source += "<|user|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
@@ -143,7 +159,8 @@ async def test_what_codex_sends_is_accepted_and_what_changes_nothing_is_listed()
         answer = await http.post("/v1/responses", json=codex)
     assert answer.status_code == 200
     assert answer.headers["x-baton-ignored"] == (
-        "tools[0]: custom, tools[1]: web_search, text.verbosity, include, reasoning, client_metadata"
+        "reasoning.effort, tools[0]: custom, tools[1]: web_search, reasoning.summary, text.verbosity, include, "
+        "client_metadata"
     )
     prompt = byte_level().decode(generate.jobs[0].prompt_ids)
     assert prompt == "<|user|>system: You are a coding agent.\n<permissions><|end|><|user|>user: hello<|end|>"

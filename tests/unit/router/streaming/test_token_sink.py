@@ -15,7 +15,7 @@ from protos.values import FinishReason, SequenceUpdate
 from router.fleet.worker_client import Updates
 from router.http.pace import Pace
 from router.streaming.itl_histogram import ChoiceTimes, ItlHistogram
-from router.streaming.token_sink import REPORT_S, SinkTable, TokenSink, TokenTexts, WriteState, compiled
+from router.streaming.token_sink import REPORT_S, SinkMarks, SinkTable, TokenSink, TokenTexts, WriteState, compiled
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="needs a C compiler")
 
@@ -36,8 +36,8 @@ class Connection:
     def make_clear(self) -> bool:
         return not self.state.blocked
 
-    def frame(self) -> tuple[bytes, bytes]:
-        return b'data: {"t":"', b'"}\n\n'
+    def frame(self, *, is_reasoning: bool) -> list[bytes]:
+        return [b'data: {"r":"', b'","t":"', b'"}\n\n'] if is_reasoning else [b'data: {"t":"', b'"}\n\n']
 
     def texts(self) -> list[str]:
         found = texts_of(b"".join(self.chunks))
@@ -145,8 +145,8 @@ def test_texts_wait_while_the_gateway_is_late() -> None:
     assert choice.connection.texts() == ["a"], "it does not wait for the next token"
     assert left(table, [7], [1], 10.21) == []
     assert choice.sink.report(10.21) == (1, 1, 2, 1, 1, 1)
-    assert choice.sink.held() == b"a", "the generators say it"
-    assert choice.sink.held() == b"", "once"
+    assert [text for _, text in choice.sink.held()] == [b"a"], "the generators say it"
+    assert choice.sink.held() == [], "once"
 
 
 def test_a_text_that_waits_since_the_last_report_needs_no_further_message() -> None:
@@ -162,6 +162,24 @@ def test_a_text_that_waits_since_the_last_report_needs_no_further_message() -> N
     assert choice.connection.texts() == ["a"]
 
 
+def test_reasoning_has_events_of_its_own_with_the_text_twice_and_leaves_its_marks() -> None:
+    table, choice = SinkTable(), Choice(marks=SinkMarks(ids=frozenset({3, SPECIAL})))
+    choice.sink.turn(is_reasoning=True)
+    choice.sink.open(table, 7, 1.0)
+    choice.pace.gap_s = 0.05
+    assert left(table, [7, 7, 7, 7], [1, 3, 2, SPECIAL], 1.0) == [1, 3]
+    [chunk] = choice.connection.chunks
+    assert b'data: {"r":"a","t":"a"}' in chunk
+    assert choice.sink.report(1.01) == (1, 2)
+    choice.connection.chunks.clear()
+    choice.sink.turn(is_reasoning=False)
+    [(frame, text)] = choice.sink.held()
+    assert (len(frame), text) == (3, b'say \\"\xc3\xa9\\"\\n'), "what waits has the frame of before"
+    choice.sink.open(table, 7, 2.0)
+    assert left(table, [7], [1], 2.0) == []
+    assert choice.connection.texts() == ["a"]
+
+
 def test_a_client_that_reads_slowly_loses_nothing() -> None:
     """What is held while the transport is paused is written later, or by the generators."""
     table, choice = SinkTable(), Choice()
@@ -172,7 +190,7 @@ def test_a_client_that_reads_slowly_loses_nothing() -> None:
     choice.pace.flush(11.0)
     assert left(table, [7], [2], 11.0) == [0]
     assert choice.connection.texts() == ["x" * 4000]
-    assert choice.sink.held() == b"a"
+    assert [text for _, text in choice.sink.held()] == [b"a"]
 
 
 def test_a_piece_on_its_way_goes_before_the_next_token() -> None:

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from protos.errors import BadCheckpoint, InvalidRequest
 from protos.model_files.folder import FolderFiles
 from router.text.chat_template import ChatTemplate
-from router.text.tool_call_formats import ToolFormat
+from router.tools.formats import ToolFormat, format_of
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -124,7 +124,7 @@ async def test_tools_are_shown_as_transformers_shows_them() -> None:
     assert (await template.prompt(conversation, tools=TOOLS)).text == expected
     assert template.render(conversation, tools=TOOLS) == expected
     assert (await template.prompt(conversation)).text == theirs(TOOLED, conversation)
-    assert (template.shows_tools, template.tool_format) == (True, ToolFormat.HERMES)
+    assert (template.shows_tools, format_of(template.tool_source)) == (True, ToolFormat.HERMES)
 
 
 @pytest.mark.parametrize("source", [LLAMA_3, MISTRAL, PARTS])
@@ -183,6 +183,8 @@ def test_a_message_that_the_template_drops_cannot_be_continued() -> None:
 
 def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None:
     assert ChatTemplate.load(FolderFiles(tmp_path), TOKENS) is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
+    assert rendered(tmp_path) == "of a processor"
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": "plain"}))
     assert rendered(tmp_path) == "plain"

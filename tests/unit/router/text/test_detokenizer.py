@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("🙂
 )
 
 
-def fed(tokenizer: Tokenizer, ids: list[int], **options: bool) -> list[str]:
+def fed(tokenizer: Tokenizer, ids: list[int], **options: Any) -> list[str]:
     detokenizer = Detokenizer(tokenizer.vocabulary, **options)
     return [detokenizer.feed(one) for one in ids]
 

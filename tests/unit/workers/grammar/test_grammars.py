@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import pytest
@@ -50,6 +50,12 @@ class Summing:
     def __len__(self) -> int:
         return len(self.known)
 
+    def draft(self, request_id: str, draft_ids: tuple[int, ...]) -> None: ...
+
+    def allowed_after(self, request_id: str, samples: Sequence[Sample]) -> Sequence[Mask]:
+        masks = [self._mask(one) for one in samples]
+        return masks[1:]
+
     def allowed(self, request_id: str, sample: Sample) -> Mask | None:
         assert len(sample.output_ids) == sample.index, "every token before is known"
         assert not self.known[request_id], "it was planned too early"
@@ -59,6 +65,9 @@ class Summing:
             return None
         if sample.params.grammar == "broken" and sample.index == 2:
             raise InvalidRequest("this grammar is broken", param="grammar")
+        return self._mask(sample)
+
+    def _mask(self, sample: Sample) -> Mask:
         total = sum(sample.output_ids)
         allowed = [EOS] if sample.index >= 10 + total % 5 else [*range(7 + total % 7, VOCAB, 7)]
         return without(mask_of(allowed), sample.banned_ids)

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from kvtransfer.reshard import (
     Cut,
+    can_move_head,
+    common_layout,
     cut_in,
     cut_out,
     heads_of,
@@ -21,7 +23,7 @@ from kvtransfer.reshard import (
     why_incompatible,
 )
 from kvtransfer.transport import Chunk
-from protos.values import KVGroup, KVLayout, KVPart, LaneAddress, Ticket
+from protos.values import KVGroup, KVHead, KVLayout, KVPart, LaneAddress, Ticket
 from workers.kv.host_copies import host_copies
 from workers.kv.storage import DTYPES, KVStorage
 
@@ -114,21 +116,42 @@ def grouped(parts: tuple[KVPart, ...], tp: int) -> KVLayout:
 
 
 def bytes_of(layout: KVLayout, rank: int, *, fill: bool) -> KVStorage:
-    """Of which every byte depends on its place among all heads."""
+    """Of which every byte depends on its place among all heads, with a storage of the layout's head beside it."""
     storage = KVStorage(layout, num_blocks=6)
     for part in layout.parts:
-        whole = torch.arange(3 * 6 * part.heads * 2 * part.width).view(3, 6, part.heads, 2, part.width) % 113
+        num_layers = layout.num_layers
+        whole = torch.arange(num_layers * 6 * part.heads * 2 * part.width) % 113
         heads = heads_of(layout, rank) if part.cut_by_heads else range(part.heads)
-        for layer in range(3):
-            mine = whole[layer][:, heads.start : heads.stop].to(DTYPES[part.dtype])
+        for layer in range(num_layers):
+            of_layer = whole.view(num_layers, 6, part.heads, 2, part.width)[layer]
+            mine = of_layer[:, heads.start : heads.stop].to(DTYPES[part.dtype])
             storage.part(layer, part.name).copy_(mine if fill else torch.zeros_like(mine))
+    if layout.head is not None:
+        group = KVGroup(layers=tuple(range(layout.head.num_layers)), parts=layout.head.parts)
+        storage.attach(bytes_of(replace(layout, groups=(group,), head=None), rank, fill=fill))
     return storage
 
 
-@pytest.mark.parametrize("parts", [(LATENT,), QUANTISED], ids=["latent", "quantised"])
+LATENT_HEAD = KVHead(name="mtp", num_layers=1, parts=(LATENT,))
+OWN_HEAD = KVHead(
+    name="eagle:1",
+    num_layers=2,
+    parts=tuple(KVPart(name=name, heads=8, width=6, dtype="bfloat16") for name in ("key", "value")),
+)
+
+
+@pytest.mark.parametrize(
+    ("parts", "head"),
+    [((LATENT,), None), (QUANTISED, None), ((LATENT,), LATENT_HEAD), (QUANTISED, OWN_HEAD)],
+    ids=["latent", "quantised", "latent and head", "quantised and head"],
+)
 @pytest.mark.parametrize(("tps"), [(1, 1), (1, 2), (2, 1), (2, 4)])
-def test_parts_of_any_shape_travel_between_ranks(parts: tuple[KVPart, ...], tps: tuple[int, int]) -> None:
-    source, destination = (grouped(parts, tp) for tp in tps)
+def test_parts_of_any_shape_travel_between_ranks(
+    parts: tuple[KVPart, ...], head: KVHead | None, tps: tuple[int, int]
+) -> None:
+    """And with them the KV of a head, which has more heads here, and other layers."""
+    source, destination = (replace(grouped(parts, tp), head=head) for tp in tps)
+    assert head is None or can_move_head(source, head.parts)
     assert why_incompatible(source, destination) is None
     ticket = Ticket(
         ticket_id="t", generation=1, lease_s=1.0, block_ids=(4, 1, 3), num_cached_tokens=0, layout=destination,
@@ -156,14 +179,37 @@ def test_parts_of_any_shape_travel_between_ranks(parts: tuple[KVPart, ...], tps:
                 moved = expected[[2, 0, 5]] if layer else torch.zeros_like(expected[:3])
                 assert torch.equal(found[[4, 1, 3]].float(), moved.float()), (rank, part.name, layer)
                 assert not found[[0, 2, 5]].float().any()
+        if landed.beside is not None and filled_.beside is not None:
+            for found, expected in zip(landed.beside.tensors, filled_.beside.tensors, strict=True):
+                assert expected.any()
+                assert torch.equal(found[:, :, [4, 1, 3]], expected[:, :, [2, 0, 5]])
+                assert not found[:, :, [0, 2, 5]].any()
+
+
+def test_a_head_that_is_cut_otherwise_stays() -> None:
+    fewer = tuple(replace(part, heads=2) for part in OWN_HEAD.parts)
+    assert not can_move_head(grouped(QUANTISED, 1), fewer)
+    assert not can_move_head(grouped(QUANTISED, 8), OWN_HEAD.parts), "ranks with copies of the model's heads"
+    assert not can_move_head(grouped((LATENT,), 1), OWN_HEAD.parts)
+
+
+def test_another_head_does_not_travel() -> None:
+    ours, theirs = (replace(grouped(QUANTISED, 1), head=replace(OWN_HEAD, name=name)) for name in "ab")
+    assert common_layout(ours, ours).head == ours.head
+    assert common_layout(ours, theirs).head is None
+    assert common_layout(ours, grouped(QUANTISED, 1)).head is None
 
 
 @pytest.mark.parametrize("parts", [(LATENT,), QUANTISED], ids=["latent", "quantised"])
 def test_the_host_keeps_parts_of_any_shape(parts: tuple[KVPart, ...]) -> None:
     storage, before = (bytes_of(grouped(parts, 2), 0, fill=True) for _ in range(2))
+    storage.attach(beside := bytes_of(grouped((LATENT,), 2), 0, fill=True))
     copies = host_copies(storage, num_slots=2)
     copies.offload([1, 4], [1, 0])
+    beside.data[:, :, [1, 4]] = 0
     copies.onload(1, [0, 1], [2, 3])
+    assert [loaded.load_id for loaded in copies.finished()][-1] == 1
+    assert torch.equal(beside.data[:, :, [2, 3]], bytes_of(grouped((LATENT,), 2), 0, fill=True).data[:, :, [4, 1]])
     for part in parts:
         for layer in range(3):
             assert torch.equal(storage.part(layer, part.name)[[2, 3]], before.part(layer, part.name)[[4, 1]])

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from protos.errors import BadCheckpoint, UnsupportedModel
+from workers.checkpoint.formats.fp8 import FP8Format
 from workers.models.config import ModelConfig, read_config
-from workers.models.rope import LinearRope, Llama3Rope, Rope
+from workers.models.families.traits import QueryGrowth
+from workers.models.rope import LinearRope, Llama3Rope, Rope, YarnRope
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -210,6 +212,7 @@ def test_a_family_knows_what_absent_fields_mean(tmp_path: Path) -> None:
         (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         (GEMMA3 | {"hidden_activation": "relu6"}, "hidden_activation 'relu6'"),
+        (LLAMA | {"architectures": ["SeedOssForCausalLM"], "attention_out_bias": True}, "attention_out_bias is True"),
         (LLAMA | {"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
         (LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 2]}, "'no_rope_layers' is [1, 2]"),
         (LLAMA | {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.01}, "partial_rotary_factor 0.01"),
@@ -259,3 +262,62 @@ def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "model.gguf"):
         with pytest.raises(BadCheckpoint, match=r"model\.gguf: the header takes 4 bytes.*truncated"):
             read_config(path)
+
+
+def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:
+    """As moonshotai publishes it."""
+    write(
+        tmp_path,
+        LLAMA
+        | {
+            "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "hidden_size": 7168, "n_group": 1,
+            "first_k_dense_replace": 1, "kv_lora_rank": 512, "moe_intermediate_size": 2048, "n_routed_experts": 384,
+            "n_shared_experts": 1, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_key_value_heads": 64,
+            "num_nextn_predict_layers": 0, "q_lora_rank": 1536, "routed_scaling_factor": 2.827, "topk_group": 1,
+            "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "num_hidden_layers": 61,
+            "rope_scaling": {
+                "type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+            },
+        },
+    )  # fmt: skip
+    config = read_config(tmp_path)
+    assert config.experts is not None
+    assert (config.experts.num_experts, config.experts.num_sparse_layers, config.experts.routing.factor) == (
+        384,
+        60,
+        2.827,
+    )
+    assert config.latent is not None
+    assert config.latent.width == 576
+
+
+def test_ministral_3_as_mistral_published_it(tmp_path: Path) -> None:
+    """FP8 with stored scales of activations, beside a part for images that is not converted."""
+    rope = {"rope_type": "yarn", "type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1}  # fmt: skip
+    text = {key: value for key, value in LLAMA.items() if key not in ("architectures", "eos_token_id")}
+    text |= {"model_type": "ministral3", "max_position_embeddings": 262144, "sliding_window": None, "head_dim": 8}
+    config = write(
+        tmp_path,
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "model_type": "mistral3",
+            "text_config": text | {"rope_parameters": rope},
+            "vision_config": {"model_type": "pixtral"},
+            "quantization_config": {
+                "quant_method": "fp8", "activation_scheme": "static", "dequantize": False, "weight_block_size": None,
+                "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+            },
+        },
+        {"eos_token_id": 2},
+    )  # fmt: skip
+    assert (config.family, config.max_model_len, config.windows) == ("ministral3", 262144, (None,) * 4)
+    assert config.scales.growth == QueryGrowth(beta=0.1, length=16384)
+    assert isinstance(config.rope, YarnRope)
+    assert config.rope.magnitude == 1.0
+    assert isinstance(config.weight_format, FP8Format)
+    assert config.weight_format.static
+    with pytest.raises(UnsupportedModel, match=r"llama_4_scaling_beta is 0\.1, which is not supported for llama"):
+        write(tmp_path, LLAMA | {"rope_parameters": rope})

@@ -42,6 +42,7 @@ QWEN3 = BASE | {
     "moe_intermediate_size": 12,
     "norm_topk_prob": True,
 }
+MINIMAX = BASE | {"architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
 V2 = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 GROUPED = V2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 
@@ -78,6 +79,24 @@ def test_each_family_routes_by_its_own_rule(tmp_path: Path) -> None:
     assert v3.sparse == (False, False, False, True, True)
     assert (v3.routing.num_groups, v3.routing.num_chosen_groups, v3.routing.factor) == (8, 4, 2.5)
     assert v3.routing.corrected
+
+
+def test_minimax_as_it_is_published(tmp_path: Path) -> None:
+    """Its files have fields that transformers does not read."""
+    published = {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer",
+                 "shared_intermediate_size": 0, "attn_type_list": [1] * 4, "rotary_dim": 8, "head_dim": 16}  # fmt: skip
+    config = read(tmp_path, MINIMAX | published)
+    assert (config.rotary_dim, config.rope.theta, config.qk_norm) == (8, 5e6, "all")
+    for change, named in (
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'.*'sigmoid'"),
+        ({"use_routing_bias": False}, "use_routing_bias is False.*True"),
+        ({"shared_intermediate_size": 64}, "shared_intermediate_size is 64.*0"),
+        ({"attn_type_list": [1, 0, 1, 1]}, r"attn_type_list is \[1, 0, 1, 1\].*each of 4 layers"),
+        ({"sliding_window": 64}, "sliding_window and layer_types have no meaning"),
+        ({"rotary_dim": 17}, "rotary_dim.*turns 17 of 16"),
+    ):
+        with pytest.raises((UnsupportedModel, BadCheckpoint), match=named):
+            read(tmp_path, MINIMAX | published | change)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.checkpoint.rounding import GroupRounding
+from workers.checkpoint.quantised import QuantisedWeight
+from workers.checkpoint.rounding import GroupRounding, fp8_rows
 from workers.quantise.awq import InputSample, clipped_scales, fold_scales
 from workers.quantise.gptq import SecondMoments, gptq_levels
 
@@ -41,6 +42,30 @@ def test_rounding_to_nearest_is_compressed_tensors_rule(bits: int, dtype: torch.
             wanted = (part / scale).round().clamp(-half, half - 1) * scale
             assert torch.equal(dequantised[row, first : first + 32], wanted)
     assert made.scale.value_OB.dtype == dtype
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(40, 256), (7, 131)])
+def test_compiled_rounding_has_the_bits_of_torchs(
+    monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """Ties, groups of zeros, subnormal numbers, groups and rows that are not full."""
+    generator = torch.Generator().manual_seed(2)
+    sizes = torch.logspace(-9, 4, shape[0]).unsqueeze(1)
+    weight = torch.randn(shape, generator=generator) * sizes
+    weight[::3] = torch.randint(-15, 16, shape, generator=generator)[::3] / 2
+    weight[1, :128] = 0
+    weight = weight.to(stored)
+
+    def made() -> list[QuantisedWeight]:
+        integers = [GroupRounding(bits=bits, group_size=128).quantised(weight, torch.bfloat16) for bits in (3, 4, 8)]
+        return [*integers, fp8_rows(weight, torch.bfloat16)]
+
+    compiled = made()
+    monkeypatch.setattr("workers.checkpoint.rounding.can_round", lambda _: False)
+    for ours, torchs in zip(compiled, made(), strict=True):
+        assert torch.equal(ours.codes_OW, torchs.codes_OW)
+        assert torch.equal(ours.scale.value_OB, torchs.scale.value_OB)
 
 
 def test_a_group_of_zeros_stays_zero() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -14,73 +13,42 @@ from hypothesis import strategies as st
 
 from kvtransfer.events import EventLog
 from kvtransfer.hashing import chain_hashes
+from kvtransfer.windows import PageWindows
 from protos.errors import ContextLengthExceeded
-from protos.values import BlockRemoved, BlockStored, GenerateRequest, KVEvent
+from protos.values import BlockRemoved, BlockStored, GenerateRequest, KVEvent, Tier
 from tests.unit.workers.harness import VOCAB, Answer, AtLast, ask
-from workers.batch import Batch, Row, RowOutput, StepOutput
+from tests.unit.workers.pages import PageCopies, PageRunner, answer
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.kv.blocks import BlockPool, page_hash
-from workers.kv.windows import PageWindows
+from workers.kv.host import HostPool
 from workers.scheduling.role import Colocated
 from workers.scheduling.scheduler import Scheduler
 
 LONG = tuple(range(100))
 
 
-def answer(prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    """Of a model whose next token depends on every token before it."""
-    text = list(prompt_ids)
-    for _ in range(num_tokens):
-        text.append(sum((index + 1) * token for index, token in enumerate(text)) % VOCAB)
-    return tuple(text[len(prompt_ids) :])
-
-
-class PageRunner:
-    """Writes into each page which group's KV it holds, of which tokens, and asserts that of all that a row reads."""
-
-    def __init__(self, windows: tuple[int | None, ...], block_size: int) -> None:
-        self.windows = windows
-        self.block_size = block_size
-        self.texts: dict[str, tuple[int, ...]] = {}
-        self._histories: dict[str, list[int]] = {}
-        self._pages: dict[int, dict[int, object]] = defaultdict(dict)
-
-    def expect(self, request_id: str, text: tuple[int, ...]) -> None:
-        self.texts[request_id] = text
-        self._histories[request_id] = list(accumulate(text, lambda before, token: hash((before, token)), initial=0))
-
-    def run(self, batch: Batch) -> StepOutput:
-        for row in batch.rows:
-            assert row.token_ids == self.texts[row.request_id][row.start : row.stop]
-            for group, table in enumerate(row.block_tables):
-                for position in range(row.start, row.stop):
-                    place = table[position // self.block_size]
-                    self._pages[place][position % self.block_size] = self._kv(row, group, position)
-        return StepOutput(rows=tuple(map(self._output, batch.rows)))
-
-    def _output(self, row: Row) -> RowOutput:
-        for group, (table, window) in enumerate(zip(row.block_tables, self.windows, strict=True)):
-            first = 0 if window is None else max(0, row.start + 1 - window)
-            for position in range(first, row.stop):
-                found = self._pages[table[position // self.block_size]].get(position % self.block_size)
-                assert found == self._kv(row, group, position), f"{row.request_id} reads other KV at {position}"
-        return RowOutput(token_ids=() if row.sample is None else (self.texts[row.request_id][row.stop],))
-
-    def _kv(self, row: Row, group: int, position: int) -> object:
-        return group, self._histories[row.request_id][position + 1]
-
-
 class WindowEngine:
     def __init__(
-        self, windows: tuple[int | None, ...], *, num_pages: int, block_size: int = 4, depth: int = 0, **config: Any
+        self,
+        windows: tuple[int | None, ...],
+        *,
+        num_pages: int,
+        block_size: int = 4,
+        depth: int = 0,
+        host_slots: int = 0,
+        **config: Any,
     ) -> None:
         self.events: list[KVEvent] = []
-        self.pool = BlockPool(num_pages, block_size, self.events.append, windows=windows)
+        self.runner = PageRunner(windows, block_size)
+        self.copies = PageCopies(self.runner)
+        host = None
+        if host_slots:
+            host = HostPool(host_slots, self.copies, self.events.append, block_bytes=1, num_groups=len(windows))
+        self.pool = BlockPool(num_pages, block_size, self.events.append, host=host, windows=windows)
         limits: dict[str, Any] = {"max_model_len": 400, "vocab_size": VOCAB, "prefill_chunk": 8} | config
         scheduler = SchedulerConfig(time_slice_s=math.inf, **limits)
         self.scheduler = Scheduler(scheduler, self.pool, Colocated())
-        self.runner = PageRunner(windows, block_size)
         pipeline = AtLast(self.runner) if depth else self.runner
         self.engine = Engine(self.scheduler, pipeline, events=EventLog(incarnation=1), clock=lambda: 0.0, depth=depth)
         self.answers: dict[str, Answer] = defaultdict(Answer)
@@ -126,7 +94,8 @@ WINDOWS = st.lists(st.sampled_from([None, 1, 2, 3, 4, 5, 9, 30]), min_size=1, ma
 def test_attention_reads_own_and_computed_pages_only(
     windows: tuple[int | None, ...], block_size: int, depth: int, chunk: int, seed: int
 ) -> None:
-    """Random requests with shared beginnings, in pools so small that they preempt each other."""
+    """Random requests with shared beginnings, in pools so small that they preempt each other, with and without a host
+    tier."""
     rng = random.Random(seed)
     least = PageWindows(block_size=block_size, windows=windows).num_held(60, chunk)
     toy = WindowEngine(
@@ -137,7 +106,9 @@ def test_attention_reads_own_and_computed_pages_only(
         prefill_chunk=chunk,
         max_num_seqs=rng.choice((1, 3, 8)),
         max_num_batched_tokens=rng.choice((8, 16, 100)),
+        host_slots=rng.choice((0, 4, 300)),
     )
+    toy.copies.patience = rng.choice((0, 1, 5))
     prefixes = [tuple(rng.randrange(VOCAB) for _ in range(40)) for _ in range(2)]
     asked = {}
     for number in range(7):
@@ -239,6 +210,83 @@ class TestPrefixHits:
         assert {len(one) for one in stored + removed} == {16}
         told = set(stored) - set(removed)
         assert {one for chain in toy.pool.snapshot() for one in chain.hashes} == told
+
+
+class TestHostTier:
+    @pytest.mark.parametrize(("windows", "num_loaded"), [((None, 8), 24 + 2), ((8,), 2), ((None, 8, 30), 24 + 2 + 8)])
+    @pytest.mark.parametrize("patience", [0, 3])
+    def test_of_a_window_the_tail_is_loaded(
+        self, windows: tuple[int | None, ...], num_loaded: int, patience: int
+    ) -> None:
+        toy = WindowEngine(windows, num_pages=120, host_slots=200)
+        toy.copies.patience = patience
+        toy.serve("cold", LONG)
+        evict(toy)
+        assert toy.serve("warm", LONG) == 96
+        host = toy.pool.host
+        assert host is not None
+        assert host.load().num_hit_tokens == 96
+        assert toy.copies.num_onloaded == num_loaded
+        assert toy.pool.match_prefix(chain_hashes(LONG, 4)).num_blocks == 25, "it is cached there again"
+
+    def test_pages_that_slid_behind_a_window_are_not_copied(self) -> None:
+        """Only those that a following prompt reads, at any length of the answer."""
+        for num_tokens in range(1, 9):
+            toy = WindowEngine((None, 8), num_pages=60, host_slots=200, prefill_chunk=8)
+            toy.serve("cold", LONG, num_tokens)
+            toy.serve("filler", tuple(range(500, 600)), 1)
+            assert toy.copies.num_offloaded <= 27 + 4
+            evict(toy)
+            text = LONG + answer(LONG, num_tokens)
+            assert toy.serve("warm", (*text, 1, 2, 3)) == (len(text) - 1) // 4 * 4
+
+    def test_a_beginning_that_several_prompts_share_is_kept(self) -> None:
+        toy = WindowEngine((None, 8), num_pages=120, host_slots=400)
+        for name in range(2):
+            toy.serve(str(name), (*LONG[:60], *[name + 500] * 40))
+        evict(toy)
+        assert toy.serve("third", (*LONG[:60], 7, 8)) == 60
+
+    def test_pages_of_both_tiers_make_one_prefix(self) -> None:
+        toy = WindowEngine((None, 8), num_pages=120, host_slots=400)
+        toy.serve("cold", LONG)
+        forget(toy.pool, LONG, group=1, blocks=range(25))
+        assert toy.pool.match_prefix(chain_hashes(LONG, 4)).num_blocks == 0
+        assert toy.serve("warm", LONG) == 96
+        assert toy.copies.num_onloaded == 2
+
+    def test_an_aborted_load_gives_back_the_pages_of_each_group(self) -> None:
+        toy = WindowEngine((None, 8), num_pages=120, host_slots=400)
+        toy.serve("cold", LONG)
+        evict(toy)
+        toy.copies.patience = 3
+        toy.submit(ask("busy", (1, 2, 3), 20))
+        toy.step()
+        toy.submit(ask("gone", LONG, 2))
+        toy.step()
+        toy.engine.abort(["gone"])
+        toy.finish()
+        assert toy.serve("warm", LONG) == 96
+
+    def test_events_name_the_blocks_of_the_first_group(self) -> None:
+        toy = WindowEngine((None, 8), num_pages=40, host_slots=30)
+        for number in range(6):
+            toy.serve(f"r{number}", tuple(range(number * 100, number * 100 + 60)), 1)
+        on_host: set[bytes] = set()
+        for event in toy.events:
+            if isinstance(event, BlockStored) and event.tier is Tier.HOST:
+                on_host.update(event.hashes)
+            elif isinstance(event, BlockRemoved) and event.tier is Tier.HOST:
+                on_host.difference_update(event.hashes)
+        assert {len(one) for one in on_host} == {16}
+        assert {one for chain in toy.pool.snapshot() if chain.tier is Tier.HOST for one in chain.hashes} == on_host
+
+
+def evict(toy: WindowEngine) -> None:
+    """Fills the device with nothing."""
+    pages = toy.pool.allocate(toy.pool.num_free)
+    assert pages is not None
+    toy.pool.release(pages)
 
 
 def forget(pool: BlockPool, prompt_ids: tuple[int, ...], *, group: int, blocks: range | tuple[int, ...]) -> None:

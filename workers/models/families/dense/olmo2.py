@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from workers.models.families.base import Family
-from workers.models.families.traits import NormKind, NormPlaces
+from workers.models.families.traits import NORMS_AFTER, NormKind
 
 FAMILY = Family(
     name="olmo2",
@@ -9,11 +9,6 @@ FAMILY = Family(
     models="OLMo 2",
     reads=frozenset({"attention_bias"}),
     norm=NormKind(eps=1e-5, wide=True),
-    places=NormPlaces(
-        before_attention=None,
-        after_attention="post_attention_layernorm",
-        before_mlp=None,
-        after_mlp="post_feedforward_layernorm",
-    ),
+    places=NORMS_AFTER,
     qk_norm="all",
 )

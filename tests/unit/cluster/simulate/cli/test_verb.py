@@ -255,7 +255,7 @@ def test_a_soak_goes_on_after_a_bug_and_prints_its_traceback(monkeypatch: pytest
         (("--set", "pools.decode_tp=3"), "--decode-tp 3: it must divide the 32 heads of llama-3-8b"),
         (("--lane-gbps", "0"), "--lane-gbps 0: give the gigabits a second"),
         (("--latency", "tables"), "--latency tables: choose one of roofline, aiconfigurator"),
-        (("--dtype", "int3"), "--dtype int3: choose one of bfloat16, fp8, fp8_block, int8, int4"),
+        (("--dtype", "int3"), "--weights int3: choose one of bfloat16, fp8, fp8_block, int8, int4"),
         (("--gpu", "a100", "--dtype", "fp8"), "no FP8: give one of h100, h200, b200"),
         (("--set", "worker.dtype=float32"), "worker.dtype = 'float32': simulated KV is bfloat16"),
         (("--set", "model=/none"), "--set model=/none: no checkpoint is read: give --model one of llama-3-8b, "),

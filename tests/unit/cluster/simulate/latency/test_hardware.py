@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
+from benchmarks.simulation import published
 from cluster.simulate.latency.aiconfigurator import Aiconfigurator
 from cluster.simulate.latency.base import step_of
 from cluster.simulate.latency.hardware import gpu_of, model_of, read_model
 from cluster.simulate.latency.roofline import Roofline
 from cluster.simulate.latency.shapes import FP8_BLOCK, GPUS, MODELS
-from cluster.simulate.latency.spread import ExpertParallelLatency
 from cluster.simulate.run.config import hardware_spec, read_settings
 from cluster.simulate.world.lanes import Cards, hosts_of
 from protos.errors import Misconfigured, UnsupportedModel
 from tests.unit.cluster.simulate.asking import SMALL, answer, call
+from workers.kv.groups import with_windows
 from workers.models.config import read_config
 
 LLAMA = {
@@ -32,6 +33,13 @@ DEEPSEEK = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
     "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3,
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}  # fmt: skip
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880, "vocab_size": 201_088,
+    "max_position_embeddings": 131_072, "sliding_window": 128, "num_experts_per_tok": 4, "hidden_act": "silu",
+    "rms_norm_eps": 1e-5, "eos_token_id": 200_002, "attention_bias": True, "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
 MIXTRAL = {**LLAMA, "vocab_size": 32_000, "num_local_experts": 8, "num_experts_per_tok": 2}
 
@@ -64,12 +72,49 @@ def test_experts_of_a_checkpoint_are_counted_as_its_makers_do(tmp_path: Path) ->
         ({**LLAMA, "hidden_size": "4096"}, "hidden_size = '4096'"),
         ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers = 0: .*a whole number from 1"),
         ([], "it is not a checkpoint's config.json"),
-        ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "quantization_config of 'awq'.*--dtype"),
+        ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "quantization_config of 'awq'.*--weights"),
+        ({**LLAMA, "quantization_config": {"quant_method": "quanto"}}, "'quanto': .*bfloat16, fp8"),
+        ({**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": "4"}}, "quantization_config of 'gptq'"),
     ],
 )
 def test_a_config_that_describes_no_model_is_refused(config: object, named: str, tmp_path: Path) -> None:
     with pytest.raises(Misconfigured, match=named):
         model_of(written(tmp_path, config))
+
+
+def grouped(**weights: object) -> dict[str, object]:
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "int4"),
+        ({"quant_method": "gptq", "bits": 8}, "int8"),
+        ({"quant_method": "awq", "w_bit": 4}, "int4"),
+        ({"quant_method": "exl2", "bits": 4.25}, "int4"),
+        ({"quant_method": "exl2", "bits": 6.5}, "int8"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8"),
+        (grouped(num_bits=4, type="int", strategy="group", group_size=128), "int4"),
+        (grouped(num_bits=8, type="int", strategy="channel"), "int8"),
+        (grouped(num_bits=8, type="float", strategy="channel"), "fp8"),
+        (grouped(num_bits=8, type="float", strategy="block"), "fp8_block"),
+        ({"quant_method": "fp8"}, "fp8"),
+    ],
+)
+def test_weights_have_the_type_of_a_quantised_checkpoint(
+    quantization: dict[str, object], dtype: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, {**LLAMA, "quantization_config": quantization})
+    assert model_of(path) == replace(model_of(written(tmp_path, LLAMA)), dtype=dtype)
+    path = written(tmp_path, {**LLAMA, "quantization_config": quantization})
+    assert model_of(path, "bf16").dtype == "bfloat16"
+
+
+def test_a_given_type_is_taken_for_one_that_is_not_simulated(tmp_path: Path) -> None:
+    path = written(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "quanto"}})
+    assert model_of(path, "int4").dtype == "int4"
 
 
 def test_a_gpu_of_ones_own_is_like_another_but_for_its_figures(tmp_path: Path) -> None:
@@ -276,18 +321,39 @@ def test_experts_in_parallel_reach_what_was_published_where_tensor_parallelism_d
 
 
 def test_experts_in_parallel_decode_as_deepseeks_own_cluster_did() -> None:
-    """A day of its H800 hosts: 14,800 answer tokens a second and host, each user at 20 to 22, contexts of 4,989. At 21
-    a second those are 88 requests a GPU. Of 73,700 prompt tokens a second and host 43.7 % were computed; the average is
-    over hours of little load, too, and over uneven experts."""
-    h800 = replace(GPUS["h100"], link_rate=200e9)
+    """Its prefill is a mean over hours of little load, too, and over uneven experts."""
+    assert published.DEEPSEEK_DECODE.simulated() == pytest.approx(14_800, rel=0.05)
+    assert 73_700 < published.DEEPSEEK_PREFILL.simulated() < 2 * 73_700
 
-    def step_s(num_gpus: int, rows: list[tuple[int, int]]) -> float:
-        latency = ExpertParallelLatency(gpu=h800, model=model_of("deepseek-v3", spread=True), num_gpus=num_gpus)
-        return latency.step_s(step_of(rows * num_gpus))
 
-    assert 8 * 88 / step_s(128, [(1, 4989)] * 88) == pytest.approx(14_800, rel=0.05)
-    computed = 0.437 * 73_700
-    assert computed < 8 * 8 * 1900 / step_s(32, [(1900, 4350)] * 8) < 2 * computed
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
+def test_windows_and_experts_are_counted_as_the_engine_counts_them(name: str, tmp_path: Path) -> None:
+    shape = MODELS[name]
+    assert shape.experts is not None
+    written(tmp_path, GPT_OSS | {"num_hidden_layers": shape.layers, "num_local_experts": shape.experts.num})
+    engine, model = read_config(tmp_path), model_of(str(tmp_path))
+    layout = with_windows(engine.kv_layout(block_size=16, dtype="bfloat16"), engine.windows)
+    assert shape.layout(16) == model.layout(16) == layout
+    assert len(layout.groups) == 2
+    assert (model.experts, model.expert_dtype) == (shape.experts, "mxfp4")
+    assert model.params == pytest.approx(shape.params, rel=0.01)
+    assert model.held_bytes(1) == pytest.approx(shape.held_bytes(1), rel=0.01)
+
+
+def test_whole_experts_on_ranks_wait_for_the_busiest() -> None:
+    """As `baton serve --expert-parallel` has them: the same all-reduce, the same bytes if all experts are chosen."""
+    columns, whole = (
+        hardware_spec(
+            gpu="h200",
+            model="qwen3-30b-a3b",
+            tp=4,
+            settings=read_settings(None, [f"worker.expert_parallel={given}"]),
+        ).latency
+        for given in ("false", "true")
+    )
+    few, many = step_of([(1, 500)] * 4), step_of([(8192, 8192)])
+    assert columns.step_s(few) < whole.step_s(few) < 1.5 * columns.step_s(few)
+    assert columns.step_s(many) < whole.step_s(many) < 1.05 * columns.step_s(many)
 
 
 def test_latents_are_counted_as_the_engine_counts_them(tmp_path: Path) -> None:
@@ -308,7 +374,7 @@ def test_requests_that_are_spread_are_kept_once_and_weights_on_every_gpu() -> No
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--model", "llama-3-8b"), "--expert-parallel with --model llama-3-8b: it has no experts to share"),
+        (("--model", "llama-3-8b"), "--dp-attention with --model llama-3-8b: it has no experts to share"),
         (
             ("--model", "deepseek-v3", "--gpu", "h200", "--tp", "24"),
             "shares the 256 experts of deepseek-v3: give one of 1",
@@ -320,20 +386,20 @@ def test_requests_that_are_spread_are_kept_once_and_weights_on_every_gpu() -> No
     ],
 )
 def test_experts_that_cannot_be_shared_are_refused(arguments: tuple[str, ...], named: str) -> None:
-    result = call(*SMALL, "--expert-parallel", *arguments)
+    result = call(*SMALL, "--dp-attention", *arguments)
     assert isinstance(result.exception, Misconfigured)
     assert named in result.exception.message
 
 
 def test_a_simulation_with_experts_in_parallel_says_so(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    flags = "--model", "deepseek-v3", "--gpu", "h200", "--tp", "16", "--expert-parallel"
+    flags = "--model", "deepseek-v3", "--gpu", "h200", "--tp", "16", "--dp-attention"
     said = call(*SMALL, *flags, "--json", str(file)).stderr
     (run,) = json.loads(file.read_text())["runs"]
-    assert run["cluster"]["expert_parallel"] is True
-    assert "experts in parallel" in run["figures"]["cluster"]
-    assert "--expert-parallel" not in said
-    assert "--expert-parallel shares its experts alone" in call(*SMALL, *flags[:-1]).stderr
+    assert run["cluster"]["dp_attention"] is True
+    assert "attention of its own" in run["figures"]["cluster"]
+    assert "--dp-attention" not in said
+    assert "--dp-attention shares its experts alone" in call(*SMALL, *flags[:-1]).stderr
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,11 @@ def test_a_cluster_of_a_soak_says_what_it_was_and_cost() -> None:
     for seed in range(1, 9):
         told = " ".join(answer("--replay", str(seed)).split())
         shape, said = re.search(r"cluster: .* cluster (.*?) tp1 (.*?tokens) ", told).groups()  # type: ignore[union-attr]
+        kept = r"(, latents|, windows [\d and]+( in all layers)?)?(, drafts)?"
         gateways = "(, 2 (gateways|processes of one gateway))?"
-        assert re.fullmatch(rf"[a-z_]+, GPU h100, model llama-3-8b{gateways}, [\d,]+ blocks of (4|16) tokens", said)
+        assert re.fullmatch(
+            rf"[a-z_]+, GPU h100, model llama-3-8b{kept}{gateways}, [\d,]+ blocks of (4|16) tokens", said
+        )
         assert not re.search(r"output 0\.000", told)
         for pool, number in re.findall(r"(colocated|decode|prefill) (\d) ", told):
             assert f"{number} colocated" == shape if pool == "colocated" else f"{number}{pool[0].upper()}" in shape

@@ -278,7 +278,7 @@ def test_answers_that_wait_for_each_others_blocks_for_ever_are_found(monkeypatch
 
     seed = having("answers that wait for each other", 52, Scheduler, "_break_tie", matters=ties)
     monkeypatch.setattr(Scheduler, "_break_tie", lambda scheduler: None)
-    assert "no step finished for 10 s, and nothing held it up" in broken_trial(seed)
+    assert "no step finished for 11 s, and nothing held it up" in broken_trial(seed)
 
 
 def test_a_trial_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,12 +21,12 @@ from tests.unit.cluster.simulate.towns import run, town
 from workers.engine.engine import Engine
 
 SEEDS_A_TEST = 12
-NUM_TESTS = 20
+NUM_TESTS = 8
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS_A_TEST * NUM_TESTS, SEEDS_A_TEST))
 def test_no_invariant_breaks_whatever_happens(first: int) -> None:
-    """`baton simulate --soak 240` is the same; `--replay SEED` shows one of them."""
+    """`baton simulate --soak 96` is the same; `--replay SEED` shows one of them."""
     for seed in range(first, first + SEEDS_A_TEST):
         try:
             soak.run(soak.trial(seed))
@@ -36,8 +36,9 @@ def test_no_invariant_breaks_whatever_happens(first: int) -> None:
 
 def leapt_and_stepped(made: soak.SoakTrial) -> list[SimulationOutcome]:
     config = replace(made.config, wire=NetworkModel(), audit_every=0)
+    spec = replace(config.spec, drafter=None)  # steps that verify drafts are not leapt over
     return [
-        simulate(replace(config, spec=replace(config.spec, leaping=leaps)), made.sessions, made.faults)
+        simulate(replace(config, spec=replace(spec, leaping=leaps)), made.sessions, made.faults)
         for leaps in (True, False)
     ]
 

@@ -53,6 +53,21 @@ def test_added_tokens_stand_behind_the_pieces(tmp_path: Path) -> None:
         made(tmp_path, {"added_tokens_decoder": {"340": added["330"]}})
 
 
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"added_tokens_decoder": {"x": {"content": "a"}}}, "the token id 'x': it must be an integer"),
+        ({"added_tokens_decoder": {"330": {"text": "a"}}}, r"\['330'\] is .*: it must be an object with a string"),
+        ({"added_tokens_decoder": ["a"]}, r"added_tokens_decoder is \['a'\]: it must be an object"),
+        ({"additional_special_tokens": 5}, "additional_special_tokens is 5: it must be a list"),
+    ],
+)
+def test_malformed_added_tokens_are_named(config: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    put(tmp_path, "tokenizer.model", (HERE / "bpe.model").read_bytes())
+    with pytest.raises(BadCheckpoint, match=problem):
+        made(tmp_path, config)
+
+
 @pytest.mark.parametrize("legacy", [True, False])
 def test_a_space_goes_before_each_part_only_in_legacy_models(legacy: bool, tmp_path: Path) -> None:
     put(tmp_path, "tokenizer.model", (HERE / "bpe.model").read_bytes())
@@ -131,3 +146,30 @@ def test_tekken_joins_by_rank(tmp_path: Path) -> None:
     put(tmp_path, "tekken.json", json.dumps({"config": sizes, "vocab": entries[1:]}))
     with pytest.raises(BadCheckpoint, match=r"tekken\.json must have each byte as a token"):
         made(tmp_path, {})
+
+
+def test_tiktoken_splits_text_as_kimi_does(tmp_path: Path) -> None:
+    """Splits are those that are published for Kimi K2: a run of Han letters is a piece of its own."""
+    pieces = ["中文", "English", "混合", "北京市", " Pascal", "123", "45", "don't", "!\n"]
+    words = [bytes([byte]) for byte in range(256)]
+    for piece in [*(one.encode() for one in pieces), "文English".encode(), b"12345"]:
+        words += [piece[:end] for end in range(2, len(piece) + 1) if piece[:end] not in words]
+    lines = [f"{base64.b64encode(word).decode()} {rank}" for rank, word in enumerate(words)]
+    put(tmp_path, "tiktoken.model", "\n".join(lines[::-1]))
+    added = {str(len(words) + 2): {"content": "[EOS]", "special": True}}
+    config = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": added, "eos_token": "[EOS]"}
+    tokenizer = made(tmp_path, config)
+    for text, parts in {
+        "中文English混合": pieces[:3],
+        "北京市 Pascal": pieces[3:5],
+        "12345": pieces[5:7],
+        "don't!\n": pieces[7:],
+    }.items():
+        assert tokenizer.encode(text).ids == [words.index(part.encode()) for part in parts], text
+    assert tokenizer.encode("中文[EOS]").ids == [words.index("中文".encode()), len(words) + 2]
+    assert tokenizer.get_vocab_size() == len(words) + 256
+    with pytest.raises(UnsupportedModel, match=r"tiktoken\.model: tokenizer_class .* is 'Other'"):
+        made(tmp_path, {"tokenizer_class": "Other"})
+    put(tmp_path, "tiktoken.model", "\n".join(lines[1:]))
+    with pytest.raises(BadCheckpoint, match=r"tiktoken\.model is no tiktoken file"):
+        made(tmp_path, config)

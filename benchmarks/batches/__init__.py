@@ -1,0 +1,1 @@
+"""Batches beside people's requests: interference, exactly one result a line, memory."""

@@ -1,0 +1,1 @@
+"""Speculation: the same answers, and how much sooner."""

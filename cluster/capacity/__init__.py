@@ -1,0 +1,1 @@
+"""The desired fleet: one owner, changes with their reasons, and what brings them about."""

@@ -1,0 +1,367 @@
+"""Owns the desired fleet of a cluster. Operators and the planner change it through `order`, and in no other way.
+
+order ─▶ check ─▶ actuator.begin: do the machines hold it? ─▶ record the change ─▶ reached, failed or replaced
+                        └── no: the error, and nothing has changed
+
+The owner lives in the process of `baton serve` or `baton pools`, beside what remembers the desired workers over the
+supervisor's lives (ADR 34), and in the simulator. A store keeps its record over its own lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from cluster.capacity.roll import FleetRoll, RollActuator
+from protos.errors import BatonError, InvalidRequest, Misconfigured
+from protos.event_loop import Changed
+from protos.values import WorkerRole
+from router.fleet_owner import (
+    RING_SIZE,
+    ChangeState,
+    DesiredFleet,
+    FleetChange,
+    FleetOrder,
+    FleetReport,
+    OrderKind,
+    Revision,
+    RollProgress,
+    flipped,
+    scaled,
+)
+
+log = logging.getLogger("baton.cluster")
+
+
+class FleetActuator(Protocol):
+    """Brings a desired fleet about: the supervisor of real workers, or of simulated ones."""
+
+    async def begin(
+        self, counts: Mapping[WorkerRole, int], flips: Mapping[str, WorkerRole] | None = None
+    ) -> Awaitable[None]:
+        """Makes these the desired numbers of workers; those in `flips` change their roles. Raises Misconfigured if the
+        machines cannot hold them, and Unavailable if this cannot be known now; then nothing has changed.
+
+        The result returns when the fleet is reached, or a later call has replaced it. It raises the BatonError of a new
+        worker that will never start, which is not desired any more then.
+        """
+        ...
+
+    def roles(self) -> Mapping[str, WorkerRole]:
+        """The desired workers' roles by id."""
+        ...
+
+    def serving(self) -> Mapping[str, WorkerRole]:
+        """The present roles of the workers that serve, by id."""
+        ...
+
+    def waiting_for(self) -> Sequence[str]:
+        """A phrase for each worker that keeps the desired fleet from being reached."""
+        ...
+
+    def start_s(self) -> float:
+        """The median seconds of the latest starts of workers; 0 before the first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetRecord:
+    """What survives the owner. `configured`: the fleet of the settings with which the owner began, and `origin` the
+    digest of their worker settings; other settings take precedence over the record."""
+
+    configured: DesiredFleet
+    desired: DesiredFleet
+    changes: tuple[FleetChange, ...] = ()
+    origin: str = ""
+
+
+class FleetStore(Protocol):
+    """Keeps the owner's record over its lives. Never fails: a record that cannot be written now is written later."""
+
+    def save(self, record: FleetRecord) -> None: ...
+
+
+Revise = Callable[[Revision, FleetOrder], Revision]
+"""The revision after a roll. Raises Misconfigured for settings that workers cannot have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rolls:
+    """What an owner needs whose fleet can be rolled. `origin`: the digest of its worker settings."""
+
+    actuator: RollActuator
+    revise: Revise
+    origin: str = ""
+
+
+class NoFleetStore:
+    """For an owner whose workers end with it."""
+
+    def save(self, record: FleetRecord) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """The roll of a change, on its way or on its way back."""
+
+    roll: FleetRoll
+    number: int
+    is_back: bool = False
+    task: asyncio.Task[None] | None = None
+
+    def progress(self) -> RollProgress:
+        mix = self.roll.mix
+        return RollProgress(number=self.number, to=self.roll.to, newer=mix.newer, older=mix.older)
+
+
+class FleetController:
+    """The `FleetOwner` where the desired fleet lives, on one event loop. `record` is that of an earlier owner, and must
+    be of the same `configured` fleet. `wall_clock`: seconds since 1970."""
+
+    def __init__(
+        self,
+        actuator: FleetActuator,
+        configured: DesiredFleet,
+        *,
+        record: FleetRecord | None = None,
+        store: FleetStore | None = None,
+        rolls: Rolls | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._actuator = actuator
+        self._rolls = rolls
+        self._rolling: UnderWay | None = None
+        origin = rolls.origin if rolls is not None else ""
+        self._record = record or FleetRecord(configured=configured, desired=configured, origin=origin)
+        assert self._record.configured == configured, "a record of other settings is not continued"
+        self._store = store or NoFleetStore()
+        self._wall_clock = wall_clock
+        self._line = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = Changed()
+        self._store.save(self._record)
+
+    @property
+    def desired(self) -> DesiredFleet:
+        return self._record.desired
+
+    @property
+    def changes(self) -> Sequence[FleetChange]:
+        """The latest changes, oldest first."""
+        return self._record.changes
+
+    async def view(self) -> FleetReport:
+        serving = list(self._actuator.serving().values())
+        return FleetReport(
+            desired=self.desired,
+            serving={role: serving.count(role) for role in self.desired.counts},
+            waiting_for=tuple(self._actuator.waiting_for()),
+            start_s=self._actuator.start_s(),
+            changes=self._record.changes,
+            rolling=self._rolling.progress() if self._rolling is not None else None,
+        )
+
+    async def order(self, order: FleetOrder) -> FleetChange:
+        async with self._line:
+            if order.kind is OrderKind.ROLL:
+                return await self._roll(order)
+            if order.kind is OrderKind.ABORT:
+                return await self._abort(order)
+            if self._rolling is not None:
+                raise InvalidRequest(
+                    f"change {self._rolling.number} rolls the fleet: wait for its end, or `baton roll --abort`",
+                    param="kind",
+                )
+            after, flips = self._target(order)
+            if after == self.desired and not flips:
+                return self._new_change(order, after, number=0, state=ChangeState.REACHED)
+            try:
+                reached = await self._actuator.begin(after.counts, flips)
+            except Misconfigured as error:  # a mistake of the order, not of the settings that serve
+                raise InvalidRequest(error.message, param=error.param) from error
+            change = self._add(order, after)
+        self._begin_task(self._follow(change, reached), change)
+        return change
+
+    def _add(self, order: FleetOrder, after: DesiredFleet) -> FleetChange:
+        """Records a change that has begun."""
+        self._end_replaced()
+        number = self._record.changes[-1].number + 1 if self._record.changes else 1
+        change = self._new_change(order, after, number=number)
+        changes = (*self._record.changes, change)[-RING_SIZE:]
+        self._save(replace(self._record, desired=after, changes=changes))
+        log.info("%s sets the fleet to %s%s", order.who or "an operator", after, f": {order.why}" if order.why else "")
+        return change
+
+    def _begin_task(self, work: Coroutine[Any, Any, None], change: FleetChange) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=f"change {change.number}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def ended(self, number: int) -> FleetChange:
+        """Returns the change when it is no longer under way. Raises InvalidRequest for an unknown one."""
+        while True:
+            change = next((one for one in self._record.changes if one.number == number), None)
+            if change is None:
+                raise InvalidRequest(f"there is no change {number} among the latest {RING_SIZE}", param="number")
+            if change.state is not ChangeState.UNDER_WAY:
+                return change
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        """Stops following changes; the workers stay as they are."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _target(self, order: FleetOrder) -> tuple[DesiredFleet, dict[str, WorkerRole]]:
+        """Raises InvalidRequest."""
+        match order:
+            case FleetOrder(kind=OrderKind.SCALE):
+                return scaled(self.desired, order.counts), {}
+            case FleetOrder(kind=OrderKind.FLIP, role=WorkerRole() as role):
+                after = flipped(self.desired, order.worker_id, self._actuator.roles(), role)
+                return after, {order.worker_id: role}
+            case FleetOrder(kind=OrderKind.WAKE):
+                return self._awake(), {}
+        raise InvalidRequest(f"an order of the kind {order.kind} needs a worker and a role", param="role")
+
+    def _awake(self) -> DesiredFleet:
+        """The latest fleet that was not asleep, at the present revision."""
+        known = (self.desired, *(change.before for change in reversed(self._record.changes)), self._record.configured)
+        awake = next(fleet for fleet in known if not fleet.is_asleep)
+        return replace(awake, revision=self.desired.revision)
+
+    def _new_change(
+        self, order: FleetOrder, after: DesiredFleet, *, number: int, state: ChangeState = ChangeState.UNDER_WAY
+    ) -> FleetChange:
+        now = self._wall_clock()
+        return FleetChange(
+            number=number, kind=order.kind, who=order.who, why=order.why, before=self.desired, after=after, at_s=now,
+            worker_id=order.worker_id, state=state, ended_s=0.0 if state is ChangeState.UNDER_WAY else now,
+        )  # fmt: skip
+
+    # -- rolls ---------------------------------------------------------------------------------------------------------
+
+    async def _roll(self, order: FleetOrder) -> FleetChange:
+        if self._rolls is None:
+            raise InvalidRequest("the workers of this cluster were started by others, who can also replace them")
+        if self._rolling is not None:
+            raise InvalidRequest(f"change {self._rolling.number} rolls the fleet already: `baton roll --abort` ends it")
+        before = self.desired
+        try:
+            to = self._rolls.revise(before.revision, order)
+        except Misconfigured as error:
+            raise InvalidRequest(error.message, param=error.param) from error
+        if to == before.revision:
+            return self._new_change(order, before, number=0, state=ChangeState.REACHED)
+        roll = FleetRoll(
+            self._rolls.actuator, before.counts, former=before.revision, to=to, surge=order.surge
+        )  # fmt: skip
+        await roll.start()
+        change = self._add(order, replace(before, revision=to))
+        self._rolling = UnderWay(roll, change.number)
+        self._rolling.task = self._begin_task(self._follow_roll(self._rolling, before), change)
+        return change
+
+    async def _abort(self, order: FleetOrder) -> FleetChange:
+        """The roll's change ends as replaced; the way back is the order's."""
+        rolling = self._rolling
+        if rolling is None or rolling.is_back or rolling.task is None:
+            raise InvalidRequest("no roll is under way that could be aborted", param="kind")
+        rolling.task.cancel()
+        await asyncio.gather(rolling.task, return_exceptions=True)
+        change = self._add(order, replace(self.desired, revision=rolling.roll.former))
+        self._rolling = UnderWay(rolling.roll, change.number, is_back=True)
+        self._rolling.task = self._begin_task(self._follow_roll(self._rolling, change.after), change)
+        return change
+
+    async def _follow_roll(self, rolling: UnderWay, before: DesiredFleet) -> None:
+        """`before`: the fleet after a failure. A roll that fails goes back by itself, once: `back` exchanges the
+        revisions, so a way back that fails ends the change, with its reason."""
+        failure = ""
+        if not rolling.is_back and (failure := await self._failure_of(rolling.roll.run(), "the roll")):
+            rolling.is_back = True
+            self._save(replace(self._record, desired=before))
+        if rolling.is_back and (reason := await self._failure_of(rolling.roll.back(), "the way back of the roll")):
+            failure = f"{failure}{'; ' * bool(failure)}the way back fails: {reason}"
+        self._rolling = None
+        self._end(rolling.number, ChangeState.FAILED if failure else ChangeState.REACHED, failure)
+
+    @staticmethod
+    async def _failure_of(work: Awaitable[None], what: str) -> str:
+        """Why the work failed; "" if it succeeded. A change must not stay under way for ever, whatever is raised."""
+        try:
+            await work
+        except BatonError as error:
+            log.error("%s fails: %s", what, error.message)
+            return error.message
+        except Exception as error:
+            log.exception("%s fails: internal error", what)
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    async def _follow(self, change: FleetChange, reached: Awaitable[None]) -> None:
+        try:
+            await reached
+        except BatonError as error:
+            log.error("change %d to %s failed: %s", change.number, change.after, error.message)
+            self._end(change.number, ChangeState.FAILED, error.message)
+            return
+        except Exception as error:  # a change must not stay under way for ever
+            log.exception("change %d to %s failed: internal error", change.number, change.after)
+            self._end(change.number, ChangeState.FAILED, f"{type(error).__name__}: {error}")
+            return
+        is_there = not self._actuator.waiting_for()
+        self._end(change.number, ChangeState.REACHED if is_there else ChangeState.REPLACED)
+
+    def _end(self, number: int, state: ChangeState, reason: str = "") -> None:
+        """Records the outcome of a change, unless another change has replaced it. After a failure the fleet is what the
+        actuator still wants."""
+        latest = self._record.changes[-1]
+        if latest.number != number or latest.state is not ChangeState.UNDER_WAY:
+            return
+        ended = replace(latest, state=state, reason=reason, ended_s=self._wall_clock())
+        record = replace(self._record, changes=(*self._record.changes[:-1], ended))
+        if state is ChangeState.FAILED and ended.kind is not OrderKind.ROLL:
+            wanted = list(self._actuator.roles().values())
+            counts = {role: wanted.count(role) for role in self.desired.counts}
+            record = replace(record, desired=replace(self.desired, counts=counts))
+        self._save(record)
+
+    def _end_replaced(self) -> None:
+        if self._record.changes and self._record.changes[-1].state is ChangeState.UNDER_WAY:
+            self._end(self._record.changes[-1].number, ChangeState.REPLACED)
+
+    def _save(self, record: FleetRecord) -> None:
+        self._record = record
+        self._store.save(record)
+        self._changed.notify()
+
+
+def continued(record: FleetRecord | None, configured: DesiredFleet, origin: str = "") -> FleetRecord | None:
+    """The record of an earlier owner, if it began with the same settings. Changes that were under way have ended with
+    it: its workers are started anew, and those of a roll with the former revision. With other worker settings than the
+    earlier owner's the fleet has those, and no revision."""
+    if record is None or record.configured != configured:
+        return None
+    latest = record.changes[-1] if record.changes else None
+    if latest is not None and latest.kind is OrderKind.ROLL and latest.state is ChangeState.UNDER_WAY:
+        record = replace(record, desired=latest.before)
+    if record.origin != origin:
+        record = replace(record, desired=replace(record.desired, revision=Revision()), origin=origin)
+    changes = tuple(
+        replace(one, state=ChangeState.REACHED, reason="its owner has ended; the next one began with this fleet")
+        if one.state is ChangeState.UNDER_WAY
+        else one
+        for one in record.changes
+    )
+    return replace(record, changes=changes)

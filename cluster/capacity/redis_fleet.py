@@ -1,0 +1,184 @@
+"""The desired fleet in Redis: its owner's record, and calls of the owner by gateways elsewhere.
+
+    baton:fleet              the record of the owner, JSON; outlives the owner
+    baton:fleet:calls        calls that no owner has taken yet (a list)
+    baton:fleet:reply:<id>   the reply to a call (a list of one); expires
+
+Where several fleets share a Redis, the keys of the fleet b begin with "baton@b:".
+
+gateway ── RPUSH call ─▶ list ── BLPOP ─▶ owner ── RPUSH reply ─▶ list ── BLPOP ─▶ gateway
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from redis.asyncio import Redis
+
+from cluster.capacity.calls import CalledFleetOwner, FleetCall, FleetReply, reply_to
+from cluster.capacity.controller import FleetRecord
+from cluster.discovery.redis import client_of, root_of
+from protos.errors import Unavailable
+from router.fleet_owner import CapacityOwner
+from router.log_throttle import OutageLog
+from router.prefix.redis_url import TROUBLES, raise_if_cancelled
+
+log = logging.getLogger("baton.discovery")
+
+REPLY_S = 30.0  # that an owner has to plan a change
+TURN_S = 1.0  # of a blocking read; less than the client's timeout
+RETRY_S = 0.5
+
+
+def record_key(fleet: str) -> str:
+    return f"{root_of(fleet)}:fleet"
+
+
+def calls_key(fleet: str) -> str:
+    return f"{root_of(fleet)}:fleet:calls"
+
+
+def reply_key(fleet: str, reply_id: str) -> str:
+    return f"{root_of(fleet)}:fleet:reply:{reply_id}"
+
+
+class PostedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call on its way. After `until_s` (seconds since 1970) its sender has given up."""
+
+    reply_id: str
+    until_s: float
+    call: FleetCall
+
+
+class RedisFleetStore:
+    """A `FleetStore`. A record that cannot be written is written as soon as Redis answers."""
+
+    def __init__(self, client: Redis, fleet: str = "") -> None:
+        self._client = client
+        self._key = record_key(fleet)
+        self._outage = OutageLog(log)
+        self._unsaved: FleetRecord | None = None
+        self._news = asyncio.Event()
+        self._task = asyncio.create_task(self._keep_saving(), name="fleet record")
+
+    async def load(self) -> FleetRecord | None:
+        """The latest record; None if there is none that can be read. Raises the errors of Redis."""
+        packed = await self._client.get(self._key)
+        if packed is None:
+            return None
+        try:
+            return msgspec.json.decode(str(packed), type=FleetRecord)
+        except msgspec.DecodeError as error:
+            log.warning("the fleet's record in Redis cannot be read, and is written anew: %s", error)
+            return None
+
+    def save(self, record: FleetRecord) -> None:
+        self._unsaved = record
+        self._news.set()
+
+    async def close(self) -> None:
+        """Writes what has not been written, if Redis can be reached."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        with suppress(*TROUBLES):
+            await self._write()
+
+    async def _keep_saving(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            try:
+                await self._write()
+                self._outage.back("the fleet's record is in Redis again")
+            except TROUBLES as error:
+                self._outage.lost(str(error), f"the fleet's record cannot be written to Redis: {error}")
+                self._news.set()
+                await asyncio.sleep(RETRY_S)
+
+    async def _write(self) -> None:
+        record = self._unsaved
+        if record is not None:
+            await self._client.set(self._key, msgspec.json.encode(record).decode())
+            if self._unsaved is record:
+                self._unsaved = None
+
+
+async def serve_calls(
+    client: Redis, owner: CapacityOwner, *, fleet: str = "", wall_clock: Callable[[], float] = time.time
+) -> None:
+    """Replies to gateways' calls until cancelled, also while Redis comes and goes."""
+    replying: set[asyncio.Task[None]] = set()
+    while True:
+        raise_if_cancelled()
+        try:
+            taken: Any = await client.blpop([calls_key(fleet)], timeout=TURN_S)
+        except TROUBLES:
+            await asyncio.sleep(RETRY_S)
+            continue
+        if taken is None:
+            continue
+        try:
+            posted = msgspec.json.decode(str(taken[1]), type=PostedCall)
+        except msgspec.DecodeError as error:
+            log.warning("a call of the fleet's owner cannot be read: %s", error)
+            continue
+        if posted.until_s > wall_clock():
+            task = asyncio.create_task(_reply(client, posted, owner, fleet))
+            replying.add(task)
+            task.add_done_callback(replying.discard)
+
+
+async def _reply(client: Redis, posted: PostedCall, owner: CapacityOwner, fleet: str) -> None:
+    reply = await reply_to(posted.call, owner)
+    key = reply_key(fleet, posted.reply_id)
+    with suppress(*TROUBLES):
+        async with client.pipeline(transaction=True) as pipe:
+            pipe.rpush(key, msgspec.json.encode(reply).decode())
+            pipe.expire(key, int(REPLY_S))
+            await pipe.execute()
+
+
+class RedisFleetOwner(CalledFleetOwner):
+    """The `CapacityOwner` of `baton pools`, as a gateway elsewhere reaches it."""
+
+    def __init__(self, url: str, *, fleet: str = "", wall_clock: Callable[[], float] = time.time) -> None:
+        self._url = url
+        self._fleet = fleet
+        self._client: Redis | None = None
+        self._wall_clock = wall_clock
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def _call(self, call: FleetCall) -> FleetReply:
+        if self._client is None:
+            self._client = client_of(self._url)
+        posted = PostedCall(reply_id=uuid4().hex, until_s=self._wall_clock() + REPLY_S, call=call)
+        packed = msgspec.json.encode(posted).decode()
+        try:
+            reply = await self._exchange(self._client, packed, posted.reply_id)
+        except TROUBLES as error:
+            raise Unavailable(f"Redis, through which `baton pools` is reached, does not answer: {error}") from error
+        if reply is None:
+            with suppress(*TROUBLES):
+                await self._client.lrem(calls_key(self._fleet), 0, packed)
+            raise Unavailable(f"no `baton pools` has answered for {REPLY_S:g} s: does it run, with the same discovery?")
+        return reply
+
+    async def _exchange(self, client: Redis, packed: str, reply_id: str) -> FleetReply | None:
+        """None without a reply in time."""
+        await client.rpush(calls_key(self._fleet), packed)
+        until_s = self._wall_clock() + REPLY_S
+        while self._wall_clock() < until_s:
+            taken: Any = await client.blpop([reply_key(self._fleet, reply_id)], timeout=TURN_S)
+            if taken is not None:
+                return msgspec.json.decode(str(taken[1]), type=FleetReply)
+        return None

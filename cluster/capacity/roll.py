@@ -1,0 +1,145 @@
+"""Replaces the workers of a fleet by those of another revision, some at a time, while requests go on.
+
+older 1 + 3 ─▶ newer workers start, at most `surge` of each pool more than there should be ─▶ they serve
+                   ▲                                                                              │
+                   └── older ones drain: their sequences move to others of the same revision ◀────┘
+the last older ones: gateways begin nothing with them any more ─▶ their answers end ─▶ they drain
+a newer worker can never start: the same backwards
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from protos.errors import InvalidRequest, Misconfigured, Unavailable
+from protos.values import WorkerRole
+from router.fleet_owner import Revision
+
+log = logging.getLogger("baton.cluster")
+
+RETRY_S = 1.0  # without a supervisor, or without Ray
+
+Counts = dict[WorkerRole, int]
+
+
+class RollActuator(Protocol):
+    """Has workers of two revisions at a time."""
+
+    async def begin(
+        self,
+        counts: Mapping[WorkerRole, int],
+        flips: Mapping[str, WorkerRole] | None = None,
+        *,
+        revision: Revision | None = None,
+        kept: Mapping[WorkerRole, int] | None = None,
+    ) -> Awaitable[None]:
+        """As `FleetActuator.begin`: `counts` of the workers with this revision, which all later calls without one mean,
+        too, and `kept` of those with others."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollMix:
+    """How many workers there are of each role: with the revision that the fleet is to have, and with others."""
+
+    newer: Counts
+    older: Counts
+
+    @property
+    def is_over(self) -> bool:
+        return not any(self.older.values())
+
+    def reversed(self) -> RollMix:
+        return RollMix(newer=self.older, older=self.newer)
+
+
+def next_mix(mix: RollMix, counts: Mapping[WorkerRole, int], surge: int) -> RollMix | None:
+    """The next step to a fleet of `counts` workers; None if it is there. A step either starts workers or ends some. Of
+    the older revision each pool keeps a worker until the newer one is complete, so that both can serve; without a surge
+    it ends with its last worker."""
+    growing = {role: count for role, count in counts.items() if mix.newer[role] < count}
+    needed = {role: growing.get(role, 0) - mix.newer[role] for role in counts}
+    if growing and surge:
+        needed = {role: max(1, count) for role, count in needed.items()}
+    older = {role: min(mix.older[role], max(0, needed[role])) for role in counts}
+    if older != mix.older:
+        return replace(mix, older=older)
+    if not growing:
+        return None
+    if surge:
+        return replace(mix, newer={role: min(count, mix.newer[role] + surge) for role, count in counts.items()})
+    room = {role: count - mix.newer[role] - mix.older[role] for role, count in growing.items()}
+    if any(room.values()):
+        return replace(mix, newer={role: mix.newer[role] + room.get(role, 0) for role in counts})
+    return replace(mix, older={role: max(0, mix.older[role] - (role in growing)) for role in counts})
+
+
+class FleetRoll:
+    """One roll of a fleet of `counts` workers. Call `start`, then `run`; after an error or a cancelled run, `back`."""
+
+    def __init__(
+        self, actuator: RollActuator, counts: Mapping[WorkerRole, int], *, former: Revision, to: Revision, surge: int
+    ) -> None:
+        self._actuator = actuator
+        self._counts = dict(counts)
+        self._surge = surge
+        self.former = former
+        self.to = to
+        self.mix = RollMix(newer=dict.fromkeys(counts, 0), older=dict(counts))
+        self._reached: Awaitable[None] | None = None
+        self._next: RollMix | None = None
+
+    async def start(self) -> None:
+        """Begins the first step. Raises InvalidRequest if the machines cannot hold it, or if nothing would serve
+        meanwhile, and Unavailable; then nothing has changed."""
+        answering = [role for role in self._counts if role is not WorkerRole.PREFILL]
+        lone = [role for role in answering if self._counts[role] == 1]
+        if not self._surge and lone:
+            raise InvalidRequest(
+                f"surge=0 ends workers before others start, and there is 1 {lone[0]} worker: give a surge of 1, or "
+                f"`baton scale {lone[0]}=2` first",
+                param="surge",
+            )
+        try:
+            await self._begin(next_mix(self.mix, self._counts, self._surge) or self.mix)
+        except Misconfigured as error:
+            raise InvalidRequest(
+                f"{error.message}. A roll starts {self._surge} of each pool before it ends others; `--surge 0` ends "
+                "one first",
+                param="surge",
+            ) from error
+
+    async def run(self) -> None:
+        """Returns when every worker has the revision. Raises the BatonError of a worker that will never start."""
+        while True:
+            if self._reached is not None:
+                await self._reached
+                assert self._next is not None
+                self.mix, self._reached = self._next, None
+            mix = next_mix(self.mix, self._counts, self._surge)
+            if mix is None:
+                return
+            await self._begin_in_time(mix)
+
+    async def back(self) -> None:
+        """Replaces what has been started of the revision by the former one. Raises as `run`."""
+        self.former, self.to, self.mix = self.to, self.former, self.mix.reversed()
+        await self._begin_in_time(self.mix)  # without workers that were about to start
+        await self.run()
+
+    async def _begin_in_time(self, mix: RollMix) -> None:
+        """Waits for a supervisor, and for room."""
+        while True:
+            try:
+                return await self._begin(mix)
+            except (Unavailable, Misconfigured) as error:
+                log.warning("the roll waits: %s", error.message)
+                await asyncio.sleep(RETRY_S)
+
+    async def _begin(self, mix: RollMix) -> None:
+        self._reached = await self._actuator.begin(mix.newer, revision=self.to, kept=mix.older)
+        self._next = mix

@@ -1,0 +1,99 @@
+"""Decisions and changes of capacity as tables: `baton why --capacity`, `baton plan`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from cluster.cli.tables import Sheet
+
+View = Mapping[str, Any]
+NUM_SHOWN = 12
+
+
+def capacity_view(report: View, *, now: float | None = None) -> RenderableType:
+    """The reply of /admin/capacity: the fleet, its planner, the latest decisions with their reasons, and changes."""
+    now = time.time() if now is None else now
+    parts: list[RenderableType] = [*_headline(report, now)]
+    decisions = (report["planner"] or {}).get("decisions", [])
+    if decisions:
+        parts += ["", _decisions(decisions[-NUM_SHOWN:], now), "", weighed_table(decisions[-1]["weighed"])]
+    if report["changes"]:
+        parts += ["", _changes(report["changes"][-NUM_SHOWN:], now)]
+    return Group(*parts)
+
+
+def weighed_table(weighed: Sequence[View]) -> RenderableType:
+    """The fleets that a decision weighed, the best one first."""
+    table = Sheet("Weighed", "fleet", "in time", "device seconds", left=["fleet"])
+    for one in weighed:
+        table.add_row(counts_words(one["counts"]), f"{one['attainment']:.1%}", f"{one['cost']:,.0f}")
+    return table if table.row_count else Text("")
+
+
+def counts_words(counts: Mapping[str, int]) -> str:
+    """As people write a fleet: 1 prefill + 2 decode."""
+    return " + ".join(f"{count} {role}" for role, count in counts.items())
+
+
+def _headline(report: View, now: float) -> Iterator[Text]:
+    waiting = ", ".join(report["waiting_for"])
+    yield Text(f"fleet: {counts_words(report['desired']['counts'])}" + (f", waiting for {waiting}" if waiting else ""))
+    planner = report["planner"]
+    if planner is None:
+        yield Text("no planner runs: operators alone change the fleet (`baton serve --autoscale`, or `baton plan`)")
+        return
+    bounds = ", ".join(f"{role} {least} to {planner['most'][role]}" for role, least in planner["least"].items())
+    yield Text(
+        f"planner: {planner['attainment']:.0%} of the requests within {1000 * planner['ttft_s']:g} ms to the first "
+        f"token and {1000 * planner['tpot_s']:g} ms between tokens; {bounds}"
+    )
+    if planner["manual_until_s"] > now:
+        left = planner["manual_until_s"] - now
+        yield Text(f"an operator's change holds for {left:.0f} s more, until {_clock(planner['manual_until_s'])}")
+    if planner["silent"]:
+        yield Text(f"reports are late from {', '.join(planner['silent'])}: no worker goes meanwhile", "yellow")
+
+
+def _decisions(decisions: Sequence[View], now: float) -> Sheet:
+    table = Sheet("Decisions", "at", "in time", "requests/s", "in line", "decision", "reason", left=["decision"],
+                  prose=["reason"])  # fmt: skip
+    for one in decisions:
+        table.add_row(
+            _clock(one["at_s"]), f"{one['attainment']:.1%}", f"{one['arrival_rate']:.3g}", str(one["num_waiting"]),
+            _decision(one), f"{one['reason']}{_refused(one)}",
+        )  # fmt: skip
+    return table
+
+
+def _decision(one: View) -> str:
+    if one["counts"] == one["desired"]:
+        return "keep"
+    return counts_words(one["counts"]) + (f" (change {one['change']})" if one["change"] else "")
+
+
+def _refused(one: View) -> str:
+    return f"; refused: {one['refused']}" if one["refused"] else ""
+
+
+def _changes(changes: Sequence[View], now: float) -> Sheet:
+    table = Sheet("Changes", "number", "at", "by", "from", "to", "outcome", "why", left=["by", "from", "to", "outcome"],
+                  prose=["why"])  # fmt: skip
+    for one in changes:
+        outcome = one["state"] + (f" after {one['ended_s'] - one['at_s']:.1f} s" if one["state"] == "reached" else "")
+        flip = f", {one['worker_id']} changes its role" if one["worker_id"] else ""
+        table.add_row(
+            str(one["number"]), _clock(one["at_s"]), one["who"] or "an operator",
+            counts_words(one["before"]["counts"]), counts_words(one["after"]["counts"]) + flip, outcome,
+            one["reason"] or one["why"],
+        )  # fmt: skip
+    return table
+
+
+def _clock(at_s: float) -> str:
+    """The time of day here."""
+    return time.strftime("%H:%M:%S", time.localtime(at_s))

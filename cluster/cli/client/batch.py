@@ -1,0 +1,147 @@
+"""`baton batch FILE`: hands a file of requests in, shows how far it is, and writes the answers beside it.
+
+upload ─▶ create ─▶ poll ─▶ FILE.output.jsonl, FILE.errors.jsonl          Ctrl-C leaves it running, or cancels it
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from cluster.cli.admin_client import DEFAULT_URL, no_answer, open_client, raise_for_error, request_json
+from protos.errors import Misconfigured
+from protos.hints import unusable
+
+PERIOD_S = 1.0
+UPLOAD_TIMEOUT_S = 600.0
+ENDED = ("completed", "failed", "expired", "cancelled")
+Batch = Mapping[str, Any]
+
+ApiKey = Annotated[str, typer.Option("--api-key", envvar="BATON_API_KEY", help="A tenant's key, where one is needed.")]
+
+
+def batch(
+    file: Annotated[Path, typer.Argument(help="JSON lines of requests: custom_id, method, url, body (docs/api.md).")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File of the answers; by default beside FILE.")
+    ] = None,
+    window: Annotated[str, typer.Option(help="Hours until it expires, from 1h to 168h.")] = "24h",
+    detach: Annotated[bool, typer.Option("--detach", help="Print the batch's id, and do not wait.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace answers and errors of an earlier run.")
+    ] = False,
+    url: Annotated[str, typer.Option(help="URL of a gateway.")] = DEFAULT_URL,
+    api_key: ApiKey = "",
+) -> None:
+    """Run a file of requests when the workers have room, and write their answers beside it."""
+    endpoint = _endpoint(file)
+    output, errors = output or file.with_suffix(".output.jsonl"), file.with_suffix(".errors.jsonl")
+    if not detach and not overwrite:
+        _check_free(output, errors)
+    with open_client(url, api_key) as client:
+        made = request_json(
+            client, "/v1/batches", "POST",
+            {"input_file_id": _upload(client, file), "endpoint": endpoint, "completion_window": window},
+        )  # fmt: skip
+        if detach:
+            typer.echo(made["id"])
+            return
+        try:
+            ended = _follow(client, made["id"])
+        except KeyboardInterrupt:
+            typer.echo(f"\n{made['id']} goes on: cancel it with POST /v1/batches/{made['id']}/cancel", err=True)
+            raise typer.Exit(130) from None
+        _save(client, ended, output, errors)
+        if ended["status"] != "completed":
+            raise typer.Exit(1)
+
+
+def _endpoint(file: Path) -> str:
+    """The `url` of the first line. Raises Misconfigured for a file that cannot be one of requests."""
+    try:
+        with file.open("rb") as lines:
+            first = next((line for line in lines if line.strip()), b"")
+        return str(json.loads(first)["url"])
+    except OSError as error:
+        raise Misconfigured(f"{file}: {unusable(error)}", param="file") from error
+    except (ValueError, LookupError, TypeError):
+        raise Misconfigured(
+            f'{file}: its first line is no request: give {{"custom_id": "1", "method": "POST", "url": '
+            '"/v1/chat/completions", "body": {...}} on each line',
+            param="file",
+        ) from None
+
+
+def _check_free(*files: Path) -> None:
+    """Raises Misconfigured for a file that would be overwritten."""
+    for file in files:
+        if file.exists():
+            raise Misconfigured(
+                f"{file} is there, perhaps of an earlier run: move it away, or replace it with --overwrite",
+                param="output",
+            )
+
+
+def _upload(client: httpx.Client, file: Path) -> str:
+    try:
+        with file.open("rb") as content:
+            reply = client.post(
+                "/v1/files", data={"purpose": "batch"}, files={"file": (file.name, content)}, timeout=UPLOAD_TIMEOUT_S
+            )
+    except httpx.HTTPError as error:
+        raise no_answer(client, error) from error
+    raise_for_error(reply)
+    return str(reply.json()["id"])
+
+
+def _follow(client: httpx.Client, batch_id: str) -> Batch:
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        shown = progress.add_task(batch_id, total=None)
+        while True:
+            found: Batch = request_json(client, f"/v1/batches/{batch_id}")
+            counts = found["request_counts"]
+            progress.update(
+                shown,
+                description=f"{batch_id} {found['status']}",
+                total=counts["total"] or None,
+                completed=counts["completed"] + counts["failed"],
+            )
+            if found["status"] in ENDED:
+                return found
+            time.sleep(PERIOD_S)
+
+
+def _save(client: httpx.Client, ended: Batch, output: Path, errors: Path) -> None:
+    counts = ended["request_counts"]
+    typer.echo(f"{ended['id']} is {ended['status']}: {counts['completed']} answered, {counts['failed']} not")
+    for problem in (ended["errors"] or {"data": ()})["data"]:
+        where = f"line {problem['line']}: " if problem["line"] is not None else ""
+        print(f"{where}{problem['message']}", file=sys.stderr)
+    for file_id, path in ((ended["output_file_id"], output), (ended["error_file_id"], errors)):
+        if file_id is not None:
+            _download(client, file_id, path)
+            typer.echo(str(path))
+
+
+def _download(client: httpx.Client, file_id: str, path: Path) -> None:
+    try:
+        with client.stream("GET", f"/v1/files/{file_id}/content") as reply, path.open("wb") as file:
+            if reply.is_error:
+                reply.read()
+                raise_for_error(reply)
+            for part in reply.iter_bytes():
+                file.write(part)
+    except httpx.HTTPError as error:
+        raise no_answer(client, error) from error

@@ -1,0 +1,73 @@
+"""The configuration of a revision: what a roll changes of model and worker settings, checked before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from cluster.config.config import ClusterConfig
+from cluster.config.declared import DeclaredSetting, declared_settings
+from cluster.config.settings import checked_value
+from protos.errors import Misconfigured
+from router.fleet_owner import Revision, SettingValue
+
+_ROLLED = ("worker", "prefill", "decode")
+_KEPT = ("model", "served_name", "worker.device")
+_DIGEST_BYTES = 4
+
+
+def digest_of(config: ClusterConfig) -> str:
+    """Equal for equal model and worker settings."""
+    return _digest({name: asdict(getattr(config, name)) for name in _ROLLED})
+
+
+def next_revision(
+    config: ClusterConfig, current: Revision, *, model: str, settings: Mapping[str, SettingValue], fingerprint: str
+) -> Revision:
+    """The current revision with another model (as `current` if ""), and other `settings` by path. `fingerprint`: of the
+    model's files, whose change is a new revision, too. Raises Misconfigured."""
+    merged = {**current.settings, **settings}
+    path = str(Path(model).absolute()) if model else current.model
+    revision = Revision(model=path, settings=merged, files=fingerprint or current.files)
+    after = revised(config, revision)  # also checks it
+    if revision.files == current.files and after == revised(config, replace(current, name="")):
+        return current
+    return replace(revision, name=_digest(asdict(revision)))
+
+
+def revised(config: ClusterConfig, revision: Revision) -> ClusterConfig:
+    """The configuration with which workers of this revision start. Raises Misconfigured."""
+    if revision.model:
+        config = replace(config, worker=replace(config.worker, model=revision.model))
+    for path, value in revision.settings.items():
+        config = _with(config, _declared(path).attribute.split("."), checked_value(path, value))
+    return replace(config, worker=replace(config.worker, revision=revision.name))
+
+
+def _declared(path: str) -> DeclaredSetting:
+    """Raises Misconfigured for a setting that a roll cannot change."""
+    known = declared_settings().get(path)
+    if known is None:
+        raise Misconfigured(f"there is no setting {path}: `baton config` prints all of them", param="settings")
+    if known.attribute.split(".")[0] not in _ROLLED or path in _KEPT:
+        fix = "`baton scale` changes numbers of workers" if path.startswith("pools.") else "start the cluster anew"
+        raise Misconfigured(
+            f"{path} is no setting that a roll changes: give --model, or settings of worker, prefill, decode or lanes; "
+            f"{fix}",
+            param="settings",
+        )
+    return known
+
+
+def _with(config: Any, names: list[str], value: SettingValue) -> Any:
+    """The dataclass with another value at a path of attributes."""
+    name, *below = names
+    return replace(config, **{name: _with(getattr(config, name), below, value) if below else value})
+
+
+def _digest(content: Any) -> str:
+    return blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=_DIGEST_BYTES).hexdigest()

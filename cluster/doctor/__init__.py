@@ -1,0 +1,1 @@
+"""What is wrong with a running cluster: facts are gathered, then judged by rules over values."""

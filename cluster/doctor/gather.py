@@ -1,0 +1,205 @@
+"""Gathers what `baton doctor` judges: from a gateway's admin API, this host, Redis, and the lanes themselves.
+
+A check that cannot be made is a finding, or is left out: no error ends the examination.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import resource
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+from redis.exceptions import ResponseError
+
+from cluster.cli.admin_client import error_of, no_answer, open_client
+from cluster.doctor.examination import (
+    ClosedPort,
+    Examination,
+    HostFacts,
+    LaneProbe,
+    LaneSpeed,
+    RedisFacts,
+    View,
+)
+from protos.errors import BatonError, Overloaded
+from router.prefix.redis_url import TROUBLES, close, parse
+
+BUDGET_S = 8.0  # for all lanes together
+SIZES = (64, 512, 4096)  # tokens of a prompt, as far as the model's context allows
+PROBE_S = 15.0  # longer than the gateway takes to compute and to move a prompt, or to give up
+CONNECT_S = 1.0
+MAX_CONNECTS = 128  # at a time
+NUM_PINGS = 5
+_EXPIRY = re.compile(r'^baton_certificate_expiry_timestamp_seconds\{use="(\w+)"\} (\S+)$', re.MULTILINE)
+
+
+def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = True) -> Examination:
+    """Takes less than 15 seconds. Raises Misconfigured for a URL that is none."""
+    host, redis = _host(), asyncio.run(_redis(redis_url)) if redis_url else None
+    facts: dict[str, Any] = {"url": url, "now_s": time.time(), "host": host, "redis": redis}
+    with open_client(url, api_key) as client:
+        try:
+            answer = client.get("/admin/status")
+            ahead_s = _ahead_s(answer)
+            metrics = client.get("/metrics")
+        except httpx.HTTPError as error:
+            name = "Hostname mismatch" in str(error) or "IP address mismatch" in str(error)
+            return Examination(
+                **facts, no_answer=no_answer(client, error).message, tls_error=str(error) if name else ""
+            )
+        if answer.is_error:
+            return Examination(**facts, no_answer=error_of(answer.text, answer.status_code).message)
+        status = _json_of(answer)
+        if "workers" not in status:
+            return Examination(**facts, no_answer=f"{url} answers, and not as a gateway: /admin/status is no report")
+        ends = {use: float(at) for use, at in _EXPIRY.findall(metrics.text)}
+        found, unprobed = _probes(client, status) if probes else ((), 0)
+    return Examination(
+        **facts, clock_ahead_s=ahead_s, status=status, certificates=ends, closed=tuple(_closed(status)),
+        probes=found, unprobed=unprobed,
+    )  # fmt: skip
+
+
+def _json_of(answer: httpx.Response) -> dict[str, Any]:
+    """The object of an answer; an empty one for a page that is none, as a proxy or another server sends it."""
+    try:
+        found = answer.json()
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _ahead_s(answer: httpx.Response) -> float | None:
+    """By the Date header, which has whole seconds; None without one."""
+    try:
+        sent_s = parsedate_to_datetime(answer.headers["date"]).timestamp()
+    except (KeyError, ValueError):
+        return None
+    return sent_s + 0.5 - time.time()
+
+
+def _host() -> HostFacts:
+    try:
+        shm = os.statvfs("/dev/shm")
+        sizes = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
+    except OSError:
+        sizes = 0, 0
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    names = {"127.0.0.1", "localhost", "[::1]", socket.gethostname()}
+    with contextlib.suppress(OSError):
+        names |= {str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)}
+    return HostFacts(
+        num_cores=len(os.sched_getaffinity(0)), shm_bytes=sizes[0], shm_free_bytes=sizes[1],
+        max_open_files=2**31 if hard == resource.RLIM_INFINITY else hard, addresses=frozenset(names),
+    )  # fmt: skip
+
+
+async def _redis(url: str) -> RedisFacts:
+    where = parse(url, setting="--redis")
+    client: Any = where.client(timeout_s=CONNECT_S)
+    try:
+        trips = []
+        for _ in range(NUM_PINGS):
+            began = time.monotonic()
+            await client.ping()
+            trips.append(time.monotonic() - began)
+        info = await client.info("server")
+        policy = await _policy(client)
+    except TROUBLES as error:
+        return RedisFacts(url=where.shown, error=str(error) or repr(error))
+    finally:
+        await close(client)
+    return RedisFacts(
+        url=where.shown, version=str(info["redis_version"]), eviction=policy, round_trip_s=min(trips),
+    )  # fmt: skip
+
+
+async def _policy(client: Any) -> str:
+    """What Redis evicts when it is full; "" where it does not say: managed ones refuse CONFIG."""
+    try:
+        return str((await client.config_get("maxmemory-policy")).get("maxmemory-policy", ""))
+    except ResponseError:
+        return ""
+
+
+def _closed(status: View) -> Iterator[ClosedPort]:
+    """The closed ones among `_ports`, all tried at once: each that drops packets takes `CONNECT_S`."""
+    ports = list(_ports(status))
+    with ThreadPoolExecutor(max_workers=min(MAX_CONNECTS, len(ports) or 1)) as threads:
+        for (what, address), error in zip(ports, threads.map(_connect_error, [at for _, at in ports]), strict=True):
+            if error:
+                yield ClosedPort(what=what, address=address, error=error)
+
+
+def _connect_error(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _ports(status: View) -> Iterator[tuple[str, str]]:
+    """Names and addresses of what ready workers listen on: their gRPC service, and where their lanes meet. Loopback
+    addresses of another host cannot be told from those of this one."""
+    for worker in status["workers"]:
+        if worker["state"] != "ready" or worker["info"] is None:
+            continue
+        lane, name = worker["info"]["lane"], worker["worker_id"]
+        yield name, worker["address"]
+        yield f"lanes of {name}", f"{lane['host']}:{lane['port']}"
+
+
+def _probes(client: httpx.Client, status: View) -> tuple[Sequence[LaneProbe], int]:
+    """Probes every pair that KV takes, as far as the time allows: prefill to decode, or between all of one pool."""
+    ready = [one for one in status["workers"] if one["state"] == "ready" and one["info"] is not None]
+    sources = [one for one in ready if one["info"]["role"] == "prefill"] or ready
+    others = [one for one in ready if one["info"]["role"] != "prefill"]
+    pairs = [(a, b) for a in sources for b in others if a is not b]
+    deadline, found = time.monotonic() + BUDGET_S, list[LaneProbe]()
+    for source, destination in pairs:
+        if time.monotonic() > deadline:
+            break
+        if (probe := _probe(client, source, destination, deadline)) is not None:
+            found.append(probe)
+    return tuple(found), len(pairs) - len(found)
+
+
+def _probe(client: httpx.Client, source: View, destination: View, deadline: float) -> LaneProbe | None:
+    """The first size is moved twice: the first time may open the lane, and compile. Sizes that a slow or busy source
+    does not compute in time say nothing about the lane, and are left out; None if all are."""
+    ends = {"source": source["worker_id"], "destination": destination["worker_id"]}
+    longest = min(source["info"]["max_model_len"], destination["info"]["max_model_len"]) - 2
+    longest = min(longest, (source["load"]["num_free_blocks"] - 2) * source["info"]["layout"]["block_size"])
+    sizes = sorted({max(1, min(size, longest)) for size in SIZES})
+    speeds: dict[int, LaneSpeed] = {}
+    transport = ""
+    for size in (sizes[0], *sizes):
+        if speeds and time.monotonic() > deadline:
+            break
+        query = f"source={quote(ends['source'])}&destination={quote(ends['destination'])}&num_tokens={size}"
+        try:
+            answer = client.post(f"/admin/lanes/probe?{query}", timeout=PROBE_S)
+            if answer.is_error:
+                raise error_of(answer.text, answer.status_code)
+        except Overloaded:
+            break
+        except (httpx.HTTPError, BatonError) as error:
+            return LaneProbe(**ends, error=str(error) or repr(error), speeds=tuple(speeds.values()))
+        reading = _json_of(answer)
+        if not reading:
+            return LaneProbe(**ends, error="the gateway's answer is not JSON", speeds=tuple(speeds.values()))
+        transport = reading.pop("transport")
+        speeds[size] = LaneSpeed(**reading)
+    return LaneProbe(**ends, transport=transport, speeds=tuple(speeds.values())) if speeds else None

@@ -1,0 +1,185 @@
+"""One model behind a gateway's address: its fleet, its way from requests to workers, and the tasks that go with it."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from cluster.gateway.shutdown import Cutoff
+from router.auth.auth import AccessControl
+from router.batches.build import BatchService
+from router.build import Router, build_router
+from router.capacity.reporter import CapacityReporter
+from router.config import RouterConfig
+from router.files.storage import BatchStorage
+from router.fleet.channels import Channels
+from router.fleet.sleep import SleepWatch
+from router.fleet_owner import CapacityOwner
+from router.gateway import Gateway, open_gateway
+from router.history.sampler import HistorySampler
+from router.http.pace import Pace
+from router.ledger.ledger import RequestLedger
+from router.ledger.prices import PriceList, read_prices
+from router.ledger.store import LedgerStore
+from router.metrics import RequestMetrics
+from router.prefix.registry import open_index
+from router.replicas.load_gossip import LoadGossip
+from router.replicas.peers import PeerProcesses
+from router.telemetry.exporter import TraceExporter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """A model of a gateway with the settings of its fleet.
+
+    `config`: its address, tenants and ledger are those of the first model. `fleet_owner`: None without one.
+    """
+
+    config: RouterConfig
+    max_model_len: int | None = None
+    fleet_owner: CapacityOwner | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedParts:
+    """What the models behind one address share. `index`: where prefix indices are, as in the settings. `storage`: of
+    batches, None without one."""
+
+    index: str
+    processes: PeerProcesses
+    channels: Channels
+    storage: BatchStorage | None
+    ledger: LedgerStore | None
+    prices: PriceList
+    pace: Pace
+
+
+class ModelBackend:
+    """Constructed on the event loop that runs it, before the access control, which is the same for all models: `open`
+    makes the gateway. Workers are added to `fleet`."""
+
+    def __init__(self, settings: ModelSettings, shared: SharedParts) -> None:
+        config = settings.config
+        self._settings, self._shared = settings, shared
+        self._gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
+        self.metrics = RequestMetrics(model=config.model_name)
+        prefixes, self._others = open_index(
+            shared.index, model=config.model_name, gateway_id=self._gateway_id, processes=shared.processes
+        )
+        self.router: Router = build_router(
+            config, gateway_id=self._gateway_id, index=prefixes, peers=self._others, open_channel=shared.channels,
+            registry=self.registry,
+        )  # fmt: skip
+        self.fleet, self.admission = self.router.fleet, self.router.admission
+        self._shared_load = self._share_load()
+        self._generate = Cutoff(self.admission)
+        self._telemetry = _trace_exporter(config, self._gateway_id, self.registry)
+        self._batches = BatchService(config.batch, shared.storage)
+        self._ledger: RequestLedger | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        return self.metrics.registry
+
+    def open(self, access: AccessControl) -> Gateway:
+        """The model's gateway. Raises Misconfigured or BadCheckpoint."""
+        shared, settings = self._shared, self._settings
+        if shared.ledger is not None:
+            model, budgets = settings.config.model_name, access.budgets
+            self._ledger = RequestLedger(shared.ledger, shared.prices, self.fleet, model=model, budgets=budgets)
+        gateway = self.gateway = open_gateway(
+            settings.config, generate=self._generate, fleet=self.fleet, metrics=self.metrics, access=access,
+            routing=self.router.routing, processes=shared.processes, max_model_len=settings.max_model_len,
+            telemetry=self._telemetry, ledger=self._ledger, fleet_owner=settings.fleet_owner,
+            batches=self._batches.storage, pace=shared.pace,
+        )  # fmt: skip
+        self._reporter = CapacityReporter(
+            self._gateway_id, gateway.fleet_owner, gateway.samples, self.router, self.registry
+        )
+        self._sampler = HistorySampler(gateway.history, metrics=self.metrics, fleet=self.fleet, line=self.admission)
+        return gateway
+
+    async def start(self) -> None:
+        """Connects to the gateways and processes that serve the same model, and begins what runs beside requests."""
+        if self.gateway.revisions is not None:
+            self.gateway.revisions.follow(self.fleet.revisions, self.fleet.revision)
+        if self._others is not None:
+            await self._others.start()
+        if self._shared_load is not None:
+            await self._shared_load.start()
+        self._tasks = [
+            asyncio.create_task(SleepWatch(self.fleet, self.gateway.fleet_owner).run(), name="sleep"),
+            asyncio.create_task(self._reporter.run(), name="capacity"),
+        ]
+        if self._ledger is not None:
+            self._tasks.append(asyncio.create_task(self._ledger.follow(), name="ledger"))
+        self._sampler.start()
+
+    def start_batches(self) -> None:
+        """Called once requests are served."""
+        self._batches.start(
+            self.gateway, generate=self.router.idle, records=self.router.idle_records, registry=self.registry
+        )
+
+    async def pause(self) -> None:
+        """Ends what runs beside requests; those go on."""
+        for task in self._tasks:
+            task.cancel()
+        await self._batches.stop()
+        self._sampler.close()
+
+    def cut(self) -> None:
+        """Fails the requests that still run."""
+        self._generate.cut()
+
+    async def close(self) -> None:
+        """The last call, when no request runs."""
+        await self.router.close()
+        if self._telemetry is not None:
+            await asyncio.to_thread(self._telemetry.close)
+        await self.gateway.fleet_owner.close()
+        self.gateway.grammars.close()
+        if self._others is not None:
+            await self._others.close()
+        if self._shared_load is not None:
+            await self._shared_load.close()
+
+    async def until_ready(self) -> None:
+        """Returns once a request can be served."""
+        now = asyncio.get_running_loop().time
+        while not self.fleet.ready():
+            await self.fleet.wait(until=now() + 60.0)
+
+    def _share_load(self) -> LoadGossip | None:
+        """The load gossip with other processes behind the same port, if there are any."""
+        processes = self._shared.processes
+        if processes.folder is None:
+            return None
+        fleet = self.fleet
+        shared = LoadGossip(
+            folder=processes.folder, number=processes.number, count=processes.count,
+            take=fleet.given_elsewhere, blame=fleet.blame_elsewhere,
+        )  # fmt: skip
+        fleet.publish_load, fleet.publish_failure = shared.tell, shared.publish_failure
+        return shared
+
+
+def _trace_exporter(config: RouterConfig, gateway_id: str, registry: CollectorRegistry) -> TraceExporter | None:
+    if not config.telemetry.endpoint:
+        return None
+    exporter = TraceExporter(config.telemetry, model=config.model_name, gateway_id=gateway_id)
+    registry.register(exporter)
+    return exporter
+
+
+def open_ledger(config: RouterConfig) -> tuple[LedgerStore | None, PriceList]:
+    """Raises Misconfigured."""
+    if not config.ledger.path:
+        return None, PriceList()
+    prices = read_prices(Path(config.ledger.prices)) if config.ledger.prices else PriceList()
+    return LedgerStore(Path(config.ledger.path)), prices

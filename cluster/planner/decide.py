@@ -1,0 +1,286 @@
+"""The planner's decision: `decide(observation, ...) -> FleetDecision`, pure, the same live, simulated and as advice.
+
+    observation ─▶ may it decide? ─▶ what load comes? ─▶ which fleets serve it? ─▶ the cheapest ─▶ not yet?
+                   stale, manual     rate, line, day     all near by              with the cost    fewer workers
+                   change            and what is learned (`queueing`)             of getting there only after rest
+
+Each rule answers a complaint about another system (design notes: ops.md, section A):
+
+- The objective is what clients saw: waiting in line counts, and so do refused and failed requests.
+- No request is a measurement: the fleet goes to its least. A missing or stale observation is none: nothing changes.
+  While one of several gateways is silent, no worker goes.
+- Before a worker goes, the fleet without it is asked whether it would serve the largest load of the last minutes.
+- A worker that is ordered counts as there, until it is given up: then it is reported, blocks nothing, and is not
+  ordered again for a while.
+- A worker that changes its role costs less than one that starts and one that goes.
+- An operator's change holds for the time that it was made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+from cluster.planner.forecast import expected, learned
+from cluster.planner.queueing import attainment
+from cluster.planner.values import (
+    ActionTimes,
+    FleetDecision,
+    FleetLimits,
+    FleetObjective,
+    Observation,
+    PlannerMemory,
+    PlannerPace,
+    WeighedFleet,
+)
+from protos.values import WorkerRole
+
+REACH = 2
+"""Workers of a role that one decision may add or remove; more where the fleet is overloaded."""
+SPARE = 0.25
+"""Of the missed share that the objective allows: a smaller fleet must miss that much less."""
+SMALL = 0.01
+"""Shares below twice this are compared as they are: the larger of two overloaded fleets is better."""
+_DRIFT = 0.02
+_LEAST_FACTOR, _MOST_FACTOR, _FASTEST = 0.5, 4.0, 0.25
+_WEIGHED = 5
+
+Counts = Mapping[WorkerRole, int]
+_FLIPPABLE = (WorkerRole.PREFILL, WorkerRole.DECODE)
+
+
+def decide(
+    seen: Observation | None,
+    objective: FleetObjective,
+    limits: FleetLimits,
+    memory: PlannerMemory,
+    *,
+    now: float,
+    desired: Counts,
+    times: ActionTimes | None = None,
+    pace: PlannerPace | None = None,
+) -> FleetDecision:
+    """What to do with the `desired` fleet. `now` in seconds since 1970. Without a fresh observation, nothing."""
+    times, pace = times or ActionTimes(), pace or PlannerPace()
+    if seen is None or now - seen.at_s > pace.stale_s:
+        age = "there is none" if seen is None else f"the latest is {now - seen.at_s:.0f} s old"
+        return _kept(desired, now, f"no decision without a fresh observation: {age}", memory)
+    return _Planner(seen, objective, limits, memory, now, desired, times, pace).decide()
+
+
+def _kept(desired: Counts, now: float, reason: str, memory: PlannerMemory, expected: float = 0.0) -> FleetDecision:
+    return FleetDecision(at_s=now, counts=dict(desired), reason=reason, expected=expected, memory=memory)
+
+
+class _Planner:
+    def __init__(
+        self,
+        seen: Observation,
+        objective: FleetObjective,
+        limits: FleetLimits,
+        memory: PlannerMemory,
+        now: float,
+        desired: Counts,
+        times: ActionTimes,
+        pace: PlannerPace,
+    ) -> None:
+        self._seen, self._objective, self._limits = seen, objective, limits
+        self._now, self._times, self._pace = now, times, pace
+        self._desired = desired
+        self._expired = self._give_up(desired)
+        self._fleet = {role: count - self._expired.get(role, 0) for role, count in desired.items()}
+        self._memory = self._learn(memory)
+        self._load = self._offered()
+
+    def decide(self) -> FleetDecision:
+        now, memory = self._now, self._memory
+        share = self._attainment(self._fleet, self._load)
+        if memory.manual_until_s > now:
+            left = memory.manual_until_s - now
+            kept = self._keep(f"an operator's change holds for {left:.0f} s more", share)
+            return replace(kept, counts=dict(self._desired))  # its late workers, too, are the operator's
+        weighed = sorted(self._candidates(), key=self._order)
+        best = weighed[0]
+        if dict(best.counts) == self._fleet:
+            return self._keep(self._state(share), share, weighed)
+        if self._shrinks(best.counts) and (held := self._held_back()):
+            return self._keep(held, share, weighed)
+        if self._shrinks(best.counts):
+            memory = replace(memory, shrunk_s=now)
+        return FleetDecision(
+            at_s=now,
+            counts=dict(best.counts),
+            flips=_flips(self._fleet, best.counts),
+            reason=f"{self._state(share)}; {_named(best.counts)} would serve {best.attainment:.1%}",
+            expected=best.attainment,
+            expired=self._expired,
+            weighed=tuple(weighed[:_WEIGHED]),
+            memory=memory,
+        )
+
+    # -- what is there, and what comes ---------------------------------------------------------------------------------
+
+    def _give_up(self, desired: Counts) -> dict[WorkerRole, int]:
+        """Workers that should have come long ago, by role."""
+        latest = self._now - self._pace.expire_starts * self._times.start_s
+        late = {
+            role: sum(since < latest for since in pool.pending_since_s)
+            for role, pool in self._seen.pools.items()
+            if role in desired
+        }
+        return {role: count for role, count in late.items() if count}
+
+    def _learn(self, memory: PlannerMemory) -> PlannerMemory:
+        seen, now = self._seen, self._now
+        peaks = [(at_s, rate) for at_s, rate in memory.peaks if now - at_s <= self._pace.settle_s]
+        until_s = dict.fromkeys(self._expired, now + self._pace.rest_s)
+        return replace(
+            memory,
+            load_factor=self._corrected(memory.load_factor),
+            peaks=(*peaks, (seen.at_s, self._rate())),
+            profile=learned(memory.profile, seen.at_s, seen.arrival_rate, seen.window_s),
+            gave_up_until_s=dict(memory.gave_up_until_s) | until_s,
+        )
+
+    def _corrected(self, factor: float) -> float:
+        """Where the model is too hopeful its load grows fast, where it is too careful it shrinks slowly."""
+        seen = self._seen
+        serving = {role: pool.serving for role, pool in seen.pools.items()}
+        is_moving = any(pool.pending_since_s or pool.num_leaving for pool in seen.pools.values())
+        if is_moving or not seen.num_ended:
+            return factor
+        error = seen.attainment - attainment(serving, seen.arrival_rate * factor, seen, self._objective)
+        if error < -_DRIFT:
+            return min(_MOST_FACTOR, factor * (1.0 + min(_FASTEST, -error)))
+        return max(_LEAST_FACTOR, factor * 0.98) if error > _DRIFT else factor
+
+    def _rate(self) -> float:
+        """Requests a second that must be served: those that come, and those that are in line."""
+        return self._seen.arrival_rate + self._seen.num_waiting / self._pace.backlog_s
+
+    def _offered(self) -> float:
+        seen, memory = self._seen, self._memory
+        ahead_s = self._times.start_s + seen.window_s
+        return memory.load_factor * expected(memory.profile, seen.at_s, self._rate(), ahead_s)
+
+    def _peak(self) -> float:
+        return max(self._load, self._memory.load_factor * max(rate for _, rate in self._memory.peaks))
+
+    def _attainment(self, counts: Counts, rate: float) -> float:
+        return attainment(counts, rate, self._seen, self._objective)
+
+    # -- which fleets there could be -----------------------------------------------------------------------------------
+
+    def _candidates(self) -> Iterator[WeighedFleet]:
+        """Every fleet near by that the limits allow, the present one among them."""
+        roles, limits = tuple(self._fleet), self._limits
+        reach = self._reach()
+        ranges = [
+            sorted(
+                {
+                    min(limits.most[role], max(limits.least[role], count))
+                    for count in range(self._fleet[role] - reach, self._fleet[role] + reach + 1)
+                }
+            )
+            for role in roles
+        ]
+        for numbers in product(*ranges):
+            counts = dict(zip(roles, numbers, strict=True))
+            if is_possible(counts) and self._is_allowed(counts):
+                rate = self._peak() if self._shrinks(counts) else self._load
+                yield WeighedFleet(counts=counts, attainment=self._attainment(counts, rate), cost=self._cost(counts))
+
+    def _is_allowed(self, counts: Counts) -> bool:
+        fits = self._num_devices(counts) <= max(self._limits.max_devices, self._num_devices(self._fleet))
+        gave_up = self._memory.gave_up_until_s
+        added = (role for role in counts if counts[role] > self._fleet[role])
+        return fits and not any(gave_up.get(role, 0.0) > self._now for role in added)
+
+    def _reach(self) -> int:
+        """A line that grows is worth more than one step."""
+        return REACH if self._seen.num_waiting <= self._seen.num_arrived / 2 else max(REACH, sum(self._fleet.values()))
+
+    def _cost(self, counts: Counts) -> float:
+        """Device seconds over the horizon, with those of the actions."""
+        devices, times = self._limits.devices, self._times
+        flips = _flips(self._fleet, counts)
+        num_flipped = sum(flips.values())
+        grown = sum(max(0, counts[role] - self._fleet[role]) for role in counts) - num_flipped
+        gone = sum(max(0, self._fleet[role] - counts[role]) for role in counts) - num_flipped
+        action_s = grown * times.start_s + gone * times.drain_s + num_flipped * times.flip_s
+        return self._pace.horizon_s * self._num_devices(counts) + action_s * max(devices.values())
+
+    def _num_devices(self, counts: Counts) -> int:
+        return sum(self._limits.devices[role] * count for role, count in counts.items())
+
+    def _order(self, candidate: WeighedFleet) -> tuple[float, ...]:
+        """Fleets that keep the objective by cost; of the others the one that misses it least."""
+        allowed = 1.0 - self._objective.attainment
+        if self._shrinks(candidate.counts):
+            allowed *= 1.0 - SPARE
+        if 1.0 - candidate.attainment <= allowed:
+            return (0.0, candidate.cost)
+        share = candidate.attainment
+        return (1.0, -(round(share, 2) if share > 2 * SMALL else share), candidate.cost)
+
+    def _shrinks(self, counts: Counts) -> bool:
+        return self._num_devices(counts) < self._num_devices(self._fleet)
+
+    # -- not yet -------------------------------------------------------------------------------------------------------
+
+    def _held_back(self) -> str:
+        """Why no worker may go now; "" if one may."""
+        seen, pace = self._seen, self._pace
+        if seen.num_silent:
+            return f"fewer workers would do by what is known; {seen.num_silent} gateways have not reported enough"
+        if any(pool.num_leaving for pool in seen.pools.values()):
+            return "fewer workers would do; one is leaving already"
+        if any(pool.pending_since_s for pool in seen.pools.values()) and not self._expired:
+            return "fewer workers would do; one is still starting"
+        if seen.attainment < self._objective.attainment:
+            return "fewer workers would do by the model, and clients saw another thing"
+        settled_s = self._now - min(at_s for at_s, _ in self._memory.peaks)
+        if settled_s < pace.settle_s - seen.window_s:
+            return f"fewer workers would do; {pace.settle_s - settled_s:.0f} s more of it are needed"
+        rested_s = self._now - self._memory.shrunk_s
+        if rested_s < pace.rest_s:
+            return f"fewer workers would do; the last one went {rested_s:.0f} s ago"
+        return ""
+
+    def _keep(self, reason: str, share: float, weighed: Sequence[WeighedFleet] = ()) -> FleetDecision:
+        return FleetDecision(
+            at_s=self._now, counts=self._fleet, reason=reason, expected=share, expired=self._expired,
+            weighed=tuple(weighed[:_WEIGHED]), memory=self._memory,
+        )  # fmt: skip
+
+    def _state(self, share: float) -> str:
+        seen = self._seen
+        if not seen.num_arrived and not seen.num_waiting:
+            return "no requests"
+        line = f", {seen.num_waiting} in line" if seen.num_waiting else ""
+        return (
+            f"{seen.attainment:.1%} in time at {seen.arrival_rate:.3g} requests/s{line}; {_named(self._fleet)} serve "
+            f"{share:.1%} of what comes"
+        )
+
+
+def is_possible(counts: Counts) -> bool:
+    """Someone writes answers, or the whole cluster sleeps."""
+    return not any(counts.values()) or any(count for role, count in counts.items() if role is not WorkerRole.PREFILL)
+
+
+def _flips(before: Counts, after: Counts) -> dict[tuple[WorkerRole, WorkerRole], int]:
+    """Workers that one pool gives to the other."""
+    first, second = _FLIPPABLE
+    if first not in before or second not in before:
+        return {}
+    grown = {role: after[role] - before[role] for role in _FLIPPABLE}
+    num = min(max(0, grown[second]), max(0, -grown[first]))
+    back = min(max(0, grown[first]), max(0, -grown[second]))
+    flips = {(first, second): num, (second, first): back}
+    return {pair: count for pair, count in flips.items() if count}
+
+
+def _named(counts: Counts) -> str:
+    return " + ".join(f"{count} {role}" for role, count in counts.items())

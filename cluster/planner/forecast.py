@@ -1,0 +1,38 @@
+"""How many requests will come while a new worker starts: the present rate, and what came at this time of other days."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+QUARTER_S = 900.0
+NUM_QUARTERS = 96
+_WEIGHT = 0.3
+"""Of a day in the profile: a week ago counts for a twelfth."""
+_MOST_GROWTH = 3.0
+"""A profile promises at most so many times the present rate."""
+
+
+def learned(profile: Sequence[float], at_s: float, rate: float, window_s: float) -> tuple[float, ...]:
+    """The profile after `window_s` seconds with this rate of requests. A window changes its quarter by its part of
+    it."""
+    quarter = _quarter(at_s)
+    known = profile[quarter]
+    weight = 1.0 - (1.0 - _WEIGHT) ** (window_s / QUARTER_S)
+    changed = list(profile)
+    changed[quarter] = rate if not known else known + weight * (rate - known)
+    return tuple(changed)
+
+
+def expected(profile: Sequence[float], at_s: float, rate: float, ahead_s: float) -> float:
+    """The largest rate within the next `ahead_s` seconds. A day of which nothing is known changes nothing."""
+    here = profile[_quarter(at_s)]
+    if not here:
+        return rate
+    quarters = range(_quarter(at_s), _quarter(at_s) + math.ceil(ahead_s / QUARTER_S) + 1)
+    ahead = max(profile[one % NUM_QUARTERS] for one in quarters if (one * QUARTER_S - at_s % 86400.0) <= ahead_s)
+    return rate * min(_MOST_GROWTH, max(1.0, ahead / here))
+
+
+def _quarter(at_s: float) -> int:
+    return int(at_s % 86400.0 // QUARTER_S)

@@ -1,0 +1,129 @@
+"""What gateways saw, as the planner's observation: from samples of recent requests, the line and the loads of workers.
+
+Every gateway knows its own requests and all workers. Requests are added up over the gateways; workers are those of the
+gateway that reported last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.planner.queueing import mean
+from cluster.planner.values import FleetObjective, Observation, PoolObservation
+from protos.values import WorkerRole
+from router.latency.fits import LinearFit
+from router.latency.predictor import STEP
+from router.planning import GatewaySight, RequestSample, WorkerSight
+
+NUM_QUANTILES = 20
+_SERVING, _LEAVING = "ready", "draining"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SeenRequest:
+    """`is_read`: its first token came within the window."""
+
+    sample: RequestSample
+    is_late: bool
+    is_read: bool
+
+
+class Observer:
+    """Looks at gateways again and again, and learns how the time of a step grows with the sequences in it."""
+
+    def __init__(self, objective: FleetObjective, *, window_s: float) -> None:
+        self._objective = objective
+        self._window_s = window_s
+        self._steps = {role: LinearFit() for role in WorkerRole}
+
+    def look(
+        self,
+        sights: Sequence[GatewaySight],
+        *,
+        at_s: float,
+        roles: Iterable[WorkerRole],
+        pending_since_s: Mapping[WorkerRole, Sequence[float]],
+        num_silent: int = 0,
+    ) -> Observation | None:
+        """`at_s`: seconds since 1970, of the latest report, which comes last. None without a report."""
+        if not sights:
+            return None
+        requests = [one for sight in sights for one in self._requests(sight)]
+        ended = [one for one in requests if one.sample.ended_s is not None]
+        over = [*ended, *(one for one in requests if one.sample.ended_s is None and one.is_late)]
+        samples = [one.sample for one in requests if one.is_read]
+        uncached = sorted(one.num_prompt_tokens - one.num_cached_tokens for one in samples)
+        written = [one.sample for one in ended if one.sample.num_tokens]
+        context = mean([one.sample.num_prompt_tokens + one.sample.num_tokens / 2 for one in ended])
+        workers = sights[-1].workers
+        return Observation(
+            at_s=at_s,
+            window_s=self._window_s,
+            num_arrived=round(sum(one.num_arrived * self._window_s / max(1e-9, one.covered_s) for one in sights)),
+            num_ended=len(over),
+            num_late=sum(one.is_late for one in over),
+            num_waiting=sum(one.num_waiting for one in sights),
+            uncached_tokens=quantiles(uncached),
+            answer_tokens=mean([one.num_tokens for one in written]),
+            pools={
+                role: self._pool(role, workers, tuple(pending_since_s.get(role, ())), context, sights[-1].now_s)
+                for role in roles
+            },
+            num_silent=num_silent + sum(one.covered_s < self._window_s / 2 for one in sights),
+        )
+
+    def _requests(self, sight: GatewaySight) -> Iterable[_SeenRequest]:
+        begin_s = sight.now_s - self._window_s
+        for sample in sight.samples:
+            if sample.ended_s is None or sample.ended_s >= begin_s:
+                is_late = self._is_late(sample, sight.now_s)
+                yield _SeenRequest(sample=sample, is_late=is_late, is_read=(sample.first_s or 0.0) >= begin_s)
+
+    def _is_late(self, sample: RequestSample, now: float) -> bool:
+        """A request missed the objective, or failed, or can no longer keep it."""
+        objective, first_s, last_s = self._objective, sample.first_s, sample.last_s
+        waited_until_s = next(one for one in (first_s, sample.ended_s, now) if one is not None)
+        if waited_until_s - sample.received_s > objective.ttft_s:
+            return True
+        if sample.ended_s is None:
+            return False
+        if first_s is None or last_s is None:
+            return sample.failed
+        gaps = sample.num_tokens - 1
+        return gaps > 0 and (last_s - first_s) / gaps > objective.tpot_s
+
+    def _pool(
+        self, role: WorkerRole, workers: Sequence[WorkerSight], pending: tuple[float, ...], context: float, now: float
+    ) -> PoolObservation:
+        mine = [one for one in workers if one.role is role]
+        serving = [one for one in mine if one.state == _SERVING]
+        fit = self._steps[role]
+        for one in serving:
+            if one.decode_step_s > 0 and one.num_running:
+                fit.observe(one.num_running, one.decode_step_s, prior=STEP, now=now)
+        line = fit.line(STEP)
+        speeds = [one.prefill_tokens_per_s for one in serving if one.prefill_tokens_per_s > 0]
+        return PoolObservation(
+            serving=len(serving),
+            pending_since_s=pending,
+            num_leaving=sum(one.state == _LEAVING for one in mine),
+            prefill_tokens_per_s=mean(speeds),
+            step_fixed_s=line.fixed_s if fit.known else 0.0,
+            step_each_s=line.each_s,
+            num_seats=_seats(serving, context),
+        )
+
+
+def quantiles(ordered: Sequence[float], count: int = NUM_QUANTILES) -> tuple[float, ...]:
+    """`count` values of equal shares, or all of fewer."""
+    if len(ordered) <= count:
+        return tuple(ordered)
+    return tuple(ordered[int((place + 0.5) * len(ordered) / count)] for place in range(count))
+
+
+def _seats(serving: Sequence[WorkerSight], context: float) -> int:
+    """Sequences of a mean length that a worker's KV memory holds; 0 if that is not known."""
+    if not serving or context <= 0:
+        return 0
+    return min(int(one.num_kv_tokens / context) for one in serving)

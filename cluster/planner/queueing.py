@@ -1,0 +1,125 @@
+"""How many requests a fleet would serve in time: queues of prompts before prefill workers, and batches of answers.
+
+    requests ─▶ line ─▶ P prefill workers: wait + compute <= ttft ─▶ D decode workers: step(running) <= tpot
+
+- The line is M/G/P: the probability to wait is Erlang's C, a wait is exponential with the mean of Allen and Cunneen's
+  approximation ("Probability, Statistics, and Queueing Theory", 1990, section 5.3).
+- A decode worker runs n sequences, n = rate * tokens * step(n) (Little's law), with the deviation of a Poisson number.
+- A colocated worker does both: prompts take a share of its time, and answers have the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from cluster.planner.values import FleetObjective, Observation, PoolObservation
+from protos.values import WorkerRole
+
+_OVERLOADED = 0.01
+"""Share that is in time at the limit of what workers can do. Beyond it the share falls with the load, so that of two
+overloaded fleets the larger one is better."""
+_STABLE = 1.5 * _OVERLOADED
+"""The least share of a fleet that keeps up with what comes, also where the objective cannot be met by any: a line that
+grows for ever is worse."""
+_PREFILL, _DECODE, _COLOCATED = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.COLOCATED
+
+
+def attainment(counts: Mapping[WorkerRole, int], rate: float, seen: Observation, objective: FleetObjective) -> float:
+    """Share of `rate` requests a second that `counts` workers serve within the objective. Unknown speeds count as
+    sufficient: nothing is decided from what was never measured."""
+    if rate <= 0:
+        return 1.0
+    both, readers, writers = counts.get(_COLOCATED, 0), counts.get(_PREFILL, 0), counts.get(_DECODE, 0)
+    if both:
+        pool = seen.pools[_COLOCATED]
+        share = min(1.0, _busy(rate, seen, pool) / both)
+        return first_token_share(both, rate, seen, pool, objective) * token_gap_share(
+            both, rate, seen, pool, objective, slower=1.0 / max(1e-9, 1.0 - share)
+        )
+    if not writers:
+        return 0.0
+    if not readers:  # decode workers compute the prompts (ADR 28)
+        return attainment({_COLOCATED: writers}, rate, _as_colocated(seen), objective)
+    first = first_token_share(readers, rate, seen, seen.pools[_PREFILL], objective)
+    return first * token_gap_share(writers, rate, seen, seen.pools[_DECODE], objective)
+
+
+def first_token_share(
+    workers: int, rate: float, seen: Observation, pool: PoolObservation, objective: FleetObjective
+) -> float:
+    """Share of the first tokens that come in time from so many workers."""
+    speed, quantiles = pool.prefill_tokens_per_s, seen.uncached_tokens
+    if speed <= 0 or not quantiles:
+        return 1.0
+    times = [num_tokens / speed for num_tokens in quantiles]
+    mean_s = math.fsum(times) / len(times)
+    load = rate * mean_s
+    if load >= workers:
+        return _OVERLOADED * workers / load
+    variance = math.fsum((one - mean_s) ** 2 for one in times) / len(times)
+    spread = 1.0 + (variance / mean_s**2 if mean_s else 0.0)
+    wait_s = mean_s * spread / 2.0 / (workers - load)  # of those that wait
+    waits = erlang_c(workers, load)
+    left = [objective.ttft_s - seen.overhead_s - one for one in times]
+    in_time = [1.0 - waits * math.exp(-slack / wait_s) if slack > 0 and wait_s else float(slack > 0) for slack in left]
+    return max(_STABLE, math.fsum(in_time) / len(in_time))
+
+
+def token_gap_share(
+    workers: int,
+    rate: float,
+    seen: Observation,
+    pool: PoolObservation,
+    objective: FleetObjective,
+    *,
+    slower: float = 1.0,
+) -> float:
+    """Share of the answers whose mean gap between tokens is short enough. `slower`: a step takes this many times as
+    long, because prompts are computed in between."""
+    fixed_s, each_s = pool.step_fixed_s * slower, pool.step_each_s * slower
+    if fixed_s <= 0:
+        return 1.0
+    tokens_per_s = rate * seen.answer_tokens / workers
+    free = 1.0 - tokens_per_s * each_s
+    if free <= 0:
+        return _OVERLOADED / (tokens_per_s * each_s)
+    running = tokens_per_s * fixed_s / free
+    if pool.num_seats and running > pool.num_seats:
+        return _OVERLOADED * pool.num_seats / running
+    if each_s <= 0:
+        return max(_STABLE, float(fixed_s <= objective.tpot_s))
+    most = (objective.tpot_s - fixed_s) / each_s
+    return max(_STABLE, normal_share((most - running) / math.sqrt(max(running, 1e-9))))
+
+
+def erlang_c(servers: int, load: float) -> float:
+    """The probability that an arrival waits: Erlang's C, by the recursion of his B, which never overflows."""
+    blocked = 1.0
+    for number in range(1, servers + 1):
+        blocked = load * blocked / (number + load * blocked)
+    return blocked / (1.0 - load / servers * (1.0 - blocked)) if load < servers else 1.0
+
+
+def normal_share(deviations: float) -> float:
+    """The share of a normal distribution below so many deviations from its mean."""
+    return 0.5 * (1.0 + math.erf(deviations / math.sqrt(2.0)))
+
+
+def _busy(rate: float, seen: Observation, pool: PoolObservation) -> float:
+    """Workers that prompts keep busy."""
+    if pool.prefill_tokens_per_s <= 0 or not seen.uncached_tokens:
+        return 0.0
+    return rate * mean(seen.uncached_tokens) / pool.prefill_tokens_per_s
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def _as_colocated(seen: Observation) -> Observation:
+    """Decode workers with the speed of prefill workers, if their own is unknown."""
+    decode, prefill = seen.pools[_DECODE], seen.pools.get(_PREFILL)
+    speed = decode.prefill_tokens_per_s or (prefill.prefill_tokens_per_s if prefill is not None else 0.0)
+    return replace(seen, pools={_COLOCATED: replace(decode, prefill_tokens_per_s=speed)})

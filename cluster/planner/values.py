@@ -1,0 +1,163 @@
+"""What the planner sees, wants, may do and remembers. Times are seconds since 1970 by one clock; `*_s` durations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from protos.values import WorkerRole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolObservation:
+    """The workers of one role.
+
+    - `serving`: workers that take work
+    - `pending_since_s`: when each worker was ordered that does not serve yet
+    - `num_leaving`: workers that drain, or change their role
+    - `prefill_tokens_per_s`: of one worker, 0 if unknown
+    - `step_fixed_s`, `step_each_s`: the time between tokens is fixed + each * running sequences of a worker
+    - `num_seats`: sequences that one worker runs at once, by its batch or its KV memory
+    """
+
+    serving: int
+    pending_since_s: tuple[float, ...] = ()
+    num_leaving: int = 0
+    prefill_tokens_per_s: float = 0.0
+    step_fixed_s: float = 0.0
+    step_each_s: float = 0.0
+    num_seats: int = 0
+
+    @property
+    def num_desired(self) -> int:
+        return self.serving + len(self.pending_since_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What clients and gateways saw in the `window_s` before `at_s`, over all gateways.
+
+    - `num_arrived`: requests that came, refused ones included
+    - `num_ended`, `num_late`: of requests that ended; late ones missed an objective, failed, or were refused
+    - `num_waiting`: requests in line now
+    - `uncached_tokens`: quantiles of the prompt tokens to compute, in equal steps from the least to the most
+    - `answer_tokens`: mean length of an answer
+    - `overhead_s`: of a first token besides waiting and computing
+    - `num_silent`: gateways whose reports are late, or do not reach far back yet
+    """
+
+    at_s: float
+    window_s: float
+    num_arrived: int
+    num_ended: int
+    num_late: int
+    num_waiting: int
+    uncached_tokens: tuple[float, ...]
+    answer_tokens: float
+    pools: Mapping[WorkerRole, PoolObservation]
+    overhead_s: float = 0.0
+    num_silent: int = 0
+
+    @property
+    def attainment(self) -> float:
+        """Share of the requests that kept the objective; 1 without requests."""
+        return 1.0 - self.num_late / self.num_ended if self.num_ended else 1.0
+
+    @property
+    def arrival_rate(self) -> float:
+        """Requests a second."""
+        return self.num_arrived / self.window_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetObjective:
+    """`attainment`: share of the requests whose first token comes within `ttft_s`, queueing included, and whose tokens
+    are at most `tpot_s` apart on average."""
+
+    ttft_s: float
+    tpot_s: float
+    attainment: float = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetLimits:
+    """Least and most workers of each role, and devices in all. `devices`: of one worker of a role."""
+
+    least: Mapping[WorkerRole, int]
+    most: Mapping[WorkerRole, int]
+    devices: Mapping[WorkerRole, int]
+    max_devices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerPace:
+    """How fast the planner may act.
+
+    - `settle_s`: fewer workers must have sufficed for this long before one goes
+    - `rest_s`: time between two changes that make the fleet smaller
+    - `stale_s`: an older observation decides nothing
+    - `horizon_s`: a worker that is not needed is paid for this long; against it the cost of an action is weighed
+    - `backlog_s`: requests in line shall be served within this time
+    - `expire_starts`: a worker that has not come after this many starts' time is given up
+    """
+
+    settle_s: float = 300.0
+    rest_s: float = 900.0
+    stale_s: float = 60.0
+    horizon_s: float = 1800.0
+    backlog_s: float = 20.0
+    expire_starts: float = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionTimes:
+    """Seconds that a start, a drain and a change of role took here."""
+
+    start_s: float = 60.0
+    drain_s: float = 30.0
+    flip_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerMemory:
+    """What one decision leaves for the next. It can be lost: then the planner learns anew.
+
+    - `load_factor`: measured load over the model's, learned from attainment
+    - `peaks`: (second, requests a second) of the last `settle_s`
+    - `profile`: requests a second by quarter of an hour of the day, 0 if unknown
+    - `shrunk_s`: when the fleet was last made smaller; -inf: never
+    - `manual_until_s`: an operator's change holds until then
+    - `gave_up_until_s`: no more workers of a role are ordered until then
+    """
+
+    load_factor: float = 1.0
+    peaks: tuple[tuple[float, float], ...] = ()
+    profile: tuple[float, ...] = (0.0,) * 96
+    shrunk_s: float = -math.inf
+    manual_until_s: float = 0.0
+    gave_up_until_s: Mapping[WorkerRole, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeighedFleet:
+    """A fleet that was weighed. `cost` in device seconds over the horizon, its actions included."""
+
+    counts: Mapping[WorkerRole, int]
+    attainment: float
+    cost: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetDecision:
+    """The fleet to order. `flips`: workers that change from one role to another. `counts` equal to the present ones:
+    nothing is done. `reason` is a sentence for people; `weighed` are the best fleets, cheapest first."""
+
+    at_s: float
+    counts: Mapping[WorkerRole, int]
+    reason: str
+    expected: float
+    flips: Mapping[tuple[WorkerRole, WorkerRole], int] = field(default_factory=dict)
+    expired: Mapping[WorkerRole, int] = field(default_factory=dict)
+    weighed: tuple[WeighedFleet, ...] = ()
+    memory: PlannerMemory

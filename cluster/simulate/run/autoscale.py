@@ -1,0 +1,81 @@
+"""The planner beside a simulated load: the production code of owner and planner, by the virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.bench.report import Objective
+from cluster.capacity.controller import FleetController
+from cluster.planner.config import limits_of
+from cluster.planner.planner import Planner, PlannerSettings, SightsNow
+from cluster.planner.values import FleetDecision, FleetObjective
+from cluster.simulate.run.deployment import SimulatedDeployment, SimulatedGateway
+from cluster.simulate.run.simulation import Steer
+from protos.errors import Misconfigured
+from protos.event_loop import loop_time
+from protos.values import WorkerRole
+from router.capacity.samples import sample_of, sight_of
+from router.fleet_owner import DesiredFleet, FleetChange
+from router.planning import GatewaySight
+
+MAX_RECORDS = 100_000
+"""Requests of a gateway that the planner can look back at."""
+
+
+@dataclass(slots=True)
+class PlannedRun:
+    """What the planner decided, and the changes of the fleet."""
+
+    decisions: Sequence[FleetDecision] = ()
+    changes: Sequence[FleetChange] = ()
+
+
+def planner_settings(
+    within: str, objective: Objective, attainment: float, devices: Mapping[WorkerRole, int]
+) -> PlannerSettings:
+    """`within`: the least and the greatest number of workers of each pool, as 1:8. `devices`: of a worker. Raises
+    Misconfigured."""
+    limits = limits_of(within, devices)
+    if not all(least for role, least in limits.least.items() if role is not WorkerRole.PREFILL):
+        raise Misconfigured(
+            f"--autoscale {within}: give 1 or more: a simulated cluster does not sleep", param="autoscale"
+        )
+    if objective.ttft_s is None or objective.tpot_s is None:
+        raise Misconfigured("--autoscale plans for an objective: give --ttft-ms and --tpot-ms", param="autoscale")
+    return PlannerSettings(
+        objective=FleetObjective(ttft_s=objective.ttft_s, tpot_s=objective.tpot_s, attainment=attainment),
+        limits=limits,
+    )
+
+
+def autoscaling(settings: PlannerSettings, planned: PlannedRun) -> Steer:
+    """Plans while the load lasts; `planned` gets what happened."""
+
+    async def steer(deployment: SimulatedDeployment) -> None:
+        clock = asyncio.get_running_loop().time
+        configured = DesiredFleet(counts=dict(deployment.config.pools.counts()))
+        owner = FleetController(deployment, configured, wall_clock=clock)
+        planner = Planner(settings, owner, lambda: _seen(deployment, settings.window_s), wall_clock=clock)
+        try:
+            await planner.run()
+        finally:
+            planned.decisions, planned.changes = tuple(planner.decisions), tuple(owner.changes)
+
+    return steer
+
+
+def _seen(deployment: SimulatedDeployment, window_s: float) -> SightsNow:
+    return SightsNow(sights=[_sight(one, window_s) for one in deployment.gateways if one.alive])
+
+
+def _sight(gateway: SimulatedGateway, window_s: float) -> GatewaySight:
+    now = loop_time()
+    samples = [sample_of(one) for one in gateway.records.recent(MAX_RECORDS)]
+    touching = [one for one in samples if one.ended_s is None or one.ended_s >= now - window_s]
+    return sight_of(
+        gateway.name, touching, gateway.fleet.status(), now=now, covered_s=window_s,
+        num_arrived=sum(one.received_s >= now - window_s for one in touching),
+        num_waiting=gateway.admission.num_waiting,
+    )  # fmt: skip

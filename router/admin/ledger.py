@@ -1,0 +1,69 @@
+"""GET /admin/costs, and OpenAI's pages of usage and costs below /v1/organization, for administrators."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protos.errors import NotFound
+from router.admin.door import AdminRoutes, seconds_of
+from router.gateway import Gateway
+from router.http.errors import json_response
+from router.ledger.ledger import RequestLedger
+from router.ledger.organization import (
+    COST_GROUPS,
+    MAX_COST_DAYS,
+    USAGE_GROUPS,
+    costs_page,
+    page_query,
+    usage_page,
+)
+from router.ledger.report import costs
+
+DEFAULT_SINCE_S = 86_400
+
+
+def add(admin: AdminRoutes, gateway: Gateway) -> None:
+    def ledger() -> RequestLedger:
+        if gateway.ledger is None:
+            raise NotFound("this gateway keeps no ledger: start it with --set router.ledger.path=FILE")
+        return gateway.ledger
+
+    @admin.route("/costs")
+    async def cost_report(request: Request) -> Response:
+        kept = ledger()
+        until_s = seconds_of(request, "until", int(time.time()) + 1)
+        since_s = seconds_of(request, "since", max(0, until_s - DEFAULT_SINCE_S))
+        by = [name for name in request.query_params.get("by", "tenant").split(",") if name]
+        report = await asyncio.to_thread(costs, kept.store.path, kept.prices, since_s=since_s, until_s=until_s, by=by)
+        rows: list[dict[str, Any]] = [
+            asdict(row) | {"cost_usd": report.cost_usd(row)} | dict(report.saved_usd(row)) for row in report.rows
+        ]
+        return json_response(
+            {
+                "since": since_s,
+                "until": until_s,
+                "by": by,
+                "rows": rows,
+                "device_hour_usd": report.device_hour,
+                "fleet_device_s": report.fleet_device_s,
+                "fleet_usd": report.fleet_usd,
+                "idle_usd": report.idle_usd,
+                "budgets": [asdict(one) for one in gateway.access.budgets.states()],
+            }
+        )
+
+    @admin.route("/v1/organization/usage/completions", prefix="")
+    async def usage(request: Request) -> Response:
+        asked = page_query(request, groups=USAGE_GROUPS)
+        return json_response(await asyncio.to_thread(usage_page, ledger().store.path, asked))
+
+    @admin.route("/v1/organization/costs", prefix="")
+    async def charged(request: Request) -> Response:
+        asked = page_query(request, groups=COST_GROUPS, most=MAX_COST_DAYS)
+        return json_response(await asyncio.to_thread(costs_page, ledger().store.path, asked))

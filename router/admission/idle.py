@@ -1,0 +1,229 @@
+"""Admits jobs of batches where people leave room, and suspends them when people need it.
+
+    job ─▶ line, first come ─▶ nobody waits, and a worker has room ─▶ workers ─▶ tokens ─▶ ... ─▶ end
+             ▲                                                          │
+             └── suspended: its tokens are kept, and it goes on from ◀──┘ people wait, or their tokens would be late
+
+A decode worker has room for one sequence more while
+
+- the step that it is predicted to have then is at most `slowdown` times that of the people on it, and within the
+  objective for the time between tokens; on a worker without people, the objective alone counts
+- a share of its blocks stays free, and no request waits there
+
+and a prefill worker while what is queued there takes at most a share of the objective for a first token. Below it, the
+lowest priority keeps a batch's prompt behind all others on a worker. The predictions are those of routing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from protos.event_loop import loop_time
+from router.jobs import BATCH_PRIORITY, Generate, Job, TokenDelta
+from router.policies.table import Bools, CandidateTable, Floats
+from router.prefix.index import NO_MATCH, Match
+from router.streaming.token_sink import TokenSink
+
+PREFILL_SHARE = 0.1
+"""Of the objective for a first token: a prefill worker with so much work has no room."""
+FREE_SHARE = 0.1
+"""Of a worker's blocks: people's next requests find them free."""
+UNMEASURED = 4
+"""Sequences on a worker whose steps have not been measured."""
+LOOK_S = 0.02
+"""Between two decisions about who is suspended."""
+SHED_SHARE = 0.25
+"""Of a worker's jobs of batches, suspended at a time while people wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdleLimits:
+    """`ttft_s`, `tpot_s`: the objectives of people's requests. `slowdown`: how many times longer their steps may
+    become."""
+
+    ttft_s: float
+    tpot_s: float
+    slowdown: float
+
+
+class IdleFleet(Protocol):
+    """The methods of the fleet that are used (`router.fleet.fleet.Fleet`)."""
+
+    gateway_id: str
+
+    @property
+    def block_size(self) -> int | None: ...
+    @property
+    def num_turned_away(self) -> int: ...
+    def candidates(self, matched: Match, num_tokens: int) -> CandidateTable: ...
+    async def wait(self, *, until: float) -> None: ...
+
+
+def step_limits(decode: CandidateTable, limits: IdleLimits, own: Counter[str]) -> Floats:
+    """Seconds that a step of each decode worker may take, [workers]. `own`: jobs of batches by worker."""
+    people = _people(decode, own)
+    alone_s = np.asarray(decode.step_time(people), dtype=np.float64)
+    slower_s = np.minimum(limits.tpot_s, limits.slowdown * alone_s)
+    return np.where((people > 0) & (alone_s > 0), slower_s, limits.tpot_s)
+
+
+def has_room(table: CandidateTable, num_blocks: int, limits: IdleLimits, own: Counter[str]) -> bool:
+    """Whether a worker, or a pair, has room for one job more with so many blocks."""
+    prefill, decode = table.prefill_pool, table.decode_pool
+    if not len(decode):
+        return False
+    step_s = decode.step_time(decode.num_requests + 1)
+    in_time = np.where(step_s > 0, step_s <= step_limits(decode, limits, own), decode.num_requests < UNMEASURED)
+    # A few on a worker without people, however slow its steps are: a batch goes on there.
+    in_time |= (_people(decode, own) == 0) & (decode.num_requests < UNMEASURED)
+    room = in_time & _has_blocks(decode, num_blocks) & (decode.num_waiting == 0)
+    if not len(prefill):
+        return bool((room & _can_prefill(decode, limits)).any())
+    return bool(room.any() and (_can_prefill(prefill, limits) & _has_blocks(prefill, num_blocks)).any())
+
+
+def to_shed(
+    table: CandidateTable, limits: IdleLimits, own: Counter[str], *, people_wait: bool = False, num_unplaced: int = 0
+) -> Counter[str]:
+    """How many jobs of batches leave each worker. So many jobs of batches have no token yet: they may be those that
+    wait on a worker."""
+    decode = table.decode_pool
+    if not len(decode):
+        return Counter()
+    limit_s, step_s = step_limits(decode, limits, own), decode.step_time(decode.num_requests)
+    each_s = np.broadcast_to(np.asarray(decode.step_time.each_s), step_s.shape)
+    people = _people(decode, own)
+    found: Counter[str] = Counter()
+    for place, worker_id in enumerate(decode.workers.worker_ids):
+        here = own[worker_id]
+        over_s = step_s[place] - limit_s[place]
+        if here and people[place] > 0 and over_s > 0 and each_s[place] > 0:
+            found[worker_id] = min(here, int(np.ceil(over_s / each_s[place])))
+        if here and (people_wait or decode.num_waiting[place] > num_unplaced):
+            found[worker_id] = max(found[worker_id], int(np.ceil(SHED_SHARE * here)))
+    return found
+
+
+def _people(table: CandidateTable, own: Counter[str]) -> Floats:
+    """Requests on each worker that are none of this gateway's batches."""
+    batches = np.array([own[worker_id] for worker_id in table.workers.worker_ids], dtype=np.float64)
+    return np.maximum(0.0, table.num_requests - batches)
+
+
+def _has_blocks(table: CandidateTable, num_blocks: int) -> Bools:
+    idle = (table.num_requests == 0) & (table.num_free_blocks > num_blocks)
+    kept: Bools = table.num_free_blocks - num_blocks >= FREE_SHARE * table.num_blocks
+    room: Bools = kept | idle
+    return room
+
+
+def _can_prefill(table: CandidateTable, limits: IdleLimits) -> Bools:
+    queued = table.queued_prefill_tokens
+    short: Bools = (queued == 0) | (table.prefill_time(queued) <= PREFILL_SHARE * limits.ttft_s)
+    return short
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A run of a job on the workers. `worker_id`: where it decodes, "" before that is known."""
+
+    number: int
+    request_id: str
+    worker_id: str = ""
+    leaves: bool = False
+
+
+class IdleAdmission:
+    """The `Generate` of batches, over the dispatcher's. `num_waiting`: people's requests that wait at this gateway.
+    `decided`: where a job decodes. Lives on one event loop; it has no start and no stop."""
+
+    def __init__(
+        self,
+        generate: Generate,
+        *,
+        fleet: IdleFleet,
+        limits: IdleLimits,
+        num_waiting: Callable[[], int],
+        decided: Callable[[str], str],
+    ) -> None:
+        self._generate = generate
+        self._fleet = fleet
+        self._limits = limits
+        self._num_waiting = num_waiting
+        self._decided = decided
+        self._line = asyncio.Lock()
+        self._seats: dict[int, Seat] = {}
+        self._num_seats = 0
+        self._looked_s = float("-inf")
+        self.num_suspended = 0
+
+    async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+        """Raises BatonError as the dispatcher does. A sink gets nothing: a suspended job must know its tokens."""
+        job = replace(job, priority=BATCH_PRIORITY, max_ttft_s=None)
+        emitted: list[int] = []
+        while True:
+            await self._enter(len(job.prompt_ids) + len(emitted))
+            seat = self._sit(job)
+            run = replace(job, request_id=seat.request_id, emitted=tuple(emitted))
+            try:
+                async with aclosing(self._generate(run)) as deltas:
+                    async for delta in deltas:
+                        emitted += delta.token_ids
+                        yield delta
+                        if delta.finish_reason is not None:
+                            return
+                        if self._leaves(seat):
+                            break
+            finally:
+                del self._seats[seat.number]
+            self.num_suspended += 1
+
+    @property
+    def _own(self) -> Counter[str]:
+        return Counter(seat.worker_id for seat in self._seats.values() if not seat.leaves)
+
+    def _people_wait(self) -> bool:
+        return self._num_waiting() > 0 or self._fleet.num_turned_away > 0
+
+    async def _enter(self, num_tokens: int) -> None:
+        async with self._line:
+            while not self._has_room(num_tokens):
+                await self._fleet.wait(until=loop_time() + 1.0)
+
+    def _has_room(self, num_tokens: int) -> bool:
+        if self._people_wait():
+            return False
+        num_blocks = -(-num_tokens // (self._fleet.block_size or 1)) + 1
+        return has_room(self._fleet.candidates(NO_MATCH, 1), num_blocks, self._limits, self._own)
+
+    def _sit(self, job: Job) -> Seat:
+        """Each run has an id that no other has, of any gateway: a worker may still have the run before."""
+        self._num_seats += 1
+        seat = Seat(self._num_seats, f"{job.request_id}@{self._fleet.gateway_id}-{self._num_seats}")
+        self._seats[seat.number] = seat
+        return seat
+
+    def _leaves(self, seat: Seat) -> bool:
+        """Whether the job is suspended now. Decides about all jobs, not more often than every `LOOK_S`."""
+        if not seat.worker_id:
+            seat.worker_id = self._decided(seat.request_id)
+        now = loop_time()
+        if now - self._looked_s >= LOOK_S:
+            self._looked_s = now
+            own, table = self._own, self._fleet.candidates(NO_MATCH, 1)
+            self._mark(to_shed(table, self._limits, own, people_wait=self._people_wait(), num_unplaced=own[""]))
+        return seat.leaves
+
+    def _mark(self, shed: Counter[str]) -> None:
+        """The newest leave first: they have the least to lose."""
+        for seat in reversed(self._seats.values()):
+            if not seat.leaves and shed[seat.worker_id] > 0:
+                shed[seat.worker_id] -= 1
+                seat.leaves = True

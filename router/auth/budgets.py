@@ -1,0 +1,136 @@
+"""What tenants may spend in a month or a day: more than a soft budget is shown, more than a hard one is refused.
+
+The ledger's sums (`know`) come every few seconds; between two of them this process adds what it charged (`add`). So a
+hard budget may be exceeded by the requests that run when it is reached, and by what other processes charged since.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Literal
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from protos.errors import BudgetExhausted
+from router.auth.tenants import Tenant
+
+Period = Literal["month", "day"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetSpan:
+    """Seconds since 1970, the end not included."""
+
+    start_s: float
+    end_s: float
+
+
+def span_of(period: Period, now: float) -> BudgetSpan:
+    """The month or the day (UTC) of this second."""
+    day = datetime.fromtimestamp(now, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    if period == "day":
+        return BudgetSpan(start_s=day.timestamp(), end_s=(day + timedelta(days=1)).timestamp())
+    first = day.replace(day=1)
+    following = (first + timedelta(days=32)).replace(day=1)
+    return BudgetSpan(start_s=first.timestamp(), end_s=following.timestamp())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetState:
+    """A tenant's budget in its present period. None: no such budget."""
+
+    tenant: str
+    period: Period
+    until_s: float
+    spent_usd: float
+    soft_usd: float | None
+    hard_usd: float | None
+
+
+class TenantBudgets(Collector):
+    """On one event loop, but for `know`, which any thread may call. `clock`: seconds since 1970. Series:
+    `baton_tenant_spent_usd`, `baton_tenant_budget_usd`."""
+
+    def __init__(self, tenants: Callable[[], Iterable[Tenant]], *, clock: Callable[[], float] = time.time) -> None:
+        self._tenants = tenants
+        self._clock = clock
+        self._spent: dict[tuple[Period, float], dict[str, float]] = {}
+
+    @property
+    def are_set(self) -> bool:
+        """Whether any tenant has one."""
+        return any(tenant.has_budget for tenant in self._tenants())
+
+    def spans(self) -> Mapping[Period, BudgetSpan]:
+        """The present periods of the tenants' budgets."""
+        now = self._clock()
+        return {tenant.budget_period: span_of(tenant.budget_period, now) for tenant in self._with()}
+
+    def know(self, period: Period, span: BudgetSpan, spent: Mapping[str, float]) -> None:
+        """The ledger's sums of a period, by tenant."""
+        others = {key: value for key, value in self._spent.items() if key[0] != period}
+        self._spent = others | {(period, span.start_s): dict(spent)}
+
+    def add(self, tenant: Tenant, usd: float) -> None:
+        """What this process has charged."""
+        if tenant.has_budget:
+            span = span_of(tenant.budget_period, self._clock())
+            spent = self._spent.setdefault((tenant.budget_period, span.start_s), {})
+            spent[tenant.name] = spent.get(tenant.name, 0.0) + usd
+
+    def check(self, tenant: Tenant) -> None:
+        """Raises BudgetExhausted for a tenant that has spent its hard budget."""
+        if tenant.hard_budget_usd is None:
+            return
+        state = self.state(tenant)
+        if state.spent_usd >= tenant.hard_budget_usd:
+            raise BudgetExhausted(
+                f"Tenant {tenant.name} has spent {state.spent_usd:,.2f} USD of its budget of "
+                f"{tenant.hard_budget_usd:,.2f} USD a {state.period}: requests are served again from "
+                f"{_date(state.until_s)} on, or with a higher budget, which the operator gives",
+                retry_after_s=state.until_s - self._clock(),
+            )
+
+    def notice(self, tenant: Tenant) -> str:
+        """For a tenant that has spent its soft budget; "" for others."""
+        if tenant.soft_budget_usd is None:
+            return ""
+        state = self.state(tenant)
+        if state.spent_usd < tenant.soft_budget_usd:
+            return ""
+        return f"spent {state.spent_usd:.2f} of {tenant.soft_budget_usd:.2f} USD until {_date(state.until_s)}"
+
+    def state(self, tenant: Tenant) -> BudgetState:
+        span = span_of(tenant.budget_period, self._clock())
+        return BudgetState(
+            tenant=tenant.name,
+            period=tenant.budget_period,
+            until_s=span.end_s,
+            spent_usd=self._spent.get((tenant.budget_period, span.start_s), {}).get(tenant.name, 0.0),
+            soft_usd=tenant.soft_budget_usd,
+            hard_usd=tenant.hard_budget_usd,
+        )
+
+    def states(self) -> list[BudgetState]:
+        return [self.state(tenant) for tenant in self._with()]
+
+    def collect(self) -> Iterable[Metric]:
+        spent = GaugeMetricFamily("baton_tenant_spent_usd", "Charged in the budget's period", labels=("tenant",))
+        budget = GaugeMetricFamily("baton_tenant_budget_usd", "A tenant's budget", labels=("tenant", "kind"))
+        for one in self.states():
+            spent.add_metric((one.tenant,), one.spent_usd)
+            for kind, usd in (("soft", one.soft_usd), ("hard", one.hard_usd)):
+                if usd is not None:
+                    budget.add_metric((one.tenant, kind), usd)
+        return spent, budget
+
+    def _with(self) -> list[Tenant]:
+        return [tenant for tenant in self._tenants() if tenant.has_budget]
+
+
+def _date(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d")

@@ -1,0 +1,163 @@
+"""OpenAI's Batches: /v1/batches."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any, Literal
+
+import orjson
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protos.errors import InvalidRequest, UnknownModel
+from router.batches.asked import page_asked, storage_of
+from router.batches.file_routes import EXPIRY_S, list_body
+from router.batches.line_run import SERVED
+from router.files.records import ENDED, UPLOADED, StoredBatch, new_id
+from router.files.storage import BatchStorage
+from router.gateway import Gateway
+from router.http.body import read_body
+from router.http.errors import json_response
+from router.http.middleware import tenant_of
+from router.http.validation import Body
+
+MAX_WINDOW_H = 168
+_WINDOW = re.compile(r"([1-9][0-9]{0,2})h")
+_TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+
+
+class OutputExpiry(Body):
+    anchor: Literal["created_at"] = Field(description='"created_at"')
+    seconds: int = Field(
+        ge=EXPIRY_S[0], le=EXPIRY_S[1], description=f"an integer between {EXPIRY_S[0]} and {EXPIRY_S[1]}"
+    )
+
+
+class BatchBody(Body):
+    """A window other than 24h is Baton's own."""
+
+    input_file_id: str = Field(description="the id of a file whose purpose is batch")
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"] = Field(
+        description=f"one of {', '.join(SERVED)}"
+    )
+    completion_window: str = Field(
+        pattern=f"^{_WINDOW.pattern}$", description=f"24h, or other hours from 1h to {MAX_WINDOW_H}h"
+    )
+    metadata: dict[str, str] | None = Field(default=None, description="an object of at most 16 strings")
+    output_expires_after: OutputExpiry | None = Field(default=None, description="an object with anchor and seconds")
+
+    def check_parts(self) -> None:
+        found = _WINDOW.fullmatch(self.completion_window)
+        if found is None or int(found[1]) > MAX_WINDOW_H:
+            raise InvalidRequest(
+                f"'completion_window' is {self.completion_window[:40]!r}: it must be 24h, or other hours from 1h to "
+                f"{MAX_WINDOW_H}h",
+                param="completion_window",
+            )
+        for name, value in (self.metadata or {}).items():
+            if len(self.metadata or {}) > 16 or len(name) > 64 or len(value) > 512:
+                raise InvalidRequest(
+                    "'metadata' must have at most 16 names of at most 64 characters, with values of at most 512",
+                    param="metadata",
+                )
+
+    @property
+    def window_s(self) -> float:
+        return 3600.0 * int(self.completion_window[:-1])
+
+
+async def create_batch(gateway: Gateway, request: Request) -> Response:
+    storage = storage_of(gateway)
+    body, tenant = await read_body(request, BatchBody, gateway.card), tenant_of(request).name
+    file = await asyncio.to_thread(storage.files.find, tenant, body.input_file_id)
+    if file.purpose != UPLOADED:
+        raise InvalidRequest(
+            f"The file {file.id} has the purpose {file.purpose}: upload the input of a batch with purpose={UPLOADED}",
+            param="input_file_id",
+        )
+    model = await asyncio.to_thread(model_of, gateway, storage, file.id)
+    now, expiry = storage.clock(), body.output_expires_after
+    batch = StoredBatch(
+        id=new_id("batch_"), tenant=tenant, key_id=gateway.access.key_id, api="openai", endpoint=body.endpoint,
+        model=model, input_file_id=file.id, window_text=body.completion_window, created_s=now,
+        expires_s=now + body.window_s, metadata=body.metadata,
+        output_expires_s=None if expiry is None else float(expiry.seconds),
+    )  # fmt: skip
+    await asyncio.to_thread(storage.batches.add, batch)
+    storage.changed.set()
+    return json_response(batch_body(batch))
+
+
+def model_of(gateway: Gateway, storage: BatchStorage, file_id: str) -> str:
+    """The model of the file's first line: a batch is one model's. The check of its lines names what is wrong."""
+    if not gateway.models:
+        return gateway.card.name
+    first = storage.files.contents.read(file_id, 0, gateway.max_body_bytes).partition(b"\n")[0]
+    try:
+        named = str(orjson.loads(first)["body"]["model"])
+        card = gateway.serving(named).card
+    except (ValueError, LookupError, TypeError, UnknownModel):
+        card = gateway.card
+    return card.parent or card.name
+
+
+async def list_batches(gateway: Gateway, request: Request) -> Response:
+    storage = storage_of(gateway)
+    asked = replace(page_asked(request), filters={"api": "openai"})
+    found, has_more = await asyncio.to_thread(storage.batches.page, tenant_of(request).name, asked)
+    return json_response(list_body([batch_body(batch) for batch in found], has_more=has_more))
+
+
+async def retrieve_batch(gateway: Gateway, request: Request) -> Response:
+    storage = storage_of(gateway)
+    tenant, batch_id = tenant_of(request).name, request.path_params["batch_id"]
+    return json_response(batch_body(await asyncio.to_thread(storage.batches.find, tenant, batch_id, "openai")))
+
+
+async def cancel_batch(gateway: Gateway, request: Request) -> Response:
+    storage = storage_of(gateway)
+    tenant, batch_id = tenant_of(request).name, request.path_params["batch_id"]
+    batch = await asyncio.to_thread(storage.batches.cancel, tenant, batch_id, "openai")
+    storage.changed.set()
+    return json_response(batch_body(batch))
+
+
+def batch_body(batch: StoredBatch) -> dict[str, Any]:
+    errors = [asdict(one) for one in batch.errors]
+    has_run = batch.status in ENDED and batch.status != "failed"
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "model": batch.model,
+        "errors": {"object": "list", "data": errors} if errors else None,
+        "input_file_id": batch.input_file_id,
+        "completion_window": batch.window_text,
+        "status": batch.status,
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        "created_at": int(batch.created_s),
+        "expires_at": int(batch.expires_s),
+        **{f"{state}_at": _second(batch.times, state) for state in _TIMES},
+        "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
+        "usage": _usage(batch) if has_run else None,
+        "metadata": batch.metadata,
+    }
+
+
+def _second(times: Mapping[str, float], state: str) -> int | None:
+    return int(times[state]) if state in times else None
+
+
+def _usage(batch: StoredBatch) -> dict[str, Any]:
+    return {
+        "input_tokens": batch.input_tokens,
+        "input_tokens_details": {"cached_tokens": batch.cached_tokens},
+        "output_tokens": batch.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": batch.reasoning_tokens},
+        "total_tokens": batch.input_tokens + batch.output_tokens,
+    }

@@ -1,0 +1,171 @@
+"""One line of a batch, through the route that its endpoint has for clients: what is refused there is refused here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from protos.errors import BatonError, InvalidRequest
+from router.anthropic.api import ANTHROPIC
+from router.anthropic.messages import messages
+from router.auth.tenants import Tenant
+from router.files.records import LineResult, StoredBatch
+from router.gateway import Gateway
+from router.http.api import OPENAI, Api
+from router.http.errors import error_response, internal_error
+from router.ledger.ledger import may_pass
+from router.metrics import Track
+from router.openai.chat import chat_completions
+from router.openai.completions import completions
+from router.openai.embeddings import embeddings
+from router.responses.responses import responses
+from router.text.text_stream import Usage
+
+log = logging.getLogger("baton.batches")
+
+ServedRoute = Callable[[Gateway, Request, Track], Awaitable[Any]]
+
+SERVED: Mapping[str, ServedRoute] = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/completions": completions,
+    "/v1/embeddings": embeddings,
+    "/v1/responses": responses,
+}
+"""Endpoints of OpenAI's batches."""
+MESSAGES = "/v1/messages"
+_NO_USAGE = Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineAnswer:
+    """A whole answer of a route."""
+
+    status: int
+    body: bytes
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputLine:
+    """`name`: of its request, the same each time that the line runs."""
+
+    number: int
+    custom_id: str
+    name: str
+    body: bytes
+
+
+def read_line(batch: StoredBatch, number: int, raw: bytes) -> InputLine:
+    found = orjson.loads(raw)
+    name = f"{batch.id}-{number + 1}"
+    return InputLine(number=number, custom_id=found["custom_id"], name=name, body=orjson.dumps(found["body"]))
+
+
+async def answer_line(
+    gateway: Gateway, batch: StoredBatch, tenant: Tenant, line: InputLine, *, is_last: bool
+) -> LineAnswer:
+    """Raises BatonError where the line may be tried again: no worker, no room. The last attempt answers with that,
+    and a tenant whose budget is spent is answered at once: the line would wait until the budget's next period."""
+    route = messages if batch.endpoint == MESSAGES else SERVED[batch.endpoint]
+    api = ANTHROPIC if batch.endpoint == MESSAGES else OPENAI
+    track = gateway.metrics.track(f"batch:{batch.endpoint}")
+    # The answer's own id is the line's: a line that runs again has the same row in the ledger.
+    ledger = gateway.ledger.of_last_attempts() if is_last and gateway.ledger is not None else gateway.ledger
+    own = replace(gateway, names=_names(line), ledger=ledger)
+    try:
+        response: Any = await route(own, _request(batch, tenant, line, api), track)
+    except BatonError as error:
+        track.finish(error)
+        if not is_last and may_pass(error):
+            raise
+        response = error_response(error, api)
+    except Exception as error:
+        track.finish(error)
+        log.exception("%s failed: internal error", line.name, extra={"request": line.name})
+        response = error_response(internal_error(), api)
+    else:
+        track.finish()
+    if not isinstance(response, Response):
+        response = error_response(InvalidRequest("'stream' must be false: a batch has whole answers"), api)
+    return LineAnswer(status=response.status_code, body=bytes(response.body), usage=track.usage or _NO_USAGE)
+
+
+def _names(line: InputLine) -> Iterator[str]:
+    yield line.name
+    yield from (f"{line.name}.{number}" for number in count(1))
+
+
+def _request(batch: StoredBatch, tenant: Tenant, line: InputLine, api: Api) -> Request:
+    parts = [line.body]
+
+    async def receive() -> Message:
+        if parts:
+            return {"type": "http.request", "body": parts.pop(), "more_body": False}
+        await asyncio.get_running_loop().create_future()  # no client goes away
+        raise AssertionError
+
+    scope: dict[str, Any] = {
+        "type": "http", "method": "POST", "path": batch.endpoint, "raw_path": batch.endpoint.encode(),
+        "query_string": b"", "headers": [], "client": None,
+        "state": {"request_id": line.name, "tenant": tenant, "api": api},
+    }  # fmt: skip
+    return Request(scope, receive)
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def result_of(batch: StoredBatch, line: InputLine, answer: LineAnswer) -> LineResult:
+    is_error, usage = answer.status >= 300, answer.usage
+    custom_id = orjson.dumps(line.custom_id)
+    if batch.api == "anthropic":
+        kind = b"errored" if is_error else b"succeeded"
+        key = b"error" if is_error else b"message"
+        content = b'{"custom_id":%b,"result":{"type":"%b","%b":%b}}\n' % (custom_id, kind, key, answer.body)
+    else:
+        content = (
+            b'{"id":"batch_req_%b","custom_id":%b,"response":{"status_code":%d,"request_id":"%b","body":%b},'
+            b'"error":null}\n' % (_tail(line), custom_id, answer.status, line.name.encode(), answer.body)
+        )
+    return LineResult(
+        line=line.number,
+        content=content,
+        is_error=is_error,
+        input_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
+    )
+
+
+UNDONE: Mapping[str, tuple[str, str]] = {
+    "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
+    "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
+}
+"""Code and message of lines that did not run, by how their batch ends."""
+
+
+def undone(batch: StoredBatch, line: InputLine, ends_as: str) -> LineResult:
+    code, message = UNDONE[ends_as]
+    custom_id = orjson.dumps(line.custom_id)
+    if batch.api == "anthropic":
+        kind = b"canceled" if ends_as == "cancelled" else b"expired"
+        content = b'{"custom_id":%b,"result":{"type":"%b"}}\n' % (custom_id, kind)
+    else:
+        content = b'{"id":"batch_req_%b","custom_id":%b,"response":null,"error":%b}\n' % (
+            _tail(line), custom_id, orjson.dumps({"code": code, "message": message}),
+        )  # fmt: skip
+    return LineResult(line=line.number, content=content, is_error=True)
+
+
+def _tail(line: InputLine) -> bytes:
+    return line.name.removeprefix("batch_").encode()

@@ -1,0 +1,1 @@
+"""A gateway's part in capacity: it reports what its clients saw."""

@@ -1,0 +1,1 @@
+"""What outlives requests: files of clients, batches of requests, and their results."""

@@ -1,0 +1,89 @@
+"""Files of tenants: rows in the database, content beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, fields
+from typing import Any
+
+from protos.errors import InvalidRequest, NotFound
+from router.files.contents import FileContents
+from router.files.database import Database, Row, Transaction
+from router.files.paging import page_of
+from router.files.records import RUNNING, PageAsked, StoredFile
+
+_PLACES = ", ".join("?" * len(fields(StoredFile)))
+_COLUMNS = ", ".join(one.name for one in fields(StoredFile))
+
+
+class FileStore:
+    """Called from threads. `clock`: seconds since 1970. A file that has expired is there no more."""
+
+    def __init__(self, database: Database, contents: FileContents, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._clock = clock
+        self.contents = contents
+
+    def add(self, file: StoredFile) -> None:
+        with self._database.writing() as transaction:
+            put_file(transaction, file)
+
+    def find(self, tenant: str, file_id: str) -> StoredFile:
+        """Raises NotFound, also for another tenant's."""
+        with self._database.reading() as transaction:
+            return self._find(transaction, tenant, file_id)
+
+    def page(self, tenant: str, asked: PageAsked) -> tuple[list[StoredFile], bool]:
+        """Raises InvalidRequest."""
+        rows, has_more = page_of(self._database, "files", tenant, asked)
+        now = self._clock()
+        found = [_file(row) for row in rows]
+        return [one for one in found if one.expires_s is None or one.expires_s > now], has_more
+
+    def delete(self, tenant: str, file_id: str) -> None:
+        """Raises NotFound, and InvalidRequest for the input of a batch that runs."""
+        marks = ", ".join("?" * len(RUNNING))
+        with self._database.writing() as transaction:
+            self._find(transaction, tenant, file_id)
+            used = transaction.run(
+                f"SELECT id FROM batches WHERE input_file_id = ? AND status IN ({marks})", file_id, *RUNNING
+            )
+            if used:
+                raise InvalidRequest(
+                    f"File {file_id} is the input of the batch {used[0]['id']}, which runs: cancel that first"
+                )
+            transaction.run("DELETE FROM files WHERE id = ?", file_id)
+        self.contents.delete(file_id)
+
+    def sweep(self) -> None:
+        """Deletes what has expired, and what has no row."""
+        marks = ", ".join("?" * len(RUNNING))
+        with self._database.writing() as transaction:
+            rows = transaction.run(
+                "DELETE FROM files WHERE expires_s < ? AND id NOT IN "
+                f"(SELECT input_file_id FROM batches WHERE status IN ({marks})) RETURNING id",
+                self._clock(),
+                *RUNNING,
+            )
+        for row in rows:
+            self.contents.delete(row["id"])
+        with self._database.reading() as transaction:
+            known = {row["id"] for row in transaction.run("SELECT id FROM files")}
+        self.contents.sweep(lambda name: name in known)
+
+    def _find(self, transaction: Transaction, tenant: str, file_id: str) -> StoredFile:
+        found = [_file(row) for row in transaction.run("SELECT * FROM files WHERE id = ?", file_id)]
+        if not found or found[0].tenant != tenant or (found[0].expires_s or self._clock() + 1) <= self._clock():
+            raise NotFound(f"No such file: {file_id[:60]}", param="file_id")
+        return found[0]
+
+
+def put_file(transaction: Transaction, file: StoredFile) -> None:
+    """A file of the same id is replaced."""
+    transaction.run("DELETE FROM files WHERE id = ?", file.id)
+    transaction.run(f"INSERT INTO files ({_COLUMNS}) VALUES ({_PLACES})", *astuple(file))
+
+
+def _file(row: Row) -> StoredFile:
+    values: dict[str, Any] = {one.name: row[one.name] for one in fields(StoredFile)}
+    return StoredFile(**values | {"is_hidden": bool(values["is_hidden"])})

@@ -1,0 +1,245 @@
+"""The desired fleet as values, and the interface of its one owner, which lives with the supervisor.
+
+operator, planner ─ FleetOrder ─▶ any gateway ─▶ FleetOwner: check, record a FleetChange, act ─▶ FleetReport
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Protocol
+
+from protos.errors import InvalidRequest
+from protos.values import WorkerRole
+from router.planning import CapacityNews, GatewaySight, PlannerReport, SeenSight
+
+RING_SIZE = 64
+"""Changes that the owner keeps."""
+
+
+SettingValue = str | int | float | bool
+
+
+class OrderKind(StrEnum):
+    SCALE = "scale"
+    FLIP = "flip"
+    WAKE = "wake"
+    ROLL = "roll"
+    ABORT = "abort"
+
+
+class ChangeState(StrEnum):
+    UNDER_WAY = "under way"
+    REACHED = "reached"
+    REPLACED = "replaced"  # by a later change, before it was reached
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revision:
+    """What workers serve, as it differs from the settings with which their cluster was started: the path of another
+    model, or "", and worker settings by path. `name` is made from all of it and from the model's `files`; "" for the
+    first revision."""
+
+    name: str = ""
+    model: str = ""
+    settings: dict[str, SettingValue] = field(default_factory=dict)
+    files: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredFleet:
+    """How many workers of each role there should be, and the revision of model and settings that they have."""
+
+    counts: dict[WorkerRole, int]
+    revision: Revision = field(default_factory=Revision)
+
+    def __str__(self) -> str:
+        counts = " + ".join(f"{count} {role}" for role, count in self.counts.items()) or "no workers"
+        return f"{counts} at revision {self.revision.name}" if self.revision.name else counts
+
+    @property
+    def is_asleep(self) -> bool:
+        """No worker is desired: the first request wakes the fleet."""
+        return not any(self.counts.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOrder:
+    """A requested change. SCALE: `counts` of the named roles; the others stay. FLIP: `worker_id` gets the `role`.
+    WAKE: the fleet before it fell asleep; nothing if it is awake. ROLL: every worker is replaced by one with another
+    `model` (its path; `files`: the fingerprint of its files) or other `settings` by path, `surge` more workers of each
+    pool than there should be at a time. ABORT: the workers before the roll that is under way.
+
+    `who` and `why` are for people.
+    """
+
+    kind: OrderKind
+    counts: dict[WorkerRole, int] = field(default_factory=dict)
+    worker_id: str = ""
+    role: WorkerRole | None = None
+    model: str = ""
+    files: str = ""
+    settings: dict[str, SettingValue] = field(default_factory=dict)
+    surge: int = 1
+    who: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollProgress:
+    """A roll that is under way: the number of its change, and how many workers of each role have and have not the
+    revision `to`."""
+
+    number: int
+    to: Revision
+    newer: dict[WorkerRole, int]
+    older: dict[WorkerRole, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetChange:
+    """A change of the desired fleet, with its outcome. `at_s` and `ended_s`: seconds since 1970, the latter 0 while it
+    is under way. `worker_id`: the worker that changes its role. `reason`: why it failed."""
+
+    number: int
+    kind: OrderKind
+    who: str
+    why: str
+    before: DesiredFleet
+    after: DesiredFleet
+    at_s: float
+    worker_id: str = ""
+    state: ChangeState = ChangeState.UNDER_WAY
+    ended_s: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetReport:
+    """The owner's state. `serving` counts workers that serve in their role. `waiting_for` names what is missing until
+    the desired fleet is reached, a phrase each. `start_s`: how long a worker's start took lately, 0 while unknown.
+    `changes` are the latest, oldest first. `rolling`: the roll that is under way. `planner`: the planner that follows
+    the load, None without one."""
+
+    desired: DesiredFleet
+    serving: dict[WorkerRole, int]
+    waiting_for: tuple[str, ...] = ()
+    start_s: float = 0.0
+    changes: tuple[FleetChange, ...] = ()
+    rolling: RollProgress | None = None
+    planner: PlannerReport | None = None
+
+    @property
+    def reached(self) -> bool:
+        return not self.waiting_for
+
+
+class FleetOwner(Protocol):
+    """The one owner of the desired fleet, as a gateway reaches it."""
+
+    async def view(self) -> FleetReport:
+        """Raises Unavailable if the owner does not answer, InvalidRequest if there is none."""
+        ...
+
+    async def order(self, order: FleetOrder) -> FleetChange:
+        """Returns the change once it is recorded, before it is reached. Number 0: the fleet is so already.
+
+        Raises InvalidRequest for an order that cannot be, or that the machines cannot hold, and Unavailable without an
+        owner that answers.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Ends this connection to the owner."""
+        ...
+
+
+class CapacityOwner(FleetOwner, Protocol):
+    """The owner beside what gateways report to it."""
+
+    async def report(self, sight: GatewaySight | None) -> CapacityNews:
+        """A gateway's report; None while it has nothing to report. Raises Unavailable if the owner does not answer."""
+        ...
+
+    async def sights(self) -> tuple[SeenSight, ...]:
+        """The latest report of every gateway. Gateways begin to report where they did not. Raises as `view`."""
+        ...
+
+
+class NoFleetOwner:
+    """The owner of workers that were given by address."""
+
+    async def view(self) -> FleetReport:
+        raise _no_owner()
+
+    async def order(self, order: FleetOrder) -> FleetChange:
+        raise _no_owner()
+
+    async def report(self, sight: GatewaySight | None) -> CapacityNews:
+        raise _no_owner()
+
+    async def sights(self) -> tuple[SeenSight, ...]:
+        raise _no_owner()
+
+    async def close(self) -> None:
+        pass
+
+
+def _no_owner() -> InvalidRequest:
+    return InvalidRequest(
+        "this gateway was given its workers by address, so that it cannot change their number: start workers with "
+        "`baton pools` or `baton serve`, or start and stop them yourself"
+    )
+
+
+def scaled(desired: DesiredFleet, counts: Mapping[WorkerRole, int]) -> DesiredFleet:
+    """The fleet with other counts. Raises InvalidRequest for a role that it has no pool for, or a count that leaves no
+    worker that writes answers."""
+    if unknown := [role for role in counts if role not in desired.counts]:
+        pools = " and ".join(desired.counts)
+        raise InvalidRequest(
+            f"{unknown[0]}={counts[unknown[0]]}: this cluster has no {unknown[0]} pool: give {pools}; another kind of "
+            "cluster is another `baton serve`",
+            param="counts",
+        )
+    after = desired.counts | dict(counts)
+    check_counts(after)
+    return replace(desired, counts=after)
+
+
+def check_counts(counts: Mapping[WorkerRole, int], most: int = 4096) -> None:
+    """Raises InvalidRequest for counts that no cluster can have. With no worker at all it is asleep."""
+    if not any(counts.values()):
+        return
+    for role, count in counts.items():
+        least = 0 if role is WorkerRole.PREFILL else 1
+        if not least <= count <= most:
+            why = " (without it no answers are written; with every count 0 the cluster sleeps)" if count == 0 else ""
+            raise InvalidRequest(f"{role}={count}: give {least} to {most}{why}", param="counts")
+
+
+def flipped(desired: DesiredFleet, worker_id: str, roles: Mapping[str, WorkerRole], role: WorkerRole) -> DesiredFleet:
+    """The fleet after one of its workers, whose present `roles` are given by id, has changed its role. Raises
+    InvalidRequest."""
+    if worker_id not in roles:
+        raise InvalidRequest(
+            f"there is no worker {worker_id}: the fleet is {', '.join(roles) or 'empty'}", param="worker_id"
+        )
+    now = roles[worker_id]
+    if WorkerRole.COLOCATED in (now, role):
+        raise InvalidRequest(
+            f"{worker_id} is a {now} worker and cannot become a {role} worker: only prefill and decode workers change "
+            "into each other; a colocated worker does both already",
+            param="role",
+        )
+    if now is role:
+        raise InvalidRequest(f"{worker_id} is a {role} worker already", param="role")
+    after = desired.counts | {now: desired.counts[now] - 1, role: desired.counts[role] + 1}
+    if after[WorkerRole.DECODE] < 1:
+        raise InvalidRequest(
+            f"{worker_id} is the only decode worker, and prefill workers write no answers: `baton scale decode=2`",
+            param="worker_id",
+        )
+    return replace(desired, counts=after)

@@ -1,0 +1,1 @@
+"""What a gateway measured over the last hour."""

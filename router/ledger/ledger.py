@@ -1,0 +1,245 @@
+"""Makes the rows of a gateway: one for each request that has ended, and the fleet's devices of each minute."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from protos.errors import BatonError, BudgetExhausted, Overloaded, code_of
+from protos.event_loop import loop_time
+from router.auth.budgets import TenantBudgets
+from router.jobs import FleetView
+from router.ledger.costing import DeviceSeconds, WorkerRate, num_devices, rate_of
+from router.ledger.prices import PriceList
+from router.ledger.report import spent_by_tenant
+from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest
+from router.ledger.schema import LOST
+from router.ledger.store import LedgerStore
+from router.text.sampling_request import TextRequest
+from router.text.text_stream import Usage, UsageCounter
+from router.traces.request_trace import RequestTrace, RequestTraces
+
+log = logging.getLogger("baton.ledger")
+
+LOOK_S = 1.0
+"""Age of the speeds by which a request's device seconds are estimated, at most."""
+NOTE_S = 2.0
+"""Between two notes of a request that is being answered; the first is made after `LOOK_S`."""
+READ_LOOKS, RECOVER_LOOKS = 5, 30
+"""How often, in looks, the sums of budgets are read, and lost processes looked for."""
+
+
+def may_pass(error: BatonError) -> bool:
+    """Whether a line of a batch is tried again that failed so, for it may succeed soon."""
+    return error.retryable or (isinstance(error, Overloaded) and not isinstance(error, BudgetExhausted))
+
+
+class BegunRequest(NamedTuple):
+    """A request that is being answered."""
+
+    ask: TextRequest
+    records: Sequence[RequestTrace]
+    counted: UsageCounter
+    endpoint: str
+    key_id: str
+    model: str
+
+
+class RequestLedger:
+    """`close` it at the end. `clock`: seconds since 1970."""
+
+    def __init__(
+        self,
+        store: LedgerStore,
+        prices: PriceList,
+        fleet: FleetView,
+        *,
+        model: str,
+        clock: Callable[[], float] = time.time,
+        batches: RequestTraces | None = None,
+        budgets: TenantBudgets | None = None,
+    ) -> None:
+        """`batches`: the records of the jobs of batches, for a ledger of theirs. `budgets` are kept up to date."""
+        self.store = store
+        self.prices = prices
+        self._fleet = fleet
+        self._model = model
+        self._clock = clock
+        self._batches = batches
+        self._is_last = False
+        self._budgets = budgets
+        self._open: dict[str, BegunRequest] = {}
+        self._due_s: dict[str, float] = {}  # when the next note of an open request is made
+        self._looks = 0
+        self._latest = FleetMinute(minute=0, devices=0)
+        self._rates: dict[str, WorkerRate] = {}  # changed in place: a ledger of batches has it, too
+
+    def of_batches(self, records: RequestTraces) -> RequestLedger:
+        """The same for requests of batches: half the price, and no row for one that will run again."""
+        ledger = copy.copy(self)
+        ledger._batches, ledger._open, ledger._due_s = records, {}, {}
+        return ledger
+
+    def of_last_attempts(self) -> RequestLedger:
+        """The same for requests of batches that do not run again, whatever they end with."""
+        ledger = copy.copy(self)
+        ledger._is_last = True
+        return ledger
+
+    def begun(
+        self,
+        ask: TextRequest,
+        records: Sequence[RequestTrace],
+        counted: UsageCounter,
+        endpoint: str,
+        key_id: str,
+        model: str,
+    ) -> None:
+        """A request is being answered until `ended`: what it has come to is noted again and again, for the case that
+        this process is killed. A line of a batch would run again. `model`: the served name, or that of an adapter."""
+        if self._batches is None:
+            self._open[ask.request_id] = BegunRequest(ask, records, counted, endpoint, key_id, model)
+            self._due_s[ask.request_id] = loop_time() + LOOK_S
+
+    def ended(
+        self,
+        ask: TextRequest,
+        records: Sequence[RequestTrace],
+        usage: Usage,
+        endpoint: str,
+        error: BaseException | None,
+        key_id: str,
+        model: str,
+    ) -> None:
+        """A request that began has ended, however it did."""
+        if self._batches is not None:
+            if error is not None and self._runs_again(error):
+                return
+            runs = self._batches.find(ask.jobs[0].group_id)
+            records = [*records[:1], *(one for one in runs if one.choices)]
+        self._open.pop(ask.request_id, None)
+        self._due_s.pop(ask.request_id, None)
+        row = self._row(ask, records, usage, endpoint, "ok" if error is None else code_of(error), key_id, model)
+        self.store.write(row)
+        if self._budgets is not None:
+            self._budgets.add(ask.tenant, row.charged_usd)
+
+    def _runs_again(self, error: BaseException) -> bool:
+        """A line that is interrupted by the end of its process or its batch has not failed."""
+        if not isinstance(error, Exception):
+            return True
+        return not self._is_last and isinstance(error, BatonError) and may_pass(error)
+
+    def _row(
+        self,
+        ask: TextRequest,
+        records: Sequence[RequestTrace],
+        usage: Usage,
+        endpoint: str,
+        outcome: str,
+        key_id: str,
+        model: str,
+    ) -> LedgerRow:
+        now, loop_now = self._clock(), loop_time()
+        seconds = loop_now - records[0].received_s if records else 0.0
+        tokens = {
+            "input": usage.prompt_tokens - usage.cached_tokens,
+            "cached": usage.cached_tokens,
+            "output": usage.completion_tokens,
+        }
+        work = self._device_s(records, usage)
+        return LedgerRow(
+            request_id=ask.request_id,
+            at_s=now - seconds,
+            seconds=seconds,
+            tenant=ask.tenant.name,
+            key_id=key_id,
+            model=model,
+            endpoint=endpoint,
+            outcome=outcome,
+            input_tokens=tokens["input"],
+            cached_tokens=tokens["cached"],
+            output_tokens=tokens["output"],
+            reasoning_tokens=usage.reasoning_tokens,
+            prefill_device_s=work.prefill_s,
+            decode_device_s=work.decode_s,
+            charged_usd=self.prices.charge(
+                model, now - seconds, tokens, parent=self._model, is_batch=self._batches is not None
+            ),
+            batch=int(self._batches is not None),
+            accepted_tokens=usage.accepted_prediction_tokens,
+            cache_saved_device_s=work.cache_saved_s,
+            speculation_saved_device_s=work.speculation_saved_s,
+        )
+
+    def look(self) -> None:
+        """Reads the workers' speeds, and writes the fleet's devices down if they are news."""
+        workers = self._fleet.status()
+        self._rates.clear()
+        self._rates.update({one.worker_id: rate_of(one) for one in workers})
+        seen = FleetMinute(minute=int(self._clock() // 60), devices=num_devices(workers), model=self._model)
+        if seen.minute != self._latest.minute or seen.devices > self._latest.devices:
+            self._latest = seen
+            self.store.write(seen)
+
+    def note_open(self) -> None:
+        """Writes down what the requests have come to whose next note is due."""
+        now = loop_time()
+        for request_id, one in self._open.items():
+            if self._due_s[request_id] <= now:
+                self._due_s[request_id] = now + NOTE_S - LOOK_S / 2  # looks are not made to the millisecond
+                usage = one.counted.usage()
+                row = self._row(one.ask, one.records, usage, one.endpoint, LOST, one.key_id, one.model)
+                self.store.write(OpenRequest(row=row))
+
+    async def follow(self) -> None:
+        """Looks at the fleet again and again, also while nothing is requested. Runs until it is cancelled."""
+        while True:
+            self.look()
+            self.note_open()
+            if self._looks % READ_LOOKS == 0:
+                try:
+                    await asyncio.to_thread(self._read)
+                except (sqlite3.Error, BatonError) as error:
+                    log.error("the ledger cannot be read: %s", error)
+            self._looks += 1
+            await asyncio.sleep(LOOK_S)
+
+    def _read(self) -> None:
+        """What other processes have written: their charges, and the requests of those that were killed."""
+        if self._budgets is not None:
+            for period, span in self._budgets.spans().items():
+                self._budgets.know(period, span, spent_by_tenant(self.store.path, int(span.start_s)))
+        if self._looks % RECOVER_LOOKS == 0 and (found := self.store.recover()):
+            log.warning("%d requests of a gateway process that was lost are counted as it left them", found)
+
+    def close(self) -> None:
+        self.store.close()
+
+    def _device_s(self, records: Sequence[RequestTrace], usage: Usage) -> DeviceSeconds:
+        """Choices of one prompt share what was computed: it is counted for the first one. A drafted token that was
+        accepted spared about the time of another token; what its check cost is part of the step's measured time."""
+        none, uncached = WorkerRate(), usage.prompt_tokens - usage.cached_tokens
+        prefill_s = decode_s = answer_token_s = prompt_token_s = 0.0
+        for record in records:
+            if not record.choices:
+                continue
+            decision = record.choices[-1].decision
+            reader = self._rates.get(decision.prefill or decision.decode, none)
+            computed = min(uncached, record.num_prompt_tokens - record.timestamps.num_cached_tokens)
+            uncached -= computed
+            prefill_s += computed * reader.prompt_token_s
+            prompt_token_s = reader.prompt_token_s
+            answer_token_s = self._rates.get(decision.decode, none).answer_token_s
+            decode_s += record.timestamps.num_tokens * answer_token_s
+        return DeviceSeconds(
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            cache_saved_s=usage.cached_tokens * prompt_token_s,
+            speculation_saved_s=usage.accepted_prediction_tokens * answer_token_s,
+        )

@@ -1,0 +1,128 @@
+"""Prices from a TOML file, in USD.
+
+    device_hour = 2.50             # what one device costs, busy or not
+
+    [[price]]
+    since = 2026-01-01             # dates are UTC; a later entry replaces an earlier one
+    model = "*"                    # or the served name; an adapter without a price has its model's
+    input = 0.50                   # a million tokens: computed prompt tokens,
+    cached = 0.05                  # prompt tokens from a prefix cache,
+    output = 1.50                  # and answers
+    batch = 0.5                    # times all of these for requests of batches; by default half
+
+A request is charged by the prices of the second in which it came.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+from protos.errors import Misconfigured
+from protos.hints import suggested, unusable
+
+KINDS = ("input", "cached", "output")
+BATCH = 0.5
+"""Times the price of people's requests, as OpenAI and others have it."""
+_PER = 1e6
+_KNOWN = {"since", "model", "batch", *KINDS}
+NO_PRICES = (
+    "tenants have budgets, and there is no ledger with prices to hold them to: set router.ledger.path and "
+    "router.ledger.prices (docs/economics.md)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """USD for a million tokens of each kind, from `since_s` (seconds since 1970) on, of a model or, "*", of all; times
+    `batch` for requests of batches."""
+
+    since_s: float
+    model: str
+    usd: Mapping[str, float]
+    batch: float = BATCH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceList:
+    """`device_hour`: USD for a device and hour. Without a file everything is free."""
+
+    device_hour: float = 0.0
+    prices: tuple[Price, ...] = ()
+
+    def price(self, model: str, at_s: float, *, parent: str = "") -> Price | None:
+        """The latest of the model's own prices, else, for an adapter, of its parent's, else of all models'."""
+        for name in (model, parent, "*"):
+            found = [one for one in self.prices if one.model == name and one.since_s <= at_s]
+            if found:
+                return max(found, key=lambda one: one.since_s)
+        return None
+
+    def charge(
+        self, model: str, at_s: float, tokens: Mapping[str, int], *, parent: str = "", is_batch: bool = False
+    ) -> float:
+        """USD for the tokens of each kind."""
+        price = self.price(model, at_s, parent=parent)
+        if price is None:
+            return 0.0
+        usd = sum(price.usd[kind] * tokens[kind] for kind in KINDS) / _PER
+        return usd * price.batch if is_batch else usd
+
+
+def read_prices(path: Path) -> PriceList:
+    """Raises Misconfigured, which names the entry, its value and what is allowed."""
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Misconfigured(f"prices: {path}: {unusable(error)}", param="router.ledger.prices") from error
+    except ValueError as error:
+        raise Misconfigured(f"prices: {path} is not TOML: {error}", param="router.ledger.prices") from error
+    _known(found, {"device_hour", "price"}, "at the top")
+    entries = found.get("price", [])
+    if not isinstance(entries, list):
+        raise _wrong("price", entries, "tables [[price]]")
+    prices = tuple(_price(number, entry) for number, entry in enumerate(entries, 1))
+    return PriceList(device_hour=_usd("device_hour", found.get("device_hour", 0.0)), prices=prices)
+
+
+def _price(number: int, entry: Any) -> Price:
+    where = f"price {number}"
+    if not isinstance(entry, dict):
+        raise _wrong(where, entry, "a table [[price]]")
+    _known(entry, _KNOWN, f"in {where}")
+    since, model = entry.get("since"), entry.get("model", "*")
+    if type(since) is not date:
+        raise _wrong(f"{where}: since", since, "a date, as 2026-01-31")
+    if not isinstance(model, str) or not model:
+        raise _wrong(f"{where}: model", model, 'a served name, or "*" for all')
+    if missing := [kind for kind in KINDS if kind not in entry]:
+        raise Misconfigured(f"prices: {where} has no {missing[0]}: give USD for a million tokens", param=missing[0])
+    begins = datetime(since.year, since.month, since.day, tzinfo=UTC).timestamp()
+    return Price(
+        since_s=begins,
+        model=model,
+        usd={kind: _usd(f"{where}: {kind}", entry[kind]) for kind in KINDS},
+        batch=_usd(f"{where}: batch", entry.get("batch", BATCH)),
+    )
+
+
+def _usd(where: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 1e9:
+        raise _wrong(where, value, "USD, a number from 0")
+    return float(value)
+
+
+def _wrong(where: str, value: Any, allowed: str) -> Misconfigured:
+    return Misconfigured(f"prices: {where} = {value!r}: give {allowed}", param="router.ledger.prices")
+
+
+def _known(found: Mapping[str, Any], known: set[str], where: str) -> None:
+    for name in found:
+        if name not in known:
+            raise Misconfigured(
+                f"prices: there is no {name!r} {where}: {suggested(name, known)}", param="router.ledger.prices"
+            )

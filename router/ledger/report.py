@@ -1,0 +1,164 @@
+"""Sums of the ledger: tokens, what they are charged, and what they cost, with the idle rest beside them.
+
+cost of a group = its device seconds * USD of a device second
+idle            = (device seconds that there were - those of all requests) * the same
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from protos.errors import InvalidRequest, Unavailable
+from router.ledger.prices import PriceList
+from router.ledger.schema import SUMMED, SUMS, connect
+
+GroupBy = Literal["tenant", "key_id", "model", "endpoint", "outcome", "batch"]
+GROUPS: tuple[str, ...] = get_args(GroupBy)
+_HOUR_S = 3600.0
+_BATCH = ("no", "yes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageSum:
+    """Requests of one group within [`start_s`, `end_s`)."""
+
+    start_s: int
+    end_s: int
+    group: Mapping[str, str]
+    requests: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+    prefill_device_s: float = 0.0
+    decode_device_s: float = 0.0
+    charged_usd: float = 0.0
+    accepted_tokens: int = 0
+    cache_saved_device_s: float = 0.0
+    speculation_saved_device_s: float = 0.0
+
+
+def sums(
+    path: Path, *, since_s: int, until_s: int, by: Sequence[str] = (), bucket_s: int | None = None
+) -> list[UsageSum]:
+    """In the order of time, then of groups; empty buckets are left out. Without `bucket_s` one bucket. Raises
+    InvalidRequest for a group that does not exist."""
+    check_groups(by)
+    width = bucket_s or max(1, until_s - since_s)
+    bucket = "CAST((at_s - ?) / ? AS INTEGER)"
+    groups = [bucket, *by]
+    places = ", ".join(str(place) for place in range(1, len(groups) + 1))
+    source, values = _source(by, since_s, until_s, bucket_s)
+    query = (
+        f"SELECT {', '.join(groups)}, sum(requests), {', '.join(f'sum({name})' for name in SUMMED)} FROM ({source}) "
+        f"GROUP BY {places} ORDER BY {places}"
+    )
+    found = []
+    for number, *row in _rows(path, query, (since_s, width, *values)):
+        named, (count, *amounts) = row[: len(by)], row[len(by) :]
+        start_s = since_s + number * width
+        found.append(
+            UsageSum(
+                start_s=start_s,
+                end_s=min(until_s, start_s + width),
+                group={
+                    name: _BATCH[value] if name == "batch" else value for name, value in zip(by, named, strict=True)
+                },
+                requests=count,
+                **dict(zip(SUMMED, amounts, strict=True)),
+            )
+        )
+    return found
+
+
+def _source(by: Sequence[str], since_s: int, until_s: int, bucket_s: int | None) -> tuple[str, Sequence[int]]:
+    """The rows to sum, and the query's values: those of whole days and hours, where each lies in one bucket, and single
+    requests for the rest."""
+    widths = [one for one in SUMS if bucket_s is None or (bucket_s % one == 0 and since_s % one == 0)]
+    parts = _cut(since_s, until_s, widths)
+    columns = ", ".join(("at_s", *by)), ", ".join(SUMMED)
+    selects = [
+        f"SELECT {columns[0]}, {'requests' if table in SUMS.values() else '1 AS requests'}, {columns[1]} FROM {table} "
+        "WHERE at_s >= ? AND at_s < ?"
+        for table, _, _ in parts
+    ]
+    return " UNION ALL ".join(selects), [at_s for _, *times in parts for at_s in times]
+
+
+def _cut(since_s: int, until_s: int, widths: Sequence[int]) -> list[tuple[str, int, int]]:
+    """Tables with the time of each, in order."""
+    if not widths:
+        return [("requests", since_s, until_s)]
+    width, *shorter = widths
+    first, last = -(-since_s // width) * width, until_s // width * width
+    if first >= last:
+        return _cut(since_s, until_s, shorter)
+    before = _cut(since_s, first, shorter) if since_s < first else []
+    after = _cut(last, until_s, shorter) if last < until_s else []
+    return [*before, (SUMS[width], first, last), *after]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostReport:
+    """`rows` by group. `fleet_usd`: what all devices cost; `idle_usd`: of that, what no request used."""
+
+    rows: tuple[UsageSum, ...]
+    device_hour: float
+    fleet_device_s: float
+    fleet_usd: float
+    idle_usd: float
+
+    def cost_usd(self, row: UsageSum) -> float:
+        return (row.prefill_device_s + row.decode_device_s) * self.device_hour / _HOUR_S
+
+    def saved_usd(self, row: UsageSum) -> Mapping[str, float]:
+        """What prefix caches and speculation spared."""
+        usd = self.device_hour / _HOUR_S
+        return {
+            "cache_saved_usd": row.cache_saved_device_s * usd,
+            "speculation_saved_usd": row.speculation_saved_device_s * usd,
+        }
+
+
+def costs(path: Path, prices: PriceList, *, since_s: int, until_s: int, by: Sequence[str]) -> CostReport:
+    """Raises InvalidRequest."""
+    rows = tuple(sums(path, since_s=since_s, until_s=until_s, by=by))
+    [(devices,)] = _rows(
+        path,
+        "SELECT coalesce(sum(devices), 0) FROM fleet_devices WHERE minute >= ? AND minute < ?",
+        (since_s // 60, -(-until_s // 60)),
+    )
+    there_s = 60.0 * devices
+    used_s = sum(row.prefill_device_s + row.decode_device_s for row in rows)
+    usd = prices.device_hour / _HOUR_S
+    return CostReport(
+        rows=rows,
+        device_hour=prices.device_hour,
+        fleet_device_s=there_s,
+        fleet_usd=there_s * usd,
+        idle_usd=max(0.0, there_s - used_s) * usd,
+    )
+
+
+def spent_by_tenant(path: Path, since_s: int) -> dict[str, float]:
+    """What tenants were charged since the beginning of a day. Raises Unavailable."""
+    return dict(_rows(path, "SELECT tenant, sum(charged_usd) FROM days WHERE at_s >= ? GROUP BY tenant", (since_s,)))
+
+
+def check_groups(by: Sequence[str]) -> None:
+    """Raises InvalidRequest."""
+    if unknown := [name for name in by if name not in GROUPS]:
+        raise InvalidRequest(f"by={unknown[0][:40]}: give some of {', '.join(GROUPS)}", param="by")
+
+
+def _rows(path: Path, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    try:
+        with closing(connect(path)) as database:
+            return database.execute(query, values).fetchall()
+    except sqlite3.Error as error:
+        raise Unavailable(f"the ledger cannot be read: {error}") from error

@@ -1,0 +1,59 @@
+"""What is written into the ledger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerRow:
+    """A request that has ended, however it did.
+
+    - `at_s`: when it came, seconds since 1970
+    - `key_id`: the beginning of its key's hash
+    - `outcome`: ok, or an error's code
+    - `input_tokens` were computed, `cached_tokens` found in a cache; `reasoning_tokens` are among `output_tokens`
+    - `prefill_device_s`, `decode_device_s`: estimated (`router.ledger.costing`)
+    - `charged_usd` by the prices at `at_s`
+    - `batch`: 1 for a request of a batch
+    - `accepted_tokens`, of the output, were drafted; `*_saved_device_s`: spared by prefix caches and drafts, estimated
+    """
+
+    request_id: str
+    at_s: float
+    seconds: float
+    tenant: str
+    key_id: str
+    model: str
+    endpoint: str
+    outcome: str
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    reasoning_tokens: int
+    prefill_device_s: float
+    decode_device_s: float
+    charged_usd: float
+    batch: int = 0
+    accepted_tokens: int = 0
+    cache_saved_device_s: float = 0.0
+    speculation_saved_device_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetMinute:
+    """Devices of a model's fleet in a minute (since 1970)."""
+
+    minute: int
+    devices: int
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRequest:
+    """A request that is being answered, with what its client has been sent so far."""
+
+    row: LedgerRow
+
+
+Written = LedgerRow | FleetMinute | OpenRequest

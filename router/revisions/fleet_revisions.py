@@ -1,0 +1,119 @@
+"""Which revision of model and settings each worker has, and which of them a request gets that begins.
+
+During a roll there are two. Requests that begin are spread over both in proportion to their workers. A request that has
+begun keeps its revision: neither the tokens nor the KV of one mean anything to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from kvtransfer.reshard import require_compatible
+from protos.errors import IncompatibleWorkers
+from protos.values import WorkerInfo, WorkerRole
+from router.policies.table import WorkerSet
+
+OpenTexts = Callable[[WorkerInfo], Awaitable[str]]
+"""Makes texts of the worker's revision readable. Returns what they have in common with those of other revisions: if it
+is equal, one's token ids are the other's. Raises BatonError."""
+
+
+class RevisedWorker(NamedTuple):
+    """A worker that is known to the fleet. `takes_work`: it may get requests; `retiring`: but none that begin."""
+
+    info: WorkerInfo
+    takes_work: bool
+    retiring: bool
+
+
+class FleetRevisions:
+    """Lives with the fleet, which calls `update` after each change. `current` is the revision of the latest request;
+    without workers, of requests that wait for some. `count`: how many revisions the workers have."""
+
+    def __init__(self) -> None:
+        self.current = ""
+        self.count = 1
+        self.open_texts: OpenTexts | None = None
+        self._workers: dict[str, str] = {}
+        self._shares: dict[str, float] = {}
+        self._credits: dict[str, float] = {}
+        self._texts: dict[str, str] = {}
+
+    async def learn(self, info: WorkerInfo) -> None:
+        """Makes a revision known before its first worker gets requests. Raises IncompatibleWorkers."""
+        if self.open_texts is not None and info.revision not in self._texts:
+            self._texts[info.revision] = await self.open_texts(info)
+
+    def update(self, workers: Iterable[RevisedWorker]) -> None:
+        """`workers`: all that are known, connected or not."""
+        known = tuple(workers)
+        self._workers = {one.info.worker_id: one.info.revision for one in known}
+        self._shares = shares(known)
+        self.count = len(set(self._workers.values()) or ("",))
+        self._credits = {revision: self._credits.get(revision, 0.0) for revision in self._shares}
+        if self._shares and self.current not in self._shares:
+            self.current = max(self._shares, key=self._shares.__getitem__)
+
+    def begin(self) -> str:
+        """The revision of a request that begins now. Each gets its share of the requests, evenly spread."""
+        if len(self._shares) > 1:
+            for revision, share in self._shares.items():
+                self._credits[revision] += share
+            self.current = max(self._credits, key=self._credits.__getitem__)
+            self._credits[self.current] -= sum(self._shares.values())
+        return self.current
+
+    def serves_all(self, revision: str) -> bool:
+        """Whether every worker has this revision."""
+        return self.count == 1 and revision in self._workers.values()
+
+    def places(self, revision: str, workers: WorkerSet) -> list[int]:
+        """The places of the workers that have a revision."""
+        return [place for place, worker_id in enumerate(workers.worker_ids) if self._workers.get(worker_id) == revision]
+
+    def is_gone(self, revision: str) -> bool:
+        """Whether there are workers, and none of this revision will come back."""
+        return bool(self._workers) and revision not in self._workers.values()
+
+    def successor(self, revision: str) -> str | None:
+        """A revision to which a request without an answer can go on in place of this one; None if its token ids mean
+        something else there."""
+        same = self._texts.get(revision, "") == self._texts.get(self.current, "")
+        return self.current if same else None
+
+
+def shares(workers: Sequence[RevisedWorker]) -> dict[str, float]:
+    """How large a share of new requests each revision gets: by its workers that write answers. None goes to a revision
+    whose workers retire, or that has no prefill worker where another one has, unless there is no other."""
+    able = [one for one in workers if one.takes_work]
+    writing = [one.info.revision for one in able if one.info.role is not WorkerRole.PREFILL]
+    with_prefill = {one.info.revision for one in able if one.info.role is WorkerRole.PREFILL}
+    retiring = {one.info.revision for one in able if one.retiring}
+    revisions = dict.fromkeys(writing)
+    for unfit in (retiring, set(revisions) - with_prefill if with_prefill else set[str]()):
+        if set(revisions) - unfit:
+            revisions = {one: None for one in revisions if one not in unfit}
+    return {revision: float(writing.count(revision)) for revision in revisions}
+
+
+def check_joins(info: WorkerInfo, others: Sequence[WorkerInfo]) -> None:
+    """Raises IncompatibleWorkers for a worker that cannot share requests with the others of its revision."""
+    others = [one for one in others if one.revision == info.revision]
+    if not others:
+        return
+    reference = others[0]
+    for name, theirs, ours in (
+        ("model", info.model, reference.model),
+        ("vocab_size", info.vocab_size, reference.vocab_size),
+        ("device", info.device, reference.device),  # one lane's ranks are all on GPUs, or all on CPUs
+    ):
+        if theirs != ours:
+            raise IncompatibleWorkers(
+                f"worker {info.worker_id} has {name} {theirs}, but {reference.worker_id} has {ours}: "
+                "start both with the same setting",
+                param=name,
+            )
+    # Two layouts that fit the first one may not fit each other: blocks of 4, 8 and 12.
+    for layout, worker_id in {other.layout: other.worker_id for other in others}.items():
+        require_compatible(info.worker_id, info.layout, worker_id, layout)

@@ -1,0 +1,1 @@
+"""Requests as OpenTelemetry traces, sent to a collector. Off without `router.telemetry.endpoint`."""

@@ -1,0 +1,181 @@
+"""Sends the traces of ended requests to a collector, from a thread of its own.
+
+A request costs the event loop a few attributes and a place in a queue. The queue is bounded: traces that a slow or dead
+collector does not take are dropped and counted, and no request waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import httpx
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from protos.errors import code_of
+from protos.event_loop import loop_time
+from router.config import TelemetryConfig
+from router.telemetry.context import Arrival, TraceParent, arrival, parse_traceparent
+from router.telemetry.otlp import export_request
+from router.telemetry.spans import Attribute, EndedChoice, EndedRequest
+from router.text.sampling_request import TextRequest
+from router.text.text_stream import Usage
+from router.traces.request_trace import RequestTrace
+
+log = logging.getLogger("baton.telemetry")
+
+MAX_QUEUED = 2048
+MAX_BATCH = 128
+FLUSH_S = 1.0
+TIMEOUT_S = 5.0
+QUIET_S = 60.0  # between two warnings of a collector that is away
+_RETRIED = (429, 502, 503, 504)
+_ENDED = None
+
+
+class TraceExporter(Collector):
+    """`close` it at the end. Series: `baton_traces_total{outcome}`: `sent`, `dropped` for want of room, `failed`."""
+
+    def __init__(
+        self, config: TelemetryConfig, *, model: str, gateway_id: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._url = config.traces_url
+        self._headers = {"content-type": "application/json", **config.header_values}
+        self._sample = config.sample
+        self._model = model
+        self._resource: Mapping[str, Attribute] = {
+            "service.name": config.service_name,
+            "service.instance.id": gateway_id,
+        }
+        self._clock = clock
+        self._warned_s = -QUIET_S
+        self.outcomes: Counter[str] = Counter(sent=0, dropped=0, failed=0)
+        self._queue: queue.Queue[EndedRequest | None] = queue.Queue(MAX_QUEUED)
+        self._wall_offset_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+        self._thread.start()
+
+    def arrived(self, traceparent: str) -> None:
+        """A request's head is there; called by the task that answers it."""
+        arrival.set(Arrival(at_s=loop_time(), parent=parse_traceparent(traceparent)))
+
+    def ended(
+        self,
+        ask: TextRequest,
+        records: Sequence[RequestTrace],
+        usage: Usage,
+        endpoint: str,
+        error: BaseException | None,
+    ) -> None:
+        """Exports a request that is sampled: by its caller if that has decided, else by `sample`."""
+        came = arrival.get()
+        parent = came.parent if came is not None else None
+        if not records or not self._is_sampled(parent):
+            return
+        now, received_s = loop_time(), records[0].received_s
+        self._wall_offset_s = time.time() - now
+        firsts = [one.timestamps.first_s for one in records if one.timestamps.first_s is not None]
+        record = EndedRequest(
+            trace_id=parent.trace_id if parent is not None else os.urandom(16).hex(),
+            arrival=came or Arrival(at_s=received_s, parent=None),
+            received_s=received_s,
+            first_s=min(firsts, default=None),
+            ended_s=now,
+            endpoint=endpoint,
+            model=self._model,
+            response_id=ask.request_id,
+            tenant=ask.tenant.name,
+            attributes=_parameters(ask),
+            choices=tuple(EndedChoice(events=tuple(one.events), finish=one.outcome) for one in records),
+            num_prompt=usage.prompt_tokens,
+            num_cached=usage.cached_tokens,
+            num_output=usage.completion_tokens,
+            code="" if error is None else code_of(error),
+        )
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self.outcomes["dropped"] += 1
+
+    def close(self) -> None:
+        """Sends what is queued, for `TIMEOUT_S` at most."""
+        try:
+            self._queue.put(_ENDED, timeout=TIMEOUT_S)
+        except queue.Full:
+            return
+        self._thread.join(TIMEOUT_S)
+
+    def collect(self) -> Iterable[Metric]:
+        traces = CounterMetricFamily("baton_traces", "Traces of requests for the collector", labels=("outcome",))
+        for outcome, count in self.outcomes.items():
+            traces.add_metric((outcome,), count)
+        yield traces
+
+    def _is_sampled(self, parent: TraceParent | None) -> bool:
+        return parent.is_sampled if parent is not None else random.random() < self._sample
+
+    def _run(self) -> None:
+        with httpx.Client(timeout=TIMEOUT_S, headers=self._headers) as client:
+            going = True
+            while going:
+                batch, going = self._batch()
+                if batch:
+                    self._send(client, batch)
+
+    def _batch(self) -> tuple[list[EndedRequest], bool]:
+        """What comes within `FLUSH_S` of the first; whether more may come."""
+        batch: list[EndedRequest] = []
+        until_s = None
+        while len(batch) < MAX_BATCH:
+            try:
+                one = self._queue.get(timeout=max(0.0, until_s - self._clock()) if until_s is not None else None)
+            except queue.Empty:
+                break
+            if one is _ENDED:
+                return batch, False
+            batch.append(one)
+            until_s = until_s if until_s is not None else self._clock() + FLUSH_S
+        return batch, True
+
+    def _send(self, client: httpx.Client, batch: Sequence[EndedRequest]) -> None:
+        """Must not raise: the thread would end, and no later trace be sent."""
+        try:
+            body = export_request(batch, resource=self._resource, wall_offset_s=self._wall_offset_s)
+            answer = client.post(self._url, content=body)
+            if answer.status_code in _RETRIED:
+                time.sleep(min(TIMEOUT_S, _seconds(answer.headers.get("retry-after", ""))))
+                answer = client.post(self._url, content=body)
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            self.outcomes["failed"] += len(batch)
+            if self._clock() - self._warned_s >= QUIET_S:
+                self._warned_s = self._clock()
+                log.warning("%d traces were not taken by %s: %s", len(batch), self._url, error)
+            return
+        except Exception:
+            self.outcomes["failed"] += len(batch)
+            log.exception("%d traces were not sent: internal error", len(batch))
+            return
+        self.outcomes["sent"] += len(batch)
+
+
+def _seconds(retry_after: str) -> float:
+    return float(retry_after) if retry_after.isdecimal() else 1.0
+
+
+def _parameters(ask: TextRequest) -> Mapping[str, Attribute]:
+    sampling = ask.jobs[0].sampling
+    return {
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": float(sampling.temperature),
+        "gen_ai.request.top_p": float(sampling.top_p),
+        "gen_ai.request.choice.count": ask.n,
+        "baton.request_id": ask.jobs[0].group_id,
+    }

@@ -1,0 +1,221 @@
+"""A request's spans, made from its records when it has ended:
+
+    chat demo ─┬─ receive   head of the request to its last validated token
+               └─ choice    only of requests with several
+                   ├─ queue      until it was its turn
+                   ├─ route      until workers were chosen, and blocks reserved
+                   ├─ prefill    until the first token
+                   ├─ transfer   from the computed prompt to the KV's arrival: what no computation hid
+                   └─ decode     to the end; a failure or a move ends it
+
+After a failure the spans from `route` on come again, after a move `decode` does; the first of them links to the span
+before it. An answer that goes on after a failure has `resume` for `prefill` and `decode`.
+Names of attributes are those of OpenTelemetry's semantic conventions for generative AI, else they begin with `baton.`.
+No prompt and no answer is in a span.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from enum import IntEnum
+
+from protos.value import Value
+from protos.values import FinishReason
+from router.telemetry.context import Arrival
+from router.traces.request_trace import EventKind, Fact, TraceEvent
+
+Attribute = str | int | float | tuple[str, ...]
+
+OPERATIONS = {
+    "completions": "text_completion",
+    "ollama.generate": "text_completion",
+    "grpc.complete": "text_completion",
+    "embeddings": "embeddings",
+    "ollama.embed": "embeddings",
+}
+"""`gen_ai.operation.name` by endpoint; all others are `chat`."""
+
+
+class SpanKind(IntEnum):
+    """OTLP's numbers."""
+
+    INTERNAL = 1
+    SERVER = 2
+
+
+class TraceSpan(Value, frozen=True, kw_only=True):
+    """Times are seconds by the event loop's clock. `parent_id` "": none. `error`: its code, "" without. `links` are ids
+    of spans of the same trace."""
+
+    span_id: str
+    parent_id: str
+    name: str
+    start_s: float
+    end_s: float
+    kind: SpanKind = SpanKind.INTERNAL
+    attributes: Mapping[str, Attribute] = {}
+    error: str = ""
+    links: tuple[str, ...] = ()
+
+
+class EndedChoice(Value, frozen=True, kw_only=True):
+    """One job, as it ended. `finish`: a finish reason or an error's code."""
+
+    events: tuple[TraceEvent, ...]
+    finish: str
+
+
+class EndedRequest(Value, frozen=True, kw_only=True):
+    """A request that has ended. `code` is an error's, "" without one."""
+
+    trace_id: str
+    arrival: Arrival
+    received_s: float
+    first_s: float | None
+    ended_s: float
+    endpoint: str
+    model: str
+    response_id: str
+    tenant: str
+    attributes: Mapping[str, Attribute]
+    choices: tuple[EndedChoice, ...]
+    num_prompt: int
+    num_cached: int
+    num_output: int
+    code: str = ""
+
+
+FINISHED = frozenset((FinishReason.STOP, FinishReason.LENGTH))
+
+
+def new_span_id() -> str:
+    return f"{random.getrandbits(64):016x}"
+
+
+def spans_of(record: EndedRequest) -> list[TraceSpan]:
+    """The root first."""
+    root, begun_s = new_span_id(), record.arrival.at_s
+    spans = [
+        TraceSpan(
+            span_id=root,
+            parent_id=record.arrival.parent.span_id if record.arrival.parent is not None else "",
+            name=f"{_operation(record)} {record.model}",
+            start_s=begun_s,
+            end_s=record.ended_s,
+            kind=SpanKind.SERVER,
+            attributes=_of_request(record),
+            error=record.code,
+        ),
+        TraceSpan(span_id=new_span_id(), parent_id=root, name="receive", start_s=begun_s, end_s=record.received_s),
+    ]
+    for number, choice in enumerate(record.choices):
+        parent = root
+        if len(record.choices) > 1 and choice.events:
+            parent = new_span_id()
+            begin_s, end_s = choice.events[0].at_s, choice.events[-1].at_s
+            facts: dict[str, Attribute] = {"baton.choice": number, "baton.finish_reason": choice.finish}
+            spans.append(
+                TraceSpan(span_id=parent, parent_id=root, name="choice", start_s=begin_s, end_s=end_s, attributes=facts)
+            )
+        spans += _Stages(parent).of(choice)
+    return spans
+
+
+def _operation(record: EndedRequest) -> str:
+    return OPERATIONS.get(record.endpoint, "chat")
+
+
+def _of_request(record: EndedRequest) -> Mapping[str, Attribute]:
+    known: dict[str, Attribute] = {
+        "gen_ai.operation.name": _operation(record),
+        "gen_ai.provider.name": "baton",
+        "gen_ai.request.model": record.model,
+        "gen_ai.response.model": record.model,
+        "gen_ai.response.id": record.response_id,
+        "gen_ai.response.finish_reasons": tuple(choice.finish for choice in record.choices),
+        "gen_ai.usage.input_tokens": record.num_prompt,
+        "gen_ai.usage.cache_read.input_tokens": record.num_cached,
+        "gen_ai.usage.output_tokens": record.num_output,
+        "baton.endpoint": record.endpoint,
+    }
+    if record.first_s is not None:
+        known["gen_ai.response.time_to_first_chunk"] = record.first_s - record.arrival.at_s
+    if record.tenant:
+        known["baton.tenant"] = record.tenant
+    return {**known, **record.attributes}
+
+
+class _Stages:
+    """Walks one job's events; each ends a stage and begins the next."""
+
+    _NEXT: Mapping[EventKind, tuple[str, str]] = {
+        EventKind.RECEIVED: ("", "queue"),
+        EventKind.ADMITTED: ("queue", "route"),
+        EventKind.SUBMITTED: ("route", "prefill"),
+        EventKind.FIRST_TOKEN: ("prefill", "decode"),
+        EventKind.PREFILLED: ("prefill", "transfer"),
+        EventKind.KV_ARRIVED: ("transfer", "decode"),
+        EventKind.MOVED: ("decode", "decode"),
+    }
+
+    def __init__(self, parent_id: str) -> None:
+        self._parent_id = parent_id
+        self._open: dict[str, tuple[float, dict[str, Attribute], tuple[str, ...]]] = {}
+        self._last = ""
+        self._links: tuple[str, ...] = ()
+        self._resumes = False
+
+    def of(self, choice: EndedChoice) -> Iterator[TraceSpan]:
+        failed, ended = EventKind.FAILED, EventKind.ENDED  # an enum's attributes are slow to read
+        for event in choice.events:
+            if event.what is failed:
+                yield from self._end_all(event.at_s, error=str(event.facts["code"]))
+                self._links, self._resumes = (self._last,), bool(event.facts["tokens"])
+                self._begin("route", event.at_s)
+            elif event.what is ended:
+                yield from self._end_all(event.at_s, error="" if choice.finish in FINISHED else choice.finish)
+            elif event.what in self._NEXT:
+                yield from self._advance(event)
+            else:
+                self._note(event.facts)
+
+    def _advance(self, event: TraceEvent) -> Iterator[TraceSpan]:
+        ends, begins = self._NEXT[event.what]
+        if self._resumes and event.what is EventKind.SUBMITTED:
+            begins = "resume"
+        if ends in self._open:
+            yield self._end(ends, event.at_s)
+        if event.what is EventKind.MOVED:
+            self._links = (self._last,)
+        if not self._open:
+            self._begin(begins, event.at_s)
+        self._note(event.facts)
+
+    def _begin(self, name: str, at_s: float) -> None:
+        self._open[name] = (at_s, {}, self._links)
+        self._links = ()
+
+    def _note(self, facts: Mapping[str, Fact]) -> None:
+        """On the stage that began last."""
+        if self._open:
+            _, attributes, _ = self._open[next(reversed(self._open))]
+            attributes.update({f"baton.{name}": fact for name, fact in facts.items()})
+
+    def _end(self, name: str, at_s: float, error: str = "") -> TraceSpan:
+        start_s, attributes, links = self._open.pop(name)
+        self._last = new_span_id()
+        return TraceSpan(
+            span_id=self._last,
+            parent_id=self._parent_id,
+            name=name,
+            start_s=start_s,
+            end_s=at_s,
+            attributes=attributes,
+            error=error,
+            links=links,
+        )
+
+    def _end_all(self, at_s: float, error: str) -> Iterator[TraceSpan]:
+        for name in tuple(self._open):
+            yield self._end(name, at_s, error)

@@ -1,0 +1,200 @@
+"""The grammar of an answer that has calls, or may have them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from protos.value import Value
+from router.grammar.structure import inline_json, literal
+from router.tools.calls import Function
+from router.tools.formats import PARAMETERS, ToolFormat
+
+
+class Written(Value, frozen=True, kw_only=True):
+    """The text around calls: `first` and `last` around all, `before` a name, `middle` between it and the arguments,
+    `behind` them, and `between` two calls. `lead` begins a call, in an answer that may have text before it; without one
+    an answer is either calls, or a text that begins as the pattern `text`."""
+
+    lead: str = ""
+    first: str = ""
+    before: str = ""
+    middle: str = ""
+    behind: str = ""
+    between: str = ""
+    last: str = ""
+    text: str = ""
+
+
+_DEEPSEEK = "<｜tool▁calls▁begin｜>"
+_WRITTEN: Mapping[ToolFormat, Written] = {
+    ToolFormat.HERMES: Written(
+        lead="<tool_call>", before='<tool_call>\n{"name": "', middle='", "arguments": ', behind="}\n</tool_call>",
+        between="\n",
+    ),
+    ToolFormat.QWEN3_CODER: Written(
+        lead="<tool_call>", before="<tool_call>\n<function=", middle=">\n", behind="</function>\n</tool_call>",
+        between="\n",
+    ),
+    ToolFormat.GLM45: Written(
+        lead="<tool_call>", before="<tool_call>", middle="\n", behind="</tool_call>", between="\n"
+    ),
+    ToolFormat.MINIMAX_M2: Written(
+        lead="<minimax:tool_call>", first="<minimax:tool_call>\n", before='<invoke name="', middle='">\n',
+        behind="</invoke>\n", last="</minimax:tool_call>",
+    ),
+    ToolFormat.LLAMA3_JSON: Written(
+        before='{"name": "', middle='", "parameters": ', behind="}", between="; ", text=r"/\s*[^{\s](?s:.*)/"
+    ),
+    ToolFormat.MISTRAL: Written(
+        first="[", before='{"name": "', middle='", "arguments": ', behind="}", between=", ", last="]",
+        text=r"/\s*[^\[\s](?s:.*)/",
+    ),
+    ToolFormat.MISTRAL_ARGS: Written(lead="[TOOL_CALLS]", before="[TOOL_CALLS]", middle="[ARGS]"),
+    ToolFormat.GRANITE: Written(
+        lead="<|tool_call|>", first="<|tool_call|>[", before='{"name": "', middle='", "arguments": ', behind="}",
+        between=", ", last="]",
+    ),
+    ToolFormat.PHI4_MINI: Written(
+        lead="<|tool_call|>", first="<|tool_call|>[", before='{"name": "', middle='", "arguments": ', behind="}",
+        between=", ", last="]<|/tool_call|>",
+    ),
+    ToolFormat.COMMAND_R: Written(
+        lead="<|START_ACTION|>", first="<|START_ACTION|>[\n", before='    {"tool_call_id": "0", "tool_name": "',
+        middle='", "parameters": ', behind="}", between=",\n", last="\n]<|END_ACTION|>",
+    ),
+    ToolFormat.DEEPSEEK_V3: Written(
+        lead=_DEEPSEEK, first=_DEEPSEEK, before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>", middle="\n```json\n",
+        behind="\n```<｜tool▁call▁end｜>", between="\n", last="<｜tool▁calls▁end｜>",
+    ),
+    ToolFormat.DEEPSEEK_V31: Written(
+        lead=_DEEPSEEK, first=_DEEPSEEK, before="<｜tool▁call▁begin｜>", middle="<｜tool▁sep｜>",
+        behind="<｜tool▁call▁end｜>", last="<｜tool▁calls▁end｜>",
+    ),
+    ToolFormat.KIMI_K2: Written(
+        lead="<|tool_calls_section_begin|>", first="<|tool_calls_section_begin|>",
+        before="<|tool_call_begin|>functions.", middle=":0<|tool_call_argument_begin|>", behind="<|tool_call_end|>",
+        last="<|tool_calls_section_end|>",
+    ),
+    ToolFormat.GPT_OSS: Written(
+        before="<|channel|>commentary to=functions.", middle=" <|constrain|>json<|message|>"
+    ),
+}  # fmt: skip
+_ANSWER = "<|channel|>final<|message|>"  # gpt-oss's, before a text
+
+_ANY = "/(?s:.*)/"
+
+
+def has_grammar(form: ToolFormat) -> bool:
+    """False for calls as Python writes them: their arguments are no JSON."""
+    return form in _WRITTEN
+
+
+def calls_grammar(
+    form: ToolFormat,
+    functions: Sequence[Function],
+    *,
+    parallel: bool,
+    instead: str = "",
+    free: bool = False,
+    tokens: Mapping[str, int] | None = None,
+) -> str:
+    """A grammar: the answer is tool calls, or what `instead` (the right side of a rule) matches. With `free` any text
+    is allowed, too, and calls are in the format's form wherever it allows text beside them. `tokens`: the ids of texts
+    that are tokens of their own; such a grammar is for workers, not for a check."""
+    written, names = _WRITTEN[form], [f"call{number}" for number in range(len(functions))]
+    lark = _Marks(tokens or {})
+    parallel = parallel and form is not ToolFormat.GPT_OSS  # whose call ends the answer
+    rules = [f"named: {' | '.join(names)}", f"TEXT: {_ANY}"]
+    before, more = written.before, f" ({lark(written.between)} named)*" if parallel else ""
+    if form is ToolFormat.GPT_OSS:
+        others = [f"{lark(_ANSWER)} {one}" for one, is_allowed in (("instead", instead), ("TEXT?", free)) if is_allowed]
+        rules.append(f"start: {' | '.join(['named', *others])}")
+    elif not (free and written.lead):
+        rules.append(f"calls: {lark(written.first)} named{more} {lark(written.last)}")
+        rules.append(f"start: calls{' | instead' if instead else ''}{' | OTHER?' if free else ''}")
+        rules += [f"OTHER: {written.text}"] if free else []
+    elif written.lead in lark.tokens:
+        if written.first:
+            rules.append(f"start: TEXT? ({lark(written.first)} named{more} {lark(written.last)})? TEXT?")
+        else:
+            rules.append("start: (TEXT? named)* TEXT?" if parallel else "start: TEXT? (named TEXT?)?")
+    else:
+        # Any text, up to a call: of alternatives, what ends lazily goes first. The head has the tag and all before it.
+        rules.append(f"head[lazy]: TEXT {literal(written.lead)}")
+        if written.first:
+            calls = f"head {lark(written.first.removeprefix(written.lead))} named{more} {lark(written.last)}"
+            rules.append(f"start: {calls} | NO_CALL")
+        else:
+            before = before.removeprefix(written.lead)
+            rules += ["call: head named", "start: call* rest" if parallel else "start: call? rest"]
+            rules.append(f"rest: {'TEXT' if parallel else 'NO_CALL'}")
+        rules.append(f"NO_CALL: TEXT & ~/(?s:.*){re.escape(written.lead)}(?s:.*)/")
+    for name, one in zip(names, functions, strict=True):
+        rules.append(f"{name}: {lark(before + one.name + written.middle)} {name}_args {lark(written.behind)}")
+        rules += _arguments(form, f"{name}_args", one, lark)
+    if instead:
+        rules.append(f"instead: {instead}")
+    return "\n".join(rules)
+
+
+_AROUND_PARAMETERS = {
+    ToolFormat.QWEN3_CODER: ("<parameter=", ">\n", "\n</parameter>\n"),
+    ToolFormat.GLM45: ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ToolFormat.MINIMAX_M2: ('<parameter name="', '">', "</parameter>\n"),
+}
+"""Before a parameter's name, between it and its value, and behind that."""
+
+
+class _Marks:
+    """Text as Lark: tokens of their own by their numbers."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self.tokens = tokens
+        self._pattern = re.compile("|".join(map(re.escape, tokens)) if tokens else "(?!)")
+
+    def __call__(self, text: str) -> str:
+        parts, at = [], 0
+        for found in self._pattern.finditer(text):
+            parts += [literal(text[at : found.start()])] if found.start() > at else []
+            parts.append(f"<[{self.tokens[found[0]]}]>")
+            at = found.end()
+        return " ".join([*parts, *([literal(text[at:])] if at < len(text) else [])])
+
+
+def _arguments(form: ToolFormat, name: str, function: Function, lark: _Marks) -> list[str]:
+    """Rules for the arguments of a function."""
+    none: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
+    schema = none if function.parameters is None else function.parameters
+    if form not in PARAMETERS:
+        return [f"{name}: {inline_json(schema, lenient=not function.strict)}"]
+    before, middle, behind = _AROUND_PARAMETERS[form]
+    if not function.properties():
+        if function.parameters is None or schema.get("additionalProperties") is False:
+            return [f'{name}: ""']
+        # any parameters
+        lazy = f"{name}_any[lazy]: TEXT {lark(behind)}"
+        return [f"{name}: ({lark(before)} {name}_KEY {lark(middle)} {name}_any)*", f'{name}_KEY: /[^<>"\\n]+/', lazy]
+    required: Sequence[str] = schema.get("required") or ()
+    rules, parts = list[str](), list[str]()
+    for number, (key, property_schema) in enumerate(function.properties().items()):
+        value = f"{name}_{number}"
+        parts.append(value if key in required else f"{value}?")
+        head = lark(before + key + middle)
+        rules.append(f"{value}: {head} {value}_value")
+        rules.append(_value(f"{value}_value", property_schema, schema, function, behind, lark))
+    return [f"{name}: {' '.join(parts)}", *rules]
+
+
+def _value(name: str, schema: Any, whole: Mapping[str, Any], function: Function, behind: str, lark: _Marks) -> str:
+    """A parameter's value with what stands behind it: a string as it is, anything else as JSON."""
+    if isinstance(schema, Mapping):
+        choices = schema.get("enum")
+        if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
+            return f"{name}: ({' | '.join(map(literal, choices))}) {lark(behind)}"
+        if schema.get("type") == "string":
+            return f"{name}[lazy]: TEXT {lark(behind)}"
+        shared = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
+        return f"{name}: {inline_json({**shared, **schema}, lenient=not function.strict)} {lark(behind)}"
+    return f"{name}[lazy]: TEXT {lark(behind)}"

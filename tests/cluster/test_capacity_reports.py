@@ -1,0 +1,29 @@
+"""What clients of every gateway process saw reaches the owner of the fleet: a real cluster of two processes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.deployed import Deployed
+
+pytestmark = pytest.mark.cluster
+
+
+def sights(four: Deployed) -> list[dict[str, Any]]:
+    replied = httpx.get(f"{four.url}/admin/capacity/sights", timeout=10.0).json()["sights"]
+    return [one["sight"] for one in replied]
+
+
+def test_the_requests_of_every_process_are_reported_while_someone_wants_them(four: Deployed) -> None:
+    four.wait_until(lambda: len(sights(four)) == 2)
+    with ThreadPoolExecutor(8) as clients:
+        list(clients.map(lambda number: four.text(f"# {number}", max_tokens=4), range(8)))
+    four.wait_until(lambda: sum(one["num_arrived"] for one in sights(four)) >= 8)
+    seen = sights(four)
+    assert {worker["role"] for one in seen for worker in one["workers"]} == {"prefill", "decode"}
+    desired = httpx.get(f"{four.url}/metrics", timeout=10.0).text
+    assert 'baton_desired_workers{pool="prefill",process="0"} 2.0' in desired

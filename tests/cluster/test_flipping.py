@@ -1,0 +1,97 @@
+"""A worker changes its role while clients read: the same tokens, the same weights, the same cached blocks.
+
+Real gRPC and real lanes in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster.supervision.health import change_role
+from cluster.supervision.rank import RankSpec, _roles
+from decode_pool.config import DecodeConfig
+from decode_pool.role import DecodeRole
+from prefill_pool.config import PrefillConfig
+from prefill_pool.role import PrefillRole
+from protos.errors import InvalidRequest
+from protos.values import WorkerRole
+from router.fleet.channels import open_channel
+from tests.cluster.test_disaggregated import config_for
+from tests.cluster.test_draining import Cluster, ask_all, checkpoint, cluster_of
+from workers.config import RankId
+
+pytestmark = pytest.mark.cluster
+__all__ = ["checkpoint"]
+
+
+def may_flip(cluster: Cluster) -> None:
+    """What `cluster.supervision.rank` gives each worker of two pools."""
+    for worker_id, worker in cluster.workers.items():
+        spec = RankSpec(
+            role=worker.info.role, worker=config_for(cluster.folder), prefill=PrefillConfig(), decode=DecodeConfig(),
+            rank_id=RankId(worker_id=worker_id, incarnation=1),
+        )  # fmt: skip
+        worker._role_change._roles = _roles(spec, worker._parts)  # type: ignore[union-attr]
+
+
+async def flip(cluster: Cluster, worker_id: str, role: WorkerRole) -> None:
+    await change_role(open_channel, cluster.workers[worker_id].info.address, role)
+    clock = asyncio.get_running_loop().time
+    while {one.worker_id: one.info.role for one in cluster.fleet.status() if one.info}[worker_id] is not role:
+        await cluster.fleet.wait(until=clock() + 30)
+
+
+async def test_a_flip_under_streams_changes_no_token_and_the_worker_works_in_its_new_role(checkpoint: Path) -> None:
+    async with cluster_of(checkpoint, "prefill-0", "decode-0", "decode-1") as cluster:
+        may_flip(cluster)
+        undisturbed = [await client.answer() for client in await ask_all(cluster)]
+        worker = cluster.workers["decode-1"]
+        for role, kind in ((WorkerRole.PREFILL, PrefillRole), (WorkerRole.DECODE, DecodeRole)):
+            clients = await ask_all(cluster)
+            num_cached = len(list(worker._parts.engine.pool.snapshot()))
+            await flip(cluster, "decode-1", role)
+            assert isinstance(worker._parts.engine.role, kind)
+            assert len(list(worker._parts.engine.pool.snapshot())) >= num_cached > 0, "cached blocks stay"
+            assert [await client.answer() for client in clients] == undisturbed
+            clients = await ask_all(cluster)
+            assert [await client.answer() for client in clients] == undisturbed
+            chosen = [cluster.generate.decision(client.job.request_id)[0] for client in clients]
+            assert any(one.prefill == "decode-1" for one in chosen) == (role is WorkerRole.PREFILL)
+            assert any(one.decode == "decode-1" for one in chosen) == (role is WorkerRole.DECODE)
+        assert cluster.generate.num_resumed == 0, "nothing was computed again"
+
+
+async def test_an_idle_worker_is_ready_in_its_new_role_within_a_second(checkpoint: Path) -> None:
+    async with cluster_of(checkpoint, "prefill-0", "decode-0", "decode-1") as cluster:
+        may_flip(cluster)
+        begun_s = time.monotonic()
+        await flip(cluster, "decode-1", WorkerRole.PREFILL)
+        assert time.monotonic() - begun_s < 1.0
+
+
+async def test_a_flip_that_is_taken_back_leaves_the_worker_as_it_was(checkpoint: Path) -> None:
+    """With no other decode worker the sequences stay until they end: time enough to change one's mind."""
+    async with cluster_of(checkpoint, "decode-0") as cluster:
+        may_flip(cluster)
+        clients = await ask_all(cluster)
+        flipping = asyncio.create_task(flip(cluster, "decode-0", WorkerRole.PREFILL))
+        while cluster.fleet.status()[0].state != "draining":
+            await cluster.fleet.wait(until=asyncio.get_running_loop().time() + 30)
+        flipping.cancel()
+        await change_role(open_channel, cluster.workers["decode-0"].info.address, WorkerRole.DECODE)
+        assert cluster.workers["decode-0"].info.role is WorkerRole.DECODE
+        later = await ask_all(cluster)
+        for client in (*clients, *later):
+            await client.answer()
+        assert cluster.workers["decode-0"].info.role is WorkerRole.DECODE
+
+
+async def test_a_colocated_worker_keeps_its_role(checkpoint: Path) -> None:
+    async with cluster_of(checkpoint, "colocated-0") as cluster:
+        address = cluster.workers["colocated-0"].info.address
+        with pytest.raises(InvalidRequest, match="a colocated worker cannot become a decode worker"):
+            await change_role(open_channel, address, WorkerRole.DECODE)

@@ -1,0 +1,130 @@
+"""The ledger's sums are the tokens that clients received: random requests, clients that hang up, a worker that dies.
+
+BATON_LEDGER_REQUESTS=1000 runs as many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.cli.serve import DEMO
+from cluster.gateway.server import GatewayServer
+from protos.tls import FaceTls, PeerTls
+from router.config import LedgerConfig, RouterConfig
+from router.ledger.report import sums
+from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
+from tests.unit.workers.toy import ToyRunner
+from workers.rpc.worker import Worker, WorkerParts
+
+pytestmark = pytest.mark.cluster
+
+NUM_REQUESTS = int(os.environ.get("BATON_LEDGER_REQUESTS", "24"))
+AT_ONCE = 16
+
+
+@dataclass(slots=True)
+class Received:
+    """What clients have of the answers: `least` where one hung up, who cannot know what else was sent."""
+
+    ok: int = 0
+    prompt: int = 0
+    output: int = 0
+    hung_up: int = 0
+    least: int = 0
+    refused: int = 0
+
+
+async def one_request(client: httpx.AsyncClient, rng: random.Random, received: Received) -> None:
+    body: dict[str, Any] = {
+        "model": "demo", "prompt": [rng.randrange(3, 40) for _ in range(rng.randrange(1, 40))], "ignore_eos": True,
+        "max_tokens": rng.randrange(1, 24), "n": rng.choice((1, 1, 1, 2, 3)), "temperature": rng.choice((0.0, 1.0)),
+    }  # fmt: skip
+    match rng.randrange(4):
+        case 0:
+            reply = await client.post("/v1/completions", json=body)
+            assert reply.status_code == 200, reply.text
+            _ended(received, reply.json()["usage"])
+        case 1:
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            reply = await client.post("/v1/completions", json=body | options)
+            assert reply.text.endswith("data: [DONE]\n\n"), reply.text
+            _ended(received, json.loads(reply.text.strip().split("\n\n")[-2].removeprefix("data: "))["usage"])
+        case 2:
+            await _hang_up(client, body | {"max_tokens": 400}, rng.randrange(1, 5), received)
+        case _:
+            reply = await client.post("/v1/completions", json=body | {"temperature": 9})
+            assert reply.status_code == 400
+            received.refused += 1
+
+
+def _ended(received: Received, usage: dict[str, int]) -> None:
+    received.ok += 1
+    received.prompt += usage["prompt_tokens"]
+    received.output += usage["completion_tokens"]
+
+
+async def _hang_up(client: httpx.AsyncClient, body: dict[str, Any], num_events: int, received: Received) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with client.stream("POST", "/v1/completions", json=body | {"stream": True, "stream_options": options}) as one:
+        usage = 0
+        async for line in one.aiter_lines():
+            if line.startswith("data: {"):
+                usage, num_events = json.loads(line[6:])["usage"]["completion_tokens"], num_events - 1
+            if not num_events:
+                break
+    received.hung_up += 1
+    received.least += usage
+
+
+def named(worker_id: str) -> WorkerParts:
+    parts = parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB))
+    lane = replace(parts.info.lane, worker_id=worker_id)
+    return replace(parts, info=replace(parts.info, worker_id=worker_id, lane=lane))
+
+
+async def test_the_sums_are_what_clients_received(tmp_path: Path) -> None:
+    config = RouterConfig(
+        model_path=Path(DEMO["model"]), model_name="demo", grpc_port=0, policy="round_robin",
+        ledger=LedgerConfig(path=str(tmp_path / "ledger.db")),
+    )  # fmt: skip
+    workers = [Worker(named(f"w{number}")) for number in range(2)]
+    server = GatewayServer(config, socket.create_server(("127.0.0.1", 0)), tls=FaceTls(), peers=PeerTls())
+    rng, received, going = random.Random(24), Received(), asyncio.Semaphore(AT_ONCE)
+
+    async def ask(client: httpx.AsyncClient, number: int) -> None:
+        async with going:
+            if number == NUM_REQUESTS // 2:
+                await workers[1].stop()  # what it was answering goes on at the other one
+            await one_request(client, random.Random(rng.random()), received)
+
+    try:
+        await server.start()
+        for number, worker in enumerate(workers):
+            info = await worker.start("127.0.0.1", peers=PeerTls())
+            server.fleet.add_worker(info.address, worker_id=f"w{number}")
+        await server.ready()
+        async with httpx.AsyncClient(base_url=server.url, timeout=60.0) as client:
+            await asyncio.gather(*(ask(client, number) for number in range(NUM_REQUESTS)))
+    finally:
+        await server.stop(5.0)  # which writes what is left
+        for worker in workers:
+            await worker.stop()
+    rows = {
+        row.group["outcome"]: row for row in sums(tmp_path / "ledger.db", since_s=0, until_s=2**40, by=("outcome",))
+    }
+    assert set(rows) == {"ok", "cancelled"}
+    ok, cancelled = rows["ok"], rows["cancelled"]
+    assert (ok.requests, cancelled.requests) == (received.ok, received.hung_up)
+    assert (ok.input_tokens + ok.cached_tokens, ok.output_tokens) == (received.prompt, received.output)
+    assert cancelled.output_tokens >= received.least
+    assert received.refused > 0

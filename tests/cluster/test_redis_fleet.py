@@ -1,0 +1,74 @@
+"""The owner of the desired fleet behind Redis: a real server, a fleet without processes."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from cluster.capacity.controller import FleetController, continued
+from cluster.capacity.redis_fleet import RedisFleetOwner, RedisFleetStore, serve_calls
+from cluster.discovery.redis import connect
+from cluster.planner.planned_fleet import PlannedFleet
+from protos.errors import InvalidRequest, Unavailable
+from router.fleet_owner import ChangeState
+from router.planning import GatewaySight, RequestSample
+from tests.cluster.redis_server import RedisServer
+from tests.unit.cluster.capacity.staged_fleet import CONFIGURED, DECODE, PREFILL, StagedFleet, scale
+
+pytestmark = pytest.mark.cluster
+
+
+async def test_a_gateway_elsewhere_changes_the_fleet_and_the_record_outlives_the_owner(redis: RedisServer) -> None:
+    fleet = StagedFleet()
+    client = await connect(redis.url)
+    store = RedisFleetStore(client)
+    assert await store.load() is None
+    owner = FleetController(fleet, CONFIGURED, store=store)
+    serving = asyncio.create_task(serve_calls(client, PlannedFleet(owner, None)))
+    gateway = RedisFleetOwner(redis.url)
+    change = await gateway.order(scale(decode=3))
+    assert (change.number, change.after.counts) == (1, {PREFILL: 1, DECODE: 3})
+    with pytest.raises(InvalidRequest, match="decode=0: give 1 to 4096"):
+        await gateway.order(scale(decode=0))
+    fleet.arrive()
+    await owner.ended(1)
+    sight = GatewaySight(
+        gateway_id="a", now_s=1.0, covered_s=1.0, num_arrived=3, num_waiting=0, workers=(), samples=(
+            RequestSample(received_s=0.5, first_s=None, last_s=None, ended_s=None, num_prompt_tokens=9,
+                          num_cached_tokens=0, num_tokens=0, failed=False),
+        ),
+    )  # fmt: skip
+    assert (await gateway.report(None)).window_s == 0.0, "without a planner no gateway observes"
+    assert await gateway.sights() == (), "someone wants to know"
+    assert (await gateway.report(sight)).window_s > 0.0
+    assert [one.sight for one in await gateway.sights()] == [sight]
+    report = await gateway.view()
+    assert (report.reached, report.changes[0].state) == (True, ChangeState.REACHED)
+    await gateway.close()
+    serving.cancel()
+    with suppress(asyncio.CancelledError):
+        await serving
+    await owner.close()
+    await store.close()
+
+    later = RedisFleetStore(client)
+    record = continued(await later.load(), CONFIGURED)
+    assert record is not None
+    assert (record.desired.counts[DECODE], record.changes[0].who) == (3, "ann")
+    await later.close()
+    await client.aclose()
+
+
+async def test_an_order_without_an_owner_is_refused_and_not_left_for_a_later_one(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.capacity.redis_fleet.REPLY_S", 0.0)
+    gateway = RedisFleetOwner(redis.url)
+    with pytest.raises(Unavailable, match="no `baton pools` has answered"):
+        await gateway.order(scale(decode=3))
+    await gateway.close()
+    client = await connect(redis.url)
+    assert await client.exists("baton:fleet:calls") == 0
+    await client.aclose()

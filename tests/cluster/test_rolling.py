@@ -1,0 +1,116 @@
+"""`baton roll` under streams: no error, every answer wholly of one model, and the new one's at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.cluster.deployed import DEMO, PRECISE, Deployed
+
+pytestmark = pytest.mark.cluster
+
+NUM_STREAMS, NUM_TOKENS = 50, 24
+CHANGED = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with other weights in one place: its KV and its tokens are others."""
+    folder = tmp_path_factory.mktemp("models") / "other"
+    shutil.copytree(DEMO, folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {CHANGED: weights[CHANGED] * 0.2}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deployed() -> Iterator[Deployed]:
+    started = Deployed("up", "--port", "0", *PRECISE, "--set", "router.local_prefill_tokens=0")
+    try:
+        yield started
+    finally:
+        started.kill()
+
+
+class RolledStreams:
+    """As many clients, each with one request after another."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+        self.errors: list[str] = []
+        self.texts: dict[int, set[str]] = {number: set() for number in range(NUM_STREAMS)}
+
+    async def text(self, number: int) -> str:
+        body = {
+            "model": "demo", "prompt": f"def f{number}(first, second):\n", "max_tokens": NUM_TOKENS,
+            "temperature": 0.0, "ignore_eos": True,
+        }  # fmt: skip
+        response = await self._client.post("/v1/completions", json=body)
+        if response.status_code != 200:
+            self.errors.append(f"client {number}: {response.status_code}: {response.text[:300]}")
+            return ""
+        return str(response.json()["choices"][0]["text"])
+
+    async def all(self) -> dict[int, str]:
+        texts = await asyncio.gather(*(self.text(number) for number in range(NUM_STREAMS)))
+        return dict(enumerate(texts))
+
+    async def run(self, number: int, over: asyncio.Event) -> None:
+        while not over.is_set():
+            self.texts[number].add(await self.text(number))
+
+
+async def rolled(client: httpx.AsyncClient, **order: Any) -> dict[str, Any]:
+    """The change, when it is no longer under way."""
+    response = await client.post("/admin/capacity", json={"who": "test", **order})
+    assert response.status_code == 202, response.text
+    number = response.json()["number"]
+    while True:
+        report = (await client.get("/admin/capacity")).json()
+        change: dict[str, Any] = next(one for one in report["changes"] if one["number"] == number)
+        if change["state"] != "under way":
+            return change
+        await asyncio.sleep(0.2)
+
+
+async def test_a_roll_under_50_streams_drops_none_and_mixes_none(deployed: Deployed, other_model: Path) -> None:
+    async with httpx.AsyncClient(base_url=deployed.url, timeout=120.0) as client:
+        streams, over = RolledStreams(client), asyncio.Event()
+        old = await streams.all()
+        running = [asyncio.create_task(streams.run(number, over)) for number in range(NUM_STREAMS)]
+        change = await rolled(client, kind="roll", model=str(other_model))
+        over.set()
+        await asyncio.gather(*running)
+        new = await streams.all()
+        assert (change["state"], streams.errors) == ("reached", []), deployed.log
+        different = [number for number in old if old[number] != new[number]]
+        assert len(different) > NUM_STREAMS / 2, "the models differ"
+        mixed = {number: texts for number, texts in streams.texts.items() if not texts <= {old[number], new[number]}}
+        assert not mixed, f"answers of neither model: {mixed}"
+        both = [number for number in different if len(streams.texts[number]) == 2]
+        assert both, "both served during the roll"
+        status = deployed.status()
+        assert {one["info"]["model_path"] for one in status["workers"]} == {str(other_model)}
+        assert len({one["info"]["revision"] for one in status["workers"]}) == 1
+        assert status["capacity"]["desired"]["counts"] == {"prefill": 1, "decode": 1}
+
+
+async def test_a_roll_to_settings_that_cannot_be_goes_back_by_itself(deployed: Deployed) -> None:
+    async with httpx.AsyncClient(base_url=deployed.url, timeout=120.0) as client:
+        streams = RolledStreams(client)
+        before = {one["worker_id"]: one["info"]["revision"] for one in deployed.status()["workers"]}
+        old = await streams.all()
+        change = await rolled(client, kind="roll", settings={"worker.speculate": "model:/nowhere"})
+        assert change["state"] == "failed", change
+        assert "/nowhere" in change["reason"]
+        refused = await client.post("/admin/capacity", json={"kind": "roll", "model": "/nowhere"})
+        assert (refused.status_code, "/nowhere" in refused.text) == (400, True)
+        assert (await streams.all(), streams.errors) == (old, [])
+        assert {one["worker_id"]: one["info"]["revision"] for one in deployed.status()["workers"]} == before

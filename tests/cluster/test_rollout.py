@@ -1,0 +1,130 @@
+"""A gateway's pod is replaced in the order in which Kubernetes does it, under streams: none is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from cluster.cli.serve import DEMO
+from tests.cluster.deployed import Deployed
+from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, Gate, parts_of
+from tests.unit.workers.toy import ToyRunner
+from workers.rpc.worker import Worker
+
+pytestmark = pytest.mark.cluster
+
+NUM_STREAMS, NUM_TOKENS = 50, 8
+
+
+class Service:
+    """Spreads new connections over the endpoints."""
+
+    def __init__(self) -> None:
+        self._endpoints: list[str] = []
+        self._turn = 0
+
+    def add(self, url: str) -> None:
+        self._endpoints.append(url)
+
+    def remove(self, url: str) -> None:
+        self._endpoints.remove(url)
+
+    def pick(self) -> str:
+        self._turn += 1
+        return self._endpoints[self._turn % len(self._endpoints)]
+
+
+class RolloutStreams:
+    """As many clients, each with one stream after another over a connection of its own."""
+
+    def __init__(self, service: Service, num_tokens: int) -> None:
+        self._service = service
+        self._num_tokens = num_tokens
+        self.num_whole = 0
+        self.dropped: list[str] = []
+
+    async def run(self, number: int, over: asyncio.Event) -> None:
+        while not over.is_set():
+            url = self._service.pick()
+            try:
+                await self._one(url, list(range(number, number + 4)))
+                self.num_whole += 1
+            except (httpx.HTTPError, ValueError) as error:
+                self.dropped.append(f"client {number} at {url}: {type(error).__name__}: {error}")
+
+    async def _one(self, url: str, prompt: list[int]) -> None:
+        """Raises ValueError for a stream that is not whole."""
+        body = {"model": "demo", "prompt": prompt, "max_tokens": self._num_tokens, "temperature": 0.0, "stream": True,
+                "ignore_eos": True, "stream_options": {"include_usage": True}}  # fmt: skip
+        finish, num_tokens = "", 0
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=300.0, trust_env=False) as client,
+            client.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            if response.status_code != 200:
+                raise ValueError(f"{response.status_code}: {(await response.aread())[:200]!r}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise ValueError(line[:300])
+                finish = "".join(str(one["finish_reason"] or "") for one in chunk["choices"]) or finish
+                num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
+        if (finish, num_tokens) != ("length", self._num_tokens):
+            raise ValueError(f"it ended with {finish or 'nothing'} after {num_tokens} tokens")
+
+
+async def ready(deploy: Callable[..., Deployed], address: str) -> Deployed:
+    pod = deploy(
+        "gateway", "--model", DEMO["model"], "--served-name", "demo", "--port", "0", "--grpc-port", "0",
+        "--worker", address,
+    )  # fmt: skip
+    url = await asyncio.to_thread(lambda: pod.url)
+    async with httpx.AsyncClient(base_url=url) as client, asyncio.timeout(60):
+        while (await client.get("/ready")).status_code != 200:  # noqa: ASYNC110 - asked over HTTP
+            await asyncio.sleep(0.05)
+    return pod
+
+
+async def all_run(*urls: str) -> None:
+    """Returns when every client has a stream under way."""
+    async with httpx.AsyncClient() as client, asyncio.timeout(60):
+        num_running = 0.0
+        while num_running < NUM_STREAMS:
+            pages = [(await client.get(f"{url}/metrics")).text for url in urls]
+            found = [re.search(r"^baton_requests_in_flight{.*completions.*} (\S+)$", one, re.M) for one in pages]
+            num_running = sum(float(one[1]) for one in found if one)
+
+
+async def test_a_rollout_of_a_gateway_drops_no_stream(deploy: Callable[..., Deployed]) -> None:
+    gate, over, service = Gate(ToyRunner(WEIGHT, BLOCK, VOCAB)), asyncio.Event(), Service()
+    worker = Worker(parts_of(gate))
+    address = (await worker.start("127.0.0.1")).address
+    streams = RolloutStreams(service, NUM_TOKENS)
+    try:
+        old = await ready(deploy, address)
+        service.add(old.url)
+        clients = [asyncio.create_task(streams.run(number, over)) for number in range(NUM_STREAMS)]
+        new = await ready(deploy, address)
+        service.add(new.url)
+        gate.open.clear()  # the streams that run now outlast the signal
+        service.remove(old.url)
+        await all_run(old.url, new.url)  # preStop: each client that has found the old pod is served there
+        old.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(old.wait_for, "^stopping")
+        gate.open.set()
+        assert await asyncio.to_thread(old.ended) == 0, old.log
+        over.set()
+        await asyncio.gather(*clients)
+    finally:
+        gate.open.set()
+        await worker.stop()
+    assert streams.dropped == []
+    assert streams.num_whole >= NUM_STREAMS

@@ -1,0 +1,38 @@
+"""`baton serve` of two models: one address, two fleets, each with workers, status and metrics of its own."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from tests.cluster.deployed import DEMO, Deployed
+
+pytestmark = pytest.mark.cluster
+
+
+def test_two_models_are_served_at_one_address() -> None:
+    models = [f"--model={name}={DEMO}" for name in ("one", "org/two")]
+    cluster = Deployed("serve", *models, "--workers", "1", "--port", "0", "--device", "cpu")
+    try:
+        url = cluster.wait_for(r"^serving one, org/two at (\S+), gRPC")[1]
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            assert [one.id for one in client.models.list()] == ["one", "org/two"]
+            said = {
+                name: client.completions.create(model=name, prompt="import os\n", max_tokens=8, temperature=0)
+                for name in ("one", "org/two")
+            }
+        assert said["one"].choices[0].text == said["org/two"].choices[0].text != ""
+        assert [answer.model for answer in said.values()] == ["one", "org/two"]
+        for name, path in (("one", ""), ("org-two", "/models/org/two")):
+            status = httpx.get(f"{url}{path}/admin/status", timeout=10.0).json()
+            assert [(one["worker_id"], one["state"]) for one in status["workers"]] == [(f"{name}-colocated-0", "ready")]
+            assert status["capacity"]["desired"]["counts"] == {"colocated": 1}
+        metrics = httpx.get(f"{url}/metrics", timeout=10.0).text
+        for name in said:
+            assert f'baton_requests_total{{endpoint="completions",model="{name}",outcome="ok"}} 1.0' in metrics
+            assert f'baton_pool_prompt_tokens_total{{model="{name}",pool="colocated"}}' in metrics
+        assert cluster.stop() == 0
+        assert cluster.processes() == {}
+    finally:
+        cluster.kill()

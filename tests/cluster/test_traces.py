@@ -1,0 +1,156 @@
+"""A gateway, a worker behind it, and a collector that takes the traces of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from cluster.cli.serve import DEMO
+from cluster.gateway.server import GatewayServer
+from protos import inference_pb2, inference_pb2_grpc
+from protos.errors import Misconfigured
+from protos.tls import FaceTls, PeerTls
+from router.config import RouterConfig, TelemetryConfig
+from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
+from tests.unit.workers.toy import ToyRunner
+from workers.rpc.worker import Worker
+
+TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+ASKED = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+
+
+class Collector:
+    """Takes OTLP over HTTP; `refusals` are statuses that it answers first."""
+
+    def __init__(self) -> None:
+        bodies: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
+        refusals = self.refusals = list[int]()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                status = refusals.pop(0) if refusals else 200
+                if status == 200:
+                    bodies.put((f"{self.path} {self.headers.get('x-tenant')}", body))
+                self.send_response(status)
+                self.send_header("content-length", "0")
+                self.send_header("retry-after", "0")
+                self.end_headers()
+
+            def log_message(self, *args: Any) -> None: ...
+
+        self._bodies = bodies
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    async def spans(self, path: str = "/v1/traces None") -> list[dict[str, Any]]:
+        where, body = await asyncio.to_thread(self._bodies.get, timeout=60)
+        assert where == path
+        [resource] = body["resourceSpans"]
+        names = {one["key"]: one["value"]["stringValue"] for one in resource["resource"]["attributes"]}
+        assert names["service.name"] == "baton"
+        [scope] = resource["scopeSpans"]
+        return list(scope["spans"])
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    yield made
+    made.close()
+
+
+@asynccontextmanager
+async def serving(telemetry: TelemetryConfig) -> AsyncIterator[GatewayServer]:
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = RouterConfig(model_path=Path(DEMO["model"]), model_name="demo", grpc_port=0, telemetry=telemetry)
+    worker = Worker(parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB)))
+    info = await worker.start("127.0.0.1", peers=PeerTls())
+    front = GatewayServer(config, listening, tls=FaceTls(), peers=PeerTls())
+    try:
+        await front.start()
+        front.fleet.add_worker(info.address, worker_id="w")
+        await front.ready()
+        yield front
+    finally:
+        await front.stop(0.0)
+        await worker.stop()
+
+
+async def ask(front: GatewayServer, **changes: Any) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=front.url) as client:
+        return await client.post("/v1/completions", json=ASKED, headers=changes)
+
+
+def facts(span: dict[str, Any]) -> dict[str, Any]:
+    return {one["key"]: next(iter(one["value"].values())) for one in span["attributes"]}
+
+
+async def test_a_request_is_one_tree_below_its_callers_span(collector: Collector) -> None:
+    collector.refusals.append(503)
+    telemetry = TelemetryConfig(endpoint=collector.url, headers="x-tenant=acme")
+    async with serving(telemetry) as front:
+        answer = await ask(front, traceparent=f"00-{TRACE}-{CALLER}-01")
+        spans = await collector.spans("/v1/traces acme")
+    assert {one["traceId"] for one in spans} == {TRACE}
+    root = spans[0]
+    assert (root["parentSpanId"], root["name"]) == (CALLER, "text_completion demo")
+    assert [one["name"] for one in spans[1:]] == ["receive", "queue", "route", "prefill", "decode"]
+    for one in spans[1:]:
+        assert one["parentSpanId"] == root["spanId"]
+        assert int(root["startTimeUnixNano"]) <= int(one["startTimeUnixNano"]) <= int(one["endTimeUnixNano"])
+        assert int(one["endTimeUnixNano"]) <= int(root["endTimeUnixNano"])
+    known = facts(root)
+    assert known["gen_ai.response.id"] == answer.json()["id"]
+    assert (known["gen_ai.usage.input_tokens"], known["gen_ai.usage.output_tokens"]) == ("3", "4")
+    assert facts(spans[4])["baton.worker"] == "w"
+
+
+async def test_callers_decide_whether_a_request_is_traced(collector: Collector) -> None:
+    async with serving(TelemetryConfig(endpoint=f"{collector.url}/v1/traces", sample=0.0)) as front:
+        await ask(front, traceparent=f"00-{TRACE}-{CALLER}-00")
+        await ask(front)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{front.grpc_port}") as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            request = inference_pb2.GenerateRequest(model="demo", tokens=inference_pb2.TokenIds(ids=[1, 2, 3]))
+            metadata = (("traceparent", f"00-{TRACE}-{CALLER}-01"),)
+            async for _ in stub.Generate(request, metadata=metadata):
+                pass
+        spans = await collector.spans()
+    assert [one["traceId"] for one in spans if one["name"] == "chat demo"] == [TRACE], "the third request alone"
+    assert len({one["traceId"] for one in spans}) == 1
+
+
+async def test_a_collector_that_is_away_costs_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    async with serving(TelemetryConfig(endpoint=f"http://127.0.0.1:{port}")) as front:
+        assert (await ask(front)).status_code == 200
+    assert front.registry.get_sample_value("baton_traces_total", {"outcome": "failed"}) == 1.0
+    assert "1 traces were not taken by" in caplog.text
+
+
+def test_an_endpoint_that_is_none_is_refused() -> None:
+    with pytest.raises(Misconfigured, match="'collector:4318': give the URL of a collector"):
+        TelemetryConfig(endpoint="collector:4318")
+    with pytest.raises(Misconfigured, match="'authorization' without a value: write name=value"):
+        TelemetryConfig(endpoint="http://c:4318", headers="authorization")

@@ -1,0 +1,41 @@
+"""`baton serve`: what fails at the start is shown once."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cluster.cli import serve
+from cluster.config.settings import make_config
+from cluster.process.logs import LogFormat
+from cluster.ray.pools import Pools
+from protos.errors import Misconfigured
+
+
+async def test_a_gateway_that_cannot_be_opened_leaves_no_error_unretrieved(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+
+    async def prepare(_: Pools) -> None:
+        await asyncio.Event().wait()
+
+    def open_faces(*_: Any, **__: Any) -> None:
+        raise Misconfigured("prices: nope.toml is not there")
+
+    monkeypatch.setattr(Pools, "prepare", prepare)
+    monkeypatch.setattr(serve, "open_faces", open_faces)
+    with socket.socket() as listening:
+        deployment = serve.ServedCluster([make_config(serve.DEMO)], listening, Console(quiet=True), LogFormat.TEXT)
+        with pytest.raises(Misconfigured, match=r"nope\.toml"):
+            await deployment.run()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        gc.collect()
+        await deployment.end()
+    gc.collect()
+    assert logged == []

@@ -1,0 +1,244 @@
+"""`baton doctor`: each planted fault is found by its name and no other, and a healthy cluster has no finding."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from redis.exceptions import ResponseError
+from typer.testing import CliRunner
+
+from cluster.cli.main import make_app
+from cluster.doctor.examination import (
+    ClosedPort,
+    Examination,
+    HostFacts,
+    LaneProbe,
+    LaneSpeed,
+    RedisFacts,
+    Severity,
+)
+from cluster.doctor.gather import _closed, _policy, _probe, examine
+from cluster.doctor.rules import findings
+from cluster.doctor.verb import described, measured
+from router.dispatch import lane_probe
+from tests.unit.router.fake_cluster import Cluster
+from tests.unit.router.operating import operating
+
+NOW = 1_800_000_000.0
+GIB = 2**30
+
+
+def worker(name: str, role: str, port: int) -> dict[str, Any]:
+    info = {"role": role, "model": "m", "vocab_size": 100, "weights": "", "device": "cpu", "layout": {"tp": 1}}
+    return {"worker_id": name, "address": f"127.0.0.1:{port}", "state": "ready", "reason": "", "info": info}
+
+
+LANE = {"peer": "d0#1", "transport": "shared memory", "state": "open", "num_bytes": 10**9, "busy_s": 0.5, "reason": ""}
+STATUS: dict[str, Any] = {
+    "ready": True, "reason": "", "workers": [worker("p0", "prefill", 1), worker("d0", "decode", 2)],
+    "kv": {"p0": {"lanes": [LANE]}, "d0": None}, "capacity": {"waiting_for": []},
+}  # fmt: skip
+SPEEDS = (
+    LaneSpeed(num_tokens=100, num_bytes=10**6, seconds=0.02, computed_s=0.01, same=True),
+    LaneSpeed(num_tokens=1100, num_bytes=11 * 10**6, seconds=0.03, computed_s=0.11, same=True),
+)
+PROBE = LaneProbe(source="p0", destination="d0", transport="shared memory", speeds=SPEEDS)
+HOST = HostFacts(
+    num_cores=2, shm_bytes=8 * GIB, shm_free_bytes=7 * GIB, max_open_files=2**20, addresses=frozenset({"127.0.0.1"})
+)
+REDIS = RedisFacts(url="redis://r:6379", version="7.0.15", eviction="noeviction", round_trip_s=0.001)
+HEALTHY = Examination(
+    url="http://127.0.0.1:8000", now_s=NOW, clock_ahead_s=0.4, status=STATUS, certificates={"clients": NOW + 1e7},
+    host=HOST, redis=REDIS, probes=(PROBE,),
+)  # fmt: skip
+
+
+def changed(*path: Any, to: Any) -> dict[str, Any]:
+    """The status with one value changed."""
+    made = copy.deepcopy(STATUS)
+    *way, last = path
+    place: Any = made
+    for step in way:
+        place = place[step]
+    place[last] = to
+    return made
+
+
+def lane(**change: Any) -> dict[str, Any]:
+    return {"status": changed("kv", "p0", "lanes", to=[LANE | change])}
+
+
+def speeds(**change: Any) -> dict[str, Any]:
+    return {"probes": (replace(PROBE, speeds=(SPEEDS[0], replace(SPEEDS[1], **change))),)}
+
+
+PLANTED: dict[str, dict[str, Any]] = {
+    "gateway-unreachable": {"no_answer": "no cluster answers", "status": {}},
+    "not-ready": {"status": changed("ready", to=False)},
+    "tls-expiry": {"certificates": {"clients": NOW + 86_400}},
+    "clock-skew": {"clock_ahead_s": -60.0},
+    "worker-away": {"status": changed("workers", 1, "state", to="lost")},
+    "model-differs": {"status": changed("workers", 1, "info", "model", to="other")},
+    "fleet-short": {"status": changed("capacity", "waiting_for", to=["a node with 2 GPUs"])},
+    "port-closed": {"closed": (ClosedPort(what="lanes of p0", address="10.0.0.1:9", error="timed out"),)},
+    "lane-broken": lane(state="quarantined", reason="no progress for 5 s"),
+    "lane-detour": lane(transport="gloo", reason="no memory in common"),
+    "lane-slow": lane(num_bytes=10**8, busy_s=10.0),
+    "lane-silent": {"probes": (LaneProbe(source="p0", destination="d0", error="timed out"),)},
+    "lane-corrupt": speeds(same=False),
+    "lane-not-worth-it": speeds(seconds=4.0),
+    "shm-small": {"host": replace(HOST, shm_bytes=64 * 2**20, shm_free_bytes=60 * 2**20)},
+    "shm-full": {"host": replace(HOST, shm_free_bytes=2**20)},
+    "open-files": {"host": replace(HOST, max_open_files=1024)},
+    "cores": {"host": replace(HOST, num_cores=1)},
+    "redis-unreachable": {"redis": RedisFacts(url="redis://r:6379", error="Connection refused")},
+    "redis-version": {"redis": replace(REDIS, version="5.0.7")},
+    "redis-eviction": {"redis": replace(REDIS, eviction="allkeys-lru")},
+    "redis-slow": {"redis": replace(REDIS, round_trip_s=0.1)},
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found_by_its_name_alone(name: str) -> None:
+    found = findings(replace(HEALTHY, **PLANTED[name]))
+    assert [one.name for one in found] == [name]
+    assert found[0].fix
+    assert found[0].text in described(found[0])
+
+
+def test_a_certificate_for_another_host_is_named_beside_the_gateway_that_cannot_be_read() -> None:
+    seen = replace(HEALTHY, status={}, tls_error="Hostname mismatch", no_answer="not trusted")
+    assert [one.name for one in findings(seen)] == ["tls-name", "gateway-unreachable"]
+
+
+def test_a_healthy_cluster_has_no_finding() -> None:
+    assert findings(HEALTHY) == []
+    assert findings(replace(HEALTHY, probes=(), redis=None, host=None, certificates={}, clock_ahead_s=None)) == []
+
+
+def test_faults_come_first() -> None:
+    both = replace(HEALTHY, clock_ahead_s=60.0, closed=(ClosedPort(what="p0", address="a:1", error="refused"),))
+    assert [one.severity for one in findings(both)] == [Severity.FAULT, Severity.WARNING]
+
+
+def test_the_break_even_is_where_the_lines_cross() -> None:
+    # moving: 0.019 s and 10 us a token; computing: 100 us a token
+    assert PROBE.break_even_tokens == pytest.approx(0.019 / 90e-6)
+    assert "moving is faster from 211 tokens on" in measured(PROBE)
+    slower = replace(PROBE, speeds=(SPEEDS[0], replace(SPEEDS[1], seconds=0.5)))
+    assert "computing is faster" in measured(slower)
+    assert "0.050 GB/s with 1.0 MB" in measured(PROBE)
+
+
+def test_a_roll_has_two_models_and_a_revision_has_one() -> None:
+    newer = STATUS["workers"][1]["info"] | {"model": "other", "revision": "new"}
+    rolling = replace(HEALTHY, status=changed("workers", 1, "info", to=newer))
+    assert findings(rolling) == []
+
+
+@pytest.mark.parametrize("page", ["<html>Welcome</html>", "[]", '{"status": "ok"}'])
+def test_another_server_behind_the_url_is_a_fault_with_its_reason(monkeypatch: pytest.MonkeyPatch, page: str) -> None:
+    pages = httpx.MockTransport(lambda _: httpx.Response(200, text=page))
+    opened = lambda url, _: httpx.Client(transport=pages, base_url=url)  # noqa: E731
+    monkeypatch.setattr("cluster.doctor.gather.open_client", opened)
+    [found] = findings(replace(examine("http://other"), host=None))
+    assert (found.name, found.text) == (
+        "gateway-unreachable", "http://other answers, and not as a gateway: /admin/status is no report",
+    )  # fmt: skip
+
+
+def test_a_probe_that_is_answered_with_a_page_is_silent() -> None:
+    facts: dict[str, Any] = {"max_model_len": 4096, "layout": {"block_size": 16}}
+    source, destination = (
+        {"worker_id": name, "info": facts, "load": {"num_free_blocks": 64}} for name in ("p0", "d0")
+    )  # fmt: skip
+    pages = httpx.MockTransport(lambda _: httpx.Response(200, text="<html>"))
+    with httpx.Client(transport=pages, base_url="http://other") as client:
+        probe = _probe(client, source, destination, 0.0)
+    assert probe is not None
+    assert probe.error == "the gateway's answer is not JSON"
+
+
+def test_ports_are_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(4, timeout=10.0)
+
+    def silent(*_: object, **__: object) -> None:
+        together.wait()
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr("cluster.doctor.gather.socket.create_connection", silent)
+    status = copy.deepcopy(STATUS)
+    for number, one in enumerate(status["workers"]):
+        one["info"]["lane"] = {"host": "10.0.0.1", "port": number}
+    assert [one.what for one in _closed(status)] == ["p0", "lanes of p0", "d0", "lanes of d0"]
+
+
+async def test_a_redis_that_refuses_config_is_reached() -> None:
+    class ManagedRedis:
+        async def config_get(self, name: str) -> dict[str, str]:
+            raise ResponseError("unknown command 'CONFIG'")
+
+    assert await _policy(ManagedRedis()) == ""
+    assert findings(replace(HEALTHY, redis=replace(REDIS, eviction=""))) == []
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    made = Cluster()
+    await made.add("p0", "d0")
+    made["d0"].cached = 10**6
+    yield made
+    await made.close()
+
+
+async def test_a_cluster_is_examined_and_its_lanes_are_proved(cluster: Cluster) -> None:
+    async with operating(cluster) as (client, _):
+        url = str(client.base_url)
+        seen = await asyncio.to_thread(examine, url)
+        assert [(one.name, one.error) for one in seen.probes] == [("p0 to d0", "")]
+        assert seen.probes[0].speeds[0].same
+        refused = await client.post("/admin/lanes/probe?source=p0&destination=nobody")
+        assert refused.status_code == 503
+        assert (await client.post("/admin/lanes/probe?num_tokens=0")).status_code == 400
+
+        cluster["d0"].token = lambda request, index: 7  # type: ignore[method-assign]
+        cluster["p0"].token = lambda request, index: 8  # type: ignore[method-assign]
+        corrupt = await asyncio.to_thread(examine, url)
+        assert "lane-corrupt" in [one.name for one in findings(corrupt)]
+        answer = await asyncio.to_thread(CliRunner().invoke, make_app(["doctor"]), ["doctor", "--json", "--url", url])
+        assert answer.exit_code == 2
+        told = json.loads(answer.output)
+        assert "lane-corrupt" in [one["name"] for one in told["findings"]]
+        assert told["lanes"][0]["speeds"][0]["same"] is False
+
+
+async def test_a_busy_source_is_no_fault_of_its_lane(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_probe, "COMPUTE_TIMEOUT_S", 0.05)
+    cluster["p0"].pause_after = 0
+    async with operating(cluster) as (client, _):
+        seen = await asyncio.to_thread(examine, str(client.base_url))
+    assert (seen.probes, seen.unprobed) == ((), 1)
+    assert "lane-silent" not in [one.name for one in findings(seen)]
+
+
+async def test_kv_that_does_not_arrive_is_a_fault(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_probe, "MOVE_TIMEOUT_S", 0.05)
+    cluster["d0"].pause_after = 0
+    async with operating(cluster) as (client, _):
+        seen = await asyncio.to_thread(examine, str(client.base_url))
+    [silent] = [one for one in findings(seen) if one.name == "lane-silent"]
+    assert "from p0 has not arrived at d0" in silent.text
+
+
+def test_who_cannot_be_reached_is_a_fault() -> None:
+    answer = CliRunner().invoke(make_app(["doctor"]), ["doctor", "--url", "http://127.0.0.1:9"])
+    assert answer.exit_code == 2
+    assert "fault gateway-unreachable: http://127.0.0.1:9: no cluster answers" in answer.output

@@ -1,0 +1,66 @@
+"""The planner beside a simulated load: the fleet follows it, and no request fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.bench.report import Objective
+from cluster.bench.workload import Lengths
+from cluster.config.config import PoolsConfig, SupervisionConfig
+from cluster.planner.values import ActionTimes, PlannerPace
+from cluster.simulate.run.autoscale import MAX_RECORDS, PlannedRun, autoscaling, planner_settings
+from cluster.simulate.run.config import SimulationConfig, hardware_spec, read_settings, simulated_router
+from cluster.simulate.run.simulation import simulate
+from cluster.simulate.world.workload import GeneratedLoad, generated
+from protos.errors import Misconfigured
+from protos.values import WorkerRole
+from router.fleet_owner import ChangeState
+
+DEVICES = {WorkerRole.PREFILL: 1, WorkerRole.DECODE: 1}
+OBJECTIVE = Objective(ttft_s=2.0, tpot_s=0.02)
+
+
+def test_a_pool_that_is_late_grows_and_no_request_fails() -> None:
+    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=read_settings(None, []), leaping=True)
+    config = SimulationConfig(
+        pools=PoolsConfig(prefill=1, decode=1),
+        spec=spec,
+        router=replace(simulated_router(), decision_history_size=MAX_RECORDS),
+        supervision=SupervisionConfig(health_period_s=2.0, grace_s=30.0),
+        load_s=5.0,
+        seed=3,
+    )
+    load = GeneratedLoad(
+        num_requests=160, rate=5.0, prompts=Lengths(low=6000, high=12000), outputs=Lengths(low=4, high=20), seed=3
+    )
+    settings = replace(
+        planner_settings("1:4", OBJECTIVE, 0.95, DEVICES),
+        period_s=2.0, window_s=8.0, pace=PlannerPace(settle_s=20.0, rest_s=20.0),
+        times=ActionTimes(start_s=5.0, drain_s=5.0, flip_s=5.0),
+    )  # fmt: skip
+    planned = PlannedRun()
+    outcome = simulate(config, generated("poisson", load), steer=autoscaling(settings, planned))
+    assert not any(record.error for record in outcome.records)
+    assert len(outcome.records) == 160
+    first = planned.changes[0]
+    assert first.after.counts[WorkerRole.PREFILL] > 1
+    assert (first.who, first.state) == ("planner", ChangeState.REACHED)
+    assert "would serve" in first.why
+    waits = [record.ttft_s or 0.0 for record in outcome.records]
+    assert max(waits[-20:]) < max(waits), "the line has become shorter"
+
+
+@pytest.mark.parametrize(
+    ("within", "objective", "error"),
+    [
+        ("8", OBJECTIVE, "--autoscale 8: give the least and the most"),
+        ("4:2", OBJECTIVE, "--autoscale 4:2: give the least and the most"),
+        ("0:2", OBJECTIVE, "--autoscale 0:2: give 1 or more"),
+        ("1:2", Objective(ttft_s=1.0), "give --ttft-ms and --tpot-ms"),
+    ],
+)
+def test_bounds_and_objective_are_needed(within: str, objective: Objective, error: str) -> None:
+    with pytest.raises(Misconfigured, match=error):
+        planner_settings(within, objective, 0.95, DEVICES)

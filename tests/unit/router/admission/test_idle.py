@@ -1,0 +1,124 @@
+"""Batches beside people: when one sequence more is admitted, who is suspended, and that no token is lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from protos.values import FinishReason, SamplingParams, WorkerRole
+from router.admission.idle import IdleAdmission, IdleLimits, has_room, to_shed
+from router.jobs import BATCH_PRIORITY, Job, TokenDelta
+from router.policies.table import Candidate, CandidateTable, Line
+from tests.unit.router.fake_cluster import Cluster
+from tests.unit.router.fake_cluster import job as fake_job
+
+LIMITS = IdleLimits(ttft_s=1.0, tpot_s=0.05, slowdown=1.1)
+STEP = Line(fixed_s=0.01, each_s=0.0001)
+
+
+def worker(role: WorkerRole = WorkerRole.COLOCATED, **numbers: Any) -> Candidate:
+    given: dict[str, Any] = {
+        "worker_id": "w", "num_blocks": 100, "num_free_blocks": 100, "prefill_time": Line(each_s=0.0001),
+        "step_time": STEP,
+    }  # fmt: skip
+    return Candidate(role=role, **(given | numbers))
+
+
+def table(*workers: Candidate) -> CandidateTable:
+    return CandidateTable.of(workers)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "own", "fits"),
+    [
+        ({}, 0, True),
+        ({"num_requests": 10}, 0, True),  # 11 sequences: 11.1 ms, people alone have 11
+        ({"num_requests": 21}, 10, True),  # 22 sequences: 12.2 ms, the 11 people alone have 11.1, so 12.21 are allowed
+        ({"num_requests": 22}, 11, False),
+        ({"num_requests": 390}, 390, True),  # no people: up to the objective
+        ({"num_requests": 400}, 400, False),
+        ({"num_requests": 5, "num_waiting": 1}, 0, False),
+        ({"num_requests": 5, "num_free_blocks": 14}, 0, True),
+        ({"num_requests": 5, "num_free_blocks": 13}, 0, False),
+        ({"queued_prefill_tokens": 1000}, 0, True),
+        ({"queued_prefill_tokens": 1001}, 0, False),
+        ({"step_time": Line(fixed_s=1.0), "num_requests": 3}, 3, True),  # a slow worker without people
+        ({"step_time": Line(fixed_s=1.0), "num_requests": 3}, 2, False),
+        ({"step_time": Line(), "num_requests": 3}, 3, True),  # not measured yet
+        ({"step_time": Line(), "num_requests": 4}, 4, False),
+    ],
+)
+def test_one_sequence_more(numbers: dict[str, Any], own: int, fits: bool) -> None:
+    assert has_room(table(worker(**numbers)), 4, LIMITS, Counter(w=own)) is fits
+
+
+def test_a_pair_needs_room_on_both() -> None:
+    decode = worker(WorkerRole.DECODE, worker_id="d")
+    for queued, fits in ((0, True), (2000, False)):
+        prefill = worker(WorkerRole.PREFILL, worker_id="p", queued_prefill_tokens=queued)
+        assert has_room(table(prefill, decode), 4, LIMITS, Counter()) is fits
+    assert not has_room(table(), 4, LIMITS, Counter())
+
+
+def test_so_many_leave_that_people_are_in_time() -> None:
+    crowded = worker(num_requests=31)
+    assert to_shed(table(crowded), LIMITS, Counter(w=20)) == Counter(w=9)  # 13.1 ms; 11.1 alone, 12.21 allowed
+    assert to_shed(table(crowded), LIMITS, Counter(w=20), people_wait=True) == Counter(w=9)
+    assert to_shed(table(worker(num_requests=8)), LIMITS, Counter(w=8), people_wait=True) == Counter(w=2)
+    assert not +to_shed(table(worker(num_requests=8)), LIMITS, Counter(w=8))
+    waiting = table(worker(num_requests=8, num_waiting=2))
+    assert not +to_shed(waiting, LIMITS, Counter(w=8), num_unplaced=2)
+    assert to_shed(waiting, LIMITS, Counter(w=8), num_unplaced=1) == Counter(w=2)
+
+
+class _Fleet:
+    """A fleet of one worker. People wait until its load is looked at again."""
+
+    gateway_id, block_size, num_turned_away, num_people = "g", 16, 0, 0
+
+    def candidates(self, matched: object, num_tokens: int) -> CandidateTable:
+        return table(worker())
+
+    async def wait(self, *, until: float) -> None:
+        self.num_people = 0
+
+
+async def test_a_suspended_job_goes_on_behind_its_tokens() -> None:
+    fleet, jobs = _Fleet(), list[Job]()
+
+    async def generate(job: Job, sink: object = None) -> AsyncGenerator[TokenDelta, None]:
+        jobs.append(job)
+        for token_id in range(len(job.emitted), 6):
+            yield TokenDelta(token_ids=(token_id,), finish_reason=FinishReason.LENGTH if token_id == 5 else None)
+
+    idle = IdleAdmission(
+        generate, fleet=fleet, limits=LIMITS, num_waiting=lambda: fleet.num_people, decided=lambda request_id: "w"
+    )
+    job = Job(request_id="j", group_id="j", prompt_ids=(1, 2), sampling=SamplingParams(seed=0, max_tokens=6))
+    tokens: list[int] = []
+    async with aclosing(idle(job)) as deltas:
+        async for delta in deltas:
+            tokens += delta.token_ids
+            if len(tokens) == 2:
+                fleet.num_people, idle._looked_s = 1, 0.0
+    assert tokens == list(range(6))
+    assert [one.emitted for one in jobs] == [(), (0, 1)]
+    assert {one.priority for one in jobs} == {BATCH_PRIORITY}
+    assert idle.num_suspended == 1
+    async with aclosing(idle(job)) as deltas:  # its line is tried again
+        async for _ in deltas:
+            pass
+    assert len({one.request_id for one in jobs}) == len(jobs), "a worker may still have the run before"
+
+
+async def test_a_job_goes_on_elsewhere_behind_its_tokens(cluster: Cluster) -> None:
+    """The dispatcher gives workers what a suspended job had."""
+    whole = [delta async for delta in cluster.generate(fake_job(max_tokens=6))]
+    tokens = [token_id for delta in whole for token_id in delta.token_ids]
+    rest = [delta async for delta in cluster.generate(replace(fake_job(max_tokens=6), emitted=tuple(tokens[:4])))]
+    assert [token_id for delta in rest for token_id in delta.token_ids] == tokens[4:]

@@ -1,0 +1,169 @@
+"""Files: upload as it streams, lists with a cursor, deletion, and whose they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from protos.errors import InvalidRequest, Unavailable
+from router.auth.auth import AccessControl
+from router.auth.tenants import hash_of
+from router.batches.multipart import FormPart, MultipartReader, PartContent
+from router.files.contents import FolderContents
+from tests.unit.router.batches.batching import CHAT, batching, ended, jsonl, line, upload
+from tests.unit.router.scripted import talking
+
+
+async def test_a_file_is_stored_listed_read_and_deleted(tmp_path: Path) -> None:
+    async with batching(tmp_path, runs=False) as (client, _):
+        contents = [bytes([number]) * (300_000 * number) for number in range(4)]
+        made = [await client.files.create(file=(f"{len(one)}", one), purpose="batch") for one in contents]
+        assert [one.bytes for one in made] == [len(one) for one in contents]
+        assert await (await client.files.content(made[3].id)).aread() == contents[3]
+        assert [one.id async for one in client.files.list(limit=1)] == [one.id for one in reversed(made)]
+        first = await client.files.list(limit=3, order="asc")
+        assert ([one.id for one in first.data], first.has_more) == ([one.id for one in made[:3]], True)
+        rest = await client.files.list(order="asc", after=made[2].id)
+        assert ([one.id for one in rest.data], rest.has_more) == ([made[3].id], False)
+        assert (await client.files.delete(made[3].id)).deleted
+        for gone in (client.files.retrieve, client.files.content, client.files.delete):
+            with pytest.raises(openai.NotFoundError, match="No such file"):
+                await gone(made[3].id)
+        assert not [path for path in (tmp_path / "files").iterdir() if path.name not in {one.id for one in made[:3]}]
+
+
+async def test_a_file_expires(tmp_path: Path) -> None:
+    async with batching(tmp_path, runs=False) as (client, made):
+        after: Any = {"anchor": "created_at", "seconds": 3600}
+        file = await client.files.create(file=("f", b"x"), purpose="batch", expires_after=after)
+        assert file.expires_at == file.created_at + 3600
+        made.clock.now_s += 3601
+        with pytest.raises(openai.NotFoundError):
+            await client.files.retrieve(file.id)
+        made.storage.files.sweep()
+        assert not list((tmp_path / "files").iterdir())
+
+
+async def test_a_sweep_passes_over_files_that_vanish_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = FolderContents(tmp_path)
+    for name in ("a.part", "b"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))
+    monkeypatch.setattr(
+        Path, "iterdir", lambda folder: iter([folder / "renamed.part", folder / "a.part", folder / "b"])
+    )
+    contents.sweep(lambda name: name == "b")
+    assert os.listdir(tmp_path) == ["b"]
+
+
+async def test_a_folder_that_cannot_be_swept_is_a_typed_error(tmp_path: Path) -> None:
+    contents = FolderContents(tmp_path / "files")
+    (tmp_path / "files").rmdir()
+    with pytest.raises(Unavailable, match="cannot be swept"):
+        contents.sweep(lambda _: True)
+
+
+async def test_the_input_of_a_running_batch_stays(tmp_path: Path) -> None:
+    async with batching(tmp_path, runs=False) as (client, made):
+        file_id = await upload(client, [line("a")])
+        batch = await client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="1h")  # type: ignore[arg-type]
+        assert batch.expires_at == batch.created_at + 3600
+        with pytest.raises(openai.BadRequestError, match="cancel that first"):
+            await client.files.delete(file_id)
+        made.run()
+        await ended(client, batch.id)
+        await client.files.delete(file_id)
+
+
+@pytest.mark.parametrize(
+    ("fields", "file", "problem"),
+    [
+        ({"purpose": "batch"}, None, "file"),
+        ({}, b"x", "purpose"),
+        ({"purpose": "fine-tune"}, b"x", "it must be batch"),
+        ({"purpose": "batch", "expires_after[seconds]": "9"}, b"x", "between 3600"),
+        ({"purpose": "batch", "model": "tiny"}, b"x", "Unknown parameter: 'model'"),
+        ({"purpose": "batch"}, b"x" * (1 << 20) + b"y", "at most 1048576 bytes"),
+    ],
+)
+async def test_a_wrong_upload_is_refused_by_name(
+    tmp_path: Path, fields: dict[str, str], file: bytes | None, problem: str
+) -> None:
+    async with batching(tmp_path, runs=False) as (client, _):
+        url = str(client.base_url).removesuffix("/v1/")
+        async with httpx.AsyncClient(base_url=url) as http:
+            parts: list[Any] = [(name, (None, value)) for name, value in fields.items()]
+            reply = await http.post("/v1/files", files=parts + ([("file", ("f", file))] if file is not None else []))
+            assert reply.status_code in (400, 413)
+            assert problem in reply.json()["error"]["message"]
+            plain = await http.post("/v1/files", json={"purpose": "batch"})
+            assert "multipart/form-data" in plain.json()["error"]["message"]
+        assert not list((tmp_path / "files").iterdir())
+
+
+async def test_tenants_have_their_own(tmp_path: Path) -> None:
+    keys = {name: f"sk-{name}" for name in ("acme", "other", "admin")}
+    roster = tmp_path / "tenants.toml"
+    tables = [f'[tenants.{name}]\nkeys = ["{hash_of(keys[name])}"]' for name in ("acme", "other")]
+    roster.write_text("\n".join([f'admin_keys = ["{hash_of(keys["admin"])}"]', *tables]))
+    async with batching(tmp_path / "batches", access=AccessControl(roster)) as (client, made):
+        acme, other = client.with_options(api_key=keys["acme"]), client.with_options(api_key=keys["other"])
+        file_id = await upload(acme, [line("a")])
+        batch = await acme.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
+        assert (await ended(acme, batch.id)).status == "completed"
+        assert {job.tenant for job in made.generate.jobs} == {"acme"}
+        assert [one.id async for one in acme.batches.list()] == [batch.id]
+        assert not [one async for one in other.batches.list()]
+        assert not [one async for one in other.files.list()]
+        for call in (other.batches.retrieve, other.batches.cancel):
+            with pytest.raises(openai.NotFoundError, match="No batch found"):
+                await call(batch.id)
+        with pytest.raises(openai.NotFoundError, match="No such file"):
+            await other.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
+
+
+async def test_without_a_folder_the_setting_is_named() -> None:
+    async with talking() as (client, _):
+        with pytest.raises(openai.NotFoundError, match=r"router\.batch\.folder"):
+            await client.files.create(file=("f", b""), purpose="batch")
+
+
+def _parts(body: bytes, boundary: bytes, size: int) -> Iterator[tuple[FormPart, bytes]]:
+    reader, content, part = MultipartReader(boundary), b"", None
+    for at in range(0, len(body), size):
+        for found in reader.feed(body[at : at + size]):
+            if isinstance(found, PartContent):
+                content += found.data
+                continue
+            if part is not None:
+                yield part, content
+            part, content = found, b""
+    assert reader.ended
+    assert part is not None
+    yield part, content
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 10_000])
+def test_a_form_may_be_cut_anywhere(size: int) -> None:
+    content = jsonl([line("a")]) + b"\r\n--bound not quite\r\n--boundar"
+    body = (
+        b'preamble\r\n--boundary\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--boundary\r\ncontent-disposition: form-data; name=file; filename="a \\"b\\".jsonl"\r\n'
+        b"Content-Type: application/json\r\n\r\n" + content + b"\r\n--boundary--\r\nepilogue"
+    )
+    assert list(_parts(body, b"boundary", size)) == [
+        (FormPart(name="purpose", filename=None), b"batch"),
+        (FormPart(name="file", filename='a "b".jsonl'), content),
+    ]
+
+
+def test_a_form_without_names_or_line_ends_is_refused() -> None:
+    for body in (b"--b\r\nx: y\r\n\r\n", b"--bx\r\n", b"--b\r\n" + b"x" * 9000):
+        with pytest.raises(InvalidRequest):
+            list(MultipartReader(b"b").feed(body))

@@ -1,0 +1,117 @@
+"""Requests for an adapter go to workers that have it, whatever else speaks for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from protos.errors import BadCheckpoint, InvalidRequest, NotFound, NoWorkers
+from protos.values import Adapter, AdapterList, StepMessage
+from router.policies.registry import NAMES
+from tests.unit.router.dispatch.test_migration import NUM_TOKENS, Client, drain, go
+from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
+from tests.unit.router.fake_worker import expected_tokens
+
+
+def adapter(name: str, adapter_id: str = "") -> Adapter:
+    return Adapter(adapter_id=adapter_id or f"id of {name}", name=name, path=f"/{name}", rank=8, num_bytes=1)
+
+
+@pytest.mark.parametrize("policy", NAMES)
+async def test_only_workers_with_the_adapter_get_its_requests(make: Callable[..., Cluster], policy: str) -> None:
+    cluster = make(policy=policy, local_prefill_tokens=0)
+    await cluster.add("p0", "p1", "d0", "d1")
+    for worker in ("p1", "d1"):
+        announce(cluster, worker, adapter("sql"))
+    await cluster.until(lambda: "sql" in cluster.fleet.adapters())
+    adapted = replace(job("adapted"), adapter="id of sql")
+    for number in range(4):
+        request = replace(adapted, request_id=f"adapted-{number}")
+        assert tokens(await collect(cluster, request)) == expected_tokens(PROMPT, 8)
+    assert {request.adapter for worker in ("p1", "d1") for request in cluster[worker].submitted} == {"id of sql"}
+    assert not cluster["p0"].submitted
+    assert not cluster["d0"].submitted
+
+
+async def test_without_a_worker_that_has_it_a_request_waits_and_is_refused(make: Callable[..., Cluster]) -> None:
+    cluster = make(max_queue_s=0.05)
+    await cluster.add("c0")
+    with pytest.raises(NoWorkers):
+        await collect(cluster, replace(job("adapted"), adapter="id of sql"))
+    assert not cluster["c0"].submitted
+
+
+async def test_names_are_those_of_connected_workers_and_most_of_them_decide(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0", "c1", "c2")
+    announce(cluster, "c0", adapter("sql", "old"), adapter("chat"))
+    announce(cluster, "c1", adapter("sql", "new"))
+    announce(cluster, "c2", adapter("sql", "new"))
+    await cluster.until(lambda: set(cluster.fleet.adapters()) == {"sql", "chat"})
+    await cluster.until(lambda: cluster.fleet.adapters()["sql"].adapter_id == "new")
+    announce(cluster, "c0")
+    await cluster.until(lambda: set(cluster.fleet.adapters()) == {"sql"})
+    for worker in ("c0", "c1", "c2"):
+        await cluster[worker].die()
+    assert set(cluster.fleet.adapters()) == {"sql"}, "requests wait for the workers that are about to be back"
+
+
+async def test_an_order_reaches_every_worker_and_those_that_are_restarted(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0", "c1")
+    report = await cluster.fleet.load_adapter("sql", "/adapters/sql")
+    assert set(report.done) == {"c0", "c1"}
+    await cluster.until(lambda: "sql" in cluster.fleet.adapters())
+    await cluster["c0"].die()
+    await cluster["c0"].restart()
+    await cluster.until(lambda: "sql" in cluster["c0"].adapters)
+    await cluster.fleet.unload_adapter("sql")
+    await cluster.until(lambda: not cluster.fleet.adapters())
+    with pytest.raises(NotFound, match="no adapter 'sql'"):
+        await cluster.fleet.unload_adapter("sql")
+
+
+async def test_a_worker_that_cannot_load_is_reported_and_the_mistake_of_all_is_the_callers(
+    make: Callable[..., Cluster],
+) -> None:
+    cluster = make()
+    with pytest.raises(NoWorkers, match="no worker is connected"):
+        await cluster.fleet.load_adapter("sql", "/adapters/sql")
+    await cluster.add("c0", "c1")
+    cluster["c1"].refuse = BadCheckpoint("/adapters/sql/adapter_config.json does not exist")
+    report = await cluster.fleet.load_adapter("sql", "/adapters/sql")
+    assert (set(report.done), report.failed) == ({"c0"}, {"c1": "/adapters/sql/adapter_config.json does not exist"})
+    cluster["c0"].refuse = cluster["c1"].refuse
+    with pytest.raises(InvalidRequest, match=r"c0: /adapters/sql/adapter_config\.json does not exist"):
+        await cluster.fleet.load_adapter("more", "/adapters/more")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_an_answer_goes_on_where_its_adapter_is(make: Callable[..., Cluster], fails: bool) -> None:
+    """Whether its worker drains, and the sequence moves with its KV, or is lost."""
+    cluster = make(max_queue_s=5.0)
+    await cluster.add("c0", "c1", "c2")
+    for worker in ("c1", "c2"):
+        cluster[worker].load_adapter("sql", "/sql")
+    await cluster.until(lambda: [one.value for one in next(iter(cluster.fleet.lora.metrics())).samples] == [2])
+    client = Client(cluster, adapter="id of /sql")
+    first = await client.paused()
+    assert first in ("c1", "c2")
+    second = "c2" if first == "c1" else "c1"
+    if fails:
+        await cluster[first].die()
+    else:
+        drain(cluster, first)
+        await client.until(lambda: bool(cluster[first].moved))
+    go(cluster)
+    assert await client.done() == expected_tokens(PROMPT, NUM_TOKENS)
+    assert not cluster["c0"].submitted
+    assert [request.adapter for request in cluster[second].submitted] == ["id of /sql"]
+
+
+def announce(cluster: Cluster, worker: str, *adapters: Adapter) -> None:
+    message = StepMessage(load=cluster[worker].load, adapters=AdapterList(adapters=adapters))
+    for gateway in cluster[worker]._gateways:
+        gateway.put_nowait(message)

@@ -1,0 +1,106 @@
+"""The last hour of a gateway: what the page draws is what clients saw, of one process and of several."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from protos.errors import Overloaded
+from router.history.history import NUM_PERIODS, PERIOD_S, History, HistoryPeriod, merged, quantile, view
+from router.history.sampler import HistorySampler
+from router.metrics import GAP_SECONDS, SECONDS, RequestMetrics
+from router.text.text_stream import TextDelta, Usage
+from tests.unit.router.scripted import Crew
+
+NOW = 1_700_000_000
+
+
+def sampler(history: History, metrics: RequestMetrics | None = None, num_waiting: int = 0) -> HistorySampler:
+    line = SimpleNamespace(num_waiting=num_waiting)
+    return HistorySampler(history, metrics=metrics or RequestMetrics(), fleet=Crew(), line=line)
+
+
+def serve(metrics: RequestMetrics) -> None:
+    """One request of 8 prompt tokens, 6 of them cached, and 3 tokens of output; and one that is refused."""
+    with metrics.track("chat.completions") as track:
+        for _ in range(3):
+            track.saw(TextDelta(index=0, text="x", num_tokens=1))
+        track.count(Usage(prompt_tokens=8, completion_tokens=3, cached_tokens=6))
+    with pytest.raises(Overloaded), metrics.track("completions"):
+        raise Overloaded("full")
+
+
+async def test_a_period_has_what_was_counted_in_it() -> None:
+    history, metrics = History(), RequestMetrics()
+    sampling = sampler(history, metrics, num_waiting=4)
+    serve(metrics)
+    open_track = metrics.track("completions")
+    sampling.sample(NOW)
+    sampling.sample(NOW + PERIOD_S)
+    open_track.finish()
+    busy, quiet = (view(one, SECONDS, GAP_SECONDS) for one in history.since(0))
+    assert busy["at"] == NOW
+    assert busy["requests_per_s"] * 3 == pytest.approx(busy["output_tokens_per_s"] * 2)
+    assert busy["hit_rate"] == 0.75
+    assert 0 < busy["ttft_p50_s"] <= busy["ttft_p95_s"] <= SECONDS[0]
+    assert 0 < busy["tpot_p50_s"] <= GAP_SECONDS[0]
+    assert (busy["waiting"], busy["in_flight"]) == (4, 1)
+    assert (quiet["ttft_p50_s"], quiet["tpot_p95_s"], quiet["hit_rate"]) == (None, None, None)
+    assert (quiet["output_tokens_per_s"], quiet["requests_per_s"]) == (0, 0)
+
+
+async def test_a_clock_that_is_set_back_adds_no_period_and_loses_no_count() -> None:
+    history, metrics = History(), RequestMetrics()
+    sampling = sampler(history, metrics)
+    sampling.sample(NOW)
+    serve(metrics)
+    for now in (NOW - 300, NOW + 0.4, NOW + PERIOD_S):
+        sampling.sample(now)
+    assert [one.at for one in history.since(0)] == [NOW, NOW + PERIOD_S]
+    assert history.since(NOW)[0].prompt == 8
+
+
+def period(at: int, **changes: object) -> HistoryPeriod:
+    made: dict[str, object] = {
+        "at": at, "ttft": [1, 0, 0], "gaps": [0, 0, 0], "requests": 1.0, "output_tokens": 10.0, "prompt_tokens": 5.0,
+        "prompt": 100, "cached": 50, "waiting": 1, "in_flight": 2, "worker_waiting": 3,
+        "kv": {"decode": (5, 10)}, "ready": {"decode": 2},
+    }  # fmt: skip
+    return HistoryPeriod(**(made | changes))  # type: ignore[arg-type]
+
+
+def test_it_keeps_an_hour() -> None:
+    history = History()
+    for number in range(NUM_PERIODS + 5):
+        history.add(period(NOW + PERIOD_S * number))
+    kept = history.since(0)
+    assert (len(kept), kept[-1].at - kept[0].at) == (NUM_PERIODS, 3600 - PERIOD_S)
+    assert history.since(history.last_at - PERIOD_S) == kept[-1:]
+
+
+def test_processes_count_together_and_see_the_same_workers() -> None:
+    slow = period(NOW, ttft=[0, 0, 3], prompt=300, cached=0, waiting=4, kv={"decode": (6, 10)})
+    both, alone = merged([[period(NOW)], [slow, period(NOW + PERIOD_S)]])
+    assert (both.requests, both.output_tokens, both.waiting, both.worker_waiting) == (2.0, 20.0, 5, 3)
+    assert (both.kv, both.ready) == ({"decode": (6, 10)}, {"decode": 2})
+    shown = view(both, (1.0, 2.0), (1.0, 2.0))
+    assert (shown["hit_rate"], shown["kv_use"]) == (0.125, {"decode": 0.6})
+    assert shown["ttft_p50_s"] == 2.0, "three of four requests took longer: no mean of two medians"
+    assert (alone.at, alone.requests) == (NOW + PERIOD_S, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("counts", "part", "expected"),
+    [
+        ((0, 0, 0), 0.5, None),
+        ((4, 0, 0), 0.5, 0.5),
+        ((2, 2, 0), 0.5, 1.0),
+        ((2, 2, 0), 0.75, 2.0),
+        ((0, 0, 7), 0.1, 3.0),
+    ],
+)
+def test_quantiles_are_those_of_histogram_quantile(
+    counts: tuple[int, ...], part: float, expected: float | None
+) -> None:
+    assert quantile((1.0, 3.0), counts, part) == expected

@@ -1,0 +1,254 @@
+"""Rows are in the database once, from several processes, and after a process was killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sqlite3
+import time
+from contextlib import closing
+from dataclasses import replace
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.errors import InvalidRequest, Misconfigured
+from router.ledger.prices import Price, PriceList
+from router.ledger.report import costs, spent_by_tenant, sums
+from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest
+from router.ledger.schema import connect
+from router.ledger.store import LOST_S, LedgerStore
+
+DAY = 86_400
+ROW = LedgerRow(
+    request_id="r", at_s=DAY * 20_000.0, seconds=1.5, tenant="acme", key_id="sha256:00", model="demo",
+    endpoint="completions", outcome="ok", input_tokens=100, cached_tokens=50, output_tokens=20, reasoning_tokens=5,
+    prefill_device_s=0.25, decode_device_s=0.75, charged_usd=0.001,
+)  # fmt: skip
+
+
+def rows(path: Path) -> list[str]:
+    with closing(connect(path)) as database:
+        return sorted(name for (name,) in database.execute("SELECT request_id FROM requests"))
+
+
+def test_a_row_is_written_once(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path / "ledger.db")
+    for number in (1, 2, 2, 1):
+        store.write(replace(ROW, request_id=f"r{number}"))
+    store.close()
+    again = LedgerStore(tmp_path / "ledger.db")
+    again.write(replace(ROW, request_id="r1"))
+    again.close()
+    assert rows(tmp_path / "ledger.db") == ["r1", "r2"]
+    assert store.outcomes == {"written": 4, "dropped": 0, "recovered": 0}
+    found = sums(tmp_path / "ledger.db", since_s=int(ROW.at_s), until_s=int(ROW.at_s) + 3600)
+    assert [row.requests for row in found] == [2], "the sums count it once, too"
+
+
+def keep_writing(path: Path, name: str) -> None:
+    store = LedgerStore(path)
+    for number in range(10**9):
+        store.write(replace(ROW, request_id=f"{name}-{number}"))
+        time.sleep(0.001)
+
+
+def test_a_killed_process_leaves_what_it_wrote_to_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    LedgerStore(path).close()
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=keep_writing, args=(path, name), daemon=True) for name in ("a", "b")]
+    for writer in writers:
+        writer.start()
+    try:
+        deadline = time.monotonic() + 60
+        while len({name[0] for name in rows(path)}) < 2:
+            assert time.monotonic() < deadline
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.join()
+    left = rows(path)
+    for name in ("a", "b"):
+        numbers = sorted(int(one.partition("-")[2]) for one in left if one.startswith(name))
+        assert numbers == list(range(len(numbers))), "none is missing before the last one"
+    store = LedgerStore(path)
+    store.write(replace(ROW, request_id="after"))
+    store.close()
+    assert "after" in rows(path)
+
+
+def test_what_cannot_be_a_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no database " * 100)
+    with pytest.raises(Misconfigured, match=r"router\.ledger\.path: .*text: file is not a database: give a file"):
+        LedgerStore(tmp_path / "text")
+    with pytest.raises(Misconfigured, match="unable to open"):
+        LedgerStore(tmp_path / "missing" / "ledger.db")
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    """Two tenants on two days; a fleet of three devices for two minutes."""
+    store = LedgerStore(tmp_path / "ledger.db")
+    for number in range(6):
+        day, tenant = divmod(number, 3)
+        store.write(
+            replace(ROW, request_id=f"r{number}", at_s=ROW.at_s + DAY * day, tenant="acme" if tenant else "other")
+        )
+    store.write(FleetMinute(minute=20_000 * 1440, devices=3))
+    store.write(FleetMinute(minute=20_000 * 1440 + 1, devices=3))
+    store.write(FleetMinute(minute=20_000 * 1440 + 1, devices=2))
+    store.close()
+    return tmp_path / "ledger.db"
+
+
+def test_sums_are_by_group_and_day(ledger: Path) -> None:
+    start_s = 20_000 * DAY
+    found = sums(ledger, since_s=start_s, until_s=start_s + 2 * DAY, by=("tenant",), bucket_s=DAY)
+    shown = [(row.start_s, row.group["tenant"], row.requests, row.input_tokens, row.output_tokens) for row in found]
+    assert shown == [
+        (start_s, "acme", 2, 200, 40), (start_s, "other", 1, 100, 20),
+        (start_s + DAY, "acme", 2, 200, 40), (start_s + DAY, "other", 1, 100, 20),
+    ]  # fmt: skip
+    assert sums(ledger, since_s=0, until_s=start_s) == []
+    with pytest.raises(InvalidRequest, match="by=secret: give some of tenant"):
+        sums(ledger, since_s=0, until_s=1, by=("secret",))
+
+
+def test_cost_is_what_was_used_and_what_was_idle(ledger: Path) -> None:
+    prices = PriceList(device_hour=3600.0, prices=(Price(since_s=0.0, model="*", usd={}),))
+    report = costs(ledger, prices, since_s=20_000 * DAY, until_s=20_001 * DAY, by=("tenant",))
+    assert report.fleet_device_s == 3 * 60 * 2
+    assert {row.group["tenant"]: report.cost_usd(row) for row in report.rows} == {"acme": 2.0, "other": 1.0}
+    assert report.fleet_usd == 360.0
+    assert report.idle_usd == pytest.approx(357.0)
+
+
+def test_the_devices_of_several_models_are_added_up(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path / "ledger.db")
+    for model, devices in (("big", 4), ("small", 1), ("big", 2)):
+        store.write(FleetMinute(minute=7, devices=devices, model=model))
+    store.close()
+    prices = PriceList(device_hour=3600.0, prices=())
+    report = costs(tmp_path / "ledger.db", prices, since_s=0, until_s=3600, by=())
+    assert report.fleet_device_s == 60 * 5
+
+
+@pytest.mark.parametrize("bucket_s", [None, 1800, 3600, DAY])
+def test_sums_of_days_and_hours_are_those_of_requests(tmp_path: Path, bucket_s: int | None) -> None:
+    """Whatever part of a day or an hour a report begins or ends with."""
+    store, start_s = LedgerStore(tmp_path / "ledger.db"), 20_000 * DAY
+    times = [start_s + 9770.0 * number for number in range(60)]
+    for number, at_s in enumerate(times):
+        store.write(replace(ROW, request_id=f"r{number}", at_s=at_s, output_tokens=number, tenant=f"t{number % 2}"))
+    store.close()
+    for since_s, until_s in ((0, 500_000), (1, 499_999), (3599, 7201), (1800, 2000), (3600, 3600 * 90), (9770, DAY)):
+        found = sums(
+            tmp_path / "ledger.db", since_s=start_s + since_s, until_s=start_s + until_s, by=("tenant",),
+            bucket_s=bucket_s,
+        )  # fmt: skip
+        width = bucket_s or until_s - since_s
+        expected: dict[tuple[int, str], int] = {}
+        for number, at_s in enumerate(times):
+            if start_s + since_s <= at_s < start_s + until_s:
+                bucket = start_s + since_s + int(at_s - start_s - since_s) // width * width
+                key = bucket, f"t{number % 2}"
+                expected[key] = expected.get(key, 0) + number
+        assert {(row.start_s, row.group["tenant"]): row.output_tokens for row in found} == expected
+
+
+def test_a_database_of_an_earlier_version_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute(
+            "CREATE TABLE requests (request_id TEXT NOT NULL, at_s NUMERIC NOT NULL, seconds NUMERIC NOT NULL, tenant "
+            "TEXT NOT NULL, key_id TEXT NOT NULL, model TEXT NOT NULL, endpoint TEXT NOT NULL, outcome TEXT NOT NULL, "
+            "input_tokens NUMERIC NOT NULL, cached_tokens NUMERIC NOT NULL, output_tokens NUMERIC NOT NULL, "
+            "reasoning_tokens NUMERIC NOT NULL, prefill_device_s NUMERIC NOT NULL, decode_device_s NUMERIC NOT NULL, "
+            "charged_usd NUMERIC NOT NULL, PRIMARY KEY (request_id)) WITHOUT ROWID"
+        )
+        row = (ROW.request_id, ROW.at_s, 1.5, "acme", "k", "demo", "chat", "ok", 100, 50, 20, 5, 0.25, 0.75, 0.001)
+        database.execute(f"INSERT INTO requests VALUES ({', '.join('?' * len(row))})", row)
+        database.execute("CREATE TABLE fleet_minutes (minute INTEGER PRIMARY KEY, devices INTEGER NOT NULL)")
+        database.execute("INSERT INTO fleet_minutes VALUES (?, 3)", (20_000 * 1440,))
+    store = LedgerStore(path)
+    store.write(replace(ROW, request_id="new"))
+    store.close()
+    prices = PriceList(device_hour=3600.0, prices=())
+    report = costs(path, prices, since_s=20_000 * DAY, until_s=20_001 * DAY, by=())
+    assert [(row.requests, row.output_tokens) for row in report.rows] == [(2, 40)]
+    assert report.fleet_device_s == 180.0
+    assert spent_by_tenant(path, 20_000 * DAY) == {"acme": pytest.approx(0.002)}
+
+
+def answer_and_be_killed(path: Path, written: Synchronized[int]) -> None:
+    store = LedgerStore(path)
+    store.write(OpenRequest(row=replace(ROW, request_id="long", outcome="gateway_lost", output_tokens=7)))
+    store.write(OpenRequest(row=replace(ROW, request_id="long", outcome="gateway_lost", output_tokens=9)))
+    store.write(OpenRequest(row=replace(ROW, request_id="short", outcome="gateway_lost", output_tokens=3)))
+    store.write(replace(ROW, request_id="short", output_tokens=4))
+    while store.outcomes["written"] < 1:
+        time.sleep(0.001)
+    written.value = 1
+    time.sleep(3600)
+
+
+def test_what_a_killed_process_was_answering_is_counted_as_far_as_it_had_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, context = tmp_path / "ledger.db", multiprocessing.get_context("fork")
+    written = context.Value("i", 0)
+    process = context.Process(target=answer_and_be_killed, args=(path, written), daemon=True)
+    process.start()
+    try:
+        deadline = time.monotonic() + 60
+        while not written.value:
+            assert time.monotonic() < deadline
+    finally:
+        process.kill()
+        process.join()
+    store = LedgerStore(path)
+    assert store.recover() == 0, "it may still answer"
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + LOST_S + 1)
+    assert store.recover() == 1
+    assert store.recover() == 0
+    store.close()
+    found = sums(path, since_s=int(ROW.at_s), until_s=int(ROW.at_s) + 1, by=("outcome",))
+    assert {row.group["outcome"]: row.output_tokens for row in found} == {"gateway_lost": 9, "ok": 4}
+    assert store.outcomes["recovered"] == 1
+
+
+def test_a_process_that_was_only_frozen_replaces_what_was_counted_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the sums, too, of days and of hours, and once."""
+    path, now, final = tmp_path / "ledger.db", time.time(), replace(ROW, output_tokens=30)
+    frozen = LedgerStore(path)
+    frozen.write(OpenRequest(row=replace(ROW, outcome="gateway_lost", output_tokens=9)))
+    frozen.write(replace(ROW, request_id="other", outcome="gateway_lost"))
+    frozen.close()
+    other = LedgerStore(path)
+    monkeypatch.setattr(time, "time", lambda: now + LOST_S + 1)
+    assert other.recover() == 1
+    for row in (final, replace(final, output_tokens=31), replace(final, outcome="gateway_lost")):
+        other.write(row)
+    other.close()
+    for width_s in (3600, DAY):
+        start_s = int(ROW.at_s) // DAY * DAY
+        found = sums(path, since_s=start_s, until_s=start_s + width_s, by=("outcome",))
+        shown = {row.group["outcome"]: (row.requests, row.output_tokens, row.input_tokens) for row in found}
+        assert shown == {"ok": (1, 30, 100), "gateway_lost": (1, 20, 100)}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"output_tokens": 1 << 70}, {"tenant": "\ud800"}, {"charged_usd": float("nan")}, {"tenant": ["acme"]}]
+)
+def test_a_row_that_cannot_be_written_is_dropped_alone(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    store = LedgerStore(tmp_path / "ledger.db")
+    for name, changes in (("before", {}), ("wrong", wrong), ("after", {})):
+        store.write(replace(ROW, request_id=name, **changes))
+    store.close()
+    assert rows(tmp_path / "ledger.db") == ["after", "before"]
+    assert (store.outcomes["written"], store.outcomes["dropped"]) == (2, 1)

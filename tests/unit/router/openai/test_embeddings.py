@@ -1,0 +1,61 @@
+"""Vectors of prompts through the `openai` client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from protos.values import FinishReason
+from router.jobs import Job, TokenDelta
+from tests.unit.router.fake_cluster import Cluster, job
+from tests.unit.router.scripted import ids_of, talking
+
+
+@pytest.mark.parametrize(
+    ("given", "num_prompts"),
+    [("hello", 1), (["hello", "the fox"], 2), (ids_of("hello"), 1), ([ids_of("hello"), ids_of("a")], 2)],
+)
+async def test_each_prompt_has_a_vector_of_length_one(given: Any, num_prompts: int) -> None:
+    async with talking() as (client, generate):
+        reply = await client.embeddings.create(model="tiny", input=given)
+        plain = await client.embeddings.create(model="tiny", input=given, encoding_format="float")
+    assert [one.index for one in reply.data] == list(range(num_prompts))
+    for one, other in zip(reply.data, plain.data, strict=True):
+        assert one.embedding == other.embedding == pytest.approx([0.6, 0.8, *[0.0] * 6])
+    num_tokens = sum(len(one.prompt_ids) for one in generate.jobs[:num_prompts])
+    assert (reply.usage.prompt_tokens, reply.usage.total_tokens) == (num_tokens, num_tokens)
+    assert {one.sampling.pooling for one in generate.jobs} == {"last"}
+
+
+async def test_a_vector_is_cut_and_pooled_as_asked() -> None:
+    async with talking(pooling="mean") as (client, generate):
+        cut = await client.embeddings.create(model="tiny", input="hello", dimensions=1, encoding_format="float")
+        await client.embeddings.create(model="tiny", input="hello", extra_body={"pooling": "last"})
+        assert cut.data[0].embedding == [1.0]
+        assert [one.sampling.pooling for one in generate.jobs] == ["mean", "last"]
+        for problem, changes in (("dimensions", {"dimensions": 9}), ("input", {"input": []})):
+            body: Any = {"model": "tiny", "input": "hello"} | changes
+            with pytest.raises(openai.BadRequestError, match=problem):
+                await client.embeddings.create(**body)
+
+
+async def test_a_worker_without_vectors_is_named() -> None:
+    def plain(asked: Job) -> list[TokenDelta]:
+        return [TokenDelta(token_ids=(5,), finish_reason=FinishReason.LENGTH)]
+
+    async with talking(plain) as (client, _):
+        with pytest.raises(openai.InternalServerError, match="older version"):
+            await client.embeddings.create(model="tiny", input="hello")
+
+
+async def test_a_vector_needs_no_decode_worker(cluster: Cluster) -> None:
+    """The prefill worker answers, and no ticket is reserved."""
+    asked = job(max_tokens=1, pooling="last")
+    async for _ in cluster.generate(asked):
+        pass
+    [request] = cluster["p0"].submitted
+    assert (request.sampling.pooling, request.ticket) == ("last", None)
+    assert not cluster["d0"].submitted
+    assert not cluster["d0"].reserved

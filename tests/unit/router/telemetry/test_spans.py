@@ -1,0 +1,155 @@
+"""What a request's records become: stages in order, each within its parent, links behind failures and moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from router.config import TelemetryConfig
+from router.telemetry.context import Arrival, TraceParent, parse_traceparent
+from router.telemetry.exporter import TraceExporter
+from router.telemetry.otlp import export_request
+from router.telemetry.spans import EndedChoice, EndedRequest, TraceSpan, spans_of
+from router.traces.request_trace import EventKind, TraceEvent
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+CALLER = "00f067aa0ba902b7"
+
+
+def record(*choices: list[TraceEvent], finish: str = "stop", code: str = "") -> EndedRequest:
+    return EndedRequest(
+        trace_id=TRACE,
+        arrival=Arrival(at_s=0.0, parent=TraceParent(trace_id=TRACE, span_id=CALLER, is_sampled=True)),
+        received_s=1.0,
+        first_s=4.0,
+        ended_s=20.0,
+        endpoint="chat.completions",
+        model="demo",
+        response_id="chatcmpl-1",
+        tenant="acme",
+        attributes={"gen_ai.request.max_tokens": 16},
+        choices=tuple(EndedChoice(events=tuple(events), finish=finish) for events in choices),
+        num_prompt=10,
+        num_cached=8,
+        num_output=3,
+        code=code,
+    )
+
+
+def at(at_s: float, what: EventKind, **facts: str | int) -> TraceEvent:
+    return TraceEvent(what=what, at_s=at_s, facts=facts)
+
+
+BEGIN = [at(1, EventKind.RECEIVED), at(2, EventKind.ADMITTED), at(2.5, EventKind.DECIDED, decode="d0")]
+ALONE = [*BEGIN, at(3, EventKind.SUBMITTED, worker="d0"), at(4, EventKind.FIRST_TOKEN), at(9, EventKind.ENDED)]
+PAIR = [
+    *BEGIN, at(2.7, EventKind.RESERVED, worker="d0", blocks=4), at(3, EventKind.SUBMITTED, worker="p0"),
+    at(4, EventKind.PREFILLED), at(4.1, EventKind.FIRST_TOKEN), at(5, EventKind.KV_ARRIVED), at(9, EventKind.ENDED),
+]  # fmt: skip
+FAILED = [
+    *ALONE[:-1], at(6, EventKind.FAILED, code="worker_lost", tokens=2), at(6.5, EventKind.DECIDED, decode="d1"),
+    at(7, EventKind.SUBMITTED, worker="d1"), at(9, EventKind.ENDED),
+]  # fmt: skip
+MOVED = [*PAIR[:-1], at(7, EventKind.MOVED, source="d0", worker="d1"), at(9, EventKind.ENDED)]
+
+
+def stages(spans: list[TraceSpan]) -> list[tuple[str, float, float]]:
+    return [(one.name, one.start_s, one.end_s) for one in spans[2:]]
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        (ALONE, [("queue", 1, 2), ("route", 2, 3), ("prefill", 3, 4), ("decode", 4, 9)]),
+        (PAIR, [("queue", 1, 2), ("route", 2, 3), ("prefill", 3, 4), ("transfer", 4, 5), ("decode", 5, 9)]),
+        (
+            FAILED,
+            [
+                ("queue", 1, 2), ("route", 2, 3), ("prefill", 3, 4), ("decode", 4, 6), ("route", 6, 7),
+                ("resume", 7, 9),
+            ],
+        ),
+        (
+            MOVED,
+            [
+                ("queue", 1, 2), ("route", 2, 3), ("prefill", 3, 4), ("transfer", 4, 5), ("decode", 5, 7),
+                ("decode", 7, 9),
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_stages_follow_one_another(events: list[TraceEvent], expected: list[tuple[str, float, float]]) -> None:
+    spans = spans_of(record(events))
+    root, receive = spans[:2]
+    assert (root.name, root.parent_id, root.start_s, root.end_s) == ("chat demo", CALLER, 0.0, 20.0)
+    assert (receive.name, receive.start_s, receive.end_s) == ("receive", 0.0, 1.0)
+    assert stages(spans) == expected
+    assert {one.parent_id for one in spans[1:]} == {root.span_id}
+    assert len({one.span_id for one in spans}) == len(spans)
+
+
+def test_what_goes_on_links_to_what_ended() -> None:
+    failed, moved = spans_of(record(FAILED)), spans_of(record(MOVED))
+    assert [one.error for one in failed[2:]] == ["", "", "", "worker_lost", "", ""]
+    for spans, place in ((failed, 6), (moved, 7)):
+        assert spans[place].links == (spans[place - 1].span_id,)
+        assert not any(one.links for one in spans[:place])
+    assert moved[7].attributes["baton.worker"] == "d1"
+
+
+def test_choices_are_apart_and_an_error_is_on_the_root() -> None:
+    spans = spans_of(record(ALONE, ALONE, finish="worker_lost", code="worker_lost"))
+    root = spans[0]
+    choices = [one for one in spans if one.name == "choice"]
+    assert [one.attributes["baton.choice"] for one in choices] == [0, 1]
+    assert {one.parent_id for one in spans if one.name == "decode"} == {one.span_id for one in choices}
+    assert root.error == "worker_lost"
+    assert root.attributes["gen_ai.response.finish_reasons"] == ("worker_lost", "worker_lost")
+
+
+def test_a_request_that_never_began_has_its_queue() -> None:
+    events = [at(1, EventKind.RECEIVED), at(5, EventKind.ENDED)]
+    assert stages(spans_of(record(events, finish="overloaded", code="overloaded"))) == [("queue", 1, 5)]
+    assert export_request([record([])], resource={"service.name": "baton"}, wall_offset_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("header", "sampled"),
+    [
+        (f"00-{TRACE}-{CALLER}-01", True),
+        (f"00-{TRACE}-{CALLER}-00", False),
+        (f"cc-{TRACE}-{CALLER}-01-of-a-later-version", True),
+        (f"00-{TRACE}-{CALLER}-01-more", None),
+        (f"ff-{TRACE}-{CALLER}-01", None),
+        (f"00-{'0' * 32}-{CALLER}-01", None),
+        (f"00-{TRACE}-{'0' * 16}-01", None),
+        (f"00-{TRACE.upper()}-{CALLER}-01", None),
+        ("", None),
+        ("x" * 10_000, None),
+    ],
+)
+def test_a_callers_header_is_read_as_the_standard_says(header: str, sampled: bool | None) -> None:
+    parent = parse_traceparent(header)
+    assert (None if parent is None else parent.is_sampled) is sampled
+    if parent is not None:
+        assert (parent.trace_id, parent.span_id) == (TRACE, CALLER)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "operation"),
+    [("chat.completions", "chat"), ("completions", "text_completion"), ("embeddings", "embeddings"),
+     ("ollama.embed", "embeddings")],
+)  # fmt: skip
+def test_a_request_is_the_operation_of_its_endpoint(endpoint: str, operation: str) -> None:
+    spans = list(spans_of(replace(record(ALONE), endpoint=endpoint)))
+    assert operation in [one.attributes.get("gen_ai.operation.name") for one in spans]
+
+
+def test_a_value_that_cannot_be_exported_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    exporter = TraceExporter(TelemetryConfig(endpoint="http://127.0.0.1:9"), model="m", gateway_id="g")
+    bad = replace(record(ALONE), attributes={"gen_ai.request.max_tokens": None})  # type: ignore[dict-item]
+    exporter._queue.put(bad)
+    exporter.close()
+    assert exporter.outcomes["failed"] == 1
+    assert "internal error" in caplog.text

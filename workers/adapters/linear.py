@@ -1,0 +1,168 @@
+"""Where adapters meet a model: its linear layers that can have one, and the table of those that are loaded.
+
+Legend: I inputs, O outputs, R rank of the adapter.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from protos.errors import BatonError, Misconfigured
+from workers.adapters.files import AdapterFiles, AdapterTensors, ModuleShape, read_adapter
+from workers.adapters.low_rank import LinearAdapters, LowRankPart, LowRankUpdate, StepAdapters
+from workers.checkpoint.encoding import LayerContext, Projection, WeightShare
+from workers.checkpoint.encodings.floats import FloatMatrix
+from workers.checkpoint.slots import in_order
+from workers.memory import free_ram_bytes
+
+log = logging.getLogger("baton.worker")
+
+
+class AdaptableLinear(Protocol):
+    """A linear layer, or the share of it that this rank has. `adapters` stays None until the first one is loaded."""
+
+    adapters: LinearAdapters | None
+
+    @property
+    def share(self) -> WeightShare: ...
+
+
+class AdaptableDecoder(Protocol):
+    """What `Decoder` has for adapters. A decoder without such layers serves none."""
+
+    @property
+    def context(self) -> LayerContext: ...
+    @property
+    def step_adapters(self) -> StepAdapters: ...
+    def linears(self) -> Iterable[AdaptableLinear]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAdapter:
+    """`rank` is the largest of its matrices', `num_bytes` are theirs on this rank of the worker."""
+
+    adapter_id: str
+    rank: int
+    num_bytes: int
+
+
+class AdapterTable:
+    """The adapters of one rank. Every rank loads and unloads the same ones, in the order of its steps."""
+
+    def __init__(self, decoder: AdaptableDecoder, *, max_rank: int, max_adapters: int) -> None:
+        self._decoder = decoder
+        self._max_rank = max_rank
+        self._max_adapters = max_adapters
+        self._linears = tuple(decoder.linears())
+        self._shapes = _shapes_of(self._linears)
+        self.loaded: dict[str, LoadedAdapter] = {}  # by id
+
+    def check(self, path: str) -> AdapterFiles:
+        """Reads the adapter's files without changing anything. Callable from any thread. Raises as `read_adapter`."""
+        return read_adapter(path, self._shapes, max_rank=self._max_rank)
+
+    def check_room(self, files: AdapterFiles) -> None:
+        """Raises Misconfigured if there are too many adapters or too little memory."""
+        if files.adapter_id in self.loaded:
+            return
+        if len(self.loaded) >= self._max_adapters:
+            raise Misconfigured(
+                f"{files.folder}: {len(self.loaded)} adapters are loaded, as many as worker.max_adapters allows: "
+                "unload one, or raise the setting",
+                param="max_adapters",
+            )
+        if self._decoder.context.device == "cpu" and files.num_bytes > free_ram_bytes():
+            raise Misconfigured(
+                f"{files.folder}: the adapter takes {files.num_bytes / 2**20:.0f} MiB, more memory than is free: "
+                "unload another one",
+                param="adapters",
+            )
+
+    def load_adapter(self, path: str, adapter_id: str) -> LoadedAdapter:
+        """Loads an adapter that rank 0 has checked, unless it is loaded. Raises as `read_adapter` on rank 0. Another
+        rank ends with its worker: it would compute steps without the adapter."""
+        if (known := self.loaded.get(adapter_id)) is not None:
+            return known
+        start_s = time.perf_counter()
+        try:
+            files = read_adapter(path, self._shapes, max_rank=self._max_rank, adapter_id=adapter_id)
+            num_bytes = self._install(files)
+        except BatonError as error:
+            if self._decoder.context.parallel.rank == 0:
+                raise
+            raise RuntimeError(f"rank 0 has read {path}, and this rank cannot: {error.message}") from error
+        loaded = LoadedAdapter(adapter_id=adapter_id, rank=files.max_rank, num_bytes=num_bytes)
+        self.loaded[adapter_id] = loaded
+        log.info("the adapter %s is loaded in %.2f s: rank %d", path, time.perf_counter() - start_s, loaded.rank)
+        return loaded
+
+    def unload_adapter(self, adapter_id: str) -> None:
+        """Drops an adapter that no row uses any more. Ignores an unknown one."""
+        if self.loaded.pop(adapter_id, None) is None:
+            return
+        for linear in self._linears:
+            if linear.adapters is not None:
+                linear.adapters.updates.pop(adapter_id, None)
+
+    def _install(self, files: AdapterFiles) -> int:
+        num_bytes = 0
+        with files.read() as tensors:
+            for linear in self._linears:
+                if any(part.name in files.modules for part in linear.share.projections):
+                    update, size = _update_of(linear.share, files, tensors, self._decoder.context)
+                    if linear.adapters is None:
+                        linear.adapters = LinearAdapters(self._decoder.step_adapters)
+                    linear.adapters.updates[files.adapter_id] = update
+                    num_bytes += size
+        return num_bytes
+
+
+def _shapes_of(linears: Iterable[AdaptableLinear]) -> Mapping[str, ModuleShape]:
+    return {
+        part.name: ModuleShape(num_inputs=linear.share.total_inputs, num_outputs=part.total)
+        for linear in linears
+        for part in linear.share.projections
+    }
+
+
+def _update_of(
+    share: WeightShare, files: AdapterFiles, tensors: AdapterTensors, context: LayerContext
+) -> tuple[LowRankUpdate, int]:
+    """This rank's part of a linear layer, and its bytes. By outputs ranks share B, by inputs A: its partial sums are
+    added up with the layer's own."""
+    inputs = slice(share.first_input, share.first_input + share.num_inputs)
+    downs, parts = list[torch.Tensor](), list[LowRankPart]()
+    first_output = first_rank = num_bytes = 0
+    for projection in share.projections:
+        if (module := files.modules.get(projection.name)) is not None:
+            downs.append(tensors[module.down][:, inputs])
+            up_OR = _rows_of(projection, tensors[module.up]).float() * module.scale
+            parts.append(
+                LowRankPart(
+                    ranks=slice(first_rank, first_rank + module.rank),
+                    outputs=slice(first_output, first_output + projection.size),
+                    up_OR=_matrix(up_OR, context),
+                )
+            )
+            first_rank += module.rank
+            num_bytes += up_OR.numel() * context.dtype.itemsize
+        first_output += projection.size
+    down_RI = torch.cat(downs)
+    num_bytes += down_RI.numel() * context.dtype.itemsize
+    return LowRankUpdate(_matrix(down_RI, context), parts), num_bytes
+
+
+def _rows_of(projection: Projection, up_OR: torch.Tensor) -> torch.Tensor:
+    return in_order(up_OR[projection.start : projection.start + projection.size], projection.order)
+
+
+def _matrix(weight_OI: torch.Tensor, context: LayerContext) -> FloatMatrix:
+    matrix = FloatMatrix(weight_OI.to(device=context.device, dtype=context.dtype).contiguous())
+    matrix.pack()
+    return matrix

@@ -1,0 +1,41 @@
+"""Adapters in settings: `name=PATH, other=PATH`, and what a name may be. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from protos.errors import InvalidRequest, Misconfigured
+
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}$")
+
+
+def parse_adapters(text: str, setting: str = "adapters") -> dict[str, str]:
+    """Paths by name. Raises Misconfigured."""
+    found: dict[str, str] = {}
+    for one in filter(None, map(str.strip, text.split(","))):
+        name, equals, path = (part.strip() for part in one.partition("="))
+        if not equals or not path:
+            raise Misconfigured(
+                f"{setting} = {text!r}: write {one!r} as NAME=PATH, the adapter's folder", param=setting
+            )
+        if why := why_no_name(name):
+            raise Misconfigured(f"{setting} = {text!r}: {why}", param=setting)
+        if name in found:
+            raise Misconfigured(f"{setting} = {text!r}: the name {name} is given twice: give each once", param=setting)
+        found[name] = path
+    return found
+
+
+def check_name(name: str, model: str) -> None:
+    """Raises InvalidRequest for a name that no adapter of `model` can have."""
+    if why := why_no_name(name):
+        raise InvalidRequest(why, param="name")
+    if name == model:
+        raise InvalidRequest(f"{name!r} is the name of the model itself: give the adapter another one", param="name")
+
+
+def why_no_name(name: str) -> str:
+    if _NAME.match(name):
+        return ""
+    allowed = "begin with a letter or digit, and use up to 127 more of A-Z a-z 0-9 . _ : @ + -"
+    return f"{name!r} cannot name an adapter: {allowed}"

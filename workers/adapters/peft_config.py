@@ -1,0 +1,141 @@
+"""adapter_config.json as PEFT writes it, read strictly: a field that would change what the adapter computes is obeyed
+or refused. Pure."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.model_files.fields import Fields
+from protos.model_files.folder import read_object
+
+log = logging.getLogger("baton.worker")
+
+CONFIG = "adapter_config.json"
+_MERGE = "merge it into its model with PEFT's merge_and_unload, and serve the merged checkpoint"
+
+_REFUSED: Mapping[str, tuple[str, str]] = {
+    "use_dora": ("DoRA rescales whole columns of the merged weight", _MERGE),
+    "modules_to_save": ("whole modules in place of the model's own", _MERGE),
+    "trainable_token_indices": ("rows of the embedding in place of the model's own", _MERGE),
+    "target_parameters": ("parameters that are no linear layers, such as those of experts", _MERGE),
+    "layer_replication": ("layers that the model has not", _MERGE),
+    "lora_bias": ("biases of B", _MERGE),
+    "use_qalora": ("QALoRA pools the inputs", _MERGE),
+    "alora_invocation_tokens": ("an adapter that begins in the middle of a prompt", "train a plain LoRA adapter"),
+    "arrow_config": ("Arrow routes between several adapters", "load one plain LoRA adapter for each name"),
+    "megatron_config": ("layers of Megatron", "convert it to transformers' layers"),
+    "fan_in_fan_out": ("weights stored as [inputs, outputs]", _MERGE),
+}
+_OF_TRAINING = frozenset({
+    "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "lora_dropout",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights", "inference_mode",
+    "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "loftq_config", "eva_config", "corda_config",
+    "lora_ga_config", "megatron_core", "qalora_group_size", "ensure_weight_tying", "runtime_config",
+})  # fmt: skip
+_KEPT_BASE = ("gaussian", "eva", "orthogonal")  # initialisations that leave the model's own weights as they are
+_TASKS = ("CAUSAL_LM", "FEATURE_EXTRACTION")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftConfig:
+    """`rank` and `alpha` of modules that no pattern names. A pattern is a regular expression for the end of a module's
+    name, from a dot on."""
+
+    where: str
+    rank: int
+    alpha: float
+    rank_stabilised: bool
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
+
+    def rank_of(self, module: str) -> int:
+        return next((rank for pattern, rank in self.rank_pattern if _names(pattern, module)), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Of B A: alpha / r, or with rank-stabilised scaling alpha / sqrt(r) (https://arxiv.org/abs/2312.03732)."""
+        alpha = next((alpha for pattern, alpha in self.alpha_pattern if _names(pattern, module)), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+
+
+def read_peft_config(folder: Path, *, max_rank: int) -> PeftConfig:
+    """Raises BadCheckpoint for a file that is missing or damaged, UnsupportedModel for an option that is not served;
+    each names file, field and fix."""
+    path = folder / CONFIG
+    data = read_object(path)
+    if data is None:
+        raise BadCheckpoint(f"{path} does not exist: give the folder that PEFT's save_pretrained wrote", param=CONFIG)
+    config = Fields(data, str(path))
+    _refuse(config)
+    found = PeftConfig(
+        where=str(path),
+        rank=config.integer("r"),
+        alpha=config.number("lora_alpha"),
+        rank_stabilised=config.flag("use_rslora"),
+        rank_pattern=_pattern(config, "rank_pattern", config.inner("rank_pattern").integer),
+        alpha_pattern=_pattern(config, "alpha_pattern", config.inner("alpha_pattern").number),
+    )
+    for field, rank in (("r", found.rank), *(("rank_pattern", rank) for _, rank in found.rank_pattern)):
+        if rank > max_rank:
+            raise UnsupportedModel(
+                f"{path}: {field!r} is {rank}, more than worker.max_adapter_rank = {max_rank}: raise the setting, or "
+                "train an adapter of a lower rank",
+                param=field,
+            )
+    return found
+
+
+def _refuse(config: Fields) -> None:
+    kind = config.text_or("peft_type", "LORA")
+    if kind != "LORA":
+        raise UnsupportedModel(f"{config.where}: 'peft_type' is {kind!r}: only 'LORA' is served", param="peft_type")
+    task = config.text_or("task_type", "CAUSAL_LM")
+    if task not in _TASKS:
+        allowed = " or ".join(map(repr, _TASKS))
+        raise UnsupportedModel(
+            f"{config.where}: 'task_type' is {task!r}: only {allowed} is served: a head for another task has weights "
+            "of its own",
+            param="task_type",
+        )
+    if (bias := config.text_or("bias", "none")) != "none":
+        raise UnsupportedModel(f"{config.where}: 'bias' is {bias!r}: only 'none' is served: {_MERGE}", param="bias")
+    for field, (meaning, fix) in _REFUSED.items():
+        if value := config.raw(field):
+            raise UnsupportedModel(
+                f"{config.where}: {field!r} is {value!r}, which is not served ({meaning}): {fix}", param=field
+            )
+    start = config.raw("init_lora_weights")
+    if isinstance(start, str) and start not in _KEPT_BASE:
+        raise UnsupportedModel(
+            f"{config.where}: 'init_lora_weights' is {start!r}: it trains on changed weights of the model: save the "
+            "adapter with PEFT's path_initial_model_for_weight_conversion, which makes it one for the model's own",
+            param="init_lora_weights",
+        )
+    known = _OF_TRAINING | _REFUSED.keys()
+    if unknown := sorted(name for name in config.names() if name not in known and config.raw(name)):
+        log.warning("%s: fields that this version does not know have no effect: %s", config.where, ", ".join(unknown))
+
+
+def _pattern(config: Fields, field: str, read: Any) -> tuple[tuple[str, Any], ...]:
+    inner = config.inner(field)
+    for name in inner.names():
+        try:
+            re.compile(name)
+        except re.error as error:
+            raise BadCheckpoint(
+                f"{config.where}: {field!r} has {name!r}, which is no regular expression ({error}): correct it",
+                param=field,
+            ) from error
+    return tuple((name, read(name)) for name in inner.names())
+
+
+def _names(pattern: str, module: str) -> bool:
+    """As PEFT matches keys of its patterns."""
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None

@@ -1,0 +1,1 @@
+"""Dense families whose layers are of two kinds: with a window, and without."""

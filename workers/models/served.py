@@ -1,0 +1,104 @@
+"""The two ways in which a checkpoint is served: by Baton's own stack, or, for other architectures, by transformers
+(docs/adr/0048). Pure until weights are loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from protos.errors import Internal
+from protos.model_files.fields import Fields
+from protos.model_files.opening import open_model
+from protos.values import ErrorInfo
+from protos.wire import raised
+from workers.checkpoint.formats.rounded import Quantize
+from workers.models.config import ModelConfig, check_parallel, read_config
+from workers.models.families.registry import is_ours
+from workers.models.interface import ServedConfig, ServedDecoder
+from workers.models.transformers.config import TransformersConfig
+
+if TYPE_CHECKING:
+    from workers.models.filling import Progress
+    from workers.parallel.group import TensorParallel
+
+_INSPECTION = "workers.models.transformers.inspection"
+_INSPECTION_S = 300.0
+
+
+def read_served(path: str | Path, quantize: Quantize = "off") -> ServedConfig:
+    """Reads the model at `path`, weights left alone. For transformers this makes its model without memory, in a process
+    of its own where torch is not loaded: a gateway need not be larger for it.
+
+    Raises BadCheckpoint, UnsupportedModel, or Misconfigured where transformers would be needed and is not installed.
+    """
+    if is_ours(Fields.of_file(open_model(path), "config.json")):
+        return read_config(path, quantize)
+    if "torch" in sys.modules:
+        from workers.models.transformers.reading import read_traced
+
+        return read_traced(path, quantize).config
+    config_file = Path(path) / "config.json"
+    changed_ns = config_file.stat().st_mtime_ns if config_file.exists() else 0
+    return _inspected(str(path), quantize, changed_ns)
+
+
+def load_served(
+    path: str | Path,
+    *,
+    device: str,
+    dtype: str,
+    quantize: Quantize,
+    parallel: TensorParallel,
+    expert_parallel: bool,
+    on_progress: Progress | None,
+) -> ServedDecoder:
+    """`workers.models.loader.load_model`, or transformers' model for what is not ours, packed. Raises as it does."""
+    if is_ours(Fields.of_file(open_model(path), "config.json")):
+        from workers.models.loader import load_model
+
+        return load_model(
+            path,
+            device=device,
+            dtype=dtype,
+            quantize=quantize,
+            parallel=parallel,
+            expert_parallel=expert_parallel,
+            on_progress=on_progress,
+            packed=True,
+        )
+    from workers.models.transformers.loader import load_transformers
+
+    return load_transformers(
+        path, device=device, dtype=dtype, quantize=quantize, parallel=parallel, on_progress=on_progress, packed=True
+    )
+
+
+def check_ranks(model: ServedConfig, tp: int, setting: str = "tp", *, expert_parallel: bool = False) -> None:
+    """Raises Misconfigured when `tp` ranks cannot share the model, with what would do."""
+    if isinstance(model, TransformersConfig):
+        model.check_parallel(tp, setting, expert_parallel=expert_parallel)
+    else:
+        assert isinstance(model, ModelConfig), f"{model} is no config of a model"
+        check_parallel(model, tp, setting, expert_parallel=expert_parallel)
+
+
+@lru_cache(maxsize=4)
+def _inspected(path: str, quantize: Quantize, changed_ns: int) -> TransformersConfig:
+    """Seconds of work, once in a process for a config.json that does not change."""
+    command = [sys.executable, "-m", _INSPECTION, path, quantize]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=_INSPECTION_S, check=False)
+    try:
+        answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    except (ValueError, IndexError) as error:
+        raise Internal(
+            f"{path} could not be inspected: a process ended with {ended.returncode}: {ended.stderr[-2000:]}"
+        ) from error
+    if "error" in answer:
+        raise raised(msgspec.convert(answer["error"], ErrorInfo))
+    return TransformersConfig.of_json(answer)

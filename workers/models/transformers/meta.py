@@ -1,0 +1,97 @@
+"""transformers' own model of a checkpoint, without memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protos.errors import Misconfigured
+from protos.model_files.fields import Fields
+from workers.models.transformers.attention import SERVED, register
+from workers.models.transformers.ropes import rope_parameters
+from workers.models.transformers.tracing import refused, takes
+
+INSTALL = "pip install 'baton[transformers]'"
+_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+
+
+def imported(name: str) -> Any:
+    """transformers. Raises Misconfigured if it is not installed, with the command that does so."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise Misconfigured(
+            f"{name} is none of Baton's own architectures, and the package transformers, which may run it, is not "
+            f"installed: {INSTALL}",
+            param="model",
+        ) from error
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def config_of(folder: Path, fields: Fields) -> tuple[Any, type[Any]]:
+    """transformers' config of a checkpoint and the class of its model. Raises UnsupportedModel for what is no decoder
+    of text, and Misconfigured without transformers."""
+    name = named(fields)
+    transformers = imported(name)
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        code = " Its code (auto_map) is not run." if "auto_map" in fields else ""
+        raise refused(name, f"transformers {transformers.__version__} does not know it.{code}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise refused(name, "it is an encoder and a decoder")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise refused(name, f"transformers {transformers.__version__} has no causal language model of it")
+    made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if config.get_text_config() is not config or made.__name__.endswith("ForConditionalGeneration"):
+        raise refused(name, "it reads more than text")
+    if fields.texts("architectures") not in ((), (made.__name__,)):
+        raise refused(name, f"transformers' causal language model for {config.model_type} is {made.__name__}")
+    _refuse_layers(name, config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # Baton reads the weights
+    return config, made
+
+
+def named(fields: Fields) -> str:
+    architectures = fields.texts("architectures")
+    return ", ".join(architectures) or f"model_type {fields.raw('model_type')!r}"
+
+
+def _refuse_layers(name: str, config: Any) -> None:
+    """Refuses what a pass without numbers cannot show."""
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
+    if others:
+        raise refused(name, f"layer_types has {', '.join(others)}, which keep a state other than keys and values")
+    if any(one.get("rope_type") == "dynamic" for one in rope_parameters(config)):
+        raise refused(name, "its rope (dynamic) depends on the length of all sequences of a batch")
+    if getattr(config, "alibi", False):
+        raise refused(name, "it adds ALiBi's biases to the scores")
+
+
+def build(config: Any, made: type[Any], name: str, dtype: torch.dtype) -> Any:
+    """The model on the meta device. Raises UnsupportedModel."""
+    register()
+    try:
+        with torch.device("meta"):
+            model = made._from_config(config, attn_implementation=SERVED, dtype=dtype)
+    except Exception as error:
+        if isinstance(error, KeyError) and error.args == (SERVED,):
+            raise refused(name, "its attention is its own code, which does not call the attention interface") from error
+        message = str(error).strip().partition("\n")[0][:300]
+        raise refused(name, f"transformers cannot make it ({type(error).__name__}: {message})") from error
+    if not takes(model, "position_ids"):
+        raise refused(name, "its forward pass takes no position_ids")
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = _no_warning  # it waits for the device
+    return model.eval()
+
+
+def _no_warning(*_: Any) -> None:
+    pass

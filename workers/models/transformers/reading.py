@@ -1,0 +1,202 @@
+"""Reads a checkpoint's config for transformers' model of it, and traces that model: the weights are left alone."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.model_files.fields import Fields
+from protos.model_files.opening import open_model
+from workers.checkpoint.encoding import LayerContext
+from workers.checkpoint.encodings.floats import only_floats
+from workers.checkpoint.formats.base import WeightFormat
+from workers.checkpoint.formats.rounded import Quantize, rounded_format
+from workers.checkpoint.registry import read_format
+from workers.kernels.base import kernels_for
+from workers.models.config import eos_ids_of
+from workers.models.transformers.config import TransformersConfig
+from workers.models.transformers.meta import build, config_of, named
+from workers.models.transformers.ropes import long_from
+from workers.models.transformers.sharing import (
+    CannotShare,
+    parameter_cuts,
+    plan_of,
+    replace_linears,
+    style_of,
+    unit_of,
+)
+from workers.models.transformers.tracing import Tracing, refused, trace
+from workers.models.transformers.watching import watched_linears
+from workers.parallel.group import Solo
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedModel:
+    """A model on the meta device, and what its pass has shown. `linears` are used as layers only, so that another layer
+    may take their place."""
+
+    config: TransformersConfig
+    model: Any
+    linears: frozenset[str]
+    weight_format: WeightFormat | None  # None: in floating point
+
+
+_BUILDING = threading.Lock()
+"""transformers makes models with settings of the whole process, such as torch's default dtype."""
+
+
+def read_traced(path: str | Path, quantize: Quantize = "off", dtype: torch.dtype = torch.float32) -> TracedModel:
+    """Raises BadCheckpoint, UnsupportedModel, or Misconfigured without transformers."""
+    with _BUILDING:
+        return _read(Path(path), quantize, dtype)
+
+
+def _read(path: Path, quantize: Quantize, dtype: torch.dtype) -> TracedModel:
+    files = open_model(path)
+    fields = Fields.of_file(files, "config.json")
+    name = named(fields)
+    if not path.is_dir():
+        raise refused(name, "it is no folder of a Hugging Face checkpoint")
+    stored = read_format(fields, files)
+    theirs, made = config_of(path, fields)
+    model = build(theirs, made, name, dtype)
+    with watched_linears(model) as watched:
+        tracing, logits = trace(model, name)
+    generation = Fields(files.json("generation_config.json") or {}, files.where("generation_config.json"))
+    vocab_size = logits.shape[-1]
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows < vocab_size:
+        raise refused(name, f"it embeds {rows} tokens and predicts {vocab_size}")
+    config = TransformersConfig(
+        family=theirs.model_type,
+        architecture=made.__name__,
+        version=_version(),
+        vocab_size=vocab_size,
+        calls=tuple(tracing.calls),
+        qkv_bias=any(_has_bias(module) for module in tracing.modules),
+        max_position=_max_position(theirs, fields),
+        dtype=fields.text_or("dtype", fields.text_or("torch_dtype", "float32")),
+        eos_token_ids=eos_ids_of(fields, generation, vocab_size),
+        tp_unit=1,
+        why_one_rank="",
+        long_from=long_from(theirs, _max_position(theirs, fields)),
+    )
+    _check_heads(name, config)
+    linears = frozenset(watched.alone) - _tied(model)
+    unit, why = _unit(theirs, made, name, model, config, linears)
+    return TracedModel(
+        config=replace(config, tp_unit=unit, why_one_rank=why),
+        model=model,
+        linears=linears,
+        weight_format=stored if quantize == "off" else rounded_format(quantize, stored),
+    )
+
+
+def _version() -> str:
+    import transformers
+
+    return str(transformers.__version__)
+
+
+def _tied(model: Any) -> set[str]:
+    """Modules whose weight is another one's."""
+    names = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+    return {name.rpartition(".")[0] for name in names}
+
+
+def _max_position(config: Any, fields: Fields) -> int:
+    for field in _LENGTHS:
+        found = getattr(config, field, None)
+        if isinstance(found, int) and found > 0:
+            return found
+    raise BadCheckpoint(
+        f"{fields.where} does not say how long a sequence can be: set max_position_embeddings",
+        param="max_position_embeddings",
+    )
+
+
+def _has_bias(module: torch.nn.Module) -> bool:
+    """Of a linear layer in an attention module."""
+    names = [name for name, one in module.named_parameters() if one.dim() == 1]
+    return any(name.endswith(".bias") and module.get_parameter(f"{name[:-4]}weight").dim() == 2 for name in names)
+
+
+def _check_heads(name: str, config: TransformersConfig) -> None:
+    """The cache has as many heads in each layer; layers with fewer repeat theirs."""
+    for call in config.calls:
+        if config.num_kv_heads % call.num_kv_heads or call.num_heads % config.num_kv_heads:
+            raise refused(
+                name,
+                f"a layer with {call.num_heads} heads and {call.num_kv_heads} key/value heads cannot repeat the latter "
+                f"to the {config.num_kv_heads} of others",
+            )
+
+
+def _unit(
+    theirs: Any, made: type[Any], name: str, model: Any, config: TransformersConfig, linears: frozenset[str]
+) -> tuple[int, str]:
+    """What the number of ranks must divide, tried on two ranks' worth of the model; or 1, and why."""
+    try:
+        unit = unit_of(model, config.calls, linears)
+        ranks = next((count for count in range(2, unit + 1) if unit % count == 0), None)
+        if ranks is None:
+            return unit, ""
+        half = build(theirs, made, name, torch.float32)
+        share(half, meta_context(_Mute(ranks)), linears)
+        tracing, _ = trace(half, name)
+    except CannotShare as error:
+        return 1, str(error)
+    except UnsupportedModel as error:
+        return 1, f"its layers cannot be cut: {error}"
+    return _agreed(config, tracing, unit, ranks)
+
+
+def _agreed(config: TransformersConfig, tracing: Tracing, unit: int, ranks: int) -> tuple[int, str]:
+    for whole, part in zip(config.calls, tracing.calls, strict=True):
+        if (part.num_heads, part.num_kv_heads) not in (
+            (whole.num_heads, whole.num_kv_heads),
+            (whole.num_heads // ranks, whole.num_kv_heads // ranks),
+        ):
+            return 1, (
+                f"a rank of {ranks} has {part.num_heads} of {whole.num_heads} heads and {part.num_kv_heads} of "
+                f"{whole.num_kv_heads} key/value heads in transformers' plan"
+            )
+    return unit, ""
+
+
+def share(model: Any, context: LayerContext, linears: frozenset[str]) -> None:
+    """Cuts a model on the meta device for a rank, without weights."""
+    plan = plan_of(model)
+    replace_linears(model, context, linears, {name: style_of(plan, name) for name in linears})
+    parallel = context.parallel
+    for name, cut in parameter_cuts(model).items():
+        parent, _, attribute = name.rpartition(".")
+        part = cut.of(model.get_parameter(name), parallel.rank, parallel.size)
+        setattr(model.get_submodule(parent), attribute, torch.nn.Parameter(part, requires_grad=False))
+
+
+def meta_context(parallel: Any) -> LayerContext:
+    return LayerContext(
+        device="meta",
+        dtype=torch.float32,
+        parallel=parallel,
+        kernels=kernels_for("cpu"),
+        encodings=only_floats,
+    )
+
+
+class _Mute(Solo):
+    """A rank of several that has no others: for shapes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x] * self.size, dim=-1)

@@ -1,0 +1,1 @@
+"""Drafts of next tokens, and how many of them a step verifies."""

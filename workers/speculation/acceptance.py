@@ -1,0 +1,126 @@
+"""How likely the positions of a draft are accepted, learned from the drafts before it. Pure.
+
+    position     1         2         3         4
+    chance       first  *  further * further * further      each only if the position before it was accepted
+
+Two rates, since a match of one token is seldom the right place, and if it is, so are the tokens behind it. A source's
+drafts are sorted by their evidence (`Draft.evidence`), and all sequences share what was seen of each sort: it is the
+prior of a new sequence. A sequence's own drafts of that sort count more and more as they are verified.
+
+Old observations fade: of a sequence while none of its drafts is verified, and of a sort while its drafts are proposed
+and not chosen. So both return to their priors in the end, some draft is tried, and a change of the texts is noticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from workers.speculation.base import Draft
+
+PRIOR_RATE = 0.6
+PRIOR_WEIGHT = 4.0
+"""Observations that the prior counts for."""
+KEEP_OWN = 0.95
+KEEP_SHARED = 0.98
+"""What is left of an observation after the next draft of the same sequence, or of the same sort."""
+KEEP_IDLE = 0.98
+"""What is left of a sequence's observations after a step in which none of its drafts was verified."""
+KEEP_PASSED = 0.998
+"""What is left of a sort's observations after a step in which a draft of it was proposed and not chosen."""
+LEAST_RATE, MOST_RATE = 0.02, 0.99
+
+Sort = tuple[str, int]
+
+
+@dataclass(slots=True)
+class AcceptanceRate:
+    """Weighted observations."""
+
+    accepted: float = 0.0
+    observed: float = 0.0
+
+    def observe(self, num_accepted: int, num_observed: int, keep: float) -> None:
+        self.accepted = self.accepted * keep + num_accepted
+        self.observed = self.observed * keep + num_observed
+
+    def fade(self, keep: float) -> None:
+        self.accepted *= keep
+        self.observed *= keep
+
+    def after(self, prior: float) -> float:
+        """The rate if the prior counts as `PRIOR_WEIGHT` observations."""
+        return (self.accepted + prior * PRIOR_WEIGHT) / (self.observed + PRIOR_WEIGHT)
+
+
+@dataclass(slots=True)
+class PositionRates:
+    """Of the first position of a draft, and of each one behind an accepted one."""
+
+    first: AcceptanceRate = field(default_factory=AcceptanceRate)
+    further: AcceptanceRate = field(default_factory=AcceptanceRate)
+
+    def observe(self, num_accepted: int, num_drafted: int, keep: float) -> None:
+        """Positions after the first rejected one show nothing."""
+        self.first.observe(min(num_accepted, 1), 1, keep)
+        if num_accepted and num_drafted > 1:
+            self.further.observe(num_accepted - 1, min(num_accepted, num_drafted - 1), keep)
+
+    def fade(self, keep: float) -> None:
+        self.first.fade(keep)
+        self.further.fade(keep)
+
+    def after(self, prior: tuple[float, float]) -> tuple[float, float]:
+        return self.first.after(prior[0]), self.further.after(prior[1])
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Rates of one engine's sequences."""
+
+    _shared: dict[Sort, PositionRates] = field(default_factory=dict)
+    _own: dict[str, dict[Sort, PositionRates]] = field(default_factory=dict)
+
+    def rates(self, request_id: str, draft: Draft) -> tuple[float, float]:
+        """The probabilities that the first position of this draft is accepted, and each further one if those before it
+        are."""
+        sort = sort_of(draft)
+        shared = self._shared.get(sort)
+        found = shared.after((PRIOR_RATE, PRIOR_RATE)) if shared is not None else (PRIOR_RATE, PRIOR_RATE)
+        own = self._own.get(request_id)
+        if own is not None and sort in own:
+            found = own[sort].after(found)
+        first, further = found
+        return min(max(first, LEAST_RATE), MOST_RATE), min(max(further, LEAST_RATE), MOST_RATE)
+
+    def chances(self, request_id: str, draft: Draft, num_positions: int) -> list[float]:
+        """For each of so many positions, the probability that it is reached and accepted."""
+        first, further = self.rates(request_id, draft)
+        return [first * further**place for place in range(num_positions)]
+
+    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        """A verified draft."""
+        sort, num_drafted = sort_of(draft), len(draft.token_ids)
+        own = self._own.setdefault(request_id, {})
+        for rates, keep in ((self._shared, KEEP_SHARED), (own, KEEP_OWN)):
+            if sort not in rates:
+                rates[sort] = PositionRates()
+            rates[sort].observe(num_accepted, num_drafted, keep)
+
+    def idle(self, request_id: str) -> None:
+        """A step in which no draft of the sequence was verified."""
+        for own in self._own.get(request_id, {}).values():
+            own.fade(KEEP_IDLE)
+
+    def passed(self, draft: Draft) -> None:
+        """A draft was proposed, and no token of it chosen."""
+        shared = self._shared.get(sort_of(draft))
+        if shared is not None:
+            shared.fade(KEEP_PASSED)
+
+    def end(self, request_id: str) -> None:
+        self._own.pop(request_id, None)
+
+
+def sort_of(draft: Draft) -> Sort:
+    """Drafts of one source whose evidence has as many binary digits."""
+    return draft.source, draft.evidence.bit_length()

@@ -1,0 +1,343 @@
+"""Speculation of one engine: queries its proposers, chooses how much of their drafts a step verifies, and learns.
+
+    plan    drafts  ── queries ──▶ proposers ── drafts ──▶ choose_lengths ◀── rates of acceptance, seconds of a step
+    apply   applied ── what was accepted ──▶ rates, counts          fetch   observe ── seconds ──▶ StepSeconds
+
+Pure: no torch, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from protos.value import Value
+from protos.values import DraftCounts, SpeculationLoad, SpeculationParams
+from workers.batch import Batch
+from workers.speculation.acceptance import Acceptance
+from workers.speculation.base import (
+    NO_DRAFT,
+    ComputedRow,
+    Draft,
+    DraftQuery,
+    Proposer,
+    SpeculatedSequence,
+    TimedProposer,
+)
+from workers.speculation.cost import StepSeconds
+from workers.speculation.lengths import choose_depth, choose_lengths, may_pay
+from workers.speculation.prediction import PredictionProposer
+
+RECENT = 0.02
+"""What the latest row counts in the mean of tokens that a row brings."""
+PROBE_CALLS = 64
+"""Where drafts of a proposer that takes time do not pay, one sequence gets one in so many calls: rates may have changed
+since."""
+
+UNCHOSEN = ((16, 2), (64, 4))
+"""A sequence of which no draft was chosen in so many steps is queried in one of so many: proposers take time, too."""
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """Since the start. Rows are those of sequences that may speculate, with drafts and without. `spared_s` and
+    `spent_s` as in `SpeculationLoad`."""
+
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    spared_s: float = 0.0
+    spent_s: float = 0.0
+    sources: dict[str, SourceCounts] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SourceCounts:
+    """Drafts of one source by their position, from the first on."""
+
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        self.drafted_at += [0] * (num_drafted - len(self.drafted_at))
+        self.accepted_at += [0] * (num_drafted - len(self.accepted_at))
+        for place in range(num_drafted):
+            self.drafted_at[place] += 1
+            self.accepted_at[place] += place < num_accepted
+
+
+class SequenceCounts(Value, frozen=True, kw_only=True):
+    """Verified drafts of a sequence, and how many of them were accepted; those from the client's prediction that were
+    accepted, and rejected."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_predicted: int = 0
+    num_mispredicted: int = 0
+
+
+NO_COUNTS = SequenceCounts()
+
+
+@dataclass(slots=True)
+class _Speculating:
+    """A sequence that may speculate, with the draft of its row in flight."""
+
+    proposers: Sequence[Proposer]
+    max_drafts: int
+    num_unchosen: int = 0  # steps since a draft of it was chosen
+    draft: Draft = NO_DRAFT
+    counts: SequenceCounts = NO_COUNTS  # since they were last taken
+
+
+class Speculation:
+    """`proposers` are queried in their order; of equally promising drafts the first counts. `max_drafts` bounds the
+    drafts of a row."""
+
+    def __init__(self, proposers: Sequence[Proposer], *, max_drafts: int, cost: StepSeconds | None = None) -> None:
+        self._proposers = proposers
+        self._recent_tokens = 1.0
+        self._sequences: dict[str, _Speculating] = {}
+        self._num_unpaid = 0  # calls since a timed proposer was queried
+        self._draft_loads: tuple[DraftCounts, ...] | None = None
+        self._spared_by_accepted_s = 0.0
+        self.max_drafts = max_drafts
+        self.acceptance = Acceptance()
+        self.cost = cost or StepSeconds()
+        self.counts = SpeculationCounts()
+
+    def add(self, proposer: Proposer) -> None:
+        """Adds a proposer, before the first request."""
+        self._proposers = (*self._proposers, proposer)
+
+    @property
+    def reads_steps(self) -> bool:
+        """Whether `computed` has a reader."""
+        return any(proposer.needs.every_step for proposer in self._proposers)
+
+    def computed(self, rows: Sequence[ComputedRow]) -> None:
+        """The rows of an applied step, for proposers that need every step. A proposer that does not need every row gets
+        those of its own requests that go on."""
+        for proposer in self._proposers:
+            if proposer.needs.every_row:
+                proposer.computed(rows)
+            elif proposer.needs.every_step:
+                own = [row for row in rows if row.goes_on and proposer in self._proposers_of(row.request_id)]
+                proposer.computed(own)
+
+    def _proposers_of(self, request_id: str) -> Sequence[Proposer]:
+        sequence = self._sequences.get(request_id)
+        return sequence.proposers if sequence is not None else ()
+
+    def limit(self, max_drafts: int) -> None:
+        """The runner verifies so many drafts of a row at most."""
+        self.max_drafts = min(self.max_drafts, max_drafts)
+
+    def begin(self, sequence: SpeculatedSequence, params: SpeculationParams) -> None:
+        """A request was submitted. It does not speculate if none of the sources that it names is here."""
+        if params.mode == "off":
+            return
+        proposers = [
+            one
+            for one in self._proposers
+            if (one.name != PredictionProposer.name or sequence.prediction_ids)
+            and (not params.sources or one.name in params.sources)
+        ]
+        if not proposers:
+            return
+        for proposer in proposers:
+            proposer.begin(sequence)
+        most = min(params.max_drafts or self.max_drafts, self.max_drafts)
+        self._sequences[sequence.request_id] = _Speculating(proposers, most)
+
+    def end(self, request_id: str) -> None:
+        """The request has ended here. Unknown ids are ignored."""
+        ended = self._sequences.pop(request_id, None)
+        if ended is not None:
+            for proposer in ended.proposers:
+                proposer.end(request_id)
+            self.acceptance.end(request_id)
+
+    def drafts(
+        self, asking: Sequence[tuple[str, int]], *, num_rows: int, num_positions: int, most: int
+    ) -> dict[str, tuple[int, ...]]:
+        """Drafts to verify in the next step: of each (request id, limit) at most the limit, and of all together at most
+        `most`. Without them the step computes `num_positions`, and `num_rows` of its rows bring a token. Ids of
+        requests that do not speculate are ignored."""
+        if most <= 0:
+            return {}
+        queries = [
+            DraftQuery(request_id=request_id, max_drafts=min(limit, self._sequences[request_id].max_drafts))
+            for request_id, limit in asking
+            if request_id in self._sequences and limit > 0 and self._is_due(self._sequences[request_id])
+        ]
+        chosen: dict[str, tuple[int, ...]] = {}
+        for request_id, draft, _, length in self._paying_drafts(queries, num_rows, num_positions, most):
+            if length:
+                sequence = self._sequences[request_id]
+                chosen[request_id] = draft.token_ids[:length]
+                sequence.draft, sequence.num_unchosen = draft, 0
+            else:
+                self.acceptance.passed(draft)
+        return chosen
+
+    @staticmethod
+    def _is_due(sequence: _Speculating) -> bool:
+        """Whether the sequence is queried in this step (`UNCHOSEN`), which counts."""
+        sequence.num_unchosen = num = sequence.num_unchosen + 1
+        return all(num < at_least or num % every == 0 for at_least, every in UNCHOSEN)
+
+    def promising(self, request_ids: Sequence[str], *, num_rows: int) -> set[str]:
+        """Those of the sequences that had better sit out a step: drafts after their known tokens, as many as pay in a
+        step of `num_rows` rows, would bring more than the token that a step in flight and the step after it bring
+        without. Such a sequence is due when it is next queried for drafts."""
+        due: list[DraftQuery] = []
+        for request_id in request_ids:
+            sequence = self._sequences.get(request_id)
+            if sequence is not None and self._is_due(sequence):
+                due.append(DraftQuery(request_id=request_id, max_drafts=sequence.max_drafts))
+        most = sum([query.max_drafts for query in due])
+        found = self._paying_drafts(due, num_rows, num_rows, most)
+        promising = {request_id for request_id, _, chances, length in found if sum(chances[:length]) > 1.0}
+        for request_id in promising:
+            self._sequences[request_id].num_unchosen -= 1
+        return promising
+
+    def _paying_drafts(
+        self, queries: Sequence[DraftQuery], num_rows: int, num_positions: int, most: int
+    ) -> list[tuple[str, Draft, list[float], int]]:
+        """For each query that has a draft its request id, the draft with the chances of its positions, and how many of
+        them pay. Proposers are not queried where none could pay."""
+        if not queries:
+            return []
+        counts = {"num_rows": num_rows, "num_positions": num_positions}
+        nums_drafts = (min(most, len(queries)), min(most, sum([query.max_drafts for query in queries])))
+        if not may_pay(**counts, nums_drafts=nums_drafts, seconds=self.cost.seconds):
+            return []
+        found = self._propose(queries, num_rows, num_positions)
+        drafts = [(query.request_id, *found[query.request_id]) for query in queries if query.request_id in found]
+        chains = [chances for _, _, chances in drafts]
+        lengths = choose_lengths(chains, **counts, most=most, seconds=self.cost.seconds)
+        return [(*one, length) for one, length in zip(drafts, lengths, strict=True)]
+
+    def applied(self, request_id: str, draft_ids: tuple[int, ...], num_brought: int) -> None:
+        """A row of the request was applied: its drafts, and how many tokens it brought."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or not num_brought:
+            return
+        counts = self.counts
+        counts.num_rows += 1
+        counts.num_tokens += num_brought
+        self._recent_tokens += RECENT * (num_brought - self._recent_tokens)
+        if not draft_ids:
+            self.acceptance.idle(request_id)
+            return
+        draft, num_accepted = sequence.draft, min(num_brought - 1, len(draft_ids))
+        verified = Draft(token_ids=draft_ids, source=draft.source, evidence=draft.evidence)
+        self.acceptance.observe(request_id, verified, num_accepted)
+        own, is_prediction = sequence.counts, draft.source == PredictionProposer.name
+        sequence.counts = SequenceCounts(
+            num_drafted=own.num_drafted + len(draft_ids),
+            num_accepted=own.num_accepted + num_accepted,
+            num_predicted=own.num_predicted + is_prediction * num_accepted,
+            num_mispredicted=own.num_mispredicted + is_prediction * (len(draft_ids) - num_accepted),
+        )
+        counts.num_drafted += len(draft_ids)
+        counts.num_accepted += num_accepted
+        counts.spared_s += num_accepted * self._spared_by_accepted_s
+        counts.sources.setdefault(draft.source, SourceCounts()).add(len(draft_ids), num_accepted)
+        self._draft_loads = None
+
+    def take_counts(self, request_id: str) -> SequenceCounts:
+        """The sequence's drafts since the last call."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.counts is NO_COUNTS:
+            return NO_COUNTS
+        counts, sequence.counts = sequence.counts, NO_COUNTS
+        return counts
+
+    def observe(self, batch: Batch, elapsed_s: float) -> None:
+        """Records the time of a step, before its rows are `applied`. An accepted draft spares its share of a step
+        without drafts: of one row all of it, of eight rows an eighth. In a step with a prompt, whose time
+        without them is not known, it spares nothing."""
+        self._spared_by_accepted_s = 0.0
+        if batch.has_prefill:
+            return
+        self.cost.observe(batch.num_tokens, elapsed_s)
+        if num_drafted := sum([len(row.draft_ids) for row in batch.rows]):
+            without_s = self.cost.seconds(batch.num_tokens - num_drafted)
+            self._spared_by_accepted_s = without_s / len(batch.rows)
+            self.counts.spent_s += max(0.0, elapsed_s - without_s)
+
+    def take_seconds(self) -> float:
+        """What the proposers' models took since the last call: steps of the engine are longer by it."""
+        spent_s = sum([one.take_seconds() for one in self._proposers if isinstance(one, TimedProposer)])
+        self.counts.spent_s += spent_s
+        return spent_s
+
+    def tokens_per_step(self) -> float:
+        """That a row of a sequence brought recently, in sixteenths: gateways are not notified of smaller changes."""
+        return round(self._recent_tokens * 16) / 16
+
+    def load(self) -> SpeculationLoad:
+        counts = self.counts
+        if self._draft_loads is None:
+            self._draft_loads = tuple(
+                [
+                    DraftCounts(source=source, drafted_at=tuple(one.drafted_at), accepted_at=tuple(one.accepted_at))
+                    for source, one in counts.sources.items()
+                ]
+            )
+        return SpeculationLoad(
+            num_rows=counts.num_rows,
+            num_tokens=counts.num_tokens,
+            spared_s=counts.spared_s,
+            spent_s=counts.spent_s,
+            sources=self._draft_loads,
+        )
+
+    def assert_idle(self) -> None:
+        """Asserts that no sequence is left."""
+        assert not self._sequences, f"requests {sorted(self._sequences)} speculate still"
+        assert not any(len(proposer) for proposer in self._proposers)
+
+    def _propose(
+        self, queries: Sequence[DraftQuery], num_rows: int, num_positions: int
+    ) -> dict[str, tuple[Draft, list[float]]]:
+        """The most promising draft of each request that has one, with the chances of its positions."""
+        found: dict[str, tuple[Draft, list[float]]] = {}
+        promised: dict[str, float] = {}
+        for proposer in self._proposers:
+            mine = [query for query in queries if proposer in self._sequences[query.request_id].proposers]
+            if mine and isinstance(proposer, TimedProposer):
+                mine = self._paying(proposer, proposer.name, mine, num_rows, num_positions)
+            for query, draft in zip(mine, proposer.propose(mine) if mine else (), strict=True):
+                if not draft.token_ids:
+                    continue
+                chances = self.acceptance.chances(query.request_id, draft, len(draft.token_ids))
+                expected = sum(chances)
+                if expected > promised.get(query.request_id, 0.0):
+                    found[query.request_id], promised[query.request_id] = (draft, chances), expected
+        return found
+
+    def _paying(
+        self, proposer: TimedProposer, name: str, queries: Sequence[DraftQuery], num_rows: int, num_positions: int
+    ) -> list[DraftQuery]:
+        """The queries, for as many drafts as pay with the time that making them takes."""
+        unknown, most = Draft(source=name), max(query.max_drafts for query in queries)
+        depth = choose_depth(
+            [self.acceptance.chances(query.request_id, unknown, most) for query in queries],
+            most=most,
+            num_rows=num_rows,
+            num_positions=num_positions,
+            seconds=self.cost.seconds,
+            drafting=proposer.seconds,
+        )
+        if depth:
+            self._num_unpaid = 0
+            return [replace(query, max_drafts=min(depth, query.max_drafts)) for query in queries]
+        self._num_unpaid += 1
+        return [replace(queries[0], max_drafts=1)] if self._num_unpaid % PROBE_CALLS == 0 else []
