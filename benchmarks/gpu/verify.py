@@ -55,6 +55,9 @@ CHECKS = (
         "tests/contract/test_latent_attention.py",
     ),
     _tests("engine", "greedy tokens are transformers', with graphs and without", "tests/gpu/test_engine_cuda.py"),
+    _tests(
+        "features", "drafts, windows, families, quantised weights", "tests/gpu/test_features_cuda.py", limit_s=300.0
+    ),
     _tests("steady-state", "no launch waits for the device", "tests/gpu/test_steady_state.py"),
     _tests("host-tier", "evicted blocks come back, and no step waits", "tests/gpu/test_host_tier_cuda.py"),
     _tests("ranks", "ranks meet over NCCL, also in a captured graph", "tests/gpu/test_ranks_nccl.py"),
