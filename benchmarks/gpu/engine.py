@@ -93,7 +93,7 @@ class EnginePlan:
 
 
 LARGE = EnginePlan(
-    batches=(1, 16, 64),
+    batches=(1, 4, 16, 64),
     context=1024,
     num_steps=64,
     prompt_len=8192,

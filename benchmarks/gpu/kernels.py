@@ -163,11 +163,28 @@ def main(
 ) -> None:
     require_gpu(device, tiny)
     machine = measure_machine(device)
-    figures = [measure(case, machine, device) for case in cases_of(device, sweep=sweep, tiny=tiny)]
+    figures: list[KernelFigure] = []
+    failed: list[str] = []
+    for case in cases_of(device, sweep=sweep, tiny=tiny):
+        what = f"{case.kernel}, {case.shape} {case.tile}"
+        try:
+            figures.append(measure(case, machine, device))
+        except Exception as error:  # it must not hide what the other kernels do
+            failed.append(f"{what}: {type(error).__name__}: {error}")
+        else:
+            print(f"{what}: {figures[-1].seconds * 1e6:,.1f} us, {figures[-1].share:.0%} of the floor", flush=True)
     show(figures, machine, device)
-    write_figures(json_file, machine=asdict(machine), figures=[asdict(one) | {"share": one.share} for one in figures])
+    write_figures(
+        json_file,
+        machine=asdict(machine),
+        figures=[asdict(one) | {"share": one.share} for one in figures],
+        failed=failed,
+    )
     if plot is not None:
         draw(figures, machine, plot, device)
+    if failed:
+        print("\n".join(["These failed:", *failed]), file=sys.stderr)
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -178,7 +178,11 @@ def main(
 ) -> None:
     require_gpu(device, tiny)
     machine = measure_machine(device)
-    figures = list(figures_of(machine, device, tiny=tiny))
+    figures = []
+    for figure in figures_of(machine, device, tiny=tiny):
+        figures.append(figure)
+        what = f"{figure.format}, {figure.weight}, {figure.rows} rows"
+        print(f"{what}: {figure.seconds * 1e6:,.1f} us, bfloat16 {figure.bfloat16_s * 1e6:,.1f} us", flush=True)
     show(figures, machine, device)
     write_figures(
         json_file, machine=asdict(machine), figures=[asdict(one) | {"speedup": one.speedup} for one in figures]

@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.verify --out results            or: make gpu
 
 A GPU is often lent for minutes at a time. So no check begins that could outlast `--budget-s`; the next call with the
-same `--out` goes on where this one stopped, and does again only what failed, or what another commit passed.
+same `--out` goes on where this one stopped, and does again only what failed, or what another commit passed. Tests share
+the card, `--jobs` checks at a time; what measures has it alone, after them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any
 
 import typer
@@ -25,29 +29,46 @@ from cluster.bench.hardware import find_hardware, find_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 _TAIL = 4000
+SPLIT = {"kernels", "attention"}
+"""Checks of many tests that compile: with pytest-xdist, where it is there, eight processes run them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """`arguments` of Python; {out} in them is the folder of the results. `limit_s` is when it is given up."""
+    """`arguments` of Python; {out} in them is the folder of the results. `limit_s` is when it is given up. `alone`:
+    it measures."""
 
     name: str
     proves: str
     arguments: tuple[str, ...]
     limit_s: float
+    alone: bool = False
 
 
 def _tests(name: str, proves: str, *arguments: str, limit_s: float = 180.0) -> Check:
-    return Check(name=name, proves=proves, arguments=("-m", "pytest", "-q", *arguments), limit_s=limit_s)
+    at_once = ("-n", "8") if find_spec("xdist") else ()
+    return Check(
+        name=name,
+        proves=proves,
+        arguments=("-m", "pytest", "-q", "--durations=5", *(at_once if name in SPLIT else ()), *arguments),
+        limit_s=limit_s,
+    )
 
 
 def _measures(name: str, proves: str, *arguments: str, limit_s: float) -> Check:
     outputs = "--json", f"{{out}}/{name}.json", "--plot", f"{{out}}/{name}.svg"
-    return Check(name=name, proves=proves, arguments=(*arguments, *outputs), limit_s=limit_s)
+    return Check(name=name, proves=proves, arguments=(*arguments, *outputs), limit_s=limit_s, alone=True)
 
 
 CHECKS = (
-    _tests("kernels", "every kernel against float64, compiled", "tests/kernels", limit_s=300.0),
+    _tests(
+        "kernels",
+        "every kernel against float64, compiled",
+        "tests/kernels",
+        "--ignore=tests/kernels/test_compile.py",  # needs no GPU
+        "--ignore=tests/kernels/test_benchmark.py",  # the same
+        limit_s=240.0,
+    ),
     _tests(
         "attention",
         "PagedAttention keeps the contract of all backends",
@@ -60,6 +81,7 @@ CHECKS = (
     ),
     _tests("steady-state", "no launch waits for the device", "tests/gpu/test_steady_state.py"),
     _tests("host-tier", "evicted blocks come back, and no step waits", "tests/gpu/test_host_tier_cuda.py"),
+    _tests("adapters", "rows of several LoRA adapters in one step", "tests/gpu/test_adapters_cuda.py"),
     _tests("ranks", "ranks meet over NCCL, also in a captured graph", "tests/gpu/test_ranks_nccl.py"),
     _tests("moving", "sequences move and prefixes are pulled between GPU workers", "tests/gpu/test_moving_cuda.py"),
     _tests("lanes", "lanes over CUDA IPC, NCCL and host memory", "tests/gpu/test_lanes_cuda.py"),
@@ -70,9 +92,9 @@ CHECKS = (
         "tests/gpu/test_kv_payloads.py",
     ),
     _tests("dead-peer", "a lane over NCCL outlives a peer that is killed", "tests/gpu/test_nccl_peers.py"),
-    _measures("gpu-engine", "decode, prefill, transformers beside", "-m", "benchmarks.gpu.engine", limit_s=480.0),
-    _measures("gpu-kernels", "each kernel beside its floor", "-m", "benchmarks.gpu.kernels", limit_s=240.0),
-    _measures("gpu-quantised", "quantised products beside bfloat16", "-m", "benchmarks.gpu.quantised", limit_s=240.0),
+    _measures("gpu-engine", "decode, prefill, transformers beside", "-m", "benchmarks.gpu.engine", limit_s=150.0),
+    _measures("gpu-kernels", "each kernel beside its floor", "-m", "benchmarks.gpu.kernels", limit_s=150.0),
+    _measures("gpu-quantised", "quantised products beside bfloat16", "-m", "benchmarks.gpu.quantised", limit_s=120.0),
     _measures(
         "kv-transfer",
         "lanes over NCCL and CUDA IPC beside what bounds them",
@@ -80,10 +102,11 @@ CHECKS = (
         "benchmarks.transfer.lanes",
         "--device",
         "cuda",
-        limit_s=300.0,
+        "--requests",
+        "0",
+        limit_s=180.0,
     ),
-    _tests("all", "whatever else is marked", "-m", "gpu", "tests", limit_s=480.0),
-    _measures("gpu-sweep", "other tiles", "-m", "benchmarks.gpu.kernels", "--sweep", limit_s=480.0),
+    _measures("gpu-sweep", "other tiles", "-m", "benchmarks.gpu.kernels", "--sweep", limit_s=300.0),
 )
 
 
@@ -111,6 +134,7 @@ def verify(
     budget_s: float,
     commit: str,
     clock: Callable[[], float],
+    jobs: int = 1,
     report: Callable[[str], object] = print,
 ) -> list[CheckOutcome]:
     """Runs what has not passed yet at this commit, as far as the budget goes. All outcomes known are in `out`."""
@@ -119,21 +143,32 @@ def verify(
     known = {one["name"]: one for one in json.loads(file.read_text())["outcomes"]} if file.exists() else {}
     start_s = clock()
     outcomes = []
-    for check in checks:
+    writing = Lock()
+
+    def do(check: Check) -> None:
         before = known.get(check.name, {})
         if before.get("exit_code") == 0 and before.get("commit") == commit:
             report(f"passed before   {check.name}")
-            continue
+            return
         if clock() - start_s + check.limit_s > budget_s:
             report(f"not begun       {check.name}: may take {check.limit_s:.0f} s; call again")
-            continue
+            return
         outcome = _run(check, out, commit, clock)
-        report(f"{'passed' if outcome.passed else 'FAILED':15} {check.name} ({outcome.seconds:.0f} s): {check.proves}")
-        if not outcome.passed:
-            report(outcome.output)
-        outcomes.append(outcome)
-        known[check.name] = asdict(outcome)
-        file.write_text(json.dumps(_record(list(known.values())), indent=2) + "\n")
+        with writing:
+            report(
+                f"{'passed' if outcome.passed else 'FAILED':15} {check.name} ({outcome.seconds:.0f} s): {check.proves}"
+            )
+            if not outcome.passed:
+                report(outcome.output)
+            outcomes.append(outcome)
+            known[check.name] = asdict(outcome)
+            file.write_text(json.dumps(_record(list(known.values())), indent=2) + "\n")
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(do, [check for check in checks if not check.alone]))
+    for check in checks:
+        if check.alone:
+            do(check)
     return outcomes
 
 
@@ -176,6 +211,7 @@ def commit_of(root: Path) -> str:
 def main(
     out: Annotated[Path, typer.Option(help="Where results, logs, figures and plots go.")] = Path("gpu-results"),
     budget_s: Annotated[float, typer.Option(help="Begin nothing that could end later than this.")] = 570.0,
+    jobs: Annotated[int, typer.Option(min=1, help="So many checks that are tests share the card.")] = 4,
     only: Annotated[str, typer.Option(help="One check, by name.")] = "",
     listed: Annotated[bool, typer.Option("--list", help="Say what there is to verify, and run nothing.")] = False,
 ) -> None:
@@ -192,7 +228,7 @@ def main(
     if not torch.cuda.is_available():
         print("torch sees no NVIDIA GPU: nothing was verified.", file=sys.stderr)
         raise typer.Exit(2)
-    outcomes = verify(chosen, out, budget_s=budget_s, commit=commit_of(ROOT), clock=time.monotonic)
+    outcomes = verify(chosen, out, budget_s=budget_s, commit=commit_of(ROOT), clock=time.monotonic, jobs=jobs)
     raise typer.Exit(0 if all(one.passed for one in outcomes) else 1)
 
 
