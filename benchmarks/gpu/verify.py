@@ -29,7 +29,7 @@ from cluster.bench.hardware import find_hardware, find_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 _TAIL = 4000
-SPLIT = {"kernels", "attention"}
+SPLIT = {"kernels", "attention", "engine", "features"}
 """Checks of many tests that compile: with pytest-xdist, where it is there, eight processes run them."""
 
 
