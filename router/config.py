@@ -145,14 +145,6 @@ class LedgerConfig(CheckedSettings):
     path: str = setting("", "Database of requests (SQLite), shared by gateways of this host; empty: no ledger.")
     prices: str = setting("", "File of prices (docs/economics.md); empty: everything is free.")
 
-    def __post_init__(self) -> None:
-        CheckedSettings.__post_init__(self)
-        if self.prices and not self.path:
-            raise Misconfigured(
-                f"router.ledger.prices = {self.prices!r} without a ledger: set router.ledger.path too",
-                param="router.ledger.path",
-            )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig(CheckedSettings):
@@ -193,6 +185,12 @@ class RouterConfig(CheckedSettings):
     shadow_policy: str = setting("", "More policies (comma-separated) that score requests without deciding.")
     ttft_ms: float = setting(1000.0, "Objective of the policy slo for a first token.", least=1, most=10**7)
     tpot_ms: float = setting(50.0, "Objective of the policy slo for the time between tokens.", least=0.1, most=10**6)
+    database: str = setting(
+        "",
+        "Postgres of ledger, files and batches, shared by hosts: postgresql://...; empty: SQLite.",
+        variable="BATON_DATABASE",
+        repr=False,
+    )
     local_prefill_tokens: int = setting(
         64, "An uncached remainder shorter than this stays on the decode worker.", least=0, most=2**20
     )
@@ -208,3 +206,22 @@ class RouterConfig(CheckedSettings):
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     ledger: LedgerConfig = field(default_factory=LedgerConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+
+    def __post_init__(self) -> None:
+        CheckedSettings.__post_init__(self)
+        if self.database and self.ledger.path:
+            raise Misconfigured(
+                f"router.ledger.path = {self.ledger.path!r} beside router.database: the ledger is in one of them, give "
+                "only that",
+                param="router.ledger.path",
+            )
+        if self.ledger.prices and not self.has_ledger:
+            raise Misconfigured(
+                f"router.ledger.prices = {self.ledger.prices!r} without a ledger: set router.ledger.path, or "
+                "router.database, too",
+                param="router.ledger.path",
+            )
+
+    @property
+    def has_ledger(self) -> bool:
+        return bool(self.database or self.ledger.path)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,9 +18,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from router.database.database import Database
 from router.ledger.report import spent_by_tenant, sums
 from router.ledger.rows import LedgerRow
-from router.ledger.schema import INSERT_ROW, connect, prepare
+from router.ledger.schema import INSERT_ROW, ledger_database
 from router.ledger.store import columns_of
 
 DAY_S, DAYS = 86_400, 30
@@ -30,7 +30,6 @@ NUM_TENANTS = 20
 AT_ONCE = 50  # rows of a transaction
 NUM_TIMED = 50_000  # rows whose writes are timed: the last ones
 LOAD_AT_ONCE = 20_000  # rows of a transaction, before those
-LOAD_CACHE_KIB = 512 * 1024
 
 
 def made(count: int, rng: random.Random) -> Iterator[LedgerRow]:
@@ -46,41 +45,37 @@ def made(count: int, rng: random.Random) -> Iterator[LedgerRow]:
         )  # fmt: skip
 
 
-def fill(path: Path, count: int) -> float:
+def fill(database: Database, count: int) -> float:
     """Returns microseconds of CPU time per row: of the last `NUM_TIMED`, which are written as a gateway writes them."""
     rows = made(count, random.Random(7))
     timed = min(count, NUM_TIMED)
-    with closing(connect(path)) as database:
-        prepare(database)
-        database.execute(f"PRAGMA cache_size = -{LOAD_CACHE_KIB}")
-        write(database, islice(rows, count - timed), LOAD_AT_ONCE)
-    with closing(connect(path)) as database:
-        return 1e6 * write(database, rows, AT_ONCE) / timed
+    write(database, islice(rows, count - timed), LOAD_AT_ONCE)
+    return 1e6 * write(database, rows, AT_ONCE) / timed
 
 
-def write(database: sqlite3.Connection, rows: Iterator[LedgerRow], at_once: int) -> float:
+def write(database: Database, rows: Iterator[LedgerRow], at_once: int) -> float:
     """Returns CPU seconds of the writes."""
     spent_s = 0.0
     while part := [columns_of(row) for row in islice(rows, at_once)]:
         begun_s = time.process_time()
-        with database:
-            database.executemany(INSERT_ROW, part)
+        with database.writing() as transaction:
+            transaction.run_many(INSERT_ROW, part)
         spent_s += time.process_time() - begun_s
     return spent_s
 
 
-def measured(path: Path) -> dict[str, float]:
+def measured(database: Database) -> dict[str, float]:
     """Milliseconds of each report."""
     month = {"since_s": START_S, "until_s": START_S + DAYS * DAY_S}
     odd = {"since_s": START_S + 77, "until_s": START_S + DAYS * DAY_S - 1234}
     reports: dict[str, Any] = {
-        "by tenant": lambda: sums(path, by=("tenant",), **month),
-        "by tenant, from a second to another": lambda: sums(path, by=("tenant",), **odd),
+        "by tenant": lambda: sums(database, by=("tenant",), **month),
+        "by tenant, from a second to another": lambda: sums(database, by=("tenant",), **odd),
         "by key, model, endpoint and outcome": lambda: sums(
-            path, by=("key_id", "model", "endpoint", "outcome"), **month
+            database, by=("key_id", "model", "endpoint", "outcome"), **month
         ),
-        "by tenant and day": lambda: sums(path, by=("tenant",), bucket_s=DAY_S, **month),
-        "budgets": lambda: spent_by_tenant(path, START_S),
+        "by tenant and day": lambda: sums(database, by=("tenant",), bucket_s=DAY_S, **month),
+        "budgets": lambda: spent_by_tenant(database, START_S),
     }
     return {name: min(_ms(report) for _ in range(5)) for name, report in reports.items()}
 
@@ -94,12 +89,15 @@ def _ms(report: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--database", default="", help="an empty Postgres database, instead of SQLite")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "ledger.db"
-        row_us = fill(path, asked.rows)
-        found = measured(path)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(ledger_database(asked.database or Path(folder) / "ledger.db")) as database,
+    ):
+        row_us = fill(database, asked.rows)
+        found = measured(database)
     if asked.json:
         print(json.dumps({"rows": asked.rows, "write_us": row_us, "report_ms": found}))
         return

@@ -12,7 +12,7 @@ import argparse
 import asyncio
 import tempfile
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from router.jobs import Job, TokenDelta
 from router.ledger.ledger import LOOK_S, RequestLedger
 from router.ledger.prices import PriceList
 from router.ledger.report import sums
+from router.ledger.schema import ledger_database
 from router.ledger.store import LedgerStore
 from router.streaming.token_sink import TokenSink
 from router.text.sampling_request import TextRequest
@@ -58,7 +59,7 @@ class LedgerBeside:
     """Keeps a ledger for the gateways of a simulation, by `steer`."""
 
     def __init__(self, path: Path) -> None:
-        self._store = LedgerStore(path)
+        self._store = LedgerStore(ledger_database(path))
 
     async def steer(self, deployment: SimulatedDeployment) -> None:
         """Runs until it is cancelled, at the end of the load."""
@@ -118,7 +119,8 @@ def compared(config: SimulationConfig, load: GeneratedLoad) -> CostComparison:
             outcome = simulate(config, generated("poisson", load), steer=beside.steer)
         finally:
             beside.close()
-        [found] = sums(path, since_s=START_S, until_s=END_S)
+        with closing(ledger_database(path)) as database:
+            [found] = sums(database, since_s=START_S, until_s=END_S)
     assert found.requests == load.num_requests, f"{found.requests} rows for {load.num_requests} requests"
     return CostComparison(
         rate=load.rate,

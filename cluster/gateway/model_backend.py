@@ -24,6 +24,7 @@ from router.history.sampler import HistorySampler
 from router.http.pace import Pace
 from router.ledger.ledger import RequestLedger
 from router.ledger.prices import PriceList, read_prices
+from router.ledger.schema import ledger_database
 from router.ledger.store import LedgerStore
 from router.metrics import RequestMetrics
 from router.prefix.registry import open_index
@@ -179,7 +180,7 @@ def _trace_exporter(config: RouterConfig, gateway_id: str, registry: CollectorRe
 
 def open_ledger(config: RouterConfig) -> tuple[LedgerStore | None, PriceList]:
     """Raises Misconfigured."""
-    if not config.ledger.path:
+    if not config.has_ledger:
         return None, PriceList()
     prices = read_prices(Path(config.ledger.prices)) if config.ledger.prices else PriceList()
-    return LedgerStore(Path(config.ledger.path)), prices
+    return LedgerStore(ledger_database(config.database or Path(config.ledger.path))), prices

@@ -113,7 +113,7 @@ class GatewayServer:
         self._processes = processes or PeerProcesses()
         self.channels = Channels(peers)
         self._ledger, prices = open_ledger(config)
-        self._storage = storage_for(config.batch)
+        self._storage = storage_for(config)
         shared = SharedParts(
             index=index, processes=self._processes, channels=self.channels, storage=self._storage, ledger=self._ledger,
             prices=prices, pace=Pace(),

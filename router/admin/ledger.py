@@ -40,7 +40,9 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
         until_s = seconds_of(request, "until", int(time.time()) + 1)
         since_s = seconds_of(request, "since", max(0, until_s - DEFAULT_SINCE_S))
         by = [name for name in request.query_params.get("by", "tenant").split(",") if name]
-        report = await asyncio.to_thread(costs, kept.store.path, kept.prices, since_s=since_s, until_s=until_s, by=by)
+        report = await asyncio.to_thread(
+            costs, kept.store.database, kept.prices, since_s=since_s, until_s=until_s, by=by
+        )
         rows: list[dict[str, Any]] = [
             asdict(row) | {"cost_usd": report.cost_usd(row)} | dict(report.saved_usd(row)) for row in report.rows
         ]
@@ -61,9 +63,9 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
     @admin.route("/v1/organization/usage/completions", prefix="")
     async def usage(request: Request) -> Response:
         asked = page_query(request, groups=USAGE_GROUPS)
-        return json_response(await asyncio.to_thread(usage_page, ledger().store.path, asked))
+        return json_response(await asyncio.to_thread(usage_page, ledger().store.database, asked))
 
     @admin.route("/v1/organization/costs", prefix="")
     async def charged(request: Request) -> Response:
         asked = page_query(request, groups=COST_GROUPS, most=MAX_COST_DAYS)
-        return json_response(await asyncio.to_thread(costs_page, ledger().store.path, asked))
+        return json_response(await asyncio.to_thread(costs_page, ledger().store.database, asked))

@@ -15,7 +15,7 @@ from router.batches.metrics import BatchMetrics
 from router.batches.room import BatchRoom
 from router.batches.runner import BatchRunner
 from router.capacity.samples import RequestSamples
-from router.config import BatchConfig
+from router.config import BatchConfig, RouterConfig
 from router.dispatch.chooser import Routing
 from router.files.storage import BatchStorage, open_storage
 from router.gateway import Gateway
@@ -52,11 +52,17 @@ def open_runner(
     return BatchRunner(own, storage, room, BatchMetrics(registry), lease_s=config.lease_s)
 
 
-def storage_for(config: BatchConfig) -> BatchStorage | None:
-    """None without a folder. Raises Misconfigured."""
-    if not config.folder:
+def storage_for(config: RouterConfig) -> BatchStorage | None:
+    """None without a folder or a database. Raises Misconfigured."""
+    batch = config.batch
+    if not (batch.folder or config.database):
         return None
-    return open_storage(Path(config.folder), max_file_bytes=config.max_file_bytes, max_lines=config.max_lines)
+    return open_storage(
+        Path(batch.folder) if batch.folder else None,
+        max_file_bytes=batch.max_file_bytes,
+        max_lines=batch.max_lines,
+        database_url=config.database,
+    )
 
 
 class BatchService:

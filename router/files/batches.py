@@ -14,7 +14,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from protos.errors import InvalidRequest, NotFound, Unavailable
-from router.files.database import Database, Row, Transaction
+from router.database.database import Database, Row, Transaction
 from router.files.files import put_file
 from router.files.paging import page_of
 from router.files.records import RUNNING, LineError, LineResult, PageAsked, StoredBatch, StoredFile

@@ -7,8 +7,8 @@ from dataclasses import astuple, fields
 from typing import Any
 
 from protos.errors import InvalidRequest, NotFound
+from router.database.database import Database, Row, Transaction
 from router.files.contents import FileContents
-from router.files.database import Database, Row, Transaction
 from router.files.paging import page_of
 from router.files.records import RUNNING, PageAsked, StoredFile
 
@@ -81,7 +81,8 @@ class FileStore:
 def put_file(transaction: Transaction, file: StoredFile) -> None:
     """A file of the same id is replaced."""
     transaction.run("DELETE FROM files WHERE id = ?", file.id)
-    transaction.run(f"INSERT INTO files ({_COLUMNS}) VALUES ({_PLACES})", *astuple(file))
+    values = [int(value) if isinstance(value, bool) else value for value in astuple(file)]
+    transaction.run(f"INSERT INTO files ({_COLUMNS}) VALUES ({_PLACES})", *values)
 
 
 def _file(row: Row) -> StoredFile:

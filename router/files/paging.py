@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from protos.errors import InvalidRequest
-from router.files.database import Database, Row
+from router.database.database import Database, Row
 from router.files.records import PageAsked
 
 

@@ -8,10 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from router.database.database import Database
+from router.database.postgres import PostgresDatabase
+from router.database.sqlite import SqliteDatabase
 from router.files.batches import BatchStore
-from router.files.contents import FolderContents
-from router.files.database import Database, SqliteDatabase
+from router.files.contents import FileContents, FolderContents
+from router.files.database_contents import DatabaseContents
 from router.files.files import FileStore
+from router.files.schema import prepare
 
 DATABASE, CONTENTS = "batches.db", "files"
 
@@ -33,11 +37,24 @@ class BatchStorage:
 
 
 def open_storage(
-    folder: Path, *, max_file_bytes: int, max_lines: int, clock: Callable[[], float] = time.time
+    folder: Path | None,
+    *,
+    max_file_bytes: int,
+    max_lines: int,
+    database_url: str = "",
+    clock: Callable[[], float] | None = None,
 ) -> BatchStorage:
-    """Makes the folder, and a database in it, if they are missing. Raises Misconfigured."""
-    contents = FolderContents(folder / CONTENTS)
-    database = SqliteDatabase(folder / DATABASE)
+    """In a folder, which is made if it is missing, and a database in it. With `database_url` the rows are there, and
+    without a folder the contents of files, too. `clock`: by default the database's. Raises Misconfigured."""
+    assert folder is not None or database_url
+    contents: FileContents | None = FolderContents(folder / CONTENTS) if folder is not None else None
+    database: Database
+    if database_url:
+        database = PostgresDatabase(database_url, "batches", prepare)
+    elif folder is not None:
+        database = SqliteDatabase(folder / DATABASE, prepare, setting="router.batch.folder", place="folder")
+    contents = contents or DatabaseContents(database)
+    clock = clock or database.now_s
     return BatchStorage(
         database=database,
         files=FileStore(database, contents, clock),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -205,7 +204,7 @@ class RequestLedger:
             if self._looks % READ_LOOKS == 0:
                 try:
                     await asyncio.to_thread(self._read)
-                except (sqlite3.Error, BatonError) as error:
+                except BatonError as error:
                     log.error("the ledger cannot be read: %s", error)
             self._looks += 1
             await asyncio.sleep(LOOK_S)
@@ -214,7 +213,7 @@ class RequestLedger:
         """What other processes have written: their charges, and the requests of those that were killed."""
         if self._budgets is not None:
             for period, span in self._budgets.spans().items():
-                self._budgets.know(period, span, spent_by_tenant(self.store.path, int(span.start_s)))
+                self._budgets.know(period, span, spent_by_tenant(self.store.database, int(span.start_s)))
         if self._looks % RECOVER_LOOKS == 0 and (found := self.store.recover()):
             log.warning("%d requests of a gateway process that was lost are counted as it left them", found)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 
 from protos.errors import InvalidRequest
+from router.database.database import Database
 from router.ledger.report import UsageSum, sums
 
 WIDTHS: Mapping[str, tuple[int, int, int]] = {"1m": (60, 60, 1440), "1h": (3600, 24, 168), "1d": (86400, 7, 31)}
@@ -59,17 +59,17 @@ def page_query(request: Request, *, groups: Sequence[str], default: str = "1d", 
     )
 
 
-def usage_page(path: Path, asked: PageQuery) -> dict[str, Any]:
-    return _page(path, asked, lambda row: _usage(row, asked.by))
+def usage_page(database: Database, asked: PageQuery) -> dict[str, Any]:
+    return _page(database, asked, lambda row: _usage(row, asked.by))
 
 
-def costs_page(path: Path, asked: PageQuery) -> dict[str, Any]:
-    return _page(path, asked, lambda row: _charge(row, asked.by))
+def costs_page(database: Database, asked: PageQuery) -> dict[str, Any]:
+    return _page(database, asked, lambda row: _charge(row, asked.by))
 
 
-def _page(path: Path, asked: PageQuery, shown: Any) -> dict[str, Any]:
+def _page(database: Database, asked: PageQuery, shown: Any) -> dict[str, Any]:
     found = sums(
-        path,
+        database,
         since_s=asked.start_s,
         until_s=max(asked.stop_s, asked.start_s + 1),
         by=[GROUPS[name] for name in asked.by if name in GROUPS],

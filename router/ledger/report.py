@@ -6,16 +6,14 @@ idle            = (device seconds that there were - those of all requests) * the
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from protos.errors import InvalidRequest, Unavailable
+from protos.errors import InvalidRequest
+from router.database.database import Database
 from router.ledger.prices import PriceList
-from router.ledger.schema import SUMMED, SUMS, connect
+from router.ledger.schema import SUMMED, SUMS, WHOLE
 
 GroupBy = Literal["tenant", "key_id", "model", "endpoint", "outcome", "batch"]
 GROUPS: tuple[str, ...] = get_args(GroupBy)
@@ -44,36 +42,39 @@ class UsageSum:
 
 
 def sums(
-    path: Path, *, since_s: int, until_s: int, by: Sequence[str] = (), bucket_s: int | None = None
+    database: Database, *, since_s: int, until_s: int, by: Sequence[str] = (), bucket_s: int | None = None
 ) -> list[UsageSum]:
     """In the order of time, then of groups; empty buckets are left out. Without `bucket_s` one bucket. Raises
-    InvalidRequest for a group that does not exist."""
+    InvalidRequest for a group that does not exist, and Unavailable."""
     check_groups(by)
     width = bucket_s or max(1, until_s - since_s)
-    bucket = "CAST((at_s - ?) / ? AS INTEGER)"
-    groups = [bucket, *by]
-    places = ", ".join(str(place) for place in range(1, len(groups) + 1))
+    places = ", ".join(str(place) for place in range(1, 2 + len(by)))
     source, values = _source(by, since_s, until_s, bucket_s)
-    query = (
-        f"SELECT {', '.join(groups)}, sum(requests), {', '.join(f'sum({name})' for name in SUMMED)} FROM ({source}) "
-        f"GROUP BY {places} ORDER BY {places}"
-    )
+    summed = ", ".join(f"{_sum(name)} AS {name}" for name in ("requests", *SUMMED))
+    with database.reading() as transaction:
+        bucket = transaction.whole("(at_s - ?) / ?")
+        rows = transaction.run(
+            f"SELECT {', '.join((f'{bucket} AS bucket', *by))}, {summed} FROM ({source}) AS parts "
+            f"GROUP BY {places} ORDER BY {places}",
+            since_s, width, *values,
+        )  # fmt: skip
     found = []
-    for number, *row in _rows(path, query, (since_s, width, *values)):
-        named, (count, *amounts) = row[: len(by)], row[len(by) :]
-        start_s = since_s + number * width
+    for row in rows:
+        start_s = since_s + row["bucket"] * width
         found.append(
             UsageSum(
                 start_s=start_s,
                 end_s=min(until_s, start_s + width),
-                group={
-                    name: _BATCH[value] if name == "batch" else value for name, value in zip(by, named, strict=True)
-                },
-                requests=count,
-                **dict(zip(SUMMED, amounts, strict=True)),
+                group={name: _BATCH[row[name]] if name == "batch" else row[name] for name in by},
+                **{name: row[name] for name in ("requests", *SUMMED)},
             )
         )
     return found
+
+
+def _sum(name: str) -> str:
+    """Postgres has the sum of whole numbers as a decimal one."""
+    return f"CAST(sum({name}) AS BIGINT)" if name in WHOLE or name == "requests" else f"sum({name})"
 
 
 def _source(by: Sequence[str], since_s: int, until_s: int, bucket_s: int | None) -> tuple[str, Sequence[int]]:
@@ -125,15 +126,16 @@ class CostReport:
         }
 
 
-def costs(path: Path, prices: PriceList, *, since_s: int, until_s: int, by: Sequence[str]) -> CostReport:
-    """Raises InvalidRequest."""
-    rows = tuple(sums(path, since_s=since_s, until_s=until_s, by=by))
-    [(devices,)] = _rows(
-        path,
-        "SELECT coalesce(sum(devices), 0) FROM fleet_devices WHERE minute >= ? AND minute < ?",
-        (since_s // 60, -(-until_s // 60)),
-    )
-    there_s = 60.0 * devices
+def costs(database: Database, prices: PriceList, *, since_s: int, until_s: int, by: Sequence[str]) -> CostReport:
+    """Raises InvalidRequest and Unavailable."""
+    rows = tuple(sums(database, since_s=since_s, until_s=until_s, by=by))
+    with database.reading() as transaction:
+        [minutes] = transaction.run(
+            "SELECT CAST(coalesce(sum(devices), 0) AS BIGINT) AS devices FROM fleet_devices "
+            "WHERE minute >= ? AND minute < ?",
+            since_s // 60, -(-until_s // 60),
+        )  # fmt: skip
+    there_s = 60.0 * minutes["devices"]
     used_s = sum(row.prefill_device_s + row.decode_device_s for row in rows)
     usd = prices.device_hour / _HOUR_S
     return CostReport(
@@ -145,20 +147,14 @@ def costs(path: Path, prices: PriceList, *, since_s: int, until_s: int, by: Sequ
     )
 
 
-def spent_by_tenant(path: Path, since_s: int) -> dict[str, float]:
+def spent_by_tenant(database: Database, since_s: int) -> dict[str, float]:
     """What tenants were charged since the beginning of a day. Raises Unavailable."""
-    return dict(_rows(path, "SELECT tenant, sum(charged_usd) FROM days WHERE at_s >= ? GROUP BY tenant", (since_s,)))
+    query = "SELECT tenant, sum(charged_usd) AS usd FROM days WHERE at_s >= ? GROUP BY tenant"
+    with database.reading() as transaction:
+        return {row["tenant"]: row["usd"] for row in transaction.run(query, since_s)}
 
 
 def check_groups(by: Sequence[str]) -> None:
     """Raises InvalidRequest."""
     if unknown := [name for name in by if name not in GROUPS]:
         raise InvalidRequest(f"by={unknown[0][:40]}: give some of {', '.join(GROUPS)}", param="by")
-
-
-def _rows(path: Path, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
-    try:
-        with closing(connect(path)) as database:
-            return database.execute(query, values).fetchall()
-    except sqlite3.Error as error:
-        raise Unavailable(f"the ledger cannot be read: {error}") from error

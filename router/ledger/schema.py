@@ -1,7 +1,7 @@
-"""The ledger's tables: SQLite with a write-ahead log.
+"""The ledger's tables.
 
 requests        a row each, by its id
-hours           their sums by hour and group, kept by triggers: a month of a million requests is some thousand rows
+days, hours     their sums by time and group, kept by triggers: a month of a million requests is some thousand rows
 open_requests   what processes are answering, as it was in their last second
 gateways        when each process wrote last
 fleet_devices   devices of each model's fleet by minute
@@ -9,14 +9,15 @@ fleet_devices   devices of each model's fleet by minute
 
 from __future__ import annotations
 
-import sqlite3
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+from router.database.database import Database, Transaction
+from router.database.postgres import PostgresDatabase
+from router.database.sqlite import SqliteDatabase
 from router.ledger.rows import LedgerRow
 
-BUSY_S = 10.0
-"""Another process may hold the database for so long."""
 GROUPS = ("tenant", "key_id", "model", "endpoint", "outcome", "batch")
 SUMMED = (
     "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens", "prefill_device_s", "decode_device_s",
@@ -25,119 +26,144 @@ SUMMED = (
 SUMS = {86_400: "days", 3600: "hours"}
 """Tables of sums by their seconds, the longest first. `at_s` is when the day or hour (UTC) began."""
 
-_TEXT = {"request_id", "tenant", "key_id", "model", "endpoint", "outcome"}
-_COLUMNS = ", ".join(f"{one.name} {'TEXT' if one.name in _TEXT else 'NUMERIC'} NOT NULL" for one in fields(LedgerRow))
-_ADDED = ("batch", "accepted_tokens", "cache_saved_device_s", "speculation_saved_device_s")
-"""Columns that a database of an earlier version lacks."""
-_NAMES = ", ".join(one.name for one in fields(LedgerRow))
-_REPLACED = ", ".join(f"{one.name} = excluded.{one.name}" for one in fields(LedgerRow))
+_TYPES = {"str": "TEXT", "int": "BIGINT", "float": "DOUBLE PRECISION"}
+_KINDS = {one.name: str(one.type) for one in fields(LedgerRow)}
+WHOLE = frozenset(name for name, kind in _KINDS.items() if kind == "int")
+_NAMES = ", ".join(_KINDS)
+_MARKS = ", ".join("?" * len(_KINDS))
+_REPLACED = ", ".join(f"{name} = excluded.{name}" for name in _KINDS)
 _KEY = ", ".join(("at_s", *GROUPS))
-_TABLES = f"""
-CREATE TABLE IF NOT EXISTS requests ({_COLUMNS}, PRIMARY KEY (request_id)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS by_time ON requests (at_s, tenant, model, endpoint);
-CREATE TABLE IF NOT EXISTS fleet_devices (
-    minute INTEGER NOT NULL, devices INTEGER NOT NULL, model TEXT NOT NULL, PRIMARY KEY (minute, model)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS open_requests (process TEXT NOT NULL, {_COLUMNS}, PRIMARY KEY (request_id)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS gateways (process TEXT PRIMARY KEY, seen_s REAL NOT NULL) WITHOUT ROWID;
-"""
 
 
-def _sums(table: str, width_s: int) -> str:
-    """A table of sums, filled with what is there."""
-    kinds = ", ".join(f"{name} {'TEXT' if name in _TEXT else 'NUMERIC'} NOT NULL" for name in GROUPS)
-    begin, groups, sums = f"CAST(at_s / {width_s} AS INTEGER) * {width_s}", ", ".join(GROUPS), ", ".join(SUMMED)
-    return f"""
-CREATE TABLE {table} (
-    at_s INTEGER NOT NULL, {kinds}, requests INTEGER NOT NULL,
-    {", ".join(f"{name} NUMERIC NOT NULL" for name in SUMMED)}, PRIMARY KEY ({_KEY})
-) WITHOUT ROWID;
-INSERT INTO {table} SELECT {begin}, {groups}, count(*), {", ".join(f"sum({name})" for name in SUMMED)} FROM requests
-    GROUP BY {", ".join(map(str, range(1, 2 + len(GROUPS))))};
-CREATE TRIGGER count_{table} AFTER INSERT ON requests BEGIN
-    INSERT INTO {table} (at_s, {groups}, requests, {sums}) VALUES (
-        CAST(new.at_s / {width_s} AS INTEGER) * {width_s}, {", ".join(f"new.{name}" for name in GROUPS)}, 1,
-        {", ".join(f"new.{name}" for name in SUMMED)}
-    ) ON CONFLICT ({_KEY}) DO UPDATE SET requests = requests + 1,
-        {", ".join(f"{name} = {name} + excluded.{name}" for name in SUMMED)};
-END;
-"""
+def ledger_database(where: Path | str) -> Database:
+    """SQLite in a file, or Postgres at a URL. Makes what is missing. Raises Misconfigured."""
+    if isinstance(where, Path):
+        return SqliteDatabase(where, prepare, setting="router.ledger.path", place="file", synchronous="NORMAL")
+    return PostgresDatabase(where, "ledger", prepare)
 
 
-def _moves(table: str, width_s: int) -> str:
-    """A row that is replaced leaves its sums and enters those of its new group."""
-    begin = f"CAST({{}}.at_s / {width_s} AS INTEGER) * {width_s}"
-    left = " AND ".join([f"at_s = {begin.format('old')}", *(f"{name} = old.{name}" for name in GROUPS)])
-    return f"""
-CREATE TRIGGER IF NOT EXISTS move_{table} AFTER UPDATE ON requests BEGIN
-    UPDATE {table} SET requests = requests - 1, {", ".join(f"{name} = {name} - old.{name}" for name in SUMMED)}
-        WHERE {left};
-    DELETE FROM {table} WHERE requests = 0 AND {left};
-    INSERT INTO {table} (at_s, {", ".join(GROUPS)}, requests, {", ".join(SUMMED)}) VALUES (
-        {begin.format("new")}, {", ".join(f"new.{name}" for name in GROUPS)}, 1,
-        {", ".join(f"new.{name}" for name in SUMMED)}
-    ) ON CONFLICT ({_KEY}) DO UPDATE SET requests = requests + 1,
-        {", ".join(f"{name} = {name} + excluded.{name}" for name in SUMMED)};
-END;
-"""
+def prepare(transaction: Transaction) -> None:
+    """Makes what is missing, also in a database of an earlier version."""
+    for table, columns in _tables(transaction).items():
+        transaction.run(f"CREATE TABLE IF NOT EXISTS {table} ({columns}){_rowid(transaction)}")
+    for table in ("requests", "open_requests"):
+        known = transaction.columns(table)
+        for name, kind in _KINDS.items():
+            if name not in known:
+                default = "''" if kind == "str" else "0"
+                transaction.run(f"ALTER TABLE {table} ADD COLUMN {name} {_TYPES[kind]} NOT NULL DEFAULT {default}")
+    transaction.run("CREATE INDEX IF NOT EXISTS by_time ON requests (at_s, tenant, model, endpoint)")
+    if transaction.columns("fleet_minutes"):
+        transaction.run("INSERT OR IGNORE INTO fleet_devices SELECT minute, devices, '' FROM fleet_minutes")
+        transaction.run("DROP TABLE fleet_minutes")
+    for width_s, table in SUMS.items():
+        _prepare_sums(transaction, table, width_s)
+
+
+def _tables(transaction: Transaction) -> dict[str, str]:
+    rows = ", ".join(_column(transaction, name) for name in _KINDS)
+    return {
+        "requests": f"{rows}, PRIMARY KEY (request_id)",
+        "fleet_devices": "minute BIGINT NOT NULL, devices BIGINT NOT NULL, model TEXT NOT NULL, "
+        "PRIMARY KEY (minute, model)",
+        "open_requests": f"process TEXT NOT NULL, {rows}, PRIMARY KEY (request_id)",
+        "gateways": "process TEXT PRIMARY KEY, seen_s DOUBLE PRECISION NOT NULL",
+    }
+
+
+def _column(transaction: Transaction, name: str) -> str:
+    """SQLite has NULL for what is no number; Postgres would add it to the sums."""
+    column = f"{name} {_TYPES[_KINDS[name]]} NOT NULL"
+    is_checked = transaction.dialect == "postgres" and _KINDS[name] == "float"
+    return f"{column} CHECK ({name} < 'Infinity')" if is_checked else column
+
+
+def _rowid(transaction: Transaction) -> str:
+    return " WITHOUT ROWID" if transaction.dialect == "sqlite" else ""
+
+
+def _prepare_sums(transaction: Transaction, table: str, width_s: int) -> None:
+    """A table of sums that is missing, or lacks columns, is made from the requests that are there."""
+    known = transaction.columns(table)
+    if known != {"at_s", *GROUPS, "requests", *SUMMED}:
+        if known:
+            _drop_sums(transaction, table)
+        kinds = ", ".join(f"{name} {_TYPES[_KINDS[name]]} NOT NULL" for name in (*GROUPS, *SUMMED))
+        transaction.run(
+            f"CREATE TABLE {table} (at_s BIGINT NOT NULL, requests BIGINT NOT NULL, {kinds}, PRIMARY KEY ({_KEY}))"
+            f"{_rowid(transaction)}"
+        )
+        transaction.run(
+            f"INSERT INTO {table} ({_KEY}, requests, {', '.join(SUMMED)}) "
+            f"SELECT {_begin(transaction, 'at_s', width_s)}, {', '.join(GROUPS)}, count(*), "
+            f"{', '.join(f'sum({name})' for name in SUMMED)} FROM requests "
+            f"GROUP BY {', '.join(map(str, range(1, 2 + len(GROUPS))))}"
+        )
+    for statement in _triggers(transaction, table, width_s):
+        transaction.run(statement)
+
+
+def _drop_sums(transaction: Transaction, table: str) -> None:
+    on = " ON requests" if transaction.dialect == "postgres" else ""
+    for trigger in (f"count_{table}", f"move_{table}"):
+        transaction.run(f"DROP TRIGGER IF EXISTS {trigger}{on}")
+    transaction.run(f"DROP TABLE {table}")
+
+
+def _begin(transaction: Transaction, at_s: str, width_s: int) -> str:
+    return f"{transaction.whole(f'{at_s} / {width_s}')} * {width_s}"
+
+
+def _triggers(transaction: Transaction, table: str, width_s: int) -> Iterator[str]:
+    """A row enters its sums. One that is replaced leaves them and enters those of its new group."""
+    enters = (
+        f"INSERT INTO {table} ({_KEY}, requests, {', '.join(SUMMED)}) VALUES ("
+        f"{_begin(transaction, 'new.at_s', width_s)}, {', '.join(f'new.{name}' for name in GROUPS)}, 1, "
+        f"{', '.join(f'new.{name}' for name in SUMMED)}) ON CONFLICT ({_KEY}) DO UPDATE SET "
+        f"requests = {table}.requests + 1, "
+        f"{', '.join(f'{name} = {table}.{name} + excluded.{name}' for name in SUMMED)};"
+    )
+    left = " AND ".join(
+        [f"at_s = {_begin(transaction, 'old.at_s', width_s)}", *(f"{name} = old.{name}" for name in GROUPS)]
+    )
+    leaves = (
+        f"UPDATE {table} SET requests = requests - 1, {', '.join(f'{name} = {name} - old.{name}' for name in SUMMED)} "
+        f"WHERE {left}; DELETE FROM {table} WHERE requests = 0 AND {left};"
+    )
+    for name, event, body in (("count", "INSERT", enters), ("move", "UPDATE", f"{leaves} {enters}")):
+        if transaction.dialect == "sqlite":
+            yield f"CREATE TRIGGER IF NOT EXISTS {name}_{table} AFTER {event} ON requests BEGIN {body} END"
+        else:
+            yield (
+                f"CREATE OR REPLACE FUNCTION {name}_{table}() RETURNS trigger LANGUAGE plpgsql AS "
+                f"$$ BEGIN {body} RETURN NULL; END $$"
+            )
+            yield (
+                f"CREATE OR REPLACE TRIGGER {name}_{table} AFTER {event} ON requests FOR EACH ROW "
+                f"EXECUTE FUNCTION {name}_{table}()"
+            )
 
 
 LOST = "gateway_lost"
 """The outcome of a request whose gateway process was killed. One that was only frozen ends the request after all: that
 row replaces it."""
 INSERT_ROW = (
-    f"INSERT INTO requests ({_NAMES}) VALUES ({', '.join('?' * len(fields(LedgerRow)))}) "
-    f"ON CONFLICT (request_id) DO UPDATE SET {_REPLACED} "
-    f"WHERE outcome = '{LOST}'"
+    f"INSERT INTO requests ({_NAMES}) VALUES ({_MARKS}) ON CONFLICT (request_id) DO UPDATE SET {_REPLACED} "
+    f"WHERE requests.outcome = '{LOST}'"
 )
 INSERT_DEVICES = (
-    "INSERT INTO fleet_devices VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET devices = max(devices, excluded.devices)"
+    "INSERT INTO fleet_devices (minute, devices, model) VALUES (?, ?, ?) ON CONFLICT (minute, model) "
+    "DO UPDATE SET devices = excluded.devices WHERE excluded.devices > fleet_devices.devices"
 )
 REPLACE_OPEN = (
-    f"INSERT OR REPLACE INTO open_requests (process, {_NAMES}) VALUES (?, {', '.join('?' * len(fields(LedgerRow)))})"
+    f"INSERT INTO open_requests (process, {_NAMES}) VALUES (?, {_MARKS}) ON CONFLICT (request_id) DO UPDATE SET "
+    f"process = excluded.process, {_REPLACED}"
 )
-SEEN = "INSERT OR REPLACE INTO gateways VALUES (?, ?)"
+SEEN = (
+    "INSERT INTO gateways (process, seen_s) VALUES (?, ?) ON CONFLICT (process) DO UPDATE SET seen_s = excluded.seen_s"
+)
 SILENT = "SELECT process FROM gateways WHERE seen_s < ?"
 RECOVER = (
     f"INSERT INTO requests ({_NAMES}) SELECT {_NAMES} FROM open_requests WHERE process IN ({SILENT}) "
-    "ON CONFLICT (request_id) DO NOTHING"
+    "ON CONFLICT (request_id) DO NOTHING RETURNING request_id"
 )
-
-
-def connect(path: Path) -> sqlite3.Connection:
-    """Raises sqlite3.Error. A commit survives the end of the process, not always that of the machine."""
-    database = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
-    database.execute("PRAGMA journal_mode = WAL")
-    database.execute("PRAGMA synchronous = NORMAL")
-    return database
-
-
-def prepare(database: sqlite3.Connection) -> None:
-    """Makes what is missing, also in a database of an earlier version. Raises sqlite3.Error."""
-    database.executescript(_TABLES)
-    database.execute("BEGIN IMMEDIATE")  # of several processes one changes it
-    known = {row[1] for row in database.execute("PRAGMA table_info(requests)")}
-    for name in _ADDED:
-        if name not in known:
-            database.execute(f"ALTER TABLE requests ADD COLUMN {name} NUMERIC NOT NULL DEFAULT 0")
-    tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if "fleet_minutes" in tables:
-        database.execute("INSERT OR IGNORE INTO fleet_devices SELECT minute, devices, '' FROM fleet_minutes")
-        database.execute("DROP TABLE fleet_minutes")
-    for width_s, table in SUMS.items():
-        if table not in tables:
-            for statement in _statements(_sums(table, width_s)):
-                database.execute(statement)
-        database.execute(_moves(table, width_s))
-    database.commit()
-
-
-def _statements(script: str) -> list[str]:
-    """`executescript` would end the transaction."""
-    found, part = [], ""
-    for line in script.splitlines(keepends=True):
-        part += line
-        if sqlite3.complete_statement(part):
-            found.append(part)
-            part = ""
-    return found

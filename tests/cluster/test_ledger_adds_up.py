@@ -10,6 +10,7 @@ import json
 import os
 import random
 import socket
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from cluster.gateway.server import GatewayServer
 from protos.tls import FaceTls, PeerTls
 from router.config import LedgerConfig, RouterConfig
 from router.ledger.report import sums
+from router.ledger.schema import ledger_database
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
 from tests.unit.workers.toy import ToyRunner
 from workers.rpc.worker import Worker, WorkerParts
@@ -119,9 +121,8 @@ async def test_the_sums_are_what_clients_received(tmp_path: Path) -> None:
         await server.stop(5.0)  # which writes what is left
         for worker in workers:
             await worker.stop()
-    rows = {
-        row.group["outcome"]: row for row in sums(tmp_path / "ledger.db", since_s=0, until_s=2**40, by=("outcome",))
-    }
+    with closing(ledger_database(tmp_path / "ledger.db")) as database:
+        rows = {row.group["outcome"]: row for row in sums(database, since_s=0, until_s=2**40, by=("outcome",))}
     assert set(rows) == {"ok", "cancelled"}
     ok, cancelled = rows["ok"], rows["cancelled"]
     assert (ok.requests, cancelled.requests) == (received.ok, received.hung_up)

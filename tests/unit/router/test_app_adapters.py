@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from router.jobs import Job
 from router.ledger.ledger import RequestLedger
 from router.ledger.prices import Price, PriceList
 from router.ledger.report import sums
+from router.ledger.schema import ledger_database
 from router.ledger.store import LedgerStore
 from tests.unit.router.scripted import Crew, Scripted, make_gateway, saying, serving
 
@@ -90,12 +92,13 @@ async def test_the_ledger_names_the_adapter_and_charges_it_like_its_model(tmp_pa
     crew.loaded_adapters["sql"] = SQL
     usd = {"input": 1e6, "cached": 1e6, "output": 1e6}
     prices = PriceList(prices=(Price(since_s=0.0, model="tiny", usd=usd),))
-    ledger = RequestLedger(LedgerStore(tmp_path / "ledger.db"), prices, crew, model="tiny")
+    ledger = RequestLedger(LedgerStore(ledger_database(tmp_path / "ledger.db")), prices, crew, model="tiny")
     gateway = make_gateway(Scripted(saying("hi")), fleet=crew, ledger=ledger)
     async with serving(gateway) as url, httpx.AsyncClient(base_url=url) as client:
         for name in ("sql", "tiny"):
             await client.post("/v1/completions", json={"model": name, "prompt": "hello"})
     ledger.close()
-    found = sums(tmp_path / "ledger.db", since_s=0, until_s=10**11, by=["model"])
+    with closing(ledger_database(tmp_path / "ledger.db")) as database:
+        found = sums(database, since_s=0, until_s=10**11, by=["model"])
     assert [(row.group["model"], row.requests) for row in found] == [("sql", 1), ("tiny", 1)]
     assert found[0].charged_usd == found[1].charged_usd > 0

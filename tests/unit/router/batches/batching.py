@@ -37,15 +37,28 @@ class TestClock:
 class Batching:
     """Any number of gateway processes on one folder, as tests begin and kill them."""
 
-    def __init__(self, folder: Path, script: Script | None = None, *, max_lines: int = 1000, **changes: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        script: Script | None = None,
+        *,
+        max_lines: int = 1000,
+        database_url: str = "",
+        **changes: Any,
+    ) -> None:
+        """With `database_url` nothing is in the folder."""
         self.clock = TestClock()
         self.generate = Scripted(script or saying("hi"))
-        self.folder, self._max_lines, self._changes = folder, max_lines, changes
+        self.folder = None if database_url else folder
+        self._max_lines, self._database_url, self._changes = max_lines, database_url, changes
         self.storage = self.opened()
         self._tasks: list[asyncio.Task[None]] = []
 
     def opened(self) -> BatchStorage:
-        return open_storage(self.folder, max_file_bytes=1 << 20, max_lines=self._max_lines, clock=self.clock)
+        return open_storage(
+            self.folder, max_file_bytes=1 << 20, max_lines=self._max_lines, database_url=self._database_url,
+            clock=self.clock,
+        )  # fmt: skip
 
     def gateway(self, storage: BatchStorage | None = None) -> Gateway:
         return make_gateway(self.generate, batches=storage or self.storage, **self._changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from router.jobs import Job
 from router.ledger.ledger import RequestLedger
 from router.ledger.prices import Price, PriceList
 from router.ledger.report import sums
+from router.ledger.schema import ledger_database
 from router.ledger.store import LedgerStore
 from tests.unit.router.batches.batching import CHAT, Batching, batching, ended, jsonl, line, results, upload
 from tests.unit.router.scripted import Crew, saying
@@ -322,14 +324,17 @@ async def test_a_line_that_fails_for_good_has_one_row(
 ) -> None:
     monkeypatch.setattr("router.batches.runner.FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr("router.batches.runner.MAX_ATTEMPTS", 2)
-    ledger = RequestLedger(LedgerStore(tmp_path / "ledger.db"), PriceList(prices=()), Crew(), model="tiny")
+    ledger = RequestLedger(
+        LedgerStore(ledger_database(tmp_path / "ledger.db")), PriceList(prices=()), Crew(), model="tiny"
+    )
     async with batching(tmp_path, lambda _: [error], ledger=ledger) as (client, made):
         file_id = await upload(client, [line("a")])
         batch = await client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
         assert (await asyncio.wait_for(ended(client, batch.id), 30)).request_counts.failed == 1
         assert len(made.generate.jobs) == tries
     ledger.close()
-    [row] = sums(tmp_path / "ledger.db", since_s=0, until_s=10**11, by=["outcome"])
+    with closing(ledger_database(tmp_path / "ledger.db")) as database:
+        [row] = sums(database, since_s=0, until_s=10**11, by=["outcome"])
     assert (row.group["outcome"], row.requests) == (error.code, 1)
 
 
@@ -345,14 +350,15 @@ async def test_requests_of_batches_cost_half_and_are_marked(tmp_path: Path, monk
 
     usd = {"input": 1e6, "cached": 0.0, "output": 1e6}
     prices = PriceList(prices=(Price(since_s=0.0, model="*", usd=usd),))
-    ledger = RequestLedger(LedgerStore(tmp_path / "ledger.db"), prices, Crew(), model="tiny")
+    ledger = RequestLedger(LedgerStore(ledger_database(tmp_path / "ledger.db")), prices, Crew(), model="tiny")
     async with batching(tmp_path, script, ledger=ledger) as (client, _):
         file_id = await upload(client, [line("a"), line("b")])
         batch = await client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
         usage = (await ended(client, batch.id)).usage
         await client.chat.completions.create(**line("c")["body"])
     ledger.close()
-    alone, ran = sums(tmp_path / "ledger.db", since_s=0, until_s=10**11, by=["batch"])
+    with closing(ledger_database(tmp_path / "ledger.db")) as database:
+        alone, ran = sums(database, since_s=0, until_s=10**11, by=["batch"])
     assert ([alone.group["batch"], ran.group["batch"]], alone.requests, ran.requests) == (["no", "yes"], 1, 2)
     assert ran.output_tokens == usage.output_tokens
     for row, share in ((alone, 1.0), (ran, 0.5)):

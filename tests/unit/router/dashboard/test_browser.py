@@ -24,6 +24,7 @@ from router.fleet_owner import DesiredFleet, FleetChange, FleetReport, NoFleetOw
 from router.history.history import NUM_PERIODS, PERIOD_S, History, HistoryPeriod
 from router.ledger.ledger import RequestLedger
 from router.ledger.prices import PriceList
+from router.ledger.schema import ledger_database
 from router.ledger.store import LedgerStore
 from router.metrics import GAP_SECONDS, SECONDS
 from router.planning import CapacityDecision, PlannerReport
@@ -282,10 +283,11 @@ async def test_lanes_are_a_map_that_can_be_read_by_keyboard(browser: Browser, cl
 
 async def test_money_is_shown_where_a_ledger_is_kept(browser: Browser, cluster: Cluster, tmp_path: Path) -> None:
     prices = PriceList(device_hour=36.0, prices=())
-    ledger = RequestLedger(LedgerStore(tmp_path / "ledger.db"), prices, cluster.fleet, model="tiny")
+    ledger = RequestLedger(LedgerStore(ledger_database(tmp_path / "ledger.db")), prices, cluster.fleet, model="tiny")
     async with operating(cluster, history=an_hour(UNTIL), ledger=ledger) as (client, _):
         assert (await ask(client, "first")).status_code == 200
         await asyncio.to_thread(ledger.close)
+        ledger.store = LedgerStore(ledger_database(tmp_path / "ledger.db"))
         async with browser.tab(str(client.base_url)) as tab:
             await tab.until("document.querySelector('#money tbody tr')")
             cells = await tab.js("[...document.querySelectorAll('#money td')].map((one) => one.innerText)")

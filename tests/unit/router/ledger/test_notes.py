@@ -18,6 +18,7 @@ from router.ledger import store as store_module
 from router.ledger.ledger import RequestLedger
 from router.ledger.prices import PriceList
 from router.ledger.rows import OpenRequest, Written
+from router.ledger.schema import ledger_database
 from router.ledger.store import LedgerStore
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import UsageCounter
@@ -72,12 +73,12 @@ def test_rows_are_gathered_and_closing_does_not_wait(
     path, transactions = tmp_path / "ledger.db", list[int]()
     commit = LedgerStore._commit
 
-    def counted(self: LedgerStore, database: sqlite3.Connection, rows: Sequence[Written]) -> None:
+    def counted(self: LedgerStore, rows: Sequence[Written]) -> None:
         transactions.append(len(rows))
-        commit(self, database, rows)
+        commit(self, rows)
 
     monkeypatch.setattr(LedgerStore, "_commit", counted)
-    store = LedgerStore(path)
+    store = LedgerStore(ledger_database(path))
     ledger = ledger_of(store)
     for name in ("a", "b", "c"):
         ask = asked(name)

@@ -1,10 +1,11 @@
-"""Rows are in the database once, from several processes, and after a process was killed."""
+"""Rows are in the database once, from several processes, and after a process was killed: SQLite and Postgres."""
 
 from __future__ import annotations
 
 import multiprocessing
 import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from multiprocessing.sharedctypes import Synchronized
@@ -15,9 +16,9 @@ import pytest
 
 from protos.errors import InvalidRequest, Misconfigured
 from router.ledger.prices import Price, PriceList
-from router.ledger.report import costs, spent_by_tenant, sums
+from router.ledger.report import CostReport, UsageSum, costs, spent_by_tenant, sums
 from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest
-from router.ledger.schema import connect
+from router.ledger.schema import ledger_database
 from router.ledger.store import LOST_S, LedgerStore
 
 DAY = 86_400
@@ -28,69 +29,90 @@ ROW = LedgerRow(
 )  # fmt: skip
 
 
-def rows(path: Path) -> list[str]:
-    with closing(connect(path)) as database:
-        return sorted(name for (name,) in database.execute("SELECT request_id FROM requests"))
+Where = Path | str
 
 
-def test_a_row_is_written_once(tmp_path: Path) -> None:
-    store = LedgerStore(tmp_path / "ledger.db")
+def rows(where: Where) -> list[str]:
+    with closing(ledger_database(where)) as database, database.reading() as transaction:
+        return sorted(row["request_id"] for row in transaction.run("SELECT request_id FROM requests"))
+
+
+def store_at(where: Where, clock: Callable[[], float] | None = None) -> LedgerStore:
+    return LedgerStore(ledger_database(where), clock)
+
+
+def summed(where: Where, **asked: Any) -> list[UsageSum]:
+    with closing(ledger_database(where)) as database:
+        return sums(database, **asked)
+
+
+def cost(where: Where, prices: PriceList, **asked: Any) -> CostReport:
+    with closing(ledger_database(where)) as database:
+        return costs(database, prices, **asked)
+
+
+def later() -> float:
+    """When a process that wrote something at the start of the test is silent for too long."""
+    return time.time() + LOST_S + 1
+
+
+def test_a_row_is_written_once(ledger_at: Where) -> None:
+    store = store_at(ledger_at)
     for number in (1, 2, 2, 1):
         store.write(replace(ROW, request_id=f"r{number}"))
     store.close()
-    again = LedgerStore(tmp_path / "ledger.db")
+    again = store_at(ledger_at)
     again.write(replace(ROW, request_id="r1"))
     again.close()
-    assert rows(tmp_path / "ledger.db") == ["r1", "r2"]
+    assert rows(ledger_at) == ["r1", "r2"]
     assert store.outcomes == {"written": 4, "dropped": 0, "recovered": 0}
-    found = sums(tmp_path / "ledger.db", since_s=int(ROW.at_s), until_s=int(ROW.at_s) + 3600)
+    found = summed(ledger_at, since_s=int(ROW.at_s), until_s=int(ROW.at_s) + 3600)
     assert [row.requests for row in found] == [2], "the sums count it once, too"
 
 
-def keep_writing(path: Path, name: str) -> None:
-    store = LedgerStore(path)
+def keep_writing(where: Where, name: str) -> None:
+    store = store_at(where)
     for number in range(10**9):
         store.write(replace(ROW, request_id=f"{name}-{number}"))
         time.sleep(0.001)
 
 
-def test_a_killed_process_leaves_what_it_wrote_to_the_others(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.db"
-    LedgerStore(path).close()
+def test_a_killed_process_leaves_what_it_wrote_to_the_others(ledger_at: Where) -> None:
+    store_at(ledger_at).close()
     context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=keep_writing, args=(path, name), daemon=True) for name in ("a", "b")]
+    writers = [context.Process(target=keep_writing, args=(ledger_at, name), daemon=True) for name in ("a", "b")]
     for writer in writers:
         writer.start()
     try:
         deadline = time.monotonic() + 60
-        while len({name[0] for name in rows(path)}) < 2:
+        while len({name[0] for name in rows(ledger_at)}) < 2:
             assert time.monotonic() < deadline
     finally:
         for writer in writers:
             writer.kill()
             writer.join()
-    left = rows(path)
+    left = rows(ledger_at)
     for name in ("a", "b"):
         numbers = sorted(int(one.partition("-")[2]) for one in left if one.startswith(name))
         assert numbers == list(range(len(numbers))), "none is missing before the last one"
-    store = LedgerStore(path)
+    store = store_at(ledger_at)
     store.write(replace(ROW, request_id="after"))
     store.close()
-    assert "after" in rows(path)
+    assert "after" in rows(ledger_at)
 
 
 def test_what_cannot_be_a_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no database " * 100)
     with pytest.raises(Misconfigured, match=r"router\.ledger\.path: .*text: file is not a database: give a file"):
-        LedgerStore(tmp_path / "text")
+        ledger_database(tmp_path / "text")
     with pytest.raises(Misconfigured, match="unable to open"):
-        LedgerStore(tmp_path / "missing" / "ledger.db")
+        ledger_database(tmp_path / "missing" / "ledger.db")
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Path:
+def ledger(ledger_at: Where) -> Where:
     """Two tenants on two days; a fleet of three devices for two minutes."""
-    store = LedgerStore(tmp_path / "ledger.db")
+    store = store_at(ledger_at)
     for number in range(6):
         day, tenant = divmod(number, 3)
         store.write(
@@ -100,52 +122,52 @@ def ledger(tmp_path: Path) -> Path:
     store.write(FleetMinute(minute=20_000 * 1440 + 1, devices=3))
     store.write(FleetMinute(minute=20_000 * 1440 + 1, devices=2))
     store.close()
-    return tmp_path / "ledger.db"
+    return ledger_at
 
 
-def test_sums_are_by_group_and_day(ledger: Path) -> None:
+def test_sums_are_by_group_and_day(ledger: Where) -> None:
     start_s = 20_000 * DAY
-    found = sums(ledger, since_s=start_s, until_s=start_s + 2 * DAY, by=("tenant",), bucket_s=DAY)
+    found = summed(ledger, since_s=start_s, until_s=start_s + 2 * DAY, by=("tenant",), bucket_s=DAY)
     shown = [(row.start_s, row.group["tenant"], row.requests, row.input_tokens, row.output_tokens) for row in found]
     assert shown == [
         (start_s, "acme", 2, 200, 40), (start_s, "other", 1, 100, 20),
         (start_s + DAY, "acme", 2, 200, 40), (start_s + DAY, "other", 1, 100, 20),
     ]  # fmt: skip
-    assert sums(ledger, since_s=0, until_s=start_s) == []
+    assert summed(ledger, since_s=0, until_s=start_s) == []
     with pytest.raises(InvalidRequest, match="by=secret: give some of tenant"):
-        sums(ledger, since_s=0, until_s=1, by=("secret",))
+        summed(ledger, since_s=0, until_s=1, by=("secret",))
 
 
-def test_cost_is_what_was_used_and_what_was_idle(ledger: Path) -> None:
+def test_cost_is_what_was_used_and_what_was_idle(ledger: Where) -> None:
     prices = PriceList(device_hour=3600.0, prices=(Price(since_s=0.0, model="*", usd={}),))
-    report = costs(ledger, prices, since_s=20_000 * DAY, until_s=20_001 * DAY, by=("tenant",))
+    report = cost(ledger, prices, since_s=20_000 * DAY, until_s=20_001 * DAY, by=("tenant",))
     assert report.fleet_device_s == 3 * 60 * 2
     assert {row.group["tenant"]: report.cost_usd(row) for row in report.rows} == {"acme": 2.0, "other": 1.0}
     assert report.fleet_usd == 360.0
     assert report.idle_usd == pytest.approx(357.0)
 
 
-def test_the_devices_of_several_models_are_added_up(tmp_path: Path) -> None:
-    store = LedgerStore(tmp_path / "ledger.db")
+def test_the_devices_of_several_models_are_added_up(ledger_at: Where) -> None:
+    store = store_at(ledger_at)
     for model, devices in (("big", 4), ("small", 1), ("big", 2)):
         store.write(FleetMinute(minute=7, devices=devices, model=model))
     store.close()
     prices = PriceList(device_hour=3600.0, prices=())
-    report = costs(tmp_path / "ledger.db", prices, since_s=0, until_s=3600, by=())
+    report = cost(ledger_at, prices, since_s=0, until_s=3600, by=())
     assert report.fleet_device_s == 60 * 5
 
 
 @pytest.mark.parametrize("bucket_s", [None, 1800, 3600, DAY])
-def test_sums_of_days_and_hours_are_those_of_requests(tmp_path: Path, bucket_s: int | None) -> None:
+def test_sums_of_days_and_hours_are_those_of_requests(ledger_at: Where, bucket_s: int | None) -> None:
     """Whatever part of a day or an hour a report begins or ends with."""
-    store, start_s = LedgerStore(tmp_path / "ledger.db"), 20_000 * DAY
+    store, start_s = store_at(ledger_at), 20_000 * DAY
     times = [start_s + 9770.0 * number for number in range(60)]
     for number, at_s in enumerate(times):
         store.write(replace(ROW, request_id=f"r{number}", at_s=at_s, output_tokens=number, tenant=f"t{number % 2}"))
     store.close()
     for since_s, until_s in ((0, 500_000), (1, 499_999), (3599, 7201), (1800, 2000), (3600, 3600 * 90), (9770, DAY)):
-        found = sums(
-            tmp_path / "ledger.db", since_s=start_s + since_s, until_s=start_s + until_s, by=("tenant",),
+        found = summed(
+            ledger_at, since_s=start_s + since_s, until_s=start_s + until_s, by=("tenant",),
             bucket_s=bucket_s,
         )  # fmt: skip
         width = bucket_s or until_s - since_s
@@ -172,18 +194,19 @@ def test_a_database_of_an_earlier_version_is_brought_up_to_date(tmp_path: Path) 
         database.execute(f"INSERT INTO requests VALUES ({', '.join('?' * len(row))})", row)
         database.execute("CREATE TABLE fleet_minutes (minute INTEGER PRIMARY KEY, devices INTEGER NOT NULL)")
         database.execute("INSERT INTO fleet_minutes VALUES (?, 3)", (20_000 * 1440,))
-    store = LedgerStore(path)
+    store = store_at(path)
     store.write(replace(ROW, request_id="new"))
     store.close()
     prices = PriceList(device_hour=3600.0, prices=())
-    report = costs(path, prices, since_s=20_000 * DAY, until_s=20_001 * DAY, by=())
+    report = cost(path, prices, since_s=20_000 * DAY, until_s=20_001 * DAY, by=())
     assert [(row.requests, row.output_tokens) for row in report.rows] == [(2, 40)]
     assert report.fleet_device_s == 180.0
-    assert spent_by_tenant(path, 20_000 * DAY) == {"acme": pytest.approx(0.002)}
+    with closing(ledger_database(path)) as migrated:
+        assert spent_by_tenant(migrated, 20_000 * DAY) == {"acme": pytest.approx(0.002)}
 
 
-def answer_and_be_killed(path: Path, written: Synchronized[int]) -> None:
-    store = LedgerStore(path)
+def answer_and_be_killed(where: Where, written: Synchronized[int]) -> None:
+    store = store_at(where)
     store.write(OpenRequest(row=replace(ROW, request_id="long", outcome="gateway_lost", output_tokens=7)))
     store.write(OpenRequest(row=replace(ROW, request_id="long", outcome="gateway_lost", output_tokens=9)))
     store.write(OpenRequest(row=replace(ROW, request_id="short", outcome="gateway_lost", output_tokens=3)))
@@ -194,12 +217,10 @@ def answer_and_be_killed(path: Path, written: Synchronized[int]) -> None:
     time.sleep(3600)
 
 
-def test_what_a_killed_process_was_answering_is_counted_as_far_as_it_had_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, context = tmp_path / "ledger.db", multiprocessing.get_context("fork")
+def test_what_a_killed_process_was_answering_is_counted_as_far_as_it_had_come(ledger_at: Where) -> None:
+    context = multiprocessing.get_context("fork")
     written = context.Value("i", 0)
-    process = context.Process(target=answer_and_be_killed, args=(path, written), daemon=True)
+    process = context.Process(target=answer_and_be_killed, args=(ledger_at, written), daemon=True)
     process.start()
     try:
         deadline = time.monotonic() + 60
@@ -208,47 +229,44 @@ def test_what_a_killed_process_was_answering_is_counted_as_far_as_it_had_come(
     finally:
         process.kill()
         process.join()
-    store = LedgerStore(path)
-    assert store.recover() == 0, "it may still answer"
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + LOST_S + 1)
+    early = store_at(ledger_at)
+    assert early.recover() == 0, "it may still answer"
+    early.close()
+    store = store_at(ledger_at, later)
     assert store.recover() == 1
     assert store.recover() == 0
     store.close()
-    found = sums(path, since_s=int(ROW.at_s), until_s=int(ROW.at_s) + 1, by=("outcome",))
+    found = summed(ledger_at, since_s=int(ROW.at_s), until_s=int(ROW.at_s) + 1, by=("outcome",))
     assert {row.group["outcome"]: row.output_tokens for row in found} == {"gateway_lost": 9, "ok": 4}
     assert store.outcomes["recovered"] == 1
 
 
-def test_a_process_that_was_only_frozen_replaces_what_was_counted_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_was_only_frozen_replaces_what_was_counted_for_it(ledger_at: Where) -> None:
     """In the sums, too, of days and of hours, and once."""
-    path, now, final = tmp_path / "ledger.db", time.time(), replace(ROW, output_tokens=30)
-    frozen = LedgerStore(path)
+    final = replace(ROW, output_tokens=30)
+    frozen = store_at(ledger_at)
     frozen.write(OpenRequest(row=replace(ROW, outcome="gateway_lost", output_tokens=9)))
     frozen.write(replace(ROW, request_id="other", outcome="gateway_lost"))
     frozen.close()
-    other = LedgerStore(path)
-    monkeypatch.setattr(time, "time", lambda: now + LOST_S + 1)
+    other = store_at(ledger_at, later)
     assert other.recover() == 1
     for row in (final, replace(final, output_tokens=31), replace(final, outcome="gateway_lost")):
         other.write(row)
     other.close()
     for width_s in (3600, DAY):
         start_s = int(ROW.at_s) // DAY * DAY
-        found = sums(path, since_s=start_s, until_s=start_s + width_s, by=("outcome",))
+        found = summed(ledger_at, since_s=start_s, until_s=start_s + width_s, by=("outcome",))
         shown = {row.group["outcome"]: (row.requests, row.output_tokens, row.input_tokens) for row in found}
         assert shown == {"ok": (1, 30, 100), "gateway_lost": (1, 20, 100)}
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"output_tokens": 1 << 70}, {"tenant": "\ud800"}, {"charged_usd": float("nan")}, {"tenant": ["acme"]}]
+    "wrong", [{"output_tokens": 1 << 70}, {"tenant": "\ud800"}, {"charged_usd": float("nan")}, {"tenant": None}]
 )
-def test_a_row_that_cannot_be_written_is_dropped_alone(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    store = LedgerStore(tmp_path / "ledger.db")
+def test_a_row_that_cannot_be_written_is_dropped_alone(ledger_at: Where, wrong: dict[str, Any]) -> None:
+    store = store_at(ledger_at)
     for name, changes in (("before", {}), ("wrong", wrong), ("after", {})):
         store.write(replace(ROW, request_id=name, **changes))
     store.close()
-    assert rows(tmp_path / "ledger.db") == ["after", "before"]
+    assert rows(ledger_at) == ["after", "before"]
     assert (store.outcomes["written"], store.outcomes["dropped"]) == (2, 1)

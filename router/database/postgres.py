@@ -1,0 +1,203 @@
+"""Postgres, which the gateways of several hosts share. Its tables are in the schema `baton` of the database.
+
+    writing ─▶ BEGIN ─▶ advisory lock of the store ─▶ queries ─▶ COMMIT     one writer at a time, as with SQLite
+
+A transaction whose process is frozen, or whose host is gone, ends after `BUSY_S`: others do not wait for it for ever.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from protos.errors import Misconfigured, Unavailable
+from router.database.database import BUSY_S, Dialect, Prepare, RejectedValue, Row, Transaction
+
+if TYPE_CHECKING:
+    import psycopg
+
+SCHEMES = ("postgresql", "postgres")
+SETTING = "router.database"
+SCHEMA = "baton"
+_BUSY_MS = int(1000 * BUSY_S)
+_BEGIN_READING = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+
+
+class _PostgresTransaction:
+    dialect: Dialect = "postgres"
+
+    def __init__(self, connection: psycopg.Connection[Row]) -> None:
+        self._connection = connection
+
+    def run(self, query: str, *values: Any) -> list[Row]:
+        with _rejections():
+            cursor = self._connection.execute(query.replace("?", "%s"), values or None)
+            return cursor.fetchall() if cursor.description is not None else []
+
+    def run_many(self, query: str, values: list[tuple[Any, ...]]) -> None:
+        if values:
+            with _rejections(), self._connection.cursor() as cursor:
+                cursor.executemany(query.replace("?", "%s"), values)
+
+    def whole(self, number: str) -> str:
+        return f"CAST(floor({number}) AS BIGINT)"
+
+    def columns(self, table: str) -> set[str]:
+        query = "SELECT column_name FROM information_schema.columns WHERE table_schema = ? AND table_name = ?"
+        return {row["column_name"] for row in self.run(query, SCHEMA, table)}
+
+
+class PostgresDatabase:
+    """One connection, whose calls wait for each other, and which is made anew after it broke."""
+
+    def __init__(self, url: str, store: str, prepare: Prepare) -> None:
+        """`store`: whose writers wait for each other. Raises Misconfigured for a URL that is none, for a database that
+        cannot be reached or changed, and without the package psycopg."""
+        self._url = checked(url)
+        self._key = zlib.crc32(f"baton.{store}".encode())
+        self._lock = threading.Lock()
+        self._connection: psycopg.Connection[Row] | None = None
+        self._ahead_s = 0.0
+        try:
+            with self.writing() as transaction:
+                found = transaction.run("SELECT 1 AS there FROM pg_namespace WHERE nspname = ?", SCHEMA)
+                if not found:
+                    transaction.run(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}")
+                prepare(transaction)
+        except (Unavailable, RejectedValue) as error:
+            self.close()
+            raise Misconfigured(
+                f"{SETTING}: {shown(url)}: {error}: give a Postgres database that this host reaches, and in which its "
+                f"user may make the schema {SCHEMA}",
+                param=SETTING,
+            ) from error
+
+    def reading(self) -> AbstractContextManager[Transaction]:
+        return self._transaction(is_writing=False)
+
+    def writing(self) -> AbstractContextManager[Transaction]:
+        return self._transaction(is_writing=True)
+
+    def now_s(self) -> float:
+        """By the server's clock, as the last writing found it: hosts differ."""
+        return time.time() + self._ahead_s
+
+    @contextmanager
+    def _transaction(self, *, is_writing: bool) -> Iterator[Transaction]:
+        import psycopg
+
+        with self._lock:
+            try:
+                connection = self._begun("BEGIN" if is_writing else _BEGIN_READING)
+                try:
+                    if is_writing:
+                        self._await_others(connection)
+                    yield _PostgresTransaction(connection)
+                    connection.execute("COMMIT")
+                except BaseException:
+                    self._roll_back(connection)
+                    raise
+            except psycopg.Error as error:
+                raise Unavailable(f"the database cannot be read or written now: {_line(error)}") from error
+
+    def _begun(self, begin: str) -> psycopg.Connection[Row]:
+        """A server that was restarted since the last transaction costs no call its error."""
+        import psycopg
+
+        connection = self._connected()
+        try:
+            connection.execute(begin)
+        except psycopg.OperationalError:
+            connection.close()
+            connection = self._connected()
+            connection.execute(begin)
+        return connection
+
+    def _await_others(self, connection: psycopg.Connection[Row]) -> None:
+        connection.execute("SELECT pg_advisory_xact_lock(%s)", (self._key,))
+        asked_s = time.time()
+        row = connection.execute("SELECT CAST(extract(epoch FROM clock_timestamp()) AS DOUBLE PRECISION) AS now_s")
+        found = row.fetchone()
+        assert found is not None
+        self._ahead_s = found["now_s"] - (asked_s + time.time()) / 2
+
+    def _connected(self) -> psycopg.Connection[Row]:
+        import psycopg
+        from psycopg.rows import dict_row
+
+        if self._connection is None or self._connection.closed:
+            self._connection = psycopg.connect(
+                self._url, autocommit=True, row_factory=dict_row, connect_timeout=int(BUSY_S),
+                keepalives_idle=int(BUSY_S), keepalives_interval=2, keepalives_count=3, tcp_user_timeout=_BUSY_MS,
+                application_name="baton",
+            )  # fmt: skip
+            for name in ("lock_timeout", "idle_in_transaction_session_timeout"):
+                self._connection.execute(f"SET {name} = {_BUSY_MS}")
+            self._connection.execute(f"SET search_path TO {SCHEMA}")
+        return self._connection
+
+    def _roll_back(self, connection: psycopg.Connection[Row]) -> None:
+        import psycopg
+
+        try:
+            connection.execute("ROLLBACK")
+        except psycopg.Error:
+            connection.close()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+
+
+def checked(url: str) -> str:
+    """Raises Misconfigured for what is no URL of Postgres, and without the package psycopg."""
+    wrong = f"{SETTING} is not the URL of a Postgres database: give postgresql://USER:PASSWORD@HOST:PORT/NAME"
+    try:
+        if urlsplit(url).scheme not in SCHEMES:
+            raise Misconfigured(wrong, param=SETTING)
+        import psycopg
+        from psycopg.conninfo import conninfo_to_dict
+    except ValueError as error:
+        raise Misconfigured(wrong, param=SETTING) from error
+    except ImportError as error:
+        raise Misconfigured(
+            f"{SETTING} needs the package psycopg: pip install 'baton[postgres]'", param=SETTING
+        ) from error
+    try:
+        conninfo_to_dict(url)
+    except psycopg.Error:
+        raise Misconfigured(wrong, param=SETTING) from None  # its text may have a part of the password
+    return url
+
+
+def shown(url: str) -> str:
+    """Without the password, and without options, which may have one, too."""
+    parts = urlsplit(url)
+    user = f"{parts.username}@" if parts.username else ""
+    return f"{parts.scheme}://{user}{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+@contextmanager
+def _rejections() -> Iterator[None]:
+    import psycopg
+    from psycopg.errors import DatatypeMismatch
+
+    try:
+        yield
+    except (psycopg.IntegrityError, psycopg.DataError, DatatypeMismatch, ValueError, TypeError, OverflowError) as error:
+        raise RejectedValue(f"the database cannot hold this: {_line(error)}") from error
+    except psycopg.ProgrammingError as error:
+        if error.sqlstate is not None:  # a table or a permission that is missing, not a value
+            raise
+        raise RejectedValue(f"the database cannot hold this: {_line(error)}") from error
+
+
+def _line(error: BaseException) -> str:
+    """psycopg's errors have several lines."""
+    return " ".join(str(error).split())

@@ -1,0 +1,109 @@
+"""SQLite with a write-ahead log, which the gateway processes of a host share."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from protos.errors import BatonError, Misconfigured, Unavailable
+from router.database.database import BUSY_S, Dialect, Prepare, RejectedValue, Row, Transaction
+
+CACHE_KIB = 4096
+_REJECTED = (
+    sqlite3.IntegrityError,
+    sqlite3.DataError,
+    sqlite3.InterfaceError,
+    sqlite3.ProgrammingError,
+    ValueError,
+    TypeError,
+    OverflowError,
+)
+
+
+class _SqliteTransaction:
+    dialect: Dialect = "sqlite"
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def run(self, query: str, *values: Any) -> list[Row]:
+        with _rejections():
+            return [dict(row) for row in self._connection.execute(query, values)]
+
+    def run_many(self, query: str, values: list[tuple[Any, ...]]) -> None:
+        with _rejections():
+            self._connection.executemany(query, values)
+
+    def whole(self, number: str) -> str:
+        return f"CAST({number} AS INTEGER)"
+
+    def columns(self, table: str) -> set[str]:
+        return {row["name"] for row in self.run("SELECT name FROM pragma_table_info(?)", table)}
+
+
+class SqliteDatabase:
+    """One connection, whose calls wait for each other. A commit survives the end of the process, and with `synchronous`
+    FULL that of the machine."""
+
+    def __init__(
+        self, path: Path, prepare: Prepare, *, setting: str, place: str, synchronous: Literal["FULL", "NORMAL"] = "FULL"
+    ) -> None:
+        """Makes the database if it is missing. Raises Misconfigured for a file that is none: it names the `setting`,
+        whose value is a `place` (file, folder)."""
+        self._lock = threading.Lock()
+        refused = f"give a {place} of this host that this process may write"
+        try:
+            self._connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
+        except sqlite3.Error as error:
+            raise Misconfigured(f"{setting}: {path}: {error}: {refused}", param=setting) from error
+        try:
+            self._connection.row_factory = sqlite3.Row
+            for pragma in ("journal_mode = WAL", f"synchronous = {synchronous}", f"cache_size = -{CACHE_KIB}"):
+                self._connection.execute(f"PRAGMA {pragma}")
+            with self.writing() as transaction:
+                prepare(transaction)
+        except (sqlite3.Error, BatonError) as error:
+            self.close()
+            cause = error.__cause__ or error
+            raise Misconfigured(f"{setting}: {path}: {cause}: {refused}", param=setting) from error
+
+    def reading(self) -> AbstractContextManager[Transaction]:
+        return self._transaction("BEGIN")
+
+    def writing(self) -> AbstractContextManager[Transaction]:
+        return self._transaction("BEGIN IMMEDIATE")
+
+    def now_s(self) -> float:
+        return time.time()
+
+    @contextmanager
+    def _transaction(self, begin: str) -> Iterator[Transaction]:
+        try:
+            with self._lock:
+                self._connection.execute(begin)
+                try:
+                    yield _SqliteTransaction(self._connection)
+                    self._connection.execute("COMMIT")
+                except BaseException:
+                    if self._connection.in_transaction:
+                        self._connection.execute("ROLLBACK")
+                    raise
+        except sqlite3.Error as error:
+            raise Unavailable(f"the database cannot be read or written now: {error}") from error
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+
+@contextmanager
+def _rejections() -> Iterator[None]:
+    try:
+        yield
+    except _REJECTED as error:
+        raise RejectedValue(f"the database cannot hold this: {error}") from error

@@ -1,0 +1,242 @@
+"""Files and batches as stores: what several processes, or hosts, that share them may rely on. SQLite and Postgres."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from protos.errors import InvalidRequest, NotFound
+from router.database.database import Database, RejectedValue
+from router.database.postgres import PostgresDatabase
+from router.database.sqlite import SqliteDatabase
+from router.files.batches import LeaseLost
+from router.files.contents import ABANDONED_S, FileContents, FolderContents
+from router.files.database_contents import PART_BYTES, DatabaseContents
+from router.files.records import LineResult, PageAsked, StoredBatch, StoredFile
+from router.files.schema import prepare
+from router.files.storage import BatchStorage, open_storage
+from tests.unit.router.batches.batching import CHAT, TestClock, batching, ended, line, results, upload
+
+FILE = StoredFile(id="file-a", tenant="acme", filename="a.jsonl", purpose="batch", bytes=3, created_s=10.0)
+BATCH = StoredBatch(
+    id="batch_a", tenant="acme", key_id="k", api="openai", endpoint=CHAT, model="demo", input_file_id=FILE.id,
+    window_text="24h", created_s=10.0, expires_s=1e12, metadata={"a": "1"},
+)  # fmt: skip
+
+
+class Hosts:
+    """Opens the shared store as each of several gateways does."""
+
+    def __init__(self, folder: Path, database_url: str, opened: ExitStack) -> None:
+        self.clock = TestClock()
+        self._folder, self._url, self._opened = folder, database_url, opened
+
+    def one(self) -> BatchStorage:
+        storage = open_storage(
+            None if self._url else self._folder, max_file_bytes=1 << 20, max_lines=100, database_url=self._url,
+            clock=self.clock,
+        )  # fmt: skip
+        self._opened.callback(storage.close)
+        return storage
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, database_url: str) -> Iterator[Hosts]:
+    with ExitStack() as opened:
+        yield Hosts(tmp_path, database_url, opened)
+
+
+def results_of(storage: BatchStorage, batch: StoredBatch) -> list[bytes]:
+    return b"".join(storage.batches.results(batch, is_error=False)).splitlines()
+
+
+def test_a_batch_has_one_owner_and_a_line_one_result(hosts: Hosts) -> None:
+    first, second = hosts.one(), hosts.one()
+    first.batches.add(BATCH)
+    owned = first.batches.claim("demo", 10.0)
+    assert owned is not None
+    assert owned.metadata == {"a": "1"}
+    assert second.batches.claim("demo", 10.0) is None
+    owned = first.batches.validated(owned, 3)
+    first.batches.record(owned, [LineResult(line=1, content=b"b\n", output_tokens=2)])
+    hosts.clock.now_s += 11.0
+    taken = second.batches.claim("demo", 10.0)
+    assert taken is not None
+    with pytest.raises(LeaseLost):
+        first.batches.record(owned, [LineResult(line=0, content=b"late\n")])
+    assert list(second.batches.done(taken)) == [0, 1, 0]
+    second.batches.record(taken, [LineResult(line=n, content=b"%d\n" % n, output_tokens=3) for n in (0, 1, 2)])
+    assert results_of(second, taken) == [b"0", b"b", b"2"]
+    state = second.batches.renew(taken, 10.0)
+    assert (state.completed, state.output_tokens) == (3, 8)
+    finished = second.batches.finish(second.batches.finalize(taken, "completed"), FILE, None)
+    assert (finished.status, finished.output_file_id) == ("completed", FILE.id)
+    assert first.files.find("acme", FILE.id) == FILE
+    assert first.batches.find("acme", BATCH.id, "openai") == finished
+
+
+def test_of_many_that_claim_at_once_one_owns_the_batch(hosts: Hosts) -> None:
+    stores = [hosts.one() for _ in range(6)]
+    stores[0].batches.add(BATCH)
+    found, begin = list[StoredBatch | None](), threading.Barrier(len(stores))
+
+    def claim(storage: BatchStorage) -> None:
+        begin.wait()
+        found.append(storage.batches.claim("demo", 1000.0))
+
+    threads = [threading.Thread(target=claim, args=(one,)) for one in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len([one for one in found if one is not None]) == 1
+
+
+def test_an_error_takes_a_transaction_back(hosts: Hosts) -> None:
+    storage = hosts.one()
+
+    def change(*ids: str | None) -> None:
+        with storage.database.writing() as transaction:
+            for upload_id in ids:
+                if upload_id is None:
+                    raise KeyError
+                transaction.run("INSERT INTO uploads VALUES (?, ?, ?, ?)", upload_id, "f", 1, 1.0)
+
+    with pytest.raises(KeyError):
+        change("a", None)
+    with pytest.raises(RejectedValue, match="cannot hold"):
+        change("a", "b", "a")
+    with storage.database.reading() as transaction:
+        assert transaction.run("SELECT * FROM uploads") == []
+
+
+def test_pages_have_a_cursor(hosts: Hosts) -> None:
+    storage = hosts.one()
+    for number in range(5):
+        storage.files.add(replace(FILE, id=f"file-{number}", created_s=10.0 + number // 2))
+    storage.files.add(replace(FILE, id="file-other", tenant="other"))
+    asked = PageAsked(limit=2, filters={"is_hidden": 0})
+    found, has_more = storage.files.page("acme", asked)
+    assert ([one.id for one in found], has_more) == (["file-4", "file-3"], True)
+    found, has_more = storage.files.page("acme", replace(asked, after="file-2", limit=9))
+    assert ([one.id for one in found], has_more) == (["file-1", "file-0"], False)
+    with pytest.raises(InvalidRequest, match="file-other"):
+        storage.files.page("acme", replace(asked, after="file-other"))
+
+
+def test_a_file_that_expired_is_swept_with_its_content(hosts: Hosts) -> None:
+    storage = hosts.one()
+    for name, expires_s in (("short", hosts.clock() + 5), ("long", None)):
+        with storage.files.contents.writer(name) as writer:
+            writer.write(b"abc")
+            writer.commit()
+        storage.files.add(replace(FILE, id=name, expires_s=expires_s))
+    hosts.clock.now_s += 10.0
+    storage.files.sweep()
+    with pytest.raises(NotFound):
+        storage.files.contents.read("short", 0, 3)
+    assert storage.files.contents.read("long", 0, 3) == b"abc"
+
+
+async def test_a_batch_runs_in_two_processes_as_clients_see_it(tmp_path: Path, database_url: str) -> None:
+    async with batching(tmp_path, runs=False, database_url=database_url) as (client, made):
+        other = made.opened()
+        file_id = await upload(client, [line(f"r{number}") for number in range(20)])
+        batch = await client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
+        made.run(max_running=2)
+        made.run(storage=other)
+        done = await asyncio.wait_for(ended(client, batch.id), 30)
+        answers = await results(client, done.output_file_id)
+        assert sorted(one["custom_id"] for one in answers) == sorted(f"r{number}" for number in range(20))
+        await client.files.delete(file_id)
+        await made.close()
+        other.close()
+
+
+# -- what is in files --------------------------------------------------------------------------------------------------
+
+
+class LaterSqlite(SqliteDatabase):
+    ahead_s = 0.0
+
+    def now_s(self) -> float:
+        return super().now_s() + self.ahead_s
+
+
+class LaterPostgres(PostgresDatabase):
+    ahead_s = 0.0
+
+    def now_s(self) -> float:
+        return super().now_s() + self.ahead_s
+
+
+@pytest.fixture
+def database(tmp_path: Path, database_url: str) -> Iterator[LaterSqlite | LaterPostgres]:
+    opened: LaterSqlite | LaterPostgres
+    if database_url:
+        opened = LaterPostgres(database_url, "batches", prepare)
+    else:
+        opened = LaterSqlite(tmp_path / "batches.db", prepare, setting="router.batch.folder", place="folder")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(params=["folder", "database"])
+def contents(request: pytest.FixtureRequest, tmp_path: Path, database: Database) -> FileContents:
+    return FolderContents(tmp_path / "files") if request.param == "folder" else DatabaseContents(database)
+
+
+def stored(contents: FileContents, file_id: str, *parts: bytes) -> int:
+    with contents.writer(file_id) as writer:
+        for part in parts:
+            writer.write(part)
+        return writer.commit()
+
+
+def test_a_content_is_read_from_anywhere(contents: FileContents) -> None:
+    data = bytes(range(256)) * 3000
+    assert stored(contents, "a", data[:1], data[1:500_000], data[500_000:]) == len(data)
+    for start, size in (
+        (0, 1), (0, len(data)), (PART_BYTES - 1, 2), (PART_BYTES, 10), (600_000, 10**6), (len(data), 5), (10**9, 5)
+    ):  # fmt: skip
+        assert contents.read("a", start, size) == data[start : start + size]
+    assert stored(contents, "a", b"new") == 3
+    assert contents.read("a", 0, 9) == b"new"
+    assert stored(contents, "empty") == 0
+    assert contents.read("empty", 0, 9) == b""
+    contents.delete("a")
+    contents.delete("a")
+    with pytest.raises(NotFound, match="has been deleted"):
+        contents.read("a", 0, 1)
+
+
+def test_what_was_not_committed_is_not_there(contents: FileContents) -> None:
+    stored(contents, "a", b"old")
+    with contents.writer("a") as writer:
+        writer.write(b"x" * 600_000)
+    assert contents.read("a", 0, 9) == b"old"
+    with contents.writer("b") as writer:
+        writer.write(b"x")
+    with pytest.raises(NotFound):
+        contents.read("b", 0, 1)
+
+
+def test_a_sweep_of_the_database_removes_what_no_one_ended(database: LaterSqlite | LaterPostgres) -> None:
+    contents = DatabaseContents(database)
+    stored(contents, "known", b"abc")
+    stored(contents, "unknown", b"abc")
+    contents.writer("lost").write(b"x" * PART_BYTES)  # its process was killed
+    contents.sweep(lambda _: False)
+    assert contents.read("unknown", 0, 3) == b"abc", "its row may come yet"
+    database.ahead_s = ABANDONED_S + 1
+    contents.sweep(lambda name: name == "known")
+    assert contents.read("known", 0, 3) == b"abc"
+    with database.reading() as transaction:
+        for table in ("uploads", "upload_parts"):
+            assert transaction.run(f"SELECT count(*) AS left_over FROM {table}") == [{"left_over": 1}]
