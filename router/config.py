@@ -151,7 +151,9 @@ class BatchConfig(CheckedSettings):
     """Files and batches."""
 
     folder: str = setting(
-        "", "Folder of files and batches, shared by gateways of this host; empty: /v1/files and /v1/batches are off."
+        "",
+        "Folder of files and batches, shared by gateways of this host, or s3://BUCKET/PREFIX beside a database; empty: "
+        "off without one.",
     )
     max_file_bytes: int = setting(200 * 2**20, "Largest file of a batch's requests.", least=1024, most=2**34)
     max_lines: int = setting(50_000, "Most requests of a batch.", least=1, most=10**6)
@@ -214,6 +216,12 @@ class RouterConfig(CheckedSettings):
                 f"router.ledger.path = {self.ledger.path!r} beside router.database: the ledger is in one of them, give "
                 "only that",
                 param="router.ledger.path",
+            )
+        if self.batch.folder.startswith("s3://") and not self.database:
+            raise Misconfigured(
+                f"router.batch.folder = {self.batch.folder!r} without router.database: a bucket has the contents of "
+                "files, and their rows are in Postgres; set both, or give a folder of this host",
+                param="router.batch.folder",
             )
         if self.ledger.prices and not self.has_ledger:
             raise Misconfigured(

@@ -17,6 +17,7 @@ from router.batches.runner import BatchRunner
 from router.capacity.samples import RequestSamples
 from router.config import BatchConfig, RouterConfig
 from router.dispatch.chooser import Routing
+from router.files.s3_contents import SCHEME
 from router.files.storage import BatchStorage, open_storage
 from router.gateway import Gateway
 from router.http.pace import Pace
@@ -58,7 +59,7 @@ def storage_for(config: RouterConfig) -> BatchStorage | None:
     if not (batch.folder or config.database):
         return None
     return open_storage(
-        Path(batch.folder) if batch.folder else None,
+        batch.folder if batch.folder.startswith(SCHEME) else Path(batch.folder) if batch.folder else None,
         max_file_bytes=batch.max_file_bytes,
         max_lines=batch.max_lines,
         database_url=config.database,

@@ -15,6 +15,7 @@ from router.files.batches import BatchStore
 from router.files.contents import FileContents, FolderContents
 from router.files.database_contents import DatabaseContents
 from router.files.files import FileStore
+from router.files.s3_contents import S3Contents
 from router.files.schema import prepare
 
 DATABASE, CONTENTS = "batches.db", "files"
@@ -37,7 +38,7 @@ class BatchStorage:
 
 
 def open_storage(
-    folder: Path | None,
+    folder: Path | str | None,
     *,
     max_file_bytes: int,
     max_lines: int,
@@ -45,14 +46,15 @@ def open_storage(
     clock: Callable[[], float] | None = None,
 ) -> BatchStorage:
     """In a folder, which is made if it is missing, and a database in it. With `database_url` the rows are there, and
-    without a folder the contents of files, too. `clock`: by default the database's. Raises Misconfigured."""
-    assert folder is not None or database_url
-    contents: FileContents | None = FolderContents(folder / CONTENTS) if folder is not None else None
+    without a folder the contents of files, too. A folder that is text is the URL of a bucket, for contents. `clock`: by
+    default the database's. Raises Misconfigured."""
+    assert isinstance(folder, Path) or database_url
+    contents = _contents(folder)
     database: Database
-    if database_url:
-        database = PostgresDatabase(database_url, "batches", prepare)
-    elif folder is not None:
+    if isinstance(folder, Path) and not database_url:
         database = SqliteDatabase(folder / DATABASE, prepare, setting="router.batch.folder", place="folder")
+    else:
+        database = PostgresDatabase(database_url, "batches", prepare)
     contents = contents or DatabaseContents(database)
     clock = clock or database.now_s
     return BatchStorage(
@@ -63,3 +65,9 @@ def open_storage(
         max_lines=max_lines,
         clock=clock,
     )
+
+
+def _contents(folder: Path | str | None) -> FileContents | None:
+    if isinstance(folder, Path):
+        return FolderContents(folder / CONTENTS)
+    return S3Contents(folder) if folder else None

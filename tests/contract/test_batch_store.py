@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from protos.errors import InvalidRequest, NotFound
-from router.database.database import Database, RejectedValue
+from protos.errors import InvalidRequest, Misconfigured, NotFound, Unavailable
+from router.config import BatchConfig, RouterConfig
+from router.database.database import RejectedValue
 from router.database.postgres import PostgresDatabase
 from router.database.sqlite import SqliteDatabase
 from router.files.batches import LeaseLost
 from router.files.contents import ABANDONED_S, FileContents, FolderContents
 from router.files.database_contents import PART_BYTES, DatabaseContents
 from router.files.records import LineResult, PageAsked, StoredBatch, StoredFile
+from router.files.s3_contents import S3Contents
 from router.files.schema import prepare
 from router.files.storage import BatchStorage, open_storage
 from tests.unit.router.batches.batching import CHAT, TestClock, batching, ended, line, results, upload
@@ -176,20 +180,22 @@ class LaterPostgres(PostgresDatabase):
         return super().now_s() + self.ahead_s
 
 
-@pytest.fixture
-def database(tmp_path: Path, database_url: str) -> Iterator[LaterSqlite | LaterPostgres]:
-    opened: LaterSqlite | LaterPostgres
-    if database_url:
-        opened = LaterPostgres(database_url, "batches", prepare)
+def opened_database(folder: Path, url: str) -> LaterSqlite | LaterPostgres:
+    if url:
+        return LaterPostgres(url, "batches", prepare)
+    return LaterSqlite(folder / "batches.db", prepare, setting="router.batch.folder", place="folder")
+
+
+@pytest.fixture(params=["folder", "sqlite", "postgres", "s3"])
+def contents(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileContents]:
+    if request.param == "folder":
+        yield FolderContents(tmp_path / "files")
+    elif request.param == "s3":
+        yield S3Contents(request.getfixturevalue("s3"))
     else:
-        opened = LaterSqlite(tmp_path / "batches.db", prepare, setting="router.batch.folder", place="folder")
-    yield opened
-    opened.close()
-
-
-@pytest.fixture(params=["folder", "database"])
-def contents(request: pytest.FixtureRequest, tmp_path: Path, database: Database) -> FileContents:
-    return FolderContents(tmp_path / "files") if request.param == "folder" else DatabaseContents(database)
+        url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
+        with closing(opened_database(tmp_path, url)) as database:
+            yield DatabaseContents(database)
 
 
 def stored(contents: FileContents, file_id: str, *parts: bytes) -> int:
@@ -227,7 +233,8 @@ def test_what_was_not_committed_is_not_there(contents: FileContents) -> None:
         contents.read("b", 0, 1)
 
 
-def test_a_sweep_of_the_database_removes_what_no_one_ended(database: LaterSqlite | LaterPostgres) -> None:
+def test_a_sweep_of_the_database_removes_what_no_one_ended(tmp_path: Path, database_url: str) -> None:
+    database = opened_database(tmp_path, database_url)
     contents = DatabaseContents(database)
     stored(contents, "known", b"abc")
     stored(contents, "unknown", b"abc")
@@ -240,3 +247,63 @@ def test_a_sweep_of_the_database_removes_what_no_one_ended(database: LaterSqlite
     with database.reading() as transaction:
         for table in ("uploads", "upload_parts"):
             assert transaction.run(f"SELECT count(*) AS left_over FROM {table}") == [{"left_over": 1}]
+    database.close()
+
+
+# -- S3 alone ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_large_file_goes_to_a_bucket_in_parts(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents, part = S3Contents(s3), b"0123456789abcdef" * 2**16  # 1 MiB
+    assert stored(contents, "large", *[part] * 20) == 20 << 20
+    assert contents.read("large", (8 << 20) - 2, 4) == b"ef01"
+    assert contents.read("large", (20 << 20) - 3, 100) == b"def"
+    with contents.writer("large") as writer:  # hung up
+        writer.write(part * 9)
+    contents.writer("killed").write(part * 9)
+    stored(contents, "unknown", b"a")
+    stored(S3Contents("s3://files"), "of/others", b"a")
+    contents.sweep(lambda _: False)
+    assert contents.read("unknown", 0, 1) == b"a", "its row may come yet"
+    now = time.time()
+    monkeypatch.setattr("router.files.s3_contents.time.time", lambda: now + ABANDONED_S + 1)
+    contents.sweep(lambda name: name == "large")
+    with pytest.raises(NotFound):
+        contents.read("unknown", 0, 1)
+    import boto3
+
+    client = boto3.session.Session().client("s3")
+    assert "Uploads" not in client.list_multipart_uploads(Bucket="files")
+    assert [one["Key"] for one in client.list_objects_v2(Bucket="files")["Contents"]] == ["of/baton/large", "of/others"]
+
+
+def test_a_bucket_that_cannot_be_used_is_refused_by_name(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = S3Contents(s3)
+    with pytest.raises(Misconfigured, match=r"router\.batch\.folder: s3://other: .*give a bucket that exists"):
+        S3Contents("s3://other")
+    with pytest.raises(Misconfigured, match="has no bucket"):
+        S3Contents("s3:///prefix")
+    import boto3
+
+    client = boto3.session.Session().client("s3")
+    client.delete_bucket(Bucket="files")
+    with pytest.raises(Unavailable, match=r"files cannot be read or written now: .*NoSuchBucket"):
+        contents.read("a", 0, 1)
+    with pytest.raises(Unavailable):
+        stored(contents, "a", b"x")
+
+
+async def test_a_batch_runs_with_its_files_in_a_bucket(s3: str, postgres_url: str, tmp_path: Path) -> None:
+    async with batching(tmp_path, database_url=postgres_url, bucket=s3) as (client, _):
+        file_id = await upload(client, [line("a")])
+        batch = await client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
+        done = await asyncio.wait_for(ended(client, batch.id), 30)
+        assert [one["custom_id"] for one in await results(client, done.output_file_id)] == ["a"]
+
+
+def test_a_bucket_needs_a_database_and_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Misconfigured, match=r"'s3://files' without router\.database"):
+        RouterConfig(model_path=Path("m"), model_name="m", batch=BatchConfig(folder="s3://files"))
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(Misconfigured, match=r"pip install 'baton\[s3\]'"):
+        S3Contents("s3://files")

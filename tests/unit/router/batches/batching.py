@@ -44,12 +44,13 @@ class Batching:
         *,
         max_lines: int = 1000,
         database_url: str = "",
+        bucket: str | None = None,
         **changes: Any,
     ) -> None:
-        """With `database_url` nothing is in the folder."""
+        """With `database_url` nothing is in the folder. `bucket`: an s3:// URL, for contents."""
         self.clock = TestClock()
         self.generate = Scripted(script or saying("hi"))
-        self.folder = None if database_url else folder
+        self.folder = bucket if database_url else folder
         self._max_lines, self._database_url, self._changes = max_lines, database_url, changes
         self.storage = self.opened()
         self._tasks: list[asyncio.Task[None]] = []

@@ -1,0 +1,151 @@
+"""What is in files, as objects of a bucket (S3, or what speaks its protocol), which all hosts see.
+
+upload ─▶ up to 8 MiB: one object     more: parts ─▶ commit: the object     a crash leaves parts, which `sweep` removes
+
+Where the service is and who asks is found as other clients of AWS find it: `AWS_ENDPOINT_URL_S3`, `AWS_ACCESS_KEY_ID`,
+`AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, or the role of the machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from protos.errors import Misconfigured, NotFound, Unavailable
+from router.files.contents import ABANDONED_S, ContentWriter
+
+SCHEME = "s3://"
+PART_BYTES = 8 * 2**20
+"""S3 takes parts of 5 MiB or more, but for the last."""
+_SETTING = "router.batch.folder"
+
+
+class S3Contents:
+    """Called from threads. Raises Misconfigured for a bucket that cannot be used, or without the package boto3."""
+
+    def __init__(self, url: str) -> None:
+        """`url`: s3://BUCKET/PREFIX."""
+        parts = urlsplit(url)
+        self._bucket, prefix = parts.netloc, parts.path.strip("/")
+        self._prefix = f"{prefix}/" if prefix else ""
+        try:
+            import boto3
+            from botocore.config import Config
+            from botocore.exceptions import BotoCoreError, ClientError
+        except ImportError as error:
+            raise Misconfigured(
+                f"{_SETTING}: {url} needs the package boto3: pip install 'baton[s3]'", param=_SETTING
+            ) from error
+        if not self._bucket:
+            raise Misconfigured(f"{_SETTING}: {url} has no bucket: give s3://BUCKET/PREFIX", param=_SETTING)
+        config = Config(connect_timeout=5, read_timeout=30, retries={"mode": "standard", "total_max_attempts": 3})
+        try:
+            self._client = boto3.session.Session().client("s3", config=config)
+            self._client.head_bucket(Bucket=self._bucket)
+        except (BotoCoreError, ClientError, ValueError) as error:
+            raise Misconfigured(
+                f"{_SETTING}: {url}: {error}: give a bucket that exists, and AWS_ENDPOINT_URL_S3, AWS_REGION, "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY as it needs them",
+                param=_SETTING,
+            ) from error
+
+    def writer(self, file_id: str) -> ContentWriter:
+        return _S3Writer(self._client, {"Bucket": self._bucket, "Key": self._prefix + file_id})
+
+    def read(self, file_id: str, start: int, size: int) -> bytes:
+        where = {"Bucket": self._bucket, "Key": self._prefix + file_id}
+        with _answered({"NoSuchKey": NotFound(f"the content of file {file_id} has been deleted")}):
+            try:
+                found = self._client.get_object(**where, Range=f"bytes={start}-{start + size - 1}")
+            except self._client.exceptions.ClientError as error:
+                if error.response["Error"]["Code"] == "InvalidRange":  # behind its end
+                    return b""
+                raise
+            with found["Body"] as body:
+                data: bytes = body.read()
+            return data
+
+    def delete(self, file_id: str) -> None:
+        with _answered():
+            self._client.delete_object(Bucket=self._bucket, Key=self._prefix + file_id)
+
+    def sweep(self, is_known: Callable[[str], bool]) -> None:
+        oldest_s = time.time() - ABANDONED_S
+        where = {"Bucket": self._bucket, "Prefix": self._prefix}
+        with _answered():
+            for page in self._client.get_paginator("list_objects_v2").paginate(**where):
+                for one in page.get("Contents", ()):
+                    name = one["Key"].removeprefix(self._prefix)
+                    if one["LastModified"].timestamp() < oldest_s and not is_known(name):
+                        self._client.delete_object(Bucket=self._bucket, Key=one["Key"])
+            for page in self._client.get_paginator("list_multipart_uploads").paginate(**where):
+                for one in page.get("Uploads", ()):
+                    if one["Initiated"].timestamp() < oldest_s:
+                        self._client.abort_multipart_upload(
+                            Bucket=self._bucket, Key=one["Key"], UploadId=one["UploadId"]
+                        )
+
+
+class _S3Writer:
+    def __init__(self, client: Any, where: dict[str, str]) -> None:
+        self._client, self._where = client, where
+        self._waiting = bytearray()
+        self._num_bytes = 0
+        self._upload_id: str | None = None
+        self._parts: list[dict[str, Any]] = []
+
+    def write(self, data: bytes) -> None:
+        self._waiting += data
+        self._num_bytes += len(data)
+        while len(self._waiting) > PART_BYTES:
+            self._store_part()
+
+    def commit(self) -> int:
+        if self._upload_id is None:
+            with _answered():
+                self._client.put_object(**self._where, Body=bytes(self._waiting))
+            return self._num_bytes
+        self._store_part()
+        with _answered():
+            self._client.complete_multipart_upload(
+                **self._where, UploadId=self._upload_id, MultipartUpload={"Parts": self._parts}
+            )
+        self._upload_id = None
+        return self._num_bytes
+
+    def _store_part(self) -> None:
+        part, number = bytes(self._waiting[:PART_BYTES]), len(self._parts) + 1
+        with _answered():
+            if self._upload_id is None:
+                self._upload_id = self._client.create_multipart_upload(**self._where)["UploadId"]
+            made = self._client.upload_part(**self._where, UploadId=self._upload_id, PartNumber=number, Body=part)
+        self._parts.append({"ETag": made["ETag"], "PartNumber": number})
+        del self._waiting[:PART_BYTES]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._upload_id is not None:
+            with _answered():
+                self._client.abort_multipart_upload(**self._where, UploadId=self._upload_id)
+
+
+@contextmanager
+def _answered(known: dict[str, Exception] | None = None) -> Iterator[None]:
+    """Raises the error that is `known` by its code, and Unavailable for others."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except ClientError as error:
+        found = (known or {}).get(error.response["Error"]["Code"])
+        raise found or Unavailable(f"files cannot be read or written now: {error}") from error
+    except (BotoCoreError, OSError) as error:
+        raise Unavailable(f"files cannot be read or written now: {error}") from error
