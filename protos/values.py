@@ -356,6 +356,16 @@ class DraftCounts(Value, frozen=True, kw_only=True):
     accepted_at: tuple[int, ...] = ()
 
 
+class PausedProposer(Value, frozen=True, kw_only=True):
+    """A proposer whose drafts did not pay: in its last trial they spared `spared_s` and took `spent_s`. It drafts again
+    after `num_steps` steps of the pause."""
+
+    source: str
+    num_steps: int
+    spared_s: float
+    spent_s: float
+
+
 class SpeculationLoad(Value, frozen=True, kw_only=True):
     """A worker's speculation since its start: the rows of sequences that may speculate, the tokens that they brought,
     and drafts by source. `spared_s`: seconds that accepted drafts spared, of steps that would have made their tokens;
@@ -366,6 +376,7 @@ class SpeculationLoad(Value, frozen=True, kw_only=True):
     spared_s: float = 0.0
     spent_s: float = 0.0
     sources: tuple[DraftCounts, ...] = ()
+    paused: tuple[PausedProposer, ...] = ()
 
     @property
     def num_drafted(self) -> int:

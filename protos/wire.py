@@ -52,6 +52,7 @@ _MESSAGES: dict[type, type[Message]] = {
     values.HostLoad: worker_pb2.HostLoad,
     values.SpeculationLoad: worker_pb2.SpeculationLoad,
     values.DraftCounts: worker_pb2.DraftCounts,
+    values.PausedProposer: worker_pb2.PausedProposer,
     values.WorkerLoad: worker_pb2.WorkerLoad,
     values.Adapter: worker_pb2.Adapter,
     values.AdapterList: worker_pb2.AdapterList,

@@ -560,6 +560,7 @@ class SpeculationLoad(_message.Message):
     SPARED_S_FIELD_NUMBER: _builtins.int
     SPENT_S_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     num_rows: _builtins.int
     """of sequences that may speculate"""
     num_tokens: _builtins.int
@@ -570,6 +571,10 @@ class SpeculationLoad(_message.Message):
     """by which steps with drafts were longer"""
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftCounts]: ...
+    @_builtins.property
+    def paused(self) -> _containers.RepeatedCompositeFieldContainer[Global___PausedProposer]:
+        """now"""
+
     def __init__(
         self,
         *,
@@ -578,14 +583,48 @@ class SpeculationLoad(_message.Message):
         spared_s: _builtins.float = ...,
         spent_s: _builtins.float = ...,
         sources: _abc.Iterable[Global___DraftCounts] | None = ...,
+        paused: _abc.Iterable[Global___PausedProposer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_rows", b"num_rows", "num_tokens", b"num_tokens", "sources", b"sources", "spared_s", b"spared_s", "spent_s", b"spent_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_rows", b"num_rows", "num_tokens", b"num_tokens", "paused", b"paused", "sources", b"sources", "spared_s", b"spared_s", "spent_s", b"spent_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SpeculationLoad: _TypeAlias = SpeculationLoad  # noqa: Y015
+
+@_typing.final
+class PausedProposer(_message.Message):
+    """Its drafts did not pay, and are tried again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    SPARED_S_FIELD_NUMBER: _builtins.int
+    SPENT_S_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    num_steps: _builtins.int
+    """of the pause"""
+    spared_s: _builtins.float
+    """by accepted drafts in the last trial"""
+    spent_s: _builtins.float
+    """by the proposer and the verification of its drafts"""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        num_steps: _builtins.int = ...,
+        spared_s: _builtins.float = ...,
+        spent_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps", "source", b"source", "spared_s", b"spared_s", "spent_s", b"spent_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PausedProposer: _TypeAlias = PausedProposer  # noqa: Y015
 
 @_typing.final
 class DraftCounts(_message.Message):

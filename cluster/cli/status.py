@@ -84,6 +84,9 @@ def status_tables(status: Mapping[str, Any], url: str) -> RenderableType:
     for table in tables:
         if table.row_count:
             parts += ["", table]
+    paused = [_paused(worker, one) for worker in workers if worker["state"] in HERE for one in _paused_drafts(worker)]
+    if paused:
+        parts += ["", *paused]
     reasons = [_reason(worker) for worker in workers if len(worker["reason"]) > SHORT]
     return Group(*parts, *([""] if reasons else []), *reasons)
 
@@ -238,6 +241,20 @@ def _speculation(workers: Sequence[Worker]) -> Sheet:
             table.add_row(pool, source or "-", *cells, *total)
             total = ["", ""]
     return table
+
+
+def _paused_drafts(worker: Worker) -> Sequence[Mapping[str, Any]]:
+    paused: Sequence[Mapping[str, Any]] = (worker["load"].get("speculation") or {}).get("paused", ())
+    return paused
+
+
+def _paused(worker: Worker, paused: Mapping[str, Any]) -> Text:
+    """A proposer whose drafts did not pay."""
+    return Text(
+        f"{worker['worker_id']}: drafts of {paused['source']} are paused for {paused['num_steps']:,} steps: they "
+        f"spared {paused['spared_s']:.2f} s and took {paused['spent_s']:.2f} s",
+        "yellow",
+    )
 
 
 def _sums(columns: Sequence[Sequence[int]]) -> list[int]:

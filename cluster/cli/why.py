@@ -124,6 +124,8 @@ def _headline(job: View) -> Text:
     )
     if job["drafted_tokens"]:
         figures += f", {job['accepted_drafts']:,} of them accepted of {job['drafted_tokens']:,} drafted"
+    if job["paused_drafts"]:
+        figures += f"; drafts of {', '.join(job['paused_drafts'])} were paused, since they did not pay"
     if job["ttft_s"] is not None:
         figures += f"; TTFT {_seconds(job['ttft_s'])}, from its arrival at the gateway"
     style = "green" if job["outcome"] in ("stop", "length") else "yellow" if not job["outcome"] else "red"

@@ -148,6 +148,7 @@ class RequestSummary(Reply):
     output_tokens: int
     drafted_tokens: int
     accepted_drafts: int
+    paused_drafts: list[str]
     ttft_s: float | None
     tpot_s: float | None
     seconds: float | None

@@ -127,7 +127,8 @@
       (sources.length ? sources : [""]).forEach((source, at) => {
         const own = all.filter((one) => one.source === source);
         const drafted = added(own.map((one) => one.drafted_at)), accepted = added(own.map((one) => one.accepted_at));
-        rows.push({ name, source, drafted, accepted, whole: at ? null : { tokens: total("num_tokens") / total("num_rows"), saved: total("spared_s") - total("spent_s") } });
+        const paused = loads.flatMap((one) => one.paused).filter((one) => one.source === source).length;
+        rows.push({ name, source, drafted, accepted, paused, whole: at ? null : { tokens: total("num_tokens") / total("num_rows"), saved: total("spared_s") - total("spent_s") } });
       });
     }
     return rows;
@@ -136,7 +137,7 @@
   const whole = (counts) => counts.reduce((all, one) => all + one, 0);
   const speculationTable = (rows) => table([
     ["pool", "word", (one) => one.name],
-    ["drafts of", "word", (one) => one.source || "-"],
+    ["drafts of", "word", (one) => (one.source || "-") + (one.paused ? " (paused)" : "")],
     ["drafted", "number spare", (one) => count(whole(one.drafted))],
     ["accepted", "number", (one) => share(whole(one.accepted), whole(one.drafted))],
     ["by position", "number spare rare", (one) => one.drafted.map((drafted, at) => share(one.accepted[at], drafted)).join(", ")],
@@ -264,7 +265,7 @@
     if (refusal) return [node("h3", {}, name), node("p", { class: "bad" }, refusal), close];
     const parts = jobs.flatMap((one) => [
       node("h3", {}, `${name} (${one.job})`),
-      node("p", {}, styled(one.outcome || one.state, outcomeStyle(one)), `. ${count(one.prompt_tokens)} prompt tokens, ${count(one.cached_tokens)} of them cached; ${count(one.output_tokens)} tokens written${one.drafted_tokens ? `, ${count(one.accepted_drafts)} of them accepted of ${count(one.drafted_tokens)} drafted` : ""}${one.ttft_s == null ? "" : `; TTFT ${seconds(one.ttft_s)}, from its arrival at the gateway`}`),
+      node("p", {}, styled(one.outcome || one.state, outcomeStyle(one)), `. ${count(one.prompt_tokens)} prompt tokens, ${count(one.cached_tokens)} of them cached; ${count(one.output_tokens)} tokens written${one.drafted_tokens ? `, ${count(one.accepted_drafts)} of them accepted of ${count(one.drafted_tokens)} drafted` : ""}${one.paused_drafts.length ? `; drafts of ${one.paused_drafts.join(", ")} were paused, since they did not pay` : ""}${one.ttft_s == null ? "" : `; TTFT ${seconds(one.ttft_s)}, from its arrival at the gateway`}`),
       ...(one.message ? [node("p", { class: "bad" }, one.message)] : []),
       ...Timeline.stages(one), ...one.choices.flatMap(decision), timeline(one.timeline), ...(misses[one.job] ? cacheOf(misses[one.job]) : []),
     ]);

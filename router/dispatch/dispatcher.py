@@ -169,6 +169,8 @@ class Dispatcher:
         if delta.token_ids:
             chooser.took(record, len(delta.token_ids), delta.num_cached_tokens)
         if delta.finish_reason is not None:
+            if (drafts := attempt.members[-1].load.speculation) is not None and drafts.paused:
+                record.timestamps.paused_drafts = tuple([one.source for one in drafts.paused])
             chooser.ended(record, delta.finish_reason)
             for member in attempt.members:
                 member.breaker.succeeded()

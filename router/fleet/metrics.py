@@ -108,7 +108,7 @@ class FleetCollector(Collector):
         yield from _by_worker(status)
         yield from self._fleet.lane_totals.metrics(pools)
         yield from self._fleet.host_totals.metrics(pools)
-        yield from self._fleet.speculation_totals.metrics()
+        yield from self._fleet.speculation_totals.metrics(pools)
         yield from self._fleet.lora.metrics()
 
 

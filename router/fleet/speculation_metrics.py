@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from protos.values import SpeculationLoad, WorkerLoad, WorkerRole
 
@@ -51,7 +51,22 @@ class SpeculationTotals:
                     if more > 0:
                         self._by_position[name, role, one.source, place + 1] += more
 
-    def metrics(self) -> Iterable[Metric]:
+    def metrics(self, pools: Mapping[WorkerRole, Sequence[WorkerLoad]]) -> Iterable[Metric]:
+        """`pools`: the latest loads of the workers that are there."""
+        paused = GaugeMetricFamily(
+            "baton_pool_speculation_paused",
+            "Workers on which drafts did not pay and are paused",
+            labels=("pool", "source"),
+        )
+        counts = Counter(
+            (role, one.source)
+            for role, loads in pools.items()
+            for load in loads
+            for one in (load.speculation or NOTHING).paused
+        )
+        for (role, source), count in counts.items():
+            paused.add_metric((role, source), count)
+        yield paused
         for name, _, documentation in _COUNTERS:
             counter = CounterMetricFamily(f"baton_pool_speculation_{name}", documentation, labels=("pool",))
             for role in WorkerRole:

@@ -29,6 +29,7 @@ def summary(record: RequestTrace, wall_offset_s: float) -> View:
         "output_tokens": timestamps.num_tokens,
         "drafted_tokens": timestamps.num_drafted,
         "accepted_drafts": timestamps.num_accepted,
+        "paused_drafts": list(timestamps.paused_drafts),
         "ttft_s": _since(record, timestamps.first_s),
         "tpot_s": _tpot_s(record),
         "seconds": _since(record, timestamps.ended_s),

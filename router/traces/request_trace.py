@@ -95,6 +95,7 @@ class Timestamps:
     num_cached_tokens: int = 0
     num_drafted: int = 0  # tokens that workers verified, and accepted
     num_accepted: int = 0
+    paused_drafts: tuple[str, ...] = ()  # sources that the worker of the last token had paused then
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

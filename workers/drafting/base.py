@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Protocol
 
 import torch
@@ -50,7 +49,7 @@ class Drafting(Protocol):
         """The cache, if it goes with the model's."""
         ...
 
-    def proposer(self, leader: Leader, headless: Collection[int]) -> Proposer:
+    def proposer(self, leader: Leader, headless: set[int]) -> Proposer:
         """On rank 0, once there is storage: the proposer, whose computation all ranks do. `headless` as in
         `BlockPool`."""
         ...

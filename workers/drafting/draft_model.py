@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +98,7 @@ class ServedDraftModel:
         assert self._runner is not None, "the draft model has no cache yet"
         return self._runner.run(batch)
 
-    def proposer(self, leader: Leader, headless: Collection[int]) -> Proposer:
+    def proposer(self, leader: Leader, headless: set[int]) -> Proposer:
         limits = DraftLimits(
             block_size=self._config.block_size,
             num_pages=self._num_pages,

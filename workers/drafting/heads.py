@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -92,7 +91,7 @@ class HeadDrafting:
         places = [self._places[row.request_id] for row in batch.rows]
         return self._run(batch, self._features_RE.index_select(0, to_device(np.array(places), self._device)))
 
-    def proposer(self, leader: Leader, headless: Collection[int]) -> Proposer:
+    def proposer(self, leader: Leader, headless: set[int]) -> Proposer:
         limits = DraftLimits(
             block_size=self._config.block_size,
             num_pages=self._num_pages,
@@ -157,7 +156,7 @@ class MedusaDrafting:
         ]
         return tuple([tuple(ids) for ids in drawn])
 
-    def proposer(self, leader: Leader, headless: Collection[int]) -> Proposer:
+    def proposer(self, leader: Leader, headless: set[int]) -> Proposer:
         return MedusaProposer(leader.everywhere(self), len(self._heads), clock=time.perf_counter)
 
 

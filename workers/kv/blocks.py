@@ -116,7 +116,8 @@ class BlockPool:
         self._reused: set[int] = set()  # cached pages that a prompt has begun with
         self._slid: set[int] = set()  # given back behind a window, and not reused
         self.headless: set[int] = set()
-        """Pages that came without the KV of the head that this worker keeps beside them."""
+        """Pages without the KV of the head that this worker keeps beside them: they came from a worker that has another
+        one, or were computed while the head was paused."""
         self.head_stays = False
         """Whether no page from elsewhere comes with that KV (`kvtransfer.reshard.can_move_head`)."""
 
@@ -273,7 +274,8 @@ class BlockPool:
             return None
         num_evicted = max(0, num_blocks - len(self._free))
         if num_evicted and self.host is not None:
-            self.host.retain(eviction_candidates(self._evictable, self._sealed, num_evicted, self.host, self._slid))
+            leaving = eviction_candidates(self._evictable, self._sealed, num_evicted, self.host, self._slid)
+            self.host.retain(leaving, self.headless)
         self._num_evicted += num_evicted
         if num_evicted:
             self._evict(num_evicted)

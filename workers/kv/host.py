@@ -86,6 +86,8 @@ class HostPool:
         self._free = list(range(num_slots - 1, -1, -1))
         self._kept: OrderedDict[BlockHash, tuple[int, BlockHash]] = OrderedDict()  # slot and parent, oldest first
         self._pins: Counter[int] = Counter()
+        self.headless: set[int] = set()
+        """Slots of pages without the KV of the head that this worker keeps beside them (`BlockPool.headless`)."""
         self._orphans: set[int] = set()  # forgotten, and free once they are not pinned any more
         self._speed = (0.0, 0.0)  # blocks loaded, and seconds that took; older ones count less
         self._num_stored = self._num_evicted = self._num_loaded = 0
@@ -134,18 +136,21 @@ class HostPool:
             if block_hash in self._kept:
                 self._kept.move_to_end(block_hash)
 
-    def retain(self, blocks: Sequence[tuple[int, BlockHash, BlockHash]]) -> None:
+    def retain(self, blocks: Sequence[tuple[int, BlockHash, BlockHash]], headless: Container[int] = ()) -> None:
         """Copies blocks of the device, each with its hash and its parent's, those to be evicted first in front. If
-        there is no room for all of them the first are not kept."""
+        there is no room for all of them the first are not kept. `headless` as in `BlockPool`."""
         room = self.num_slots - len(self._pins)
         blocks = blocks[max(0, len(blocks) - room) :]
         if not blocks:
             return
         slots = [self._take() for _ in blocks]
         self.copies.offload([block_id for block_id, _, _ in blocks], slots)
-        for (_, block_hash, parent), slot in zip(blocks, slots, strict=True):
+        self.headless.difference_update(slots)
+        for (block_id, block_hash, parent), slot in zip(blocks, slots, strict=True):
             assert block_hash not in self._kept, "a block is kept twice"
             self._kept[block_hash] = (slot, parent)
+            if block_id in headless:
+                self.headless.add(slot)
         for _, block_hash, parent in reversed(blocks):
             if len(block_hash) == BLOCK_HASH_BYTES:
                 self._record(BlockStored(hashes=(block_hash,), parent=parent, tier=Tier.HOST))

@@ -105,11 +105,13 @@ class Decoder:
             for number, (layer, rotation) in enumerate(zip(self._layers, rotations, strict=True)):
                 inputs.taps.take(number, delta_TE, stream_TE)
                 delta_TE, stream_TE = layer(delta_TE, stream_TE, rotation, attention)
-        if len(self._layers) in inputs.taps.layers:
-            inputs.taps.states[len(self._layers)] = self._norm.add(delta_TE, stream_TE)[0]
         if (pooled := inputs.pooled_rows) is not None:
             inputs.hidden.append(self._norm.add(delta_TE[pooled], stream_TE[pooled])[0])
         rows = inputs.logit_rows
+        if len(self._layers) in inputs.taps.layers:
+            normed_TE, _ = self._norm.add(delta_TE, stream_TE)
+            inputs.taps.states[len(self._layers)] = normed_TE
+            return self._head.logits(normed_TE[rows])
         normed_RE, _ = self._norm.add(delta_TE[rows], stream_TE[rows])
         return self._head.logits(normed_RE)
 

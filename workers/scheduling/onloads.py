@@ -107,8 +107,10 @@ class Onloads:
         )
         self._num_begun += 1
         self._copying[load.load_id] = load
-        if self._pool.head_stays:
-            self._pool.headless.update(load.block_ids)
+        pool, host = self._pool, self._pool.host
+        if pool.head_stays or host.headless:
+            of_slots = zip(slots, block_ids, strict=True)
+            pool.headless.update([page for slot, page in of_slots if pool.head_stays or slot in host.headless])
         self._unmeasured[load.load_id] = len(slots)
         self._pool.host.copies.onload(load.load_id, load.slots, load.block_ids)
         return load

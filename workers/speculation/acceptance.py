@@ -117,6 +117,12 @@ class Acceptance:
         if shared is not None:
             shared.fade(KEEP_PASSED)
 
+    def forget(self, source: str) -> None:
+        """Drafts of this source are as likely as those of a new one."""
+        for rates in (self._shared, *self._own.values()):
+            for sort in [one for one in rates if one[0] == source]:
+                del rates[sort]
+
     def end(self, request_id: str) -> None:
         self._own.pop(request_id, None)
 

@@ -164,7 +164,16 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class TimedProposer(Protocol):
-    """A proposer whose computation takes time: `Speculation` queries it for so many drafts as pay."""
+    """A proposer whose computation takes time: `Speculation` queries it for so many drafts as pay, and pauses it
+    where it costs more than it spares (`workers.speculation.payoff`)."""
+
+    @property
+    def name(self) -> str: ...
+
+    def skipped(self, rows: Sequence[ComputedRow]) -> None:
+        """In place of `computed`, while the proposer is paused: the rows of a step of which it computes nothing. Called
+        for every step if `ProposerNeeds.every_step` of any proposer."""
+        ...
 
     def seconds(self, num_rows: int, num_drafts: int) -> float:
         """What `propose` takes for so many sequences and drafts of each; 0 until it was measured."""

@@ -97,6 +97,9 @@ class DraftModelProposer:
 
     def computed(self, rows: Sequence[ComputedRow]) -> None: ...
 
+    def skipped(self, rows: Sequence[ComputedRow]) -> None:
+        """Nothing is lost: it computes what it lacks when it is queried next."""
+
     def propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
         asking = [self._drafting(place, query) for place, query in enumerate(queries)]
         firsts = [min(self._pages.num_written(one.sequence), one.num_known - 1) for one in asking]

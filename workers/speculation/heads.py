@@ -17,7 +17,7 @@ cannot be made without the target's hidden states: the head begins at the next b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,7 +53,7 @@ class _Headed:
 
 
 class HeadProposer:
-    """`clock` in seconds. `headless`: pages whose KV came without that of the head (`BlockPool.headless`)."""
+    """`clock` in seconds. `headless`: pages whose KV is without that of the head (`BlockPool.headless`)."""
 
     needs = ProposerNeeds(every_step=True, every_row=True)
 
@@ -64,13 +64,13 @@ class HeadProposer:
         limits: DraftLimits,
         *,
         clock: Callable[[], float],
-        headless: Collection[int] = (),
+        headless: set[int] | None = None,
     ) -> None:
         self.name = name
         self._runner = runner
         self._limits = limits
         self._clock = clock
-        self._headless = headless
+        self._headless = headless if headless is not None else set()
         self._sequences: dict[str, _Headed] = {}
         self._continued: frozenset[str] = frozenset()  # sequences whose features the runner has
         self._cost = StepSeconds()
@@ -81,6 +81,7 @@ class HeadProposer:
         self._sequences[sequence.request_id] = _Headed(sequence, sampling)
 
     def computed(self, rows: Sequence[ComputedRow]) -> None:
+        start_s = self._clock()
         made: list[Row] = []
         first_hidden: list[int] = []
         for row in rows:
@@ -101,16 +102,28 @@ class HeadProposer:
             )  # fmt: skip
             first_hidden.append(row.first_hidden + start - row.start)
         if made:
-            start_s = self._clock()
             output = self._runner.head_computed(Batch(rows=tuple(made)), tuple(first_hidden))
-            self._spent_s += self._clock() - start_s
             self._continued = frozenset([row.request_id for row in made if row.sample is not None])
             for row_made, out in zip(made, output.rows, strict=True):
                 if out.token_ids:
                     one = self._sequences[row_made.request_id]
                     one.num_known, (one.draft_id,) = num_tokens(one.sequence), out.token_ids
+        self._spent_s += self._clock() - start_s
+
+    def skipped(self, rows: Sequence[ComputedRow]) -> None:
+        """Entries of these positions cannot be made later: the head begins behind their pages."""
+        size = self._limits.block_size
+        for row in rows:
+            self._headless.update(row.pages[row.start // size : -(-(row.start + len(row.token_ids)) // size)])
+        self._continued = frozenset()
 
     def propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
+        start_s = self._clock()
+        found = self._propose(queries)
+        self._spent_s += self._clock() - start_s
+        return found
+
+    def _propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
         drafts: dict[str, list[int]] = {}
         for query in queries:
             one = self._sequences[query.request_id]
@@ -124,9 +137,7 @@ class HeadProposer:
             rows = [self._next_row(place, name, drafts[name]) for place, name in enumerate(active)]
             start_s = self._clock()
             output = self._runner.head_next(Batch(rows=tuple(rows)))
-            elapsed_s = self._clock() - start_s
-            self._cost.observe(len(rows), elapsed_s)
-            self._spent_s += elapsed_s
+            self._cost.observe(len(rows), self._clock() - start_s)
             for name, out in zip(active, output.rows, strict=True):
                 drafts[name] += out.token_ids
             active = [name for name, out in zip(active, output.rows, strict=True) if out.token_ids]

@@ -62,6 +62,10 @@ class MedusaProposer:
                 one.num_known, one.place = stop + 1, row.first_hidden + len(row.token_ids) - 1
                 self._step.add(row.request_id)
 
+    def skipped(self, rows: Sequence[ComputedRow]) -> None:
+        """Hidden states of earlier steps are gone."""
+        self._step = set()
+
     def propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
         asking = [query for query in queries if query.request_id in self._step and self._is_current(query)]
         if not asking:

@@ -1,20 +1,21 @@
 """Speculation of one engine: queries its proposers, chooses how much of their drafts a step verifies, and learns.
 
     plan    drafts  ── queries ──▶ proposers ── drafts ──▶ choose_lengths ◀── rates of acceptance, seconds of a step
-    apply   applied ── what was accepted ──▶ rates, counts          fetch   observe ── seconds ──▶ StepSeconds
+    apply   applied ── what was accepted ──▶ rates, counts          fetch   observe ── seconds ──▶ StepSeconds, Payoff
 
 Pure: no torch, no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from protos.value import Value
-from protos.values import DraftCounts, SpeculationLoad, SpeculationParams
+from protos.values import DraftCounts, PausedProposer, SpeculationLoad, SpeculationParams
 from workers.batch import Batch
 from workers.speculation.acceptance import Acceptance
 from workers.speculation.base import (
@@ -28,7 +29,10 @@ from workers.speculation.base import (
 )
 from workers.speculation.cost import StepSeconds
 from workers.speculation.lengths import choose_depth, choose_lengths, may_pay
+from workers.speculation.payoff import Payoff
 from workers.speculation.prediction import PredictionProposer
+
+log = logging.getLogger("baton.worker")
 
 RECENT = 0.02
 """What the latest row counts in the mean of tokens that a row brings."""
@@ -98,7 +102,12 @@ class Speculation:
     drafts of a row."""
 
     def __init__(self, proposers: Sequence[Proposer], *, max_drafts: int, cost: StepSeconds | None = None) -> None:
-        self._proposers = proposers
+        self._proposers: Sequence[Proposer] = ()
+        self._timed: dict[str, TimedProposer] = {}  # by their names
+        self._payoffs: dict[str, Payoff] = {}  # of those
+        self._paused: tuple[PausedProposer, ...] = ()
+        self._taken_s: dict[str, float] = {}  # by proposers since the last step
+        self._is_after_prompt = False
         self._recent_tokens = 1.0
         self._sequences: dict[str, _Speculating] = {}
         self._num_unpaid = 0  # calls since a timed proposer was queried
@@ -108,10 +117,14 @@ class Speculation:
         self.acceptance = Acceptance()
         self.cost = cost or StepSeconds()
         self.counts = SpeculationCounts()
+        for proposer in proposers:
+            self.add(proposer)
 
     def add(self, proposer: Proposer) -> None:
         """Adds a proposer, before the first request."""
         self._proposers = (*self._proposers, proposer)
+        if isinstance(proposer, TimedProposer):  # which takes as long as a row: never in a step
+            self._timed[proposer.name], self._payoffs[proposer.name] = proposer, Payoff()
 
     @property
     def reads_steps(self) -> bool:
@@ -120,9 +133,11 @@ class Speculation:
 
     def computed(self, rows: Sequence[ComputedRow]) -> None:
         """The rows of an applied step, for proposers that need every step. A proposer that does not need every row gets
-        those of its own requests that go on."""
+        those of its own requests that go on; one that is paused computes none."""
         for proposer in self._proposers:
-            if proposer.needs.every_row:
+            if self._is_paused(proposer.name):
+                self._timed[proposer.name].skipped(rows)
+            elif proposer.needs.every_row:
                 proposer.computed(rows)
             elif proposer.needs.every_step:
                 own = [row for row in rows if row.goes_on and proposer in self._proposers_of(row.request_id)]
@@ -184,9 +199,10 @@ class Speculation:
                 self.acceptance.passed(draft)
         return chosen
 
-    @staticmethod
-    def _is_due(sequence: _Speculating) -> bool:
+    def _is_due(self, sequence: _Speculating) -> bool:
         """Whether the sequence is queried in this step (`UNCHOSEN`), which counts."""
+        if self._paused and all(self._is_paused(one.name) for one in sequence.proposers):
+            return False
         sequence.num_unchosen = num = sequence.num_unchosen + 1
         return all(num < at_least or num % every == 0 for at_least, every in UNCHOSEN)
 
@@ -247,7 +263,10 @@ class Speculation:
         )
         counts.num_drafted += len(draft_ids)
         counts.num_accepted += num_accepted
-        counts.spared_s += num_accepted * self._spared_by_accepted_s
+        spared_s = num_accepted * self._spared_by_accepted_s
+        counts.spared_s += spared_s
+        if draft.source in self._payoffs:
+            self._payoffs[draft.source].spare(spared_s)
         counts.sources.setdefault(draft.source, SourceCounts()).add(len(draft_ids), num_accepted)
         self._draft_loads = None
 
@@ -264,17 +283,55 @@ class Speculation:
         without drafts: of one row all of it, of eight rows an eighth. In a step with a prompt, whose time
         without them is not known, it spares nothing."""
         self._spared_by_accepted_s = 0.0
-        if batch.has_prefill:
+        is_counted, self._is_after_prompt = not (batch.has_prefill or self._is_after_prompt), batch.has_prefill
+        verifying_s: Mapping[str, float] = {}
+        if not batch.has_prefill:
+            self.cost.observe(batch.num_tokens, elapsed_s)
+            if num_drafted := sum([len(row.draft_ids) for row in batch.rows]):
+                without_s = self.cost.seconds(batch.num_tokens - num_drafted)
+                self._spared_by_accepted_s = without_s / len(batch.rows)
+                longer_s = max(0.0, elapsed_s - without_s)
+                self.counts.spent_s += longer_s
+                verifying_s = self._by_source(batch, longer_s / num_drafted)
+        for source, payoff in self._payoffs.items():
+            spent_s = self._taken_s.get(source, 0.0) + verifying_s.get(source, 0.0)
+            if payoff.observe(elapsed_s, spent_s) if is_counted else payoff.wait():
+                self._paused_or_resumed(source, payoff)
+
+    def _is_paused(self, source: str) -> bool:
+        payoff = self._payoffs.get(source)
+        return payoff is not None and payoff.is_paused
+
+    def _by_source(self, batch: Batch, each_s: float) -> Mapping[str, float]:
+        """`each_s` for each drafted token of the batch, by the draft's source."""
+        seconds: dict[str, float] = {}
+        for row in batch.rows:
+            if row.draft_ids and row.request_id in self._sequences:
+                source = self._sequences[row.request_id].draft.source
+                seconds[source] = seconds.get(source, 0.0) + each_s * len(row.draft_ids)
+        return seconds
+
+    def _paused_or_resumed(self, source: str, payoff: Payoff) -> None:
+        """A proposer that is resumed drafts as at its start: how often its drafts were right before is outdated."""
+        others = tuple([one for one in self._paused if one.source != source])
+        if payoff.is_paused:
+            paused = PausedProposer(
+                source=source, num_steps=payoff.num_paused, spared_s=payoff.spared_s, spent_s=payoff.spent_s
+            )
+            self._paused = (*others, paused)
+            log.info("drafts do not pay and are paused: %s", paused)
             return
-        self.cost.observe(batch.num_tokens, elapsed_s)
-        if num_drafted := sum([len(row.draft_ids) for row in batch.rows]):
-            without_s = self.cost.seconds(batch.num_tokens - num_drafted)
-            self._spared_by_accepted_s = without_s / len(batch.rows)
-            self.counts.spent_s += max(0.0, elapsed_s - without_s)
+        self._paused = others
+        self.acceptance.forget(source)
+        for sequence in self._sequences.values():
+            if any(one.name == source for one in sequence.proposers):
+                sequence.num_unchosen = 0
 
     def take_seconds(self) -> float:
-        """What the proposers' models took since the last call: steps of the engine are longer by it."""
-        spent_s = sum([one.take_seconds() for one in self._proposers if isinstance(one, TimedProposer)])
+        """What the proposers' models took since the last call: steps of the engine are longer by it. `observe` counts
+        it with the step that was fetched."""
+        self._taken_s = {name: one.take_seconds() for name, one in self._timed.items()}
+        spent_s = sum(self._taken_s.values())
         self.counts.spent_s += spent_s
         return spent_s
 
@@ -297,6 +354,7 @@ class Speculation:
             spared_s=counts.spared_s,
             spent_s=counts.spent_s,
             sources=self._draft_loads,
+            paused=self._paused,
         )
 
     def assert_idle(self) -> None:
@@ -311,10 +369,11 @@ class Speculation:
         found: dict[str, tuple[Draft, list[float]]] = {}
         promised: dict[str, float] = {}
         for proposer in self._proposers:
-            mine = [query for query in queries if proposer in self._sequences[query.request_id].proposers]
-            if mine and isinstance(proposer, TimedProposer):
-                mine = self._paying(proposer, proposer.name, mine, num_rows, num_positions)
-            for query, draft in zip(mine, proposer.propose(mine) if mine else (), strict=True):
+            own = [query for query in queries if proposer in self._sequences[query.request_id].proposers]
+            timed = self._timed.get(proposer.name)
+            if own and timed is not None:
+                own = self._paying(timed, proposer.name, own, num_rows, num_positions)
+            for query, draft in zip(own, proposer.propose(own) if own else (), strict=True):
                 if not draft.token_ids:
                     continue
                 chances = self.acceptance.chances(query.request_id, draft, len(draft.token_ids))
@@ -326,7 +385,9 @@ class Speculation:
     def _paying(
         self, proposer: TimedProposer, name: str, queries: Sequence[DraftQuery], num_rows: int, num_positions: int
     ) -> list[DraftQuery]:
-        """The queries, for as many drafts as pay with the time that making them takes."""
+        """The queries, for as many drafts as pay with the time that making them takes; none during a pause."""
+        if self._is_paused(name):
+            return []
         unknown, most = Draft(source=name), max(query.max_drafts for query in queries)
         depth = choose_depth(
             [self.acceptance.chances(query.request_id, unknown, most) for query in queries],

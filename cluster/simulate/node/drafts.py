@@ -126,6 +126,8 @@ class TimedDrafts:
 
     def computed(self, rows: Sequence[ComputedRow]) -> None: ...
 
+    def skipped(self, rows: Sequence[ComputedRow]) -> None: ...
+
     def propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
         if not queries:
             return []

@@ -44,6 +44,7 @@ DRAFTS = values.SpeculationLoad(
     num_tokens=20,
     spared_s=0.5,
     sources=(values.DraftCounts(source="ngram", drafted_at=(20, 10), accepted_at=(8, 3)),),
+    paused=(values.PausedProposer(source="eagle", num_steps=2048, spared_s=0.5, spent_s=2.0),),
 )
 LOAD = values.WorkerLoad(
     step=3, num_running=2, num_blocks=10, draining=True, lanes=(LANES,), host=HOST, speculation=DRAFTS
@@ -123,6 +124,7 @@ SAMPLES = [
     HOST,
     DRAFTS,
     *DRAFTS.sources,
+    *DRAFTS.paused,
     LOAD,
     values.StepMessage(updates=UPDATES, events=(EVENTS,), load=LOAD),
     values.StepMessage(),

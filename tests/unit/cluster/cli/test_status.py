@@ -22,6 +22,7 @@ from protos.values import (
     KVLayout,
     LaneAddress,
     LaneStats,
+    PausedProposer,
     SpeculationLoad,
     TicketStats,
     TierStats,
@@ -133,6 +134,14 @@ async def test_drafts_are_shown_by_source_and_position() -> None:
     assert ["decode", "ngram", "300", "33%", "40%,", "20%", "1.50", "2.5", "s"] in shown
     assert ["decode", "suffix", "10", "10%", "10%"] in shown
     assert "Speculation" not in await ask(crew())
+
+
+async def test_drafts_that_are_paused_are_named_with_what_they_cost() -> None:
+    paused = PausedProposer(source="eagle", num_steps=2048, spared_s=0.25, spent_s=1.5)
+    load = replace(LOAD, speculation=SpeculationLoad(num_rows=200, num_tokens=210, paused=(paused,)))
+    shown = await ask(Crew(Worker(worker_id="decode-0", info=info("decode-0", WorkerRole.DECODE), load=load)))
+    expected = "decode-0: drafts of eagle are paused for 2,048 steps: they spared 0.25 s and took 1.50 s"
+    assert expected in " ".join(shown.split())
 
 
 async def test_who_holds_kv_comes_with_what_each_tier_was_good_for() -> None:

@@ -129,8 +129,8 @@ def test_a_narrow_terminal_breaks_no_name() -> None:
     name = "req-0123456789abcdef0123456789abcdef"
     one = {
         "request_id": name, "state": "", "outcome": "length", "prompt_tokens": 12345, "cached_tokens": 1024,
-        "output_tokens": 256, "drafted_tokens": 300, "accepted_drafts": 180, "ttft_s": 0.1234, "tpot_s": 0.0123,
-        "prefill": "prefill-0", "decode": "decode-10",
+        "output_tokens": 256, "drafted_tokens": 300, "accepted_drafts": 180, "paused_drafts": [],
+        "ttft_s": 0.1234, "tpot_s": 0.0123, "prefill": "prefill-0", "decode": "decode-10",
     }  # fmt: skip
     out = io.StringIO()
     Console(file=out, width=80).print(recent_table([one]))
@@ -147,8 +147,9 @@ def test_drafts_of_an_answer_are_shown() -> None:
     job = {
         "request_id": "r", "job": "r-0", "state": "", "outcome": "length", "prompt_tokens": 5, "cached_tokens": 0,
         "output_tokens": 40, "drafted_tokens": 60, "accepted_drafts": 25, "ttft_s": None, "message": "", "choices": [],
-        "timeline": [],
+        "timeline": [], "paused_drafts": ["eagle"],
     }  # fmt: skip
     out = io.StringIO()
     Console(file=out, width=160).print(explanation({"jobs": [job], "cache": []}))
     assert "40 tokens written, 25 of them accepted of 60 drafted" in out.getvalue()
+    assert "drafts of eagle were paused, since they did not pay" in " ".join(out.getvalue().split())

@@ -19,6 +19,7 @@ from protos.values import (
     Hello,
     HostLoad,
     LaneLoad,
+    PausedProposer,
     SequenceUpdate,
     SpeculationLoad,
     StepMessage,
@@ -331,7 +332,9 @@ async def test_drafts_are_counted_by_pool_source_and_position(cluster: Cluster) 
     registry.register(FleetCollector(cluster.fleet))
     drafts = DraftCounts(source="ngram", drafted_at=(10, 5), accepted_at=(8, 2))
     first = SpeculationLoad(num_rows=20, num_tokens=30, spared_s=2.0, spent_s=0.5, sources=(drafts,))
-    again = SpeculationLoad(num_rows=5, num_tokens=6, spared_s=0.5, sources=(replace(drafts, drafted_at=(1,)),))
+    paused = PausedProposer(source="eagle", num_steps=2048, spared_s=0.1, spent_s=1.0)
+    fewer = (replace(drafts, drafted_at=(1,)),)
+    again = SpeculationLoad(num_rows=5, num_tokens=6, spared_s=0.5, sources=fewer, paused=(paused,))
     for load in (first, first, again):
         cluster["d0"].load = WorkerLoad(num_blocks=100, speculation=load)
         cluster["d0"].say()
@@ -346,6 +349,8 @@ async def test_drafts_are_counted_by_pool_source_and_position(cluster: Cluster) 
     assert value("drafted", source="ngram", position="1") == 11
     assert value("accepted", source="ngram", position="2") == 4
     assert value("rows", pool="prefill") == 0
+    of_eagle = {"pool": "decode", "source": "eagle"}
+    assert registry.get_sample_value("baton_pool_speculation_paused", of_eagle) == 1
 
 
 async def test_metrics_are_by_pool(cluster: Cluster) -> None:

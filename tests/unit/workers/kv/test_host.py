@@ -52,6 +52,31 @@ def evict(toy: ToyEngine) -> None:
 
 
 class TestHits:
+    @pytest.mark.parametrize("head_stays", [True, False])
+    def test_pages_that_lacked_the_kv_of_a_head_lack_it_when_they_come_back(self, *, head_stays: bool) -> None:
+        """Where it never moves to the host, all pages from there lack it."""
+        toy = ToyEngine(num_blocks=32, host_slots=100)
+        toy.serve(ask("first", LONG, 1))
+        cached = toy.pool.match(chain_hashes(LONG, BLOCK))
+        toy.pool.head_stays = head_stays
+        if not head_stays:
+            toy.pool.headless.update(cached[:3])
+        evict(toy)
+        assert not toy.pool.headless
+        toy.serve(ask("again", LONG, 1))
+        cached = toy.pool.match(chain_hashes(LONG, BLOCK))
+        assert len(cached) == 100 // BLOCK
+        num_headless = (100 - 1) // BLOCK if head_stays else 3
+        assert toy.pool.headless == set(cached[:num_headless])
+        evict(toy)
+        toy.pool.head_stays = False
+        toy.pool.headless.clear()
+        toy.pool.clear()
+        toy.serve(ask("anew", LONG, 1))
+        evict(toy)
+        toy.serve(ask("back", LONG, 1))
+        assert not toy.pool.headless, "slots are used again"
+
     def test_an_evicted_prefix_is_loaded_and_not_computed(self) -> None:
         toy = ToyEngine(num_blocks=32, host_slots=100)
         toy.serve(ask("first", LONG, 1))

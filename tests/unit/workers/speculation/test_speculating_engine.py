@@ -11,7 +11,7 @@ from benchmarks.speculation.known_drafter import KnownAnswers
 from protos.values import FinishReason, GenerateRequest, SpeculationParams
 from tests.unit.workers.grammar.test_grammars import EOS, Summing
 from tests.unit.workers.harness import BLOCK, VOCAB, Answer, ToyEngine, ask, by_hand
-from workers.speculation.base import Draft, DraftQuery
+from workers.speculation.base import ComputedRow, Draft, DraftQuery
 from workers.speculation.cost import StepSeconds
 from workers.speculation.ngram import NgramProposer
 from workers.speculation.prediction import PredictionProposer
@@ -162,6 +162,8 @@ class Slow(KnownAnswers):
 
     def seconds(self, num_rows: int, num_drafts: int) -> float:
         return 0.0
+
+    def skipped(self, rows: Sequence[ComputedRow]) -> None: ...
 
     def take_seconds(self) -> float:
         taken_s, self.spent_s = self.spent_s, 0.0
