@@ -16,6 +16,7 @@ from router.ledger.prices import NO_PRICES, read_prices
 from workers.adapters.files import check_folder
 from workers.adapters.names import parse_adapters
 from workers.checkpoint.registry import stored_tensors
+from workers.drafting.needs import DraftNeeds, needs_of
 from workers.kv.kinds import layout_of
 from workers.memory import free_ram_bytes
 from workers.models.config import longest_sequence, weight_bytes
@@ -52,6 +53,7 @@ def check_feasible(
     if config.ray.address:
         return
     stored_tensors(Path(config.worker.model))
+    drafting = needs_of(config.worker, model, _kv_type(config, model))
     _check_host_tier(config, free_bytes())
     has_gpu = any(devices.glob("nvidia[0-9]*"))
     if config.worker.device == "cuda" and not has_gpu:
@@ -59,7 +61,7 @@ def check_feasible(
             "worker.device is cuda: this machine has no NVIDIA GPU; --device cpu needs none", param="device"
         )
     if config.worker.device == "cpu" or not has_gpu:
-        _check_ram(config, model, free_bytes())
+        _check_ram(config, model, drafting, free_bytes())
 
 
 def check_files(config: ClusterConfig) -> None:
@@ -121,10 +123,11 @@ def _floored(num_bytes: float) -> float:
     return math.floor(10 * max(0.0, num_bytes) / _GIB) / 10
 
 
-def _check_ram(config: ClusterConfig, model: ServedConfig, free: int) -> None:
+def _check_ram(config: ClusterConfig, model: ServedConfig, drafting: DraftNeeds, free: int) -> None:
     """Checks certain needs only: processes, weights, and configured blocks."""
     each = {
-        role: _worker_bytes(config, model, config.pools.tp(role, config.worker.tp)) for role in config.pools.counts()
+        role: _worker_bytes(config, model, drafting, config.pools.tp(role, config.worker.tp))
+        for role in config.pools.counts()
     }
     needed = sum(each[role] * count for role, count in config.pools.counts().items())
     if needed <= free:
@@ -142,12 +145,13 @@ def _check_ram(config: ClusterConfig, model: ServedConfig, free: int) -> None:
     )
 
 
-def _worker_bytes(config: ClusterConfig, model: ServedConfig, tp: int) -> int:
-    """Bytes over all ranks of a worker, on a CPU."""
+def _worker_bytes(config: ClusterConfig, model: ServedConfig, drafting: DraftNeeds, tp: int) -> int:
+    """Bytes over all ranks of a worker, on a CPU, with those of what drafts there."""
     worker = config.worker
     layout = _layout(config, model, tp)
     weights = weight_bytes(worker.model, _dtype(config, model), worker.quantize)
-    return tp * RANK_BYTES + weights + (worker.num_blocks or 0) * layout.block_bytes
+    block_bytes = layout.block_bytes + drafting.block_bytes
+    return tp * RANK_BYTES + weights + drafting.weight_bytes + (worker.num_blocks or 0) * block_bytes
 
 
 def _dtype(config: ClusterConfig, model: ServedConfig) -> str:
@@ -156,6 +160,10 @@ def _dtype(config: ClusterConfig, model: ServedConfig) -> str:
 
 def _layout(config: ClusterConfig, model: ServedConfig, tp: int) -> KVLayout:
     """Raises Misconfigured or UnsupportedModel for a `kv_dtype` that the model cannot have."""
-    worker, dtype = config.worker, _dtype(config, model)
-    dtype = dtype if dtype in ITEM_BYTES else "bfloat16"
-    return layout_of(model, worker.kv_dtype, block_size=worker.block_size, dtype=dtype, tp=tp)
+    worker = config.worker
+    return layout_of(model, worker.kv_dtype, block_size=worker.block_size, dtype=_kv_type(config, model), tp=tp)
+
+
+def _kv_type(config: ClusterConfig, model: ServedConfig) -> str:
+    dtype = _dtype(config, model)
+    return dtype if dtype in ITEM_BYTES else "bfloat16"

@@ -17,7 +17,7 @@ from tests.numerics.moving import moved, two
 from workers import build
 from workers.build import open_rank
 from workers.config import WorkerConfig
-from workers.drafting import draft_model
+from workers.drafting import opening, vocabulary
 from workers.kernels.cpu.build import native
 from workers.parallel.group import Solo
 from workers.speculation.speculation import SpeculationCounts
@@ -148,12 +148,14 @@ def test_a_damaged_tokenizer_of_a_draft_model_is_refused_with_the_file(target: P
     tiny(tmp_path)
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(BadCheckpoint, match=r"tokenizer\.json of .* download it again"):
-        draft_model._tokens(tmp_path)
+        vocabulary._tokens(tmp_path)
 
 
 def test_a_draft_model_for_which_there_is_no_memory_is_refused(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_model, "free_ram_bytes", lambda: 1000)
-    with pytest.raises(Misconfigured, match=r"weights of the draft model .* choose a smaller one") as caught:
+    monkeypatch.setattr(opening, "free_ram_bytes", lambda: 1000)
+    with pytest.raises(
+        Misconfigured, match=r"speculate is model:.*: its weights take .* choose a smaller one"
+    ) as caught:
         open_rank(config(target, f"model:{target}"), Solo())
     assert caught.value.param == "speculate"
 

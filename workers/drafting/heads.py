@@ -7,12 +7,12 @@ import time
 import numpy as np
 import torch
 
-from kvtransfer.reshard import rank_block_bytes
 from protos.values import KVHead
 from workers.attention.base import AttentionBackend
 from workers.attention.registry import attention_for
 from workers.batch import Batch, RowOutput, Sample, StepOutput
 from workers.config import WorkerConfig
+from workers.drafting.cache import DraftCache
 from workers.drafting.choice import drafted_ids
 from workers.kernels.staging import to_device
 from workers.kv.storage import KVStorage
@@ -22,7 +22,6 @@ from workers.parallel.ranks import Leader
 from workers.runner.inputs import model_inputs
 from workers.runner.packing import pack
 from workers.speculation.base import HiddenStates, Proposer
-from workers.speculation.draft_model import DraftLimits
 from workers.speculation.heads import HeadProposer
 from workers.speculation.medusa import MedusaProposer
 
@@ -36,13 +35,12 @@ class HeadDrafting:
     def __init__(
         self, name: str, head: DraftHead, config: WorkerConfig, device: str, vocab_size: int, identity: str
     ) -> None:
-        self._name, self._head, self._config, self._device = name, head, config, device
+        self._name, self._head, self._device = name, head, device
         self._identity = identity
+        self._block_size = config.block_size
+        self._cache = DraftCache(head.kv_layout(config.block_size), config, device)
         self.storage: KVStorage | None = None
         self._vocab_size = vocab_size
-        self._layout = head.kv_layout(config.block_size)
-        self._scratch_pages = 1 - -config.max_drafts // config.block_size
-        self._num_pages = 0
         self._attention: AttentionBackend | None = None
         self._hidden: HiddenStates[torch.Tensor] | None = None
         self._places: dict[str, int] = {}
@@ -54,20 +52,19 @@ class HeadDrafting:
 
     @property
     def page_bytes(self) -> int:
-        return rank_block_bytes(self._layout)
+        return self._cache.page_bytes
 
     @property
     def scratch_bytes(self) -> int:
-        return self._num_scratch * self.page_bytes
+        return self._cache.scratch_bytes
 
     def make_storage(self, num_pages: int) -> None:
-        self._num_pages = num_pages
-        self.storage = KVStorage(self._layout, num_blocks=num_pages + self._num_scratch, device=self._device)
+        self.storage = self._cache.make(num_pages)
         self._attention = attention_for(self.storage)
 
     @property
     def kv_head(self) -> KVHead:
-        (group,) = self._layout.groups
+        (group,) = self._cache.layout.groups
         return KVHead(name=self._identity, num_layers=len(group.layers), parts=group.parts)
 
     def read_from(self, hidden: HiddenStates[torch.Tensor]) -> None:
@@ -92,24 +89,13 @@ class HeadDrafting:
         return self._run(batch, self._features_RE.index_select(0, to_device(np.array(places), self._device)))
 
     def proposer(self, leader: Leader, headless: set[int]) -> Proposer:
-        limits = DraftLimits(
-            block_size=self._config.block_size,
-            num_pages=self._num_pages,
-            scratch_pages=self._scratch_pages,
-            chunk=self._config.max_num_batched_tokens,
-            max_len=self._head.max_len,
-            vocab_size=self._vocab_size,
-        )
+        limits = self._cache.limits(max_len=self._head.max_len, vocab_size=self._vocab_size)
         runner = leader.everywhere(self)
         return HeadProposer(self._name, runner, limits, clock=time.perf_counter, headless=headless)
 
-    @property
-    def _num_scratch(self) -> int:
-        return self._config.max_num_seqs * self._scratch_pages
-
     def _run(self, batch: Batch, features_TE: torch.Tensor) -> StepOutput:
         assert self._attention is not None, "the head has no cache yet"
-        packed = pack(batch, block_size=self._config.block_size, sampled={})
+        packed = pack(batch, block_size=self._block_size, sampled={})
         inputs = model_inputs(packed, self._device, torch.zeros(0))
         logits_RV, self._features_RE = self._head.forward(inputs, features_TE, self._attention)
         sampling = [row for row in batch.rows if row.sample is not None]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from protos.errors import BadCheckpoint, Misconfigured
 from workers.config import WorkerConfig
 from workers.drafting.base import Drafting
 from workers.drafting.draft_model import ServedDraftModel
 from workers.drafting.heads import HeadDrafting, MedusaDrafting
+from workers.drafting.needs import check_fits, needs_of
+from workers.memory import free_ram_bytes
 from workers.models.decoder import Decoder
 from workers.models.heads.eagle import load_eagle
+from workers.models.heads.files import digest_of
 from workers.models.heads.medusa import load_medusa
 from workers.models.heads.mtp import load_mtp
-from workers.models.heads.published import digest_of
 from workers.models.interface import ServedDecoder
 from workers.parallel.group import TensorParallel
 from workers.speculation.registry import SpeculateMode
@@ -25,19 +24,12 @@ def open_drafting(config: WorkerConfig, target: ServedDecoder, group: TensorPara
     mode = SpeculateMode.of(config.speculate)
     if not mode.is_by_model:
         return None
-    if mode.path and not Path(mode.path).exists():
-        raise BadCheckpoint(
-            f"speculate is {config.speculate}, and there is no {mode.path}: give the folder of a checkpoint, as "
-            f"{mode.kind}:/models/draft"
-        )
+    needs = needs_of(config, target.config, str(target.context.dtype).removeprefix("torch."))
+    if device == "cpu":
+        check_fits(config, needs, free_ram_bytes())
     if mode.kind == "model":
         return ServedDraftModel(mode.path, config, target.config, group, device)
-    if not isinstance(target, Decoder):
-        raise Misconfigured(
-            f"speculate is {mode.kind}: heads read hidden states, and a decoder of transformers "
-            f"({target.config.family}) shows none: choose a draft model (model:PATH), ngram or suffix",
-            param="speculate",
-        )
+    assert isinstance(target, Decoder), "heads of a decoder that shows no hidden states are refused"
     vocab_size = target.config.vocab_size
     if mode.kind == "medusa":
         return MedusaDrafting(load_medusa(mode.path, target), device, vocab_size)

@@ -264,6 +264,12 @@ def weight_bytes(path: str | Path, dtype: str, quantize: Quantize = "off") -> in
     return total
 
 
+def mtp_bytes(path: str | Path, model: ModelConfig, dtype: str) -> int:
+    """The same of the checkpoint's first layer for multi-token prediction."""
+    prefix = f"model.layers.{model.num_layers}."
+    return sum([_loaded_bytes(*one, dtype) for one in stored_tensors(Path(path)).items() if one[0].startswith(prefix)])
+
+
 def _loaded_bytes(name: str, stored: StoredTensor, dtype: str) -> int:
     if stored.dtype not in FLOATS or not name.endswith((".weight", ".bias")):
         return stored.num_bytes

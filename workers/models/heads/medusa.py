@@ -21,7 +21,8 @@ from workers.checkpoint.encoding import LayerContext, Projection
 from workers.checkpoint.registry import encodings_of
 from workers.checkpoint.slots import Slot
 from workers.models.decoder import Decoder
-from workers.models.heads.published import fill_head, open_head
+from workers.models.heads.files import open_head
+from workers.models.heads.published import fill_head
 from workers.models.layers.linear import ColumnParallel
 from workers.parallel.group import Solo
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace as with_values
 
-from protos.errors import Misconfigured
 from protos.values import KVLayout
 from workers.attention.base import AttentionBackend
 from workers.checkpoint.encoding import LayerContext, Projection
@@ -30,15 +29,9 @@ from workers.speculation.base import HiddenStates
 
 
 def load_mtp(path: str, target: Decoder) -> MTPHead:
-    """The layer for multi-token prediction in the target's own checkpoint, packed. Raises Misconfigured if it has none,
-    BadCheckpoint for missing tensors."""
+    """The layer for multi-token prediction in the target's own checkpoint, packed. Raises BadCheckpoint for missing
+    tensors."""
     config = target.config
-    if not config.num_mtp_layers:
-        raise Misconfigured(
-            f"speculate is mtp, and {path} has no layers for multi-token prediction (num_nextn_predict_layers): choose "
-            "another kind of drafts",
-            param="speculate",
-        )
     with open_source(Path(path)) as source:
         context = replace(target.context, encodings=encodings_of(config.weight_format, source))
         head = MTPHead(_with_one_more_layer(config), context, target)

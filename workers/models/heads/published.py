@@ -1,75 +1,16 @@
-"""Files of a published head: config.json, and tensors in safetensors under the names of one of its formats."""
+"""Fills a head with the tensors of its files."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
+from collections.abc import Collection, Sequence
 
 from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.hints import listed
-from workers.checkpoint.safetensors import SafetensorsSource
 from workers.checkpoint.slots import Slot, in_order
-from workers.checkpoint.source import StoredTensor, WeightSource
+from workers.checkpoint.source import WeightSource
 
 log = logging.getLogger("baton.worker")
-
-
-class RenamedSource:
-    """`source` with other names for its tensors."""
-
-    def __init__(self, source: WeightSource, rename: Callable[[str], str]) -> None:
-        self._source = source
-        self._stored = {rename(name): name for name in source.names()}
-
-    def names(self) -> Collection[str]:
-        return self._stored.keys()
-
-    def describe(self, name: str) -> StoredTensor:
-        return self._source.describe(self._stored[name])
-
-    def read(self, name: str, dim: int, part: slice) -> torch.Tensor:
-        return self._source.read(self._stored[name], dim, part)
-
-
-@contextmanager
-def open_head(path: str, rename: Callable[[str], str]) -> Iterator[WeightSource]:
-    """All safetensors files of the folder. Raises BadCheckpoint where there are none, or one is damaged."""
-    folder = Path(path)
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
-        pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
-        if pickles:
-            raise BadCheckpoint(
-                f"{folder} holds pickled weights only ({pickles[0]}), which can run code when read: find a copy in "
-                "safetensors, or write one with safetensors.torch.save_file where you trust the file"
-            )
-        raise BadCheckpoint(f"{folder} holds no *.safetensors: give the folder of a head's checkpoint")
-    tensors: dict[str, Any] = {}
-    with ExitStack() as files:
-        for file in found:
-            try:
-                opened = files.enter_context(safe_open(file, framework="pt", device="cpu"))
-            except (SafetensorError, OSError) as error:
-                raise BadCheckpoint(f"{file} is truncated or damaged ({error}): download it again") from error
-            tensors |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        yield RenamedSource(SafetensorsSource(tensors), rename)
-
-
-def digest_of(path: str) -> str:
-    """Of config.json and the tensors: heads of which it is equal make the same KV."""
-    digest = hashlib.blake2b(digest_size=8)
-    for file in sorted([*Path(path).glob("*.safetensors"), Path(path) / "config.json"]):
-        with file.open("rb") as opened:
-            while part := opened.read(2**20):
-                digest.update(part)
-    return digest.hexdigest()
 
 
 def fill_head(path: str, slots: Sequence[Slot], source: WeightSource, *, unused: Collection[str] = ()) -> None:

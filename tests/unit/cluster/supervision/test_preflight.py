@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cluster.supervision.preflight import check_feasible, check_files
 from protos.errors import BatonError, Misconfigured
 
 GIB = 2**30
+HEADS = Path(DEMO["model"]).parent
 
 
 def refused(tmp_path: Path, free_bytes: int = 8 * GIB, **settings: Any) -> str:
@@ -79,6 +81,38 @@ def test_workers_must_fit_into_memory(tmp_path: Path) -> None:
     assert "8.0 GiB are free: ask for at most 3" in told
     assert "fewer or smaller workers" in refused(tmp_path, GIB // 8)
     assert "4.0 GiB are free" in refused(tmp_path, 4 * GIB, worker={"num_blocks": 10**6})
+
+
+@pytest.mark.parametrize(
+    ("speculate", "words"),
+    [
+        ("eagle:/nope", "worker.speculate is eagle:/nope, and there is no /nope on this machine: give the folder of a"),
+        ("model:/nope", "give the folder of a draft model, as --speculate model:/models/draft-model"),
+        (f"eagle:{HEADS / 'medusa'}", "has tensors of 0 layers: an EAGLE head has one"),
+        (f"medusa:{HEADS}", "holds no *.safetensors: give the folder of a head's checkpoint"),
+        ("mtp", "has no layers for multi-token prediction"),
+        (f"model:{HEADS / 'eagle3'}", "eagle3: LlamaForCausalLMEagle3 is not served"),
+    ],
+)
+def test_what_cannot_draft_is_refused_before_anything_starts(tmp_path: Path, speculate: str, words: str) -> None:
+    assert words in refused(tmp_path, worker={"speculate": speculate})
+
+
+@pytest.mark.parametrize("speculate", [f"model:{DEMO['model']}", f"eagle:{HEADS / 'eagle3'}"])
+def test_memory_of_what_drafts_is_counted(tmp_path: Path, speculate: str) -> None:
+    """Its weights with each worker, its KV with each block."""
+    assert refused(tmp_path, worker={"speculate": speculate}) == ""
+    for sizes in ({"pools": {"decode": 500}}, {"worker": {"num_blocks": 10**6}}):
+        worker = sizes.get("worker", {})
+        plain = refused(tmp_path, GIB, **sizes)
+        more = refused(tmp_path, GIB, **(sizes | {"worker": worker | {"speculate": speculate}}))
+        assert gib_of(more) > gib_of(plain) > 1
+
+
+def gib_of(message: str) -> float:
+    found = re.search(r"take ([\d.]+) GiB", message)
+    assert found is not None, message
+    return float(found[1])
 
 
 def test_memory_for_the_host_tier_must_be_there_for_every_worker(tmp_path: Path) -> None:
