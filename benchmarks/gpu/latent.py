@@ -67,8 +67,9 @@ def _decode(shape: str, lens: Sequence[int], num_heads: int, device: str) -> Ker
 
 
 def _prompt(shape: str, length: int, num_heads: int, device: str) -> KernelCase:
-    paged, tile = _Latents([(length, length)], num_heads, device), latent_tile(torch.bfloat16, prompts=True)
-    work_W4 = plan_prefill([0], [0, length], [length], group=heads_of_program(num_heads), tile=tile)
+    paged, group = _Latents([(length, length)], num_heads, device), heads_of_program(num_heads)
+    tile = latent_tile(torch.bfloat16, heads=group, prompts=True)
+    work_W4 = plan_prefill([0], [0, length], [length], group=group, tile=tile)
     plan = PrefillPlan(work_W4=torch.from_numpy(work_W4).to(device), tile=tile)
     return KernelCase(
         kernel="latent_prefill",

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psycopg
 import pytest
 
-from router.database.postgres import SCHEMA
 from tests.contract.postgres_server import PostgresServer
 
 
@@ -22,6 +20,10 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def postgres_url(postgres: PostgresServer) -> str:
+    import psycopg  # the attention backends' contracts are kept on GPU machines, too, which lack it
+
+    from router.database.postgres import SCHEMA
+
     with psycopg.connect(postgres.url, autocommit=True) as connection:
         connection.execute("SET client_min_messages = warning")
         connection.execute(f"DROP SCHEMA IF EXISTS {SCHEMA} CASCADE")

@@ -54,6 +54,20 @@ def test_sums_and_gathered_parts_are_the_same_on_every_rank(size: int) -> None:
         assert run(program) == [([factor, 10.0 * factor], rows)] * size
 
 
+def test_what_comes_before_closing_finds_the_group_open() -> None:
+    """NCCL waits for graphs with its collectives, so they are destroyed while there is a group."""
+    sums: list[float] = []
+
+    def closed(group: TensorParallel) -> None:
+        group.before_close(lambda: sums.append(group.all_reduce(torch.tensor([1.0])).item()))
+        group.close()
+        group.close()
+
+    with ranks(2) as run:
+        run(closed)
+        assert sums == [2.0, 2.0]
+
+
 def test_tensors_are_collected_in_rank_order_and_shared_from_rank_0(size: int) -> None:
     def program(group: TensorParallel) -> tuple[list[list[float]], list[float]]:
         collected = group.collect(torch.tensor([group.rank, 0.5]))

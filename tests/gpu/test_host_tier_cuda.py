@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,10 @@ from workers.config import WorkerConfig
 from workers.kv.host_copies import PIECE_BYTES, CudaCopies
 from workers.kv.storage import KVStorage
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature"),
+]
 
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate((100, 97, 120, 64))]
 FEW = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -39,7 +42,7 @@ def test_blocks_come_back_while_others_are_overwritten() -> None:
     """Several pieces each way; what is gathered is overwritten at once, what is loaded is read at once."""
     layout = KVLayout.dense(num_layers=4, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
     storage = KVStorage(layout, num_blocks=600, device="cuda")
-    assert 256 * storage.block_bytes > 2 * PIECE_BYTES
+    assert 256 * storage.block_bytes > PIECE_BYTES
     copies = CudaCopies(storage, 400)
     storage.data.normal_()
     before = storage.data.cpu()
@@ -86,10 +89,10 @@ def test_neither_plans_nor_launches_wait_for_copies(tmp_path: Path, monkeypatch:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        def strict_plan(now: float) -> Batch | None:
+        def strict_plan(now: float, waiting: Collection[str]) -> Batch | None:
             torch.cuda.set_sync_debug_mode("error")
             try:
-                return plan(now)
+                return plan(now, waiting)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 

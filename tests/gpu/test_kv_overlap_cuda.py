@@ -57,8 +57,11 @@ class Worker:
         self.transfers.record(self.engine.timeline)
         self.tokens: list[int] = []
         self.ended: FinishReason | None = None
+        self.spans: list[Span] = []
 
     def step(self) -> None:
+        if self.engine.timeline.recording:  # looking again and again makes more spans than a timeline keeps
+            self.spans += self.engine.timeline.record(True)[0]
         for update in self.engine.step(time.monotonic()):
             assert update.error is None
             self.tokens += update.token_ids
@@ -107,7 +110,8 @@ def test_a_chunk_travels_while_the_next_one_is_computed(tmp_path: Path) -> None:
             request = GenerateRequest(request_id=name, prompt_ids=PROMPT, sampling=GREEDY, ticket=ticket)
             reader.engine.submit(request, time.monotonic())
             until(lambda: reader.ended is FinishReason.PREFILLED and not reader.engine.has_work(), reader, writer)
-            spans, _ = reader.engine.timeline.record(False)
+            spans = reader.spans + list(reader.engine.timeline.record(False)[0])
+            reader.spans = []
             answered = GenerateRequest(
                 request_id=name, prompt_ids=PROMPT, output_ids=tuple(reader.tokens), sampling=GREEDY, ticket=ticket
             )

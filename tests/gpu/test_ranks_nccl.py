@@ -35,9 +35,11 @@ def _replay_over_nccl(rank: int, port: int) -> float:
     store = open_store("127.0.0.1", port, key=KEY) if rank == 0 else find_store("127.0.0.1", port, key=KEY)
     group = join_group(store, rank=rank, size=2, name="w0", device="cuda", timeout_s=60.0)
     x = torch.full((4,), rank + 1.0, device="cuda")
+    group.all_reduce(torch.zeros_like(x))  # as decode graphs do: NCCL connects ranks at their first collective
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         group.all_reduce(x)
+    group.before_close(graph.reset)
     for _ in range(3):
         graph.replay()
     total = x[0].item()
@@ -47,7 +49,8 @@ def _replay_over_nccl(rank: int, port: int) -> float:
 
 
 def test_an_all_reduce_is_recorded_and_replayed() -> None:
-    """As in the graphs of a decode step. Recording computes nothing; each replay adds what the other rank has."""
+    """As in the graphs of a decode step, after one that is not recorded. Recording computes nothing; each replay adds
+    what the other rank has."""
     store = open_store("127.0.0.1")
     store.close()
     port = store.port

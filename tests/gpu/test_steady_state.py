@@ -14,7 +14,10 @@ from tests.numerics.engines import colocated
 from workers.batch import Batch, PendingStep
 from workers.config import WorkerConfig
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature"),
+]
 
 SAMPLINGS = (
     SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),

@@ -14,7 +14,7 @@ from workers.kernels.base import ExpertWeight, KVScales
 from workers.kernels.blocks import gather, scatter
 from workers.kernels.draw import Draws, draw
 from workers.kernels.experts.product import grouped_experts
-from workers.kernels.latent import latent_decode, latent_prefill, latent_tile, latent_write
+from workers.kernels.latent import heads_of_program, latent_decode, latent_prefill, latent_tile, latent_write
 from workers.kernels.paged_decode import DecodePlan, paged_decode
 from workers.kernels.prefill import PrefillPlan, prefill, prefill_tile
 from workers.kernels.quantised.activations import RoundedInputs, round_inputs
@@ -101,7 +101,7 @@ def _latent(dtype: torch.dtype) -> None:
 def _latent_prompt(dtype: torch.dtype) -> None:
     cache = torch.zeros(2, 1, _BS, 576, dtype=dtype)
     q_TNW, out_TNL = torch.zeros(1, 128, 576, dtype=dtype), torch.zeros(1, 128, 512, dtype=dtype)
-    plan = PrefillPlan(work_W4=_INDEX.view(1, 4), tile=latent_tile(dtype, prompts=True))
+    plan = PrefillPlan(work_W4=_INDEX.view(1, 4), tile=latent_tile(dtype, heads=heads_of_program(128), prompts=True))
     latent_prefill(q_TNW, cache, out_TNL, _TABLES, plan=plan, scale=1.0)
 
 

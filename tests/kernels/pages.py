@@ -69,6 +69,6 @@ class Pages:
             scale=scale,
             window=window,
             softcap=softcap,
-            sinks_N=sinks_N,
+            sinks_N=None if sinks_N is None else sinks_N.cpu(),
         )
         return out_TND

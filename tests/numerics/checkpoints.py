@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
+
+SWIGLU_LIMIT = 1.0 if Version(transformers.__version__) >= Version("5.23") else 7.0
+"""Of gpt-oss. Earlier versions, of which the GPU machine has one, ignore the checkpoint's."""
 
 VOCAB_SIZE = 160
 MAX_POSITIONS = 256
@@ -77,7 +81,7 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "head_dim": 16,
             "sliding_window": 9,
-            "swiglu_limit": 1.0,
+            "swiglu_limit": SWIGLU_LIMIT,
             "max_position_embeddings": 256,
         },
     ),

@@ -137,7 +137,8 @@ class PagedAttention:
     def _plan_prefill(self, inputs: AttentionInputs, q_TND: torch.Tensor) -> PrefillPlan:
         """The plan of prefill rows, the same for all layers of the step."""
         if self._is_latent:
-            group, tile = heads_of_program(q_TND.shape[1]), latent_tile(q_TND.dtype, prompts=True)
+            group = heads_of_program(q_TND.shape[1])
+            tile = latent_tile(q_TND.dtype, heads=group, prompts=True)
         else:
             group = q_TND.shape[1] // self._storage.num_heads
             keys = self._storage.keys(self._storage.layout.groups[self._group].layers[0])

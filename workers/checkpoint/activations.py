@@ -50,7 +50,7 @@ class ActivationRounding:
         return found if found.device.type != "cpu" or bool(found.any()) else None
 
     def _scales(self, largest: torch.Tensor) -> torch.Tensor:
-        scale = largest / _LARGEST[self.levels]
+        scale = largest / torch.full_like(largest, _LARGEST[self.levels])  # by a number CUDA multiplies by its inverse
         return torch.where(scale > 0, scale, 1.0)
 
     def _levels(self, x_TI: torch.Tensor) -> torch.Tensor:

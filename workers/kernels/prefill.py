@@ -23,7 +23,16 @@ from numpy.typing import NDArray
 
 from workers.kernels.base import KVScales
 from workers.kernels.quantised.kv import FP8, CachedBits, key_factor, value_factor
-from workers.kernels.tile import SoftmaxOptions, Tile, accumulate, check_indices, check_paged, check_sinks, first_state
+from workers.kernels.tile import (
+    SoftmaxOptions,
+    Tile,
+    accumulate,
+    check_indices,
+    check_paged,
+    check_sinks,
+    first_state,
+    takes_large_tiles,
+)
 
 
 @triton.jit
@@ -86,8 +95,8 @@ def prefill_tile(dim: int, group: int, dtype: torch.dtype, max_query: int, *, ro
     and value that comes from L2 do 128 multiplications; 64 positions keep scores and accumulator of heads of 128 in
     registers (186 a thread, compiled for 9.0); three stages (128 KiB) load two tiles ahead. Chunks of up to 64 rows
     take half a tile; float32 and longer heads take what fits the 99 KiB of 8.6 and 8.9. Keys and values of 8 bits
-    (`rounded`) pass through registers: 64 positions of them spill. Chosen by reasoning, not measured yet:
-    `benchmarks/gpu/kernels.py --sweep` tries others.
+    (`rounded`) pass through registers: 64 positions of them spill on 8.x. Of the tiles that `benchmarks/gpu/kernels.py
+    --sweep` tries this one was the fastest on an H200, at 8k and at 16 times 512.
     """
     smallest = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
@@ -95,7 +104,7 @@ def prefill_tile(dim: int, group: int, dtype: torch.dtype, max_query: int, *, ro
     if triton.next_power_of_2(dim) > 128:
         return Tile(rows=max(64, smallest), positions=32, warps=4, stages=2)
     rows = max(smallest, 64 if max_query * group <= 64 else 128)
-    return Tile(rows=rows, positions=32 if rounded else 64, warps=rows // 16, stages=3)
+    return Tile(rows=rows, positions=32 if rounded and not takes_large_tiles() else 64, warps=rows // 16, stages=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,11 @@ class TensorParallel(Protocol):
         without waiting for the devices."""
         ...
 
+    def before_close(self, action: Callable[[], None]) -> None:
+        """Has `action` called when the group closes, before it does: NCCL waits for the CUDA graphs that have recorded
+        its collectives to be destroyed."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -90,6 +95,9 @@ class Solo:
     def least(self, values: Sequence[int]) -> list[int]:
         return list(values)
 
+    def before_close(self, action: Callable[[], None]) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -118,6 +126,7 @@ class RankGroup:
         assert 0 <= rank < size, f"rank {rank} of {size}"
         self.rank = rank
         self.size = size
+        self._before_close: list[Callable[[], None]] = []
         self._store, self._closing = store, closing  # torch keeps its own half of a store alive, and not this one
         self._timeout = timedelta(seconds=timeout_s)
         self._tensors: Any = _process_group(PrefixStore(f"{name}/tensors", store), rank, size, device, self._timeout)
@@ -188,8 +197,13 @@ class RankGroup:
         self._call(self._values, "allreduce", [numbers], options)
         return numbers.tolist()
 
+    def before_close(self, action: Callable[[], None]) -> None:
+        self._before_close.append(action)
+
     def close(self) -> None:
         """Ends the group for every rank: a peer that is in a collective gets WorkerLost."""
+        while self._before_close:
+            self._before_close.pop()()
         for group in (self._tensors, self._values):
             if group is not None:
                 group.abort()

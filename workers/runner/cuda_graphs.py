@@ -106,6 +106,7 @@ class DecodeGraphs:
             self._attention.begin(inputs.attention)
             self._replays[size] = self._recorder.record(run)
             log.info("captured the decode step of %d rows, %d of %d", size, count, len(self._sizes))
+        self._decoder.context.parallel.before_close(self._replays.clear)
         log.info("captured %d decode steps in %.1f s", len(self._sizes), time.perf_counter() - start_s)
 
     def size_for(self, packed: Packed) -> int | None:

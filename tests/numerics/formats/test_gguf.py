@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from protos.errors import BadCheckpoint
 from tests.gguf_blocks import SIZES, decoded, random_blocks
@@ -36,6 +37,22 @@ def test_every_bit_of_random_blocks_is_read_as_the_layout_says(kind: str) -> Non
     ours = weight_of_blocks(kind, torch.from_numpy(stored)).dequantised().numpy()
     assert np.array_equal(ours.view(np.uint32), decoded(kind, stored).view(np.uint32))
     assert set(SIZES) == QUANTISED
+
+
+class _NothingFromTheHost(TorchDispatchMode):
+    """What a CUDA graph of a decode step demands: a tensor made of numbers of Python's is a copy from the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten.lift_fresh.default, "a tensor is made of numbers of the host"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", sorted(SIZES))
+def test_rows_are_looked_up_without_a_copy_from_the_host(kind: str) -> None:
+    stored = torch.from_numpy(random_blocks(kind, 3, 512, seed=1))
+    expected = weight_of_blocks(kind, stored).dequantised()
+    with _NothingFromTheHost():
+        assert torch.equal(weight_of_blocks(kind, stored).dequantised(), expected)
 
 
 def convert_with_oracle(family: str, folder: Path, kind: str, *, others: dict[str, str], **overrides: Any) -> Any:

@@ -6,6 +6,7 @@ Legend: O outputs, B blocks of a row, N bytes of a block, I inputs, S super-bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import torch
 
@@ -166,9 +167,15 @@ def _weight(
         scale=scale,
         group_size=group_size,
         zero=zero,
-        table=None if table is None else torch.tensor(table, dtype=torch.float32, device=codes.device),
+        table=None if table is None else _table(tuple(table), codes.device),
         minimum=minimum,
     )
+
+
+@cache
+def _table(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Copied to the device once: an embedding is looked up in recorded CUDA graphs, too, which take no copy."""
+    return torch.tensor(levels, dtype=torch.float32, device=device)
 
 
 def _halves(stored: torch.Tensor) -> list[torch.Tensor]:
@@ -188,8 +195,7 @@ def _fifth_bits(stored: torch.Tensor) -> torch.Tensor:
 
 def _shifted(stored: torch.Tensor, shifts: Sequence[int], dim: int = -2) -> torch.Tensor:
     """`stored` >> each shift, along its dimension `dim`, which has length 1."""
-    by = torch.tensor(shifts, dtype=torch.uint8, device=stored.device)
-    return stored >> (by if dim == -1 else by.unsqueeze(-1))
+    return torch.cat([stored >> shift for shift in shifts], dim=dim)
 
 
 def _six_bit_pairs(blocks: torch.Tensor) -> tuple[_Pair, _Pair]:

@@ -22,7 +22,7 @@ from workers.kernels.quantised.product import ByteProduct
 def _byte_experts(
     x_ptr, x_scales_ptr, weights_ptr, scales_ptr, biases_ptr, pairs_ptr, experts_ptr, like_ptr, out_ptr,
     num_pairs, slots, num_experts, num_inputs, num_outputs, x_scale_token, x_scale_group, scale_group,
-    INTEGERS: tl.constexpr, DECODED: tl.constexpr, BIAS: tl.constexpr,
+    INTEGERS: tl.constexpr, DECODED: tl.constexpr, ONCE: tl.constexpr, BIAS: tl.constexpr,
     X: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one expert, and of outputs. A pair reads row pair // slots of x."""
@@ -41,8 +41,8 @@ def _byte_experts(
     x_scale_M = x_scales_ptr + rows_M * x_scale_token
     acc_NM = sum_of_bytes(
         x_ptr + rows_M.to(tl.int64) * num_inputs, x_scale_M, inside_M, weight_ptr, scale_ptr, outputs_N, inside_N, 0,
-        tl.cdiv(num_inputs, X), num_inputs, x_scale_group, scale_group, INTEGERS, DECODED, X, N, M)  # fmt: skip
-    sum_NM = scaled_once(acc_NM, x_scale_M, inside_M, scale_ptr, outputs_N, inside_N, INTEGERS)
+        tl.cdiv(num_inputs, X), num_inputs, x_scale_group, scale_group, INTEGERS, DECODED, ONCE, X, N, M)  # fmt: skip
+    sum_NM = scaled_once(acc_NM, x_scale_M, inside_M, scale_ptr, outputs_N, inside_N, ONCE)
     if BIAS:
         bias_ptr = tl.load(biases_ptr + expert).to(out_ptr.dtype)
         sum_NM += tl.load(bias_ptr + outputs_N, mask=inside_N, other=0.0).to(tl.float32)[:, None]
@@ -75,11 +75,12 @@ class ByteExperts:
         assert x.shape[1] == num_inputs, f"x has {x.shape[1]} inputs, the experts {num_inputs}"
         rounded, decoded = self._product.rounded(x), levels_OI.dtype == torch.uint8
         tile, experts_B = byte_tile(tiles.rows, decoded=decoded), tiles.experts_B
+        once = levels_OI.dtype == torch.int8 or (len(scale_GO) == 1 and rounded.scale_TG.shape[1] == 1)
         _byte_experts[(len(experts_B), triton.cdiv(self.num_outputs, tile.outputs))](
             rounded.levels_TI, rounded.scale_TG, self._levels_X, self._scales_X,
             self._levels_X if biases_X is None else biases_X, tiles.pairs, experts_B, levels_OI, out_PO,
             len(out_PO), slots, len(self._levels_X), num_inputs, self.num_outputs, rounded.scale_TG.shape[1],
             1 if rounded.scale_TG.shape[1] > 1 else 0, self.num_outputs if len(scale_GO) > 1 else 0,
-            INTEGERS=levels_OI.dtype == torch.int8, DECODED=decoded, BIAS=biases_X is not None,
+            INTEGERS=levels_OI.dtype == torch.int8, DECODED=decoded, ONCE=once, BIAS=biases_X is not None,
             X=STEP, N=tile.outputs, M=tiles.rows, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

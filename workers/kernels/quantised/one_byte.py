@@ -1,9 +1,10 @@
 """Products of weights and inputs of 8 bits, int8 or fp8 (e4m3), in Triton.
 
-int8: sums of integers on the matrix units, exact, scaled once at the end. fp8: the sum over each 128 inputs is scaled
-in float32 and added in float32, as DeepSeek-V3 does, because Hopper's own sums of fp8 keep about 14 bits; weights have
-scales of the tensor, of outputs or of blocks, inputs those of the tensor, of tokens or of groups of 128. Cards without
-fp8 units (8.0) make float16 of the bytes, which is exact. Tiles and shares of sums are those of `grouped`. Legend:
+int8: sums of integers on the matrix units, exact, scaled once at the end. fp8: the sum over each 128 inputs is added
+in float32, as DeepSeek-V3 does, because Hopper's own sums of fp8 keep about 14 bits. It is scaled before that where
+weights have scales of blocks or inputs those of groups of 128, at the end where scales are of tensors, outputs and
+tokens. Cards without fp8 units (8.0) make float16 of the bytes, which is exact. Tiles and shares of sums are those of
+`grouped`. Legend:
 T tokens, O outputs, I inputs, N outputs of a tile, M rows of a tile, X inputs of a step, G groups of 128 inputs.
 """
 
@@ -48,10 +49,11 @@ def _float16_of(bytes_NX):
 @triton.jit
 def sum_of_bytes(
     x_row_M, x_scale_M, inside_M, weight_ptr, scales_ptr, outputs_N, inside_N, first, last, num_inputs, x_scale_group,
-    scale_group, INTEGERS: tl.constexpr, DECODED: tl.constexpr, X: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
+    scale_group, INTEGERS: tl.constexpr, DECODED: tl.constexpr, ONCE: tl.constexpr, X: tl.constexpr, N: tl.constexpr,
+    M: tl.constexpr,
 ):  # fmt: skip
-    """[N, M] of rows of levels and of their scales, both by address, over the steps [first, last) of a weight: int32
-    that is not scaled yet, or float32."""
+    """[N, M] of rows of levels and of their scales, both by address, over the steps [first, last) of a weight: int32 or
+    float32, not scaled yet where it is scaled ONCE."""
     lanes_X = tl.arange(0, X)
     weight_NX = weight_ptr + outputs_N.to(tl.int64)[:, None] * num_inputs + lanes_X[None, :]
     x_XM = x_row_M[None, :] + lanes_X[:, None]
@@ -64,17 +66,19 @@ def sum_of_bytes(
             acc_NM = tl.dot(level_NX, input_XM, acc=acc_NM, out_dtype=tl.int32)
         else:
             part_NM = tl.dot(_float16_of(level_NX), input_XM) if DECODED else tl.dot(level_NX, input_XM)
-            scale_N = tl.load(scales_ptr + step * scale_group + outputs_N, mask=inside_N, other=0.0)
-            scale_M = tl.load(x_scale_M + step * x_scale_group, mask=inside_M, other=0.0)
-            acc_NM += part_NM * scale_N[:, None] * scale_M[None, :]
+            if not ONCE:
+                scale_N = tl.load(scales_ptr + step * scale_group + outputs_N, mask=inside_N, other=0.0)
+                scale_M = tl.load(x_scale_M + step * x_scale_group, mask=inside_M, other=0.0)
+                part_NM = part_NM * scale_N[:, None] * scale_M[None, :]
+            acc_NM += part_NM
     return acc_NM
 
 
 @triton.jit
-def scaled_once(acc_NM, x_scale_M, inside_M, scales_ptr, outputs_N, inside_N, INTEGERS: tl.constexpr):
-    """Sums of integers times both scales; those of fp8 have theirs."""
+def scaled_once(acc_NM, x_scale_M, inside_M, scales_ptr, outputs_N, inside_N, ONCE: tl.constexpr):
+    """Sums times both scales, where they have not been scaled."""
     sum_NM = acc_NM.to(tl.float32)
-    if INTEGERS:
+    if ONCE:
         scale_N = tl.load(scales_ptr + outputs_N, mask=inside_N, other=0.0)
         sum_NM = sum_NM * scale_N[:, None] * tl.load(x_scale_M, mask=inside_M, other=0.0)[None, :]
     return sum_NM
@@ -84,8 +88,8 @@ def scaled_once(acc_NM, x_scale_M, inside_M, scales_ptr, outputs_N, inside_N, IN
 def _bytes(
     x_ptr, weight_ptr, x_scales_ptr, scales_ptr, row_sums_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
     num_rows, num_inputs, num_outputs, steps_per_split, x_scale_token, x_scale_group, scale_group, zero,
-    INTEGERS: tl.constexpr, DECODED: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
-    X: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
+    INTEGERS: tl.constexpr, DECODED: tl.constexpr, ONCE: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
+    SPLIT: tl.constexpr, X: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """One tile of outputs and rows, over a share of the steps."""
     block, split = tl.program_id(0), tl.program_id(1)
@@ -97,14 +101,14 @@ def _bytes(
     x_scale_M = x_scales_ptr + rows_M * x_scale_token
     acc_NM = sum_of_bytes(
         x_ptr + rows_M.to(tl.int64) * num_inputs, x_scale_M, inside_M, weight_ptr, scales_ptr, outputs_N, inside_N,
-        first, last, num_inputs, x_scale_group, scale_group, INTEGERS, DECODED, X, N, M)  # fmt: skip
+        first, last, num_inputs, x_scale_group, scale_group, INTEGERS, DECODED, ONCE, X, N, M)  # fmt: skip
     if SPLIT:
         is_last, acc_NM = add_shares(acc_NM, partial_ptr, arrived_ptr, block, tl.num_programs(0), N, M)
         if not is_last:
             return
     if ZERO:
         acc_NM -= zero * tl.load(row_sums_ptr + outputs_N, mask=inside_N, other=0)[:, None]
-    sum_NM = scaled_once(acc_NM, x_scale_M, inside_M, scales_ptr, outputs_N, inside_N, INTEGERS)
+    sum_NM = scaled_once(acc_NM, x_scale_M, inside_M, scales_ptr, outputs_N, inside_N, ONCE)
     if BIAS:
         sum_NM += tl.load(bias_ptr + outputs_N, mask=inside_N, other=0.0).to(tl.float32)[:, None]
     written_NM = rows_M.to(tl.int64)[None, :] * num_outputs + outputs_N[:, None]
@@ -183,6 +187,7 @@ def byte_product(
         zero,
         INTEGERS=integers,
         DECODED=decoded,
+        ONCE=integers or (len(weight.scale_GO) == 1 and scale_TG.shape[1] == 1),
         ZERO=zero != 0,
         BIAS=bias_O is not None,
         SPLIT=splits > 1,

@@ -53,7 +53,8 @@ def round_inputs(
     largest = 127.0 if levels == "int8" else 448.0
     if scale is None:
         parts = torch.split(x_TI.float().abs(), group or x_TI.shape[1], dim=1)
-        scale_TG = torch.stack([part.amax(dim=1) for part in parts], dim=1) / largest
+        largest_TG = torch.stack([part.amax(dim=1) for part in parts], dim=1)
+        scale_TG = largest_TG / torch.full_like(largest_TG, largest)  # by a number CUDA multiplies by its inverse
         scale_TG = torch.where(scale_TG > 0, scale_TG, 1.0)
     else:
         scale_TG = scale.view(1, 1)
