@@ -37,6 +37,17 @@ def test_steps_take_as_long_as_kernels_that_were_measured() -> None:
     assert max(mixtures) < 0.20
 
 
+def test_steps_take_as_long_as_the_engines_on_an_h200() -> None:
+    """The steps of `benchmarks.gpu.engine`, in the middle of those that it measures."""
+    measured = json.loads((NOTES.parent / "gpu-h200" / "engine.json").read_text(encoding="utf-8"))
+    seconds = {one["what"]: one["seconds"] for one in measured["figures"]}
+    model = Roofline(gpu=GPUS["h200"], model=MODELS["llama-3-8b"], tp=1, host_s=0.0)
+    for rows in (1, 4, 16, 64):
+        ours_s = model.step_s(step_of([(1, 1024 + 96)] * rows))
+        assert ours_s == pytest.approx(seconds[f"decode step, {rows} x 1024"], rel=0.06)
+    assert model.step_s(step_of([(8192, 8192)])) == pytest.approx(seconds["prompt of 8192"], rel=0.15)
+
+
 def test_the_table_of_the_docs_is_that_of_the_points() -> None:
     assert f"{BEGIN}\n{table(read())}\n{END}" in NOTES.read_text(encoding="utf-8")
 
