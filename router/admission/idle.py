@@ -4,6 +4,9 @@
              ▲                                                          │
              └── suspended: its tokens are kept, and it goes on from ◀──┘ people wait, or their tokens would be late
 
+A job that is too large for the room there is lets smaller ones pass, but not always: for `HOLD_S` after each `PASS_S`
+the room that others leave is kept for it.
+
 A decode worker has room for one sequence more while
 
 - the step that it is predicted to have then is at most `slowdown` times that of the people on it, and within the
@@ -41,6 +44,8 @@ LOOK_S = 0.02
 """Between two decisions about who is suspended."""
 SHED_SHARE = 0.25
 """Of a worker's jobs of batches, suspended at a time while people wait."""
+PASS_S, HOLD_S = 60.0, 10.0
+"""How long smaller jobs pass the first of the line, for which there is no room, and how long they then do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,19 +79,19 @@ def step_limits(decode: CandidateTable, limits: IdleLimits, own: Counter[str]) -
     return np.where((people > 0) & (alone_s > 0), slower_s, limits.tpot_s)
 
 
-def has_room(table: CandidateTable, num_blocks: int, limits: IdleLimits, own: Counter[str]) -> bool:
-    """Whether a worker, or a pair, has room for one job more with so many blocks."""
+def room(table: CandidateTable, limits: IdleLimits, own: Counter[str]) -> float:
+    """Blocks of the largest job for which a worker, or a pair, has room; negative without any."""
     prefill, decode = table.prefill_pool, table.decode_pool
     if not len(decode):
-        return False
+        return -np.inf
     step_s = decode.step_time(decode.num_requests + 1)
     in_time = np.where(step_s > 0, step_s <= step_limits(decode, limits, own), decode.num_requests < UNMEASURED)
     # A few on a worker without people, however slow its steps are: a batch goes on there.
     in_time |= (_people(decode, own) == 0) & (decode.num_requests < UNMEASURED)
-    room = in_time & _has_blocks(decode, num_blocks) & (decode.num_waiting == 0)
+    in_time &= decode.num_waiting == 0
     if not len(prefill):
-        return bool((room & _can_prefill(decode, limits)).any())
-    return bool(room.any() and (_can_prefill(prefill, limits) & _has_blocks(prefill, num_blocks)).any())
+        return _most_blocks(decode, in_time & _can_prefill(decode, limits))
+    return min(_most_blocks(decode, in_time), _most_blocks(prefill, _can_prefill(prefill, limits)))
 
 
 def to_shed(
@@ -117,17 +122,24 @@ def _people(table: CandidateTable, own: Counter[str]) -> Floats:
     return np.maximum(0.0, table.num_requests - batches)
 
 
-def _has_blocks(table: CandidateTable, num_blocks: int) -> Bools:
-    idle = (table.num_requests == 0) & (table.num_free_blocks > num_blocks)
-    kept: Bools = table.num_free_blocks - num_blocks >= FREE_SHARE * table.num_blocks
-    room: Bools = kept | idle
-    return room
+def _most_blocks(table: CandidateTable, allowed: Bools) -> float:
+    """Of a job on one of the workers that are `allowed`. An idle worker keeps a block, others their share."""
+    kept = np.where(table.num_requests == 0, 1, FREE_SHARE * table.num_blocks)
+    return float(np.where(allowed, table.num_free_blocks - kept, -np.inf).max())
 
 
 def _can_prefill(table: CandidateTable, limits: IdleLimits) -> Bools:
     queued = table.queued_prefill_tokens
     short: Bools = (queued == 0) | (table.prefill_time(queued) <= PREFILL_SHARE * limits.ttft_s)
     return short
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """In the line. `entered` is set when there is room for its `num_blocks`."""
+
+    num_blocks: int
+    entered: asyncio.Future[None]
 
 
 @dataclass(slots=True, eq=False)
@@ -158,7 +170,10 @@ class IdleAdmission:
         self._limits = limits
         self._num_waiting = num_waiting
         self._decided = decided
-        self._line = asyncio.Lock()
+        self._line: list[Place] = []
+        self._looking: asyncio.Task[None] | None = None  # while there is a line
+        self._passed: Place | None = None  # the first of the line, and since when there is no room for it
+        self._passed_since_s = 0.0
         self._seats: dict[int, Seat] = {}
         self._num_seats = 0
         self._looked_s = float("-inf")
@@ -193,15 +208,50 @@ class IdleAdmission:
         return self._num_waiting() > 0 or self._fleet.num_turned_away > 0
 
     async def _enter(self, num_tokens: int) -> None:
-        async with self._line:
-            while not self._has_room(num_tokens):
-                await self._fleet.wait(until=loop_time() + 1.0)
-
-    def _has_room(self, num_tokens: int) -> bool:
-        if self._people_wait():
-            return False
+        loop = asyncio.get_running_loop()
         num_blocks = -(-num_tokens // (self._fleet.block_size or 1)) + 1
-        return has_room(self._fleet.candidates(NO_MATCH, 1), num_blocks, self._limits, self._own)
+        place = Place(num_blocks, loop.create_future())
+        self._line.append(place)
+        if self._looking is None:
+            self._looking = loop.create_task(self._look(), name="line of batches")
+        try:
+            await place.entered
+        finally:
+            if place in self._line:
+                self._line.remove(place)
+            if not self._line and self._looking is not None:
+                self._looking.cancel()
+                self._looking = None
+
+    async def _look(self) -> None:
+        """One looks for all in the line: each look reads the whole fleet."""
+        try:
+            while self._line:
+                if (place := self._next()) is None:
+                    await self._fleet.wait(until=loop_time() + 1.0)
+                    continue
+                self._line.remove(place)
+                if not place.entered.done():
+                    place.entered.set_result(None)
+                await asyncio.sleep(0)  # it is routed, and counts at its worker
+        except Exception as error:  # of the fleet: each job in the line raises it
+            for place in self._line:
+                if not place.entered.done():
+                    place.entered.set_exception(error)
+
+    def _next(self) -> Place | None:
+        """The first for which there is room. See `PASS_S` for a first one that is too large."""
+        if self._people_wait():
+            return None
+        most = room(self._fleet.candidates(NO_MATCH, 1), self._limits, self._own)
+        first, now = self._line[0], loop_time()
+        if first.num_blocks <= most:
+            return first
+        if first is not self._passed:
+            self._passed, self._passed_since_s = first, now
+        if (now - self._passed_since_s) % (PASS_S + HOLD_S) >= PASS_S:
+            return None
+        return next((place for place in self._line if place.num_blocks <= most), None)
 
     def _sit(self, job: Job) -> Seat:
         """Each run has an id that no other has, of any gateway: a worker may still have the run before."""

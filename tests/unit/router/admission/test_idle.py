@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from protos.values import FinishReason, SamplingParams, WorkerRole
-from router.admission.idle import IdleAdmission, IdleLimits, has_room, to_shed
+from router.admission.idle import HOLD_S, PASS_S, IdleAdmission, IdleLimits, room, to_shed
 from router.jobs import BATCH_PRIORITY, Job, TokenDelta
 from router.policies.table import Candidate, CandidateTable, Line
 from tests.unit.router.fake_cluster import Cluster
@@ -54,15 +55,15 @@ def table(*workers: Candidate) -> CandidateTable:
     ],
 )
 def test_one_sequence_more(numbers: dict[str, Any], own: int, fits: bool) -> None:
-    assert has_room(table(worker(**numbers)), 4, LIMITS, Counter(w=own)) is fits
+    assert (room(table(worker(**numbers)), LIMITS, Counter(w=own)) >= 4) is fits
 
 
 def test_a_pair_needs_room_on_both() -> None:
     decode = worker(WorkerRole.DECODE, worker_id="d")
     for queued, fits in ((0, True), (2000, False)):
         prefill = worker(WorkerRole.PREFILL, worker_id="p", queued_prefill_tokens=queued)
-        assert has_room(table(prefill, decode), 4, LIMITS, Counter()) is fits
-    assert not has_room(table(), 4, LIMITS, Counter())
+        assert (room(table(prefill, decode), LIMITS, Counter()) >= 4) is fits
+    assert room(table(), LIMITS, Counter()) < 0
 
 
 def test_so_many_leave_that_people_are_in_time() -> None:
@@ -114,6 +115,88 @@ async def test_a_suspended_job_goes_on_behind_its_tokens() -> None:
         async for _ in deltas:
             pass
     assert len({one.request_id for one in jobs}) == len(jobs), "a worker may still have the run before"
+
+
+class _SmallFleet(_Fleet):
+    """Room for jobs of at most `most` blocks; each look at its load is an event for the test."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.looks = asyncio.Semaphore(0)
+
+    def candidates(self, matched: object, num_tokens: int) -> CandidateTable:
+        return table(worker(num_requests=1, num_free_blocks=10 + self.most))
+
+    async def wait(self, *, until: float) -> None:
+        await self.looks.acquire()
+
+
+class _Line:
+    """Jobs of one token, in the order in which they enter."""
+
+    def __init__(self, fleet: _SmallFleet) -> None:
+        self.entered: list[str] = []
+        self.idle = IdleAdmission(
+            self._generate, fleet=fleet, limits=LIMITS, num_waiting=lambda: 0, decided=lambda request_id: "w"
+        )
+        self._fleet = fleet
+
+    async def _generate(self, job: Job, sink: object = None) -> AsyncGenerator[TokenDelta, None]:
+        self.entered.append(job.group_id)
+        yield TokenDelta(token_ids=(1,), finish_reason=FinishReason.LENGTH)
+
+    def join(self, name: str, num_blocks: int) -> asyncio.Task[None]:
+        prompt = tuple(range(16 * (num_blocks - 1)))
+        job = Job(request_id=name, group_id=name, prompt_ids=prompt, sampling=SamplingParams(seed=0, max_tokens=1))
+
+        async def run() -> None:
+            async for _ in self.idle(job):
+                pass
+
+        return asyncio.create_task(run())
+
+    async def look(self) -> None:
+        self._fleet.looks.release()
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+async def test_a_prompt_that_does_not_fit_stops_no_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("router.admission.idle.loop_time", lambda: now[0])
+    fleet = _SmallFleet(most=10)
+    line = _Line(fleet)
+    large, small = line.join("large", 20), line.join("small", 5)
+    await small
+    assert line.entered == ["small"]
+    now[0] = PASS_S  # smaller ones keep the room busy that the large one waits for: now it is kept
+    held = line.join("held", 5)
+    await line.look()
+    assert line.entered == ["small"]
+    now[0] = PASS_S + HOLD_S
+    await line.look()
+    await held
+    now[0] += PASS_S
+    last = line.join("last", 5)
+    await line.look()
+    fleet.most = 30
+    await line.look()
+    await asyncio.gather(large, last)
+    assert line.entered == ["small", "held", "large", "last"]
+
+
+async def test_one_that_leaves_the_line_holds_up_nobody() -> None:
+    fleet = _SmallFleet(most=-1)
+    line = _Line(fleet)
+    first, second = line.join("first", 2), line.join("second", 2)
+    await line.look()
+    first.cancel()
+    await asyncio.wait([first])
+    fleet.most = 10
+    await line.look()
+    await second
+    assert line.entered == ["second"]
+    assert len(asyncio.all_tasks()) == 1, "nothing runs without a line"
 
 
 async def test_a_job_goes_on_elsewhere_behind_its_tokens(cluster: Cluster) -> None:
