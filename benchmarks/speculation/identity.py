@@ -2,13 +2,14 @@
 
     python -m benchmarks.speculation.identity          600 requests on the demo model, float32 and bfloat16
     python -m benchmarks.speculation.identity --model FOLDER --requests 200
+    python -m benchmarks.speculation.identity --num-blocks 8                    a cache for which sequences are preempted
     python -m benchmarks.speculation.identity --tp 2                            two ranks, as threads of this process
     python -m benchmarks.speculation.identity --speculate eagle:demo/eagle3     the worker's own proposer is a head
     python -m benchmarks.speculation.identity --done FILE --minutes 10          in several runs: see below
 
 Each dtype is served four times: without drafts, by the worker's own proposers, by drafts that are right half of the
-time, and by random drafts. The cache is so small that sequences are preempted. Tokens, logprobs and finish reasons must
-be the same, logprobs to the bit.
+time, and by random drafts. Tokens, logprobs and finish reasons must be the same, logprobs to the bit. Sequences are
+preempted where the cache is small: with `--num-blocks 8`, about one in eight of the demo model's.
 
 The matrix is served in parts, and each part prints a line for each way to serve it. With `--done FILE` these lines are
 kept, and a run leaves out the parts that the file has; `--minutes` ends a run after the part in which they are over.

@@ -61,22 +61,24 @@ def tokens(engine: Any, params: Sequence[SamplingParams]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "num_drafted"),
     [
-        {},
-        {"num_blocks": 40},  # preemption
-        {"max_num_batched_tokens": 12, "prefill_chunk": 7, "max_num_seqs": 4},  # prompts and drafts in chunks
-        {"tp": 2},
+        ({}, 96),
+        ({"num_blocks": 40}, 85),  # preemption
+        ({"max_num_batched_tokens": 12, "prefill_chunk": 7, "max_num_seqs": 4}, 40),  # prompts and drafts share steps
+        ({"tp": 2}, 96),
     ],
 )
 def test_a_target_that_drafts_for_itself_is_right_at_every_temperature(
-    target: Path, plain: list[list[int]], changes: dict[str, Any]
+    target: Path, plain: list[list[int]], changes: dict[str, Any], num_drafted: int
 ) -> None:
+    """Four answers of 30 tokens: five drafts a step are 24 of each. These engines measure no time, so that as many are
+    made as fit."""
     with colocated(config(target, f"model:{target}", **changes)) as engine:
         assert tokens(engine, MANY) == plain
         counts = counts_of(engine)
         assert (engine.scheduler.num_preemptions > 0) == ("num_blocks" in changes)
-    assert counts.num_drafted == counts.num_accepted > 25  # measured seconds decide how many
+    assert counts.num_drafted == counts.num_accepted >= num_drafted
 
 
 def test_a_prefix_hit_finds_what_the_draft_model_has_written(target: Path) -> None:
