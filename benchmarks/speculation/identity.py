@@ -2,7 +2,7 @@
 
     python -m benchmarks.speculation.identity          600 requests on the demo model, float32 and bfloat16
     python -m benchmarks.speculation.identity --model FOLDER --requests 200
-    python -m benchmarks.speculation.identity --num-blocks 8                    a cache for which sequences are preempted
+    python -m benchmarks.speculation.identity --num-blocks 8                    sequences are preempted
     python -m benchmarks.speculation.identity --tp 2                            two ranks, as threads of this process
     python -m benchmarks.speculation.identity --speculate eagle:demo/eagle3     the worker's own proposer is a head
     python -m benchmarks.speculation.identity --done FILE --minutes 10          in several runs: see below

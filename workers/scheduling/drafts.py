@@ -34,7 +34,7 @@ def plan_drafts(
         [(one.request_id, draft_limit(one, max_len)) for one in requests],
         num_rows=len(requests),
         num_positions=len(requests) + min(num_prompt, budget),
-        most=budget - num_prompt,
+        budget=budget - num_prompt,
     )
     if not found:
         return found

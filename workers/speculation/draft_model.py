@@ -52,7 +52,7 @@ class _Drafting:
     sequence: SpeculatedSequence
     sampling: SamplingParams
     num_known: int
-    most: int
+    max_drafts: int
     table: tuple[int, ...]
     drafts: list[int] = field(default_factory=list)
 
@@ -101,28 +101,30 @@ class DraftModelProposer:
         """Nothing is lost: it computes what it lacks when it is queried next."""
 
     def propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
-        asking = [self._drafting(place, query) for place, query in enumerate(queries)]
-        firsts = [min(self._pages.num_written(one.sequence), one.num_known - 1) for one in asking]
-        order = sorted(range(len(asking)), key=lambda place: asking[place].num_known - firsts[place])
+        draftings = [self._drafting(place, query) for place, query in enumerate(queries)]
+        firsts = [min(self._pages.num_written(drafting.sequence), drafting.num_known - 1) for drafting in draftings]
+        order = sorted(range(len(draftings)), key=lambda place: draftings[place].num_known - firsts[place])
         rows: list[tuple[_Drafting, Row]] = []
         budget = self._limits.chunk
         for place in order:
-            one, start = asking[place], firsts[place]
-            stop = min(one.num_known, start + budget)
-            if one.most > 0 and stop > start:
-                token_ids = tokens_between(one.sequence, start, stop)
-                rows.append((one, one.row(self._limits, start, token_ids, samples=stop == one.num_known)))
+            drafting, start = draftings[place], firsts[place]
+            stop = min(drafting.num_known, start + budget)
+            if drafting.max_drafts > 0 and stop > start:
+                token_ids = tokens_between(drafting.sequence, start, stop)
+                rows.append(
+                    (drafting, drafting.row(self._limits, start, token_ids, samples=stop == drafting.num_known))
+                )
                 budget -= stop - start
         self._run(rows)
-        for one, row in rows:
-            self._pages.wrote(one.sequence, row.stop)
-        active = [one for one, _ in rows if one.drafts]
-        while active := [one for one in active if len(one.drafts) < one.most]:
-            self._run([(one, self._next_row(one)) for one in active])
-        for one, _ in rows:
-            if one.drafts:
-                self._pages.wrote(one.sequence, one.num_known, tuple(one.drafts[:-1]))
-        return [self._draft(one) for one in asking]
+        for drafting, row in rows:
+            self._pages.wrote(drafting.sequence, row.stop)
+        active = [drafting for drafting, _ in rows if drafting.drafts]
+        while active := [drafting for drafting in active if len(drafting.drafts) < drafting.max_drafts]:
+            self._run([(drafting, self._next_row(drafting)) for drafting in active])
+        for drafting, _ in rows:
+            if drafting.drafts:
+                self._pages.wrote(drafting.sequence, drafting.num_known, tuple(drafting.drafts[:-1]))
+        return [self._draft(drafting) for drafting in draftings]
 
     def end(self, request_id: str) -> None:
         del self._sequences[request_id]
@@ -149,12 +151,14 @@ class DraftModelProposer:
             sequence=sequence,
             sampling=sampling,
             num_known=num_known,
-            most=min(query.max_drafts, limits.max_len - num_known + 1),
+            max_drafts=min(query.max_drafts, limits.max_len - num_known + 1),
             table=(*self._pages.table(sequence), *scratch),
         )
 
-    def _next_row(self, one: _Drafting) -> Row:
-        return one.row(self._limits, one.num_known + len(one.drafts) - 1, (one.drafts[-1],), samples=True)
+    def _next_row(self, drafting: _Drafting) -> Row:
+        return drafting.row(
+            self._limits, drafting.num_known + len(drafting.drafts) - 1, (drafting.drafts[-1],), samples=True
+        )
 
     def _run(self, rows: Sequence[tuple[_Drafting, Row]]) -> None:
         """One step of the draft model. A row that samples brings its sequence's next draft."""
@@ -166,14 +170,14 @@ class DraftModelProposer:
         elapsed_s = self._clock() - start_s
         self._cost.observe(batch.num_tokens, elapsed_s)
         self._spent_s += elapsed_s
-        for (one, _), out in zip(rows, output.rows, strict=True):
+        for (drafting, _), out in zip(rows, output.rows, strict=True):
             if out.token_ids and out.token_ids[0] < self._limits.vocab_size:
-                one.drafts.append(out.token_ids[0])
+                drafting.drafts.append(out.token_ids[0])
             else:
-                one.most = len(one.drafts)
+                drafting.max_drafts = len(drafting.drafts)
 
-    def _draft(self, one: _Drafting) -> Draft:
-        return Draft(token_ids=tuple(one.drafts), source=self.name) if one.drafts else NO_DRAFT
+    def _draft(self, drafting: _Drafting) -> Draft:
+        return Draft(token_ids=tuple(drafting.drafts), source=self.name) if drafting.drafts else NO_DRAFT
 
 
 def _shared(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:

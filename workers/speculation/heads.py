@@ -90,14 +90,14 @@ class HeadProposer:
             if stop <= start:
                 continue
             after = (*row.token_ids, row.next_id)[start - row.start + 1 : stop - row.start + 1]
-            one = self._sequences.get(row.request_id) if row.goes_on else None
-            if one is not None:
-                one.first = first
-            drafts = one is not None and stop == num_tokens(one.sequence) - 1
+            headed = self._sequences.get(row.request_id) if row.goes_on else None
+            if headed is not None:
+                headed.first = first
+            drafts = headed is not None and stop == num_tokens(headed.sequence) - 1
             made.append(
                 self._row(
                     row.request_id, start, after, pages=row.pages, first=first, prompt_len=row.prompt_len,
-                    sample=self._sample(one) if one is not None and drafts else None,
+                    sample=self._sample(headed) if headed is not None and drafts else None,
                 )
             )  # fmt: skip
             first_hidden.append(row.first_hidden + start - row.start)
@@ -106,8 +106,8 @@ class HeadProposer:
             self._continued = frozenset([row.request_id for row in made if row.sample is not None])
             for row_made, out in zip(made, output.rows, strict=True):
                 if out.token_ids:
-                    one = self._sequences[row_made.request_id]
-                    one.num_known, (one.draft_id,) = num_tokens(one.sequence), out.token_ids
+                    headed = self._sequences[row_made.request_id]
+                    headed.num_known, (headed.draft_id,) = num_tokens(headed.sequence), out.token_ids
         self._spent_s += self._clock() - start_s
 
     def skipped(self, rows: Sequence[ComputedRow]) -> None:
@@ -119,21 +119,21 @@ class HeadProposer:
 
     def propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
         start_s = self._clock()
-        found = self._propose(queries)
+        drafts = self._propose(queries)
         self._spent_s += self._clock() - start_s
-        return found
+        return drafts
 
     def _propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
         drafts: dict[str, list[int]] = {}
         for query in queries:
-            one = self._sequences[query.request_id]
-            if query.max_drafts > 0 and one.num_known == num_tokens(one.sequence):
-                drafts[query.request_id] = [one.draft_id]
-                one.num_known = 0  # its features are gone once it was continued
-        most = {query.request_id: query.max_drafts for query in queries}
+            headed = self._sequences[query.request_id]
+            if query.max_drafts > 0 and headed.num_known == num_tokens(headed.sequence):
+                drafts[query.request_id] = [headed.draft_id]
+                headed.num_known = 0  # its features are gone once it was continued
+        max_drafts = {query.request_id: query.max_drafts for query in queries}
         active = [name for name in drafts if name in self._continued]
         self._continued = frozenset()
-        while active := [name for name in active if len(drafts[name]) < self._most(name, most[name])]:
+        while active := [name for name in active if len(drafts[name]) < self._max_drafts(name, max_drafts[name])]:
             rows = [self._next_row(place, name, drafts[name]) for place, name in enumerate(active)]
             start_s = self._clock()
             output = self._runner.head_next(Batch(rows=tuple(rows)))
@@ -162,7 +162,7 @@ class HeadProposer:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def _most(self, request_id: str, max_drafts: int) -> int:
+    def _max_drafts(self, request_id: str, max_drafts: int) -> int:
         """A draft is the entry before it, which has a position."""
         return min(max_drafts, self._limits.max_len - num_tokens(self._sequences[request_id].sequence) + 2)
 
@@ -176,20 +176,20 @@ class HeadProposer:
         return size * max((place + 1 for place, page in enumerate(before) if page in self._headless), default=0)
 
     def _next_row(self, place: int, request_id: str, drafts: Sequence[int]) -> Row:
-        one, limits = self._sequences[request_id], self._limits
+        headed, limits = self._sequences[request_id], self._limits
         first_scratch = limits.num_pages + place * limits.scratch_pages
         return self._row(
             request_id,
-            num_tokens(one.sequence) - 2 + len(drafts),
+            num_tokens(headed.sequence) - 2 + len(drafts),
             (drafts[-1],),
-            pages=(*one.sequence.tables[0], *range(first_scratch, first_scratch + limits.scratch_pages)),
-            first=one.first,
-            prompt_len=len(one.sequence.prompt_ids),
-            sample=self._sample(one, len(drafts)),
+            pages=(*headed.sequence.tables[0], *range(first_scratch, first_scratch + limits.scratch_pages)),
+            first=headed.first,
+            prompt_len=len(headed.sequence.prompt_ids),
+            sample=self._sample(headed, len(drafts)),
         )
 
-    def _sample(self, one: _Headed, num_drafts: int = 0) -> Sample:
-        return Sample(params=one.sampling, index=len(one.sequence.output_ids) + num_drafts)
+    def _sample(self, headed: _Headed, num_drafts: int = 0) -> Sample:
+        return Sample(params=headed.sampling, index=len(headed.sequence.output_ids) + num_drafts)
 
     def _row(
         self,

@@ -19,16 +19,18 @@ def choose_lengths(
     *,
     num_rows: int,
     num_positions: int,
-    most: int,
+    budget: int,
     seconds: Callable[[int], float],
 ) -> list[int]:
     """For each draft, given by the chances of its positions (`Acceptance.chances`), how many of its tokens to verify.
 
-    A step without them has `num_positions`, of which `num_rows` bring a token. Together the drafts get `most` at most.
+    A step without them has `num_positions`, of which `num_rows` bring a token. Together the drafts get at most
+    `budget`.
     Of seconds that are all 0, every position is worth it.
     """
     lengths = [0] * len(chains)
-    positions = sorted([(-chance, index) for index, chances in enumerate(chains) for chance in chances])[: max(0, most)]
+    positions = sorted([(-chance, index) for index, chances in enumerate(chains) for chance in chances])
+    positions = positions[: max(0, budget)]
     tokens, best_place = float(num_rows), 0
     first_s = seconds(num_positions)
     best = tokens / first_s * LEAST_GAIN if first_s else 0.0
@@ -54,23 +56,24 @@ def may_pay(*, num_rows: int, num_positions: int, nums_drafts: Sequence[int], se
 def choose_depth(
     chains: Sequence[Sequence[float]],
     *,
-    most: int,
+    max_drafts: int,
     num_rows: int,
     num_positions: int,
     seconds: Callable[[int], float],
     drafting: Callable[[int, int], float],
 ) -> int:
-    """How many drafts to make of each sequence that may have some, by the chances of `most` positions; 0 if none pay.
+    """How many drafts to make of each sequence that may have some, by the chances of `max_drafts` positions; 0 if none
+    pay.
 
     `drafting(rows, drafts)` is what making them takes, in seconds, beside the step. Where nothing was measured it is
-    `most`.
+    `max_drafts`.
     """
     first_s = seconds(num_positions)
     if not first_s or not chains:
-        return most if chains else 0
+        return max_drafts if chains else 0
     best, best_depth = num_rows / first_s * LEAST_GAIN, 0
     tokens = float(num_rows)
-    for depth in range(1, most + 1):
+    for depth in range(1, max_drafts + 1):
         tokens += sum([chances[depth - 1] for chances in chains])
         elapsed_s = seconds(num_positions + depth * len(chains)) + drafting(len(chains), depth)
         if tokens / elapsed_s > best:

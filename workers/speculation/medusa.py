@@ -57,9 +57,9 @@ class MedusaProposer:
     def computed(self, rows: Sequence[ComputedRow]) -> None:
         self._step = set()
         for row in rows:
-            one, stop = self._sequences[row.request_id], row.start + len(row.token_ids)
-            if stop == num_tokens(one.sequence) - 1:
-                one.num_known, one.place = stop + 1, row.first_hidden + len(row.token_ids) - 1
+            placed, stop = self._sequences[row.request_id], row.start + len(row.token_ids)
+            if stop == num_tokens(placed.sequence) - 1:
+                placed.num_known, placed.place = stop + 1, row.first_hidden + len(row.token_ids) - 1
                 self._step.add(row.request_id)
 
     def skipped(self, rows: Sequence[ComputedRow]) -> None:
@@ -67,20 +67,20 @@ class MedusaProposer:
         self._step = set()
 
     def propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
-        asking = [query for query in queries if query.request_id in self._step and self._is_current(query)]
-        if not asking:
+        current = [query for query in queries if query.request_id in self._step and self._is_current(query)]
+        if not current:
             return [NO_DRAFT] * len(queries)
-        depth = min(self._num_heads, max(query.max_drafts for query in asking))
-        ones = [self._sequences[query.request_id] for query in asking]
-        samples = tuple([tuple([_sample(one, head) for one in ones]) for head in range(depth)])
+        depth = min(self._num_heads, max(query.max_drafts for query in current))
+        sequences = [self._sequences[query.request_id] for query in current]
+        samples = tuple([tuple([_sample(placed, head) for placed in sequences]) for head in range(depth)])
         start_s = self._clock()
-        drawn = self._runner.medusa(tuple([one.place for one in ones]), samples)
+        drawn = self._runner.medusa(tuple([placed.place for placed in sequences]), samples)
         elapsed_s = self._clock() - start_s
-        self._cost.observe(len(ones) * depth, elapsed_s)
+        self._cost.observe(len(sequences) * depth, elapsed_s)
         self._spent_s += elapsed_s
         drafts = {
             query.request_id: _leading([ids[place] for ids in drawn[: query.max_drafts]])
-            for place, query in enumerate(asking)
+            for place, query in enumerate(current)
         }
         return [
             Draft(token_ids=drafts[query.request_id], source=self.name) if drafts.get(query.request_id) else NO_DRAFT
@@ -102,12 +102,12 @@ class MedusaProposer:
         return len(self._sequences)
 
     def _is_current(self, query: DraftQuery) -> bool:
-        one = self._sequences[query.request_id]
-        return query.max_drafts > 0 and one.num_known == num_tokens(one.sequence)
+        placed = self._sequences[query.request_id]
+        return query.max_drafts > 0 and placed.num_known == num_tokens(placed.sequence)
 
 
-def _sample(one: _Placed, head: int) -> Sample:
-    return Sample(params=one.sampling, index=len(one.sequence.output_ids) + head)
+def _sample(placed: _Placed, head: int) -> Sample:
+    return Sample(params=placed.sampling, index=len(placed.sequence.output_ids) + head)
 
 
 def _leading(ids: Sequence[int]) -> tuple[int, ...]:

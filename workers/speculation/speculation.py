@@ -156,17 +156,17 @@ class Speculation:
         if params.mode == "off":
             return
         proposers = [
-            one
-            for one in self._proposers
-            if (one.name != PredictionProposer.name or sequence.prediction_ids)
-            and (not params.sources or one.name in params.sources)
+            proposer
+            for proposer in self._proposers
+            if (proposer.name != PredictionProposer.name or sequence.prediction_ids)
+            and (not params.sources or proposer.name in params.sources)
         ]
         if not proposers:
             return
         for proposer in proposers:
             proposer.begin(sequence)
-        most = min(params.max_drafts or self.max_drafts, self.max_drafts)
-        self._sequences[sequence.request_id] = _Speculating(proposers, most)
+        max_drafts = min(params.max_drafts or self.max_drafts, self.max_drafts)
+        self._sequences[sequence.request_id] = _Speculating(proposers, max_drafts)
 
     def end(self, request_id: str) -> None:
         """The request has ended here. Unknown ids are ignored."""
@@ -177,20 +177,20 @@ class Speculation:
             self.acceptance.end(request_id)
 
     def drafts(
-        self, asking: Sequence[tuple[str, int]], *, num_rows: int, num_positions: int, most: int
+        self, limits: Sequence[tuple[str, int]], *, num_rows: int, num_positions: int, budget: int
     ) -> dict[str, tuple[int, ...]]:
         """Drafts to verify in the next step: of each (request id, limit) at most the limit, and of all together at most
-        `most`. Without them the step computes `num_positions`, and `num_rows` of its rows bring a token. Ids of
+        `budget`. Without them the step computes `num_positions`, and `num_rows` of its rows bring a token. Ids of
         requests that do not speculate are ignored."""
-        if most <= 0:
+        if budget <= 0:
             return {}
         queries = [
             DraftQuery(request_id=request_id, max_drafts=min(limit, self._sequences[request_id].max_drafts))
-            for request_id, limit in asking
+            for request_id, limit in limits
             if request_id in self._sequences and limit > 0 and self._is_due(self._sequences[request_id])
         ]
         chosen: dict[str, tuple[int, ...]] = {}
-        for request_id, draft, _, length in self._paying_drafts(queries, num_rows, num_positions, most):
+        for request_id, draft, _, length in self._paying_drafts(queries, num_rows, num_positions, budget):
             if length:
                 sequence = self._sequences[request_id]
                 chosen[request_id] = draft.token_ids[:length]
@@ -201,7 +201,7 @@ class Speculation:
 
     def _is_due(self, sequence: _Speculating) -> bool:
         """Whether the sequence is queried in this step (`UNCHOSEN`), which counts."""
-        if self._paused and all(self._is_paused(one.name) for one in sequence.proposers):
+        if self._paused and all(self._is_paused(proposer.name) for proposer in sequence.proposers):
             return False
         sequence.num_unchosen = num = sequence.num_unchosen + 1
         return all(num < at_least or num % every == 0 for at_least, every in UNCHOSEN)
@@ -215,29 +215,29 @@ class Speculation:
             sequence = self._sequences.get(request_id)
             if sequence is not None and self._is_due(sequence):
                 due.append(DraftQuery(request_id=request_id, max_drafts=sequence.max_drafts))
-        most = sum([query.max_drafts for query in due])
-        found = self._paying_drafts(due, num_rows, num_rows, most)
-        promising = {request_id for request_id, _, chances, length in found if sum(chances[:length]) > 1.0}
+        budget = sum([query.max_drafts for query in due])
+        drafts = self._paying_drafts(due, num_rows, num_rows, budget)
+        promising = {request_id for request_id, _, chances, length in drafts if sum(chances[:length]) > 1.0}
         for request_id in promising:
             self._sequences[request_id].num_unchosen -= 1
         return promising
 
     def _paying_drafts(
-        self, queries: Sequence[DraftQuery], num_rows: int, num_positions: int, most: int
+        self, queries: Sequence[DraftQuery], num_rows: int, num_positions: int, budget: int
     ) -> list[tuple[str, Draft, list[float], int]]:
         """For each query that has a draft its request id, the draft with the chances of its positions, and how many of
         them pay. Proposers are not queried where none could pay."""
         if not queries:
             return []
         counts = {"num_rows": num_rows, "num_positions": num_positions}
-        nums_drafts = (min(most, len(queries)), min(most, sum([query.max_drafts for query in queries])))
+        nums_drafts = (min(budget, len(queries)), min(budget, sum([query.max_drafts for query in queries])))
         if not may_pay(**counts, nums_drafts=nums_drafts, seconds=self.cost.seconds):
             return []
-        found = self._propose(queries, num_rows, num_positions)
-        drafts = [(query.request_id, *found[query.request_id]) for query in queries if query.request_id in found]
+        best = self._propose(queries, num_rows, num_positions)
+        drafts = [(query.request_id, *best[query.request_id]) for query in queries if query.request_id in best]
         chains = [chances for _, _, chances in drafts]
-        lengths = choose_lengths(chains, **counts, most=most, seconds=self.cost.seconds)
-        return [(*one, length) for one, length in zip(drafts, lengths, strict=True)]
+        lengths = choose_lengths(chains, **counts, budget=budget, seconds=self.cost.seconds)
+        return [(*draft, length) for draft, length in zip(drafts, lengths, strict=True)]
 
     def applied(self, request_id: str, draft_ids: tuple[int, ...], num_brought: int) -> None:
         """A row of the request was applied: its drafts, and how many tokens it brought."""
@@ -313,7 +313,7 @@ class Speculation:
 
     def _paused_or_resumed(self, source: str, payoff: Payoff) -> None:
         """A proposer that is resumed drafts as at its start: how often its drafts were right before is outdated."""
-        others = tuple([one for one in self._paused if one.source != source])
+        others = tuple([paused for paused in self._paused if paused.source != source])
         if payoff.is_paused:
             paused = PausedProposer(
                 source=source, num_steps=payoff.num_paused, spared_s=payoff.spared_s, spent_s=payoff.spent_s
@@ -324,13 +324,13 @@ class Speculation:
         self._paused = others
         self.acceptance.forget(source)
         for sequence in self._sequences.values():
-            if any(one.name == source for one in sequence.proposers):
+            if any(proposer.name == source for proposer in sequence.proposers):
                 sequence.num_unchosen = 0
 
     def take_seconds(self) -> float:
         """What the proposers' models took since the last call: steps of the engine are longer by it. `observe` counts
         it with the step that was fetched."""
-        self._taken_s = {name: one.take_seconds() for name, one in self._timed.items()}
+        self._taken_s = {name: proposer.take_seconds() for name, proposer in self._timed.items()}
         spent_s = sum(self._taken_s.values())
         self.counts.spent_s += spent_s
         return spent_s
@@ -344,8 +344,8 @@ class Speculation:
         if self._draft_loads is None:
             self._draft_loads = tuple(
                 [
-                    DraftCounts(source=source, drafted_at=tuple(one.drafted_at), accepted_at=tuple(one.accepted_at))
-                    for source, one in counts.sources.items()
+                    DraftCounts(source=source, drafted_at=tuple(own.drafted_at), accepted_at=tuple(own.accepted_at))
+                    for source, own in counts.sources.items()
                 ]
             )
         return SpeculationLoad(
@@ -366,7 +366,7 @@ class Speculation:
         self, queries: Sequence[DraftQuery], num_rows: int, num_positions: int
     ) -> dict[str, tuple[Draft, list[float]]]:
         """The most promising draft of each request that has one, with the chances of its positions."""
-        found: dict[str, tuple[Draft, list[float]]] = {}
+        drafts: dict[str, tuple[Draft, list[float]]] = {}
         promised: dict[str, float] = {}
         for proposer in self._proposers:
             own = [query for query in queries if proposer in self._sequences[query.request_id].proposers]
@@ -379,8 +379,8 @@ class Speculation:
                 chances = self.acceptance.chances(query.request_id, draft, len(draft.token_ids))
                 expected = sum(chances)
                 if expected > promised.get(query.request_id, 0.0):
-                    found[query.request_id], promised[query.request_id] = (draft, chances), expected
-        return found
+                    drafts[query.request_id], promised[query.request_id] = (draft, chances), expected
+        return drafts
 
     def _paying(
         self, proposer: TimedProposer, name: str, queries: Sequence[DraftQuery], num_rows: int, num_positions: int
@@ -388,10 +388,10 @@ class Speculation:
         """The queries, for as many drafts as pay with the time that making them takes; none during a pause."""
         if self._is_paused(name):
             return []
-        unknown, most = Draft(source=name), max(query.max_drafts for query in queries)
+        unknown, max_drafts = Draft(source=name), max(query.max_drafts for query in queries)
         depth = choose_depth(
-            [self.acceptance.chances(query.request_id, unknown, most) for query in queries],
-            most=most,
+            [self.acceptance.chances(query.request_id, unknown, max_drafts) for query in queries],
+            max_drafts=max_drafts,
             num_rows=num_rows,
             num_positions=num_positions,
             seconds=self.cost.seconds,

@@ -144,7 +144,7 @@ def test_chosen_lengths_are_the_best_there_are(seed: int) -> None:
     num_rows, num_positions, most = 4, 4 + chance.randrange(3), chance.randrange(13)
     slope_s = chance.choice((0.0001, 0.001, 0.004))
     cost = observed(**{f"n{num}": 0.01 + slope_s * num for num in range(1, 20)})
-    lengths = choose_lengths(chains, num_rows=num_rows, num_positions=num_positions, most=most, seconds=cost.seconds)
+    lengths = choose_lengths(chains, num_rows=num_rows, num_positions=num_positions, budget=most, seconds=cost.seconds)
     assert sum(lengths) <= most
     assert all(chosen <= len(chances) for chosen, chances in zip(lengths, chains, strict=True))
     tokens = num_rows + sum(sum(chances[:chosen]) for chosen, chances in zip(lengths, chains, strict=True))
@@ -156,7 +156,7 @@ def test_chosen_lengths_are_the_best_there_are(seed: int) -> None:
 def test_a_full_batch_whose_positions_cost_most_gets_no_drafts() -> None:
     cost = observed(**{f"n{num}": 0.001 * num for num in range(1, 30)})
     chances = [0.9, 0.81, 0.73, 0.66]
-    assert choose_lengths([chances] * 16, num_rows=16, num_positions=16, most=100, seconds=cost.seconds) == [0] * 16
+    assert choose_lengths([chances] * 16, num_rows=16, num_positions=16, budget=100, seconds=cost.seconds) == [0] * 16
     counts = {"num_rows": 16, "num_positions": 16}
     assert not may_pay(**counts, nums_drafts=(16, 64), seconds=cost.seconds), "nor is a proposer queried"
     cheap = observed(**{f"n{num}": 0.01 + 0.0001 * num for num in range(1, 30)})

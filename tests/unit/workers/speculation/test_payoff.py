@@ -57,7 +57,7 @@ class Steps:
         """Runs steps, each with so many tokens of a prompt beside it. Returns the number of drafts."""
         total = 0
         for _ in range(num_steps):
-            sizes = {"num_rows": 1, "num_positions": 1 + num_prompt, "most": 100}
+            sizes = {"num_rows": 1, "num_positions": 1 + num_prompt, "budget": 100}
             drafts = self.speculation.drafts([("r", 20)], **sizes).get("r", ())
             total += len(drafts)
             sample = Sample(params=SamplingParams(), index=0)

@@ -43,7 +43,7 @@ def speculating(proposer: Counting, cost: StepSeconds | None = None) -> Speculat
 
 def step(speculation: Speculation, num_rows: int = 1) -> int:
     """The number of drafts of the next step."""
-    drafts = speculation.drafts([("r", 20)], num_rows=num_rows, num_positions=num_rows, most=100).get("r", ())
+    drafts = speculation.drafts([("r", 20)], num_rows=num_rows, num_positions=num_rows, budget=100).get("r", ())
     speculation.applied("r", drafts, 1 + len(drafts))
     return len(drafts)
 
@@ -64,7 +64,7 @@ def test_steps_without_room_for_drafts_do_not_count() -> None:
     proposer = Counting()
     speculation = speculating(proposer)
     for _ in range(100):
-        assert speculation.drafts([("r", 20)], num_rows=1, num_positions=1, most=0) == {}
+        assert speculation.drafts([("r", 20)], num_rows=1, num_positions=1, budget=0) == {}
     assert proposer.num_calls == 0
     assert [step(speculation) for _ in range(10)] == [0] * 10
     assert proposer.num_calls == 10
