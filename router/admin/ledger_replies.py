@@ -24,6 +24,9 @@ class CostRow(Reply):
     accepted_tokens: int
     cache_saved_device_s: float
     speculation_saved_device_s: float
+    drafted_tokens: int
+    prefill_kv_byte_s: float
+    decode_kv_byte_s: float
     cost_usd: float
     cache_saved_usd: float
     speculation_saved_usd: float

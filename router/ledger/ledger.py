@@ -13,7 +13,7 @@ from protos.errors import BatonError, BudgetExhausted, Overloaded, code_of
 from protos.event_loop import loop_time
 from router.auth.budgets import TenantBudgets
 from router.jobs import FleetView
-from router.ledger.costing import DeviceSeconds, WorkerRate, num_devices, rate_of
+from router.ledger.costing import WorkerRate, num_devices, rate_of, work_of
 from router.ledger.prices import PriceList
 from router.ledger.report import spent_by_tenant
 from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest
@@ -151,7 +151,8 @@ class RequestLedger:
             "cached": usage.cached_tokens,
             "output": usage.completion_tokens,
         }
-        work = self._device_s(records, usage)
+        work = work_of(records, tokens["input"], tokens["cached"], self._rates, loop_now)
+        price = self.prices.price(model, now - seconds, parent=self._model)
         return LedgerRow(
             request_id=ask.request_id,
             at_s=now - seconds,
@@ -167,13 +168,15 @@ class RequestLedger:
             reasoning_tokens=usage.reasoning_tokens,
             prefill_device_s=work.prefill_s,
             decode_device_s=work.decode_s,
-            charged_usd=self.prices.charge(
-                model, now - seconds, tokens, parent=self._model, is_batch=self._batches is not None
-            ),
+            charged_usd=price.charge(tokens, is_batch=self._batches is not None) if price is not None else 0.0,
             batch=int(self._batches is not None),
-            accepted_tokens=usage.accepted_prediction_tokens,
+            accepted_tokens=work.num_accepted,
             cache_saved_device_s=work.cache_saved_s,
             speculation_saved_device_s=work.speculation_saved_s,
+            drafted_tokens=work.num_drafted,
+            prefill_kv_byte_s=work.prefill_kv_byte_s,
+            decode_kv_byte_s=work.decode_kv_byte_s,
+            price=price.version if price is not None else "",
         )
 
     def look(self) -> None:
@@ -219,26 +222,3 @@ class RequestLedger:
 
     def close(self) -> None:
         self.store.close()
-
-    def _device_s(self, records: Sequence[RequestTrace], usage: Usage) -> DeviceSeconds:
-        """Choices of one prompt share what was computed: it is counted for the first one. A drafted token that was
-        accepted spared about the time of another token; what its check cost is part of the step's measured time."""
-        none, uncached = WorkerRate(), usage.prompt_tokens - usage.cached_tokens
-        prefill_s = decode_s = answer_token_s = prompt_token_s = 0.0
-        for record in records:
-            if not record.choices:
-                continue
-            decision = record.choices[-1].decision
-            reader = self._rates.get(decision.prefill or decision.decode, none)
-            computed = min(uncached, record.num_prompt_tokens - record.timestamps.num_cached_tokens)
-            uncached -= computed
-            prefill_s += computed * reader.prompt_token_s
-            prompt_token_s = reader.prompt_token_s
-            answer_token_s = self._rates.get(decision.decode, none).answer_token_s
-            decode_s += record.timestamps.num_tokens * answer_token_s
-        return DeviceSeconds(
-            prefill_s=prefill_s,
-            decode_s=decode_s,
-            cache_saved_s=usage.cached_tokens * prompt_token_s,
-            speculation_saved_s=usage.accepted_prediction_tokens * answer_token_s,
-        )

@@ -46,6 +46,16 @@ class Price:
     usd: Mapping[str, float]
     batch: float = BATCH
 
+    @property
+    def version(self) -> str:
+        """Its date and model, as "2026-01-31 *"."""
+        return f"{datetime.fromtimestamp(self.since_s, UTC):%Y-%m-%d} {self.model}"
+
+    def charge(self, tokens: Mapping[str, int], *, is_batch: bool = False) -> float:
+        """USD for the tokens of each kind."""
+        usd = sum(self.usd[kind] * tokens[kind] for kind in KINDS) / _PER
+        return usd * self.batch if is_batch else usd
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceList:
@@ -67,10 +77,7 @@ class PriceList:
     ) -> float:
         """USD for the tokens of each kind."""
         price = self.price(model, at_s, parent=parent)
-        if price is None:
-            return 0.0
-        usd = sum(price.usd[kind] * tokens[kind] for kind in KINDS) / _PER
-        return usd * price.batch if is_batch else usd
+        return price.charge(tokens, is_batch=is_batch) if price is not None else 0.0
 
 
 def read_prices(path: Path) -> PriceList:

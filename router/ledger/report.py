@@ -39,6 +39,9 @@ class UsageSum:
     accepted_tokens: int = 0
     cache_saved_device_s: float = 0.0
     speculation_saved_device_s: float = 0.0
+    drafted_tokens: int = 0
+    prefill_kv_byte_s: float = 0.0
+    decode_kv_byte_s: float = 0.0
 
 
 def sums(

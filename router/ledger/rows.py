@@ -17,6 +17,8 @@ class LedgerRow:
     - `charged_usd` by the prices at `at_s`
     - `batch`: 1 for a request of a batch
     - `accepted_tokens`, of the output, were drafted; `*_saved_device_s`: spared by prefix caches and drafts, estimated
+    - `drafted_tokens` were verified by workers; `*_kv_byte_s`: bytes of KV times seconds by phase, estimated
+    - `price`: date and model of the entry it is charged by, "" without one
     """
 
     request_id: str
@@ -38,6 +40,10 @@ class LedgerRow:
     accepted_tokens: int = 0
     cache_saved_device_s: float = 0.0
     speculation_saved_device_s: float = 0.0
+    drafted_tokens: int = 0
+    prefill_kv_byte_s: float = 0.0
+    decode_kv_byte_s: float = 0.0
+    price: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

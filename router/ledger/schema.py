@@ -22,6 +22,7 @@ GROUPS = ("tenant", "key_id", "model", "endpoint", "outcome", "batch")
 SUMMED = (
     "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens", "prefill_device_s", "decode_device_s",
     "charged_usd", "accepted_tokens", "cache_saved_device_s", "speculation_saved_device_s",
+    "drafted_tokens", "prefill_kv_byte_s", "decode_kv_byte_s",
 )  # fmt: skip
 SUMS = {86_400: "days", 3600: "hours"}
 """Tables of sums by their seconds, the longest first. `at_s` is when the day or hour (UTC) began."""

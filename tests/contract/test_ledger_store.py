@@ -205,6 +205,23 @@ def test_a_database_of_an_earlier_version_is_brought_up_to_date(tmp_path: Path) 
         assert spent_by_tenant(migrated, 20_000 * DAY) == {"acme": pytest.approx(0.002)}
 
 
+def test_a_postgres_of_an_earlier_version_is_brought_up_to_date(postgres_url: str) -> None:
+    first = store_at(postgres_url)
+    first.write(ROW)
+    first.close()
+    with closing(ledger_database(postgres_url)) as database, database.writing() as transaction:
+        for table in ("requests", "open_requests"):
+            for name in ("drafted_tokens", "price"):
+                transaction.run(f"ALTER TABLE {table} DROP COLUMN {name}")
+        for table in ("days", "hours"):
+            transaction.run(f"ALTER TABLE {table} DROP COLUMN drafted_tokens")
+    store = store_at(postgres_url)
+    store.write(replace(ROW, request_id="new", drafted_tokens=4, price="2026-01-01 *"))
+    store.close()
+    [found] = summed(postgres_url, since_s=int(ROW.at_s), until_s=int(ROW.at_s) + DAY)
+    assert (found.requests, found.output_tokens, found.drafted_tokens) == (2, 40, 4)
+
+
 def answer_and_be_killed(where: Where, written: Synchronized[int]) -> None:
     store = store_at(where)
     store.write(OpenRequest(row=replace(ROW, request_id="long", outcome="gateway_lost", output_tokens=7)))
