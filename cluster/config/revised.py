@@ -13,6 +13,7 @@ from cluster.config.config import ClusterConfig
 from cluster.config.declared import DeclaredSetting, declared_settings
 from cluster.config.settings import checked_value
 from protos.errors import Misconfigured
+from protos.hints import nearest
 from router.fleet_owner import Revision, SettingValue
 
 _ROLLED = ("worker", "prefill", "decode")
@@ -52,7 +53,9 @@ def _declared(path: str) -> DeclaredSetting:
     """Raises Misconfigured for a setting that a roll cannot change."""
     known = declared_settings().get(path)
     if known is None:
-        raise Misconfigured(f"there is no setting {path}: `baton config` prints all of them", param="settings")
+        near = nearest(path, declared_settings())
+        hint = f"did you mean {near}?" if near else "`baton config` prints all of them"
+        raise Misconfigured(f"there is no setting {path}: {hint}", param="settings")
     if known.attribute.split(".")[0] not in _ROLLED or path in _KEPT:
         fix = "`baton scale` changes numbers of workers" if path.startswith("pools.") else "start the cluster anew"
         raise Misconfigured(

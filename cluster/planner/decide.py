@@ -112,7 +112,7 @@ class _Planner:
             at_s=now,
             counts=dict(best.counts),
             flips=_flips(self._fleet, best.counts),
-            reason=f"{self._state(share)}; {_named(best.counts)} would serve {best.attainment:.1%}",
+            reason=f"{self._state(share)}; {_named(best.counts)} would {self._serve(best.attainment)}",
             expected=best.attainment,
             expired=self._expired,
             weighed=tuple(weighed[:_WEIGHED]),
@@ -254,9 +254,15 @@ class _Planner:
             weighed=tuple(weighed[:_WEIGHED]), memory=self._memory,
         )  # fmt: skip
 
+    def _serve(self, share: float) -> str:
+        return "do" if self._is_quiet() else f"serve {share:.1%}"
+
+    def _is_quiet(self) -> bool:
+        return not self._seen.num_arrived and not self._seen.num_waiting
+
     def _state(self, share: float) -> str:
         seen = self._seen
-        if not seen.num_arrived and not seen.num_waiting:
+        if self._is_quiet():
             return "no requests"
         line = f", {seen.num_waiting} in line" if seen.num_waiting else ""
         return (

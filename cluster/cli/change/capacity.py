@@ -100,7 +100,9 @@ def parse_counts(given: Sequence[str]) -> dict[str, int]:
             roles = ", ".join(WorkerRole)
             raise Misconfigured(f"{one}: {role!r} is no role: give one of {roles}, as decode=3", param="counts")
         if not (number.isascii() and number.isdigit()):
-            raise Misconfigured(f"{one}: {number!r} is no number of workers: give one, as {role}=2", param="counts")
+            raise Misconfigured(
+                f"{one}: {number!r} is no number of workers: give one from 0 to 4096, as {role}=2", param="counts"
+            )
         if role in counts:
             raise Misconfigured(f"{one}: {role} is given twice: give it once", param="counts")
         counts[role] = int(number)

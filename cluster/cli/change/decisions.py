@@ -40,9 +40,33 @@ def counts_words(counts: Mapping[str, int]) -> str:
     return " + ".join(f"{count} {role}" for role, count in counts.items())
 
 
+def revision_words(before: View, after: View) -> str:
+    """What a roll, or its way back, changes of model and settings; "" for nothing."""
+    old, new = before["revision"], after["revision"]
+    if old["name"] == new["name"]:
+        return ""
+    paths = sorted(old["settings"] | new["settings"])
+    changed = [
+        f"{path}={new['settings'][path]}" if path in new["settings"] else f"{path} as at the start"
+        for path in paths
+        if old["settings"].get(path) != new["settings"].get(path)
+    ]
+    if old["model"] != new["model"]:
+        changed.insert(0, f"model {new['model'] or 'of the start'}")
+    return f" at {_revision(new)}: {', '.join(changed) or 'other files of the model'}"
+
+
+def _revision(revision: View) -> str:
+    return f"revision {revision['name']}" if revision["name"] else "the first revision"
+
+
 def _headline(report: View, now: float) -> Iterator[Text]:
     waiting = ", ".join(report["waiting_for"])
-    yield Text(f"fleet: {counts_words(report['desired']['counts'])}" + (f", waiting for {waiting}" if waiting else ""))
+    revision = report["desired"]["revision"]
+    at = f" at {_revision(revision)}" if revision["name"] else ""
+    yield Text(
+        f"fleet: {counts_words(report['desired']['counts'])}{at}" + (f", waiting for {waiting}" if waiting else "")
+    )
     planner = report["planner"]
     if planner is None:
         yield Text("no planner runs: operators alone change the fleet (`baton serve --autoscale`, or `baton plan`)")
@@ -86,9 +110,10 @@ def _changes(changes: Sequence[View], now: float) -> Sheet:
     for one in changes:
         outcome = one["state"] + (f" after {one['ended_s'] - one['at_s']:.1f} s" if one["state"] == "reached" else "")
         flip = f", {one['worker_id']} changes its role" if one["worker_id"] else ""
+        after = counts_words(one["after"]["counts"]) + revision_words(one["before"], one["after"]) + flip
         table.add_row(
             str(one["number"]), _clock(one["at_s"]), one["who"] or "an operator",
-            counts_words(one["before"]["counts"]), counts_words(one["after"]["counts"]) + flip, outcome,
+            counts_words(one["before"]["counts"]), after, outcome,
             one["reason"] or one["why"],
         )  # fmt: skip
     return table

@@ -15,6 +15,7 @@ import typer
 
 from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client, request_json
 from protos.errors import DeadlineExceeded, Misconfigured, NotFound
+from protos.hints import listed
 from router.fleet.worker import SUCCESSOR_S
 
 PERIOD_S = 0.25
@@ -69,7 +70,8 @@ def _named(client: httpx.Client, worker_id: str) -> Worker:
     """Raises NotFound."""
     worker = _worker(client, worker_id)
     if worker is None:
-        raise NotFound(f"there is no worker {worker_id} at {client.base_url}: `baton status` lists them")
+        there = listed([one["worker_id"] for one in get_json(client, "/admin/status")["workers"]]) or "empty"
+        raise NotFound(f"there is no worker {worker_id} at {client.base_url}: the fleet is {there}")
     return worker
 
 

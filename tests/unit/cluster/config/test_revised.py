@@ -41,7 +41,7 @@ def test_the_same_again_is_the_same_revision_but_other_files_of_a_model_are_anot
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("worker.dtpye", "float32", "there is no setting worker.dtpye"),
+        ("worker.dtpye", "float32", "there is no setting worker.dtpye: did you mean worker.dtype?"),
         ("pools.decode", 3, "pools.decode is no setting that a roll changes.*`baton scale`"),
         ("router.policy", "slo", "router.policy is no setting that a roll changes"),
         ("worker.device", "cpu", "worker.device is no setting that a roll changes"),

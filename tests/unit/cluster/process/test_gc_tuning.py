@@ -65,7 +65,7 @@ def test_what_a_process_has_frozen_stays_frozen(monkeypatch: pytest.MonkeyPatch,
     frozen = gc.get_freeze_count()
     part, num_kept = leave()
     assert part() is None
-    assert num_kept == 0
+    assert num_kept <= 0, "of what was frozen some may be freed meanwhile, and nothing joins it"
     assert gc.get_freeze_count() > 0.9 * frozen
 
 

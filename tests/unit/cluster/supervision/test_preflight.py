@@ -153,7 +153,7 @@ def test_who_serves_other_machines_without_keys_is_told(
 def test_prices_and_budgets_are_checked_before_anything_starts(tmp_path: Path) -> None:
     missing = tmp_path / "nope.toml"
     ledger = {"path": str(tmp_path / "l.db"), "prices": str(missing)}
-    with pytest.raises(Misconfigured, match=r"set router\.ledger\.path too"):
+    with pytest.raises(Misconfigured, match=r"set router\.ledger\.path, or router\.database, too"):
         make_config({"model": DEMO["model"], "router": {"ledger": {"prices": str(missing)}}})
     with pytest.raises(Misconfigured, match=r"nope\.toml"):
         check_files(make_config({"model": DEMO["model"], "router": {"ledger": ledger}}))

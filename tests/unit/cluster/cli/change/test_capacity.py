@@ -88,7 +88,7 @@ def test_an_order_is_sent_with_who_gives_it(
     ("given", "message"),
     [
         (["reader=2"], "reader=2: 'reader' is no role: give one of prefill, decode, colocated, as decode=3"),
-        (["decode"], "decode: '' is no number of workers: give one, as decode=2"),
+        (["decode"], "decode: '' is no number of workers: give one from 0 to 4096, as decode=2"),
         (["decode=-1"], "decode=-1: '-1' is no number of workers"),
         (["decode=1", "decode=2"], "decode=2: decode is given twice"),
     ],

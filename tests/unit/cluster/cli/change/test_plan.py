@@ -12,7 +12,7 @@ from rich.console import Console
 from cluster.cli.change.decisions import capacity_view
 from cluster.cli.change.plan import advice, commands, observed, settings_for
 from protos.errors import Misconfigured, Unavailable
-from router.fleet_owner import ChangeState, DesiredFleet, FleetChange, FleetReport, OrderKind
+from router.fleet_owner import ChangeState, DesiredFleet, FleetChange, FleetReport, OrderKind, Revision
 from router.planning import CapacityDecision, PlannerReport, SeenSight
 from tests.unit.cluster.capacity.staged_fleet import DECODE, PREFILL
 from tests.unit.cluster.planner.test_planned_fleet import sight
@@ -53,6 +53,13 @@ def test_the_advice_is_the_planners_decision_and_the_command_that_follows_it() -
     assert commands(REPORT.desired.counts, decision) == ["keep 1 prefill + 1 decode"]
 
 
+def test_without_a_request_the_advice_promises_no_attainment() -> None:
+    three = {PREFILL: 3, DECODE: 3}
+    large = replace(REPORT, desired=DesiredFleet(counts=three), serving=three)
+    decision, _ = advice(large, settings_for(REPORT, "1:4", OBJECTIVE, 60.0, {}), seen(0), lambda: NOW)
+    assert decision.reason == "no requests; 1 prefill + 1 decode would do"
+
+
 def test_objective_and_limits_are_given_or_those_of_the_clusters_planner() -> None:
     with pytest.raises(Misconfigured, match="give --ttft-ms and --tpot-ms and --autoscale"):
         settings_for(REPORT, "", NOTHING, 60.0, {})
@@ -71,6 +78,19 @@ def test_it_waits_until_the_reports_reach_back_far_enough_and_not_for_ever() -> 
     times = iter((0.0, 31.0))
     with pytest.raises(Unavailable, match="no gateway has reported for 30 s"):
         observed(lambda: (), 60.0, shown.append, clock=lambda: next(times), sleep=lambda _: None)
+
+
+def test_why_capacity_says_what_a_roll_changed() -> None:
+    rolled = replace(SMALL, revision=Revision(name="d470", model="/m", settings={"worker.max_num_seqs": 32}))
+    there = FleetChange(number=1, kind=OrderKind.ROLL, who="", why="", before=SMALL, after=rolled, at_s=NOW)
+    back = FleetChange(number=2, kind=OrderKind.ABORT, who="", why="", before=rolled, after=SMALL, at_s=NOW)
+    console = Console(width=300, record=True, file=io.StringIO())
+    report = replace(REPORT, desired=rolled, changes=(there, back))
+    console.print(capacity_view(msgspec.to_builtins(report), now=NOW))
+    text = console.export_text()
+    assert "fleet: 1 prefill + 1 decode at revision d470" in text
+    assert "1 prefill + 1 decode at revision d470: model /m, worker.max_num_seqs=32" in text
+    assert "at the first revision: model of the start, worker.max_num_seqs as at the start" in text
 
 
 def test_why_capacity_shows_objective_decisions_and_changes() -> None:
