@@ -49,7 +49,8 @@ class SwitchedHosts:
         self._bridge = f"bb{pid}"
         self._names = [f"baton-host{number}-{pid}" for number in range(1, count + 1)]
         self._ends = [f"b{number}v{pid}" for number in range(1, count + 1)]
-        _ip("link", "add", self._bridge, "type", "bridge")
+        # Of its own accord a bridge takes the lowest address of its ports, so another one when a host is cut off.
+        _ip("link", "add", self._bridge, "address", "02:00:00:00:00:fe", "type", "bridge")
         _ip("address", "add", f"{self._net}.254/24", "dev", self._bridge)
         _ip("link", "set", self._bridge, "up")
         for number, (name, end) in enumerate(zip(self._names, self._ends, strict=True), 1):
