@@ -158,6 +158,16 @@ def test_dashboards_can_be_imported_anywhere() -> None:
         assert len(places) == len(set(places))
 
 
+def test_a_chart_of_pools_or_workers_shows_every_model() -> None:
+    """Each gateway counts the whole pool of a model: the highest count of a pool over all models is no pool's."""
+    panels = [panel for one in dashboards() for panel in one.panels]
+    per_pool = [(query, legend) for panel in panels for query, legend in panel.queries if "max by (" in query]
+    assert per_pool
+    for query, legend in per_pool:
+        assert query.count("max by (") == query.count("max by (model, "), query
+        assert "{{model}}" in legend or query.startswith("sum("), legend
+
+
 def test_alerts_have_a_section_in_the_documents() -> None:
     headings = re.findall(r"^## (\w+)$", (ROOT / "docs" / "alerts.md").read_text(), re.MULTILINE)
     for group in rule_groups(OBJECTIVES):
