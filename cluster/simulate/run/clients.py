@@ -223,7 +223,7 @@ class Clients:
         ended, num_logprobs = False, 0
         if self._deployment.config.request_s:
             await gateway.receive()
-        async with aclosing(gateway.admission(job)) as deltas:
+        async with gateway.traced(job), aclosing(gateway.admission(job)) as deltas:
             async for delta in deltas:
                 assert not ended, f"{job.request_id} went on after its end"
                 num_logprobs = _check_prompt_logprobs(job, delta, num_logprobs)

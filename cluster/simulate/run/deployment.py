@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,6 +31,7 @@ from protos.values import WorkerLoad, WorkerRole
 from router.build import build_router
 from router.fleet.successors import Successor
 from router.fleet.worker_client import WorkerClient
+from router.jobs import Job
 from router.prefix.index import NO_MATCH
 from router.prefix.redis import RedisPrefixIndex
 from router.prefix.redis_store import Store
@@ -90,6 +92,19 @@ class SimulatedGateway:
         assert self.shared is None or self.shared.num_faults == 0, (
             f"{self.name} met one of its shared index: see its log"
         )
+
+    @asynccontextmanager
+    async def traced(self, job: Job) -> AsyncIterator[None]:
+        """Keeps the request's trace from its arrival, its time in line included, to its end, however it ends."""
+        self.records.open([job])
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as failed:
+            error = failed
+            raise
+        finally:
+            self.records.close([job], error)
 
     async def receive(self) -> None:
         """Waits for the time that the gateway needs to read a request and write its answer: one process handles all

@@ -52,6 +52,29 @@ def test_a_pool_that_is_late_grows_and_no_request_fails() -> None:
     assert max(waits[-20:]) < max(waits), "the line has become shorter"
 
 
+def test_what_waits_in_line_is_late_for_the_planner_too() -> None:
+    """A fleet that may not grow, with twice the prompts that it can read."""
+    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=read_settings(None, []), leaping=True)
+    config = SimulationConfig(
+        pools=PoolsConfig(prefill=1, decode=1),
+        spec=spec,
+        router=replace(simulated_router(), decision_history_size=MAX_RECORDS),
+        load_s=5.0,
+        seed=3,
+    )
+    load = GeneratedLoad(
+        num_requests=160, rate=8.0, prompts=Lengths(low=6000, high=12000), outputs=Lengths(low=4, high=20), seed=3
+    )
+    settings = replace(planner_settings("1:1", OBJECTIVE, 0.95, DEVICES), period_s=2.0, window_s=8.0)
+    planned = PlannedRun()
+    outcome = simulate(config, generated("poisson", load), steer=autoscaling(settings, planned))
+    last = [one for one in outcome.records if one.due_s > 6.0]
+    assert not any(OBJECTIVE.met(one) for one in last), "else the load is too small for this test"
+    told = [one.reason for one in planned.decisions if 16.0 < one.at_s < 20.0]
+    assert told
+    assert all(float(reason.partition("%")[0]) < 5.0 for reason in told), told
+
+
 @pytest.mark.parametrize(
     ("within", "objective", "error"),
     [
