@@ -18,17 +18,19 @@ Each rule answers a complaint about another system (design notes: ops.md, sectio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
 from cluster.planner.forecast import expected, learned
-from cluster.planner.queueing import attainment
+from cluster.planner.queueing import attainment, shares_in_time
 from cluster.planner.values import (
     ActionTimes,
     FleetDecision,
     FleetLimits,
     FleetObjective,
+    LoadFactors,
     Observation,
     PlannerMemory,
     PlannerPace,
@@ -42,8 +44,13 @@ SPARE = 0.25
 """Of the missed share that the objective allows: a smaller fleet must miss that much less."""
 SMALL = 0.01
 """Shares below twice this are compared as they are: the larger of two overloaded fleets is better."""
-_DRIFT = 0.02
-_LEAST_FACTOR, _MOST_FACTOR, _FASTEST = 0.5, 4.0, 0.25
+_DRIFT, _DEVIATIONS = 0.02, 2.0
+"""What clients saw and what the model says may differ by this share, or by so many deviations of the sample."""
+_LEAST_FACTOR, _MOST_FACTOR, _FASTEST = 0.5, 4.0, 1.5
+_FORGET_RESTS = 8.0
+"""A factor that nothing contradicts halves its distance from 1 in about six times `rest_s`: a fleet that is large
+enough says nothing about how far the model is wrong."""
+_HALVINGS = 12
 _WEIGHED = 5
 
 Counts = Mapping[WorkerRole, int]
@@ -135,40 +142,57 @@ class _Planner:
         seen, now = self._seen, self._now
         peaks = [(at_s, rate) for at_s, rate in memory.peaks if now - at_s <= self._pace.settle_s]
         until_s = dict.fromkeys(self._expired, now + self._pace.rest_s)
+        serving = {role: pool.serving for role, pool in seen.pools.items()}
+        is_moving = any(pool.pending_since_s or pool.num_leaving for pool in seen.pools.values())
+        has_changed = is_moving or (memory.serving and memory.serving != serving)
+        explained_s = seen.at_s if has_changed else memory.explained_s
+        factors = memory.factors
+        if explained_s <= seen.at_s - seen.window_s:
+            elapsed_s = seen.at_s - memory.peaks[-1][0] if memory.peaks else 0.0
+            factors, were_late = self._corrected(memory.factors, serving, elapsed_s)
+            explained_s = seen.at_s if were_late else explained_s
         return replace(
             memory,
-            load_factor=self._corrected(memory.load_factor),
+            factors=factors,
+            serving=serving,
+            explained_s=explained_s,
             peaks=(*peaks, (seen.at_s, self._rate())),
             profile=learned(memory.profile, seen.at_s, seen.arrival_rate, seen.window_s),
             gave_up_until_s=dict(memory.gave_up_until_s) | until_s,
         )
 
-    def _corrected(self, factor: float) -> float:
-        """Where the model is too hopeful its load grows fast, where it is too careful it shrinks slowly."""
-        seen = self._seen
-        serving = {role: pool.serving for role, pool in seen.pools.items()}
-        is_moving = any(pool.pending_since_s or pool.num_leaving for pool in seen.pools.values())
-        if is_moving or not seen.num_ended:
-            return factor
-        error = seen.attainment - attainment(serving, seen.arrival_rate * factor, seen, self._objective)
-        if error < -_DRIFT:
-            return min(_MOST_FACTOR, factor * (1.0 + min(_FASTEST, -error)))
-        return max(_LEAST_FACTOR, factor * 0.98) if error > _DRIFT else factor
+    def _corrected(self, factors: LoadFactors, serving: Counts, elapsed_s: float) -> tuple[LoadFactors, bool]:
+        """Factors with which the model says what clients saw, and whether more was late than it said. `elapsed_s` since
+        the last look."""
+        seen, rate = self._seen, self._rate()
+        first_share = seen.num_begun / max(1, seen.num_ended)
+        gap_share = 1.0 - seen.num_slow / max(1, seen.num_begun)
+        kept = math.exp(-elapsed_s / (_FORGET_RESTS * self._pace.rest_s))
+
+        def first(factor: float) -> float:
+            return shares_in_time(serving, rate, seen, self._objective, replace(factors, prefill=factor))[0]
+
+        def gaps(factor: float) -> float:
+            return shares_in_time(serving, rate, seen, self._objective, replace(factors, decode=factor))[1]
+
+        prefill = _explaining(first, first_share, seen.num_ended, factors.prefill, kept)
+        decode = _explaining(gaps, gap_share, seen.num_begun, factors.decode, kept)
+        changed = LoadFactors(prefill=prefill, decode=decode)
+        return changed, prefill > factors.prefill or decode > factors.decode
 
     def _rate(self) -> float:
         """Requests a second that must be served: those that come, and those that are in line."""
         return self._seen.arrival_rate + self._seen.num_waiting / self._pace.backlog_s
 
     def _offered(self) -> float:
-        seen, memory = self._seen, self._memory
-        ahead_s = self._times.start_s + seen.window_s
-        return memory.load_factor * expected(memory.profile, seen.at_s, self._rate(), ahead_s)
+        seen = self._seen
+        return expected(self._memory.profile, seen.at_s, self._rate(), self._times.start_s + seen.window_s)
 
     def _peak(self) -> float:
-        return max(self._load, self._memory.load_factor * max(rate for _, rate in self._memory.peaks))
+        return max(self._load, *(rate for _, rate in self._memory.peaks))
 
     def _attainment(self, counts: Counts, rate: float) -> float:
-        return attainment(counts, rate, self._seen, self._objective)
+        return attainment(counts, rate, self._seen, self._objective, self._memory.factors)
 
     # -- which fleets there could be -----------------------------------------------------------------------------------
 
@@ -269,6 +293,27 @@ class _Planner:
             f"{seen.attainment:.1%} in time at {seen.arrival_rate:.3g} requests/s{line}; {_named(self._fleet)} serve "
             f"{share:.1%} of what comes"
         )
+
+
+def _explaining(model: Callable[[float], float], share: float, num: int, factor: float, kept: float) -> float:
+    """The load's factor by which `model` says the `share` that `num` clients saw in time.
+
+    Where the model is too hopeful the factor grows at once, by half at most; where it is too careful it shrinks slowly;
+    otherwise the part `kept` of it stays.
+    """
+    if not num:
+        return factor
+    said = model(factor)
+    noise = _DEVIATIONS * math.sqrt((1.0 - said + 1.0 / num) / num)
+    if share < said - max(_DRIFT, noise):
+        low, high = factor, min(_MOST_FACTOR, _FASTEST * factor)
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2.0
+            low, high = (middle, high) if model(middle) > share else (low, middle)
+        return high
+    if share > said + _DRIFT:
+        return max(_LEAST_FACTOR, 0.98 * factor)
+    return 1.0 + kept * (factor - 1.0) if factor > 1.0 else factor
 
 
 def is_possible(counts: Counts) -> bool:

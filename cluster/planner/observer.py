@@ -22,10 +22,11 @@ _SERVING, _LEAVING = "ready", "draining"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SeenRequest:
-    """`is_read`: its first token came within the window."""
+    """`is_read`: its first token came within the window. `is_slow`: only the tokens behind its first were late."""
 
     sample: RequestSample
     is_late: bool
+    is_slow: bool
     is_read: bool
 
 
@@ -63,6 +64,7 @@ class Observer:
             num_arrived=round(sum(one.num_arrived * self._window_s / max(1e-9, one.covered_s) for one in sights)),
             num_ended=len(over),
             num_late=sum(one.is_late for one in over),
+            num_slow=sum(one.is_slow for one in over),
             num_waiting=sum(one.num_waiting for one in sights),
             uncached_tokens=quantiles(uncached),
             answer_tokens=mean([one.num_tokens for one in written]),
@@ -77,21 +79,25 @@ class Observer:
         begin_s = sight.now_s - self._window_s
         for sample in sight.samples:
             if sample.ended_s is None or sample.ended_s >= begin_s:
-                is_late = self._is_late(sample, sight.now_s)
-                yield _SeenRequest(sample=sample, is_late=is_late, is_read=(sample.first_s or 0.0) >= begin_s)
+                begins_late, is_slow = self._begins_late(sample, sight.now_s), self._is_slow(sample)
+                yield _SeenRequest(
+                    sample=sample,
+                    is_late=begins_late or is_slow,
+                    is_slow=is_slow and not begins_late,
+                    is_read=(sample.first_s or 0.0) >= begin_s,
+                )
 
-    def _is_late(self, sample: RequestSample, now: float) -> bool:
-        """A request missed the objective, or failed, or can no longer keep it."""
-        objective, first_s, last_s = self._objective, sample.first_s, sample.last_s
-        waited_until_s = next(one for one in (first_s, sample.ended_s, now) if one is not None)
-        if waited_until_s - sample.received_s > objective.ttft_s:
-            return True
-        if sample.ended_s is None:
-            return False
-        if first_s is None or last_s is None:
-            return sample.failed
+    def _begins_late(self, sample: RequestSample, now: float) -> bool:
+        """A first token missed the objective, or can no longer keep it, or will never come."""
+        waited_until_s = next(one for one in (sample.first_s, sample.ended_s, now) if one is not None)
+        return sample.failed or waited_until_s - sample.received_s > self._objective.ttft_s
+
+    def _is_slow(self, sample: RequestSample) -> bool:
+        """The tokens of an answer that has ended came too far apart."""
         gaps = sample.num_tokens - 1
-        return gaps > 0 and (last_s - first_s) / gaps > objective.tpot_s
+        if sample.ended_s is None or sample.first_s is None or sample.last_s is None or gaps <= 0:
+            return False
+        return (sample.last_s - sample.first_s) / gaps > self._objective.tpot_s
 
     def _pool(
         self, role: WorkerRole, workers: Sequence[WorkerSight], pending: tuple[float, ...], context: float, now: float

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from cluster.planner.values import FleetObjective, Observation, PoolObservation
+from cluster.planner.values import AS_MODELLED, FleetObjective, LoadFactors, Observation, PoolObservation
 from protos.values import WorkerRole
 
 _OVERLOADED = 0.01
@@ -26,24 +26,40 @@ grows for ever is worse."""
 _PREFILL, _DECODE, _COLOCATED = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.COLOCATED
 
 
-def attainment(counts: Mapping[WorkerRole, int], rate: float, seen: Observation, objective: FleetObjective) -> float:
+def attainment(
+    counts: Mapping[WorkerRole, int],
+    rate: float,
+    seen: Observation,
+    objective: FleetObjective,
+    factors: LoadFactors = AS_MODELLED,
+) -> float:
     """Share of `rate` requests a second that `counts` workers serve within the objective. Unknown speeds count as
     sufficient: nothing is decided from what was never measured."""
+    first, gaps = shares_in_time(counts, rate, seen, objective, factors)
+    return first * gaps
+
+
+def shares_in_time(
+    counts: Mapping[WorkerRole, int], rate: float, seen: Observation, objective: FleetObjective, factors: LoadFactors
+) -> tuple[float, float]:
+    """Shares of the first tokens, and of the answers behind them, that are in time. `factors` multiply the load of
+    prompts and that of answers."""
     if rate <= 0:
-        return 1.0
+        return 1.0, 1.0
     both, readers, writers = counts.get(_COLOCATED, 0), counts.get(_PREFILL, 0), counts.get(_DECODE, 0)
+    read, written = rate * factors.prefill, rate * factors.decode
     if both:
         pool = seen.pools[_COLOCATED]
-        share = min(1.0, _busy(rate, seen, pool) / both)
-        return first_token_share(both, rate, seen, pool, objective) * token_gap_share(
-            both, rate, seen, pool, objective, slower=1.0 / max(1e-9, 1.0 - share)
-        )
+        share = min(1.0, _busy(read, seen, pool) / both)
+        slower = 1.0 / max(1e-9, 1.0 - share)
+        gaps = token_gap_share(both, written, seen, pool, objective, slower=slower)
+        return first_token_share(both, read, seen, pool, objective), gaps
     if not writers:
-        return 0.0
+        return 0.0, 1.0
     if not readers:  # decode workers compute the prompts (ADR 28)
-        return attainment({_COLOCATED: writers}, rate, _as_colocated(seen), objective)
-    first = first_token_share(readers, rate, seen, seen.pools[_PREFILL], objective)
-    return first * token_gap_share(writers, rate, seen, seen.pools[_DECODE], objective)
+        return shares_in_time({_COLOCATED: writers}, rate, _as_colocated(seen), objective, factors)
+    first = first_token_share(readers, read, seen, seen.pools[_PREFILL], objective)
+    return first, token_gap_share(writers, written, seen, seen.pools[_DECODE], objective)
 
 
 def first_token_share(

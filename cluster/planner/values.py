@@ -40,6 +40,7 @@ class Observation:
 
     - `num_arrived`: requests that came, refused ones included
     - `num_ended`, `num_late`: of requests that ended; late ones missed an objective, failed, or were refused
+    - `num_slow`: of the late ones, those whose first token came in time
     - `num_waiting`: requests in line now
     - `uncached_tokens`: quantiles of the prompt tokens to compute, in equal steps from the least to the most
     - `answer_tokens`: mean length of an answer
@@ -56,6 +57,7 @@ class Observation:
     uncached_tokens: tuple[float, ...]
     answer_tokens: float
     pools: Mapping[WorkerRole, PoolObservation]
+    num_slow: int = 0
     overhead_s: float = 0.0
     num_silent: int = 0
 
@@ -63,6 +65,11 @@ class Observation:
     def attainment(self) -> float:
         """Share of the requests that kept the objective; 1 without requests."""
         return 1.0 - self.num_late / self.num_ended if self.num_ended else 1.0
+
+    @property
+    def num_begun(self) -> int:
+        """Ended requests whose first token came in time."""
+        return self.num_ended - self.num_late + self.num_slow
 
     @property
     def arrival_rate(self) -> float:
@@ -120,10 +127,23 @@ class ActionTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFactors:
+    """Measured load over the model's, of prompts and of answers, learned from late first tokens and late answers."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+
+
+AS_MODELLED = LoadFactors()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerMemory:
     """What one decision leaves for the next. It can be lost: then the planner learns anew.
 
-    - `load_factor`: measured load over the model's, learned from attainment
+    - `factors`: by which the model is wrong
+    - `serving`: workers that served at the last look
+    - `explained_s`: requests that came before it correct no factor any more: the fleet was another one, or they did
     - `peaks`: (second, requests a second) of the last `settle_s`
     - `profile`: requests a second by quarter of an hour of the day, 0 if unknown
     - `shrunk_s`: when the fleet was last made smaller; -inf: never
@@ -131,7 +151,9 @@ class PlannerMemory:
     - `gave_up_until_s`: no more workers of a role are ordered until then
     """
 
-    load_factor: float = 1.0
+    factors: LoadFactors = AS_MODELLED
+    serving: Mapping[WorkerRole, int] = field(default_factory=dict)
+    explained_s: float = -math.inf
     peaks: tuple[tuple[float, float], ...] = ()
     profile: tuple[float, ...] = (0.0,) * 96
     shrunk_s: float = -math.inf

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from cluster.planner.decide import decide
-from cluster.planner.queueing import attainment, erlang_c
+from cluster.planner.queueing import attainment, erlang_c, shares_in_time
 from cluster.planner.values import (
     FleetDecision,
     FleetLimits,
     FleetObjective,
+    LoadFactors,
     Observation,
     PlannerMemory,
     PoolObservation,
@@ -58,7 +59,7 @@ def planned(observation: Observation | None, desired: Counts, memory: PlannerMem
 def settled(rate: float, *, factor: float = 1.0) -> PlannerMemory:
     """Ten minutes of this rate have passed, and no worker has gone for long."""
     peaks = tuple((START - 60.0 * ago, rate) for ago in range(5, 0, -1))
-    return PlannerMemory(peaks=peaks, load_factor=factor)
+    return PlannerMemory(peaks=peaks, factors=LoadFactors(prefill=factor, decode=factor))
 
 
 def day(
@@ -71,8 +72,13 @@ def day(
         at_s = START + 60.0 * minute
         rate = rate_of(minute / 60.0)
         observation = replace(seen(fleet, rate, at_s=at_s, late=0.0), answer_tokens=answer)
-        share = attainment(fleet, truth * rate, observation, OBJECTIVE)
-        observation = replace(observation, num_late=round(observation.num_ended * (1.0 - share)))
+        first, gaps = shares_in_time(fleet, truth * rate, observation, OBJECTIVE, LoadFactors())
+        share = first * gaps
+        observation = replace(
+            observation,
+            num_late=round(observation.num_ended * (1.0 - share)),
+            num_slow=round(observation.num_ended * first * (1.0 - gaps)),
+        )
         decision = decide(observation, OBJECTIVE, LIMITS, memory, now=at_s, desired=fleet)
         fleet, memory = dict(decision.counts), decision.memory
         fleets.append(fleet)
@@ -140,6 +146,42 @@ def test_requests_that_clients_saw_late_add_workers_although_the_model_is_conten
         if decision.counts != fleet:
             break
     assert sum(decision.counts.values()) > 4
+
+
+def test_slow_answers_add_decode_workers_and_no_others() -> None:
+    fleet, memory = {P: 2, D: 2}, PlannerMemory()
+    for minute in range(10):
+        observation = seen(fleet, 6.0, late=0.4, at_s=START + 60.0 * minute)
+        decision = planned(replace(observation, num_slow=observation.num_late), fleet, memory)
+        memory = decision.memory
+        if decision.counts != fleet:
+            break
+    assert decision.counts[D] > 2
+    assert decision.counts[P] <= 2
+
+
+def test_requests_that_were_late_before_the_fleet_grew_do_not_make_it_grow_again() -> None:
+    fleet, memory, at_s = {P: 2, D: 2}, PlannerMemory(), START
+    while (decision := planned(seen(fleet, 6.0, late=0.4, at_s=at_s), fleet, memory)).counts == fleet:
+        memory, at_s = decision.memory, at_s + 60.0
+    grown = decision.counts
+    for after_s in range(5, 60, 5):
+        decision = planned(seen(grown, 6.0, late=0.4, at_s=at_s + after_s), grown, decision.memory)
+        assert decision.counts == grown, decision.reason
+
+
+def test_a_load_that_was_heavier_for_an_hour_is_not_paid_for_all_day() -> None:
+    """A fleet that is large enough shows nothing of how wrong the model is: what it learned fades."""
+    memory, fleet = PlannerMemory(), {P: 2, D: 2}
+    for minute in range(12 * 60):
+        at_s = START + 60.0 * minute
+        observation = seen(fleet, 6.0, at_s=at_s, late=0.4 if minute < 10 else 0.0)
+        decision = decide(observation, OBJECTIVE, LIMITS, memory, now=at_s, desired=fleet)
+        fleet, memory = dict(decision.counts), decision.memory
+        if minute == 10:
+            assert sum(fleet.values()) > 4
+    fresh, _ = day(lambda hour: 6.0, {P: 2, D: 2}, hours=12)
+    assert fleet == fresh[-1]
 
 
 def test_a_smaller_fleet_must_serve_the_peak_of_the_last_minutes() -> None:
