@@ -16,6 +16,7 @@ from rich.console import Console
 from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client
 from cluster.cli.tables import Sheet
 from protos.errors import Misconfigured
+from protos.money import usd_figure
 
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 Row = Mapping[str, Any]
@@ -53,13 +54,17 @@ def costs(
         typer.echo(_budget(one))
     if not as_csv and report["device_hour_usd"]:
         hours = report["fleet_device_s"] / 3600.0
-        typer.echo(f"{hours:,.1f} device hours at {report['device_hour_usd']:g} USD: {report['fleet_usd']:,.2f} USD")
+        typer.echo(
+            f"{hours:,.1f} device hours at {report['device_hour_usd']:g} USD: {usd_figure(report['fleet_usd'])} USD"
+        )
 
 
 def _budget(budget: Row) -> str:
-    limits = [f"{kind} {budget[f'{kind}_usd']:,.2f}" for kind in ("soft", "hard") if budget[f"{kind}_usd"] is not None]
+    limits = [
+        f"{kind} {usd_figure(budget[f'{kind}_usd'])}" for kind in ("soft", "hard") if budget[f"{kind}_usd"] is not None
+    ]
     until = datetime.fromtimestamp(budget["until_s"], UTC).strftime("%Y-%m-%d")
-    return f"{budget['tenant']} has spent {budget['spent_usd']:,.2f} USD of {', '.join(limits)} until {until}"
+    return f"{budget['tenant']} has spent {usd_figure(budget['spent_usd'])} USD of {', '.join(limits)} until {until}"
 
 
 def _count(name: str) -> Callable[[Row], str]:

@@ -16,6 +16,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protos.errors import BudgetExhausted
+from protos.money import usd_figure
 from router.auth.tenants import Tenant
 
 Period = Literal["month", "day"]
@@ -89,8 +90,8 @@ class TenantBudgets(Collector):
         state = self.state(tenant)
         if state.spent_usd >= tenant.hard_budget_usd:
             raise BudgetExhausted(
-                f"Tenant {tenant.name} has spent {state.spent_usd:,.2f} USD of its budget of "
-                f"{tenant.hard_budget_usd:,.2f} USD a {state.period}: requests are served again from "
+                f"Tenant {tenant.name} has spent {usd_figure(state.spent_usd)} USD of its budget of "
+                f"{usd_figure(tenant.hard_budget_usd)} USD a {state.period}: requests are served again from "
                 f"{_date(state.until_s)} on, or with a higher budget, which the operator gives",
                 retry_after_s=state.until_s - self._clock(),
             )
@@ -102,7 +103,8 @@ class TenantBudgets(Collector):
         state = self.state(tenant)
         if state.spent_usd < tenant.soft_budget_usd:
             return ""
-        return f"spent {state.spent_usd:.2f} of {tenant.soft_budget_usd:.2f} USD until {_date(state.until_s)}"
+        spent, budget = usd_figure(state.spent_usd), usd_figure(tenant.soft_budget_usd)
+        return f"spent {spent} of {budget} USD until {_date(state.until_s)}"
 
     def state(self, tenant: Tenant) -> BudgetState:
         span = span_of(tenant.budget_period, self._clock())

@@ -19,6 +19,7 @@ from cluster.simulate.run.fault_injector import Happened
 from cluster.simulate.run.simulation import SimulationOutcome
 from cluster.simulate.world.workload import UserSession
 from protos.hints import counted
+from protos.money import usd_figure
 from protos.values import WorkerRole
 
 MAX_FAULTS = 12
@@ -137,15 +138,6 @@ def _rounded(value: Any, *, is_time: bool = False) -> Any:
     if isinstance(value, list | tuple):
         return [_rounded(one, is_time=is_time) for one in value]
     return round(value, 6) if is_time and isinstance(value, float) else value
-
-
-def usd_figure(usd: float) -> str:
-    """USD rounded to the cent, or to three significant digits if that is finer, since small loads differ by less than a
-    cent."""
-    if usd >= 1:
-        return f"{usd:,.2f}"
-    exponent = int(f"{usd:.2e}".partition("e")[2])
-    return f"{usd:,.{max(2, 2 - exponent)}f}"
 
 
 def _is_time(name: str) -> bool:

@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.config.config import MAX_WORKERS, ClusterConfig, PoolsConfig
-from cluster.simulate.results.report import Summary, usd_figure
+from cluster.simulate.results.report import Summary
 from cluster.simulate.results.targets import PercentileTarget, Reached
 from protos.errors import Misconfigured
+from protos.money import usd_figure
 from router.policies.registry import NAMES
 
 MAX_CLUSTERS = 10_000
