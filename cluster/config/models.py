@@ -39,7 +39,11 @@ def models_given(given: Sequence[str]) -> Table:
                 f"--model {one}: of several models each has a name: write --model NAME={one}", param="model"
             )
         if named[1] in models:
-            raise Misconfigured(f"--model {one}: there are two models of this name", param="model")
+            first = f"{named[1]}={models[named[1]]['model']}"
+            raise Misconfigured(
+                f"--model {one}: {named[1]!r} is the name of --model {first}, too: give each model a name of its own",
+                param="model",
+            )
         models[named[1]] = {"model": named[2]}
     return {TABLE: models}
 

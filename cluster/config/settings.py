@@ -105,7 +105,11 @@ def _make(config: Any, above: str, given: Mapping[str, Any]) -> Any:
         table = path_of(above.rstrip("."))
         name = (error.param or "").removeprefix(f"{table}.")
         path = path_of(f"{above}{name}")
-        if path == name or name not in settings_of(config) or error.message.startswith((f"{table}.", f"{table}: ")):
+        if (
+            path == name
+            or name not in settings_of(config)
+            or error.message.startswith((f"{table}.", f"{table}: ", "--"))
+        ):
             raise
         raise type(error)(f"{table}.{error.message}", param=path) from error
 

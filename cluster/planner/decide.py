@@ -47,9 +47,9 @@ SMALL = 0.01
 _DRIFT, _DEVIATIONS = 0.02, 2.0
 """What clients saw and what the model says may differ by this share, or by so many deviations of the sample."""
 _LEAST_FACTOR, _MOST_FACTOR, _FASTEST = 0.5, 4.0, 1.5
-_FORGET_RESTS = 8.0
-"""A factor that nothing contradicts halves its distance from 1 in about six times `rest_s`: a fleet that is large
-enough says nothing about how far the model is wrong."""
+_FORGET_PATIENCES = 8.0
+"""A factor that nothing contradicts halves its distance from 1 in about six times `rest_s` (or `settle_s`): a fleet
+that is large enough says nothing about how far the model is wrong."""
 _HALVINGS = 12
 _WEIGHED = 5
 
@@ -167,7 +167,8 @@ class _Planner:
         seen, rate = self._seen, self._rate()
         first_share = seen.num_begun / max(1, seen.num_ended)
         gap_share = 1.0 - seen.num_slow / max(1, seen.num_begun)
-        kept = math.exp(-elapsed_s / (_FORGET_RESTS * self._pace.rest_s))
+        patience_s = max(self._pace.rest_s, self._pace.settle_s)
+        kept = math.exp(-elapsed_s / (_FORGET_PATIENCES * patience_s))
 
         def first(factor: float) -> float:
             return shares_in_time(serving, rate, seen, self._objective, replace(factors, prefill=factor))[0]

@@ -53,9 +53,9 @@ def _in_folder(folder: Path) -> ModelFiles:
         return GGUFFiles.open(found.pop())
     if found:
         names = listed(sorted(file.name for file in found))
-        raise BadCheckpoint(f"{folder} holds several GGUF models ({names}): give --model one of these files")
+        raise BadCheckpoint(f"{folder} holds several GGUF models ({names}): give one of these files")
     raise BadCheckpoint(
-        f"{folder} has no config.json, so it is no checkpoint's folder: give --model the one that holds config.json "
+        f"{folder} has no config.json, so it is no checkpoint's folder: give the one that holds config.json "
         "and the weights (*.safetensors), or a .gguf file"
     )
 

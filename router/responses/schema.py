@@ -21,7 +21,7 @@ REFUSALS: Mapping[str, Harmless] = {
     "conversation": never(_STORED),
     "previous_response_id": never(_STORED),
     "prompt": never("no prompts are stored here"),
-    "store": one_of(False, why="answers are not stored; leave it out, which means false here"),
+    "store": one_of(False, why="answers are not stored"),
     "top_logprobs": one_of(0, why="ask /v1/chat/completions for logprobs"),
     "truncation": one_of("disabled", why="inputs are not cut here"),
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from cluster.simulate.results.html import Dot, document, scatter
 from cluster.simulate.results.sweep import SweepTrial, front, sweep_table
-from protos.money import usd_figure
+from router.auth.budgets import usd_figure
 
 
 def sweep_page(trials: Sequence[SweepTrial], verdict: str, *, command: str) -> str:

@@ -83,6 +83,11 @@ def test_a_value_that_an_option_cannot_have_is_named_with_what_to_give(
     assert refused(monkeypatch, capsys, *words.split()) == f"baton: {told}\n"
 
 
+def test_a_flag_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(monkeypatch, capsys, "serve", "--model", DEMO["model"], "--autoscale", "8:1")
+    assert told.startswith("baton: --autoscale 8:1: give the least and the most workers of a pool, as 1:8")
+
+
 def test_serving_needs_a_model_that_is_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -93,9 +98,7 @@ def test_serving_needs_a_model_that_is_there(
     gguf.touch()
     told = {
         str(tmp_path / "none"): f"there is no folder or file {tmp_path}/none: give --model a checkpoint's folder",
-        str(
-            tmp_path
-        ): "has no config.json, so it is no checkpoint's folder: give --model the one that holds config.json",
+        str(tmp_path): "has no config.json, so it is no checkpoint's folder: give the one that holds config.json",
         str(tmp_path / "model.safetensors"): "is a file: give --model the folder that it lies in",
         str(gguf): "model.Q4_K_M.gguf is empty: download it again",
         str(gguf.parent): "model.Q4_K_M.gguf is empty: download it again",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from protos.money import usd_figure
+from router.auth.budgets import usd_figure
 from tests.unit.cluster.simulate.asking import SMALL, answer, call
 
 
