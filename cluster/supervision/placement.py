@@ -48,11 +48,13 @@ class WorkerPlan:
 
     def bundles(self) -> list[dict[str, float]]:
         """The resources of each rank's bundle in the placement group, in rank order."""
-        bundle = {"CPU": self.cpus_per_rank} if self.cpus_per_rank else {"memory": 1.0}  # Ray refuses an empty one
+        bundle = {"CPU": self.cpus_per_rank} if self.cpus_per_rank else {}
         if self.gpus_per_rank:
             bundle["GPU"] = float(self.gpus_per_rank)
         if self.pool_resource:
             bundle[self.pool_resource] = 1.0
+        if not bundle:
+            bundle["memory"] = 1.0  # Ray refuses an empty one; a node type for Ray's autoscaler need not declare memory
         return [dict(bundle) for _ in range(self.num_ranks)]
 
 

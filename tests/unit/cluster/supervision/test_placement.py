@@ -104,6 +104,8 @@ def test_a_new_worker_shares_what_is_left_and_the_others_keep_theirs() -> None:
     assert more[:2] == kept
     assert (more[2].worker_id, more[2].device, more[2].cpus_per_rank) == ("decode-1", "cpu", 0.0)
     assert more[2].bundles() == [{"memory": 1.0}], "Ray refuses an empty bundle"
+    on_pods = replan(kept, PoolsConfig(decode=2), LAPTOP, tp=1, pool_resources=True)
+    assert on_pods[2].bundles() == [{"decode": 1.0}], "what Ray's autoscaler has to find a node type for"
     freed = replan(more[::2], PoolsConfig(decode=3), (NodeResources(cpus=4.0),), tp=1)
     assert [one.cpus_per_rank for one in freed] == [1.0, 1.0, 0.0, 1.0]
     assert replan(more, PoolsConfig(), LAPTOP, tp=1) == kept
