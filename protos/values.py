@@ -393,7 +393,8 @@ class WorkerLoad(Value, frozen=True, kw_only=True):
     tokens of the most popular expert over the mean of its layer, in the layer where that is highest; 0 where none were
     counted. `expert_rank_imbalance` is that of ranks with whole experts, `expert_placed_imbalance` what it would be if
     experts were placed by load and each rank had room for one more. A `retiring` worker takes requests of its revision
-    that have begun, and no others."""
+    that have begun, and no others. `num_prompt_tokens` were computed and `num_output_tokens` reported to gateways since
+    its start."""
 
     step: int = 0
     num_running: int = 0
@@ -418,6 +419,8 @@ class WorkerLoad(Value, frozen=True, kw_only=True):
     expert_placed_imbalance: float = 0.0
     speculation: SpeculationLoad | None = None
     retiring: bool = False
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
 
 
 class Adapter(Value, frozen=True, kw_only=True):

@@ -472,6 +472,8 @@ class WorkerLoad(_message.Message):
     EXPERT_RANK_IMBALANCE_FIELD_NUMBER: _builtins.int
     EXPERT_PLACED_IMBALANCE_FIELD_NUMBER: _builtins.int
     RETIRING_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -504,6 +506,10 @@ class WorkerLoad(_message.Message):
     """what a placement of replicas by load would make of it"""
     retiring: _builtins.bool
     """DrainRequest.retire"""
+    num_prompt_tokens: _builtins.int
+    """computed since start, in chunks"""
+    num_output_tokens: _builtins.int
+    """reported to gateways since start"""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneLoad]: ...
     @_builtins.property
@@ -540,10 +546,12 @@ class WorkerLoad(_message.Message):
         expert_rank_imbalance: _builtins.float = ...,
         expert_placed_imbalance: _builtins.float = ...,
         retiring: _builtins.bool = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "draining", b"draining", "expert_imbalance", b"expert_imbalance", "expert_placed_imbalance", b"expert_placed_imbalance", "expert_rank_imbalance", b"expert_rank_imbalance", "host", b"host", "lanes", b"lanes", "num_blocks", b"num_blocks", "num_failed_pulls", b"num_failed_pulls", "num_free_blocks", b"num_free_blocks", "num_moved", b"num_moved", "num_pulled_tokens", b"num_pulled_tokens", "num_running", b"num_running", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "retiring", b"retiring", "speculation", b"speculation", "step", b"step", "transfer_bytes", b"transfer_bytes", "transfer_hidden_s", b"transfer_hidden_s", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "draining", b"draining", "expert_imbalance", b"expert_imbalance", "expert_placed_imbalance", b"expert_placed_imbalance", "expert_rank_imbalance", b"expert_rank_imbalance", "host", b"host", "lanes", b"lanes", "num_blocks", b"num_blocks", "num_failed_pulls", b"num_failed_pulls", "num_free_blocks", b"num_free_blocks", "num_moved", b"num_moved", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_pulled_tokens", b"num_pulled_tokens", "num_running", b"num_running", "num_tickets", b"num_tickets", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prefill_tokens", b"queued_prefill_tokens", "retiring", b"retiring", "speculation", b"speculation", "step", b"step", "transfer_bytes", b"transfer_bytes", "transfer_hidden_s", b"transfer_hidden_s", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

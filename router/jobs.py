@@ -105,7 +105,8 @@ class AdapterReport:
 
 class WorkerView(Protocol):
     """A worker as the fleet sees it. `state` is a word for people, `reason` why it is not ready; `info` is the worker's
-    own description, None until the fleet has connected to it."""
+    own description, None until the fleet has connected to it. `tokens_before`: prompt and output tokens that it had
+    computed by then."""
 
     @property
     def worker_id(self) -> str: ...
@@ -119,6 +120,8 @@ class WorkerView(Protocol):
     def info(self) -> WorkerInfo | None: ...
     @property
     def load(self) -> WorkerLoad: ...
+    @property
+    def tokens_before(self) -> tuple[int, int]: ...
 
 
 class FleetView(Protocol):

@@ -34,6 +34,8 @@ def usage(
     """Show who used how many tokens."""
     report = _report(by, since, url, api_key)
     _print(report["by"], _TOKENS, report["rows"], as_csv=as_csv)
+    if not as_csv:
+        typer.echo(_computed(report))
 
 
 def costs(
@@ -57,6 +59,15 @@ def costs(
         typer.echo(
             f"{hours:,.1f} device hours at {report['device_hour_usd']:g} USD: {usd_figure(report['fleet_usd'])} USD"
         )
+
+
+def _computed(report: Row) -> str:
+    """What workers computed, beside the rows."""
+    output, missing = report["worker_output_tokens"], report["unrecorded_output_tokens"]
+    told = f"workers computed {report['worker_prompt_tokens']:,} prompt tokens and {output:,} output tokens"
+    if missing <= 0:
+        return told
+    return f"{told}: {missing:,} of these ({missing / output:.1%}) are in no row"
 
 
 def _budget(budget: Row) -> str:

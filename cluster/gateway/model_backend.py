@@ -82,6 +82,7 @@ class ModelBackend:
         self._batches = BatchService(config.batch, shared.storage)
         self._ledger: RequestLedger | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._following: asyncio.Task[None] | None = None  # the ledger looks until no request runs
 
     @property
     def registry(self) -> CollectorRegistry:
@@ -118,7 +119,7 @@ class ModelBackend:
             asyncio.create_task(self._reporter.run(), name="capacity"),
         ]
         if self._ledger is not None:
-            self._tasks.append(asyncio.create_task(self._ledger.follow(), name="ledger"))
+            self._following = asyncio.create_task(self._ledger.follow(), name="ledger")
         self._sampler.start()
 
     def start_batches(self) -> None:
@@ -140,6 +141,9 @@ class ModelBackend:
 
     async def close(self) -> None:
         """The last call, when no request runs."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait([self._following])
         await self.router.close()
         if self._telemetry is not None:
             await asyncio.to_thread(self._telemetry.close)

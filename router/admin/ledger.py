@@ -56,6 +56,9 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
                 "fleet_device_s": report.fleet_device_s,
                 "fleet_usd": report.fleet_usd,
                 "idle_usd": report.idle_usd,
+                "worker_prompt_tokens": report.worker_prompt_tokens,
+                "worker_output_tokens": report.worker_output_tokens,
+                "unrecorded_output_tokens": report.unrecorded_output_tokens,
                 "budgets": [asdict(one) for one in gateway.access.budgets.states()],
             }
         )

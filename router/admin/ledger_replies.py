@@ -44,7 +44,8 @@ class BudgetReply(Reply):
 
 
 class CostsReply(Reply):
-    """`fleet_usd`: what all devices cost in this time; `idle_usd`: of that, what no request used."""
+    """`fleet_usd`: what all devices cost in this time; `idle_usd`: of that, what no request used. `worker_*_tokens`:
+    what workers computed, by their own counts; `unrecorded_output_tokens`: of that, what is in no row."""
 
     since: int
     until: int
@@ -54,6 +55,9 @@ class CostsReply(Reply):
     fleet_device_s: float
     fleet_usd: float
     idle_usd: float
+    worker_prompt_tokens: int
+    worker_output_tokens: int
+    unrecorded_output_tokens: int
     budgets: list[BudgetReply]
 
 

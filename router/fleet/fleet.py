@@ -13,7 +13,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from kvtransfer.windows import full_bytes, window_bytes
 from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
@@ -26,6 +25,7 @@ from router.fleet.candidate_table import FleetTable
 from router.fleet.channels import OpenChannel, open_channel
 from router.fleet.host_metrics import HostTotals
 from router.fleet.lane_metrics import LaneTotals
+from router.fleet.pool_totals import PoolTotals
 from router.fleet.sleep import FleetSleep
 from router.fleet.speculation_metrics import SpeculationTotals
 from router.fleet.successors import Successor, Successors
@@ -45,19 +45,6 @@ MAX_PAUSE_S = 2.0
 STATE_LINE = "worker %s at %s is %s%s"
 """Logged by every process when a worker enters a state."""
 ELSEWHERE_S = 1.0  # how long another process's work counts, unless the worker's load includes it sooner
-
-
-@dataclass(slots=True)
-class PoolTotals:
-    """Totals of a pool's workers, removed ones included, since the router's start. They only grow."""
-
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    transfer_bytes: int = 0
-    transfer_s: float = 0.0
-    transfer_hidden_s: float = 0.0
-    num_losses: int = 0
-    num_pauses: int = 0
 
 
 class Fleet:
@@ -462,17 +449,15 @@ class Fleet:
             self.lora.update(self._here())
             self._changed.notify()
         before = member.load
-        if step.load is not None and step.load.speculation is not None and member.role is not None:
-            self.speculation_totals.note(member.role, before, step.load)
+        if step.load is not None and member.role is not None:
+            self.totals[member.role].note(before, step.load)
+            if step.load.speculation is not None:
+                self.speculation_totals.note(member.role, before, step.load)
         if not member.apply_step(step) and member.state in (WorkerState.READY, WorkerState.DRAINING):
             return  # too small a change to alter a decision
         if step.load is None:
             return
         if member.role is not None:
-            totals = self.totals[member.role]
-            totals.transfer_bytes += max(0, step.load.transfer_bytes - before.transfer_bytes)
-            totals.transfer_s += max(0.0, step.load.transfer_s - before.transfer_s)
-            totals.transfer_hidden_s += max(0.0, step.load.transfer_hidden_s - before.transfer_hidden_s)
             self.lane_totals.note(member.role, before, step.load)
             self.host_totals.note(member.role, before, step.load)
         self._enter(member, WorkerState.DRAINING if step.load.draining else WorkerState.READY)

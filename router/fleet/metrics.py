@@ -9,7 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from protos.values import WorkerLoad, WorkerRole
-from router.fleet.fleet import Fleet, PoolTotals
+from router.fleet.fleet import Fleet
+from router.fleet.pool_totals import PoolTotals
 from router.fleet.worker import WorkerState, WorkerStatus
 
 GAUGES: tuple[tuple[str, str, Callable[[WorkerLoad], float]], ...] = (
@@ -25,6 +26,7 @@ GAUGES: tuple[tuple[str, str, Callable[[WorkerLoad], float]], ...] = (
 COUNTERS: tuple[tuple[str, str, Callable[[PoolTotals], float]], ...] = (
     ("prompt_tokens", "Prompt tokens of jobs that this pool computed", lambda totals: totals.num_prompt_tokens),
     ("prefix_hit_tokens", "Of those, found in its prefix cache", lambda totals: totals.num_cached_tokens),
+    ("output_tokens", "Tokens that this pool reported to all gateways", lambda totals: totals.num_output_tokens),
     ("transfer_bytes", "KV bytes sent or received", lambda totals: totals.transfer_bytes),
     ("transfer_seconds", "Seconds KV spent on its way", lambda totals: totals.transfer_s),
     (

@@ -33,6 +33,8 @@ from router.policies.table import LoadRow
 SUCCEEDED = "its successor is due"
 SUCCESSOR_S = 600.0  # the time that `baton drain` waits: loading large weights takes minutes
 UNSUCCEEDED = f"it has drained, and no successor has come for {SUCCESSOR_S / 60:g} minutes"
+COUNTS = ("step", "speculation", "num_prompt_tokens", "num_output_tokens")
+"""Of a load, what no decision looks at."""
 STEPS_TO_SHOW = 2  # the step that runs when a request arrives does not include it; the next step does
 
 
@@ -48,7 +50,8 @@ class WorkerState(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
     """The status of a worker. `reason` explains why it is lost, drained, incompatible or still joining. Of its cached
-    blocks, `num_host_blocks` are in host memory, some of them on the device as well."""
+    blocks, `num_host_blocks` are in host memory, some of them on the device as well. `tokens_before` are the prompt and
+    output tokens that it had computed when this gateway met it."""
 
     worker_id: str
     address: str
@@ -59,6 +62,7 @@ class WorkerStatus:
     num_routed: int
     num_cached_blocks: int
     num_host_blocks: int = 0
+    tokens_before: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True)
@@ -89,6 +93,7 @@ class Member:
         self.on_change: Callable[[Member, None], None] | None = None
         self._routed: dict[str, RoutedWork] = {}
         self._num_steps = 0  # reported by the worker
+        self._tokens_before: tuple[int, int] | None = None
         self._left_s: float | None = None
 
     def changed(self) -> None:
@@ -128,7 +133,7 @@ class Member:
     def connected(self, info: WorkerInfo, client: WorkerClient) -> None:
         """Records a successful handshake. A new life of the worker starts without load."""
         if self.info is None or self.info.incarnation != info.incarnation:
-            self.load = WorkerLoad()
+            self.load, self._tokens_before = WorkerLoad(), None
             self.breaker.reset()
         self.info, self.client = info, client
         self.changed()
@@ -225,14 +230,17 @@ class Member:
 
     def apply_step(self, step: StepMessage) -> bool:
         """Applies a step's load and drops the routed work that it includes. False if only the step's number changed, or
-        counts of drafts."""
+        counts of tokens and drafts."""
         num_routed = len(self._routed)
         if num_routed:
             for update in step.updates:
                 self._routed.pop(update.request_id, None)
         if step.load is None:
             return self._has_changed(num_routed != len(self._routed))
-        changed = replace(step.load, step=self.load.step, speculation=self.load.speculation) != self.load
+        if self._tokens_before is None:
+            self._tokens_before = step.load.num_prompt_tokens, step.load.num_output_tokens
+        counts = {name: getattr(self.load, name) for name in COUNTS}
+        changed = replace(step.load, **counts) != self.load
         self._num_steps += step.load.step != self.load.step
         self.load = step.load
         shown = [
@@ -276,6 +284,7 @@ class Member:
             num_routed=len(self._routed),
             num_cached_blocks=num_cached_blocks,
             num_host_blocks=num_host_blocks,
+            tokens_before=self._tokens_before or (0, 0),
         )
 
 

@@ -19,6 +19,7 @@ from router.ledger.report import spent_by_tenant
 from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest
 from router.ledger.schema import LOST
 from router.ledger.store import LedgerStore
+from router.ledger.worker_counts import WorkerCounts
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import Usage, UsageCounter
 from router.traces.request_trace import RequestTrace, RequestTraces
@@ -30,7 +31,7 @@ LOOK_S = 1.0
 NOTE_S = 2.0
 """Between two notes of a request that is being answered; the first is made after `LOOK_S`."""
 READ_LOOKS, RECOVER_LOOKS = 5, 30
-"""How often, in looks, the sums of budgets are read, and lost processes looked for."""
+"""How often, in looks, the sums of budgets are read and workers' counts written, and lost processes looked for."""
 
 
 def may_pass(error: BatonError) -> bool:
@@ -76,6 +77,7 @@ class RequestLedger:
         self._due_s: dict[str, float] = {}  # when the next note of an open request is made
         self._looks = 0
         self._latest = FleetMinute(minute=0, devices=0)
+        self._counts = WorkerCounts()
         self._rates: dict[str, WorkerRate] = {}  # changed in place: a ledger of batches has it, too
 
     def of_batches(self, records: RequestTraces) -> RequestLedger:
@@ -180,14 +182,20 @@ class RequestLedger:
         )
 
     def look(self) -> None:
-        """Reads the workers' speeds, and writes the fleet's devices down if they are news."""
-        workers = self._fleet.status()
+        """Reads the workers' speeds, and writes down what is news of the fleet's devices and the workers' counts."""
+        workers, minute = self._fleet.status(), int(self._clock() // 60)
         self._rates.clear()
         self._rates.update({one.worker_id: rate_of(one) for one in workers})
-        seen = FleetMinute(minute=int(self._clock() // 60), devices=num_devices(workers), model=self._model)
+        seen = FleetMinute(minute=minute, devices=num_devices(workers), model=self._model)
         if seen.minute != self._latest.minute or seen.devices > self._latest.devices:
             self._latest = seen
             self.store.write(seen)
+        for count in self._counts.look(workers, minute):
+            self.store.write(count)
+
+    def _write_counts(self) -> None:
+        for count in self._counts.news():
+            self.store.write(count)
 
     def note_open(self) -> None:
         """Writes down what the requests have come to whose next note is due."""
@@ -200,17 +208,23 @@ class RequestLedger:
                 self.store.write(OpenRequest(row=row))
 
     async def follow(self) -> None:
-        """Looks at the fleet again and again, also while nothing is requested. Runs until it is cancelled."""
-        while True:
+        """Looks at the fleet again and again, also while nothing is requested. Runs until it is cancelled, and looks
+        once more then."""
+        try:
+            while True:
+                self.look()
+                self.note_open()
+                if self._looks % READ_LOOKS == 0:
+                    self._write_counts()
+                    try:
+                        await asyncio.to_thread(self._read)
+                    except BatonError as error:
+                        log.error("the ledger cannot be read: %s", error)
+                self._looks += 1
+                await asyncio.sleep(LOOK_S)
+        finally:
             self.look()
-            self.note_open()
-            if self._looks % READ_LOOKS == 0:
-                try:
-                    await asyncio.to_thread(self._read)
-                except BatonError as error:
-                    log.error("the ledger cannot be read: %s", error)
-            self._looks += 1
-            await asyncio.sleep(LOOK_S)
+            self._write_counts()
 
     def _read(self) -> None:
         """What other processes have written: their charges, and the requests of those that were killed."""

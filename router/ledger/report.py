@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from protos.errors import InvalidRequest
 from router.database.database import Database
 from router.ledger.prices import PriceList
-from router.ledger.schema import SUMMED, SUMS, WHOLE
+from router.ledger.schema import SUMMED, SUMS, WHOLE, WORKER_TOKENS
 
 GroupBy = Literal["tenant", "key_id", "model", "endpoint", "outcome", "batch"]
 GROUPS: tuple[str, ...] = get_args(GroupBy)
@@ -109,13 +109,22 @@ def _cut(since_s: int, until_s: int, widths: Sequence[int]) -> list[tuple[str, i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostReport:
-    """`rows` by group. `fleet_usd`: what all devices cost; `idle_usd`: of that, what no request used."""
+    """`rows` by group. `fleet_usd`: what all devices cost; `idle_usd`: of that, what no request used.
+    `worker_*_tokens`: what workers computed in these minutes, by their own counts."""
 
     rows: tuple[UsageSum, ...]
     device_hour: float
     fleet_device_s: float
     fleet_usd: float
     idle_usd: float
+    worker_prompt_tokens: int
+    worker_output_tokens: int
+
+    @property
+    def unrecorded_output_tokens(self) -> int:
+        """Tokens that workers reported and no row has: of answers that are not over yet, or were cut at a stop string,
+        left by their client, or lost with a gateway process. Below 0 where answers began before this time."""
+        return self.worker_output_tokens - sum(row.output_tokens for row in self.rows)
 
     def cost_usd(self, row: UsageSum) -> float:
         return (row.prefill_device_s + row.decode_device_s) * self.device_hour / _HOUR_S
@@ -132,12 +141,14 @@ class CostReport:
 def costs(database: Database, prices: PriceList, *, since_s: int, until_s: int, by: Sequence[str]) -> CostReport:
     """Raises InvalidRequest and Unavailable."""
     rows = tuple(sums(database, since_s=since_s, until_s=until_s, by=by))
+    first, last = since_s // 60, -(-until_s // 60)
     with database.reading() as transaction:
         [minutes] = transaction.run(
             "SELECT CAST(coalesce(sum(devices), 0) AS BIGINT) AS devices FROM fleet_devices "
             "WHERE minute >= ? AND minute < ?",
-            since_s // 60, -(-until_s // 60),
+            first, last,
         )  # fmt: skip
+        [computed] = transaction.run(WORKER_TOKENS, first, first, first, last)
     there_s = 60.0 * minutes["devices"]
     used_s = sum(row.prefill_device_s + row.decode_device_s for row in rows)
     usd = prices.device_hour / _HOUR_S
@@ -147,6 +158,8 @@ def costs(database: Database, prices: PriceList, *, since_s: int, until_s: int, 
         fleet_device_s=there_s,
         fleet_usd=there_s * usd,
         idle_usd=max(0.0, there_s - used_s) * usd,
+        worker_prompt_tokens=int(computed["prompt_tokens"]),
+        worker_output_tokens=int(computed["output_tokens"]),
     )
 
 

@@ -56,10 +56,27 @@ class FleetMinute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCount:
+    """Tokens that a worker has computed from its start until a minute (since 1970). `incarnation` tells its starts
+    apart; `output_tokens` were reported to gateways. `before`: of both, what it had when a gateway met it."""
+
+    worker: str
+    incarnation: int
+    minute: int
+    prompt_tokens: int
+    output_tokens: int
+    before: tuple[int, int] = (0, 0)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRequest:
     """A request that is being answered, with what its client has been sent so far."""
 
     row: LedgerRow
 
 
-Written = LedgerRow | FleetMinute | OpenRequest
+Written = LedgerRow | FleetMinute | WorkerCount | OpenRequest

@@ -5,6 +5,7 @@ days, hours     their sums by time and group, kept by triggers: a month of a mil
 open_requests   what processes are answering, as it was in their last second
 gateways        when each process wrote last
 fleet_devices   devices of each model's fleet by minute
+worker_tokens   what each start of a worker has computed until a minute, and what it had when a gateway met it
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def prepare(transaction: Transaction) -> None:
                 default = "''" if kind == "str" else "0"
                 transaction.run(f"ALTER TABLE {table} ADD COLUMN {name} {_TYPES[kind]} NOT NULL DEFAULT {default}")
     transaction.run("CREATE INDEX IF NOT EXISTS by_time ON requests (at_s, tenant, model, endpoint)")
+    transaction.run("CREATE INDEX IF NOT EXISTS worker_tokens_by_minute ON worker_tokens (minute)")
     if transaction.columns("fleet_minutes"):
         transaction.run("INSERT OR IGNORE INTO fleet_devices SELECT minute, devices, '' FROM fleet_minutes")
         transaction.run("DROP TABLE fleet_minutes")
@@ -67,6 +69,9 @@ def _tables(transaction: Transaction) -> dict[str, str]:
         "requests": f"{rows}, PRIMARY KEY (request_id)",
         "fleet_devices": "minute BIGINT NOT NULL, devices BIGINT NOT NULL, model TEXT NOT NULL, "
         "PRIMARY KEY (minute, model)",
+        "worker_tokens": "worker TEXT NOT NULL, incarnation BIGINT NOT NULL, minute BIGINT NOT NULL, "
+        "prompt_tokens BIGINT NOT NULL, output_tokens BIGINT NOT NULL, prompt_tokens_before BIGINT NOT NULL, "
+        "output_tokens_before BIGINT NOT NULL, PRIMARY KEY (worker, incarnation, minute)",
         "open_requests": f"process TEXT NOT NULL, {rows}, PRIMARY KEY (request_id)",
         "gateways": "process TEXT PRIMARY KEY, seen_s DOUBLE PRECISION NOT NULL",
     }
@@ -156,6 +161,24 @@ INSERT_DEVICES = (
     "INSERT INTO fleet_devices (minute, devices, model) VALUES (?, ?, ?) ON CONFLICT (minute, model) "
     "DO UPDATE SET devices = excluded.devices WHERE excluded.devices > fleet_devices.devices"
 )
+INSERT_COUNT = (
+    "INSERT INTO worker_tokens (worker, incarnation, minute, prompt_tokens, output_tokens, prompt_tokens_before, "
+    "output_tokens_before) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (worker, incarnation, minute) DO UPDATE SET "
+    "prompt_tokens = excluded.prompt_tokens, output_tokens = excluded.output_tokens "
+    "WHERE excluded.prompt_tokens + excluded.output_tokens > worker_tokens.prompt_tokens + worker_tokens.output_tokens"
+)
+_BEFORE = (
+    "coalesce((SELECT {name} FROM worker_tokens AS earlier WHERE earlier.worker = seen.worker "
+    "AND earlier.incarnation = seen.incarnation AND earlier.minute < ? ORDER BY minute DESC LIMIT 1), {name}_before)"
+)
+WORKER_TOKENS = (
+    f"SELECT coalesce(sum(prompt_tokens - {_BEFORE.format(name='prompt_tokens')}), 0) AS prompt_tokens, "
+    f"coalesce(sum(output_tokens - {_BEFORE.format(name='output_tokens')}), 0) AS output_tokens FROM ("
+    "SELECT worker, incarnation, max(prompt_tokens) AS prompt_tokens, max(output_tokens) AS output_tokens, "
+    "min(prompt_tokens_before) AS prompt_tokens_before, min(output_tokens_before) AS output_tokens_before "
+    "FROM worker_tokens WHERE minute >= ? AND minute < ? GROUP BY worker, incarnation) AS seen"
+)
+"""What all workers computed in some minutes. Values: the first minute, three times, and the one after the last."""
 REPLACE_OPEN = (
     f"INSERT INTO open_requests (process, {_NAMES}) VALUES (?, {_MARKS}) ON CONFLICT (request_id) DO UPDATE SET "
     f"process = excluded.process, {_REPLACED}"

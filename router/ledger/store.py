@@ -3,6 +3,7 @@
     request ends ─▶ queue ─▶ thread: of 0.25 s, in one transaction     ─▶ requests ─▶ days, hours: their sums
     again        ─▶ queue ─▶                                           ─▶ open_requests: what is being answered
     every minute ─▶ queue ─▶                                           ─▶ fleet_devices: devices that there were
+    every 5 s    ─▶ queue ─▶                                           ─▶ worker_tokens: what workers have computed
 
 A request is in it once: its id is the key. Requests that a process was answering when it was killed are found among the
 open ones, and are counted as they were noted last. Rows that cannot be written are kept in memory, tried again,
@@ -25,8 +26,8 @@ from prometheus_client.registry import Collector
 
 from protos.errors import Unavailable
 from router.database.database import Database, RejectedValue, Transaction
-from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest, Written
-from router.ledger.schema import INSERT_DEVICES, INSERT_ROW, RECOVER, REPLACE_OPEN, SEEN, SILENT
+from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest, WorkerCount, Written
+from router.ledger.schema import INSERT_COUNT, INSERT_DEVICES, INSERT_ROW, RECOVER, REPLACE_OPEN, SEEN, SILENT
 
 log = logging.getLogger("baton.ledger")
 
@@ -118,6 +119,12 @@ class LedgerStore(Collector):
         transaction.run_many(INSERT_ROW, [columns_of(row) for row in ended])
         minutes = [(one.minute, one.devices, one.model) for one in rows if isinstance(one, FleetMinute)]
         transaction.run_many(INSERT_DEVICES, minutes)
+        counts = [
+            (one.worker, one.incarnation, one.minute, one.prompt_tokens, one.output_tokens, *one.before)
+            for one in rows
+            if isinstance(one, WorkerCount)
+        ]
+        transaction.run_many(INSERT_COUNT, counts)
         running = [one.row for one in rows if isinstance(one, OpenRequest)]
         transaction.run_many(REPLACE_OPEN, [(self._process, *columns_of(row)) for row in running])
         self._noted.update(row.request_id for row in running)

@@ -22,7 +22,8 @@ from cluster.cli.serve import DEMO
 from cluster.gateway.server import GatewayServer
 from protos.tls import FaceTls, PeerTls
 from router.config import LedgerConfig, RouterConfig
-from router.ledger.report import sums
+from router.ledger.prices import PriceList
+from router.ledger.report import costs, sums
 from router.ledger.schema import ledger_database
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
 from tests.unit.workers.toy import ToyRunner
@@ -122,6 +123,7 @@ async def test_the_sums_are_what_clients_received(tmp_path: Path) -> None:
         for worker in workers:
             await worker.stop()
     with closing(ledger_database(tmp_path / "ledger.db")) as database:
+        report = costs(database, PriceList(), since_s=0, until_s=2**40, by=())
         rows = {row.group["outcome"]: row for row in sums(database, since_s=0, until_s=2**40, by=("outcome",))}
     assert set(rows) == {"ok", "cancelled"}
     ok, cancelled = rows["ok"], rows["cancelled"]
@@ -129,3 +131,5 @@ async def test_the_sums_are_what_clients_received(tmp_path: Path) -> None:
     assert (ok.input_tokens + ok.cached_tokens, ok.output_tokens) == (received.prompt, received.output)
     assert cancelled.output_tokens >= received.least
     assert received.refused > 0
+    assert report.worker_output_tokens >= ok.output_tokens + cancelled.output_tokens
+    assert report.unrecorded_output_tokens <= received.hung_up * 400 * 3, "workers compute on until they hear of it"

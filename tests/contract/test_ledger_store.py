@@ -17,7 +17,7 @@ import pytest
 from protos.errors import InvalidRequest, Misconfigured
 from router.ledger.prices import Price, PriceList
 from router.ledger.report import CostReport, UsageSum, costs, spent_by_tenant, sums
-from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest
+from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest, WorkerCount
 from router.ledger.schema import ledger_database
 from router.ledger.store import LOST_S, LedgerStore
 
@@ -155,6 +155,32 @@ def test_the_devices_of_several_models_are_added_up(ledger_at: Where) -> None:
     prices = PriceList(device_hour=3600.0, prices=())
     report = cost(ledger_at, prices, since_s=0, until_s=3600, by=())
     assert report.fleet_device_s == 60 * 5
+
+
+def test_what_workers_computed_is_told_beside_the_rows(ledger_at: Where) -> None:
+    """A worker that ran before the ledger did, one that starts anew, and two gateways that look at different times."""
+    store, minute = store_at(ledger_at), int(ROW.at_s) // 60
+    for worker, incarnation, after, prompt, output in (
+        ("decode-0", 1, 0, 7_000, 5_000), ("decode-0", 1, 2, 7_100, 5_020), ("decode-0", 1, 2, 7_050, 5_010),
+        ("decode-0", 2, 3, 0, 0), ("decode-0", 2, 3, 10, 4), ("decode-1", 9, 0, 0, 0), ("decode-1", 9, 200, 0, 30),
+    ):  # fmt: skip
+        count = WorkerCount(
+            worker=worker, incarnation=incarnation, minute=minute + after, prompt_tokens=prompt, output_tokens=output,
+            before=(7_000, 5_000) if incarnation == 1 else (0, 0),
+        )  # fmt: skip
+        store.write(count)
+    store.write(ROW)
+    store.close()
+    begun = minute * 60
+
+    def computed(since_s: int, until_s: int) -> tuple[int, int, int]:
+        report = cost(ledger_at, PriceList(), since_s=since_s, until_s=until_s, by=())
+        return report.worker_prompt_tokens, report.worker_output_tokens, report.unrecorded_output_tokens
+
+    assert computed(begun, begun + 3600) == (110, 24, 24 - ROW.output_tokens)
+    assert computed(begun + 60, begun + 3600)[:2] == (110, 24), "counts go on from those of earlier minutes"
+    assert computed(begun + 180, begun + 86_400)[:2] == (10, 34)
+    assert computed(begun - 3600, begun) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("bucket_s", [None, 1800, 3600, DAY])

@@ -100,6 +100,7 @@ class Engine:
         self.speed = EngineSpeed()
         self._num_drained = 0
         self.num_steps = 0
+        self._num_output_tokens = 0
         self.draining = False
         self.retiring = False
         self.timeline = timeline or Timeline(clock)
@@ -260,6 +261,8 @@ class Engine:
             expert_rank_imbalance=experts.ranks,
             expert_placed_imbalance=experts.placed,
             speculation=speculation.load() if speculation is not None else None,
+            num_prompt_tokens=self.speed.num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
             **self._role.load(),
         )
 
@@ -368,7 +371,9 @@ class Engine:
 
     def _apply(self, batch: Batch, output: StepOutput) -> list[SequenceUpdate]:
         with self.timeline.span("apply", batch, step=self.num_steps):
-            return self._scheduler.apply(batch, output)
+            updates = self._scheduler.apply(batch, output)
+            self._num_output_tokens += sum([len(update.token_ids) for update in updates])
+            return updates
 
     def _wait(self, launched: _Launched) -> None:
         """Advances transfers while the device computes a prompt, which takes longer than to transfer what a lane has

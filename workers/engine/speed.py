@@ -15,9 +15,11 @@ class EngineSpeed:
 
     Two kinds of steps do not count. The first step of a kind touches memory and loads code that later steps find ready.
     A step with few prompt tokens consists mostly of its fixed cost, which would look like a low speed.
+    `num_prompt_tokens` counts those of all steps; a row that computes one position counts as decoding.
     """
 
     def __init__(self) -> None:
+        self.num_prompt_tokens = 0
         self._has_prefilled = False
         self._has_decoded = False
         self._prefill_tokens = 0.0
@@ -31,6 +33,7 @@ class EngineSpeed:
         chunks = [row.num_tokens for row in batch.rows if not row.is_decode]
         if chunks:
             num_prefill = sum(chunks)
+            self.num_prompt_tokens += num_prefill
             if self._has_prefilled and num_prefill >= _LEAST_PREFILL:
                 self._prefill_tokens = self._prefill_tokens * _KEEP + num_prefill
                 self._prefill_s = self._prefill_s * _KEEP + elapsed_s * num_prefill / batch.num_tokens

@@ -82,6 +82,7 @@ class Worker:
     load: WorkerLoad = field(default_factory=lambda: WorkerLoad(num_running=3, num_blocks=64))
     num_cached_blocks: int = 0
     num_host_blocks: int = 0
+    tokens_before: tuple[int, int] = (0, 0)
 
 
 class Crew:
