@@ -137,8 +137,8 @@ class FleetView(Protocol):
         """Faults despite which requests are served; "" if there are none."""
         ...
 
-    def stored_as(self) -> str:
-        """Encodings and types in which the workers keep weights and KV: with others, answers may differ."""
+    def stored_as(self, revision: str) -> str:
+        """Encodings and types in which workers of a revision keep weights and KV: with others, answers may differ."""
         ...
 
     def adapters(self) -> Mapping[str, Adapter]:

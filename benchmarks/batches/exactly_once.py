@@ -58,7 +58,7 @@ class _ReadyFleet:
     def adapters(self) -> Mapping[str, Adapter]:
         return {}
 
-    def stored_as(self) -> str:
+    def stored_as(self, revision: str) -> str:
         return ""
 
     async def load_adapter(self, name: str, path: str) -> AdapterReport:

@@ -13,7 +13,7 @@ worker once, `sum` adds up requests.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,11 @@ def _burning(objectives: AlertObjectives) -> Iterator[Alert]:
             )
 
 
-def rule_groups(objectives: AlertObjectives) -> list[dict[str, Any]]:
+RUNBOOKS = "docs/alerts.md"
+"""What links to runbooks begin with: this repository's page of alerts."""
+
+
+def rule_groups(objectives: AlertObjectives, runbooks: str = RUNBOOKS) -> list[dict[str, Any]]:
     """`groups` of a file of Prometheus rules and of a PrometheusRule."""
     recorded = [
         {"record": one.record(window), "expr": one.ratio(window)}
@@ -154,32 +158,44 @@ def rule_groups(objectives: AlertObjectives) -> list[dict[str, Any]]:
     ]
     return [
         {"name": "baton-indicators", "rules": recorded},
-        {"name": "baton-alerts", "rules": [_rule(one) for one in alerts(objectives)]},
+        {"name": "baton-alerts", "rules": [_rule(one, runbooks) for one in alerts(objectives)]},
     ]
 
 
-def _rule(alert: Alert) -> dict[str, Any]:
+def _rule(alert: Alert, runbooks: str) -> dict[str, Any]:
     return {
         "alert": alert.name,
         "expr": alert.expr,
         "for": alert.wait,
         "labels": {"severity": alert.severity},
-        "annotations": {"summary": alert.summary, "runbook": f"docs/alerts.md#{alert.name.lower()}"},
+        "annotations": {"summary": alert.summary, "runbook_url": f"{runbooks}#{alert.name.lower()}"},
     }
 
 
-def page(shown: Sequence[Alert]) -> str:
+def page(objectives: AlertObjectives) -> str:
     """docs/alerts.md."""
     lines = [_HEAD]
-    for one in shown:
+    for one in alerts(objectives):
         lines += [f"## {one.name}", "", f"{one.severity.capitalize()}, after {one.wait}. {one.means}", ""]
         lines += ["```", one.expr, "```", "", one.remedy, ""]
-    return "\n".join(lines)
+    rows = [f"| `baton:{one.key}:ratio_rate*` | {one.means} |" for one in indicators(objectives)]
+    return "\n".join([*lines, _RECORDED, *rows, ""])
 
 
 _HEAD = """# Alerts
 
 The component `observability` of `deploy/k8s` has these alerts ([Kubernetes](kubernetes.md#components)); `python -m
 deploy.observability` makes this page, the rules and the dashboards. Objectives are flags of that command: `--ttft`,
-`--tpot`, `--good`, `--served`. Severity `page`: act now. `ticket`: within days.
+`--tpot`, `--good`, `--served`. Links of alerts lead to this page; `--runbooks URL` is where you publish it. Severity
+`page`: act now. `ticket`: within days.
+
+Without the Prometheus operator: `deploy/observability/rules.yaml` is a file of rules, and Prometheus scrapes each
+gateway's port ([metrics](operating.md#metrics)).
 """
+_RECORDED = """## Recording rules
+
+Shares of requests, by model, over 5 minutes, 30 minutes, an hour and six hours; `deploy/observability/rules.yaml` has
+their expressions.
+
+| series | of which |
+|---|---|"""

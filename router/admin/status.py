@@ -82,8 +82,8 @@ def not_ready(gateway: Gateway) -> str:
 
 
 def missing(gateway: Gateway, workers: Sequence[WorkerView] | None = None) -> str:
-    """The pools without a ready worker and the workers never connected to, while requests are served; "" when there
-    are none. `workers` is the fleet's status, if the caller has it already."""
+    """The pools without a ready worker, and the workers lost or never connected to, while requests are served; "" when
+    there are none. `workers` is the fleet's status, if the caller has it already."""
     if not gateway.fleet.ready():
         return ""
     if workers is None:
@@ -95,6 +95,8 @@ def missing(gateway: Gateway, workers: Sequence[WorkerView] | None = None) -> st
         if pool and not any(one.state == "ready" for one in pool):
             away = "; ".join(_described(one) for one in pool)
             reasons.insert(0, f"no {role} worker is ready, {meanwhile}: {away}")
+        else:
+            reasons += [_described(one) for one in pool if one.state == "lost"]
     return "; ".join(reasons)
 
 

@@ -21,7 +21,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from protos.errors import (
     BatonError,
@@ -61,7 +61,8 @@ RENEWALS_A_LEASE = 3
 class Attempt:
     """One attempt to run a job on one worker or one pair. `prefill` is None where `decode` serves both halves; `pull`
     is the prefix that the prefill worker fetches instead of computing it. A migrated sequence depends on other
-    `members`. `is_reserved`: the decode worker of a pair has blocks for it."""
+    `members`. `is_reserved`: the decode worker of a pair has blocks for it. `begun_s`: when the workers were chosen,
+    by the loop's clock."""
 
     request_id: str
     generation: int
@@ -70,6 +71,7 @@ class Attempt:
     pull: PrefixPull | None = None
     moved_to: Sequence[Member] = ()
     is_reserved: bool = False
+    begun_s: float = field(default_factory=loop_time)
 
     @property
     def prefill_worker(self) -> Member:
@@ -384,7 +386,10 @@ class Dispatcher:
             await self._fleet.wait(until=deadline)
             return
         if isinstance(error, WorkerLost) and (life := attempt.lost()) is not None:
-            await self._poison.lost(job_state.job.request_id, job_state.crashes, life, len(job_state.output_ids))
+            await self._poison.lost(
+                job_state.job.request_id, job_state.crashes, life, len(job_state.output_ids),
+                there_s=now - attempt.begun_s,
+            )  # fmt: skip
         log.info(
             "%s resumes on another worker after %d tokens: %s", attempt.request_id, len(job_state.output_ids), error,
             extra={"request": attempt.request_id},

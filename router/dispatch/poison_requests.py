@@ -5,6 +5,9 @@
        a token since then: back to none                 ◀──────── no loss ─────┤
                                                           a loss again ────────┴─▶ halved again, down to one
 
+A host that takes several workers with it looks like a request that killed two: a worker that is lost within `MOMENT_S`
+of getting the job was dying already, and the loss is not counted, once.
+
 Finding the request costs further losses: the logarithm of the number of jobs lost with it. A request that gets a few
 tokens before each crash is bounded by its attempts.
 """
@@ -21,6 +24,8 @@ from protos.event_loop import Changed
 
 PAUSE_S = 0.05
 """Seconds until the other jobs of a lost worker are suspected, too: they learn of the loss at nearly the same time."""
+MOMENT_S = 0.05
+"""Seconds that a job must have been on its second worker for the worker's loss to be counted."""
 MAX_LOSSES = 256
 MAX_ROUNDS = 16
 """The most trials of one job that may end with a loss. By then, any group has been halved down to one job."""
@@ -32,11 +37,12 @@ Life = tuple[str, int]
 @dataclass(slots=True, eq=False)
 class CrashHistory:
     """The crashes of one job. The job waits for the turn of its `batch`, and leaves the batch once it gets a token.
-    `num_rounds` of its trials have ended with a loss."""
+    `num_rounds` of its trials have ended with a loss. `is_excused`: one loss was not counted."""
 
     crash_count: int = 0
     num_tokens: int = 0
     num_rounds: int = 0
+    is_excused: bool = False
     batch: set[CrashHistory] | None = None
 
 
@@ -68,13 +74,18 @@ class PoisonRequests:
         """Whether a queued job is the likely reason for a loss."""
         return bool(self._line)
 
-    async def lost(self, job_id: str, crashes: CrashHistory, life: Life, num_tokens: int) -> None:
-        """Records the loss of a worker with the job on it, which has `num_tokens` of its answer. Returns when the job
-        may await its `turn`. Raises RequestKillsWorkers if the job must not be tried again."""
+    async def lost(self, job_id: str, crashes: CrashHistory, life: Life, num_tokens: int, *, there_s: float) -> None:
+        """Records the loss of a worker with the job on it, `there_s` after the worker got it; the job has `num_tokens`
+        of its answer. Returns when the job may await its `turn`. Raises RequestKillsWorkers if the job must not be
+        tried again."""
         was_tried = crashes.batch is not None
         self.drop(crashes)
         if num_tokens > crashes.num_tokens:
             crashes.crash_count = crashes.num_rounds = 0
+            crashes.is_excused = False
+        if there_s < MOMENT_S and crashes.crash_count and not (was_tried or crashes.is_excused):
+            crashes.is_excused = True
+            return
         crashes.crash_count += 1
         crashes.num_tokens = num_tokens
         if crashes.crash_count < self._max_kills:

@@ -88,7 +88,7 @@ class Fleet:
             None  # (worker, its failures in a row), to the other gateway processes
         )
         self._num_elsewhere = 0
-        self._stored_as = ""
+        self._stored_as: dict[str, str] = {}  # by revision
         self.lora = FleetAdapters()
         self.revisions = FleetRevisions()
         self._behind = ""  # the fault of the cluster behind the workers
@@ -126,7 +126,7 @@ class Fleet:
             return
         self._table.remove(self._members.pop(worker_id))
         self._revise()
-        self._stored_as = _stored_as(self._here()) or self._stored_as
+        self._stored_as |= _stored_as(self._here())
         self.lora.update(self._here())
         del self._again[worker_id]
         self._feed.drop(worker_id)
@@ -158,9 +158,9 @@ class Fleet:
         """The windows of layers, with a block's bytes in each."""
         return window_bytes(first.layout) if (first := self._reference()) is not None else ()
 
-    def stored_as(self) -> str:
-        """Encodings and types in which the workers keep weights and KV; without a worker, those of the last ones."""
-        return self._stored_as
+    def stored_as(self, revision: str) -> str:
+        """Encodings and types in which workers of a revision keep weights and KV; without one, those of the last."""
+        return self._stored_as.get(revision, "")
 
     def member(self, worker_id: str) -> Member:
         """The member with this id. Raises WorkerLost if it has left."""
@@ -396,7 +396,7 @@ class Fleet:
             adapting = asyncio.create_task(self.lora.catch_up(info, client))
             member.connected(info, client)  # no other task runs from here to the first statement of `run`
             self._revise()
-            self._stored_as = _stored_as(self._here())
+            self._stored_as |= _stored_as(self._here())
             self.lora.update(self._here())
             await client.run(hello, lambda step: self._receive(member, client, step))
         finally:
@@ -502,7 +502,10 @@ def _of(member: Member) -> dict[str, str]:
     return {"worker": member.worker_id}
 
 
-def _stored_as(workers: Iterable[WorkerInfo]) -> str:
-    """In one order, so that it does not depend on when which worker joined."""
-    found = {f"{info.weights}; KV {'/'.join(sorted({part.dtype for part in info.layout.parts}))}" for info in workers}
-    return ", ".join(sorted(found))
+def _stored_as(workers: Iterable[WorkerInfo]) -> dict[str, str]:
+    """By revision; in one order, so that it does not depend on when which worker joined."""
+    found: dict[str, set[str]] = {}
+    for info in workers:
+        types = "/".join(sorted({part.dtype for part in info.layout.parts}))
+        found.setdefault(info.revision, set()).add(f"{info.weights}; KV {types}")
+    return {revision: ", ".join(sorted(one)) for revision, one in found.items()}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -29,12 +30,13 @@ from tests.deploy.rendering import (
 
 COMPONENTS = sorted(path.name for path in (K8S / "components").iterdir())
 LAST = ("tls",)  # changes what others add
-Combine = Callable[[str, Sequence[str]], Rendered]
+Combine = Callable[..., Rendered]
 
 
 @pytest.fixture(scope="module")
 def combined(tmp_path_factory: pytest.TempPathFactory) -> Combine:
-    """Renders a shape with components, from a copy of deploy/k8s in which secrets.sh has written its files."""
+    """Renders a shape with components, and more of a kustomization, from a copy of deploy/k8s in which secrets.sh has
+    written its files."""
     version = yaml.safe_load(subprocess.check_output(["kubectl", "version", "--client", "-o", "yaml"], text=True))
     if tuple(int(version["clientVersion"][part].rstrip("+")) for part in ("major", "minor")) < (1, 21):
         pytest.skip("kubectl before 1.21 knows no components")
@@ -46,18 +48,26 @@ def combined(tmp_path_factory: pytest.TempPathFactory) -> Combine:
         env=os.environ | {"PATH": tools, "HF_TOKEN": "hf_token"}, check=True,
     )  # fmt: skip
 
-    def combine(shape: str, names: Sequence[str]) -> Rendered:
-        folder = copy / "-".join((shape, *names))
+    def combine(shape: str, names: Sequence[str], **more: Any) -> Rendered:
+        folder = copy / "-".join(("cluster", shape, *names, *more))  # each is rendered once
         folder.mkdir(exist_ok=True)
         kustomization = {
             "namespace": "baton",
             "resources": [f"../{SHAPES[shape].relative_to(K8S)}"],
             "components": [f"../components/{name}" for name in names],
+            **more,
         }
         (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
         return render(folder)
 
     return combine
+
+
+def documented(key: str) -> list[Manifest]:
+    """The kustomizations of docs/kubernetes.md with this key."""
+    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    blocks = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+    return [one for one in blocks if key in one]
 
 
 @pytest.fixture(params=sorted(SHAPES))
@@ -69,6 +79,18 @@ def whole(request: pytest.FixtureRequest, combined: Combine) -> Rendered:
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_a_component_renders_and_follows_the_schemas(combined: Combine, name: str) -> None:
     check_schemas(combined("base", [name]))
+
+
+def test_the_examples_of_the_documents_render(combined: Combine) -> None:
+    """Where the model is named as the page says, it is that one which is fetched."""
+    for example in documented("resources"):
+        names = [Path(one).name for one in example.get("components", ())]
+        more = {key: value for key, value in example.items() if key not in ("resources", "components")}
+        check_schemas(combined("gpu" if "gpu" in str(example["resources"]) else "base", names, **more))
+    [patched] = documented("patches")
+    fetched = combined("base", ["model-cache"], **patched)
+    check_schemas(fetched)
+    assert fetched.of("ConfigMap")["model-source"]["data"] == {"MODEL": "Qwen/Qwen3-8B", "REVISION": "main"}
 
 
 def test_all_components_together_agree(whole: Rendered) -> None:

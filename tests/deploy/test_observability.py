@@ -173,7 +173,7 @@ def test_alerts_have_a_section_in_the_documents() -> None:
     for group in rule_groups(OBJECTIVES):
         for rule in group["rules"]:
             if "alert" in rule:
-                page, _, anchor = rule["annotations"]["runbook"].partition("#")
+                page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
                 assert page == "docs/alerts.md"
                 assert anchor in [heading.lower() for heading in headings]
 

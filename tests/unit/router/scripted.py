@@ -120,7 +120,7 @@ class Crew:
             raise NotFound(f"no adapter {name!r} is loaded: there are none", param="name")
         return AdapterReport(done={"w0": None}, failed={})
 
-    def stored_as(self) -> str:
+    def stored_as(self, revision: str) -> str:
         return self.stored
 
     def status(self) -> Sequence[Worker]:

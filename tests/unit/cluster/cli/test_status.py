@@ -221,6 +221,19 @@ async def test_a_worker_that_was_never_met_is_missed_although_others_serve() -> 
     assert (told["ready"], told["degraded"]) == (True, "never met: prefill-0 is lost (Connection refused)")
 
 
+async def test_a_lost_worker_is_named_although_its_pool_has_another() -> None:
+    fleet = Crew(
+        Worker(worker_id="decode-0", info=info("decode-0", WorkerRole.DECODE)),
+        Worker(worker_id="decode-1", state="lost", reason="no progress", info=info("decode-1", WorkerRole.DECODE)),
+    )
+    async with (
+        serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url,
+        httpx.AsyncClient(timeout=60) as client,
+    ):
+        told = (await client.get(f"{url}/ready")).json()
+    assert (told["ready"], told["degraded"]) == (True, "decode-1 is lost (no progress)")
+
+
 async def test_json_is_all_of_it() -> None:
     status: dict[str, Any] = json.loads(await ask(crew(), "--json"))
     assert status["ready"] is True

@@ -8,12 +8,19 @@ from collections.abc import Callable
 import pytest
 
 from protos.errors import RequestKillsWorkers
+from router.dispatch import poison_requests
 from router.fleet.circuit_breaker import MAX_FAILURES
 from router.jobs import TokenDelta
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import FakeWorker, expected_tokens
 
 POISON = tuple(range(500, 520))
+
+
+@pytest.fixture(autouse=True)
+def each_death_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake workers die as soon as they are given a request; no two of them are on one host that dies."""
+    monkeypatch.setattr(poison_requests, "MOMENT_S", 0.0)
 
 
 async def dying_of(worker: FakeWorker, prompt_ids: tuple[int, ...]) -> None:

@@ -39,7 +39,7 @@ class Worker:
                 if await self._runs(name):
                     self.suspects.progressed(crashes, 1)
                     return "done"
-                await self.suspects.lost(name, crashes, ("w", life), 0)
+                await self.suspects.lost(name, crashes, ("w", life), 0, there_s=1.0)
         except RequestKillsWorkers:
             return "condemned"
         finally:
@@ -57,23 +57,34 @@ class Worker:
 
 async def test_the_second_worker_it_kills_alone_is_the_last(suspects: PoisonRequests) -> None:
     poison = CrashHistory()
-    await suspects.lost("r", poison, ("w0", 1), 3)
+    await suspects.lost("r", poison, ("w0", 1), 3, there_s=1.0)
     with pytest.raises(RequestKillsWorkers, match="2 workers when they died, the last of them w1"):
-        await suspects.lost("r", poison, ("w1", 1), 3)
+        await suspects.lost("r", poison, ("w1", 1), 3, there_s=1.0)
     assert suspects.num_rejected == 1
+
+
+async def test_two_workers_of_one_host_die_of_the_host(suspects: PoisonRequests) -> None:
+    """The job was sent to the second worker when that was dying already. A request that kills so fast is found by the
+    next death."""
+    job = CrashHistory()
+    await suspects.lost("r", job, ("w0", 1), 3, there_s=9.0)
+    await suspects.lost("r", job, ("w1", 1), 3, there_s=0.002)
+    assert not suspects.num_rejected
+    with pytest.raises(RequestKillsWorkers):
+        await suspects.lost("r", job, ("w0", 2), 3, there_s=0.002)
 
 
 async def test_one_who_has_gone_on_since_had_nothing_to_do_with_it(suspects: PoisonRequests) -> None:
     job = CrashHistory()
     for loss in range(10):
-        await suspects.lost("r", job, (f"w{loss}", 1), loss)
+        await suspects.lost("r", job, (f"w{loss}", 1), loss, there_s=1.0)
     assert not suspects.num_rejected
 
 
 async def struck_out(suspects: PoisonRequests, jobs: dict[str, CrashHistory]) -> None:
     """Two workers die within a moment, with all of them on both."""
     for life in (("w0", 1), ("w1", 1)):
-        await asyncio.gather(*(suspects.lost(name, one, life, 0) for name, one in jobs.items()))
+        await asyncio.gather(*(suspects.lost(name, one, life, 0, there_s=1.0) for name, one in jobs.items()))
 
 
 @pytest.mark.parametrize("count", [2, 3, 16, 61])
@@ -186,11 +197,13 @@ def test_a_new_line_is_tried_from_one_batch_on_however_many_were_tried_at_last()
 
 async def test_jobs_that_go_away_while_their_loss_is_looked_at_hold_nobody_up(suspects: PoisonRequests) -> None:
     jobs = {name: CrashHistory() for name in ("gone", "stays")}
-    await asyncio.gather(*(suspects.lost(name, one, ("w0", 1), 0) for name, one in jobs.items()))
-    losses = {name: asyncio.create_task(suspects.lost(name, one, ("w1", 1), 0)) for name, one in jobs.items()}
+    await asyncio.gather(*(suspects.lost(name, one, ("w0", 1), 0, there_s=1.0) for name, one in jobs.items()))
+    losses = {
+        name: asyncio.create_task(suspects.lost(name, one, ("w1", 1), 0, there_s=1.0)) for name, one in jobs.items()
+    }
     await asyncio.sleep(0)
     losses["gone"].cancel()
     await losses["stays"]
     await suspects.turn(jobs["stays"])
     with pytest.raises(RequestKillsWorkers):
-        await suspects.lost("stays", jobs["stays"], ("w2", 1), 0)
+        await suspects.lost("stays", jobs["stays"], ("w2", 1), 0, there_s=1.0)

@@ -68,14 +68,24 @@ async def test_a_worker_is_met_when_it_starts_late(make: Callable[..., Cluster])
 async def test_the_fleet_knows_how_its_workers_keep_weights_and_kv(make: Callable[..., Cluster]) -> None:
     cluster, layout = make(), changed(LAYOUT, dtype="int8")
     await cluster.add("c1", weights="rounded-int8-g128, 8.13 bits a weight", layout=layout)
-    alone = cluster.fleet.stored_as()
+    alone = cluster.fleet.stored_as("")
     await cluster.add("c0", weights="BF16, 16 bits a weight", layout=layout)
-    both = cluster.fleet.stored_as()
+    both = cluster.fleet.stored_as("")
     for worker_id in ("c1", "c0"):
         await cluster.fleet.remove_worker(worker_id)
     assert alone == "rounded-int8-g128, 8.13 bits a weight; KV int8"
     assert both == f"BF16, 16 bits a weight; KV int8, {alone}"
-    assert cluster.fleet.stored_as() == "BF16, 16 bits a weight; KV int8", "the last ones answered"
+    assert cluster.fleet.stored_as("") == "BF16, 16 bits a weight; KV int8", "the last ones answered"
+
+
+async def test_how_a_revision_keeps_kv_is_told_apart_while_a_roll_runs(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0", weights="BF16", layout=LAYOUT)
+    await cluster.add("c1", weights="BF16", layout=changed(LAYOUT, dtype="int8"), revision="new")
+    told = [cluster.fleet.stored_as(revision) for revision in ("", "new")]
+    await cluster.fleet.remove_worker("c0")
+    assert told == [f"BF16; KV {LAYOUT.parts[0].dtype}", "BF16; KV int8"]
+    assert cluster.fleet.stored_as("new") == told[1], "no third description, neither during the roll nor after it"
 
 
 async def test_what_workers_of_other_block_sizes_have_cached_is_known(make: Callable[..., Cluster]) -> None:
