@@ -1,12 +1,18 @@
 """Sends the traces of ended requests to a collector, from a thread of its own.
 
-A request costs the event loop a few attributes and a place in a queue. The queue is bounded: traces that a slow or dead
-collector does not take are dropped and counted, and no request waits for it.
+    request ends ─▶ queue, bounded ─▶ thread: of 5 s, or 512, in one POST ─▶ collector
+                                        ▲                                      │
+                                        └── the same again after a pause ◀─────┘ away, or busy
+
+A request costs the event loop a few attributes and a place in the queue. While the collector is away nothing is
+encoded, a connection is tried after pauses that grow to half a minute, and what finds the queue full is dropped and
+counted.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import random
@@ -14,6 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import httpx
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -32,16 +39,18 @@ from router.traces.request_trace import RequestTrace
 log = logging.getLogger("baton.telemetry")
 
 MAX_QUEUED = 2048
-MAX_BATCH = 128
-FLUSH_S = 1.0
+MAX_BATCH = 512
+FLUSH_S = 5.0
+"""As OpenTelemetry's SDKs have it, with the two above: each POST costs half a millisecond."""
 TIMEOUT_S = 5.0
+PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 QUIET_S = 60.0  # between two warnings of a collector that is away
 _RETRIED = (429, 502, 503, 504)
-_ENDED = None
 
 
 class TraceExporter(Collector):
-    """`close` it at the end. Series: `baton_traces_total{outcome}`: `sent`, `dropped` for want of room, `failed`."""
+    """`close` it at the end. Series: `baton_traces_total{outcome}`: `sent`, `dropped` for want of room, `failed`:
+    refused by the collector, or not taken before the end."""
 
     def __init__(
         self, config: TelemetryConfig, *, model: str, gateway_id: str, clock: Callable[[], float] = time.monotonic
@@ -55,10 +64,12 @@ class TraceExporter(Collector):
             "service.instance.id": gateway_id,
         }
         self._clock = clock
-        self._warned_s = -QUIET_S
+        self._warned_s = -math.inf
         self.outcomes: Counter[str] = Counter(sent=0, dropped=0, failed=0)
-        self._queue: queue.Queue[EndedRequest | None] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[EndedRequest] = queue.Queue(MAX_QUEUED)
         self._wall_offset_s = 0.0
+        self._due = threading.Event()  # a batch is complete
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
@@ -78,6 +89,9 @@ class TraceExporter(Collector):
         came = arrival.get()
         parent = came.parent if came is not None else None
         if not records or not self._is_sampled(parent):
+            return
+        if self._queue.full():
+            self.outcomes["dropped"] += 1
             return
         now, received_s = loop_time(), records[0].received_s
         self._wall_offset_s = time.time() - now
@@ -103,13 +117,13 @@ class TraceExporter(Collector):
             self._queue.put_nowait(record)
         except queue.Full:
             self.outcomes["dropped"] += 1
+        if self._queue.qsize() >= MAX_BATCH:
+            self._due.set()
 
     def close(self) -> None:
         """Sends what is queued, for `TIMEOUT_S` at most."""
-        try:
-            self._queue.put(_ENDED, timeout=TIMEOUT_S)
-        except queue.Full:
-            return
+        self._closing.set()
+        self._due.set()
         self._thread.join(TIMEOUT_S)
 
     def collect(self) -> Iterable[Metric]:
@@ -123,51 +137,63 @@ class TraceExporter(Collector):
 
     def _run(self) -> None:
         with httpx.Client(timeout=TIMEOUT_S, headers=self._headers) as client:
-            going = True
-            while going:
-                batch, going = self._batch()
-                if batch:
+            closing = False
+            while not closing:
+                self._due.wait(FLUSH_S)
+                self._due.clear()
+                closing = self._closing.is_set()
+                while batch := self._batch():
                     self._send(client, batch)
 
-    def _batch(self) -> tuple[list[EndedRequest], bool]:
-        """What comes within `FLUSH_S` of the first; whether more may come."""
+    def _batch(self) -> list[EndedRequest]:
         batch: list[EndedRequest] = []
-        until_s = None
-        while len(batch) < MAX_BATCH:
-            try:
-                one = self._queue.get(timeout=max(0.0, until_s - self._clock()) if until_s is not None else None)
-            except queue.Empty:
-                break
-            if one is _ENDED:
-                return batch, False
-            batch.append(one)
-            until_s = until_s if until_s is not None else self._clock() + FLUSH_S
-        return batch, True
+        with suppress(queue.Empty):
+            while len(batch) < MAX_BATCH:
+                batch.append(self._queue.get_nowait())
+        return batch
 
     def _send(self, client: httpx.Client, batch: Sequence[EndedRequest]) -> None:
-        """Must not raise: the thread would end, and no later trace be sent."""
+        """Returns when the collector has taken the batch, or will not. Must not raise: the thread would end, and no
+        later trace be sent."""
         try:
             body = export_request(batch, resource=self._resource, wall_offset_s=self._wall_offset_s)
-            answer = client.post(self._url, content=body)
-            if answer.status_code in _RETRIED:
-                time.sleep(min(TIMEOUT_S, _seconds(answer.headers.get("retry-after", ""))))
-                answer = client.post(self._url, content=body)
-            answer.raise_for_status()
+            pause_s = PAUSE_S
+            while not self._is_taken(client, body):
+                if self._closing.wait(pause_s):
+                    self.outcomes["failed"] += len(batch)
+                    return
+                pause_s = min(MAX_PAUSE_S, 2.0 * pause_s)
         except httpx.HTTPError as error:
             self.outcomes["failed"] += len(batch)
-            if self._clock() - self._warned_s >= QUIET_S:
-                self._warned_s = self._clock()
-                log.warning("%d traces were not taken by %s: %s", len(batch), self._url, error)
-            return
+            self._warn("%d traces were refused by %s: %s", len(batch), self._url, error)
         except Exception:
             self.outcomes["failed"] += len(batch)
             log.exception("%d traces were not sent: internal error", len(batch))
-            return
-        self.outcomes["sent"] += len(batch)
+        else:
+            self.outcomes["sent"] += len(batch)
+
+    def _is_taken(self, client: httpx.Client, body: bytes) -> bool:
+        """False if the same may be taken later. Raises httpx.HTTPError if it never will."""
+        try:
+            answer = client.post(self._url, content=body)
+        except httpx.TransportError as error:
+            self._warn("the collector at %s takes no traces, which wait: %s", self._url, error)
+            return False
+        if answer.status_code in _RETRIED:
+            self._warn("the collector at %s takes no traces, which wait: HTTP %d", self._url, answer.status_code)
+            self._closing.wait(min(MAX_PAUSE_S, _seconds(answer.headers.get("retry-after", ""))))
+            return False
+        answer.raise_for_status()
+        return True
+
+    def _warn(self, text: str, *about: object) -> None:
+        if self._clock() - self._warned_s >= QUIET_S:
+            self._warned_s = self._clock()
+            log.warning(f"{text}; %d were dropped for want of room so far", *about, self.outcomes["dropped"])
 
 
 def _seconds(retry_after: str) -> float:
-    return float(retry_after) if retry_after.isdecimal() else 1.0
+    return float(retry_after) if retry_after.isdecimal() else 0.0
 
 
 def _parameters(ask: TextRequest) -> Mapping[str, Attribute]:

@@ -4,6 +4,7 @@ numbers as texts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
 from importlib.metadata import version
 from typing import Any
 
@@ -19,7 +20,7 @@ def export_request(
 ) -> bytes:
     """The body of a POST to /v1/traces. `wall_offset_s`: the wall clock's time less the event loop's."""
     spans = [_encoded(span, record, wall_offset_s) for record in records for span in spans_of(record)]
-    scope = {"name": "baton", "version": version("baton")}
+    scope = {"name": "baton", "version": _version()}
     return orjson.dumps(
         {
             "resourceSpans": [
@@ -27,6 +28,11 @@ def export_request(
             ]
         }
     )
+
+
+@cache
+def _version() -> str:
+    return version("baton")
 
 
 def _encoded(span: TraceSpan, record: EndedRequest, wall_offset_s: float) -> dict[str, Any]:
@@ -50,7 +56,13 @@ def _encoded(span: TraceSpan, record: EndedRequest, wall_offset_s: float) -> dic
 
 
 def _attributes(given: Mapping[str, Attribute]) -> list[dict[str, Any]]:
-    return [{"key": key, "value": _VALUE[type(value)](value)} for key, value in given.items()]
+    return [_attribute(key, value) for key, value in given.items()]
+
+
+@lru_cache(4096, typed=True)
+def _attribute(key: str, value: Attribute) -> dict[str, Any]:
+    """Most attributes are those of the request before."""
+    return {"key": key, "value": _VALUE[type(value)](value)}
 
 
 _VALUE: Mapping[type, Callable[[Any], dict[str, Any]]] = {

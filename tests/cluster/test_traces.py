@@ -23,6 +23,7 @@ from protos import inference_pb2, inference_pb2_grpc
 from protos.errors import Misconfigured
 from protos.tls import FaceTls, PeerTls
 from router.config import RouterConfig, TelemetryConfig
+from router.telemetry import exporter
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
 from tests.unit.workers.toy import ToyRunner
 from workers.rpc.worker import Worker
@@ -34,7 +35,7 @@ ASKED = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": Tr
 class Collector:
     """Takes OTLP over HTTP; `refusals` are statuses that it answers first."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         bodies: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         refusals = self.refusals = list[int]()
 
@@ -52,7 +53,7 @@ class Collector:
             def log_message(self, *args: Any) -> None: ...
 
         self._bodies = bodies
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever)
         self._thread.start()
@@ -70,6 +71,12 @@ class Collector:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def traces_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "FLUSH_S", 0.1)
+    monkeypatch.setattr(exporter, "PAUSE_S", 0.1)
 
 
 @pytest.fixture
@@ -146,7 +153,21 @@ async def test_a_collector_that_is_away_costs_no_request(caplog: pytest.LogCaptu
     async with serving(TelemetryConfig(endpoint=f"http://127.0.0.1:{port}")) as front:
         assert (await ask(front)).status_code == 200
     assert front.registry.get_sample_value("baton_traces_total", {"outcome": "failed"}) == 1.0
-    assert "1 traces were not taken by" in caplog.text
+    assert "takes no traces, which wait: [Errno 111] Connection refused" in caplog.text
+
+
+async def test_what_a_collector_missed_is_sent_when_it_is_back() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    async with serving(TelemetryConfig(endpoint=f"http://127.0.0.1:{port}")) as front:
+        await ask(front, traceparent=f"00-{TRACE}-{CALLER}-01")
+        back = Collector(port)
+        try:
+            spans = await back.spans()
+        finally:
+            back.close()
+    assert {one["traceId"] for one in spans} == {TRACE}
+    assert front.registry.get_sample_value("baton_traces_total", {"outcome": "sent"}) == 1.0
 
 
 def test_an_endpoint_that_is_none_is_refused() -> None:

@@ -149,7 +149,7 @@ def test_a_request_is_the_operation_of_its_endpoint(endpoint: str, operation: st
 def test_a_value_that_cannot_be_exported_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
     exporter = TraceExporter(TelemetryConfig(endpoint="http://127.0.0.1:9"), model="m", gateway_id="g")
     bad = replace(record(ALONE), attributes={"gen_ai.request.max_tokens": None})  # type: ignore[dict-item]
-    exporter._queue.put(bad)
+    exporter._queue.put_nowait(bad)
     exporter.close()
     assert exporter.outcomes["failed"] == 1
     assert "internal error" in caplog.text
