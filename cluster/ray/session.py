@@ -59,6 +59,12 @@ PRIVATE = {
 }
 
 
+CLIENT_SERVER_FAILED = "Initialization failure from server"
+MAX_TRIALS = 3
+"""Of a connection to Ray's client port, of 30 s each."""
+MAX_REASON_CHARS = 300
+
+
 def short_folder() -> Path:
     """A folder for temporary files, short enough for the paths of Ray's sockets."""
     shallow = len(os.fsencode(tempfile.gettempdir())) <= MAX_FOLDER_BYTES
@@ -237,14 +243,28 @@ class Machines:
         try:
             _silence()
             with _without_services() if self.is_private else nullcontext():
-                ray.init(logging_level=logging.ERROR, **options)
+                self._init(options)
             if not self.is_private and not self._where.startswith("ray://"):
                 self._where = str(ray.get_runtime_context().gcs_address)
         except Exception as error:  # Ray raises plain Exceptions
             if isinstance(error, ConnectionError) and not self.is_private:
-                raise no_ray(self._config.address, (str(error).splitlines() or [""])[0]) from error
+                raise no_ray(self._config.address, " ".join(str(error).split())[:MAX_REASON_CHARS]) from error
             self._stop()
             raise Unavailable(f"Ray did not start: {error}") from error
+
+    def _init(self, options: dict[str, Any]) -> None:
+        """Ray's client port forks a server for each client; now and then the fork hangs, and another one does not."""
+        import ray
+
+        for trial in range(1, MAX_TRIALS + 1):
+            try:
+                ray.init(logging_level=logging.ERROR, **options)
+            except ConnectionError as error:
+                if CLIENT_SERVER_FAILED not in str(error) or trial == MAX_TRIALS:
+                    raise
+                log.warning("Ray at %s started no server for this client: trying again", self._config.address)
+            else:
+                return
 
     def _private(self) -> dict[str, Any]:
         # Inherited by Ray's processes; Ray reads it when it is imported.

@@ -33,6 +33,32 @@ async def test_that_nobody_listens_is_said_before_ray_tries_for_minutes(
         await Machines(RayConfig(address=form.format(address)), tmp_path).start()
 
 
+@pytest.mark.parametrize("num_failures", [1, 9])
+async def test_a_client_for_which_ray_started_no_server_tries_again(
+    num_failures: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As Ray's client says it (2.60), when the server that its port forked hangs."""
+    trials = 0
+
+    def init(**_: object) -> None:
+        nonlocal trials
+        trials += 1
+        if trials <= num_failures:
+            raise ConnectionError("Initialization failure from server:\nTraceback\nStarting Ray client server failed.")
+
+    monkeypatch.setattr("ray.init", init)
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        machines = Machines(RayConfig(address=f"ray://127.0.0.1:{somebody.getsockname()[1]}"), tmp_path)
+        if num_failures == 1:
+            await machines.start()
+            assert trials == 2
+        else:
+            with pytest.raises(Misconfigured, match="Starting Ray client server failed"):
+                await machines.start()
+            assert trials == 3
+        await machines.stop()
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "host:many", "http://host:1"])
 async def test_an_address_that_cannot_be_one_is_refused(address: str) -> None:
     with pytest.raises(Misconfigured, match=r"expected host:port, ray://host:port, or auto"):
