@@ -63,6 +63,7 @@ from cluster.supervision.placement import (
     check_fits,
     plan,
     replan,
+    shared_cpus,
     why_not_gpus,
 )
 from cluster.supervision.supervisor import RunningWorker, SupervisedWorker, Supervisor
@@ -234,6 +235,8 @@ class SupervisorProcess:
         )  # fmt: skip
         if device == "auto" and any(node.gpus for node in nodes) and plans[0].device == "cpu":
             log.warning("running on CPUs: %s", why_not_gpus(config.pools, nodes, tp=tp))
+        if self._machines.is_private and (shared := shared_cpus(plans, nodes)):
+            log.warning("%s", shared)
         return plans
 
     def _start_supervisor(self) -> None:

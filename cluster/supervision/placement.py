@@ -209,6 +209,25 @@ def why_not_gpus(pools: PoolsConfig, nodes: Sequence[NodeResources], *, tp: int)
     return f"{workers}{f' with tp {sizes[0]}' if same else ''} need {sum(sizes)} GPUs, and there are {gpus}{spread}"
 
 
+def shared_cpus(plans: Sequence[WorkerPlan], nodes: Sequence[NodeResources]) -> str:
+    """What ranks on CPUs that have less than a CPU each mean, and what to give instead; "" if there are enough."""
+    num_ranks, cpus = sum(one.num_ranks for one in plans), sum(node.cpus for node in nodes)
+    most = max(1, int(cpus))
+    if num_ranks <= most or plans[0].device != "cpu":
+        return ""
+    workers = counted(len(plans), "worker")
+    if num_ranks > len(plans):
+        workers, fix = f"{workers} of together {counted(num_ranks, 'rank')}", "fewer workers, or a smaller --tp"
+    elif most == 1 or plans[0].role is WorkerRole.COLOCATED:
+        fix = f"at most --workers {most}"
+    else:
+        fix = f"at most {most} workers, as --prefill 1 --decode {most - 1}"
+    return (
+        f"{workers} share {counted(most, 'CPU')}: they start and answer slowly, and may time out; give {fix}, or more "
+        "machines (--ray-address)"
+    )
+
+
 def _sizes(pools: PoolsConfig, tp: int) -> list[int]:
     """The ranks of each worker."""
     return [pools.tp(role, tp) for role, count in pools.counts().items() for _ in range(count)]

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config.config import PoolsConfig
-from cluster.supervision.placement import NodeResources, check_cores, check_fits, missing, plan, replan, why_not_gpus
+from cluster.supervision.placement import (
+    NodeResources,
+    check_cores,
+    check_fits,
+    missing,
+    plan,
+    replan,
+    shared_cpus,
+    why_not_gpus,
+)
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.fleet_owner import Revision
@@ -35,6 +44,29 @@ def test_threads_share_the_cores_of_a_machine() -> None:
     assert worker.num_threads == 8
     [alone] = plan(PoolsConfig(colocated=1), (NodeResources(cpus=4.0), NodeResources(cpus=4.0)), tp=1, device="cpu")
     assert alone.num_threads == 4
+
+
+@pytest.mark.parametrize(
+    ("pools", "tp", "cpus", "words"),
+    [
+        (PoolsConfig(decode=8), 1, 2.0, ["9 workers share 2 CPUs", "at most 2 workers, as --prefill 1 --decode 1"]),
+        (PoolsConfig(colocated=5), 1, 4.0, ["5 workers share 4 CPUs", "at most --workers 4"]),
+        (PoolsConfig(), 1, 1.0, ["2 workers share 1 CPU:", "at most --workers 1"]),
+        (PoolsConfig(), 4, 4.0, ["2 workers of together 8 ranks share 4 CPUs", "fewer workers, or a smaller --tp"]),
+    ],
+)
+def test_workers_that_share_cpus_are_named_with_what_fits(
+    pools: PoolsConfig, tp: int, cpus: float, words: list[str]
+) -> None:
+    nodes = (NodeResources(cpus=cpus),)
+    said = shared_cpus(plan(pools, nodes, tp=tp, device="auto"), nodes)
+    assert all(one in said for one in words), said
+
+
+def test_workers_with_a_cpu_each_or_on_gpus_share_none() -> None:
+    assert shared_cpus(plan(PoolsConfig(), LAPTOP, tp=1, device="auto"), LAPTOP) == ""
+    gpus = (NodeResources(cpus=2.0, gpus=8.0),)
+    assert shared_cpus(plan(PoolsConfig(decode=7), gpus, tp=1, device="auto"), gpus) == ""
 
 
 def test_a_rank_has_a_gpu_to_itself() -> None:
