@@ -198,10 +198,12 @@ def scaled(desired: DesiredFleet, counts: Mapping[WorkerRole, int]) -> DesiredFl
     """The fleet with other counts. Raises InvalidRequest for a role that it has no pool for, or a count that leaves no
     worker that writes answers."""
     if unknown := [role for role in counts if role not in desired.counts]:
-        pools = " and ".join(desired.counts)
+        role, count = unknown[0], max(1, counts[unknown[0]])
+        other = f"--workers {count}" if role is WorkerRole.COLOCATED else "--prefill 1 --decode 1"
+        possible = " ".join(f"{one}={count}" for one in desired.counts)
         raise InvalidRequest(
-            f"{unknown[0]}={counts[unknown[0]]}: this cluster has no {unknown[0]} pool: give {pools}; another kind of "
-            "cluster is another `baton serve`",
+            f"{role}={counts[role]}: this cluster has no {role} pool, it has {' and '.join(desired.counts)}: use "
+            f"`baton scale {possible}`, or start another cluster with `baton serve {other}`",
             param="counts",
         )
     after = desired.counts | dict(counts)

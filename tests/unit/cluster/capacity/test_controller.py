@@ -77,7 +77,11 @@ async def test_what_the_machines_cannot_hold_is_refused_and_changes_nothing() ->
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        (scale(colocated=1), "colocated=1: this cluster has no colocated pool: give prefill and decode"),
+        (
+            scale(colocated=2),
+            "colocated=2: this cluster has no colocated pool, it has prefill and decode: use `baton scale prefill=2 "
+            "decode=2`, or start another cluster with `baton serve --workers 2`",
+        ),
         (scale(decode=0), "decode=0: give 1 to 4096"),
         (scale(prefill=5000), "prefill=5000: give 0 to 4096"),
         (flip("decode-7", PREFILL), "there is no worker decode-7: the fleet is prefill-0, decode-0, decode-1"),
