@@ -26,6 +26,7 @@ REQUEST_ID = "x-baton-request-id"
 BUDGET = "x-baton-budget"
 _REQUEST_ID = REQUEST_ID.encode()
 _POLLED = {"/ready", "/health", "/metrics"}
+_NOT_READY = 503
 _FOR_ADMINS = "/v1/organization/"  # behind the door of /admin
 _WITH_KEY = ("/v1/", "/api/", "/tokenize", "/detokenize")
 NAMES_DRAWN = 64
@@ -133,9 +134,11 @@ class RequestId:
 
 def is_routine(scope: Scope, status: int) -> bool:
     """True for paths that the open page, probes and scrapers request every few seconds: their lines would hide
-    others."""
+    others. Workers that join or are lost have lines of their own, so that a 503 of /ready needs none."""
     path, method = scope["path"], scope["method"]
-    return method == "GET" and status < 400 and (path in _POLLED or path.startswith("/admin/"))
+    if method != "GET" or (status >= 400 and (path, status) != ("/ready", _NOT_READY)):
+        return False
+    return path in _POLLED or path.startswith("/admin/")
 
 
 def _log(scope: Scope, status: int, seconds: float) -> None:

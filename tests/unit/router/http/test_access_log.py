@@ -13,7 +13,7 @@ import pytest
 
 from protos.errors import NoWorkers
 from router.http.access_log import Access
-from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
+from tests.unit.router.scripted import Crew, Scripted, make_gateway, saying, serving
 
 BODY = {"model": "tiny", "prompt": "hello"}
 
@@ -109,6 +109,18 @@ async def test_polling_has_no_lines_unless_it_fails(kept: Kept) -> None:
     assert [(one.method, one.path) for one in kept.accesses] == [
         ("GET", "/admin/requests"), ("POST", "/admin/workers/none/drain"), ("GET", "/v1/models"),
     ]  # fmt: skip
+
+
+async def test_a_probe_that_waits_for_workers_has_no_lines(kept: Kept) -> None:
+    fleet = Crew()
+    async with (
+        serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        fleet.is_ready = False
+        assert [(await client.get("/ready")).status_code for _ in range(3)] == [503] * 3
+        assert (await client.get("/ready/not")).status_code == 404
+    assert [(one.path, one.status) for one in kept.accesses] == [("/ready/not", 404)]
 
 
 async def test_what_is_no_request_has_a_line(kept: Kept) -> None:
