@@ -35,7 +35,7 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
             known, found = [*known, *reply["jobs"]], True
         if not found:
             raise UnknownRequest(
-                f"There is no request {name[:128]!r} among the last of this gateway: take the name from the header "
+                f"there is no request {name[:128]!r} among the last of this gateway: take the name from the header "
                 "x-baton-request-id of its answer, and ask the gateway that gave it"
             )
         return json_response({"request_id": name, "jobs": known})
