@@ -115,6 +115,11 @@ class Gateway:
         return self.models or (self,)
 
     @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`, the same in all APIs: of the files, and of how workers keep weights and KV."""
+        return self.card.served_fingerprint(self.fleet.stored_as(self.card.revision))
+
+    @property
     def widest(self) -> ModelCard:
         """The limits of a body whose model is not known yet."""
         if not self.models:

@@ -38,7 +38,7 @@ async def loaded(gateway: Gateway) -> Response:
     """The models that are served, which no time unloads."""
     models = [
         _model(one) | {"size_vram": 0, "expires_at": NEVER, "context_length": one.card.max_model_len}
-        for one in gateway.each
+        for one in (known.serving(known.card.name) for known in gateway.each)
         if one.ready()
     ]
     return json_response({"models": models})
@@ -46,7 +46,7 @@ async def loaded(gateway: Gateway) -> Response:
 
 def _model(gateway: Gateway) -> dict[str, Any]:
     card = gateway.card
-    return {"name": card.name, "model": card.name, "size": 0, "digest": card.fingerprint, "details": _details()}
+    return {"name": card.name, "model": card.name, "size": 0, "digest": gateway.fingerprint, "details": _details()}
 
 
 async def show(gateway: Gateway, request: Request) -> Response:

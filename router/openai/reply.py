@@ -19,7 +19,7 @@ def reply_head(gateway: Gateway, request_id: str, kind: str) -> dict[str, Any]:
         "object": kind,
         "created": int(gateway.wall_clock()),
         "model": gateway.card.name,
-        "system_fingerprint": gateway.card.served_fingerprint(gateway.fleet.stored_as(gateway.card.revision)),
+        "system_fingerprint": gateway.fingerprint,
     }
 
 

@@ -99,6 +99,15 @@ async def test_a_raw_prompt_has_no_template_and_a_format_binds_the_answer() -> N
     assert plain.sampling.grammar
 
 
+async def test_a_model_has_the_fingerprint_of_openais_replies() -> None:
+    """It had one of its files alone, which did not change with `--quantize`."""
+    async with asking() as (http, _):
+        [listed] = (await http.get("/api/tags")).json()["models"]
+        [running] = (await http.get("/api/ps")).json()["models"]
+        answer = (await http.post("/v1/completions", json={"model": "tiny", "prompt": "hello"})).json()
+    assert listed["digest"] == running["digest"] == answer["system_fingerprint"]
+
+
 async def test_clients_find_the_model() -> None:
     async with asking(**TOOLED) as (http, _):
         [model] = (await http.get("/api/tags")).json()["models"]
