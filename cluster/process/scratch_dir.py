@@ -1,5 +1,6 @@
-"""A folder that lives as long as a process. Folders left by killed processes are removed when the next one is made;
-`kill_users` ends the processes that use a folder."""
+"""A folder that lives as long as a process. Folders of processes that were killed, and of ranks on a Ray cluster's
+nodes, which end after their supervisor, are removed when the next one is made. `kill_users` ends the processes that use
+a folder."""
 
 from __future__ import annotations
 
@@ -136,7 +137,7 @@ def _sweep(parent: Path) -> None:
             lock = os.open(owned, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                log.info("removing %s, left behind by a killed Baton", owned.parent)
+                log.info("removing %s: the processes that used it have ended", owned.parent)
                 shutil.rmtree(owned.parent, ignore_errors=True)
             finally:
                 os.close(lock)

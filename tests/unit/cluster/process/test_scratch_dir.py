@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import subprocess
@@ -44,6 +45,18 @@ def test_a_shared_folder_that_others_may_use_is_refused(tmp_path: Path) -> None:
     for name in ("open", "link"):
         with pytest.raises(Misconfigured, match=f"{name} must be a folder that only this user may use: remove it"):
             share(tmp_path / name)
+
+
+def test_a_shared_folder_that_all_have_left_is_removed_and_nobody_called_killed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An orderly stop on a Ray cluster leaves such folders on its nodes."""
+    caplog.set_level(logging.INFO)
+    os.close(share(tmp_path / "baton-run-node"))
+    Scratch(tmp_path).remove()
+    assert list(tmp_path.iterdir()) == []
+    assert "baton-run-node: the processes that used it have ended" in caplog.text
+    assert "killed" not in caplog.text
 
 
 @pytest.mark.parametrize(("module", "call"), [(os, "open"), (fcntl, "flock")])
