@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -52,6 +53,8 @@ VERBS: dict[str, Verb] = {
     "worker": Verb("cluster.cli.worker", "worker", "One worker in this terminal, without Ray.", APART),
 }
 MEASURING = ("bench", "simulate")
+WIDE_COLUMNS = 140
+"""From here on the table of options has room for the longest name, type and prose."""
 
 
 def make_app(arguments: Sequence[str]) -> typer.Typer:
@@ -65,7 +68,13 @@ def make_app(arguments: Sequence[str]) -> typer.Typer:
 
 
 class _Command(TyperCommand):
-    """Reports an option's invalid value in one line: the value and what is allowed."""
+    """Reports an option's invalid value in one line: the value and what is allowed. Help for a narrow terminal has no
+    columns for names, types and prose: they would cut all three."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        if shutil.get_terminal_size().columns < WIDE_COLUMNS:
+            self.rich_markup_mode = None
+        super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from protos.errors import Misconfigured

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -56,6 +56,7 @@ GATEWAY = (
 )  # fmt: skip
 PLANNER = ("planner.autoscale", "router.ttft_ms", "router.tpot_ms")
 Verb = Callable[..., Any]
+MAX_METAVAR = 40  # characters; more choices are listed in the help, where lines are wrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +150,14 @@ def option(path: str) -> Any:
     suffix = f" Default: {default}." if default not in ("", None, MISSING) else ""
     name = "--" + (declared.flag or declared.name).replace("_", "-")
     is_number = declared.kind in (int, float)
+    choices = [str(one) for one in get_args(declared.kind)] if get_origin(declared.kind) is Literal else []
+    metavar = declared.unit.upper()
+    if len("|".join(choices)) > MAX_METAVAR:
+        metavar, suffix = "NAME", f"{suffix} One of {', '.join(choices)}."
     return typer.Option(
         f"{name}/--no-{name[2:]}" if declared.kind is bool else name,
         help=declared.help + suffix,
-        metavar=declared.unit.upper() or None,
+        metavar=metavar or None,
         envvar=declared.variable or None,
         show_envvar=bool(declared.variable),
         min=declared.least if is_number else None,

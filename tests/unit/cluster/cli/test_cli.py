@@ -52,6 +52,39 @@ def test_every_verb_exists_and_describes_itself(name: str) -> None:
     assert "MISSING" not in shown, "a setting without a default"
 
 
+@pytest.mark.parametrize("columns", [80, 140])
+@pytest.mark.parametrize("name", VERBS)
+def test_help_is_whole_in_a_narrow_and_in_a_wide_terminal(
+    name: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of flags were cut with an ellipsis, and prose had a fifth of the width."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERMINAL_WIDTH", str(columns))
+    shown = run(name, "--help")
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= columns
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("status --url http://127.0.0.1:9", 1),  # nothing answers there
+        ("nonsense", 2),
+        ("status --nonsense", 2),
+        ("scale prefill=x", 2),
+        ("why --capacity request", 2),
+        ("--version", 0),
+    ],
+)
+def test_exit_codes_are_1_for_a_failure_and_2_for_a_wrong_command(
+    words: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["baton", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+
+
 def test_the_settings_in_force_are_printed() -> None:
     assert "prefill_chunk = 64" in run("config", "--model", "m", "--set", "worker.prefill_chunk=64")
     assert "there is no folder or file m" in run("config", "--model", "m"), (
