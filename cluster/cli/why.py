@@ -85,13 +85,13 @@ def recent_table(requests: Sequence[View]) -> RenderableType:
         spare=("between tokens", "cached", "output", "prompt"),
     )  # fmt: skip
     for one in requests:
-        state = one["outcome"] or one["state"]
+        state = _state(one)
         table.add_row(
             one["request_id"],
             state,
             f"{one['prompt_tokens']:,}",
             f"{one['cached_tokens']:,}",
-            f"{one['output_tokens']:,}",
+            "-" if one.get("embedding", False) else f"{one['output_tokens']:,}",
             _seconds(one["ttft_s"]),
             _seconds(one["tpot_s"]),
             one["prefill"] or "-",
@@ -107,40 +107,48 @@ def explanation(answer: View) -> RenderableType:
     for job in answer["jobs"]:
         parts += ["", _headline(job)] if parts else [_headline(job)]
         for choice in job["choices"]:
-            parts += ["", _decision(choice), _costs(choice)]
+            parts += ["", _decision(choice, job.get("embedding", False)), _costs(choice)]
             parts += [_shadow(one) for one in choice["shadows"]]
         parts += _meanings(job["choices"])
-        parts += ["", _timeline(job["timeline"])]
+        parts += ["", _timeline(job["timeline"], job.get("embedding", False))]
         if job["job"] in misses:
             parts += ["", *_cache(misses[job["job"]])]
     return Group(*parts)
 
 
 def _headline(job: View) -> Text:
-    state = job["outcome"] or job["state"]
-    figures = (
-        f"{job['prompt_tokens']:,} prompt tokens, {job['cached_tokens']:,} of them cached; "
-        f"{job['output_tokens']:,} tokens written"
+    state = _state(job)
+    figures = f"{job['prompt_tokens']:,} prompt tokens, {job['cached_tokens']:,} of them cached; "
+    figures += (
+        "a vector, no tokens written" if job.get("embedding", False) else f"{job['output_tokens']:,} tokens written"
     )
     if job["drafted_tokens"]:
         figures += f", {job['accepted_drafts']:,} of them accepted of {job['drafted_tokens']:,} drafted"
     if job["paused_drafts"]:
         figures += f"; drafts of {', '.join(job['paused_drafts'])} were paused, since they did not pay"
     if job["ttft_s"] is not None:
-        figures += f"; TTFT {_seconds(job['ttft_s'])}, from its arrival at the gateway"
+        named = "computed in" if job.get("embedding", False) else "TTFT"
+        figures += f"; {named} {_seconds(job['ttft_s'])}, from its arrival at the gateway"
     style = "green" if job["outcome"] in ("stop", "length") else "yellow" if not job["outcome"] else "red"
     heading = Text.assemble((job["request_id"], "bold"), f" ({job['job']}): ", (state, style), f". {figures}")
     return heading.append(f"\n{job['message']}") if job["message"] else heading
 
 
-def _decision(choice: View) -> Text:
-    way = (
-        f"{choice['prefill']} prefills, {choice['decode']} decodes"
-        if choice["prefill"]
-        else f"{choice['decode']} alone"
-    )
+def _state(job: View) -> str:
+    """A vector ends by no reason of an answer."""
+    return "done" if job.get("embedding", False) and job["outcome"] == "length" else job["outcome"] or job["state"]
+
+
+def _decision(choice: View, is_vector: bool) -> Text:
+    if choice["decode"] is None:
+        way = f"{choice['prefill']} computes the vector, no worker decodes"
+    elif choice["prefill"]:
+        way = f"{choice['prefill']} prefills, {choice['decode']} decodes"
+    else:
+        way = f"{choice['decode']} alone"
     reason = f" ({choice['single_worker']})" if choice["single_worker"] else ""
-    lines = _predicted("decision to first token", "ttft_s", choice), _predicted("between tokens", "tpot_s", choice)
+    lines = [_predicted(f"decision to {'vector' if is_vector else 'first token'}", "ttft_s", choice)]
+    lines += [] if is_vector else [_predicted("between tokens", "tpot_s", choice)]
     details = "".join(f"\n  {line}" for line in lines)
     return Text.assemble(f"after {_seconds(choice['at_s'])}, {choice['policy']}: ", (way, "bold"), f"{reason}{details}")
 
@@ -155,13 +163,14 @@ def _predicted(what: str, name: str, choice: View) -> str:
 
 def _costs(choice: View) -> Sheet:
     """Every candidate's total and terms, in one table for prefill and one for decode."""
-    names = list(dict.fromkeys(name for one in choice["scores"] for name in _terms(one)))
+    scores = _scores(choice)
+    names = list(dict.fromkeys(name for one in scores for name in _terms(one)))
     cached = {one["worker_id"]: _cached(one) for one in choice["candidates"]}
     named, scale = shown_unit(choice["cost_unit"])
     unit = f" ({named})" if named else ""
     table = _table("", "worker", f"total{unit}", "role", "cached", *(f"{name}{unit}" for name in names))
     chosen = (choice["prefill"], choice["decode"])
-    for one in sorted(choice["scores"], key=lambda one: (one["role"] != "prefill", one["total"])):
+    for one in sorted(scores, key=lambda one: (one["role"] != "prefill", one["total"])):
         terms = _terms(one)
         table.add_row(
             Text(one["worker_id"], "bold green" if one["worker_id"] in chosen else ""),
@@ -173,9 +182,14 @@ def _costs(choice: View) -> Sheet:
     return table
 
 
+def _scores(choice: View) -> Sequence[View]:
+    """Without those of decode workers where none decodes."""
+    return [one for one in choice["scores"] if one["role"] != "decode" or choice["decode"] is not None]
+
+
 def _meanings(choices: Sequence[View]) -> Iterator[Text]:
     """The columns that have values."""
-    names = {name for choice in choices for one in choice["scores"] for name in _terms(one)}
+    names = {name for choice in choices for one in _scores(choice) for name in _terms(one)}
     for name, meaning in MEANINGS.items():
         if name in names:
             yield Text(f"  {name}: {meaning}", "dim")
@@ -197,13 +211,14 @@ def _shadow(one: View) -> str:
     return f"{one['policy']} would have taken {way}: first token {1000 * one['ttft_difference_s']:+,.1f} ms"
 
 
-def _timeline(events: Sequence[View]) -> Sheet:
+def _timeline(events: Sequence[View], is_vector: bool) -> Sheet:
     table = _table("", "at", "what", "")
+    of_answers = {"max_tokens", "tokens", "reason", "decode"} if is_vector else set()
     for event in events:
-        more = ", ".join(
-            f"{name} {value}" for name, value in event.items() if name not in ("at_s", "what") and value != ""
-        )
-        table.add_row(f"{event['at_s']:.3f} s", event["what"], more)
+        facts = {name: value for name, value in event.items() if name not in {"at_s", "what"} | of_answers}
+        what = "vector computed" if is_vector and event["what"] == "first token" else event["what"]
+        more = ", ".join(f"{name} {value}" for name, value in facts.items() if value != "")
+        table.add_row(f"{event['at_s']:.3f} s", what, more)
     return table
 
 

@@ -155,6 +155,7 @@ class RequestSummary(Reply):
     policy: str | None
     prefill: str | None
     decode: str | None
+    embedding: bool
     decisions: int
     failures: int
 

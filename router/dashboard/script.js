@@ -200,6 +200,7 @@
   // -- why a request went where it went -------------------------------------------------------------------------------
 
   function way(choice) {
+    if (choice.decode === null) return `${choice.prefill} computes the vector`;
     return choice.prefill ? `${choice.prefill} prefills, ${choice.decode} decodes` : `${choice.decode} alone${choice.single_worker ? ` (${choice.single_worker})` : ""}`;
   }
 

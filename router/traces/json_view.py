@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from router.policies.base import Decision
 from router.policies.costs import LatencyEstimate
 from router.traces.request_trace import DecisionRecord, RequestTrace
 from router.traces.shadow import ShadowPolicy
@@ -35,7 +36,8 @@ def summary(record: RequestTrace, wall_offset_s: float) -> View:
         "seconds": _since(record, timestamps.ended_s),
         "policy": choice.decision.policy if choice else None,
         "prefill": choice.decision.prefill if choice else None,
-        "decode": choice.decision.decode if choice else None,
+        "decode": _decode(record, choice.decision) if choice else None,
+        "embedding": bool(record.job.sampling.pooling),
         "decisions": len(record.choices),
         "failures": record.num_failures,
     }
@@ -86,7 +88,7 @@ def _choice(record: RequestTrace, choice: DecisionRecord) -> View:
         "at_s": choice.at_s - record.received_s,
         "policy": decision.policy,
         "prefill": decision.prefill,
-        "decode": decision.decode,
+        "decode": _decode(record, decision),
         "single_worker": decision.single_worker,
         "cost_unit": decision.cost_unit,
         "expected": choice.estimate,
@@ -108,6 +110,11 @@ def _choice(record: RequestTrace, choice: DecisionRecord) -> View:
         ],
         "measured": _measured(record, choice.estimate) if choice is record.choices[-1] else None,
     }
+
+
+def _decode(record: RequestTrace, decision: Decision) -> str | None:
+    """None for a vector that a prefill worker computes: no worker decodes."""
+    return None if record.job.sampling.pooling and decision.prefill is not None else decision.decode
 
 
 def _measured(record: RequestTrace, expected: LatencyEstimate) -> View:

@@ -65,6 +65,7 @@ class Sequence:
         self.num_made = 0
 
 
+VECTOR = bytes(4 * 8)  # of float32
 LANE_KEY = "of the rendezvous server of lanes"
 
 
@@ -196,6 +197,7 @@ class FakeWorker:
             finish_reason=reason,
             num_cached_tokens=self.cached if first else 0,
             num_prompt_computed=len(request.prompt_ids) if first and request.tells_progress else 0,
+            embedding=VECTOR if request.sampling.pooling else b"",
         )
 
     def _hands_over(self, request: GenerateRequest) -> bool:

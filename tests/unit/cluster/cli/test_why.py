@@ -86,6 +86,26 @@ async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(re.search(rf"^  {term}: ", told, re.MULTILINE) for term in terms), "every cost is explained"
 
 
+async def test_a_vector_is_computed_and_nothing_decodes(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = Cluster(policy="slo")
+    try:
+        await cluster.add("p0", "d0")
+        async with operating(cluster) as (client, _):
+            body, named = {"model": "tiny", "input": PROMPT}, {"x-baton-request-id": "mine"}
+            assert (await client.post("/v1/embeddings", json=body, headers=named)).status_code == 200
+            for request in ("mine", ""):
+                await asyncio.to_thread(why, request, str(client.base_url))
+    finally:
+        await cluster.close()
+    explained, listed = capsys.readouterr().out.split("Requests")
+    assert "p0 computes the vector, no worker decodes" in explained
+    assert "a vector, no tokens written; computed in" in explained
+    assert "vector computed" in explained
+    for word in ("d0", "TTFT", "between tokens", "to first token", "length"):
+        assert word not in explained, explained
+    assert re.search(r"^mine +done +\d+ +0 +- +[\d.,]+ m?s +- +p0 +- *$", listed, re.MULTILINE), listed
+
+
 async def test_costs_that_are_no_time_have_no_unit(capsys: pytest.CaptureFixture[str]) -> None:
     cluster = Cluster(policy="least_loaded")
     try:
