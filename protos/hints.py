@@ -40,6 +40,11 @@ def encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def extra_command(extra: str) -> str:
+    """The command that installs an optional dependency. Baton is on no package index."""
+    return f".venv/bin/pip install -e '.[{extra}]' in Baton's checkout"
+
+
 def counted(num: int, noun: str) -> str:
     """1 thread, 2 threads."""
     return f"{num:,} {noun}{'' if num == 1 else 's'}"

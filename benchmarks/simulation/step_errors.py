@@ -1,6 +1,6 @@
 """Compares `baton simulate`'s step times with measured kernels (NVIDIA's aiconfigurator).
 
-    pip install 'baton[aiconfigurator]'
+    .venv/bin/pip install -e '.[aiconfigurator]'
     python -m benchmarks.simulation.step_errors
 
 writes the points to benchmarks/results/step-times.json, and the table into benchmarks/results/simulation.md.

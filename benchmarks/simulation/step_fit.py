@@ -1,6 +1,6 @@
 """Fits the roofline of `baton simulate` to the measured kernels of NVIDIA's aiconfigurator.
 
-    pip install 'baton[aiconfigurator]'
+    .venv/bin/pip install -e '.[aiconfigurator]'
     python -m benchmarks.simulation.step_fit          # writes cluster/simulate/latency/fitted.json
     python -m benchmarks.simulation.step_errors       # then: the table of errors in benchmarks/results
 

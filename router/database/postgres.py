@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from protos.errors import Misconfigured, Unavailable
+from protos.hints import extra_command
 from router.database.database import BUSY_S, Dialect, Prepare, RejectedValue, Row, Transaction
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def checked(url: str) -> str:
         raise Misconfigured(wrong, param=SETTING) from error
     except ImportError as error:
         raise Misconfigured(
-            f"{SETTING} needs the package psycopg: pip install 'baton[postgres]'", param=SETTING
+            f"{SETTING} needs the package psycopg: {extra_command('postgres')}", param=SETTING
         ) from error
     try:
         conninfo_to_dict(url)

@@ -16,6 +16,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from protos.errors import Misconfigured, NotFound, Unavailable
+from protos.hints import extra_command
 from router.files.contents import ABANDONED_S, ContentWriter
 
 SCHEME = "s3://"
@@ -38,7 +39,7 @@ class S3Contents:
             from botocore.exceptions import BotoCoreError, ClientError
         except ImportError as error:
             raise Misconfigured(
-                f"{_SETTING}: {url} needs the package boto3: pip install 'baton[s3]'", param=_SETTING
+                f"{_SETTING}: {url} needs the package boto3: {extra_command('s3')}", param=_SETTING
             ) from error
         if not self._bucket:
             raise Misconfigured(f"{_SETTING}: {url} has no bucket: give s3://BUCKET/PREFIX", param=_SETTING)

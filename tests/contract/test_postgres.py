@@ -79,7 +79,7 @@ def test_a_server_that_is_not_there_is_named_without_its_password(tmp_path: Path
 
 def test_without_the_package_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", None)
-    with pytest.raises(Misconfigured, match=r"pip install 'baton\[postgres\]'"):
+    with pytest.raises(Misconfigured, match=r"\.venv/bin/pip install -e '\.\[postgres\]'"):
         PostgresDatabase("postgresql://u@h/x", "batches", prepare)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from cluster.simulate.latency.base import StepWork
 from cluster.simulate.latency.shapes import BFLOAT16, FP8_BLOCK
 from protos.errors import Misconfigured
+from protos.hints import extra_command
 
-INSTALL = "pip install 'baton[aiconfigurator]' (or pip install aiconfigurator-core)"
 BACKEND = "trtllm"
 """The library whose kernels were measured: aiconfigurator's default."""
 SYSTEMS = {"a100": "a100_sxm", "h100": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm"}
@@ -158,8 +158,8 @@ def _compile(gpu: str, model: str, tp: int, dtype: str, backend: str) -> Any:
         sdk = import_module("aiconfigurator_core.sdk")
     except ImportError as error:
         raise Misconfigured(
-            f"--latency aiconfigurator: NVIDIA's package of measured kernels is not installed: {INSTALL}, or leave "
-            "out --latency: the built-in roofline is fitted to it",
+            "--latency aiconfigurator: NVIDIA's package of measured kernels is not installed: "
+            f"{extra_command('aiconfigurator')}, or leave out --latency: the built-in roofline is fitted to it",
             param="latency",
         ) from error
     _check("--gpu", gpu, SYSTEMS)

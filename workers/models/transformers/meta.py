@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from protos.errors import Misconfigured
+from protos.hints import extra_command
 from protos.model_files.fields import Fields
 from workers.models.transformers.attention import SERVED, register
 from workers.models.transformers.ropes import rope_parameters
 from workers.models.transformers.tracing import refused, takes
 
-INSTALL = "pip install 'baton[transformers]'"
 _LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 
 
@@ -24,7 +24,7 @@ def imported(name: str) -> Any:
     except ImportError as error:
         raise Misconfigured(
             f"{name} is none of Baton's own architectures, and the package transformers, which may run it, is not "
-            f"installed: {INSTALL}",
+            f"installed: {extra_command('transformers')}",
             param="model",
         ) from error
     transformers.logging.set_verbosity_error()

@@ -263,7 +263,7 @@ def test_without_the_package_its_installation_is_told(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "aiconfigurator_core.sdk", None)
     result = call(*SMALL, "--latency", "aiconfigurator")
     assert isinstance(result.exception, Misconfigured)
-    assert "pip install 'baton[aiconfigurator]'" in result.exception.message
+    assert ".venv/bin/pip install -e '.[aiconfigurator]' in Baton's checkout" in result.exception.message
 
 
 def test_times_of_measured_kernels_are_near_those_of_the_roofline_in_a_simulation(tmp_path: Path) -> None:
