@@ -159,7 +159,7 @@ class BatchConfig(CheckedSettings):
     max_lines: int = setting(50_000, "Most requests of a batch.", least=1, most=10**6)
     max_running: int = setting(256, "Requests of batches that run at a time in a gateway process.", least=1, most=4096)
     slowdown: float = setting(
-        1.05, "How many times longer steps of people's requests may become by batches beside them.", least=1, most=100
+        1.08, "How many times longer steps of people's requests may become by batches beside them.", least=1, most=100
     )
     lease_s: float = setting(
         10.0, "Another gateway process goes on with a batch whose owner is silent for this long.", least=0.5, most=3600

@@ -4,6 +4,12 @@
 
 The batch has prompts of 20 families: a prefix that a family shares, and a part of each line's own. Its lines run
 through `router.admission.idle`, as in a gateway, in the order in which a gateway runs them.
+
+Idle tokens are what a batch would compute in the share of the cluster that people leave:
+
+    idle tokens/s = (1 - people's tokens/s / those at saturation) * the batch's tokens/s alone
+
+each with prompts and answers of its own kind, cached tokens left out; saturation is people's load at 50 times its rate.
 """
 
 from __future__ import annotations
@@ -12,22 +18,27 @@ import argparse
 import asyncio
 import random
 from collections.abc import Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from benchmarks.output import write_figures
 from cluster.bench.report import RequestRecord
 from cluster.bench.workload import Lengths
 from cluster.config.config import PoolsConfig
 from cluster.simulate.run.config import SimulationConfig, hardware_spec, read_settings, simulated_router
 from cluster.simulate.run.deployment import SimulatedDeployment
-from cluster.simulate.run.simulation import simulate
+from cluster.simulate.run.simulation import SimulationOutcome, simulate
 from cluster.simulate.world.workload import GeneratedLoad, UserSession, generated
 from protos.values import SamplingParams
+from router.config import BatchConfig
 from router.jobs import Job
 
 NUM_FAMILIES = 20
 AT_ONCE = 256
 PROMPT_IDS = 256
+CROWD = 50
+"""Times people's rate, at which they take the whole cluster."""
 
 
 @dataclass(slots=True)
@@ -40,6 +51,11 @@ class BatchBeside:
     shared: int = 0
     output: int = 0
     lines: int = 0
+
+    @property
+    def computed(self) -> int:
+        """Tokens of prompts and answers that no cache had."""
+        return self.prompt_tokens - self.cached + self.output
 
 
 def lines(prefix: int, own: int, output: int, a_family: int, seed: int) -> Sequence[Job]:
@@ -110,6 +126,20 @@ def shown(name: str, records: Sequence[RequestRecord]) -> tuple[float, float]:
     return figures[1], figures[3]
 
 
+def fed(
+    config: SimulationConfig, sessions: Sequence[UserSession], args: argparse.Namespace
+) -> tuple[BatchFeeder, SimulationOutcome]:
+    """A simulation with a batch beside the sessions."""
+    feeder = BatchFeeder(lines(args.prefix, args.own, args.output, args.lines_a_family, args.seed), args.prefix)
+    return feeder, simulate(config, sessions, steer=feeder.steer)
+
+
+def served(outcome: SimulationOutcome) -> float:
+    """People's tokens/s, of prompts and answers."""
+    ended = [one for one in outcome.records if not one.error]
+    return sum(one.num_prompt + one.num_output for one in ended) / outcome.duration_s
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3-8b")
@@ -121,8 +151,9 @@ def main() -> None:
     parser.add_argument("--own", type=int, default=256, help="tokens of a line's own")
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--lines-a-family", type=int, default=50)
-    parser.add_argument("--slowdown", type=float, default=1.05)
+    parser.add_argument("--slowdown", type=float, default=BatchConfig().slowdown)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     router = simulated_router("slo")
     config = SimulationConfig(
@@ -139,9 +170,7 @@ def main() -> None:
     )  # fmt: skip
     sessions: list[UserSession] = generated("poisson", load)
     alone = simulate(config, sessions)
-    feeder = BatchFeeder(lines(args.prefix, args.own, args.output, args.lines_a_family, args.seed), args.prefix)
-    with suppress(asyncio.CancelledError):
-        beside = simulate(config, sessions, steer=feeder.steer)
+    feeder, beside = fed(config, sessions, args)
     before, after = shown("people alone", alone.records), shown("beside a batch", beside.records)
     got, seconds = feeder.got, beside.duration_s
     people = sum(one.num_prompt + one.num_output for one in beside.records) / seconds
@@ -150,6 +179,20 @@ def main() -> None:
         f"batch: {got.lines} lines, {(got.prompt_tokens + got.output) / seconds:,.0f} tokens/s beside people's "
         f"{people:,.0f}; {got.output / seconds:,.0f} of an answer"
     )
+    crowd = simulate(config, generated("poisson", replace(load, rate=CROWD * args.rate)))
+    quiet: list[UserSession] = generated("poisson", replace(load, num_requests=2, rate=2 / alone.duration_s))
+    lone, empty = fed(config, quiet, args)
+    used = served(beside) / served(crowd)
+    idle = (1 - used) * lone.got.computed / empty.duration_s
+    print(
+        f"people take {used:.0%} of the cluster; alone the batch computes {lone.got.computed / empty.duration_s:,.0f} "
+        f"tokens/s, beside them {got.computed / seconds:,.0f}: {got.computed / seconds / idle:.0%} of the idle tokens"
+    )
+    write_figures(
+        args.json, ttft_ratio=after[0] / before[0], tpot_ratio=after[1] / before[1], lines=got.lines,
+        people_tokens_per_s=people, batch_tokens_per_s=(got.prompt_tokens + got.output) / seconds,
+        computed_per_s=got.computed / seconds, idle_per_s=idle, cached_share=got.cached / max(1, got.shared),
+    )  # fmt: skip
     if got.shared:
         print(f"cached share of what {len(feeder.begun)} families share: {got.cached / got.shared:.3f}")
 

@@ -149,6 +149,7 @@ class Seat:
     number: int
     request_id: str
     worker_id: str = ""
+    has_token: bool = False
     leaves: bool = False
 
 
@@ -202,6 +203,9 @@ class IdleAdmission:
 
     @property
     def _own(self) -> Counter[str]:
+        for seat in self._seats.values():
+            if not seat.worker_id:
+                seat.worker_id = self._decided(seat.request_id)
         return Counter(seat.worker_id for seat in self._seats.values() if not seat.leaves)
 
     def _people_wait(self) -> bool:
@@ -262,13 +266,13 @@ class IdleAdmission:
 
     def _leaves(self, seat: Seat) -> bool:
         """Whether the job is suspended now. Decides about all jobs, not more often than every `LOOK_S`."""
-        if not seat.worker_id:
-            seat.worker_id = self._decided(seat.request_id)
+        seat.has_token = True
         now = loop_time()
         if now - self._looked_s >= LOOK_S:
             self._looked_s = now
             own, table = self._own, self._fleet.candidates(NO_MATCH, 1)
-            self._mark(to_shed(table, self._limits, own, people_wait=self._people_wait(), num_unplaced=own[""]))
+            unread = sum(not one.has_token for one in self._seats.values())
+            self._mark(to_shed(table, self._limits, own, people_wait=self._people_wait(), num_unplaced=unread))
         return seat.leaves
 
     def _mark(self, shed: Counter[str]) -> None:

@@ -117,6 +117,34 @@ async def test_a_suspended_job_goes_on_behind_its_tokens() -> None:
     assert len({one.request_id for one in jobs}) == len(jobs), "a worker may still have the run before"
 
 
+async def test_jobs_whose_prompts_are_being_read_are_not_taken_for_people() -> None:
+    """A batch alone on a worker goes up to the objective; people on it would allow a tenth more, which is nobody."""
+    running = 0
+
+    class Steep(_Fleet):
+        def candidates(self, matched: object, num_tokens: int) -> CandidateTable:
+            return table(worker(num_requests=running, step_time=Line(fixed_s=0.01, each_s=0.002)))
+
+        async def wait(self, *, until: float) -> None:
+            await asyncio.Event().wait()
+
+    async def generate(job: Job, sink: object = None) -> AsyncGenerator[TokenDelta, None]:
+        nonlocal running
+        running += 1
+        await asyncio.Event().wait()
+        yield TokenDelta(token_ids=(1,))
+
+    idle = IdleAdmission(generate, fleet=Steep(), limits=LIMITS, num_waiting=lambda: 0, decided=lambda request_id: "w")
+    job = Job(request_id="j", group_id="j", prompt_ids=(1, 2), sampling=SamplingParams(seed=0, max_tokens=6))
+    lines = [asyncio.create_task(anext(idle(job))) for _ in range(30)]
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert running == 20, "steps of 50 ms"
+    for line in lines:
+        line.cancel()
+    await asyncio.wait(lines)
+
+
 class _SmallFleet(_Fleet):
     """Room for jobs of at most `most` blocks; each look at its load is an event for the test."""
 
