@@ -156,7 +156,8 @@ async def node(*arguments: str) -> str:
 
 
 TOLD = [
-    f"Baton {version('baton')} tiny", "ready", "as of .*", r"requests in flight \| 1 \|", r"requests ended \| 2 \|",
+    f"Baton {version('baton')} tiny", "ready, but d1 is lost .*", "as of .*",
+    r"requests in flight \| 1 \|", r"requests ended \| 2 \|",
     r"prefill \| 1/1 \|.*", r"decode \| 1/2 \| .* \| 0 \| 0 \| 0 B \|", r"first token( \| [\d.]+ m?s){3} \| 2 \|",
     r"invalid_request \| 1 \|", r"p0 \| ready \| cpu \| 127.0.0.1:.*", r"d0 \| ready \| cpu \| 127.0.0.1:.*",
     r"d1 \| lost: .* \| cpu \| 127.0.0.1:\d+( \| -){6} \|", r"running \| .* \| running \| 30 \| .* \| d0 \|",
