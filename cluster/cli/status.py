@@ -106,11 +106,13 @@ def _reason(worker: Worker) -> Text:
 
 def _headline(status: Mapping[str, Any], url: str) -> Text:
     ready = Text("ready", "bold green") if status["ready"] else Text(f"not ready: {status['reason']}", "bold red")
+    if asleep := status.get("asleep"):
+        ready = Text(str(asleep), "bold yellow")
     joint = ", but " if status["ready"] else "; "
     degraded = (joint, (status["degraded"], "yellow")) if status.get("degraded") else ()
     others = [f"{url}/models/{name}" for name in status.get("models", ())[1:]]
     beside = f"\nother models, each with a status of its own (--url): {', '.join(others)}" if others else ""
-    return Text.assemble((status["model"], "bold"), f" at {url} is ", ready, *degraded, beside)
+    return Text.assemble((status["model"], "bold"), f" at {url}{': ' if asleep else ' is '}", ready, *degraded, beside)
 
 
 def _fleet(capacity: Mapping[str, Any] | None, now: Callable[[], float] = time.time) -> list[Text]:
@@ -120,11 +122,13 @@ def _fleet(capacity: Mapping[str, Any] | None, now: Callable[[], float] = time.t
     latest, waiting = capacity["changes"][-1], ", ".join(capacity["waiting_for"])
     ago = _duration(max(0.0, now() - latest["at_s"]))
     why = f" ({latest['why']})" if latest["why"] else ""
-    outcome = f": {latest['reason']}" if latest["reason"] else f": waiting for {waiting}" if waiting else ""
+    outcome = f"{latest['state']}: {latest['reason']}" if latest["reason"] else latest["state"]
+    if waiting and not latest["reason"]:
+        outcome = f"waiting for {waiting}"
     style = {"failed": "red", "under way": "yellow"}.get(latest["state"], "yellow" if waiting else "")
     return [
         Text(f"fleet: {fleet_words(capacity['desired'])}", style),
-        Text(f"       changed {ago} ago by {latest['who'] or 'an operator'}{why}, {latest['state']}{outcome}", style),
+        Text(f"       changed {ago} ago by {latest['who'] or 'an operator'}{why}, {outcome}", style),
     ]
 
 
@@ -196,7 +200,7 @@ def _workers(workers: Sequence[Worker]) -> Sheet:
         reason = worker["reason"] if len(worker["reason"]) <= SHORT else ""
         state = f"{worker['state']}: {reason}" if reason else worker["state"]
         table.add_row(
-            worker["worker_id"],
+            _name(worker),
             Text(state, STYLES.get(worker["state"], "")),
             worker["address"],
             str(info.get("process_id") or "-"),
@@ -204,6 +208,13 @@ def _workers(workers: Sequence[Worker]) -> Sheet:
             *(_load(worker) if worker["state"] in HERE else ["-"] * 6),
         )
     return table
+
+
+def _name(worker: Worker) -> str:
+    """With its role, where a flip has made that another one than the name says."""
+    worker_id, role = str(worker["worker_id"]), _pool(worker)
+    named = worker_id.rpartition("-")[0]
+    return f"{worker_id} ({role})" if named in POOLS and worker["info"] and named != role else worker_id
 
 
 def _load(worker: Worker) -> list[str]:

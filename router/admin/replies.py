@@ -47,13 +47,15 @@ class StatusReply(Reply):
     """`models`: every model behind this address; the rest is of the first one, `model`.
 
     `kv` is null for a worker that does not answer in time, `capacity` for an owner of the fleet that does not.
-    `processes`: the gateway's processes; empty if it is one process."""
+    `processes`: the gateway's processes; empty if it is one process. `asleep`: what a request waits for while the fleet
+    has no workers; "" while it is awake."""
 
     model: str
     models: list[str]
     ready: bool
     degraded: str
     reason: str
+    asleep: str
     workers: list[WorkerStatus]
     kv: dict[str, Held | None]
     processes: list[ProcessStatus]

@@ -30,7 +30,7 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
     async def status(request: Request) -> Response:
         summary: dict[str, Any] = {
             "model": gateway.card.name, "ready": gateway.ready(), "reason": not_ready(gateway),
-            "models": [one.card.name for one in gateway.each],
+            "models": [one.card.name for one in gateway.each], "asleep": gateway.fleet.asleep(),
         }  # fmt: skip
         workers = gateway.fleet.status()
         summary["degraded"] = degraded(gateway)

@@ -91,7 +91,7 @@ class Crew:
     def __init__(self, *workers: Worker) -> None:
         self.workers = workers or (Worker(),)
         self.is_ready = True
-        self.amiss = ""
+        self.amiss = self.sleeps = ""
         self.stored = ""
         self.loaded_adapters: dict[str, Adapter] = {}
         self.held: dict[str, WorkerStats] = {}
@@ -103,7 +103,7 @@ class Crew:
         return self.is_ready
 
     def asleep(self) -> str:
-        return ""
+        return self.sleeps
 
     def degraded(self) -> str:
         return self.amiss

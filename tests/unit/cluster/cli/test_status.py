@@ -106,10 +106,10 @@ async def test_tables_show_pools_workers_lanes_and_tickets() -> None:
 
 async def test_a_long_reason_is_told_below_the_table_and_cut() -> None:
     reason = "failed to connect to all addresses; " * 10
-    shown = await ask(Crew(Worker(worker_id="decode-9", state="lost", reason=reason, info=PREFILL)))
-    assert ["decode-9", "lost"] in [row[:2] for row in rows(shown)]
+    shown = await ask(Crew(Worker(worker_id="prefill-9", state="lost", reason=reason, info=PREFILL)))
+    assert ["prefill-9", "lost"] in [row[:2] for row in rows(shown)]
     assert "lost:" not in shown
-    assert any(line.startswith("decode-9: failed to connect") and line.endswith("...") for line in shown.splitlines())
+    assert any(line.startswith("prefill-9: failed to connect") and line.endswith("...") for line in shown.splitlines())
 
 
 async def test_how_much_of_the_transfers_was_hidden_is_shown() -> None:
@@ -219,6 +219,14 @@ async def test_a_worker_that_was_never_met_is_missed_although_others_serve() -> 
     ):
         told = (await client.get(f"{url}/ready")).json()
     assert (told["ready"], told["degraded"]) == (True, "never met: prefill-0 is lost (Connection refused)")
+
+
+async def test_a_flipped_worker_is_shown_with_its_role_and_a_sleeping_fleet_as_asleep() -> None:
+    flipped = Crew(Worker(worker_id="prefill-0", info=info("prefill-0", WorkerRole.DECODE), load=LOAD))
+    assert ["prefill-0", "(decode)", "ready"] in [row[:3] for row in rows(await ask(flipped))]
+    resting = Crew()
+    resting.workers, resting.sleeps = (), "the fleet is asleep: the first request is served in about 4 s"
+    assert ": the fleet is asleep: the first request is served in about 4 s" in " ".join((await ask(resting)).split())
 
 
 async def test_a_lost_worker_is_named_although_its_pool_has_another() -> None:
