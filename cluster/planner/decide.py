@@ -36,14 +36,16 @@ from cluster.planner.values import (
     PlannerPace,
     WeighedFleet,
 )
+from protos.hints import counted
 from protos.values import WorkerRole
 
 REACH = 2
 """Workers of a role that one decision may add or remove; more where the fleet is overloaded."""
 SPARE = 0.25
 """Of the missed share that the objective allows: a smaller fleet must miss that much less."""
-SMALL = 0.01
-"""Shares below twice this are compared as they are: the larger of two overloaded fleets is better."""
+SMALL = 0.02
+"""Shares below this are compared by two digits: the larger of two overloaded fleets is better, and a fleet that gains
+nothing by a worker stays."""
 _DRIFT, _DEVIATIONS = 0.02, 2.0
 """What clients saw and what the model says may differ by this share, or by so many deviations of the sample."""
 _LEAST_FACTOR, _MOST_FACTOR, _FASTEST = 0.5, 4.0, 1.5
@@ -110,7 +112,9 @@ class _Planner:
         weighed = sorted(self._candidates(), key=self._order)
         best = weighed[0]
         if dict(best.counts) == self._fleet:
-            return self._keep(self._state(share), share, weighed)
+            keeps = share >= self._objective.attainment
+            hopeless = "" if keeps or self._is_quiet() else "; no fleet within the limits keeps the objective"
+            return self._keep(f"{self._state(share)}{hopeless}", share, weighed)
         if self._shrinks(best.counts) and (held := self._held_back()):
             return self._keep(held, share, weighed)
         if self._shrinks(best.counts):
@@ -122,7 +126,7 @@ class _Planner:
             reason=f"{self._state(share)}; {_named(best.counts)} would {self._serve(best.attainment)}",
             expected=best.attainment,
             expired=self._expired,
-            weighed=tuple(weighed[:_WEIGHED]),
+            weighed=self._shown(weighed),
             memory=memory,
         )
 
@@ -140,7 +144,7 @@ class _Planner:
 
     def _learn(self, memory: PlannerMemory) -> PlannerMemory:
         seen, now = self._seen, self._now
-        peaks = [(at_s, rate) for at_s, rate in memory.peaks if now - at_s <= self._pace.settle_s]
+        peaks = [(at_s, rate) for at_s, rate in memory.peaks if now - at_s <= self._pace.settle_s + seen.window_s]
         until_s = dict.fromkeys(self._expired, now + self._pace.rest_s)
         serving = {role: pool.serving for role, pool in seen.pools.items()}
         is_moving = any(pool.pending_since_s or pool.num_leaving for pool in seen.pools.values())
@@ -190,7 +194,8 @@ class _Planner:
         return expected(self._memory.profile, seen.at_s, self._rate(), self._times.start_s + seen.window_s)
 
     def _peak(self) -> float:
-        return max(self._load, *(rate for _, rate in self._memory.peaks))
+        recent_s = self._now - self._pace.settle_s
+        return max(self._load, *(rate for at_s, rate in self._memory.peaks if at_s >= recent_s))
 
     def _attainment(self, counts: Counts, rate: float) -> float:
         return attainment(counts, rate, self._seen, self._objective, self._memory.factors)
@@ -247,7 +252,7 @@ class _Planner:
         if 1.0 - candidate.attainment <= allowed:
             return (0.0, candidate.cost)
         share = candidate.attainment
-        return (1.0, -(round(share, 2) if share > 2 * SMALL else share), candidate.cost)
+        return (1.0, -(round(share, 2) if share > SMALL else float(f"{share:.1e}")), candidate.cost)
 
     def _shrinks(self, counts: Counts) -> bool:
         return self._num_devices(counts) < self._num_devices(self._fleet)
@@ -258,25 +263,31 @@ class _Planner:
         """Why no worker may go now; "" if one may."""
         seen, pace = self._seen, self._pace
         if seen.num_silent:
-            return f"fewer workers would do by what is known; {seen.num_silent} gateways have not reported enough"
+            return f"fewer workers would do; reports are missing of {counted(seen.num_silent, 'gateway')}"
         if any(pool.num_leaving for pool in seen.pools.values()):
             return "fewer workers would do; one is leaving already"
         if any(pool.pending_since_s for pool in seen.pools.values()) and not self._expired:
             return "fewer workers would do; one is still starting"
         if seen.attainment < self._objective.attainment:
-            return "fewer workers would do by the model, and clients saw another thing"
+            return "fewer workers should do by the model, but requests are late now"
         settled_s = self._now - min(at_s for at_s, _ in self._memory.peaks)
-        if settled_s < pace.settle_s - seen.window_s:
-            return f"fewer workers would do; {pace.settle_s - settled_s:.0f} s more of it are needed"
+        needed_s = max(pace.settle_s - seen.window_s, min(pace.settle_s, seen.window_s))
+        if settled_s < needed_s:
+            return f"fewer workers would do; the load must stay so for {needed_s - settled_s:.0f} s more"
         rested_s = self._now - self._memory.shrunk_s
         if rested_s < pace.rest_s:
             return f"fewer workers would do; the last one went {rested_s:.0f} s ago"
         return ""
 
+    def _shown(self, weighed: Sequence[WeighedFleet]) -> tuple[WeighedFleet, ...]:
+        """The best ones, and the present one."""
+        best = tuple(weighed[:_WEIGHED])
+        return (*best, *(one for one in weighed[_WEIGHED:] if dict(one.counts) == self._fleet))
+
     def _keep(self, reason: str, share: float, weighed: Sequence[WeighedFleet] = ()) -> FleetDecision:
         return FleetDecision(
             at_s=self._now, counts=self._fleet, reason=reason, expected=share, expired=self._expired,
-            weighed=tuple(weighed[:_WEIGHED]), memory=self._memory,
+            weighed=self._shown(weighed), memory=self._memory,
         )  # fmt: skip
 
     def _serve(self, share: float) -> str:

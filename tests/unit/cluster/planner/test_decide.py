@@ -19,6 +19,7 @@ from cluster.planner.values import (
     LoadFactors,
     Observation,
     PlannerMemory,
+    PlannerPace,
     PoolObservation,
 )
 from protos.values import WorkerRole
@@ -284,6 +285,37 @@ def test_where_no_fleet_can_meet_the_objective_the_line_still_does_not_grow_for_
     decision = planned(overloaded, {P: 1, D: 1})
     assert decision.counts[P] >= 3
     assert decision.counts[D] == 1
+
+
+def test_workers_that_gain_nothing_are_not_added_where_no_fleet_keeps_the_objective() -> None:
+    """An operator was advised three prefill workers for 1.5 % in time, as one had."""
+    strict, fleet = replace(OBJECTIVE, ttft_s=0.005), {P: 1, D: 1}
+    observation = replace(seen(fleet, 0.5, late=0.99), uncached_tokens=(10.0, *[3000.0] * 99))
+    decision = decide(observation, strict, LIMITS, settled(0.5), now=START, desired=fleet)
+    assert 0.0 < decision.expected < 0.02
+    assert decision.counts == fleet
+    assert decision.reason.endswith("no fleet within the limits keeps the objective")
+
+
+def test_a_fleet_that_has_just_begun_is_not_made_smaller_before_its_load_is_known() -> None:
+    """`settle_s` below the window of an observation let the first look end workers, 3 s after the start."""
+    pace, memory, fleet = PlannerPace(settle_s=40.0), PlannerMemory(), {P: 1, D: 3}
+    gone_after_s = None
+    for second in range(0, 120, 3):
+        decision = decide(
+            seen(fleet, 0.0, at_s=START + second),
+            OBJECTIVE,
+            LIMITS,
+            memory,
+            now=START + second,
+            desired=fleet,
+            pace=pace,
+        )
+        memory = decision.memory
+        if decision.counts != fleet:
+            gone_after_s = second
+            break
+    assert gone_after_s == 42
 
 
 def test_a_pool_sleeps_beside_the_other_and_wakes_when_that_is_late() -> None:
