@@ -305,5 +305,5 @@ def test_a_bucket_needs_a_database_and_a_package(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(Misconfigured, match=r"'s3://files' without router\.database"):
         RouterConfig(model_path=Path("m"), model_name="m", batch=BatchConfig(folder="s3://files"))
     monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(Misconfigured, match=r"pip install 'baton\[s3\]'"):
+    with pytest.raises(Misconfigured, match=r"pip install -e '\.\[s3\]'"):
         S3Contents("s3://files")

@@ -142,7 +142,7 @@ def test_linear_weights_may_be_rounded_as_they_are_loaded(checkpoint: Checkpoint
 def test_without_the_package_the_error_has_its_command(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = checkpoint("gpt_neox")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(Misconfigured, match=r"GPTNeoXForCausalLM is none of .*pip install 'baton\[transformers\]'"):
+    with pytest.raises(Misconfigured, match=r"GPTNeoXForCausalLM is none of .*pip install -e '\.\[transformers\]'"):
         read_served(folder)
 
 
