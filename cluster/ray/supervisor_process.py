@@ -311,11 +311,9 @@ class SupervisorProcess:
 
     async def _try_resizing(self, order: Resize) -> None:
         """Raises BatonError."""
-        if self._supervisor is None or self._doubts:
-            raise Unavailable(
-                f"{'; '.join(self._doubts.values()) or 'no worker has been planned yet'}: try again later"
-            )
-        nodes, kept = await self._machines.nodes(), self._supervisor.plans
+        nodes = await self._known_nodes()
+        assert self._supervisor is not None, "Ray is used only by a supervisor"
+        kept = self._supervisor.plans
         config = revised(self._config, order.revision)
         self._device = kept[0].device if kept else self._device  # also of workers after a sleep
         pools, tp = config.pools.with_counts(order.counts), config.worker.tp
@@ -330,6 +328,16 @@ class SupervisorProcess:
         )  # fmt: skip
         self._channel.send(Planned(plans=plans, number=order.number))
         await self._supervisor.resize(plans)
+
+    async def _known_nodes(self) -> tuple[NodeResources, ...]:
+        """Raises Unavailable without Ray, also if it is lost meanwhile."""
+        reason = "; ".join(self._doubts.values()) or self._places.trouble
+        if not reason and self._supervisor is not None:
+            try:
+                return await self._machines.nodes()
+            except Exception as error:  # Ray raises plain Exceptions
+                reason = f"Ray cannot list its nodes: {error}"
+        raise Unavailable(f"{reason or 'no worker has been planned yet'}: try again later")
 
     async def _drain(self, grace_s: float) -> None:
         if self._supervisor is not None:

@@ -33,10 +33,13 @@ START_S = 120.0
 
 
 class FiveHosts:
-    """Ray, Redis, the workers' supervisor and a gateway. Below `folder` each host has Ray's files for itself."""
+    """Ray, Redis, the workers' supervisor and a gateway. Below `folder` each host has Ray's files for itself. A pool's
+    node has room for `room` ranks. `keeps_tables`: Ray's head has its tables in Redis."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, room: int = 1, keeps_tables: bool = False) -> None:
         self._folder = folder
+        self._room = room
+        self._keeps_tables = keeps_tables
         self.hosts = SwitchedHosts(5, shadowed=folder / "ray")
         self._running: list[subprocess.Popen[bytes]] = []
         self._deployed: list[Deployed] = []
@@ -57,7 +60,9 @@ class FiveHosts:
         )  # fmt: skip
 
     def head(self) -> None:
-        """Returns when Ray's head serves."""
+        """Returns when Ray's head serves, with the files of a new pod: none."""
+        shutil.rmtree(files := self._folder / f"ray{HEAD}")
+        files.mkdir()
         options = (
             "--head",
             "--port=6379",
@@ -73,7 +78,7 @@ class FiveHosts:
         for number in numbers:
             pool = {PREFILL: "prefill", DECODE: "decode"}[number]
             ports = [f"--{name}={port}" for name, port in ray_ports(pool).items()]
-            head, offered = f"--address={self.hosts.address(HEAD)}:6379", f'--resources={{"{pool}": 1}}'
+            head, offered = f"--address={self.hosts.address(HEAD)}:6379", f'--resources={{"{pool}": {self._room}}}'
             starting.append(self._ray(number, head, "--num-cpus=1", offered, *ports))
         assert [one.wait(START_S) for one in starting] == [0] * len(numbers)
 
@@ -92,6 +97,9 @@ class FiveHosts:
 
     def _run(self, number: int, *command: str) -> subprocess.Popen[bytes]:
         apart = {"TMPDIR": str(self._folder / "ray")}  # for the files of Baton's ranks, too
+        if self._keeps_tables:  # as KubeRay does
+            apart |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
+            apart |= {"RAY_REDIS_ADDRESS": f"{self.hosts.address(REDIS)}:6379"} if number == HEAD else {}
         self._running.append(
             subprocess.Popen(
                 [*self.hosts.command(number), *command],
