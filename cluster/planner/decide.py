@@ -171,7 +171,7 @@ class _Planner:
         seen, rate = self._seen, self._rate()
         first_share = seen.num_begun / max(1, seen.num_ended)
         gap_share = 1.0 - seen.num_slow / max(1, seen.num_begun)
-        patience_s = max(self._pace.rest_s, self._pace.settle_s)
+        patience_s = max(self._pace.rest_s, self._pace.settle_s, seen.window_s)
         kept = math.exp(-elapsed_s / (_FORGET_PATIENCES * patience_s))
 
         def first(factor: float) -> float:

@@ -103,7 +103,7 @@ def settings_for(
     return PlannerSettings(
         objective=FleetObjective(**{name: float(value or 0.0) for name, value in chosen.items()}),
         limits=limits_of(bounds, counted, absent=absent if any(desired.values()) else ()),
-        pace=PlannerPace(settle_s=window_s, rest_s=0.0),
+        pace=PlannerPace(settle_s=0.0, rest_s=0.0),
         window_s=window_s,
         manual_s=0.0,
     )
