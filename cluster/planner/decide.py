@@ -195,7 +195,7 @@ class _Planner:
 
     def _peak(self) -> float:
         recent_s = self._now - self._pace.settle_s
-        return max(self._load, *(rate for at_s, rate in self._memory.peaks if at_s >= recent_s))
+        return max((self._load, *(rate for at_s, rate in self._memory.peaks if at_s >= recent_s)))
 
     def _attainment(self, counts: Counts, rate: float) -> float:
         return attainment(counts, rate, self._seen, self._objective, self._memory.factors)
