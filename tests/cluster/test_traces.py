@@ -33,9 +33,10 @@ ASKED = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": Tr
 
 
 class Collector:
-    """Takes OTLP over HTTP; `refusals` are statuses that it answers first."""
+    """Takes OTLP over HTTP, from `listen` on; `refusals` are statuses that it answers first. Its port is its own before
+    that, and refuses connections."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self) -> None:
         bodies: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         refusals = self.refusals = list[int]()
 
@@ -53,9 +54,13 @@ class Collector:
             def log_message(self, *args: Any) -> None: ...
 
         self._bodies = bodies
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+        self._server.server_bind()
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever)
+
+    def listen(self) -> None:
+        self._server.server_activate()
         self._thread.start()
 
     async def spans(self, path: str = "/v1/traces None") -> list[dict[str, Any]]:
@@ -82,6 +87,7 @@ def traces_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     made = Collector()
+    made.listen()
     yield made
     made.close()
 
@@ -157,15 +163,14 @@ async def test_a_collector_that_is_away_costs_no_request(caplog: pytest.LogCaptu
 
 
 async def test_what_a_collector_missed_is_sent_when_it_is_back() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-    async with serving(TelemetryConfig(endpoint=f"http://127.0.0.1:{port}")) as front:
+    away = Collector()
+    async with serving(TelemetryConfig(endpoint=away.url)) as front:
         await ask(front, traceparent=f"00-{TRACE}-{CALLER}-01")
-        back = Collector(port)
+        away.listen()
         try:
-            spans = await back.spans()
+            spans = await away.spans()
         finally:
-            back.close()
+            away.close()
     assert {one["traceId"] for one in spans} == {TRACE}
     assert front.registry.get_sample_value("baton_traces_total", {"outcome": "sent"}) == 1.0
 
