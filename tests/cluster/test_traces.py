@@ -162,10 +162,13 @@ async def test_a_collector_that_is_away_costs_no_request(caplog: pytest.LogCaptu
     assert "takes no traces, which wait: [Errno 111] Connection refused" in caplog.text
 
 
-async def test_what_a_collector_missed_is_sent_when_it_is_back() -> None:
+async def test_what_a_collector_missed_is_sent_when_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
     away = Collector()
     async with serving(TelemetryConfig(endpoint=away.url)) as front:
         await ask(front, traceparent=f"00-{TRACE}-{CALLER}-01")
+        async with asyncio.timeout(60):
+            while "takes no traces" not in caplog.text:  # noqa: ASYNC110 - a thread says it
+                await asyncio.sleep(0.01)
         away.listen()
         try:
             spans = await away.spans()
