@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,17 @@ class Deployed:
         assert response.status_code == 200, response.text
         return str(response.json()["choices"][0]["text"])
 
+    @contextmanager
+    def streaming(self, prompt: str, *, max_tokens: int) -> Iterator[Iterator[str]]:
+        """A greedy answer of `max_tokens` on its way: its first token was read. Yields the data of the other events."""
+        body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60.0) as response:
+            events = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+            assert response.status_code == 200, response.read()
+            assert json.loads(next(events))["choices"]
+            yield events
+
     def status(self) -> Any:
         return httpx.get(f"{self.url}/admin/status", timeout=10.0).json()
 
@@ -189,3 +200,10 @@ class Deployed:
         self.ended()
         assert self.process.stderr is not None
         self.process.stderr.close()
+
+
+def completion_tokens(events: Iterator[str]) -> int:
+    """Reads an answer of `Deployed.streaming` to its end; its tokens, as its usage counts them."""
+    *_, last, done = events
+    assert done == "[DONE]", last
+    return int(json.loads(last)["usage"]["completion_tokens"])

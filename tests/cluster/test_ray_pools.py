@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from tests.cluster.deployed import DEMO, LONG, PRECISE, Deployed
+from tests.cluster.deployed import DEMO, LONG, PRECISE, Deployed, completion_tokens
 from tests.cluster.redis_server import RedisServer
 
 pytestmark = pytest.mark.cluster
@@ -28,11 +28,10 @@ def test_a_gateway_finds_announced_workers_and_loses_drained_ones(
     assert httpx.get(f"{gateway.url}/ready").status_code == 200
     assert gateway.text(LONG) == up.text(LONG)
 
-    with ThreadPoolExecutor(1) as client:
-        asked = client.submit(gateway.complete, LONG, max_tokens=150, ignore_eos=True)
-        gateway.wait_until(lambda: any(worker["load"]["num_running"] for worker in gateway.status()["workers"]))
-        assert pools.stop(signal.SIGINT) == 0, pools.log
-        assert asked.result().json()["usage"]["completion_tokens"] == 150
+    with gateway.streaming(LONG, max_tokens=1000) as events:
+        os.killpg(pools.process.pid, signal.SIGINT)
+        assert completion_tokens(events) == 1000
+        assert pools.ended() == 0, pools.log
     assert pools.processes() == {}
     gateway.wait_until(lambda: gateway.status()["workers"] == [])
 

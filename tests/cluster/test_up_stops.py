@@ -7,13 +7,12 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.cluster.deployed import DEMO, LONG, PRECISE, Deployed
+from tests.cluster.deployed import DEMO, LONG, PRECISE, Deployed, completion_tokens
 
 pytestmark = pytest.mark.cluster
 
@@ -33,13 +32,11 @@ def test_two_ranks_answer_as_one_die_as_one_and_leave_nothing(up: Deployed, depl
     assert not set(pair.worker_pids("colocated-0", life=2)) & set(ranks)
     assert pair.text(LONG) == up.text(LONG)
 
-    with ThreadPoolExecutor(1) as client:
-        asked = client.submit(pair.complete, LONG, max_tokens=300, ignore_eos=True)
-        pair.wait_until(lambda: pair.status()["workers"][0]["load"]["num_running"] == 1)
+    with pair.streaming(LONG, max_tokens=300) as events:
         os.killpg(pair.process.pid, signal.SIGTERM)  # also to Ray's processes, if they were of its group
+        assert completion_tokens(events) == 300
         assert pair.ended() == 0, pair.log
         assert "it is killed" not in pair.log
-        assert asked.result().json()["usage"]["completion_tokens"] == 300
     assert pair.processes() == {}
 
 
