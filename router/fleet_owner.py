@@ -47,6 +47,13 @@ class Revision:
     settings: dict[str, SettingValue] = field(default_factory=dict)
     files: str = ""
 
+    def __str__(self) -> str:
+        if not self.name:
+            return "the first revision"
+        parts = [f"model {self.model}"] if self.model else []
+        parts += [f"{path}={value}" for path, value in sorted(self.settings.items())]
+        return f"revision {self.name} ({', '.join(parts) or 'other files of the model'})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredFleet:
@@ -57,7 +64,7 @@ class DesiredFleet:
 
     def __str__(self) -> str:
         counts = " + ".join(f"{count} {role}" for role, count in self.counts.items()) or "no workers"
-        return f"{counts} at revision {self.revision.name}" if self.revision.name else counts
+        return f"{counts} at {self.revision}" if self.revision.name else counts
 
     @property
     def is_asleep(self) -> bool:
@@ -101,7 +108,7 @@ class RollProgress:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetChange:
     """A change of the desired fleet, with its outcome. `at_s` and `ended_s`: seconds since 1970, the latter 0 while it
-    is under way. `worker_id`: the worker that changes its role. `reason`: why it failed."""
+    is under way. `worker_id`: the worker that changes its role. `reason`: why it failed, or what replaced it."""
 
     number: int
     kind: OrderKind

@@ -190,12 +190,13 @@ class FleetController:
 
     def _add(self, order: FleetOrder, after: DesiredFleet) -> FleetChange:
         """Records a change that has begun."""
-        self._end_replaced()
         number = self._record.changes[-1].number + 1 if self._record.changes else 1
+        self._end_replaced(number, order)
         change = self._new_change(order, after, number=number)
         changes = (*self._record.changes, change)[-RING_SIZE:]
         self._save(replace(self._record, desired=after, changes=changes))
-        log.info("%s sets the fleet to %s%s", order.who or "an operator", after, f": {order.why}" if order.why else "")
+        log.info("change %d, a %s by %s: the fleet is to be %s%s", number, order.kind, order.who or "an operator",
+                 after, f": {order.why}" if order.why else "")  # fmt: skip
         return change
 
     def _begin_task(self, work: Coroutine[Any, Any, None], change: FleetChange) -> asyncio.Task[None]:
@@ -337,9 +338,13 @@ class FleetController:
             record = replace(record, desired=replace(self.desired, counts=counts))
         self._save(record)
 
-    def _end_replaced(self) -> None:
+    def _end_replaced(self, number: int, order: FleetOrder) -> None:
+        """The change that is under way gives way to the change of this number and order."""
         if self._record.changes and self._record.changes[-1].state is ChangeState.UNDER_WAY:
-            self._end(self._record.changes[-1].number, ChangeState.REPLACED)
+            who = order.who or "an operator"
+            is_abort = order.kind is OrderKind.ABORT
+            reason = f"{who} aborts it with change {number}" if is_abort else f"change {number} by {who} replaces it"
+            self._end(self._record.changes[-1].number, ChangeState.REPLACED, reason)
 
     def _save(self, record: FleetRecord) -> None:
         self._record = record

@@ -17,6 +17,7 @@ from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_clien
 from cluster.cli.tables import Sheet
 from kvtransfer.reshard import EIGHT_BITS
 from protos.hints import byte_count, counted
+from router.fleet_owner import DesiredFleet, Revision
 
 POOLS = ("prefill", "decode", "colocated")
 STYLES = {
@@ -28,7 +29,7 @@ HERE = ("ready", "draining")
 
 PIPED_COLUMNS = 160
 SHORT = 40  # a longer reason is printed below the table
-LONG = 140  # longer reasons are cut here: --json has all of them
+LONG = 240  # longer reasons are cut here: --json has all of them
 
 Worker = Mapping[str, Any]
 Held = Sequence[tuple[str, Mapping[str, Any] | None]]
@@ -116,9 +117,12 @@ def _headline(status: Mapping[str, Any], url: str) -> Text:
 
 
 def _fleet(capacity: Mapping[str, Any] | None, now: Callable[[], float] = time.time) -> list[Text]:
-    """The desired fleet once it has been changed, with the latest change."""
-    if not capacity or not capacity["changes"]:
+    """The desired fleet where it has been changed, with the latest change, and the planner."""
+    if not capacity:
         return []
+    planner = [] if capacity.get("planner") is None else [Text(f"planner: {planner_words(capacity['planner'], now())}")]
+    if not capacity["changes"]:
+        return planner
     latest, waiting = capacity["changes"][-1], ", ".join(capacity["waiting_for"])
     ago = _duration(max(0.0, now() - latest["at_s"]))
     why = f" ({latest['why']})" if latest["why"] else ""
@@ -129,14 +133,28 @@ def _fleet(capacity: Mapping[str, Any] | None, now: Callable[[], float] = time.t
     return [
         Text(f"fleet: {fleet_words(capacity['desired'])}", style),
         Text(f"       changed {ago} ago by {latest['who'] or 'an operator'}{why}, {outcome}", style),
+        *planner,
     ]
 
 
+def planner_words(planner: Mapping[str, Any], now_s: float) -> str:
+    """Between which numbers of workers a planner decides, and until when it leaves an operator's change alone."""
+    bounds = ", ".join(f"{role} {least} to {planner['most'][role]}" for role, least in planner["least"].items())
+    until_s = planner["manual_until_s"]
+    if until_s <= now_s:
+        return bounds
+    at = time.strftime("%H:%M:%S", time.localtime(until_s))
+    return f"{bounds}; an operator's change holds until {at}, for {_duration(until_s - now_s)} more"
+
+
 def fleet_words(fleet: Mapping[str, Any]) -> str:
-    """A fleet as people write it: 1 prefill + 2 decode."""
-    counts = " + ".join(f"{count} {role}" for role, count in fleet["counts"].items())
-    revision = fleet.get("revision") or {}
-    return f"{counts} at revision {revision['name']}" if revision.get("name") else counts
+    """A fleet as people write it: 1 prefill + 2 decode, and its revision if that is not the first."""
+    return str(fleet_of(fleet))
+
+
+def fleet_of(fleet: Mapping[str, Any]) -> DesiredFleet:
+    """A fleet of the reply of /admin/capacity."""
+    return DesiredFleet(counts=fleet["counts"], revision=Revision(**fleet.get("revision") or {}))
 
 
 def _pools(workers: Sequence[Worker]) -> Sheet:

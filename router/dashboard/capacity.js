@@ -5,6 +5,7 @@ const Capacity = (() => {
   const STATES = { reached: "good", "under way": "warn", replaced: "", failed: "bad" };
 
   const words = (counts) => Object.entries(counts).map(([role, number]) => `${number} ${role}`).join(" + ");
+  const fleet = ({ counts, revision }) => words(counts) + (revision.name ? ` at revision ${revision.name}` : "");
   const clock = (at_s) => new Date(1000 * at_s).toLocaleTimeString();
   const milliseconds = (s) => `${Number((1000 * s).toPrecision(4))} ms`;
   const same = (one, other) => words(one) === words(other);
@@ -28,7 +29,7 @@ const Capacity = (() => {
   function shown(report, table) {
     const waiting = report.waiting_for.length ? `, waiting for ${report.waiting_for.join(", ")}` : "";
     const decisions = report.planner?.decisions ?? [];
-    const parts = [node("p", {}, node("strong", {}, words(report.desired.counts)), waiting), ...planner(report)];
+    const parts = [node("p", {}, node("strong", {}, fleet(report.desired)), waiting), ...planner(report)];
     if (decisions.length) parts.push(...[table([
       ["decided at", "word", (one) => clock(one.at_s)],
       ["in time", "number", (one) => share(one.attainment, 1)],
@@ -39,7 +40,7 @@ const Capacity = (() => {
     if (report.changes.length) parts.push(...[table([
       ["changed at", "word", (one) => clock(one.at_s)],
       ["by", "", (one) => one.who || "an operator"],
-      ["to", "word", (one) => words(one.after.counts)],
+      ["to", "word", (one) => fleet(one.after)],
       ["outcome", "word", (one) => node("span", { class: STATES[one.state] ?? "" }, one.state)],
       ["why", "", (one) => one.reason || one.why || (one.worker_id ? `${one.worker_id} changes its role` : "")],
     ], report.changes.slice(-NUM_SHOWN).reverse(), "")].flat());

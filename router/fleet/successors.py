@@ -52,7 +52,7 @@ class Successors:
     def of(self, role: WorkerRole | None) -> Sequence[str]:
         """A phrase with the progress of each successor, of one pool or of all (None)."""
         return [
-            f"{worker_id} is starting" + (f" ({successor.loaded:.0%} of its weights read)" if successor.loaded else "")
+            f"{worker_id} is starting" + (f" ({_progress(successor)})" if successor.loaded else "")
             for worker_id, successor in self._starting.items()
             if role is None or successor.role is role
         ]
@@ -62,4 +62,8 @@ class Successors:
         successor = self._starting.get(worker_id)
         if successor is None:
             return ""
-        return f"its successor is starting, {successor.loaded:.0%} of its weights read"
+        return "its successor is starting" + (f", {_progress(successor)}" if successor.loaded else "")
+
+
+def _progress(successor: Successor) -> str:
+    return f"{successor.loaded:.0%} of its weights read"

@@ -15,7 +15,7 @@ import typer
 
 from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client, request_json
 from cluster.cli.change.drain import printer
-from cluster.cli.status import fleet_words
+from cluster.cli.status import fleet_words, planner_words
 from cluster.config.settings import paths_of, setting
 from protos.errors import DeadlineExceeded, InvalidRequest, Misconfigured, Unavailable
 from protos.values import WorkerRole
@@ -121,6 +121,8 @@ def _order(order: Mapping[str, Any], url: str, api_key: str, *, timeout_s: float
     with open_client(url, api_key) as client:
         get_json(client, "/admin/capacity")  # its error names the key, if one is needed
         change = request_json(client, "/admin/capacity", "POST", {"who": who(), **order})
+        if (planner := get_json(client, "/admin/capacity").get("planner")) and order["kind"] in ("scale", "flip"):
+            typer.echo(f"a planner decides here: {planner_words(planner, time.time())}")
         if not change["number"]:
             typer.echo(f"the fleet is {fleet_words(change['after'])} already")
         elif timeout_s is None:
@@ -151,7 +153,8 @@ def _wait(
             case "failed":
                 raise Unavailable(f"{target}: {now['reason']}; the fleet stays {fleet_words(view['desired'])}")
             case "replaced":
-                raise InvalidRequest(f"{target}: another change has replaced this one: {fleet_words(view['desired'])}")
+                replaced = now["reason"] or "another change has replaced this one"
+                raise InvalidRequest(f"{target}: {replaced}; the fleet is to be {fleet_words(view['desired'])}")
         line = f"fleet is to be {target}: waiting for {', '.join(view['waiting_for']) or 'the supervisor'}"
         show(line)
         if clock() >= deadline:

@@ -9,7 +9,10 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from cluster.cli.status import fleet_of, fleet_words, planner_words
 from cluster.cli.tables import Sheet
+from protos.values import WorkerRole
+from router.fleet_owner import DesiredFleet
 
 View = Mapping[str, Any]
 NUM_SHOWN = 12
@@ -35,50 +38,22 @@ def weighed_table(weighed: Sequence[View]) -> RenderableType:
     return table if table.row_count else Text("")
 
 
-def counts_words(counts: Mapping[str, int]) -> str:
+def counts_words(counts: Mapping[WorkerRole, int]) -> str:
     """As people write a fleet: 1 prefill + 2 decode."""
-    return " + ".join(f"{count} {role}" for role, count in counts.items())
-
-
-def revision_words(before: View, after: View) -> str:
-    """What a roll, or its way back, changes of model and settings; "" for nothing."""
-    old, new = before["revision"], after["revision"]
-    if old["name"] == new["name"]:
-        return ""
-    paths = sorted(old["settings"] | new["settings"])
-    changed = [
-        f"{path}={new['settings'][path]}" if path in new["settings"] else f"{path} as at the start"
-        for path in paths
-        if old["settings"].get(path) != new["settings"].get(path)
-    ]
-    if old["model"] != new["model"]:
-        changed.insert(0, f"model {new['model'] or 'of the start'}")
-    return f" at {_revision(new)}: {', '.join(changed) or 'other files of the model'}"
-
-
-def _revision(revision: View) -> str:
-    return f"revision {revision['name']}" if revision["name"] else "the first revision"
+    return str(DesiredFleet(counts=dict(counts)))
 
 
 def _headline(report: View, now: float) -> Iterator[Text]:
     waiting = ", ".join(report["waiting_for"])
-    revision = report["desired"]["revision"]
-    at = f" at {_revision(revision)}" if revision["name"] else ""
-    yield Text(
-        f"fleet: {counts_words(report['desired']['counts'])}{at}" + (f", waiting for {waiting}" if waiting else "")
-    )
+    yield Text(f"fleet: {fleet_words(report['desired'])}" + (f", waiting for {waiting}" if waiting else ""))
     planner = report["planner"]
     if planner is None:
         yield Text("no planner runs: operators alone change the fleet (`baton serve --autoscale`, or `baton plan`)")
         return
-    bounds = ", ".join(f"{role} {least} to {planner['most'][role]}" for role, least in planner["least"].items())
     yield Text(
         f"planner: {planner['attainment']:.0%} of the requests within {1000 * planner['ttft_s']:g} ms to the first "
-        f"token and {1000 * planner['tpot_s']:g} ms between tokens; {bounds}"
+        f"token and {1000 * planner['tpot_s']:g} ms between tokens; {planner_words(planner, now)}"
     )
-    if planner["manual_until_s"] > now:
-        left = planner["manual_until_s"] - now
-        yield Text(f"an operator's change holds for {left:.0f} s more, until {_clock(planner['manual_until_s'])}")
     if planner["silent"]:
         yield Text(f"reports are late from {', '.join(planner['silent'])}: no worker goes meanwhile", "yellow")
 
@@ -110,10 +85,11 @@ def _changes(changes: Sequence[View], now: float) -> Sheet:
     for one in changes:
         outcome = one["state"] + (f" after {one['ended_s'] - one['at_s']:.1f} s" if one["state"] == "reached" else "")
         flip = f", {one['worker_id']} changes its role" if one["worker_id"] else ""
-        after = counts_words(one["after"]["counts"]) + revision_words(one["before"], one["after"]) + flip
+        before, after = fleet_of(one["before"]), fleet_of(one["after"])
+        revision = f" at {after.revision}" if after.revision != before.revision else ""
         table.add_row(
             str(one["number"]), _clock(one["at_s"]), one["who"] or "an operator",
-            counts_words(one["before"]["counts"]), after, outcome,
+            counts_words(before.counts), f"{counts_words(after.counts)}{revision}{flip}", outcome,
             one["reason"] or one["why"],
         )  # fmt: skip
     return table

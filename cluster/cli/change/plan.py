@@ -32,10 +32,14 @@ PATIENCE_S = 30.0
 
 def plan(
     autoscale: Annotated[
-        str, typer.Option(help="Least and most workers of a pool, as 1:8. Default: the cluster's planner's.")
+        str, typer.Option(help="Least and most workers of a pool, as 1:8 (needed without a planner).")
     ] = "",
-    ttft_ms: Annotated[float | None, typer.Option(help="Objective: milliseconds to the first token.")] = None,
-    tpot_ms: Annotated[float | None, typer.Option(help="Objective: milliseconds per further token.")] = None,
+    ttft_ms: Annotated[
+        float | None, typer.Option(help="Objective: milliseconds to the first token (needed without a planner).")
+    ] = None,
+    tpot_ms: Annotated[
+        float | None, typer.Option(help="Objective: milliseconds per further token (needed without a planner).")
+    ] = None,
     attainment: Annotated[float | None, typer.Option(min=0, max=1, help="Share of requests to meet it.")] = None,
     window_s: Annotated[float, typer.Option("--for", min=5, max=60, help="Seconds of load to decide from.")] = 60.0,
     url: Annotated[str, typer.Option(help="URL of a gateway.")] = DEFAULT_URL,

@@ -78,7 +78,7 @@ async def test_a_roll_goes_step_by_step_and_the_fleet_has_the_revision_then() ->
     owner = owner_of(fleet)
     change = await owner.order(ROLL)
     assert (change.after, str(change.after)) == (
-        replace(CONFIGURED, revision=NEW), "1 prefill + 2 decode at revision new",
+        replace(CONFIGURED, revision=NEW), "1 prefill + 2 decode at revision new (model /models/new)",
     )  # fmt: skip
     progress = (await owner.view()).rolling
     assert progress is not None
@@ -116,7 +116,8 @@ async def test_an_abort_goes_back_from_where_the_roll_is() -> None:
         fleet.arrive()
     await begun(fleet, 3)
     change = await owner.order(ABORT)
-    assert (await owner.ended(1)).state is ChangeState.REPLACED
+    aborted = await owner.ended(1)
+    assert (aborted.state, aborted.reason) == (ChangeState.REPLACED, "bob aborts it with change 2")
     assert (await ended(owner, fleet, change.number)).state is ChangeState.REACHED
     assert fleet.mixes[3:] == [
         ("", {PREFILL: 1, DECODE: 1}, {PREFILL: 1, DECODE: 1}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from cluster.cli.admin_client import find_model, get_json, open_client
 from cluster.cli.main import main, make_app
-from cluster.cli.status import status_tables
+from cluster.cli.status import _fleet, planner_words, status_tables
 from protos.errors import BatonError, Misconfigured
 from protos.values import (
     DraftCounts,
@@ -109,7 +110,8 @@ async def test_a_long_reason_is_told_below_the_table_and_cut() -> None:
     shown = await ask(Crew(Worker(worker_id="prefill-9", state="lost", reason=reason, info=PREFILL)))
     assert ["prefill-9", "lost"] in [row[:2] for row in rows(shown)]
     assert "lost:" not in shown
-    assert any(line.startswith("prefill-9: failed to connect") and line.endswith("...") for line in shown.splitlines())
+    [told] = re.findall(r"^prefill-9: (failed to connect.* \.\.\.)$", shown, re.MULTILINE | re.DOTALL)
+    assert 200 < len(told) < len(reason)
 
 
 async def test_how_much_of_the_transfers_was_hidden_is_shown() -> None:
@@ -227,6 +229,14 @@ async def test_a_flipped_worker_is_shown_with_its_role_and_a_sleeping_fleet_as_a
     resting = Crew()
     resting.workers, resting.sleeps = (), "the fleet is asleep: the first request is served in about 4 s"
     assert ": the fleet is asleep: the first request is served in about 4 s" in " ".join((await ask(resting)).split())
+
+
+def test_the_planner_and_until_when_it_leaves_a_change_alone_are_shown() -> None:
+    planner = {"least": {"prefill": 0, "decode": 1}, "most": {"prefill": 2, "decode": 4}, "manual_until_s": 0.0}
+    capacity = {"changes": [], "waiting_for": [], "planner": planner}
+    assert [str(line) for line in _fleet(capacity)] == ["planner: prefill 0 to 2, decode 1 to 4"]
+    told = planner_words(planner | {"manual_until_s": 1200.0}, 600.0)
+    assert re.fullmatch(r"prefill .*; an operator's change holds until \d\d:\d\d:00, for 10 min more", told)
 
 
 async def test_a_lost_worker_is_named_although_its_pool_has_another() -> None:

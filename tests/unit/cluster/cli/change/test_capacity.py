@@ -47,8 +47,9 @@ def test_it_waits_with_progress_until_the_fleet_is_reached() -> None:
 def test_a_change_that_fails_or_is_replaced_or_takes_too_long_is_an_error() -> None:
     with pytest.raises(Unavailable, match=r"no weights in there; the fleet stays 1 prefill \+ 1 decode"):
         wait(view("failed", reason="no weights in there"))
-    with pytest.raises(InvalidRequest, match="another change has replaced this one"):
-        wait(view("replaced"))
+    aborted = "ann aborts it with change 5; the fleet is to be 1 prefill"
+    with pytest.raises(InvalidRequest, match=aborted):
+        wait(view("replaced", reason="ann aborts it with change 5"))
     with pytest.raises(DeadlineExceeded, match=r"after 1 s: .*decode-1 to serve"):
         wait(*[view("under way", "decode-1 to serve")] * 3, timeout_s=1.0)
 
