@@ -130,7 +130,7 @@ class RankId:
 
     `host` is the address by which other hosts reach this process. Rank 0 opens the ranks' rendezvous server on
     `store_port` of `store_host` (rank 0's host), for ranks that have the `store_key`; with one rank none of these is
-    used. All ranks of a worker are on one host.
+    used. The ranks' collectives listen at `group_host`: the loopback where all ranks are on one host.
     """
 
     worker_id: str
@@ -141,6 +141,7 @@ class RankId:
     store_host: str = "127.0.0.1"
     store_port: int = 0
     store_key: bytes = field(default=b"", repr=False)
+    group_host: str = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

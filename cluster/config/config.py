@@ -92,6 +92,9 @@ class RayConfig(CheckedSettings):
     pool_resources: bool = setting(
         False, "Each rank takes one of the custom Ray resource with its pool's name (deploy/k8s)."
     )
+    span_nodes: bool = setting(
+        False, "Ranks of one worker may be on several nodes, where no node has room for all of them (--tp)."
+    )
     response_timeout_s: float = setting(15.0, "A Ray that has not answered for this long is given up.", least=2)
 
 

@@ -48,7 +48,7 @@ class Host(Protocol):
 
     async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
         """Starts a rank's process, which waits for its spec. `environment`: variables that differ from this machine's.
-        `leader`: the name of the worker's rank 0, with which the other ranks end; "" for rank 0."""
+        `leader`: the name of the worker's rank 0, if another rank is to end with it, of the same machine; else ""."""
         ...
 
     async def order(self, name: str, pid: int, orders: RankSpec) -> RankConnection: ...
@@ -66,7 +66,7 @@ class Host(Protocol):
 class WorkerPlace:
     """The machine of each rank of a worker; `devices`: the GPUs of each rank, as in CUDA_VISIBLE_DEVICES."""
 
-    host: Host
+    hosts: tuple[Host, ...]
     devices: tuple[str, ...] = ()
 
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from cluster.config.config import ClusterConfig
 from cluster.config.revised import revised
-from cluster.ray.hosts import Host, RankConnection, WorkerPlace
+from cluster.ray.hosts import LOOPBACK, Host, RankConnection, WorkerPlace
 from cluster.supervision.living import LivingWorker
 from cluster.supervision.placement import WorkerPlan
 from cluster.supervision.rank import Ended, Event, Logged, RankSpec
@@ -40,9 +40,9 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True, eq=False)
 class Processes:
-    """The processes of a worker that may exist: their names, ids (0: unknown) and links."""
+    """The processes of a worker that may exist: their names, machines, ids (0: unknown) and links."""
 
-    host: Host | None = None
+    hosts: dict[str, Host] = field(default_factory=dict)
     pids: dict[str, int] = field(default_factory=dict)
     links: dict[str, RankConnection] = field(default_factory=dict)
 
@@ -53,8 +53,9 @@ class Processes:
     async def end(self) -> None:
         """All processes, also those without a link."""
         closing = [link.close() for link in self.links.values()]
-        if self.host is not None:
-            closing += [self.host.end(name, pid) for name, pid in self.pids.items() if name not in self.links]
+        closing += [
+            host.end(name, self.pids.get(name, 0)) for name, host in self.hosts.items() if name not in self.links
+        ]
         await asyncio.gather(*closing, return_exceptions=True)
 
 
@@ -109,7 +110,7 @@ class RankLauncher:
             living = LivingWorker(
                 worker_id=plan.worker_id,
                 incarnation=incarnation,
-                host=place.host.address,
+                hosts=tuple(host.address for host in place.hosts),
                 devices=place.devices,
                 names=tuple(f"{plan.worker_id}.{incarnation}.{rank}" for rank in range(plan.num_ranks)),
                 pids=(),
@@ -126,10 +127,11 @@ class RankLauncher:
         """Like `launch`, for a worker whose processes run. The first event is its present state."""
         processes = Processes(pids=dict(zip(living.names, living.pids or (0,) * len(living.names), strict=True)))
         try:
-            host = processes.host = (await self._places.retake(plan, living)).host
+            place = await self._places.retake(plan, living)
+            processes.hosts.update(zip(living.names, place.hosts, strict=True))
 
             async def attach(name: str, pid: int) -> None:
-                processes.links[name] = await host.attach(name, pid)
+                processes.links[name] = await processes.hosts[name].attach(name, pid)
 
             await _all([attach(name, pid) for name, pid in processes.pids.items()])
             async with aclosing(self._follow(plan, processes.in_order())) as events:
@@ -176,32 +178,33 @@ class RankLauncher:
 
     async def _start(self, plan: WorkerPlan, living: LivingWorker, place: WorkerPlace, processes: Processes) -> None:
         """Adds each process to `processes` before it is started, and each link when it is made."""
-        host = processes.host = place.host
+        processes.hosts.update(zip(living.names, place.hosts, strict=True))
         threads = {name: str(plan.num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         environments = [
             threads | ({"CUDA_VISIBLE_DEVICES": place.devices[rank]} if place.devices else {})
             for rank in range(plan.num_ranks)
         ]
-        meeting_places = await _all([host.meeting_place() for _ in living.names])
+        meeting_places = await _all([host.meeting_place() for host in place.hosts])
         (store_host, store_port), store_key = meeting_places[0], secrets.token_bytes(32)
 
         async def start(name: str, own: dict[str, str], leader: str) -> int:
-            processes.pids[name] = pid = await host.start(name, own, leader)
+            processes.pids[name] = pid = await processes.hosts[name].start(name, own, leader)
             return pid
 
         async def order(name: str, pid: int, orders: RankSpec) -> None:
-            processes.links[name] = await host.order(name, pid, orders)
+            processes.links[name] = await processes.hosts[name].order(name, pid, orders)
 
         processes.pids.update(dict.fromkeys(living.names, 0))
         pids = await _all([
-            start(name, own, living.names[0] if rank else "")
-            for rank, (name, own) in enumerate(zip(living.names, environments, strict=True))
+            start(name, own, living.names[0] if rank and host == living.hosts[0] else "")
+            for rank, (name, own, host) in enumerate(zip(living.names, environments, living.hosts, strict=True))
         ])  # fmt: skip
         self._record(replace(living, pids=tuple(pids)))
         orders = (
             self._orders(plan, RankId(
                 worker_id=plan.worker_id, incarnation=living.incarnation, rank=rank, size=plan.num_ranks, host=address,
                 store_host=store_host, store_port=store_port, store_key=store_key,
+                group_host=LOOPBACK if len(set(living.hosts)) == 1 else address,
             ))
             for rank, (address, _) in enumerate(meeting_places)
         )  # fmt: skip

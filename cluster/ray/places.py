@@ -1,4 +1,5 @@
-"""Shares of machines that Ray reserves for workers, as placement groups. On one machine a worker keeps its place over
+"""Shares of machines that Ray reserves for workers, as placement groups: a worker's ranks are on one machine, or, with
+`ray.span_nodes` and where no machine has room for all, on several. On one machine a worker keeps its place over
 its restarts and Ray's: a successor can start there while Ray is away."""
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cluster.ray.actors import RayNodes
+from cluster.ray.actors import RayNode, RayNodes
 from cluster.ray.hosts import Host, WorkerPlace
 from cluster.ray.session import Machines
 from cluster.supervision.living import LivingWorker
@@ -58,10 +59,13 @@ class OneMachine:
         if plan.worker_id not in self._devices:
             shares = await asyncio.shield(self._shares)
             self._devices[plan.worker_id] = await shares.take(plan)
-        return WorkerPlace(host=self._host, devices=self._devices[plan.worker_id])
+        return self._place(plan, self._devices[plan.worker_id])
 
     async def retake(self, plan: WorkerPlan, living: LivingWorker) -> WorkerPlace:
-        return WorkerPlace(host=self._host, devices=living.devices)
+        return self._place(plan, living.devices)
+
+    def _place(self, plan: WorkerPlan, devices: tuple[str, ...]) -> WorkerPlace:
+        return WorkerPlace(hosts=(self._host,) * plan.num_ranks, devices=devices)
 
     async def give_back(self, plan: WorkerPlan) -> None:
         """Keeps the place for the worker's next incarnation."""
@@ -79,7 +83,7 @@ class ManyMachines:
 
     def __init__(self) -> None:
         self._ray: asyncio.Future[tuple[RayShares, RayNodes]] = asyncio.get_running_loop().create_future()
-        self._node_ids: dict[str, str] = {}  # where each worker was placed last
+        self._node_ids: dict[str, frozenset[str]] = {}  # where each worker was placed last
 
     def use(self, shares: RayShares, nodes: RayNodes) -> None:
         """Called when Ray is available."""
@@ -89,16 +93,16 @@ class ManyMachines:
     async def take(self, plan: WorkerPlan) -> WorkerPlace:
         shares, nodes = await asyncio.shield(self._ray)
         devices = await shares.take(plan)
-        host = await nodes.of(await shares.node_id(plan.worker_id))
-        await self._moved(plan.worker_id, host.node_id)
-        return WorkerPlace(host=host, devices=devices)
+        hosts = tuple([await nodes.of(node_id) for node_id in await shares.node_ids(plan.worker_id)])
+        await self._moved(plan.worker_id, hosts)
+        return WorkerPlace(hosts=hosts, devices=devices)
 
     async def retake(self, plan: WorkerPlan, living: LivingWorker) -> WorkerPlace:
         shares, nodes = await asyncio.shield(self._ray)
-        host = await nodes.at(living.host)
-        await self._moved(plan.worker_id, host.node_id)
-        await _keep(shares, plan, living.devices, living.host)
-        return WorkerPlace(host=host, devices=living.devices)
+        hosts = tuple([await nodes.at(host) for host in living.hosts])
+        await self._moved(plan.worker_id, hosts)
+        await _keep(shares, plan, living.devices, living.hosts)
+        return WorkerPlace(hosts=hosts, devices=living.devices)
 
     async def give_back(self, plan: WorkerPlan) -> None:
         if self._ray.done():
@@ -107,22 +111,22 @@ class ManyMachines:
 
     async def release(self, worker_id: str) -> None:
         """The place was released with the last incarnation: its node may be idle now."""
-        await self._moved(worker_id, "")
+        await self._moved(worker_id, ())
 
-    async def _moved(self, worker_id: str, node_id: str) -> None:
-        """Leaves the node where the worker was, if no other worker is there."""
-        before = self._node_ids.pop(worker_id, "")
-        if node_id:
-            self._node_ids[worker_id] = node_id
-        if before and before not in self._node_ids.values() and self._ray.done():
-            await self._ray.result()[1].leave(before)
+    async def _moved(self, worker_id: str, hosts: Sequence[RayNode]) -> None:
+        """Leaves the nodes where the worker was, if no other worker is there."""
+        before = self._node_ids.pop(worker_id, frozenset())
+        if hosts:
+            self._node_ids[worker_id] = frozenset(host.node_id for host in hosts)
+        for node_id in before.difference(*self._node_ids.values()) if self._ray.done() else ():
+            await self._ray.result()[1].leave(node_id)
 
 
-async def _keep(shares: RayShares, plan: WorkerPlan, devices: tuple[str, ...], node: str = "") -> None:
+async def _keep(shares: RayShares, plan: WorkerPlan, devices: tuple[str, ...], nodes: Sequence[str] = ()) -> None:
     """Reserves the place of a running worker, or warns: the worker serves either way."""
     why = ""
     try:
-        if await shares.take_devices(plan, devices, node):
+        if await shares.take_devices(plan, devices, nodes):
             return
     except Exception as error:  # Ray raises plain Exceptions
         why = f": {type(error).__name__}: {error}"
@@ -142,7 +146,7 @@ class RayShares:
     async def take(self, plan: WorkerPlan) -> tuple[str, ...]:
         """Waits until there is room. Returns the GPUs of each rank. Raises WorkerLost if Ray fails."""
         bundles = plan.bundles()
-        group = await self._group(bundles, plan.worker_id)
+        group = await self._group(bundles, plan.worker_id, strategy="PACK" if plan.spans_nodes else "STRICT_PACK")
         share = self._shares[plan.worker_id] = MachineShare(groups=[group])
         try:
             await _ready(group)
@@ -155,21 +159,22 @@ class RayShares:
             raise
         return share.devices
 
-    async def take_devices(self, plan: WorkerPlan, devices: tuple[str, ...], node: str = "") -> bool:
-        """Reserves the GPUs that a worker has already. Returns whether Ray gave exactly these. Ray gives any free GPU,
-        so others are held until it has given the right one."""
+    async def take_devices(self, plan: WorkerPlan, devices: tuple[str, ...], nodes: Sequence[str] = ()) -> bool:
+        """Reserves the GPUs that a worker has already, those of rank r on `nodes[r]`. Returns whether Ray gave exactly
+        these. Ray gives any free GPU, so others are held until it has given the right one."""
         share = self._shares[plan.worker_id] = MachineShare(devices=devices)
-        pinned = {f"node:{node}": PINNED} if node else {}
-        aside: dict[str, Any] = {}
+        aside: dict[tuple[str, str], Any] = {}
         try:
             for rank, bundle in enumerate(plan.bundles()):
-                wanted = devices[rank] if devices else ""
+                node = nodes[rank] if nodes else ""
+                pinned = {f"node:{node}": PINNED} if node else {}
+                wanted = (node, devices[rank] if devices else "")
                 while wanted not in aside:
                     group = await self._group([bundle | pinned], f"{plan.worker_id} rank {rank}")
                     try:
                         if not await _ready_now(group):
                             return False
-                        aside[(await _devices(group, [bundle]))[0] if devices else ""] = group
+                        aside[node, (await _devices(group, [bundle]))[0] if devices else ""] = group
                     finally:
                         if group not in aside.values():
                             await self._remove([group])
@@ -183,18 +188,18 @@ class RayShares:
         if share is not None:
             await self._remove(share.groups)
 
-    async def node_id(self, worker_id: str) -> str:
-        """Pins the reservation to the worker's machine."""
+    async def node_ids(self, worker_id: str) -> Sequence[str]:
+        """The node of each rank."""
         from ray.util.placement_group import placement_group_table
 
         [group] = self._shares[worker_id].groups
         table = await self._machines.call(lambda: placement_group_table(group))
-        return str(next(iter(table["bundles_to_node_id"].values())))
+        return [str(node_id) for _, node_id in sorted(table["bundles_to_node_id"].items())]
 
-    async def _group(self, bundles: list[dict[str, float]], name: str) -> Any:
+    async def _group(self, bundles: list[dict[str, float]], name: str, strategy: str = "STRICT_PACK") -> Any:
         from ray.util.placement_group import placement_group
 
-        return await self._machines.call(lambda: placement_group(bundles, strategy="STRICT_PACK", name=name))
+        return await self._machines.call(lambda: placement_group(bundles, strategy=strategy, name=name))
 
     async def _remove(self, groups: Sequence[Any]) -> None:
         from ray.exceptions import RayError

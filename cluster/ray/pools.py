@@ -354,8 +354,9 @@ class Pools:
                 self.plans, self._leaving = plans, {one.worker_id: one for one in known if one.worker_id in there}
             case WorkerRecorded(living=living):
                 self._living[living.worker_id] = living
-                for pid in living.pids if not living.host else ():
-                    self._reaper.watch(pid)
+                for host, pid in zip(living.hosts, living.pids, strict=False):  # there are no ids yet, or all
+                    if not host:
+                        self._reaper.watch(pid)
             case Viewed(view=view):
                 self._view(view)
             case RayAway(reason=reason):

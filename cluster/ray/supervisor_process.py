@@ -61,6 +61,7 @@ from cluster.supervision.placement import (
     WorkerPlan,
     check_cores,
     check_fits,
+    joined,
     plan,
     replan,
     shared_cpus,
@@ -230,11 +231,12 @@ class SupervisorProcess:
         if self._machines.is_private:
             check_fits(config.pools, nodes, tp=tp, device=device)
         plans = plan(
-            config.pools, nodes, tp=tp, device=device, pool_resources=config.ray.pool_resources, fleet=config.fleet,
-            revision=self._begin.revision,
+            config.pools, nodes, tp=tp, device=device, pool_resources=config.ray.pool_resources,
+            span_nodes=config.ray.span_nodes, fleet=config.fleet, revision=self._begin.revision,
         )  # fmt: skip
         if device == "auto" and any(node.gpus for node in nodes) and plans[0].device == "cpu":
-            log.warning("running on CPUs: %s", why_not_gpus(config.pools, nodes, tp=tp))
+            there = joined(nodes) if config.ray.span_nodes else nodes
+            log.warning("running on CPUs: %s", why_not_gpus(config.pools, there, tp=tp))
         if self._machines.is_private and (shared := shared_cpus(plans, nodes)):
             log.warning("%s", shared)
         return plans
@@ -324,7 +326,8 @@ class SupervisorProcess:
                 check_cores(config.pools.with_counts(both), nodes, tp=tp)
         plans = replan(
             kept, pools, nodes, tp=tp, device=self._device, pool_resources=config.ray.pool_resources,
-            flips=order.flips, fleet=config.fleet, revision=order.revision, others=order.kept,
+            span_nodes=config.ray.span_nodes, flips=order.flips, fleet=config.fleet,
+            revision=order.revision, others=order.kept,
         )  # fmt: skip
         self._channel.send(Planned(plans=plans, number=order.number))
         await self._supervisor.resize(plans)

@@ -9,12 +9,12 @@ from protos.values import WorkerInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivingWorker:
-    """`host`: Ray's name for the machine, "" for the supervisor's machine. `devices`: the GPUs of each rank. `names`
-    and `pids`: its ranks' processes. `info`: set once it serves."""
+    """`hosts`: Ray's name for the machine of each rank, "" for the supervisor's machine. `devices`: the GPUs of each
+    rank. `names` and `pids`: its ranks' processes. `info`: set once it serves."""
 
     worker_id: str
     incarnation: int
-    host: str
+    hosts: tuple[str, ...]
     devices: tuple[str, ...]
     names: tuple[str, ...]
     pids: tuple[int, ...]

@@ -30,7 +30,8 @@ class NodeResources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """One worker: `num_ranks` processes on one node, each with these shares of it and `num_threads` torch threads.
+    """One worker: `num_ranks` processes, each with these shares of its node and `num_threads` torch threads. All are on
+    one node, or with `spans_nodes` on several where none has room for all.
 
     `pool_resource` names a custom Ray resource of which each rank takes one. `revision`: the model and settings with
     which it starts.
@@ -44,6 +45,7 @@ class WorkerPlan:
     gpus_per_rank: int
     num_threads: int
     pool_resource: str = ""
+    spans_nodes: bool = False
     revision: Revision = field(default_factory=Revision)
 
     def bundles(self) -> list[dict[str, float]]:
@@ -65,6 +67,7 @@ def plan(
     tp: int,
     device: Device,
     pool_resources: bool = False,
+    span_nodes: bool = False,
     fleet: str = "",
     revision: Revision = FIRST,
 ) -> tuple[WorkerPlan, ...]:
@@ -76,7 +79,7 @@ def plan(
     """
     sizes = _sizes(pools, tp)
     num_ranks = max(1, sum(sizes))
-    resolved = _device(device, nodes, sizes)
+    resolved = _device(device, joined(nodes) if span_nodes else nodes, sizes)
     cpus = sum(node.cpus for node in nodes) or 1.0
     share = max(0.0001, _share(cpus, num_ranks))
     largest = max((node.cpus for node in nodes), default=1.0)
@@ -91,6 +94,7 @@ def plan(
             gpus_per_rank=1 if resolved == "cuda" else 0,
             num_threads=threads,
             pool_resource=str(role) if pool_resources else "",
+            spans_nodes=span_nodes,
             revision=revision,
         )
         for role, count in pools.counts().items()
@@ -106,6 +110,7 @@ def replan(
     tp: int,
     device: Device | None = None,
     pool_resources: bool = False,
+    span_nodes: bool = False,
     flips: Mapping[str, WorkerRole] | None = None,
     fleet: str = "",
     revision: Revision = FIRST,
@@ -117,7 +122,10 @@ def replan(
     CPUs that are left, or reserve none. The pools are of workers with this `revision`; of those with others so many
     stay as `others` says, by role. Raises Misconfigured for a flip between pools of different tensor parallelism."""
     device = kept[0].device if kept else device or "auto"
-    planned = plan(pools, nodes, tp=tp, device=device, pool_resources=pool_resources, fleet=fleet, revision=revision)
+    planned = plan(
+        pools, nodes, tp=tp, device=device, pool_resources=pool_resources, span_nodes=span_nodes, fleet=fleet,
+        revision=revision,
+    )  # fmt: skip
     templates = {one.role: one for one in planned}
     known = [_flipped(one, (flips or {}).get(one.worker_id, one.role), pools, tp) for one in kept]
     staying = [
@@ -226,6 +234,11 @@ def shared_cpus(plans: Sequence[WorkerPlan], nodes: Sequence[NodeResources]) -> 
         f"{workers} share {counted(most, 'CPU')}: they start and answer slowly, and may time out; give {fix}, or more "
         "machines (--ray-address)"
     )
+
+
+def joined(nodes: Sequence[NodeResources]) -> Sequence[NodeResources]:
+    """The nodes as one, for workers whose ranks may be on several."""
+    return (NodeResources(cpus=sum(node.cpus for node in nodes), gpus=sum(node.gpus for node in nodes)),)
 
 
 def _sizes(pools: PoolsConfig, tp: int) -> list[int]:

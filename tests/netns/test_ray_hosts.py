@@ -4,6 +4,7 @@ are on Ray nodes, their lanes are TCP, a link is cut, a node is lost. Takes minu
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -34,11 +35,13 @@ START_S = 120.0
 
 class FiveHosts:
     """Ray, Redis, the workers' supervisor and a gateway. Below `folder` each host has Ray's files for itself. A pool's
-    node has room for `room` ranks. `keeps_tables`: Ray's head has its tables in Redis."""
+    node has room for `room` of its ranks, and with `spans` both nodes for as many of either pool, whose workers have
+    two ranks. `keeps_tables`: Ray's head has its tables in Redis."""
 
-    def __init__(self, folder: Path, *, room: int = 1, keeps_tables: bool = False) -> None:
+    def __init__(self, folder: Path, *, room: int = 1, spans: bool = False, keeps_tables: bool = False) -> None:
         self._folder = folder
         self._room = room
+        self._spans = spans
         self._keeps_tables = keeps_tables
         self.hosts = SwitchedHosts(5, shadowed=folder / "ray")
         self._running: list[subprocess.Popen[bytes]] = []
@@ -53,6 +56,7 @@ class FiveHosts:
         self.pools = self._deploy(
             "pools", *MODEL, *PRECISE, *QUICK, "--discovery", redis, "--ray-address", ray,
             "--set", "ray.pool_resources=true", "--set", "lanes.transport=collective",
+            *(("--tp", "2", "--set", "ray.span_nodes=true") if self._spans else ()),
         )  # fmt: skip
         self.gateway = self._deploy(
             "gateway", *MODEL, "--host", self.hosts.address(GATEWAY), "--port", "0", "--grpc-port", "0",
@@ -77,8 +81,9 @@ class FiveHosts:
         starting = []
         for number in numbers:
             pool = {PREFILL: "prefill", DECODE: "decode"}[number]
+            offers = dict.fromkeys(("prefill", "decode") if self._spans else (pool,), self._room)
             ports = [f"--{name}={port}" for name, port in ray_ports(pool).items()]
-            head, offered = f"--address={self.hosts.address(HEAD)}:6379", f'--resources={{"{pool}": {self._room}}}'
+            head, offered = f"--address={self.hosts.address(HEAD)}:6379", f"--resources={json.dumps(offers)}"
             starting.append(self._ray(number, head, "--num-cpus=1", offered, *ports))
         assert [one.wait(START_S) for one in starting] == [0] * len(numbers)
 

@@ -16,7 +16,7 @@ from protos.errors import UnreadableMessage, WorkerLost
 _HEADER_BYTES = 8
 _FIRST_BYTES = 4096
 MAX_MESSAGE_BYTES = 2**30
-_THIS_HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 class TensorParallel(Protocol):
@@ -106,7 +106,8 @@ class RankGroup:
     """Two or more ranks: tensors over gloo (CPU) or NCCL (CUDA), messages over gloo on either.
 
     Made with the same `store` and `name` on every rank; the constructor waits until all have come. `timeout_s` bounds
-    that and each collective, but not a follower's wait in `broadcast`. `closing` is called when the group is closed.
+    that and each collective, but not a follower's wait in `broadcast`. gloo listens at this rank's `host`. `closing` is
+    called when the group is closed.
 
     The end of a rank is noticed at once, with one exception: if gloo was about to write a message when the connection
     closes, it drops the message, and the sender waits for all of `timeout_s`.
@@ -121,6 +122,7 @@ class RankGroup:
         name: str = "tp",
         device: str = "cpu",
         timeout_s: float = 60.0,
+        host: str = LOOPBACK,
         closing: Callable[[], None] = lambda: None,
     ) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"
@@ -129,8 +131,12 @@ class RankGroup:
         self._before_close: list[Callable[[], None]] = []
         self._store, self._closing = store, closing  # torch keeps its own half of a store alive, and not this one
         self._timeout = timedelta(seconds=timeout_s)
-        self._tensors: Any = _process_group(PrefixStore(f"{name}/tensors", store), rank, size, device, self._timeout)
-        self._values: Any = _process_group(PrefixStore(f"{name}/values", store), rank, size, "cpu", timedelta(days=365))
+        self._tensors: Any = _process_group(
+            PrefixStore(f"{name}/tensors", store), rank, size, device, host, self._timeout
+        )
+        self._values: Any = _process_group(
+            PrefixStore(f"{name}/values", store), rank, size, "cpu", host, timedelta(days=365)
+        )
         self._call(self._tensors, "allreduce", [torch.zeros(1, device=device)])
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -233,18 +239,18 @@ class RankGroup:
             raise WorkerLost(f"rank {self.rank} of {self.size} lost its tensor-parallel group: {error}") from error
 
 
-def _process_group(store: Store, rank: int, size: int, device: str, timeout: timedelta) -> Any:
+def _process_group(store: Store, rank: int, size: int, device: str, host: str, timeout: timedelta) -> Any:
     """A group of gloo or NCCL over the caller's store. Untyped: a CPU build of torch does not name NCCL's class.
 
-    gloo needs no key, and listens at the machine's name by default: the ranks of a worker share a host, so their group
-    listens on the loopback alone.
+    gloo needs no key, and listens at the machine's name by default: ranks that share a host listen on the loopback
+    alone.
     """
     from torch import distributed
 
     backends: Any = distributed
     if torch.device(device).type == "cpu":
         options = backends.ProcessGroupGloo._Options()
-        options._devices = [backends.ProcessGroupGloo.create_device(hostname=_THIS_HOST)]
+        options._devices = [backends.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timeout
         return backends.ProcessGroupGloo(store, rank, size, options)
     options = backends.ProcessGroupNCCL.Options()

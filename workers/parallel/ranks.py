@@ -24,7 +24,7 @@ from protos.codec import Messages
 from protos.errors import BatonError, UnreadableMessage, WorkerLost
 from protos.values import LaneAddress, SamplingParams
 from workers.batch import Batch, PendingStep, Pipeline, Row, RowLimits, Sample, row_limits
-from workers.parallel.group import RankGroup, Solo, TensorParallel
+from workers.parallel.group import LOOPBACK, RankGroup, Solo, TensorParallel
 from workers.parallel.operations import LANE_ADDRESS, MESSAGES, STOP, RankOperations
 
 log = logging.getLogger("baton.worker")
@@ -201,20 +201,27 @@ def find_store(host: str, port: int, *, key: bytes, timeout_s: float = 60.0) -> 
 
 
 def join_group(
-    store: RendezvousStore | None, *, rank: int, size: int, name: str, device: str, timeout_s: float
+    store: RendezvousStore | None,
+    *,
+    rank: int,
+    size: int,
+    name: str,
+    device: str,
+    timeout_s: float,
+    host: str = LOOPBACK,
 ) -> TensorParallel:
     """Returns the group of a worker's ranks, once all have joined. With one rank, `store` is not used.
 
     `name` distinguishes this group from others over the same store: give every incarnation of a worker its own.
-    `timeout_s` bounds the wait here and every later collective. The group closes the store with itself. Raises
-    WorkerLost if a rank does not join.
+    `timeout_s` bounds the wait here and every later collective. gloo listens at `host`. The group closes the store with
+    itself. Raises WorkerLost if a rank does not join.
     """
     if size == 1:
         return Solo()
     assert store is not None, "several ranks need a store to meet over"
     try:
         return RankGroup(
-            store, rank=rank, size=size, name=name, device=device, timeout_s=timeout_s, closing=store.close
+            store, rank=rank, size=size, name=name, device=device, timeout_s=timeout_s, host=host, closing=store.close
         )
     except (DistError, RuntimeError, OSError) as error:
         store.close()

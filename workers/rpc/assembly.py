@@ -89,7 +89,7 @@ def follow(config: WorkerConfig, rank_id: RankId) -> None:
 def _open_lanes(config: LaneConfig, rank: LoadedRank, rank_id: RankId, wake_up: WakeUp) -> RankTransfer[torch.Tensor]:
     """One rank's ends of its worker's lanes, which notify the worker when there is something to poll. Every rank calls
     it at the same time: rank 0 opens their rendezvous server and sends its address to the others."""
-    lanes = transport(config.transport)(rank=rank_id.rank, device=rank.device, config=config)
+    lanes = transport(config.transport)(rank=rank_id.rank, device=rank.device, host=rank_id.host, config=config)
     address = LaneAddress(worker_id=rank_id.worker_id, incarnation=rank_id.incarnation, host=rank_id.host, port=0)
     if rank_id.rank == 0:
         receiver = lanes.receiver(address, rank.layout, wake=wake_up.notify)
@@ -109,6 +109,7 @@ def _meet(config: WorkerConfig, rank_id: RankId, store: RendezvousStore | None) 
         name=f"{rank_id.worker_id}#{rank_id.incarnation}",
         device=device_of(config),
         timeout_s=config.collective_timeout_s,
+        host=rank_id.group_host,
     )
 
 

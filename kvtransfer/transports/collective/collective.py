@@ -41,11 +41,12 @@ Parcels = TypeVar("Parcels", Outbox, Inbox)
 
 class CollectiveTransport:
     """Makes one rank's ends. `rank` counts over the worker's own tensor-parallel ranks, whose group has been made;
-    `device` holds its payloads."""
+    `device` holds its payloads; `host` is where its links listen, "" for the host of the address of an end."""
 
-    def __init__(self, *, rank: int = 0, device: str = "cpu", config: LaneConfig | None = None) -> None:
+    def __init__(self, *, rank: int = 0, device: str = "cpu", host: str = "", config: LaneConfig | None = None) -> None:
         self.rank = rank
         self.device = device
+        self.host = host
         self.config = config or LaneConfig()
         if torch.device(device).type == "cuda":
             keep_no_watchdog()
@@ -163,7 +164,7 @@ class CollectiveSender(_LanesEnd[Sent | LaneLost, Outbox]):
                 size=source_tp + ticket.layout.tp,
                 peer_ranks=[source_tp + part.destination for part in slices],
                 sends=True,
-                bind_host=self.address.host,
+                bind_host=transport.host or self.address.host,
                 device=transport.device,
                 config=config,
             )
@@ -289,7 +290,7 @@ class CollectiveReceiver(_LanesEnd[Arrived | LaneLost, Inbox]):
             size=source_layout.tp + self._layout.tp,
             peer_ranks=[part.source for part in slices],
             sends=False,
-            bind_host=self.address.host,
+            bind_host=transport.host or self.address.host,
             device=transport.device,
             config=config,
         )

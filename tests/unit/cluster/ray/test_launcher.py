@@ -126,15 +126,15 @@ class OneHost:
 class OnePlace:
     trouble = ""
 
-    def __init__(self, host: OneHost) -> None:
-        self._host = host
+    def __init__(self, *hosts: OneHost) -> None:
+        self._hosts = hosts * 2 if len(hosts) == 1 else hosts
         self.given_back = asyncio.Event()
 
     async def take(self, plan: WorkerPlan) -> WorkerPlace:
-        return WorkerPlace(host=self._host)
+        return WorkerPlace(hosts=self._hosts[: plan.num_ranks])
 
     async def retake(self, plan: WorkerPlan, living: LivingWorker) -> WorkerPlace:
-        return WorkerPlace(host=self._host)
+        return WorkerPlace(hosts=self._hosts[: plan.num_ranks])
 
     async def give_back(self, plan: WorkerPlan) -> None:
         self.given_back.set()
@@ -224,3 +224,37 @@ async def test_a_rank_that_does_not_come_up_takes_the_others_with_it(fails: str)
             await anext(events)
     both = [("decode-0.3.0", 7), ("decode-0.3.1", 0)]
     assert (closed, ended) == (([], both) if fails == "start" else (["rank 0"], [("decode-0.3.1", 8)]))
+
+
+@pytest.mark.parametrize("machines", [("n1", "n1"), ("n1", "n2")])
+async def test_ranks_on_two_machines_meet_over_the_network(machines: tuple[str, str]) -> None:
+    """On one machine they listen on its loopback, and the second one ends with the first one's lock."""
+    started: list[tuple[str, str]] = []
+    specs: list[RankSpec] = []
+
+    class Host(OneHost):
+        def __init__(self, address: str) -> None:
+            super().__init__(Rank([Loading(share=0.5)]))
+            self.address = address
+
+        async def meeting_place(self) -> tuple[str, int]:
+            return self.address, 1
+
+        async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
+            started.append((self.address, leader))
+            return 1
+
+        async def order(self, name: str, pid: int, orders: RankSpec) -> Any:
+            specs.append(orders)
+            return self._link
+
+    recorded: list[LivingWorker] = []
+    config = ClusterConfig(worker=WorkerConfig(model="m"), router=ROUTER)
+    launcher = RankLauncher(config, OnePlace(*map(Host, machines)), recorded.append)
+    async with aclosing(launcher.launch(replace(PLAN, num_ranks=2), 3)) as events:
+        await anext(events)
+    apart = machines[0] != machines[1]
+    assert recorded[-1].hosts == machines
+    assert started == [(machines[0], ""), (machines[1], "" if apart else "decode-0.3.0")]
+    assert [one.rank_id.store_host for one in specs] == [machines[0]] * 2
+    assert [one.rank_id.group_host for one in specs] == (list(machines) if apart else ["127.0.0.1"] * 2)

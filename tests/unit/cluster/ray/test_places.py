@@ -21,6 +21,7 @@ class Gpus:
     def __init__(self, count: int) -> None:
         self.free = [str(number) for number in range(count)]
         self.taken: dict[int, str] = {}
+        self.pinned = {"node:n1"}
 
     def take(self) -> int:
         group = len(self.taken) + 100
@@ -35,7 +36,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 
     async def group(self: RayShares, bundles: list[dict[str, float]], name: str) -> int:
         assert [bundle["GPU"] for bundle in bundles] == [1.0]
-        assert {bundle.get("node:n1") for bundle in bundles} == {places.PINNED}
+        assert [bundle[name] for bundle in bundles for name in bundle.keys() & has.pinned] == [places.PINNED]
         return has.take()
 
     async def ready_now(group: int) -> bool:
@@ -67,17 +68,24 @@ def shares(tmp_path: Path) -> RayShares:
 
 
 async def test_each_rank_gets_the_gpu_that_it_has(gpus: Gpus, shares: RayShares) -> None:
-    assert await shares.take_devices(of(2), ("2", "0"), "n1")
+    assert await shares.take_devices(of(2), ("2", "0"), ("n1",) * 2)
     assert gpus.free == ["1", "3"], "what others may use is free again"
-    assert await shares.take_devices(of(1), ("3",), "n1")
+    assert await shares.take_devices(of(1), ("3",), ("n1",))
     assert gpus.free == ["1"]
     await shares.give_back("decode-2")
     assert gpus.free == ["0", "1", "2"]
 
 
+async def test_ranks_on_two_machines_have_gpus_of_one_name(gpus: Gpus, shares: RayShares) -> None:
+    """Each machine counts its GPUs from 0."""
+    gpus.pinned, gpus.free = {"node:n1", "node:n2"}, ["0", "0", "1"]
+    assert await shares.take_devices(of(2), ("0", "0"), ("n1", "n2"))
+    assert gpus.free == ["1"]
+
+
 async def test_a_gpu_that_others_have_taken_is_said_to_be_missing(gpus: Gpus, shares: RayShares) -> None:
     gpus.free.remove("3")
-    assert not await shares.take_devices(of(1), ("3",), "n1")
+    assert not await shares.take_devices(of(1), ("3",), ("n1",))
     assert gpus.free == ["0", "1", "2"]
 
 
@@ -90,6 +98,6 @@ async def test_a_worker_serves_on_where_ray_fails_to_set_its_gpus_aside(
         raise ValueError("no such group")
 
     monkeypatch.setattr(places, "_devices", devices)
-    await places._keep(shares, of(1), ("3",), "n1")
+    await places._keep(shares, of(1), ("3",), ("n1",))
     assert "worker decode-1: Ray could not reserve what it has (GPUs: 3)" in caplog.text
     assert gpus.free == ["0", "1", "2", "3"]

@@ -48,7 +48,7 @@ async def main():
     if not begin.plans:
         channel.send(Planned(plans=plan(begin.config.pools, (NodeResources(cpus=2.0),), tp=1, device="cpu")))
         channel.send(WorkerRecorded(living=LivingWorker(
-            worker_id="decode-0", incarnation=7, host="n1", devices=("3",), names=("decode-0.7.0",), pids=(9,)
+            worker_id="decode-0", incarnation=7, hosts=("n1",), devices=("3",), names=("decode-0.7.0",), pids=(9,)
         )))
         await channel.flush()
         os.kill(os.getpid(), signal.SIGKILL)

@@ -87,6 +87,15 @@ def test_ranks_of_a_worker_share_a_machine() -> None:
     assert "but on one machine each for 0 of them only" in why_not_gpus(PoolsConfig(colocated=1), apart, tp=2)
 
 
+def test_ranks_of_a_worker_may_be_on_several_machines_where_that_is_wanted() -> None:
+    apart = (NodeResources(cpus=8.0, gpus=1.0), NodeResources(cpus=8.0, gpus=1.0))
+    [worker] = plan(PoolsConfig(colocated=1), apart, tp=2, device="auto", span_nodes=True)
+    assert (worker.device, worker.spans_nodes) == ("cuda", True)
+    [one, other] = replan([worker], PoolsConfig(colocated=2), apart, tp=2, span_nodes=True)
+    assert (one.spans_nodes, other.spans_nodes) == (True, True)
+    assert plan(PoolsConfig(colocated=1), apart, tp=4, device="auto", span_nodes=True)[0].device == "cpu"
+
+
 def test_pools_may_have_workers_of_different_sizes() -> None:
     pools = PoolsConfig(prefill=2, decode=1, prefill_tp=1, decode_tp=2)
     workers = plan(pools, (NodeResources(cpus=4.0, gpus=2.0), NodeResources(cpus=4.0, gpus=2.0)), tp=4, device="auto")
