@@ -69,6 +69,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         title="Baton",
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
         middleware=_layers(gateway),
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
@@ -126,7 +127,7 @@ def _layers(gateway: Gateway) -> list[Middleware]:
             allow_origins=gateway.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID, BUDGET, "request-id", IGNORED, "retry-after", "retry-after-ms"],
+            expose_headers=[REQUEST_ID, BUDGET, "request-id", "x-request-id", IGNORED, "retry-after", "retry-after-ms"],
         )
         layers.insert(0, across)
     return layers
@@ -261,7 +262,7 @@ async def _unrouted(request: Request, error: Exception) -> Response:
         refusal: BatonError = InvalidRequest(f"{path} does not answer {method}: use {allowed}")
     elif error.status_code == 404:
         refusal = NotFound(
-            f"There is nothing at {path}: the API begins at /v1, /openapi.json lists it, / is a page for people"
+            f"There is nothing at {path}: APIs begin at /v1 and /api, /openapi.json lists them, / is a page for people"
         )
     else:
         refusal = InvalidRequest(str(error.detail))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
@@ -58,7 +59,10 @@ def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = 
                 **facts, no_answer=no_answer(client, error).message, tls_error=str(error) if name else ""
             )
         if answer.is_error:
-            return Examination(**facts, no_answer=error_of(answer.text, answer.status_code).message)
+            lacks_key = answer.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+            return Examination(
+                **facts, no_answer=error_of(answer.text, answer.status_code).message, lacks_key=lacks_key
+            )
         status = _json_of(answer)
         if "workers" not in status:
             return Examination(**facts, no_answer=f"{url} answers, and not as a gateway: /admin/status is no report")

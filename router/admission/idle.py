@@ -216,7 +216,7 @@ class IdleAdmission:
         num_blocks = -(-num_tokens // (self._fleet.block_size or 1)) + 1
         place = Place(num_blocks, loop.create_future())
         self._line.append(place)
-        if self._looking is None:
+        if self._looking is None or self._looking.done():  # it ends with an error of the fleet
             self._looking = loop.create_task(self._look(), name="line of batches")
         try:
             await place.entered

@@ -127,7 +127,9 @@ class AccessControl:
         scheme, _, key = (authorization or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             self._metrics.unauthenticated.inc()
-            raise Unauthenticated("You didn't provide an API key: send it as 'Authorization: Bearer KEY'")
+            raise Unauthenticated(
+                "You didn't provide an API key: send it as 'Authorization: Bearer KEY', or as x-api-key"
+            )
         return key.strip()
 
     def _look(self) -> None:

@@ -56,6 +56,7 @@ OPENAI = Api(
     paths=("/",),
     error_body=_openai_error,
     error_event=lambda error: event(_openai_error(error)),
+    id_header=b"x-request-id",  # its client's `_request_id`
     key_header=b"x-api-key",  # Anthropic's client lists models below OpenAI's paths
 )
 """Every path that is no other API's."""

@@ -3,6 +3,7 @@ any other."""
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ def without_harmless(body: Mapping[str, Any], refusals: Mapping[str, Harmless], 
     for name in refusals.keys() & body.keys():
         value = kept.pop(name)
         if value is not None and not refusals[name].accepts(value):
-            shown = reprlib.repr(value)  # bounded in depth too: an object may be nested deeper than repr() can go
+            # As JSON. reprlib is bounded in depth too: an object may be nested deeper than repr() can go.
+            shown = json.dumps(value) if value is True or value is False else reprlib.repr(value)
             raise UnsupportedParameter(
                 f"'{where}{name}' is not supported with the value {shown[:80]}{'...' if len(shown) > 80 else ''}: "
                 f"{refusals[name].why}; leave it out",

@@ -72,13 +72,6 @@ class PriceList:
                 return max(found, key=lambda one: one.since_s)
         return None
 
-    def charge(
-        self, model: str, at_s: float, tokens: Mapping[str, int], *, parent: str = "", is_batch: bool = False
-    ) -> float:
-        """USD for the tokens of each kind."""
-        price = self.price(model, at_s, parent=parent)
-        return price.charge(tokens, is_batch=is_batch) if price is not None else 0.0
-
 
 def read_prices(path: Path) -> PriceList:
     """Raises Misconfigured, which names the entry, its value and what is allowed."""

@@ -61,7 +61,7 @@ def batch(
             typer.echo(f"\n{made['id']} goes on: cancel it with POST /v1/batches/{made['id']}/cancel", err=True)
             raise typer.Exit(130) from None
         _save(client, ended, output, errors)
-        if ended["status"] != "completed":
+        if ended["status"] != "completed" or ended["request_counts"]["failed"]:
             raise typer.Exit(1)
 
 

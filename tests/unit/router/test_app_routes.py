@@ -107,6 +107,8 @@ async def test_unknown_paths_and_methods_answer_as_openai_does() -> None:
     async with visiting() as (client, _):
         missing = await client.get("/v1/rerank")
         wrong = await client.get("/v1/completions")
+        slash = await client.post("/v1/completions/", json=COMPLETION)
+    assert (slash.status_code, slash.json()["error"]["code"]) == (404, "not_found"), "no redirect without a body"
     assert missing.status_code == 404
     assert "/v1/rerank" in error_of(missing)["message"]
     assert wrong.status_code == 405
@@ -155,6 +157,7 @@ async def test_a_request_has_a_name() -> None:
     assert len(set(fresh)) == 2
     assert strange.headers["x-baton-request-id"].startswith("req-")
     assert streamed.headers["x-baton-request-id"]
+    assert own.headers["x-request-id"] == "trace-1", "where OpenAI's client looks"
 
 
 async def test_ready_says_why_not() -> None:

@@ -155,6 +155,17 @@ def test_another_server_behind_the_url_is_a_fault_with_its_reason(monkeypatch: p
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_gateway_that_wants_a_key_is_not_to_be_started(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    pages = httpx.MockTransport(lambda _: httpx.Response(status, json={"error": {"message": "no key", "code": "x"}}))
+    opened = lambda url, _: httpx.Client(transport=pages, base_url=url)  # noqa: E731
+    monkeypatch.setattr("cluster.doctor.gather.open_client", opened)
+    [found] = findings(replace(examine("http://other"), host=None))
+    assert (found.name, found.fix) == (
+        "gateway-unreachable", "give --api-key, or the environment variable BATON_ADMIN_KEY",
+    )  # fmt: skip
+
+
 def test_a_probe_that_is_answered_with_a_page_is_silent() -> None:
     facts: dict[str, Any] = {"max_model_len": 4096, "layout": {"block_size": 16}}
     source, destination = (

@@ -213,6 +213,31 @@ async def test_a_prompt_that_does_not_fit_stops_no_smaller_one(monkeypatch: pyte
     assert line.entered == ["small", "held", "large", "last"]
 
 
+async def test_after_an_error_of_the_fleet_the_line_goes_on() -> None:
+    """Lines that came back at once waited for ever: the look that had failed was taken for one that goes on."""
+    fleet = _SmallFleet(most=10)
+    line, trouble = _Line(fleet), [ValueError("no load")]
+    candidates = fleet.candidates
+
+    def failing_once(matched: object, num_tokens: int) -> CandidateTable:
+        if trouble:
+            raise trouble.pop()
+        return candidates(matched, num_tokens)
+
+    fleet.candidates = failing_once  # type: ignore[method-assign]
+
+    async def stubborn() -> None:
+        try:
+            await line.idle._enter(16)
+        except ValueError:
+            await line.idle._enter(16)
+
+    async with asyncio.timeout(5):
+        await asyncio.gather(stubborn(), stubborn())
+        await line.join("third", 2)
+    assert line.entered == ["third"]
+
+
 async def test_one_that_leaves_the_line_holds_up_nobody() -> None:
     fleet = _SmallFleet(most=-1)
     line = _Line(fleet)

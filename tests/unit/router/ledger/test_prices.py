@@ -37,13 +37,16 @@ def test_a_request_is_charged_by_the_prices_of_its_time(tmp_path: Path) -> None:
     (tmp_path / "prices.toml").write_text(FILE)
     prices = read_prices(tmp_path / "prices.toml")
     assert prices.device_hour == 2.5
-    assert prices.charge("large", at("2025-12-31T23:59:59"), TOKENS) == 0.0
-    price = prices.price("small", at("2026-06-02"))
-    assert price is not None
-    assert price.version == "2026-06-01 small"
-    assert prices.charge("large", at("2026-01-01T00:00:00"), TOKENS) == pytest.approx(1.0 + 0.2 + 2.0)
-    assert prices.charge("small", at("2026-05-31T23:59:59"), TOKENS) == pytest.approx(3.2)
-    assert prices.charge("small", at("2026-06-01T00:00:00"), TOKENS) == pytest.approx(0.5 + 0.5)
+    assert prices.price("large", at("2025-12-31T23:59:59")) is None
+    for model, when, version, usd in (
+        ("large", "2026-01-01T00:00:00", "2026-01-01 *", 1.0 + 0.2 + 2.0),
+        ("small", "2026-05-31T23:59:59", "2026-01-01 *", 3.2),
+        ("small", "2026-06-01T00:00:00", "2026-06-01 small", 0.5 + 0.5),
+    ):
+        price = prices.price(model, at(when))
+        assert price is not None
+        assert price.version == version
+        assert price.charge(TOKENS) == pytest.approx(usd)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ async def test_a_file_is_run_and_its_answers_lie_beside_it(
     bad["body"]["temperature"] = 9
     file.write_bytes(jsonl([line("a"), bad]))
     async with batching(tmp_path / "store") as (client, _):
-        await asyncio.to_thread(verb.batch, file, url=str(client.base_url))
+        with pytest.raises(typer.Exit) as ended:
+            await asyncio.to_thread(verb.batch, file, url=str(client.base_url))
+    assert ended.value.exit_code == 1, "a request has failed"
     [answer] = (tmp_path / "requests.output.jsonl").read_text().splitlines()
     assert json.loads(answer)["custom_id"] == "a"
     assert "temperature" in (tmp_path / "requests.errors.jsonl").read_text()
