@@ -114,3 +114,25 @@ async def test_a_roll_to_settings_that_cannot_be_goes_back_by_itself(deployed: D
         assert (refused.status_code, "/nowhere" in refused.text) == (400, True)
         assert (await streams.all(), streams.errors) == (old, [])
         assert {one["worker_id"]: one["info"]["revision"] for one in deployed.status()["workers"]} == before
+
+
+async def test_an_aborted_roll_goes_back_under_streams(deployed: Deployed) -> None:
+    async with httpx.AsyncClient(base_url=deployed.url, timeout=120.0) as client:
+        streams, over = RolledStreams(client), asyncio.Event()
+        before = {one["info"]["revision"] for one in deployed.status()["workers"]}
+        old = await streams.all()
+        running = [asyncio.create_task(streams.run(number, over)) for number in range(NUM_STREAMS)]
+        roll = asyncio.create_task(rolled(client, kind="roll", settings={"worker.prefill_chunk": 64}))
+        while not (report := (await client.get("/admin/capacity")).json())["rolling"]:
+            assert not roll.done(), report
+        while not any(report["rolling"]["newer"].values()):
+            report = (await client.get("/admin/capacity")).json()
+        back = await rolled(client, kind="abort")
+        over.set()
+        await asyncio.gather(*running)
+        gone = await roll
+        assert (gone["state"], gone["reason"]) == ("replaced", f"test aborts it with change {back['number']}")
+        assert (back["state"], streams.errors) == ("reached", []), deployed.log
+        assert {number: {text} for number, text in old.items()} == streams.texts
+        assert {one["info"]["revision"] for one in deployed.status()["workers"]} == before
+        assert deployed.status()["capacity"]["desired"]["counts"] == {"prefill": 1, "decode": 1}
