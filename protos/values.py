@@ -25,6 +25,8 @@ BlockHash = bytes
 
 BLOCK_HASH_BYTES = 16
 
+LOOPBACK = "127.0.0.1"
+
 
 class WorkerRole(StrEnum):
     PREFILL = "prefill"

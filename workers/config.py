@@ -9,7 +9,7 @@ from typing import Any, Literal
 from kvtransfer.config import LaneConfig
 from protos.errors import Misconfigured
 from protos.settings import check_settings, setting
-from protos.values import MAX_DRAFTS
+from protos.values import LOOPBACK, MAX_DRAFTS
 from workers.adapters.names import parse_adapters
 from workers.checkpoint.formats.rounded import Quantize
 from workers.cores import parse_cpus
@@ -137,11 +137,11 @@ class RankId:
     incarnation: int
     rank: int = 0
     size: int = 1
-    host: str = "127.0.0.1"
-    store_host: str = "127.0.0.1"
+    host: str = LOOPBACK
+    store_host: str = LOOPBACK
     store_port: int = 0
     store_key: bytes = field(default=b"", repr=False)
-    group_host: str = "127.0.0.1"
+    group_host: str = LOOPBACK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

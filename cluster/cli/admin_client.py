@@ -111,11 +111,20 @@ def _is_explained(response: httpx.Response) -> bool:
 
 def _check_admitted(response: httpx.Response) -> None:
     """Raises the server's error for a missing or wrong key, and adds how to give one."""
-    is_admin = response.request.url.path.startswith("/admin")
-    if response.status_code == 401 or (response.status_code == 403 and is_admin):
+    if lacks_key(response):
+        is_admin = _is_admin(response)
         error = error_of(response.text, response.status_code)
         how = f"here: --api-key, or the environment variable {'BATON_ADMIN_KEY' if is_admin else 'BATON_API_KEY'}"
         raise type(error)(f"{error.message.rstrip('.')}; {how}")
+
+
+def lacks_key(response: httpx.Response) -> bool:
+    """Does the server want an API key, or another one?"""
+    return response.status_code == 401 or (response.status_code == 403 and _is_admin(response))
+
+
+def _is_admin(response: httpx.Response) -> bool:
+    return response.request.url.path.startswith("/admin")
 
 
 def error_of(body: str, status: int) -> BatonError:

@@ -143,8 +143,12 @@ def planner_words(planner: Mapping[str, Any], now_s: float) -> str:
     until_s = planner["manual_until_s"]
     if until_s <= now_s:
         return bounds
-    at = time.strftime("%H:%M:%S", time.localtime(until_s))
-    return f"{bounds}; an operator's change holds until {at}, for {_duration(until_s - now_s)} more"
+    return f"{bounds}; an operator's change holds until {clock(until_s)}, for {_duration(until_s - now_s)} more"
+
+
+def clock(at_s: float) -> str:
+    """The time of day here."""
+    return time.strftime("%H:%M:%S", time.localtime(at_s))
 
 
 def fleet_words(fleet: Mapping[str, Any]) -> str:

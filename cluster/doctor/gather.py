@@ -15,14 +15,13 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
-from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 from redis.exceptions import ResponseError
 
-from cluster.cli.admin_client import error_of, no_answer, open_client
+from cluster.cli.admin_client import error_of, lacks_key, no_answer, open_client
 from cluster.doctor.examination import (
     ClosedPort,
     Examination,
@@ -59,10 +58,8 @@ def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = 
                 **facts, no_answer=no_answer(client, error).message, tls_error=str(error) if name else ""
             )
         if answer.is_error:
-            lacks_key = answer.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-            return Examination(
-                **facts, no_answer=error_of(answer.text, answer.status_code).message, lacks_key=lacks_key
-            )
+            said = error_of(answer.text, answer.status_code).message
+            return Examination(**facts, no_answer=said, lacks_key=lacks_key(answer))
         status = _json_of(answer)
         if "workers" not in status:
             return Examination(**facts, no_answer=f"{url} answers, and not as a gateway: /admin/status is no report")

@@ -13,8 +13,7 @@ from typing import Protocol
 from cluster.supervision.rank import Event, RankSpec
 from cluster.supervision.rank_starter import ExitStatus, RankLink, end_process, start_process
 from protos.errors import WorkerLost
-
-LOOPBACK = "127.0.0.1"
+from protos.values import LOOPBACK
 
 
 class RankConnection(Protocol):

@@ -18,11 +18,12 @@ from typing import Any, Protocol, TypeVar
 
 from cluster.config.config import ClusterConfig
 from cluster.config.revised import revised
-from cluster.ray.hosts import LOOPBACK, Host, RankConnection, WorkerPlace
+from cluster.ray.hosts import Host, RankConnection, WorkerPlace
 from cluster.supervision.living import LivingWorker
 from cluster.supervision.placement import WorkerPlan
 from cluster.supervision.rank import Ended, Event, Logged, RankSpec
 from protos.errors import BatonError, Misconfigured, WorkerLost
+from protos.values import LOOPBACK
 from protos.wire import raised
 from workers.config import RankId
 from workers.speculation.registry import SpeculateMode

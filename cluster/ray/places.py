@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -93,13 +93,13 @@ class ManyMachines:
     async def take(self, plan: WorkerPlan) -> WorkerPlace:
         shares, nodes = await asyncio.shield(self._ray)
         devices = await shares.take(plan)
-        hosts = tuple([await nodes.of(node_id) for node_id in await shares.node_ids(plan.worker_id)])
+        hosts = await _each(nodes.of, await shares.node_ids(plan.worker_id))
         await self._moved(plan.worker_id, hosts)
         return WorkerPlace(hosts=hosts, devices=devices)
 
     async def retake(self, plan: WorkerPlan, living: LivingWorker) -> WorkerPlace:
         shares, nodes = await asyncio.shield(self._ray)
-        hosts = tuple([await nodes.at(host) for host in living.hosts])
+        hosts = await _each(nodes.at, living.hosts)
         await self._moved(plan.worker_id, hosts)
         await _keep(shares, plan, living.devices, living.hosts)
         return WorkerPlace(hosts=hosts, devices=living.devices)
@@ -120,6 +120,12 @@ class ManyMachines:
             self._node_ids[worker_id] = frozenset(host.node_id for host in hosts)
         for node_id in before.difference(*self._node_ids.values()) if self._ray.done() else ():
             await self._ray.result()[1].leave(node_id)
+
+
+async def _each(find: Callable[[str], Awaitable[RayNode]], names: Sequence[str]) -> tuple[RayNode, ...]:
+    """The node of each name; one of several ranks is looked for once."""
+    found = {name: await find(name) for name in dict.fromkeys(names)}
+    return tuple(found[name] for name in names)
 
 
 async def _keep(shares: RayShares, plan: WorkerPlan, devices: tuple[str, ...], nodes: Sequence[str] = ()) -> None:

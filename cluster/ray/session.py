@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 from cluster.config.config import RayConfig
 from cluster.process.scratch_dir import kill_users, programs
 from cluster.process.signals import RAY_THREAD, SIGNALS
-from cluster.ray.hosts import LOOPBACK
 from cluster.ray.machine_part import MachinePart
 from cluster.ray.probe import check_answers, no_ray
 from cluster.supervision.placement import NodeResources
 from cluster.supervision.rank import in_thread
 from cluster.supervision.rank_starter import ended, has_ended
 from protos.errors import Misconfigured, Unavailable
+from protos.values import LOOPBACK
 
 log = logging.getLogger("baton.cluster")
 

@@ -101,6 +101,7 @@ class SwitchedHosts:
     def close(self) -> None:
         for number, name in enumerate(self._names, 1):
             self.lose(number)
+            _ip("link", "del", self._ends[number - 1])  # else its name is taken until the kernel gets to it
             _ip("netns", "del", name)
         _ip("link", "del", self._bridge)
 

@@ -5,34 +5,24 @@ and supervisor wait for it. Takes minutes: only with BATON_TEST_RAY_HOSTS=1.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
 from tests.cluster.deployed import Deployed
-from tests.netns.test_ray_hosts import HEAD, REASON, START_S, FiveHosts, is_decoding, text
+from tests.netns.test_ray_hosts import HEAD, REASON, START_S, FiveHosts, is_decoding, pids, serving_hosts, text
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(REASON), reason=REASON or "possible")]
 
 
 @pytest.fixture
 def five_hosts() -> Iterator[FiveHosts]:
-    folder = Path(tempfile.mkdtemp(prefix="bh", dir="/tmp"))  # short, for the paths of Ray's sockets
-    started = FiveHosts(folder, room=2, keeps_tables=True)
-    try:
-        started.start()
-        started.gateway.wait_for(r"^worker \S+ at \S+ is ready", times=2)
+    with serving_hosts(room=2, keeps_tables=True) as started:
         yield started
-    finally:
-        started.close()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pool_nodes(five_hosts: FiveHosts) -> set[str]:
@@ -42,13 +32,6 @@ def pool_nodes(five_hosts: FiveHosts) -> set[str]:
         node_id.hex()
         for node_id, node in known.items()
         if node.state == 0 and {"prefill", "decode"} & set(node.resources_total)
-    }
-
-
-def pids(gateway: Deployed) -> dict[str, int]:
-    """Of the workers that serve."""
-    return {
-        one["worker_id"]: one["info"]["process_id"] for one in gateway.status()["workers"] if one["state"] == "ready"
     }
 
 

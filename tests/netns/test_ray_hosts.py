@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -130,10 +131,11 @@ def ray_ports(pool: str) -> dict[str, int]:
     return {name: int(value) for name, value in parameters.items() if name.endswith("-port")}
 
 
-@pytest.fixture(scope="module")
-def five_hosts() -> Iterator[FiveHosts]:
+@contextmanager
+def serving_hosts(*, room: int = 1, spans: bool = False, keeps_tables: bool = False) -> Iterator[FiveHosts]:
+    """Both workers serve."""
     folder = Path(tempfile.mkdtemp(prefix="bh", dir="/tmp"))  # short, for the paths of Ray's sockets
-    started = FiveHosts(folder)
+    started = FiveHosts(folder, room=room, spans=spans, keeps_tables=keeps_tables)
     try:
         started.start()
         started.gateway.wait_for(r"^worker \S+ at \S+ is ready", times=2)
@@ -143,11 +145,24 @@ def five_hosts() -> Iterator[FiveHosts]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture(scope="module")
+def five_hosts() -> Iterator[FiveHosts]:
+    with serving_hosts() as started:
+        yield started
+
+
 def text(gateway: Deployed) -> str:
     body = {"model": "demo", "prompt": LONG, "max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}
     response = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=240.0)
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["text"])
+
+
+def pids(gateway: Deployed) -> dict[str, int]:
+    """Of the workers that serve."""
+    return {
+        one["worker_id"]: one["info"]["process_id"] for one in gateway.status()["workers"] if one["state"] == "ready"
+    }
 
 
 def is_decoding(gateway: Deployed) -> bool:

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,23 +15,25 @@ import pytest
 
 from tests.cluster.deployed import PRECISE, Deployed
 from tests.netns.hosts import SwitchedHosts
-from tests.netns.test_ray_head import pids
-from tests.netns.test_ray_hosts import DECODE, PREFILL, REASON, START_S, FiveHosts, is_decoding, text
+from tests.netns.test_ray_hosts import (
+    DECODE,
+    PREFILL,
+    REASON,
+    START_S,
+    FiveHosts,
+    is_decoding,
+    pids,
+    serving_hosts,
+    text,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(REASON), reason=REASON or "possible")]
 
 
 @pytest.fixture(scope="module")
 def spanning() -> Iterator[FiveHosts]:
-    folder = Path(tempfile.mkdtemp(prefix="bh", dir="/tmp"))  # short, for the paths of Ray's sockets
-    started = FiveHosts(folder, spans=True)
-    try:
-        started.start()
-        started.gateway.wait_for(r"^worker \S+ at \S+ is ready", times=2)
+    with serving_hosts(spans=True) as started:
         yield started
-    finally:
-        started.close()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def ranks(hosts: SwitchedHosts, number: int) -> set[str]:

@@ -12,11 +12,11 @@ import torch
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp, Store
 
 from protos.errors import UnreadableMessage, WorkerLost
+from protos.values import LOOPBACK
 
 _HEADER_BYTES = 8
 _FIRST_BYTES = 4096
 MAX_MESSAGE_BYTES = 2**30
-LOOPBACK = "127.0.0.1"
 
 
 class TensorParallel(Protocol):

@@ -22,9 +22,9 @@ from kvtransfer.transports.rendezvous.key import WrongKey
 from kvtransfer.transports.rendezvous.store import RendezvousServer, RendezvousStore
 from protos.codec import Messages
 from protos.errors import BatonError, UnreadableMessage, WorkerLost
-from protos.values import LaneAddress, SamplingParams
+from protos.values import LOOPBACK, LaneAddress, SamplingParams
 from workers.batch import Batch, PendingStep, Pipeline, Row, RowLimits, Sample, row_limits
-from workers.parallel.group import LOOPBACK, RankGroup, Solo, TensorParallel
+from workers.parallel.group import RankGroup, Solo, TensorParallel
 from workers.parallel.operations import LANE_ADDRESS, MESSAGES, STOP, RankOperations
 
 log = logging.getLogger("baton.worker")

@@ -121,7 +121,7 @@ def _order(order: Mapping[str, Any], url: str, api_key: str, *, timeout_s: float
     with open_client(url, api_key) as client:
         get_json(client, "/admin/capacity")  # its error names the key, if one is needed
         change = request_json(client, "/admin/capacity", "POST", {"who": who(), **order})
-        if (planner := get_json(client, "/admin/capacity").get("planner")) and order["kind"] in ("scale", "flip"):
+        if order["kind"] in ("scale", "flip") and (planner := get_json(client, "/admin/capacity").get("planner")):
             typer.echo(f"a planner decides here: {planner_words(planner, time.time())}")
         if not change["number"]:
             typer.echo(f"the fleet is {fleet_words(change['after'])} already")

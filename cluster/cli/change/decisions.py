@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cluster.cli.status import fleet_of, fleet_words, planner_words
+from cluster.cli.status import clock, fleet_of, fleet_words, planner_words
 from cluster.cli.tables import Sheet
 from protos.values import WorkerRole
 from router.fleet_owner import DesiredFleet
@@ -63,7 +63,7 @@ def _decisions(decisions: Sequence[View], now: float) -> Sheet:
                   prose=["reason"])  # fmt: skip
     for one in decisions:
         table.add_row(
-            _clock(one["at_s"]), f"{one['attainment']:.1%}", f"{one['arrival_rate']:.3g}", str(one["num_waiting"]),
+            clock(one["at_s"]), f"{one['attainment']:.1%}", f"{one['arrival_rate']:.3g}", str(one["num_waiting"]),
             _decision(one), f"{one['reason']}{_refused(one)}",
         )  # fmt: skip
     return table
@@ -88,13 +88,8 @@ def _changes(changes: Sequence[View], now: float) -> Sheet:
         before, after = fleet_of(one["before"]), fleet_of(one["after"])
         revision = f" at {after.revision}" if after.revision != before.revision else ""
         table.add_row(
-            str(one["number"]), _clock(one["at_s"]), one["who"] or "an operator",
+            str(one["number"]), clock(one["at_s"]), one["who"] or "an operator",
             counts_words(before.counts), f"{counts_words(after.counts)}{revision}{flip}", outcome,
             one["reason"] or one["why"],
         )  # fmt: skip
     return table
-
-
-def _clock(at_s: float) -> str:
-    """The time of day here."""
-    return time.strftime("%H:%M:%S", time.localtime(at_s))

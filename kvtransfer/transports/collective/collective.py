@@ -74,6 +74,7 @@ class _LanesEnd(Generic[Event, Parcels]):
         self._transport = transport
         self._layout = layout
         self._wake = wake
+        self._bind_host = transport.host or address.host
         self._staging = Staging(device=transport.device, max_bytes=transport.config.max_staged_bytes)
         self._changed = threading.Condition(threading.RLock())
         self._counters = LaneCounters()
@@ -164,7 +165,7 @@ class CollectiveSender(_LanesEnd[Sent | LaneLost, Outbox]):
                 size=source_tp + ticket.layout.tp,
                 peer_ranks=[source_tp + part.destination for part in slices],
                 sends=True,
-                bind_host=transport.host or self.address.host,
+                bind_host=self._bind_host,
                 device=transport.device,
                 config=config,
             )
@@ -290,7 +291,7 @@ class CollectiveReceiver(_LanesEnd[Arrived | LaneLost, Inbox]):
             size=source_layout.tp + self._layout.tp,
             peer_ranks=[part.source for part in slices],
             sends=False,
-            bind_host=transport.host or self.address.host,
+            bind_host=self._bind_host,
             device=transport.device,
             config=config,
         )

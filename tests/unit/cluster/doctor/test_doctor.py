@@ -6,7 +6,7 @@ import asyncio
 import copy
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from cluster.cli.main import make_app
 from cluster.doctor.examination import (
     ClosedPort,
     Examination,
+    Finding,
     HostFacts,
     LaneProbe,
     LaneSpeed,
@@ -144,12 +145,17 @@ def test_a_roll_has_two_models_and_a_revision_has_one() -> None:
     assert findings(rolling) == []
 
 
-@pytest.mark.parametrize("page", ["<html>Welcome</html>", "[]", '{"status": "ok"}'])
-def test_another_server_behind_the_url_is_a_fault_with_its_reason(monkeypatch: pytest.MonkeyPatch, page: str) -> None:
-    pages = httpx.MockTransport(lambda _: httpx.Response(200, text=page))
+def found_at(monkeypatch: pytest.MonkeyPatch, status: int, **content: Any) -> Sequence[Finding]:
+    """The findings about http://other, which answers everything with this status and content."""
+    pages = httpx.MockTransport(lambda _: httpx.Response(status, **content))
     opened = lambda url, _: httpx.Client(transport=pages, base_url=url)  # noqa: E731
     monkeypatch.setattr("cluster.doctor.gather.open_client", opened)
-    [found] = findings(replace(examine("http://other"), host=None))
+    return findings(replace(examine("http://other"), host=None))
+
+
+@pytest.mark.parametrize("page", ["<html>Welcome</html>", "[]", '{"status": "ok"}'])
+def test_another_server_behind_the_url_is_a_fault_with_its_reason(monkeypatch: pytest.MonkeyPatch, page: str) -> None:
+    [found] = found_at(monkeypatch, 200, text=page)
     assert (found.name, found.text) == (
         "gateway-unreachable", "http://other answers, and not as a gateway: /admin/status is no report",
     )  # fmt: skip
@@ -157,10 +163,7 @@ def test_another_server_behind_the_url_is_a_fault_with_its_reason(monkeypatch: p
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_gateway_that_wants_a_key_is_not_to_be_started(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    pages = httpx.MockTransport(lambda _: httpx.Response(status, json={"error": {"message": "no key", "code": "x"}}))
-    opened = lambda url, _: httpx.Client(transport=pages, base_url=url)  # noqa: E731
-    monkeypatch.setattr("cluster.doctor.gather.open_client", opened)
-    [found] = findings(replace(examine("http://other"), host=None))
+    [found] = found_at(monkeypatch, status, json={"error": {"message": "no key", "code": "x"}})
     assert (found.name, found.fix) == (
         "gateway-unreachable", "give --api-key, or the environment variable BATON_ADMIN_KEY",
     )  # fmt: skip

@@ -215,16 +215,15 @@ async def test_a_prompt_that_does_not_fit_stops_no_smaller_one(monkeypatch: pyte
 
 async def test_after_an_error_of_the_fleet_the_line_goes_on() -> None:
     """Lines that came back at once waited for ever: the look that had failed was taken for one that goes on."""
-    fleet = _SmallFleet(most=10)
-    line, trouble = _Line(fleet), [ValueError("no load")]
-    candidates = fleet.candidates
+    trouble = [ValueError("no load")]
 
-    def failing_once(matched: object, num_tokens: int) -> CandidateTable:
-        if trouble:
-            raise trouble.pop()
-        return candidates(matched, num_tokens)
+    class FailingOnce(_SmallFleet):
+        def candidates(self, matched: object, num_tokens: int) -> CandidateTable:
+            if trouble:
+                raise trouble.pop()
+            return super().candidates(matched, num_tokens)
 
-    fleet.candidates = failing_once  # type: ignore[method-assign]
+    line = _Line(FailingOnce(most=10))
 
     async def stubborn() -> None:
         try:
