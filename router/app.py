@@ -41,7 +41,7 @@ from router.message_batches.routes import mount_message_batches
 from router.metrics import Track
 from router.ollama import answers as ollama
 from router.ollama.api import OLLAMA
-from router.ollama.embed import ollama_vectors
+from router.ollama.embed import ollama_vector, ollama_vectors
 from router.ollama.models import SPOKEN_VERSION, loaded, show, tags
 from router.openai.chat import chat_completions
 from router.openai.completions import completions
@@ -57,6 +57,14 @@ from router.text.chat_template import ROLES
 MAX_HEAD_BYTES = 64 * 1024
 APIS: Sequence[Api] = (ANTHROPIC, OLLAMA)
 """Those whose answers are not in OpenAI's form."""
+
+_WHERE_TO_LOOK = "APIs begin at /v1 and /api, /openapi.json lists them, / is a page for people"
+_MODELS_STAY = "models are given when the server starts (--model); adapters come and go with `baton adapter`"
+_ABSENT: Mapping[str, str] = {
+    "/v1/responses/": "responses are not stored; send the whole input with each request",
+    "/v1/conversations": "conversations are not stored; send the whole input with each request",
+} | {f"/api/{verb}": _MODELS_STAY for verb in ("pull", "push", "create", "copy", "delete", "blobs")}
+"""Why parts of APIs are absent, by the beginning of their paths."""
 
 Generating = Callable[[Gateway, Request, Track], Awaitable[Response | EventStream]]
 
@@ -149,6 +157,7 @@ def _generating_routes(app: FastAPI, gateway: Gateway) -> None:
     ollama_generate = _GeneratingEndpoint(gateway, "ollama.generate", ollama.generate)
     embed = _GeneratingEndpoint(gateway, "embeddings", embeddings)
     ollama_embed = _GeneratingEndpoint(gateway, "ollama.embed", ollama_vectors)
+    ollama_embeddings = _GeneratingEndpoint(gateway, "ollama.embed", ollama_vector)
     app.router.routes[:0] = [  # before /openapi.json: routes are matched in their order
         Route("/v1/chat/completions", chat, methods=["POST"], name="chat"),
         Route("/v1/completions", complete, methods=["POST"], name="complete"),
@@ -156,6 +165,7 @@ def _generating_routes(app: FastAPI, gateway: Gateway) -> None:
         Route("/v1/responses", respond, methods=["POST"], name="responses"),
         Route("/v1/embeddings", embed, methods=["POST"], name="embed"),
         Route("/api/embed", ollama_embed, methods=["POST"], name="ollama_embed"),
+        Route("/api/embeddings", ollama_embeddings, methods=["POST"], name="ollama_embeddings"),
         Route("/api/chat", ollama_chat, methods=["POST"], name="ollama_chat"),
         Route("/api/generate", ollama_generate, methods=["POST"], name="ollama_generate"),
     ]
@@ -261,9 +271,8 @@ async def _unrouted(request: Request, error: Exception) -> Response:
         allowed = headers["allow"] = ", ".join(sorted(headers["allow"].split(", ")))
         refusal: BatonError = InvalidRequest(f"{path} does not answer {method}: use {allowed}")
     elif error.status_code == 404:
-        refusal = NotFound(
-            f"There is nothing at {path}: APIs begin at /v1 and /api, /openapi.json lists them, / is a page for people"
-        )
+        why = next((why for prefix, why in _ABSENT.items() if path.startswith(prefix)), _WHERE_TO_LOOK)
+        refusal = NotFound(f"There is nothing at {path}: {why}")
     else:
         refusal = InvalidRequest(str(error.detail))
     return json_response(api_of(request.scope).error_body(refusal), status=error.status_code, headers=dict(headers))

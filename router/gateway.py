@@ -252,12 +252,14 @@ class Gateway:
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        param: str = "messages",
     ) -> tuple[int, ...]:
-        """The prompt of a conversation. Raises InvalidRequest for a model without a chat template."""
+        """The prompt of a conversation, which the client gave as `param`. Raises InvalidRequest for a model without a
+        chat template, and with the template's words."""
         if self.template is None:
             raise InvalidRequest(
                 f"The model '{self.card.name}' has no chat template: send its prompt to /v1/completions",
-                param="messages",
+                param=param,
             )
         if tools:
             self.check_tools()
@@ -268,14 +270,18 @@ class Gateway:
                 "'continue_final_message' and 'add_generation_prompt' exclude each other: set one of them to false",
                 param="continue_final_message",
             )
-        rendered = await self.template.prompt(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            options=options,
-            tools=tools,
-        )
-        check_length(self.tokenizer.min_tokens(rendered.text), self.card, param="messages")
+        try:
+            rendered = await self.template.prompt(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                options=options,
+                tools=tools,
+            )
+        except InvalidRequest as error:
+            error.param = param if error.param == "messages" else error.param
+            raise
+        check_length(self.tokenizer.min_tokens(rendered.text), self.card, param=param)
         return await self.tokenizer.encode_rendered(rendered)
 
     async def answer(

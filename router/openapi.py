@@ -19,7 +19,7 @@ from starlette.routing import Route
 from router.admin import replies as admin
 from router.admin.adapters import AdapterBody, AdapterOrderReply, AdaptersReply
 from router.admin.capacity import CapacityBody
-from router.admin.ledger_replies import ChargePageReply, CostsReply, UsagePageReply
+from router.admin.ledger_replies import ChargePageReply, CostsReply, UsagePageReply, VectorUsagePageReply
 from router.admin.requests import DEFAULT_COUNT, MAX_COUNT
 from router.anthropic import replies as anthropic
 from router.anthropic.schema import MessagesBody, PromptBody
@@ -28,11 +28,11 @@ from router.conditions import OF_TOOLS
 from router.http.body import MAX_TTFT_MS
 from router.http.size_limits import MAX_PIECES
 from router.http.validation import bounds
-from router.ledger.organization import COST_GROUPS, LATEST_S, USAGE_GROUPS, WIDTHS
+from router.ledger.organization import COST_GROUPS, LATEST_S, USAGE_GROUPS, VECTOR_GROUPS, WIDTHS
 from router.ledger.report import GROUPS
 from router.message_batches.operations import MESSAGE_BATCH_OPERATIONS
 from router.ollama import replies as ollama
-from router.ollama.embed import OllamaEmbedBody
+from router.ollama.embed import OllamaEmbedBody, OllamaEmbeddingsBody
 from router.ollama.schema import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from router.openai import responses
 from router.openai.embeddings import EmbeddingBody
@@ -152,6 +152,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         summary="Vectors of texts, as in Ollama", body=OllamaEmbedBody, reply=ollama.OllamaEmbedReply,
         errors=_GENERATING, parameters=(_MAX_TTFT,), error=ollama.OllamaErrorReply,
     ),
+    ("post", "/api/embeddings"): Operation(
+        summary="The vector of a text, as in Ollama's older API", body=OllamaEmbeddingsBody,
+        reply=ollama.OllamaEmbeddingsReply, errors=_GENERATING, parameters=(_MAX_TTFT,), error=ollama.OllamaErrorReply,
+    ),
     ("get", "/api/ps"): Operation(
         summary="The models loaded, as in Ollama", reply=ollama.OllamaLoadedReply, errors=(401,),
         error=ollama.OllamaErrorReply,
@@ -252,6 +256,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/v1/organization/usage/completions"): Operation(
         summary="Tokens by buckets of time, as in OpenAI's API", reply=UsagePageReply, errors=(400, *_ADMIN, 404, 503),
         parameters=_buckets(USAGE_GROUPS),
+    ),
+    ("get", "/v1/organization/usage/embeddings"): Operation(
+        summary="Tokens of embeddings by buckets of time, as in OpenAI's API", reply=VectorUsagePageReply,
+        errors=(400, *_ADMIN, 404, 503), parameters=_buckets(VECTOR_GROUPS),
     ),
     ("get", "/v1/organization/costs"): Operation(
         summary="Charges by buckets of time, as in OpenAI's API", reply=ChargePageReply,

@@ -66,8 +66,8 @@ def write(database: Database, rows: Iterator[LedgerRow], at_once: int) -> float:
 
 def measured(database: Database) -> dict[str, float]:
     """Milliseconds of each report."""
-    month = {"since_s": START_S, "until_s": START_S + DAYS * DAY_S}
-    odd = {"since_s": START_S + 77, "until_s": START_S + DAYS * DAY_S - 1234}
+    month: dict[str, Any] = {"since_s": START_S, "until_s": START_S + DAYS * DAY_S}
+    odd: dict[str, Any] = {"since_s": START_S + 77, "until_s": START_S + DAYS * DAY_S - 1234}
     reports: dict[str, Any] = {
         "by tenant": lambda: sums(database, by=("tenant",), **month),
         "by tenant, from a second to another": lambda: sums(database, by=("tenant",), **odd),

@@ -17,12 +17,13 @@ from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_clien
 from cluster.cli.tables import Sheet
 from protos.errors import Misconfigured
 from router.auth.budgets import usd_figure
+from router.ledger.report import GROUPS
 
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 Row = Mapping[str, Any]
 Column = tuple[str, Callable[[Row], str]]
 
-By = Annotated[str, typer.Option(help="Groups, comma-separated: tenant, key_id, model, endpoint, outcome, batch.")]
+By = Annotated[str, typer.Option(help=f"Groups, comma-separated: {', '.join(GROUPS)}.")]
 Since = Annotated[str, typer.Option(help="How far back, as 90m, 24h, 7d or 4w; or a date, as 2026-01-31 (UTC).")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
 Url = Annotated[str, typer.Option(help="URL of a gateway.")]
@@ -109,6 +110,8 @@ _SPARE = ("prefill s", "decode s", "drafts saved", "cache saved")  # left out wh
 
 
 def _report(by: str, since: str, url: str, api_key: str) -> dict[str, Any]:
+    if unknown := [name for name in filter(None, by.split(",")) if name not in GROUPS]:
+        raise Misconfigured(f"--by {unknown[0][:40]}: give some of {', '.join(GROUPS)}", param="by")
     with open_client(url, api_key) as client:
         found = get_json(client, f"/admin/costs?since={since_s(since, time.time())}&by={by}")
     return dict(found)

@@ -19,9 +19,11 @@ from router.ledger.organization import (
     COST_GROUPS,
     MAX_COST_DAYS,
     USAGE_GROUPS,
+    VECTOR_GROUPS,
     costs_page,
     page_query,
     usage_page,
+    vector_usage_page,
 )
 from router.ledger.report import costs
 
@@ -67,6 +69,11 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
     async def usage(request: Request) -> Response:
         asked = page_query(request, groups=USAGE_GROUPS)
         return json_response(await asyncio.to_thread(usage_page, ledger().store.database, asked))
+
+    @admin.route("/v1/organization/usage/embeddings", prefix="")
+    async def vector_usage(request: Request) -> Response:
+        asked = page_query(request, groups=VECTOR_GROUPS)
+        return json_response(await asyncio.to_thread(vector_usage_page, ledger().store.database, asked))
 
     @admin.route("/v1/organization/costs", prefix="")
     async def charged(request: Request) -> Response:

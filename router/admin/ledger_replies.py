@@ -78,6 +78,16 @@ class UsageResult(Reply):
     service_tier: str | None
 
 
+class VectorUsageResult(Reply):
+    object: Literal["organization.usage.embeddings.result"]
+    input_tokens: int
+    num_model_requests: int
+    project_id: str | None
+    user_id: str | None
+    api_key_id: str | None
+    model: str | None
+
+
 class Money(Reply):
     value: float
     currency: Literal["usd"]
@@ -99,6 +109,13 @@ class UsageBucket(Reply):
     results: list[UsageResult]
 
 
+class VectorUsageBucket(Reply):
+    object: Literal["bucket"]
+    start_time: int
+    end_time: int
+    results: list[VectorUsageResult]
+
+
 class ChargeBucket(Reply):
     object: Literal["bucket"]
     start_time: int
@@ -109,6 +126,13 @@ class ChargeBucket(Reply):
 class UsagePageReply(Reply):
     object: Literal["page"]
     data: list[UsageBucket]
+    has_more: bool
+    next_page: str | None
+
+
+class VectorUsagePageReply(Reply):
+    object: Literal["page"]
+    data: list[VectorUsageBucket]
     has_more: bool
     next_page: str | None
 

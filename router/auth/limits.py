@@ -129,8 +129,9 @@ def too_many(tenant: Tenant) -> RateLimited:
 
 
 def too_fast(tenant: Tenant, what: str, per_min: float, wait_s: float) -> RateLimited:
+    what = what.removesuffix("s") if per_min == 1 else what
     return RateLimited(
-        f"Tenant {tenant.name or 'anonymous'} may use {per_min:,.6g} {what} a minute and has used them: "
+        f"Tenant {tenant.name or 'anonymous'} may use {per_min:,.6g} {what} a minute, and no more: "
         f"try again in {wait_s:.1f} s",
         retry_after_s=wait_s,
     )

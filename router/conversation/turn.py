@@ -37,6 +37,7 @@ class ConversationTurn:
             continue_final_message=self.continue_final_message,
             options=self.options,
             tools=self.tooling.shown,
+            param=self.sampling.names.get("prompt", "messages"),
         )
 
     async def request(

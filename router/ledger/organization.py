@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from protos.errors import InvalidRequest
 from router.database.database import Database
-from router.ledger.report import UsageSum, sums
+from router.ledger.report import Endpoints, UsageSum, sums
 
 WIDTHS: Mapping[str, tuple[int, int, int]] = {"1m": (60, 60, 1440), "1h": (3600, 24, 168), "1d": (86400, 7, 31)}
 """Seconds of a bucket; how many a page has, by default and at most."""
@@ -20,6 +20,8 @@ LATEST_S = 10**11
 GROUPS: Mapping[str, str] = {"project_id": "tenant", "api_key_id": "key_id", "model": "model", "batch": "batch"}
 """Columns of the ledger by OpenAI's names."""
 USAGE_GROUPS = (*GROUPS, "user_id", "service_tier")
+VECTOR_GROUPS = ("project_id", "user_id", "api_key_id", "model")
+VECTOR_ENDPOINTS = ("embeddings", "ollama.embed", "batch:/v1/embeddings")
 COST_GROUPS = ("project_id", "api_key_id", "line_item")
 
 
@@ -60,20 +62,25 @@ def page_query(request: Request, *, groups: Sequence[str], default: str = "1d", 
 
 
 def usage_page(database: Database, asked: PageQuery) -> dict[str, Any]:
-    return _page(database, asked, lambda row: _usage(row, asked.by))
+    return _page(database, asked, lambda row: _usage(row, asked.by), Endpoints(without=VECTOR_ENDPOINTS))
+
+
+def vector_usage_page(database: Database, asked: PageQuery) -> dict[str, Any]:
+    return _page(database, asked, lambda row: _vector_usage(row, asked.by), Endpoints(only=VECTOR_ENDPOINTS))
 
 
 def costs_page(database: Database, asked: PageQuery) -> dict[str, Any]:
-    return _page(database, asked, lambda row: _charge(row, asked.by))
+    return _page(database, asked, lambda row: _charge(row, asked.by), Endpoints())
 
 
-def _page(database: Database, asked: PageQuery, shown: Any) -> dict[str, Any]:
+def _page(database: Database, asked: PageQuery, shown: Any, endpoints: Endpoints) -> dict[str, Any]:
     found = sums(
         database,
         since_s=asked.start_s,
         until_s=max(asked.stop_s, asked.start_s + 1),
         by=[GROUPS[name] for name in asked.by if name in GROUPS],
         bucket_s=asked.width_s,
+        endpoints=endpoints,
     )
     by_start: dict[int, list[UsageSum]] = {}
     for row in found:
@@ -108,6 +115,15 @@ def _usage(row: UsageSum, by: Sequence[str]) -> dict[str, Any]:
         "num_model_requests": row.requests,
         **_names(row, by, ("project_id", "user_id", "api_key_id", "model", "service_tier")),
         "batch": row.group["batch"] == "yes" if "batch" in by else None,
+    }
+
+
+def _vector_usage(row: UsageSum, by: Sequence[str]) -> dict[str, Any]:
+    return {
+        "object": "organization.usage.embeddings.result",
+        "input_tokens": row.input_tokens + row.cached_tokens,
+        "num_model_requests": row.requests,
+        **_names(row, by, VECTOR_GROUPS),
     }
 
 

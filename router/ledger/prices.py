@@ -94,13 +94,14 @@ def _price(number: int, entry: Any) -> Price:
     if not isinstance(entry, dict):
         raise _wrong(where, entry, "a table [[price]]")
     _known(entry, _KNOWN, f"in {where}")
-    since, model = entry.get("since"), entry.get("model", "*")
+    if missing := [name for name in ("since", *KINDS) if name not in entry]:
+        what = "the date from which it holds, as 2026-01-31" if missing[0] == "since" else "USD for a million tokens"
+        raise Misconfigured(f"prices: {where} has no {missing[0]}: give {what}", param="router.ledger.prices")
+    since, model = entry["since"], entry.get("model", "*")
     if type(since) is not date:
         raise _wrong(f"{where}: since", since, "a date, as 2026-01-31")
     if not isinstance(model, str) or not model:
         raise _wrong(f"{where}: model", model, 'a served name, or "*" for all')
-    if missing := [kind for kind in KINDS if kind not in entry]:
-        raise Misconfigured(f"prices: {where} has no {missing[0]}: give USD for a million tokens", param=missing[0])
     begins = datetime(since.year, since.month, since.day, tzinfo=UTC).timestamp()
     return Price(
         since_s=begins,

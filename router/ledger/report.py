@@ -44,15 +44,39 @@ class UsageSum:
     decode_kv_byte_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """Those whose requests are summed: `only` these, or all `without` these."""
+
+    only: Sequence[str] = ()
+    without: Sequence[str] = ()
+
+    @property
+    def condition(self) -> str:
+        """In SQL, with a place for each of `values`."""
+        places = ", ".join("?" * len(self.values))
+        return f" AND endpoint {'IN' if self.only else 'NOT IN'} ({places})" if places else ""
+
+    @property
+    def values(self) -> Sequence[str]:
+        return self.only or self.without
+
+
 def sums(
-    database: Database, *, since_s: int, until_s: int, by: Sequence[str] = (), bucket_s: int | None = None
+    database: Database,
+    *,
+    since_s: int,
+    until_s: int,
+    by: Sequence[str] = (),
+    bucket_s: int | None = None,
+    endpoints: Endpoints = Endpoints(),
 ) -> list[UsageSum]:
     """In the order of time, then of groups; empty buckets are left out. Without `bucket_s` one bucket. Raises
     InvalidRequest for a group that does not exist, and Unavailable."""
     check_groups(by)
     width = bucket_s or max(1, until_s - since_s)
     places = ", ".join(str(place) for place in range(1, 2 + len(by)))
-    source, values = _source(by, since_s, until_s, bucket_s)
+    source, values = _source(by, since_s, until_s, bucket_s, endpoints)
     summed = ", ".join(f"{_sum(name)} AS {name}" for name in ("requests", *SUMMED))
     with database.reading() as transaction:
         bucket = transaction.whole("(at_s - ?) / ?")
@@ -80,7 +104,9 @@ def _sum(name: str) -> str:
     return f"CAST(sum({name}) AS BIGINT)" if name in WHOLE or name == "requests" else f"sum({name})"
 
 
-def _source(by: Sequence[str], since_s: int, until_s: int, bucket_s: int | None) -> tuple[str, Sequence[int]]:
+def _source(
+    by: Sequence[str], since_s: int, until_s: int, bucket_s: int | None, endpoints: Endpoints
+) -> tuple[str, Sequence[int | str]]:
     """The rows to sum, and the query's values: those of whole days and hours, where each lies in one bucket, and single
     requests for the rest."""
     widths = [one for one in SUMS if bucket_s is None or (bucket_s % one == 0 and since_s % one == 0)]
@@ -88,10 +114,13 @@ def _source(by: Sequence[str], since_s: int, until_s: int, bucket_s: int | None)
     columns = ", ".join(("at_s", *by)), ", ".join(SUMMED)
     selects = [
         f"SELECT {columns[0]}, {'requests' if table in SUMS.values() else '1 AS requests'}, {columns[1]} FROM {table} "
-        "WHERE at_s >= ? AND at_s < ?"
+        f"WHERE at_s >= ? AND at_s < ?{endpoints.condition}"
         for table, _, _ in parts
     ]
-    return " UNION ALL ".join(selects), [at_s for _, *times in parts for at_s in times]
+    values: list[int | str] = []
+    for _, *times in parts:
+        values += [*times, *endpoints.values]
+    return " UNION ALL ".join(selects), values
 
 
 def _cut(since_s: int, until_s: int, widths: Sequence[int]) -> list[tuple[str, int, int]]:

@@ -1,4 +1,4 @@
-"""POST /api/embed: vectors of texts."""
+"""POST /api/embed, vectors of texts, and /api/embeddings, the older path of one vector."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from router.http.sse import while_connected
 from router.http.validation import Body, FirstWrong
 from router.metrics import Track
 from router.ollama.models import gateway_of
-from router.openai.embeddings import MAX_DIMENSIONS, vectors_of
+from router.openai.embeddings import MAX_DIMENSIONS, Vector, vectors_of
 from router.text.sampling_request import SamplingRequest
+from router.text.text_stream import Usage
 
 
 class OllamaEmbedBody(Body):
@@ -29,16 +30,17 @@ class OllamaEmbedBody(Body):
     dimensions: int | None = Field(default=None, ge=1, le=MAX_DIMENSIONS, description="an integer of at least 1")
 
 
+class OllamaEmbeddingsBody(Body):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str = Field(description="the name of a served model")
+    prompt: str = Field(description="a string")
+
+
 async def ollama_vectors(gateway: Gateway, request: Request, track: Track) -> Response:
     body = await read_body(request, OllamaEmbedBody, gateway.widest)
-    gateway = gateway_of(gateway, body.model)
-    ignored, begun_s = Ignored(), loop_time()
-    for name in body.model_extra or {}:
-        ignored.add(name)
-    asked = SamplingRequest(max_tokens=0, pooling=gateway.pooling, names={"prompt": "input"})
-    sampling = with_bound(asked, request)
-    work = vectors_of(gateway, request, track, body.input, sampling, dimensions=body.dimensions)
-    vectors, usage = await while_connected(request.scope, request.receive, work)
+    gateway, begun_s = gateway_of(gateway, body.model), loop_time()
+    vectors, usage = await _vectors(gateway, request, track, body.input, "input", dimensions=body.dimensions)
     answer = {
         "model": gateway.card.name,
         "embeddings": [vector.tolist() for vector in vectors],
@@ -46,4 +48,32 @@ async def ollama_vectors(gateway: Gateway, request: Request, track: Track) -> Re
         "load_duration": 0,
         "prompt_eval_count": usage.prompt_tokens,
     }
-    return json_response(answer, headers=ignored.headers())
+    return json_response(answer, headers=_ignored(body))
+
+
+async def ollama_vector(gateway: Gateway, request: Request, track: Track) -> Response:
+    body = await read_body(request, OllamaEmbeddingsBody, gateway.widest)
+    gateway = gateway_of(gateway, body.model)
+    [vector], _ = await _vectors(gateway, request, track, body.prompt, "prompt")
+    return json_response({"embedding": vector.tolist()}, headers=_ignored(body))
+
+
+async def _vectors(
+    gateway: Gateway,
+    request: Request,
+    track: Track,
+    texts: str | list[str],
+    param: str,
+    *,
+    dimensions: int | None = None,
+) -> tuple[list[Vector], Usage]:
+    asked = SamplingRequest(silent=True, pooling=gateway.pooling, names={"prompt": param})
+    work = vectors_of(gateway, request, track, texts, with_bound(asked, request), dimensions=dimensions)
+    return await while_connected(request.scope, request.receive, work)
+
+
+def _ignored(body: Body) -> dict[str, str]:
+    ignored = Ignored()
+    for name in body.model_extra or {}:
+        ignored.add(name)
+    return ignored.headers()

@@ -85,6 +85,10 @@ class OllamaEmbedReply(Reply):
     prompt_eval_count: int
 
 
+class OllamaEmbeddingsReply(Reply):
+    embedding: list[float]
+
+
 class OllamaTagsReply(Reply):
     models: list[OllamaModelReply]
 

@@ -59,7 +59,7 @@ class EmbeddingBody(Body):
         names = ("priority", "cache_salt", "max_ttft_ms")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         own = self.pooling or pooling
-        return SamplingRequest(**given, max_tokens=0, pooling=own, names={"prompt": "input"})
+        return SamplingRequest(**given, silent=True, pooling=own, names={"prompt": "input"})
 
 
 async def embeddings(gateway: Gateway, request: Request, track: Track) -> Response:

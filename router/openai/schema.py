@@ -283,8 +283,6 @@ class ChatBody(SamplingBody):
         limit, name = self.max_completion_tokens, "max_completion_tokens"
         if limit is None:
             limit, name = self.max_tokens, "max_tokens"
-        if limit == 0:
-            raise InvalidRequest(f"'{name}' has the value 0: it must be at least 1", param=name)
         return SamplingRequest(
             **self.sampling(),
             max_tokens=limit,
@@ -328,14 +326,19 @@ class CompletionBody(SamplingBody):
             raise InvalidRequest(f"{problem}: n answers are chosen from it, so it must be at least n", param="best_of")
         if num_made > num_given and self.stream:
             raise InvalidRequest("'best_of' beyond n is only allowed with stream = false", param="best_of")
-        if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequest("'max_tokens' has the value 0: it must be at least 1 without echo", param="max_tokens")
+        is_silent = self.max_tokens == 0 and bool(self.echo)
         sampling = self.sampling()
         if self.echo and self.logprobs is not None:
             sampling["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         logprobs = 0 if self.logprobs is None and num_made > num_given else self.logprobs
         names = {} if self.best_of is None else {"n": "best_of"}
-        return SamplingRequest(**sampling | {"n": num_made}, max_tokens=self.max_tokens, logprobs=logprobs, names=names)
+        return SamplingRequest(
+            **sampling | {"n": num_made},
+            max_tokens=None if is_silent else self.max_tokens,
+            silent=is_silent,
+            logprobs=logprobs,
+            names=names,
+        )
 
 
 class TokenizeBody(Body):

@@ -148,10 +148,6 @@ class ResponsesBody(Body):
     max_ttft_ms: float | None = ranged("max_ttft_ms", "a number of milliseconds")
 
     def check_parts(self) -> None:
-        if self.max_output_tokens == 0:
-            raise InvalidRequest(
-                "'max_output_tokens' has the value 0: it must be at least 1", param="max_output_tokens"
-            )
         if not self.input and not isinstance(self.input, str):
             raise InvalidRequest(
                 "'input' is an empty list: it must be a string or a list of at least one item", param="input"

@@ -50,7 +50,7 @@ _OF_TOKENS = ("logprobs", "prompt_logprobs")
 
 
 class SamplingRequest(Value, frozen=True, kw_only=True):
-    """None: not given. `max_tokens` 0 requests no answer (echo).
+    """None: not given. A `silent` request has no answer: its prompt is computed, for logprobs or a vector.
 
     `names`: the client's names for fields that differ from ours (`top_logprobs`).
     """
@@ -69,6 +69,7 @@ class SamplingRequest(Value, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     min_tokens: int = 0
     max_tokens: int | None = None
+    silent: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -157,7 +158,7 @@ def make_text_request(
         stop_token_ids=frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else card.eos_token_ids),
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
-        silent=request.max_tokens == 0,
+        silent=request.silent,
         reasoning=reasoning,
         visible_tokens=visible_tokens,
     )
@@ -218,9 +219,11 @@ def _sampling(request: SamplingRequest, card: ModelCard, *, seed: int, max_token
 
 
 def _max_tokens(request: SamplingRequest, num_prompt: int, longest: int, default: int | None) -> int:
-    """A request for no tokens still runs for one, which is thrown away: the prompt's logprobs need a pass."""
+    """A silent request runs for one token, which is thrown away: the prompt's logprobs need a pass."""
+    if request.silent:
+        return 1
     if request.max_tokens is not None:
-        return max(request.max_tokens, 1)
+        return request.max_tokens
     room = longest - num_prompt
     return room if default is None else min(default, room)
 
@@ -236,7 +239,7 @@ def _seed(seed: int, choice: int) -> int:
 def _check(request: SamplingRequest, prompts: Sequence[tuple[int, ...]], card: ModelCard) -> None:
     for name, (low, high) in RANGES.items():
         value = getattr(request, name)
-        if value is not None and not low <= value <= high and not (name == "max_tokens" and value == 0):
+        if value is not None and not low <= value <= high:
             allowed = f"between {low} and {high}"
             if name in _OF_TOKENS and value == -1:
                 allowed += " (-1, vLLM's word for the whole vocabulary, is not offered)"
@@ -257,8 +260,9 @@ def _check(request: SamplingRequest, prompts: Sequence[tuple[int, ...]], card: M
             if not 0 <= token_id < card.vocab_size:
                 raise _outside(param, token_id, f"made of token ids between 0 and {card.vocab_size - 1}")
         asked_as = request.names.get("max_tokens", "max_tokens")
-        check_length(len(prompt), card, param=param, num_asked=request.max_tokens or None, asked_as=asked_as)
-        room = card.max_model_len - len(prompt) if request.max_tokens is None else request.max_tokens
+        check_length(len(prompt), card, param=param, num_asked=request.max_tokens, asked_as=asked_as)
+        left = card.max_model_len - len(prompt) if request.max_tokens is None else request.max_tokens
+        room = 0 if request.silent else left
         if request.min_tokens > room:
             raise _outside("min_tokens", request.min_tokens, f"at most max_tokens, which is {room}")
 

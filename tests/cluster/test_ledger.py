@@ -98,7 +98,9 @@ async def test_the_ledger_is_what_clients_received(front: GatewayServer) -> None
 async def test_openais_client_reads_usage_and_costs(front: GatewayServer) -> None:
     async with client(front, KEY) as acme:
         await acme.post("/v1/completions", json=ASKED)
-    await rows(front, 1)
+        await acme.post("/v1/embeddings", json={"model": "demo", "input": ["Hello", "Good evening"]})  # no vectors here
+    report = await rows(front, 2, "endpoint")
+    [vectors] = [row for row in report["rows"] if row["group"] == {"endpoint": "embeddings"}]
     sdk = openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key=ADMIN, admin_api_key=ADMIN, max_retries=0)
     usage = await sdk.admin.organization.usage.completions(start_time=1_700_000_000, limit=1)
     assert usage.has_more
@@ -106,8 +108,12 @@ async def test_openais_client_reads_usage_and_costs(front: GatewayServer) -> Non
     usage = await sdk.admin.organization.usage.completions(start_time=bucket_start, group_by=["project_id", "model"])
     [result] = usage.data[0].results
     assert (result.project_id, result.model, result.num_model_requests) == ("acme", "demo", 1)  # type: ignore[union-attr]
+    vector_usage = await sdk.admin.organization.usage.embeddings(start_time=bucket_start, group_by=["project_id"])
+    [vector_result] = vector_usage.data[0].results
+    assert (vector_result.project_id, vector_result.num_model_requests) == ("acme", 1)  # type: ignore[union-attr]
+    assert vector_result.input_tokens == vectors["input_tokens"] + vectors["cached_tokens"] > 0  # type: ignore[union-attr]
     costs = await sdk.admin.organization.usage.costs(start_time=bucket_start)
-    assert costs.data[0].results[0].amount.value == pytest.approx(0.011)  # type: ignore[union-attr]
+    assert costs.data[0].results[0].amount.value == pytest.approx(0.011 + vectors["charged_usd"])  # type: ignore[union-attr]
     await sdk.close()
 
 
@@ -180,6 +186,8 @@ async def test_the_commands_show_it(front: GatewayServer) -> None:
     assert usage.splitlines() == [
         "tenant,model,requests,computed,cached,output,reasoning", "acme,demo,1,3,0,4,0"
     ]  # fmt: skip
+    wrong = CliRunner().invoke(make_app(["usage"]), ["usage", "--by", "tenant,foo"])
+    assert "--by foo: give some of tenant, key_id" in str(wrong.exception)
     costs = await asyncio.to_thread(run, "costs", "--since", "7d")
     assert "0.011000" in costs
     assert "(idle)" in costs

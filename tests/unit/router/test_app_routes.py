@@ -110,10 +110,27 @@ async def test_unknown_paths_and_methods_answer_as_openai_does() -> None:
         slash = await client.post("/v1/completions/", json=COMPLETION)
     assert (slash.status_code, slash.json()["error"]["code"]) == (404, "not_found"), "no redirect without a body"
     assert missing.status_code == 404
-    assert "/v1/rerank" in error_of(missing)["message"]
+    assert "/v1/rerank: APIs begin at /v1" in error_of(missing)["message"]
     assert wrong.status_code == 405
     assert wrong.headers["allow"] == "POST"
     assert "use POST" in error_of(wrong)["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "why"),
+    [
+        ("GET", "/v1/responses/resp_1", "responses are not stored; send the whole input"),
+        ("DELETE", "/v1/responses/resp_1", "responses are not stored"),
+        ("POST", "/api/pull", "models are given when the server starts"),
+        ("DELETE", "/api/delete", "models are given when the server starts"),
+    ],
+)
+async def test_an_absent_part_of_an_api_says_why(method: str, path: str, why: str) -> None:
+    async with visiting() as (client, _):
+        refused = await client.request(method, path)
+    assert refused.status_code == 404
+    error = refused.json()["error"]
+    assert why in (error if path.startswith("/api") else error["message"])
 
 
 PAGES = [

@@ -184,3 +184,12 @@ async def test_texts_have_vectors() -> None:
     assert answer.json()["embeddings"][1][:3] == pytest.approx([0.6, 0.8, 0.0])
     assert answer.json()["prompt_eval_count"] == sum(len(job.prompt_ids) for job in generate.jobs)
     assert answer.headers["x-baton-ignored"] == "truncate"
+
+
+async def test_the_older_path_has_one_vector() -> None:
+    async with asking() as (http, _):
+        answer = await http.post("/api/embeddings", json={"model": "tiny", "prompt": "a", "keep_alive": 5})
+        refused = await http.post("/api/embeddings", json={"model": "tiny", "input": "a"})
+    assert answer.json()["embedding"][:3] == pytest.approx([0.6, 0.8, 0.0])
+    assert answer.headers["x-baton-ignored"] == "keep_alive"
+    assert (refused.status_code, refused.json()) == (400, {"error": "Missing required parameter: 'prompt'."})

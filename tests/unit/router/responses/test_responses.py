@@ -220,6 +220,8 @@ async def test_structured_output_and_the_choice_of_tools_bind_the_answer() -> No
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "'tools[0].name'"),
         ({"temperature": 3}, "temperature"),
+        ({"max_output_tokens": 0}, "'max_output_tokens' has the value 0: it must be between 1 and"),
+        ({"max_output_tokens": -1}, "'max_output_tokens' has the value -1: it must be between 1 and"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ],
 )
@@ -229,3 +231,11 @@ async def test_a_bad_request_is_refused_by_name(changes: dict[str, Any], problem
             await client.responses.create(**HELLO | changes)
     assert problem in refused.value.message
     assert not generate.jobs
+
+
+async def test_what_the_template_refuses_is_the_input() -> None:
+    template = ChatTemplate("{{ raise_exception('only users may speak') }}")
+    async with talking(template=template) as (client, _):
+        with pytest.raises(openai.BadRequestError, match="only users may speak") as refused:
+            await client.responses.create(**HELLO)
+    assert refused.value.param == "input"

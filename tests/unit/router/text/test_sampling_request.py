@@ -145,9 +145,15 @@ def test_jobs_have_names_of_their_own_and_a_group() -> None:
 
 
 def test_no_answer_wanted_is_one_token_thrown_away() -> None:
-    ask = asking(max_tokens=0)
+    ask = asking(silent=True)
     assert ask.silent
     assert ask.jobs[0].sampling.max_tokens == 1
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_an_answer_has_a_token(number: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"'max_tokens' has the value {number}: it must be between 1 and"):
+        asking(max_tokens=number)
 
 
 def test_end_tokens_stop_unless_they_are_ignored() -> None:

@@ -90,7 +90,7 @@ async def test_the_end_token_is_shown_only_if_both_are_asked_for() -> None:
 
 
 async def test_a_silent_ask_shows_nothing() -> None:
-    [choice], usage = await told(Scripted(saying("hello")), asking(max_tokens=0, prompt_logprobs=1))
+    [choice], usage = await told(Scripted(saying("hello")), asking(silent=True, prompt_logprobs=1))
     assert (choice.text, choice.token_ids, choice.finish_reason) == ("", (), FinishReason.LENGTH)
     assert len(choice.prompt_logprobs) == 3
     assert usage.completion_tokens == 0
