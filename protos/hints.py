@@ -1,4 +1,4 @@
-"""Words for errors and logs: which name was probably meant, which there are, how many, and what to do."""
+"""Words for errors, logs and reports: which name was probably meant, which there are, how many, and what to do."""
 
 from __future__ import annotations
 
@@ -57,6 +57,14 @@ def byte_count(num: float) -> str:
             return f"{num:.0f} {unit}" if unit == "B" else f"{num:.1f} {unit}"
         num /= 1000
     return f"{num:.1f} TB"
+
+
+def usd_figure(usd: float) -> str:
+    """USD rounded to the cent, or to three significant digits if that is finer: small loads cost less than a cent."""
+    if usd >= 1:
+        return f"{usd:,.2f}"
+    exponent = int(f"{usd:.2e}".partition("e")[2])
+    return f"{usd:,.{max(2, 2 - exponent)}f}"
 
 
 def unusable(error: OSError, *, to_write: bool = False) -> str:

@@ -165,6 +165,10 @@ class BatchConfig(CheckedSettings):
         10.0, "Another gateway process goes on with a batch whose owner is silent for this long.", least=0.5, most=3600
     )
 
+    @property
+    def is_in_bucket(self) -> bool:
+        return self.folder.startswith("s3://")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(CheckedSettings):
@@ -217,7 +221,7 @@ class RouterConfig(CheckedSettings):
                 "only that",
                 param="router.ledger.path",
             )
-        if self.batch.folder.startswith("s3://") and not self.database:
+        if self.batch.is_in_bucket and not self.database:
             raise Misconfigured(
                 f"router.batch.folder = {self.batch.folder!r} without router.database: a bucket has the contents of "
                 "files, and their rows are in Postgres; set both, or give a folder of this host",

@@ -16,7 +16,7 @@ from rich.console import Console
 from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client
 from cluster.cli.tables import Sheet
 from protos.errors import Misconfigured
-from router.auth.budgets import usd_figure
+from protos.hints import usd_figure
 from router.ledger.report import GROUPS
 
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}

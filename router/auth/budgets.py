@@ -16,6 +16,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protos.errors import BudgetExhausted
+from protos.hints import usd_figure
 from router.auth.tenants import Tenant
 
 Period = Literal["month", "day"]
@@ -135,11 +136,3 @@ class TenantBudgets(Collector):
 
 def _date(at_s: float) -> str:
     return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d")
-
-
-def usd_figure(usd: float) -> str:
-    """USD rounded to the cent, or to three significant digits if that is finer: small loads cost less than a cent."""
-    if usd >= 1:
-        return f"{usd:,.2f}"
-    exponent = int(f"{usd:.2e}".partition("e")[2])
-    return f"{usd:,.{max(2, 2 - exponent)}f}"

@@ -17,7 +17,6 @@ from router.batches.runner import BatchRunner
 from router.capacity.samples import RequestSamples
 from router.config import BatchConfig, RouterConfig
 from router.dispatch.chooser import Routing
-from router.files.s3_contents import SCHEME
 from router.files.storage import BatchStorage, open_storage
 from router.gateway import Gateway
 from router.http.pace import Pace
@@ -59,7 +58,7 @@ def storage_for(config: RouterConfig) -> BatchStorage | None:
     if not (batch.folder or config.database):
         return None
     return open_storage(
-        batch.folder if batch.folder.startswith(SCHEME) else Path(batch.folder) if batch.folder else None,
+        batch.folder if batch.is_in_bucket else Path(batch.folder) if batch.folder else None,
         max_file_bytes=batch.max_file_bytes,
         max_lines=batch.max_lines,
         database_url=config.database,

@@ -19,7 +19,6 @@ from protos.errors import Misconfigured, NotFound, Unavailable
 from protos.hints import extra_command
 from router.files.contents import ABANDONED_S, ContentWriter
 
-SCHEME = "s3://"
 PART_BYTES = 8 * 2**20
 """S3 takes parts of 5 MiB or more, but for the last."""
 _SETTING = "router.batch.folder"

@@ -18,9 +18,8 @@ from cluster.simulate.run.deployment import WorkerLife
 from cluster.simulate.run.fault_injector import Happened
 from cluster.simulate.run.simulation import SimulationOutcome
 from cluster.simulate.world.workload import UserSession
-from protos.hints import counted
+from protos.hints import counted, usd_figure
 from protos.values import WorkerRole
-from router.auth.budgets import usd_figure
 
 MAX_FAULTS = 12
 """The most rows of the table."""

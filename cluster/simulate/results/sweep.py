@@ -15,7 +15,7 @@ from cluster.config.config import MAX_WORKERS, ClusterConfig, PoolsConfig
 from cluster.simulate.results.report import Summary
 from cluster.simulate.results.targets import PercentileTarget, Reached
 from protos.errors import Misconfigured
-from router.auth.budgets import usd_figure
+from protos.hints import usd_figure
 from router.policies.registry import NAMES
 
 MAX_CLUSTERS = 10_000

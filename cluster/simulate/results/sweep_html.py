@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from cluster.simulate.results.html import Dot, document, scatter
 from cluster.simulate.results.sweep import SweepTrial, front, sweep_table
-from router.auth.budgets import usd_figure
+from protos.hints import usd_figure
 
 
 def sweep_page(trials: Sequence[SweepTrial], verdict: str, *, command: str) -> str:

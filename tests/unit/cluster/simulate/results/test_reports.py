@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from router.auth.budgets import usd_figure
+from protos.hints import usd_figure
 from tests.unit.cluster.simulate.asking import SMALL, answer, call
 
 
