@@ -25,6 +25,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     RAY_USAGE_STATS_ENABLED="0",
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+    RAY_AUTH_MODE="disabled",  # `ray start --head` would turn it on for a token in the home folder, and its nodes not
 )
 
 HAS_GPU = shutil.which("nvidia-smi") is not None

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import signal
+from collections import defaultdict
 from collections.abc import Callable
 
 import httpx
@@ -41,28 +42,30 @@ class Service:
 
 
 class RolloutStreams:
-    """As many clients, each with one stream after another over a connection of its own."""
+    """As many clients, each with one stream after another over a connection of its own. `texts` are the answers to each
+    client's prompt."""
 
     def __init__(self, service: Service, num_tokens: int) -> None:
         self._service = service
         self._num_tokens = num_tokens
         self.num_whole = 0
         self.dropped: list[str] = []
+        self.texts: defaultdict[int, set[str]] = defaultdict(set)
 
     async def run(self, number: int, over: asyncio.Event) -> None:
         while not over.is_set():
             url = self._service.pick()
             try:
-                await self._one(url, list(range(number, number + 4)))
+                self.texts[number].add(await self._one(url, list(range(number, number + 4))))
                 self.num_whole += 1
             except (httpx.HTTPError, ValueError) as error:
                 self.dropped.append(f"client {number} at {url}: {type(error).__name__}: {error}")
 
-    async def _one(self, url: str, prompt: list[int]) -> None:
-        """Raises ValueError for a stream that is not whole."""
+    async def _one(self, url: str, prompt: list[int]) -> str:
+        """Its text. Raises ValueError for a stream that is not whole."""
         body = {"model": "demo", "prompt": prompt, "max_tokens": self._num_tokens, "temperature": 0.0, "stream": True,
                 "ignore_eos": True, "stream_options": {"include_usage": True}}  # fmt: skip
-        finish, num_tokens = "", 0
+        text, finish, num_tokens = "", "", 0
         async with (
             httpx.AsyncClient(base_url=url, timeout=300.0, trust_env=False) as client,
             client.stream("POST", "/v1/completions", json=body) as response,
@@ -75,10 +78,12 @@ class RolloutStreams:
                 chunk = json.loads(line[6:])
                 if "error" in chunk:
                     raise ValueError(line[:300])
+                text += "".join(one["text"] for one in chunk["choices"])
                 finish = "".join(str(one["finish_reason"] or "") for one in chunk["choices"]) or finish
                 num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
         if (finish, num_tokens) != ("length", self._num_tokens):
             raise ValueError(f"it ended with {finish or 'nothing'} after {num_tokens} tokens")
+        return text
 
 
 async def ready(deploy: Callable[..., Deployed], address: str) -> Deployed:

@@ -92,11 +92,11 @@ class SwitchedHosts:
         ends = (fields[1].split(":") for fields in lines if fields[3] == _LISTENS)
         return {int(port, 16) for address, port in ends if address not in _LOOPBACK}
 
-    def lose(self, number: int) -> None:
-        """Every process on a host ends at once."""
+    def lose(self, number: int, with_signal: int = signal.SIGKILL) -> None:
+        """Every process on a host ends at once, or gets another signal."""
         for pid in self.pids(number):
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, with_signal)
 
     def close(self) -> None:
         for number, name in enumerate(self._names, 1):

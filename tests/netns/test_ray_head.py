@@ -14,18 +14,18 @@ import pytest
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
 from tests.cluster.deployed import Deployed
-from tests.netns.test_ray_hosts import HEAD, REASON, START_S, FiveHosts, is_decoding, pids, serving_hosts, text
+from tests.netns.test_ray_hosts import HEAD, REASON, START_S, RayHosts, is_decoding, pids, serving_hosts, text
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(REASON), reason=REASON or "possible")]
 
 
 @pytest.fixture
-def five_hosts() -> Iterator[FiveHosts]:
+def five_hosts() -> Iterator[RayHosts]:
     with serving_hosts(room=2, keeps_tables=True) as started:
         yield started
 
 
-def pool_nodes(five_hosts: FiveHosts) -> set[str]:
+def pool_nodes(five_hosts: RayHosts) -> set[str]:
     """Ids of the living nodes that offer a pool's resource."""
     known = GcsClient(address=f"{five_hosts.hosts.address(HEAD)}:6379").get_all_node_info(timeout=10.0)
     return {
@@ -40,7 +40,7 @@ def scale(gateway: Deployed, count: int) -> httpx.Response:
     return httpx.post(f"{gateway.url}/admin/capacity", json=body, timeout=60.0)
 
 
-def test_workers_outlive_rays_head_and_are_supervised_again_when_it_is_back(five_hosts: FiveHosts) -> None:
+def test_workers_outlive_rays_head_and_are_supervised_again_when_it_is_back(five_hosts: RayHosts) -> None:
     gateway, hosts = five_hosts.gateway, five_hosts.hosts
     undisturbed, served, nodes = text(gateway), pids(gateway), pool_nodes(five_hosts)
     with ThreadPoolExecutor(1) as client:

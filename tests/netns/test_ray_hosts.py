@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -28,36 +30,43 @@ REASON = why_not() if os.environ.get(ASKED) else f"takes minutes: set {ASKED}=1"
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(REASON), reason=REASON or "possible")]
 
 GATEWAY, PREFILL, DECODE, REDIS, HEAD = 1, 2, 3, 4, 5
+SECOND_PREFILL, SECOND_DECODE = 6, 7
+POOLS = {PREFILL: "prefill", DECODE: "decode", SECOND_PREFILL: "prefill", SECOND_DECODE: "decode"}
 MODEL = ("--model", str(DEMO), "--served-name", "demo")
 QUICK = ("--set", "supervision.health_period_s=1", "--set", "supervision.max_failed_checks=3")
 NUM_TOKENS = 150
 START_S = 120.0
+GRACE_S = 120.0  # terminationGracePeriodSeconds
 
 
-class FiveHosts:
+class RayHosts:
     """Ray, Redis, the workers' supervisor and a gateway. Below `folder` each host has Ray's files for itself. A pool's
     node has room for `room` of its ranks, and with `spans` both nodes for as many of either pool, whose workers have
-    two ranks. `keeps_tables`: Ray's head has its tables in Redis."""
+    two ranks. `keeps_tables`: Ray's head has its tables in Redis. `doubled`: a pool has two workers on two nodes."""
 
-    def __init__(self, folder: Path, *, room: int = 1, spans: bool = False, keeps_tables: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, room: int = 1, spans: bool = False, keeps_tables: bool = False, doubled: bool = False
+    ) -> None:
         self._folder = folder
         self._room = room
         self._spans = spans
         self._keeps_tables = keeps_tables
-        self.hosts = SwitchedHosts(5, shadowed=folder / "ray")
+        self._doubled = doubled
+        self.hosts = SwitchedHosts(7 if doubled else 5, shadowed=folder / "ray")
         self._running: list[subprocess.Popen[bytes]] = []
         self._deployed: list[Deployed] = []
 
     def start(self) -> None:
         self._run(REDIS, "redis-server", "--save", "", "--protected-mode", "no", "--dir", str(self._folder))
         self.head()
-        self.nodes(PREFILL, DECODE)
+        self.nodes(*(POOLS if self._doubled else (PREFILL, DECODE)))
         redis = f"redis://{self.hosts.address(REDIS)}:6379"
         ray = f"ray://{self.hosts.address(HEAD)}:10001"
         self.pools = self._deploy(
             "pools", *MODEL, *PRECISE, *QUICK, "--discovery", redis, "--ray-address", ray,
             "--set", "ray.pool_resources=true", "--set", "lanes.transport=collective",
             *(("--tp", "2", "--set", "ray.span_nodes=true") if self._spans else ()),
+            *(("--prefill", "2", "--decode", "2") if self._doubled else ()),
         )  # fmt: skip
         self.gateway = self._deploy(
             "gateway", *MODEL, "--host", self.hosts.address(GATEWAY), "--port", "0", "--grpc-port", "0",
@@ -81,7 +90,7 @@ class FiveHosts:
         """Ray nodes that offer the resource of one pool each, with the ports of the manifests."""
         starting = []
         for number in numbers:
-            pool = {PREFILL: "prefill", DECODE: "decode"}[number]
+            pool = POOLS[number]
             offers = dict.fromkeys(("prefill", "decode") if self._spans else (pool,), self._room)
             ports = [f"--{name}={port}" for name, port in ray_ports(pool).items()]
             head, offered = f"--address={self.hosts.address(HEAD)}:6379", f"--resources={json.dumps(offers)}"
@@ -94,6 +103,18 @@ class FiveHosts:
         self.hosts.close()
         for process in self._running:
             process.wait()
+
+    def end_pod(self, number: int) -> None:
+        """What runs on a host ends as a pod of its pool does: the manifest's preStop hook, SIGTERM, SIGKILL."""
+        command = pool_group(POOLS[number])["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"][
+            "command"
+        ]
+        own = {"POD_IP": self.hosts.address(number), "GATEWAY_URL": self.gateway.url}
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        hook = self._run(number, "env", f"PATH={path}", *(f"{name}={value}" for name, value in own.items()), *command)
+        assert hook.wait(GRACE_S) == 0, f"the preStop hook of {POOLS[number]}"
+        self.hosts.lose(number, signal.SIGTERM)
+        self.hosts.lose(number)
 
     def _ray(self, number: int, *options: str) -> subprocess.Popen[bytes]:
         return self._run(
@@ -123,22 +144,30 @@ class FiveHosts:
         return self._deployed[-1]
 
 
-def ray_ports(pool: str) -> dict[str, int]:
-    """Of a pool's Ray nodes, as the manifests name them."""
+def pool_group(pool: str) -> dict[str, Any]:
+    """A pool's group of pods, as the manifests have it."""
     manifests = yaml.safe_load_all((K8S / "base" / "raycluster.yaml").read_text())
     [ray] = [one for one in manifests if one["kind"] == "RayCluster"]
-    [parameters] = [one["rayStartParams"] for one in ray["spec"]["workerGroupSpecs"] if one["groupName"] == pool]
+    [group] = [one for one in ray["spec"]["workerGroupSpecs"] if one["groupName"] == pool]
+    return dict(group)
+
+
+def ray_ports(pool: str) -> dict[str, int]:
+    """Of a pool's Ray nodes, as the manifests name them."""
+    parameters = pool_group(pool)["rayStartParams"]
     return {name: int(value) for name, value in parameters.items() if name.endswith("-port")}
 
 
 @contextmanager
-def serving_hosts(*, room: int = 1, spans: bool = False, keeps_tables: bool = False) -> Iterator[FiveHosts]:
-    """Both workers serve."""
+def serving_hosts(
+    *, room: int = 1, spans: bool = False, keeps_tables: bool = False, doubled: bool = False
+) -> Iterator[RayHosts]:
+    """All workers serve."""
     folder = Path(tempfile.mkdtemp(prefix="bh", dir="/tmp"))  # short, for the paths of Ray's sockets
-    started = FiveHosts(folder, room=room, spans=spans, keeps_tables=keeps_tables)
+    started = RayHosts(folder, room=room, spans=spans, keeps_tables=keeps_tables, doubled=doubled)
     try:
         started.start()
-        started.gateway.wait_for(r"^worker \S+ at \S+ is ready", times=2)
+        started.gateway.wait_for(r"^worker \S+ at \S+ is ready", times=4 if doubled else 2)
         yield started
     finally:
         started.close()
@@ -146,7 +175,7 @@ def serving_hosts(*, room: int = 1, spans: bool = False, keeps_tables: bool = Fa
 
 
 @pytest.fixture(scope="module")
-def five_hosts() -> Iterator[FiveHosts]:
+def five_hosts() -> Iterator[RayHosts]:
     with serving_hosts() as started:
         yield started
 
@@ -171,7 +200,7 @@ def is_decoding(gateway: Deployed) -> bool:
     )
 
 
-def test_each_worker_is_on_the_node_of_its_pool_and_kv_goes_over_the_network(five_hosts: FiveHosts) -> None:
+def test_each_worker_is_on_the_node_of_its_pool_and_kv_goes_over_the_network(five_hosts: RayHosts) -> None:
     gateway, hosts = five_hosts.gateway, five_hosts.hosts
     before = gateway.metric("baton_pool_transfer_bytes_total", "decode")
     text(gateway)
@@ -183,7 +212,7 @@ def test_each_worker_is_on_the_node_of_its_pool_and_kv_goes_over_the_network(fiv
     assert {lane["transport"] for lane in lanes} == {"gloo"}, lanes
 
 
-def test_workers_listen_where_network_policies_let_gateways_in(five_hosts: FiveHosts) -> None:
+def test_workers_listen_where_network_policies_let_gateways_in(five_hosts: RayHosts) -> None:
     """On a pool's host: Ray's ports as the manifests name them, Ray's own workers', and Baton's in the open range."""
     policies = {
         one["metadata"]["name"]: one["spec"]
@@ -201,7 +230,7 @@ def test_workers_listen_where_network_policies_let_gateways_in(five_hosts: FiveH
     assert {gateway, five_hosts.gateway.grpc_port} <= five_hosts.hosts.listening(GATEWAY)
 
 
-def test_an_answer_outlives_a_cut_link_and_a_lost_node(five_hosts: FiveHosts) -> None:
+def test_an_answer_outlives_a_cut_link_and_a_lost_node(five_hosts: RayHosts) -> None:
     gateway, hosts = five_hosts.gateway, five_hosts.hosts
     undisturbed = text(gateway)
     with ThreadPoolExecutor(1) as client:

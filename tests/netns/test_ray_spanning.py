@@ -20,7 +20,7 @@ from tests.netns.test_ray_hosts import (
     PREFILL,
     REASON,
     START_S,
-    FiveHosts,
+    RayHosts,
     is_decoding,
     pids,
     serving_hosts,
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(REASON), reason=REASO
 
 
 @pytest.fixture(scope="module")
-def spanning() -> Iterator[FiveHosts]:
+def spanning() -> Iterator[RayHosts]:
     with serving_hosts(spans=True) as started:
         yield started
 
@@ -42,7 +42,7 @@ def ranks(hosts: SwitchedHosts, number: int) -> set[str]:
     return {found[1] for one in commands if (found := re.search(r"/(\w+-0)\.\d+\.\d\0", one))}
 
 
-def test_ranks_on_two_nodes_answer_as_one_rank_does(spanning: FiveHosts) -> None:
+def test_ranks_on_two_nodes_answer_as_one_rank_does(spanning: RayHosts) -> None:
     gateway, hosts = spanning.gateway, spanning.hosts
     alone = Deployed("up", "--port", "0", "--grpc-port", "0", *PRECISE)
     try:
