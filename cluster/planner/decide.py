@@ -10,6 +10,7 @@ Each rule answers a complaint about another system (design notes: ops.md, sectio
 - No request is a measurement: the fleet goes to its least. A missing or stale observation is none: nothing changes.
   While one of several gateways is silent, no worker goes.
 - Before a worker goes, the fleet without it is asked whether it would serve the largest load of the last minutes.
+- A fleet that was left because it was too small is not tried again at such a load for hours: a constant load settles.
 - A worker that is ordered counts as there, until it is given up: then it is reported, blocks nothing, and is not
   ordered again for a while.
 - A worker that changes its role costs less than one that starts and one that goes.
@@ -34,6 +35,7 @@ from cluster.planner.values import (
     Observation,
     PlannerMemory,
     PlannerPace,
+    TooSmall,
     WeighedFleet,
 )
 from protos.hints import counted
@@ -53,6 +55,11 @@ _FORGET_PATIENCES = 8.0
 """A factor that nothing contradicts halves its distance from 1 in about six times `rest_s` (or `settle_s`): a fleet
 that is large enough says nothing about how far the model is wrong."""
 _HALVINGS = 12
+_HOLD_RESTS = 4.0
+"""A fleet that was too small is not tried again for so many times `rest_s`, and then twice as long each time."""
+_MOST_HOLD_RESTS = 64.0
+_LIGHTER = 0.15
+"""A load that is lighter by this share, or by so many deviations of the sample, is another one."""
 _WEIGHED = 5
 
 Counts = Mapping[WorkerRole, int]
@@ -110,15 +117,15 @@ class _Planner:
             kept = self._keep(f"an operator's change holds for {left:.0f} s more", share)
             return replace(kept, counts=dict(self._desired))  # its late workers, too, are the operator's
         weighed = sorted(self._candidates(), key=self._order)
-        best = weighed[0]
+        best = next(one for one in weighed if self._found_too_small(one.counts) is None)
         if dict(best.counts) == self._fleet:
-            keeps = share >= self._objective.attainment
-            hopeless = "" if keeps or self._is_quiet() else "; no fleet within the limits keeps the objective"
-            return self._keep(f"{self._state(share)}{hopeless}", share, weighed)
+            return self._keep(f"{self._state(share)}{self._why_not(weighed[0], share)}", share, weighed)
         if self._shrinks(best.counts) and (held := self._held_back()):
             return self._keep(held, share, weighed)
         if self._shrinks(best.counts):
             memory = replace(memory, shrunk_s=now)
+        elif min(share, self._seen.attainment) < self._objective.attainment:
+            memory = replace(memory, too_small=self._with_present_one())
         return FleetDecision(
             at_s=now,
             counts=dict(best.counts),
@@ -161,9 +168,14 @@ class _Planner:
             serving=serving,
             explained_s=explained_s,
             peaks=(*peaks, (seen.at_s, self._rate())),
-            profile=learned(memory.profile, seen.at_s, seen.arrival_rate, seen.window_s),
+            profile=learned(memory.profile, seen.at_s, seen.arrival_rate, self._since_last_look(memory)),
             gave_up_until_s=dict(memory.gave_up_until_s) | until_s,
         )
+
+    def _since_last_look(self, memory: PlannerMemory) -> float:
+        """The part of the window, in seconds, that no look before has had."""
+        last_s = memory.peaks[-1][0] if memory.peaks else -math.inf
+        return min(self._seen.window_s, max(0.0, self._seen.at_s - last_s))
 
     def _corrected(self, factors: LoadFactors, serving: Counts, elapsed_s: float) -> tuple[LoadFactors, bool]:
         """Factors with which the model says what clients saw, and whether more was late than it said. `elapsed_s` since
@@ -245,17 +257,67 @@ class _Planner:
         return sum(self._limits.devices[role] * count for role, count in counts.items())
 
     def _order(self, candidate: WeighedFleet) -> tuple[float, ...]:
-        """Fleets that keep the objective by cost; of the others the one that misses it least."""
-        allowed = 1.0 - self._objective.attainment
-        if self._shrinks(candidate.counts):
+        """Fleets that keep the objective by cost; of the others the one that misses it least, the smaller ones last."""
+        shrinks, allowed = self._shrinks(candidate.counts), 1.0 - self._objective.attainment
+        if shrinks:
             allowed *= 1.0 - SPARE
         if 1.0 - candidate.attainment <= allowed:
             return (0.0, candidate.cost)
         share = candidate.attainment
-        return (1.0, -(round(share, 2) if share > SMALL else float(f"{share:.1e}")), candidate.cost)
+        return (2.0 if shrinks else 1.0, -(round(share, 2) if share > SMALL else float(f"{share:.1e}")), candidate.cost)
 
     def _shrinks(self, counts: Counts) -> bool:
         return self._num_devices(counts) < self._num_devices(self._fleet)
+
+    # -- what was too small --------------------------------------------------------------------------------------------
+
+    def _work(self, rate: float) -> tuple[float, float]:
+        """Tokens of prompts and of answers that come a second."""
+        lengths = self._seen.uncached_tokens
+        return rate * sum(lengths) / max(1, len(lengths)), rate * self._seen.answer_tokens
+
+    def _found_too_small(self, counts: Counts) -> TooSmall | None:
+        """Why a fleet that is no larger than the present one is not tried."""
+        if counts == self._fleet or self._num_devices(counts) > self._num_devices(self._fleet):
+            return None
+        prompt_rate, answer_rate = self._work(self._peak())
+        heavy = 1.0 - max(_LIGHTER, _DEVIATIONS / math.sqrt(max(1, self._seen.num_arrived)))
+        for one in self._memory.too_small:
+            is_as_heavy = prompt_rate >= heavy * one.prompt_rate and answer_rate >= heavy * one.answer_rate
+            if self._now < one.until_s and one.has(counts) and is_as_heavy:
+                return one
+        return None
+
+    def _with_present_one(self) -> tuple[TooSmall, ...]:
+        """What was too small, the present fleet among it."""
+        rest_s, now = self._pace.rest_s, self._now
+        kept = [one for one in self._memory.too_small if now - one.until_s < _MOST_HOLD_RESTS * rest_s]
+        before = max((one.hold_s for one in kept if one.counts == self._fleet), default=_HOLD_RESTS * rest_s / 2.0)
+        prompt_rate, answer_rate = self._work(self._load)
+        present = TooSmall(
+            counts=dict(self._fleet),
+            prompt_rate=prompt_rate,
+            answer_rate=answer_rate,
+            at_s=now,
+            hold_s=min(2.0 * before, _MOST_HOLD_RESTS * rest_s),
+        )
+        return (*(one for one in kept if one.counts != self._fleet), present)
+
+    def _why_not(self, wanted: WeighedFleet, share: float) -> str:
+        """Why the fleet stays although another one seems better, or none is good enough."""
+        if (found := self._found_too_small(wanted.counts)) is not None:
+            ago, left = self._now - found.at_s, found.until_s - self._now
+            return (
+                f"; {_named(wanted.counts)} would do by the model, but {_named(found.counts)} did not {ago:.0f} s ago: "
+                f"not tried again for {left:.0f} s"
+            )
+        if share >= self._objective.attainment or self._is_quiet():
+            return ""
+        gave_up = {role: until_s for role, until_s in self._memory.gave_up_until_s.items() if until_s > self._now}
+        if gave_up:
+            named = " and ".join(f"{role} for {until_s - self._now:.0f} s" for role, until_s in gave_up.items())
+            return f"; no more workers are ordered of {named}: the last ones did not come"
+        return "; no fleet near by that the limits allow keeps the objective"
 
     # -- not yet -------------------------------------------------------------------------------------------------------
 
@@ -311,11 +373,12 @@ def _explaining(model: Callable[[float], float], share: float, num: int, factor:
     """The load's factor by which `model` says the `share` that `num` clients saw in time.
 
     Where the model is too hopeful the factor grows at once, by half at most; where it is too careful it shrinks slowly;
-    otherwise the part `kept` of it stays.
+    otherwise the part `kept` of it stays. A model that says the same for every factor, as without a measured speed,
+    explains nothing.
     """
-    if not num:
-        return factor
     said = model(factor)
+    if not num or model(_MOST_FACTOR) == said == model(_LEAST_FACTOR):
+        return factor
     noise = _DEVIATIONS * math.sqrt((1.0 - said + 1.0 / num) / num)
     if share < said - max(_DRIFT, noise):
         low, high = factor, min(_MOST_FACTOR, _FASTEST * factor)

@@ -13,12 +13,12 @@ _MOST_GROWTH = 3.0
 """A profile promises at most so many times the present rate."""
 
 
-def learned(profile: Sequence[float], at_s: float, rate: float, window_s: float) -> tuple[float, ...]:
-    """The profile after `window_s` seconds with this rate of requests. A window changes its quarter by its part of
+def learned(profile: Sequence[float], at_s: float, rate: float, lasted_s: float) -> tuple[float, ...]:
+    """The profile after `lasted_s` seconds with this rate of requests. They change their quarter by their part of
     it."""
     quarter = _quarter(at_s)
     known = profile[quarter]
-    weight = 1.0 - (1.0 - _WEIGHT) ** (window_s / QUARTER_S)
+    weight = 1.0 - (1.0 - _WEIGHT) ** (lasted_s / QUARTER_S)
     changed = list(profile)
     changed[quarter] = rate if not known else known + weight * (rate - known)
     return tuple(changed)

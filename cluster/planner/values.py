@@ -138,6 +138,29 @@ AS_MODELLED = LoadFactors()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TooSmall:
+    """A fleet that did not keep the objective at this load, and is not tried again at such a load before `until_s`.
+    Each time that it is too small again, `hold_s` doubles.
+
+    - `prompt_rate`, `answer_rate`: tokens a second that came
+    """
+
+    counts: Mapping[WorkerRole, int]
+    prompt_rate: float
+    answer_rate: float
+    at_s: float
+    hold_s: float
+
+    @property
+    def until_s(self) -> float:
+        return self.at_s + self.hold_s
+
+    def has(self, counts: Mapping[WorkerRole, int]) -> bool:
+        """Is a fleet no larger than this one in any role?"""
+        return all(count <= self.counts.get(role, 0) for role, count in counts.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerMemory:
     """What one decision leaves for the next. It can be lost: then the planner learns anew.
 
@@ -146,6 +169,7 @@ class PlannerMemory:
     - `explained_s`: requests that came before it correct no factor any more: the fleet was another one, or they did
     - `peaks`: (second, requests a second) of the last `settle_s`
     - `profile`: requests a second by quarter of an hour of the day, 0 if unknown
+    - `too_small`: fleets that were left because they did not keep the objective
     - `shrunk_s`: when the fleet was last made smaller; -inf: never
     - `manual_until_s`: an operator's change holds until then
     - `gave_up_until_s`: no more workers of a role are ordered until then
@@ -156,6 +180,7 @@ class PlannerMemory:
     explained_s: float = -math.inf
     peaks: tuple[tuple[float, float], ...] = ()
     profile: tuple[float, ...] = (0.0,) * 96
+    too_small: tuple[TooSmall, ...] = ()
     shrunk_s: float = -math.inf
     manual_until_s: float = 0.0
     gave_up_until_s: Mapping[WorkerRole, float] = field(default_factory=dict)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -21,6 +23,7 @@ from cluster.planner.values import (
     PlannerMemory,
     PlannerPace,
     PoolObservation,
+    TooSmall,
 )
 from protos.values import WorkerRole
 
@@ -106,6 +109,86 @@ def test_a_constant_load_settles() -> None:
         fleets, shares = day(lambda hour: 12.0, {P: 2, D: 2}, hours=8, truth=truth)
         assert changes(fleets[-240:]) <= 4, "at most one an hour"
         assert min(shares[-240:]) >= OBJECTIVE.attainment
+
+
+def noisy_fleets(rate: float, truth: float, *, hours: float) -> list[dict[WorkerRole, int]]:
+    """The planned fleet every 30 s, with arrivals and lateness by chance: a window of a minute has two of them."""
+    rng = random.Random(1)
+    memory, fleet, fleets = PlannerMemory(), {P: 2, D: 2}, list[dict[WorkerRole, int]]()
+    window: deque[int] = deque(maxlen=2)
+
+    def chance(num: int, share: float) -> int:
+        return sum(rng.random() < share for _ in range(num))
+
+    for step in range(int(120 * hours)):
+        at_s = START + 30.0 * step
+        window.append(chance(round(rate * 30.0 * 20), 1 / 20))
+        num = sum(window)
+        observation = replace(seen(fleet, rate, at_s=at_s, late=0.0), num_arrived=num, num_ended=num)
+        first, gaps = shares_in_time(fleet, truth * rate, observation, OBJECTIVE, LoadFactors())
+        num_late = chance(num, 1.0 - first)
+        num_slow = chance(num - num_late, 1.0 - gaps)
+        observation = replace(observation, num_late=num_late + num_slow, num_slow=num_slow)
+        decision = decide(observation, OBJECTIVE, LIMITS, memory, now=at_s, desired=fleet)
+        fleet, memory = dict(decision.counts), decision.memory
+        fleets.append(fleet)
+    return fleets
+
+
+@pytest.mark.parametrize("rate", [8.0, 12.0])
+def test_a_constant_load_settles_although_arrivals_and_lateness_are_chance(rate: float) -> None:
+    """Twenty changes in eight hours: what was learned faded, a worker went, and came again a minute later."""
+    fleets = noisy_fleets(rate, 1.3, hours=8)
+    assert changes(fleets[4 * 120 :]) <= 4, "at most one an hour"
+
+
+def test_a_fleet_that_was_too_small_is_tried_again_at_a_lighter_load_and_after_its_time() -> None:
+    one, other = (
+        TooSmall(counts=counts, prompt_rate=6.0 * 1600.0, answer_rate=6.0 * 200.0, at_s=START - 60.0, hold_s=3600.0)
+        for counts in ({P: 2, D: 3}, {P: 3, D: 2})
+    )
+    fleet, memory = {P: 3, D: 3}, replace(settled(6.0), too_small=(one, other))
+    kept = planned(seen(fleet, 6.0), fleet, memory)
+    assert kept.counts == fleet
+    assert kept.reason.endswith("did not 60 s ago: not tried again for 3540 s")
+    lighter = replace(memory, peaks=settled(3.0).peaks)
+    assert planned(seen(fleet, 3.0), fleet, lighter).counts != fleet
+    later = replace(memory, too_small=(replace(one, at_s=START - 3601.0), other))
+    assert planned(seen(fleet, 6.0), fleet, later).counts != fleet
+    shorter = replace(seen(fleet, 6.0), uncached_tokens=(100.0, 200.0, 300.0))
+    assert planned(shorter, fleet, memory).counts != fleet, "another load: its prompts are short"
+
+
+def test_what_comes_late_before_any_speed_is_known_teaches_nothing() -> None:
+    """A load that one worker serves ordered three, once the first prompt was measured."""
+    fleet, memory = {P: 1, D: 1}, PlannerMemory()
+    blind = {P: PoolObservation(serving=1), D: PoolObservation(serving=1)}
+    for minute in range(10):
+        late = replace(seen(fleet, 3.0, late=0.5, at_s=START + 60.0 * minute), pools=blind)
+        memory = planned(late, fleet, memory).memory
+    assert memory.factors == LoadFactors()
+    assert planned(seen(fleet, 3.0, late=0.0, at_s=START + 600.0), fleet, memory).counts == fleet
+
+
+def test_a_worker_that_did_not_come_is_the_reason_not_the_limits() -> None:
+    fleet = {P: 2, D: 2}
+    memory = replace(settled(20.0), gave_up_until_s={P: START + 600.0, D: START + 600.0})
+    decision = planned(seen(fleet, 20.0, late=0.6), fleet, memory)
+    assert decision.counts == fleet
+    assert decision.reason.endswith(
+        "no more workers are ordered of prefill for 600 s and decode for 600 s: the last ones did not come"
+    )
+
+
+def test_a_day_of_the_profile_weighs_as_much_however_often_it_is_looked_at() -> None:
+    """At a decision every 15 s each minute was learned four times."""
+    weights = []
+    for period_s in (60.0, 15.0):
+        fleet, memory, at_s = {P: 2, D: 2}, PlannerMemory(profile=(5.0,) * 96), START - START % 900.0
+        for step in range(int(900.0 / period_s)):
+            memory = planned(seen(fleet, 10.0, at_s=at_s + step * period_s), fleet, memory).memory
+        weights.append(memory.profile[int(at_s % 86400.0 // 900.0)])
+    assert weights[1] == pytest.approx(weights[0], rel=0.03)
 
 
 def test_a_worker_that_never_starts_is_given_up_and_blocks_nothing() -> None:
@@ -294,7 +377,7 @@ def test_workers_that_gain_nothing_are_not_added_where_no_fleet_keeps_the_object
     decision = decide(observation, strict, LIMITS, settled(0.5), now=START, desired=fleet)
     assert 0.0 < decision.expected < 0.02
     assert decision.counts == fleet
-    assert decision.reason.endswith("no fleet within the limits keeps the objective")
+    assert decision.reason.endswith("no fleet near by that the limits allow keeps the objective")
 
 
 def test_a_fleet_that_has_just_begun_is_not_made_smaller_before_its_load_is_known() -> None:
