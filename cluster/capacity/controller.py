@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from cluster.capacity.roll import FleetRoll, RollActuator
+from cluster.capacity.roll import FleetRoll, RollActuator, RollMix
 from protos.errors import BatonError, InvalidRequest, Misconfigured
 from protos.event_loop import Changed
 from protos.values import WorkerRole
@@ -107,12 +107,33 @@ class NoFleetStore:
 
 @dataclass(slots=True)
 class UnderWay:
-    """The roll of a change, on its way or on its way back."""
+    """The roll of a change, on its way or on its way back; without a task the way back has failed, and workers of two
+    revisions are there."""
 
     roll: FleetRoll
     number: int
     is_back: bool = False
     task: asyncio.Task[None] | None = None
+
+    def mix_for(self, to: Revision) -> RollMix:
+        """What is there, for another roll behind a way back that failed."""
+        return self.roll.mix.reversed() if to == self.roll.former else self.roll.mix.all_older()
+
+    def refusal(self) -> InvalidRequest:
+        """Of an order that waits for the end."""
+        if not self.is_back:
+            told = f"change {self.number} rolls the fleet: wait for its end, or `baton roll --abort`"
+        elif self.task is not None:
+            told = (
+                f"change {self.number} takes the fleet back to its former revision: wait for its end; where there is "
+                "no room, `baton scale` to fewer workers lets it end"
+            )
+        else:
+            told = (
+                f"change {self.number} did not get back to the former revision, and workers of two are there: "
+                "`baton roll --abort` or `baton scale` tries again, `baton roll` replaces them all"
+            )
+        return InvalidRequest(told, param="kind")
 
     def progress(self) -> RollProgress:
         mix = self.roll.mix
@@ -172,11 +193,10 @@ class FleetController:
                 return await self._roll(order)
             if order.kind is OrderKind.ABORT:
                 return await self._abort(order)
+            if self._rolling is not None and self._rolling.is_back and order.kind is OrderKind.SCALE:
+                return await self._go_back(self._rolling, order, scaled(self.desired, order.counts))
             if self._rolling is not None:
-                raise InvalidRequest(
-                    f"change {self._rolling.number} rolls the fleet: wait for its end, or `baton roll --abort`",
-                    param="kind",
-                )
+                raise self._rolling.refusal()
             after, flips = self._target(order)
             if after == self.desired and not flips:
                 return self._new_change(order, after, number=0, state=ChangeState.REACHED)
@@ -255,17 +275,21 @@ class FleetController:
     async def _roll(self, order: FleetOrder) -> FleetChange:
         if self._rolls is None:
             raise InvalidRequest("the workers of this cluster were started by others, who can also replace them")
-        if self._rolling is not None:
-            raise InvalidRequest(f"change {self._rolling.number} rolls the fleet already: `baton roll --abort` ends it")
+        stuck = self._rolling
+        if stuck is not None and stuck.task is not None:
+            raise stuck.refusal()
         before = self.desired
         try:
             to = self._rolls.revise(before.revision, order)
         except Misconfigured as error:
             raise InvalidRequest(error.message, param=error.param) from error
-        if to == before.revision:
+        if to == before.revision and stuck is None:
             return self._new_change(order, before, number=0, state=ChangeState.REACHED)
+        if stuck is not None and to == before.revision:
+            return await self._go_back(stuck, order, before)
         roll = FleetRoll(
-            self._rolls.actuator, before.counts, former=before.revision, to=to, surge=order.surge
+            self._rolls.actuator, before.counts, former=before.revision, to=to, surge=order.surge,
+            mix=None if stuck is None else stuck.mix_for(to),
         )  # fmt: skip
         await roll.start()
         change = self._add(order, replace(before, revision=to))
@@ -276,25 +300,39 @@ class FleetController:
     async def _abort(self, order: FleetOrder) -> FleetChange:
         """The roll's change ends as replaced; the way back is the order's."""
         rolling = self._rolling
-        if rolling is None or rolling.is_back or rolling.task is None:
+        if rolling is None:
             raise InvalidRequest("no roll is under way that could be aborted", param="kind")
-        rolling.task.cancel()
-        await asyncio.gather(rolling.task, return_exceptions=True)
-        change = self._add(order, replace(self.desired, revision=rolling.roll.former))
+        if rolling.is_back and rolling.task is not None:
+            raise rolling.refusal()
+        former = rolling.roll.to if rolling.is_back else rolling.roll.former
+        return await self._go_back(rolling, order, replace(self.desired, revision=former))
+
+    async def _go_back(self, rolling: UnderWay, order: FleetOrder, after: DesiredFleet) -> FleetChange:
+        """The way back begins, again or with other numbers of workers."""
+        if rolling.task is not None:
+            rolling.task.cancel()
+            await asyncio.gather(rolling.task, return_exceptions=True)
+        if not rolling.is_back:
+            rolling.roll.turn()
+        if after.counts != self.desired.counts:
+            rolling.roll.resize(after.counts)
+        change = self._add(order, after)
         self._rolling = UnderWay(rolling.roll, change.number, is_back=True)
-        self._rolling.task = self._begin_task(self._follow_roll(self._rolling, change.after), change)
+        self._rolling.task = self._begin_task(self._follow_roll(self._rolling, after), change)
         return change
 
     async def _follow_roll(self, rolling: UnderWay, before: DesiredFleet) -> None:
-        """`before`: the fleet after a failure. A roll that fails goes back by itself, once: `back` exchanges the
-        revisions, so a way back that fails ends the change, with its reason."""
-        failure = ""
+        """`before`: the fleet after a failure. A roll that fails goes back by itself, once: a way back that fails ends
+        the change with its reason, and workers of both revisions stay until the next order."""
+        failure, reason = "", ""
         if not rolling.is_back and (failure := await self._failure_of(rolling.roll.run(), "the roll")):
             rolling.is_back = True
+            rolling.roll.turn()
             self._save(replace(self._record, desired=before))
-        if rolling.is_back and (reason := await self._failure_of(rolling.roll.back(), "the way back of the roll")):
+        if rolling.is_back and (reason := await self._failure_of(rolling.roll.resume(), "the way back of the roll")):
             failure = f"{failure}{'; ' * bool(failure)}the way back fails: {reason}"
-        self._rolling = None
+        rolling.task = None
+        self._rolling = rolling if reason and not rolling.roll.mix.is_over else None
         self._end(rolling.number, ChangeState.FAILED if failure else ChangeState.REACHED, failure)
 
     @staticmethod
@@ -332,7 +370,7 @@ class FleetController:
             return
         ended = replace(latest, state=state, reason=reason, ended_s=self._wall_clock())
         record = replace(self._record, changes=(*self._record.changes[:-1], ended))
-        if state is ChangeState.FAILED and ended.kind is not OrderKind.ROLL:
+        if state is ChangeState.FAILED and ended.kind is not OrderKind.ROLL and self._rolling is None:
             wanted = list(self._actuator.roles().values())
             counts = {role: wanted.count(role) for role in self.desired.counts}
             record = replace(record, desired=replace(self.desired, counts=counts))
@@ -363,10 +401,14 @@ def continued(record: FleetRecord | None, configured: DesiredFleet, origin: str 
         record = replace(record, desired=latest.before)
     if record.origin != origin:
         record = replace(record, desired=replace(record.desired, revision=Revision()), origin=origin)
-    changes = tuple(
-        replace(one, state=ChangeState.REACHED, reason="its owner has ended; the next one began with this fleet")
-        if one.state is ChangeState.UNDER_WAY
-        else one
-        for one in record.changes
-    )
-    return replace(record, changes=changes)
+    return replace(record, changes=tuple(map(_cut_off, record.changes)))
+
+
+def _cut_off(change: FleetChange) -> FleetChange:
+    """A change whose owner has ended before it had, as the next owner knows it."""
+    if change.state is not ChangeState.UNDER_WAY:
+        return change
+    if change.kind is OrderKind.ROLL:
+        undone = "its owner has ended before it had; the next one began with the former revision"
+        return replace(change, state=ChangeState.FAILED, reason=undone)
+    return replace(change, state=ChangeState.REACHED, reason="its owner has ended; the next one began with this fleet")

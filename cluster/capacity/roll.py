@@ -56,6 +56,11 @@ class RollMix:
     def reversed(self) -> RollMix:
         return RollMix(newer=self.older, older=self.newer)
 
+    def all_older(self) -> RollMix:
+        """For a third revision."""
+        both = {role: self.newer[role] + self.older[role] for role in self.newer}
+        return RollMix(newer=dict.fromkeys(both, 0), older=both)
+
 
 def next_mix(mix: RollMix, counts: Mapping[WorkerRole, int], surge: int) -> RollMix | None:
     """The next step to a fleet of `counts` workers; None if it is there. A step either starts workers or ends some. Of
@@ -79,17 +84,26 @@ def next_mix(mix: RollMix, counts: Mapping[WorkerRole, int], surge: int) -> Roll
 
 
 class FleetRoll:
-    """One roll of a fleet of `counts` workers. Call `start`, then `run`; after an error or a cancelled run, `back`."""
+    """One roll of a fleet of `counts` workers. Call `start`, then `run`; after an error or a cancelled run, `turn` and
+    `resume`. After an error on the way back, and for other numbers of workers (`resize`), `resume` again."""
 
     def __init__(
-        self, actuator: RollActuator, counts: Mapping[WorkerRole, int], *, former: Revision, to: Revision, surge: int
+        self,
+        actuator: RollActuator,
+        counts: Mapping[WorkerRole, int],
+        *,
+        former: Revision,
+        to: Revision,
+        surge: int,
+        mix: RollMix | None = None,
     ) -> None:
+        """`mix`: what is there, if not `counts` workers of the former revision."""
         self._actuator = actuator
         self._counts = dict(counts)
         self._surge = surge
         self.former = former
         self.to = to
-        self.mix = RollMix(newer=dict.fromkeys(counts, 0), older=dict(counts))
+        self.mix = mix or RollMix(newer=dict.fromkeys(counts, 0), older=dict(counts))
         self._reached: Awaitable[None] | None = None
         self._next: RollMix | None = None
 
@@ -125,10 +139,19 @@ class FleetRoll:
                 return
             await self._begin_in_time(mix)
 
-    async def back(self) -> None:
-        """Replaces what has been started of the revision by the former one. Raises as `run`."""
+    def turn(self) -> None:
+        """From now on what has been started of the revision is to be replaced by the former one."""
         self.former, self.to, self.mix = self.to, self.former, self.mix.reversed()
-        await self._begin_in_time(self.mix)  # without workers that were about to start
+
+    def resize(self, counts: Mapping[WorkerRole, int]) -> None:
+        """Other numbers of workers at the end; no more than these are there meanwhile."""
+        newer = {role: min(self.mix.newer[role], count) for role, count in counts.items()}
+        older = {role: min(self.mix.older[role], count - newer[role]) for role, count in counts.items()}
+        self._counts, self.mix = dict(counts), RollMix(newer=newer, older=older)
+
+    async def resume(self) -> None:
+        """As `run`, from the latest mix that was reached: without workers that were about to start."""
+        await self._begin_in_time(self.mix)
         await self.run()
 
     async def _begin_in_time(self, mix: RollMix) -> None:

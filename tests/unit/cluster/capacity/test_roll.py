@@ -13,9 +13,11 @@ from cluster.capacity.roll import RollMix, next_mix
 from protos.errors import BadCheckpoint, InvalidRequest, Misconfigured
 from protos.values import WorkerRole
 from router.fleet_owner import ChangeState, DesiredFleet, FleetChange, FleetOrder, OrderKind, Revision
-from tests.unit.cluster.capacity.staged_fleet import CONFIGURED, DECODE, PREFILL, StagedFleet, scale
+from tests.unit.cluster.capacity.staged_fleet import CONFIGURED, DECODE, PREFILL, StagedFleet, flip, scale
 
 NEW = Revision(name="new", model="/models/new")
+THIRD = Revision(name="third", model="/models/third")
+OLD = Revision()
 COLOCATED = WorkerRole.COLOCATED
 ROLL = FleetOrder(kind=OrderKind.ROLL, model="/models/new", who="ann")
 ABORT = FleetOrder(kind=OrderKind.ABORT, who="bob")
@@ -24,7 +26,7 @@ ABORT = FleetOrder(kind=OrderKind.ABORT, who="bob")
 def revise(current: Revision, order: FleetOrder) -> Revision:
     if order.model == "/models/none":
         raise Misconfigured("worker.dtype = 'f8': choose one of auto, bfloat16, float32", param="dtype")
-    return NEW if order.model == NEW.model else current
+    return {NEW.model: NEW, THIRD.model: THIRD}.get(order.model, OLD if not order.model else current)
 
 
 def owner_of(fleet: StagedFleet, configured: DesiredFleet = CONFIGURED) -> FleetController:
@@ -148,6 +150,81 @@ async def test_a_way_back_that_fails_ends_with_its_reason_and_does_not_roll_forw
     assert ((await owner.view()).rolling, owner.desired.revision) == (None, Revision())
 
 
+async def stuck_owner(fleet: StagedFleet) -> FleetController:
+    """Its roll has failed in the middle, and its way back, too: 1 + 1 workers of each revision are there."""
+    owner = owner_of(fleet)
+    await owner.order(ROLL)
+    for times in (1, 2):
+        await begun(fleet, times)
+        fleet.arrive()
+    await begun(fleet, 3)
+    fleet.begun[-1].set_exception(BadCheckpoint("no config.json"))
+    await begun(fleet, 4)
+    fleet.begun[-1].set_exception(BadCheckpoint("the former folder is gone"))
+    assert (await ended(owner, fleet, 1)).state is ChangeState.FAILED
+    return owner
+
+
+async def test_what_is_there_is_told_after_a_way_back_that_failed() -> None:
+    fleet = StagedFleet()
+    owner = await stuck_owner(fleet)
+    assert owner.desired == CONFIGURED, "what should be there"
+    progress = (await owner.view()).rolling
+    assert progress is not None
+    assert (progress.newer, progress.older) == ({PREFILL: 1, DECODE: 1}, {PREFILL: 1, DECODE: 1})
+    with pytest.raises(
+        InvalidRequest, match=r"change 1 did not get back to the former revision.*`baton roll --abort` or"
+    ):
+        await owner.order(flip("decode-0", PREFILL))
+
+
+@pytest.mark.parametrize("order", [ABORT, scale(prefill=1, decode=2), replace(ROLL, model="")], ids=str)
+async def test_a_way_back_that_failed_is_tried_again(order: FleetOrder) -> None:
+    fleet = StagedFleet()
+    owner = await stuck_owner(fleet)
+    num_steps = len(fleet.mixes)
+    change = await owner.order(order)
+    assert (await ended(owner, fleet, change.number)).state is ChangeState.REACHED
+    assert {revision for revision, _, _ in fleet.mixes[num_steps:]} == {""}
+    assert fleet.mixes[-1] == ("", {PREFILL: 1, DECODE: 2}, {PREFILL: 0, DECODE: 0})
+    assert ((await owner.view()).rolling, owner.desired) == (None, CONFIGURED)
+
+
+@pytest.mark.parametrize(("model", "name"), [("/models/new", "new"), ("/models/third", "third")])
+async def test_a_roll_replaces_the_workers_of_both_revisions(model: str, name: str) -> None:
+    """Its first step keeps no more of the others than there should be."""
+    fleet = StagedFleet()
+    owner = await stuck_owner(fleet)
+    num_steps = len(fleet.mixes)
+    change = await owner.order(replace(ROLL, model=model))
+    assert (await ended(owner, fleet, change.number)).state is ChangeState.REACHED
+    assert {revision for revision, _, _ in fleet.mixes[num_steps:]} == {name}
+    assert fleet.mixes[-1] == (name, {PREFILL: 1, DECODE: 2}, {PREFILL: 0, DECODE: 0})
+    assert ((await owner.view()).rolling, owner.desired.revision.name) == (None, name)
+
+
+async def test_a_way_back_without_room_ends_with_fewer_workers() -> None:
+    """A node was lost meanwhile: `baton scale` was refused, and so was a second abort."""
+    fleet = StagedFleet()
+    owner = owner_of(fleet)
+    await owner.order(ROLL)
+    for times in (1, 2):
+        await begun(fleet, times)
+        fleet.arrive()
+    await begun(fleet, 3)
+    fleet.most = 3
+    change = await owner.order(ABORT)
+    with pytest.raises(InvalidRequest, match=r"change 2 takes the fleet back.*`baton scale` to fewer workers"):
+        await owner.order(ABORT)
+    with pytest.raises(InvalidRequest, match=r"change 2 takes the fleet back"):
+        await owner.order(flip("decode-0", PREFILL))
+    smaller = await owner.order(scale(decode=1))
+    assert (await owner.ended(change.number)).state is ChangeState.REPLACED
+    assert (await ended(owner, fleet, smaller.number)).state is ChangeState.REACHED
+    assert owner.desired == DesiredFleet(counts={PREFILL: 1, DECODE: 1})
+    assert fleet.mixes[-1] == ("", {PREFILL: 1, DECODE: 1}, {PREFILL: 0, DECODE: 0})
+
+
 async def test_a_bug_in_a_step_takes_the_roll_back_and_leaves_the_fleet_open_to_orders() -> None:
     fleet = StagedFleet()
     owner = owner_of(fleet)
@@ -164,7 +241,7 @@ async def test_other_orders_wait_for_the_end_of_a_roll() -> None:
     await owner.order(ROLL)
     with pytest.raises(InvalidRequest, match="change 1 rolls the fleet: wait for its end, or `baton roll --abort`"):
         await owner.order(scale(decode=3))
-    with pytest.raises(InvalidRequest, match="change 1 rolls the fleet already"):
+    with pytest.raises(InvalidRequest, match="change 1 rolls the fleet: wait for its end"):
         await owner.order(ROLL)
     await ended(owner, fleet, 1)
     assert (await owner.order(scale(decode=3))).number == 2
@@ -203,6 +280,9 @@ async def test_the_next_owner_goes_on_with_the_revision_that_was_reached() -> No
     again = continued(msgspec.json.decode(msgspec.json.encode(under_way), type=FleetRecord), CONFIGURED, "o")
     assert again is not None
     assert again.desired == CONFIGURED, "a roll that was not complete"
+    assert (again.changes[-1].state, again.changes[-1].reason) == (
+        ChangeState.FAILED, "its owner has ended before it had; the next one began with the former revision",
+    )  # fmt: skip
     await ended(owner, fleet, 1)
     reached = replace(under_way, desired=owner.desired, changes=tuple(owner.changes))
     after, other = continued(reached, CONFIGURED, "o"), continued(reached, CONFIGURED, "other settings")
