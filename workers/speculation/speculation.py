@@ -107,7 +107,7 @@ class Speculation:
         self._payoffs: dict[str, Payoff] = {}  # of those
         self._paused: tuple[PausedProposer, ...] = ()
         self._taken_s: dict[str, float] = {}  # by proposers since the last step
-        self._is_after_prompt = False
+        self._is_counted = self._is_after_prompt = False  # the present step, by payoffs; and the last one had a prompt
         self._recent_tokens = 1.0
         self._sequences: dict[str, _Speculating] = {}
         self._num_unpaid = 0  # calls since a timed proposer was queried
@@ -265,7 +265,7 @@ class Speculation:
         counts.num_accepted += num_accepted
         spared_s = num_accepted * self._spared_by_accepted_s
         counts.spared_s += spared_s
-        if draft.source in self._payoffs:
+        if self._is_counted and draft.source in self._payoffs:
             self._payoffs[draft.source].spare(spared_s)
         counts.sources.setdefault(draft.source, SourceCounts()).add(len(draft_ids), num_accepted)
         self._draft_loads = None
@@ -283,7 +283,8 @@ class Speculation:
         without drafts: of one row all of it, of eight rows an eighth. In a step with a prompt, whose time
         without them is not known, it spares nothing."""
         self._spared_by_accepted_s = 0.0
-        is_counted, self._is_after_prompt = not (batch.has_prefill or self._is_after_prompt), batch.has_prefill
+        self._is_counted = not (batch.has_prefill or self._is_after_prompt)
+        self._is_after_prompt = batch.has_prefill
         verifying_s: Mapping[str, float] = {}
         if not batch.has_prefill:
             self.cost.observe(batch.num_tokens, elapsed_s)
@@ -295,7 +296,7 @@ class Speculation:
                 verifying_s = self._by_source(batch, longer_s / num_drafted)
         for source, payoff in self._payoffs.items():
             spent_s = self._taken_s.get(source, 0.0) + verifying_s.get(source, 0.0)
-            if payoff.observe(elapsed_s, spent_s) if is_counted else payoff.wait():
+            if payoff.observe(elapsed_s, spent_s) if self._is_counted else payoff.wait():
                 self._paused_or_resumed(source, payoff)
 
     def _is_paused(self, source: str) -> bool:

@@ -149,6 +149,19 @@ def test_steps_beside_prompts_and_behind_them_do_not_count() -> None:
     assert not steps.is_paused
 
 
+def test_what_drafts_spare_behind_a_prompt_does_not_pay_for_what_the_others_cost() -> None:
+    """Its cost there is not counted, either: a head that cost time was never paused."""
+    head = Entries(1.3 * STEP_S)
+    steps = Steps(head)
+    for _ in range(2 * TRIAL_STEPS):
+        steps.run(num_prompt=64)
+        steps.right = True
+        steps.run()
+        steps.right = False
+        steps.run(2)
+    assert steps.is_paused
+
+
 def test_a_sequences_other_proposers_draft_during_a_pause() -> None:
     head, other = Entries(STEP_S), Counting()
     other.draft = Draft(token_ids=(3,), source="counting")
