@@ -8,10 +8,11 @@ Chooser.choose ─▶ policy ─▶ Decision ─▶ Record
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from protos.chain import Chain
+from protos.errors import WorkerLost
 from protos.event_loop import loop_time
 from protos.values import KVEvent
 from router.config import RouterConfig
@@ -141,18 +142,26 @@ class Chooser:
 
     def arrived(self, record: RequestTrace) -> None:
         """Records that a decode worker continues with KV from a prefill worker."""
-        now, timestamps = loop_time(), record.timestamps
-        record.arrived(now)
-        if timestamps.prefilled_s is None or not record.choices:
+        now, prefilled_s = loop_time(), record.timestamps.prefilled_s
+        if prefilled_s is None or not record.choices:
+            record.arrived(now)
             return
         choice = record.choices[-1]
-        self._fleet.predictor.saw_transfer(
-            choice.prefill_worker.worker_id,
-            choice.decode_worker.worker_id,
-            num_bytes=handed_bytes(choice.view, choice.decode_worker),
-            seconds=max(0.0, now - timestamps.prefilled_s - choice.estimate.tpot_s),
-            now=now,
-        )
+        ends = choice.prefill_worker.worker_id, choice.decode_worker.worker_id
+        num_bytes = handed_bytes(choice.view, choice.decode_worker)
+        waited_s = max(0.0, now - prefilled_s - choice.estimate.tpot_s)
+        hidden_s = max(0.0, choice.estimate.transfer_s - waited_s)
+        record.arrived(now, kv_bytes=round(num_bytes), hidden_s=round(hidden_s, 6), **self._transport(ends[0]))
+        self._fleet.predictor.saw_transfer(*ends, num_bytes=num_bytes, seconds=waited_s, now=now)
+
+    def _transport(self, worker_id: str) -> Mapping[str, str]:
+        """That of a worker's lanes, if all of them have the same."""
+        try:
+            lanes = self._fleet.member(worker_id).load.lanes
+        except WorkerLost:
+            return {}
+        transports = {lane.transport for lane in lanes if lane.num_open}
+        return {"transport": transports.pop()} if len(transports) == 1 else {}
 
     def ended(self, record: RequestTrace, outcome: str, message: str = "") -> None:
         """Records the end of a job. The predictor learns from the pace of its answer, unless several workers decoded

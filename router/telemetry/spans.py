@@ -165,6 +165,7 @@ class _Stages:
         self._last = ""
         self._links: tuple[str, ...] = ()
         self._resumes = False
+        self._chunks = 0
 
     def of(self, choice: EndedChoice) -> Iterator[TraceSpan]:
         failed, ended = EventKind.FAILED, EventKind.ENDED  # an enum's attributes are slow to read
@@ -177,6 +178,9 @@ class _Stages:
                 yield from self._end_all(event.at_s, error="" if choice.finish in FINISHED else choice.finish)
             elif event.what in self._NEXT:
                 yield from self._advance(event)
+            elif event.what is EventKind.CHUNK:
+                self._chunks += 1
+                self._note({"chunks": self._chunks, "computed_tokens": event.facts["tokens"]})
             else:
                 self._note(event.facts)
 
@@ -185,21 +189,24 @@ class _Stages:
         if self._resumes and event.what is EventKind.SUBMITTED:
             begins = "resume"
         if ends in self._open:
+            if event.what is EventKind.KV_ARRIVED:
+                self._note(event.facts, ends)
             yield self._end(ends, event.at_s)
         if event.what is EventKind.MOVED:
             self._links = (self._last,)
         if not self._open:
             self._begin(begins, event.at_s)
-        self._note(event.facts)
+        if event.what is not EventKind.KV_ARRIVED:
+            self._note(event.facts)
 
     def _begin(self, name: str, at_s: float) -> None:
         self._open[name] = (at_s, {}, self._links)
         self._links = ()
 
-    def _note(self, facts: Mapping[str, Fact]) -> None:
-        """On the stage that began last."""
+    def _note(self, facts: Mapping[str, Fact], stage: str = "") -> None:
+        """On the stage, or the one that began last."""
         if self._open:
-            _, attributes, _ = self._open[next(reversed(self._open))]
+            _, attributes, _ = self._open[stage or next(reversed(self._open))]
             attributes.update({f"baton.{name}": fact for name, fact in facts.items()})
 
     def _end(self, name: str, at_s: float, error: str = "") -> TraceSpan:

@@ -163,11 +163,11 @@ class RequestTrace:
         self.timestamps.prefilled_s = now
         self.note(EventKind.PREFILLED, now)
 
-    def arrived(self, now: float) -> None:
-        """The decode worker goes on: the KV is there."""
+    def arrived(self, now: float, **facts: Fact) -> None:
+        """The decode worker goes on: the KV is there. `facts` are the transfer's."""
         self.timestamps.arrived_s = now
         self.timestamps.num_tokens_at_arrival = self.timestamps.num_tokens
-        self.note(EventKind.KV_ARRIVED, now)
+        self.note(EventKind.KV_ARRIVED, now, **facts)
 
     def failed(self, error: BatonError, now: float) -> None:
         """An attempt ended in a failure; the next begins from what was emitted."""

@@ -58,6 +58,18 @@ def stages(spans: list[TraceSpan]) -> list[tuple[str, float, float]]:
     return [(one.name, one.start_s, one.end_s) for one in spans[2:]]
 
 
+def test_a_stage_has_what_its_events_know() -> None:
+    """Chunks are counted; what is known of a transfer is its span's, not that of decoding."""
+    events = [
+        *PAIR[:5], at(3.2, EventKind.CHUNK, tokens=2048), at(3.8, EventKind.CHUNK, tokens=4103), *PAIR[5:7],
+        at(5, EventKind.KV_ARRIVED, kv_bytes=1 << 20, transport="shm", hidden_s=2), at(9, EventKind.ENDED),
+    ]  # fmt: skip
+    known = {one.name: one.attributes for one in spans_of(record(events))[2:]}
+    assert known["prefill"] == {"baton.worker": "p0", "baton.chunks": 2, "baton.computed_tokens": 4103}
+    assert known["transfer"] == {"baton.kv_bytes": 1 << 20, "baton.transport": "shm", "baton.hidden_s": 2}
+    assert known["decode"] == {}
+
+
 @pytest.mark.parametrize(
     ("events", "expected"),
     [
