@@ -12,9 +12,13 @@ import random
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
+
+from benchmarks.capacity.streams import whole_text
+from benchmarks.output import write_figures
 
 MOST = {"prefill": 2, "decode": 3}
 PROMPT = "import os\n\n\ndef join(first, second):\n" + '    """Join two paths, inserting a separator."""\n' * 12
@@ -25,17 +29,17 @@ class ComparedStreams:
 
     def __init__(self, client: httpx.AsyncClient, model: str, num_tokens: int) -> None:
         self._client = client
-        self._body = {"model": model, "max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
+        self._body = {"model": model, "max_tokens": num_tokens, "temperature": 0.0}
         self._expected: dict[int, str] = {}
         self.num_answers = 0
         self.errors: list[str] = []
 
     async def text(self, number: int) -> str:
         body = self._body | {"prompt": f"{PROMPT}# {number}\n"}
-        response = await self._client.post("/v1/completions", json=body, timeout=300.0)
-        if response.status_code != 200:
-            return f"{response.status_code}: {response.text}"
-        return str(response.json()["choices"][0]["text"])
+        try:
+            return await whole_text(self._client, body)
+        except (ValueError, httpx.HTTPError) as error:
+            return f"{type(error).__name__}: {error}"
 
     async def learn(self, count: int) -> None:
         """The answers of the undisturbed cluster."""
@@ -86,7 +90,7 @@ async def left_behind(client: httpx.AsyncClient) -> str:
     return f"{running} requests and {kv['num_tickets']} tickets"
 
 
-async def run(url: str, num_changes: int, num_streams: int, num_tokens: int, seed: int) -> int:
+async def run(url: str, num_changes: int, num_streams: int, num_tokens: int, seed: int, json_file: Path | None) -> int:
     """The exit code."""
     rng, over = random.Random(seed), asyncio.Event()
     async with httpx.AsyncClient(base_url=url, timeout=30.0, trust_env=False) as client:
@@ -94,19 +98,22 @@ async def run(url: str, num_changes: int, num_streams: int, num_tokens: int, see
         streams = ComparedStreams(client, model, num_tokens)
         await streams.learn(num_streams)
         clients = [asyncio.create_task(streams.run(number, over)) for number in range(num_streams)]
-        made = 0
-        while made < num_changes:
+        made: list[dict[str, Any]] = []
+        while len(made) < num_changes:
             await asyncio.sleep(rng.uniform(0.0, 1.0))
             if (done := await change(client, rng)) is not None:
-                made += 1
                 order, seconds = done
                 what = order.get("counts") or f"{order['worker_id']} -> {order['role']}"
-                sys.stdout.write(f"{made:>3} {order['kind']} {what}: {seconds:.1f} s\n")
+                made.append({"kind": order["kind"], "what": what, "seconds": round(seconds, 2)})
+                sys.stdout.write(f"{len(made):>3} {order['kind']} {what}: {seconds:.1f} s\n")
         over.set()
         await asyncio.gather(*clients)
         left = await left_behind(client)
-    sys.stdout.write(f"{made} changes, {streams.num_answers} answers, {len(streams.errors)} wrong or failed\n")
+    sys.stdout.write(f"{len(made)} changes, {streams.num_answers} answers, {len(streams.errors)} wrong or failed\n")
     sys.stdout.write("".join(f"  {error}\n" for error in streams.errors) + (f"left behind: {left}\n" if left else ""))
+    write_figures(
+        json_file, num_answers=streams.num_answers, num_wrong=len(streams.errors), left_behind=left, changes=made
+    )
     return 1 if streams.errors or left else 0
 
 
@@ -117,8 +124,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="file for the figures")
     chosen = parser.parse_args()
-    sys.exit(asyncio.run(run(chosen.url, chosen.changes, chosen.streams, chosen.tokens, chosen.seed)))
+    sys.exit(asyncio.run(run(chosen.url, chosen.changes, chosen.streams, chosen.tokens, chosen.seed, chosen.json)))
 
 
 if __name__ == "__main__":

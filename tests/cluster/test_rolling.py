@@ -12,6 +12,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
+from benchmarks.capacity.streams import whole_text
 from tests.cluster.deployed import DEMO, PRECISE, Deployed
 
 pytestmark = pytest.mark.cluster
@@ -40,7 +41,7 @@ def deployed() -> Iterator[Deployed]:
 
 
 class RolledStreams:
-    """As many clients, each with one request after another."""
+    """As many clients, each with one stream after another."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
@@ -49,14 +50,13 @@ class RolledStreams:
 
     async def text(self, number: int) -> str:
         body = {
-            "model": "demo", "prompt": f"def f{number}(first, second):\n", "max_tokens": NUM_TOKENS,
-            "temperature": 0.0, "ignore_eos": True,
+            "model": "demo", "prompt": f"def f{number}(first, second):\n", "max_tokens": NUM_TOKENS, "temperature": 0.0,
         }  # fmt: skip
-        response = await self._client.post("/v1/completions", json=body)
-        if response.status_code != 200:
-            self.errors.append(f"client {number}: {response.status_code}: {response.text[:300]}")
+        try:
+            return await whole_text(self._client, body)
+        except (ValueError, httpx.HTTPError) as error:
+            self.errors.append(f"client {number}: {type(error).__name__}: {error}")
             return ""
-        return str(response.json()["choices"][0]["text"])
 
     async def all(self) -> dict[int, str]:
         texts = await asyncio.gather(*(self.text(number) for number in range(NUM_STREAMS)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import signal
 from collections import defaultdict
@@ -12,6 +11,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
+from benchmarks.capacity.streams import whole_text
 from cluster.cli.serve import DEMO
 from tests.cluster.deployed import Deployed
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, Gate, parts_of
@@ -62,28 +62,9 @@ class RolloutStreams:
                 self.dropped.append(f"client {number} at {url}: {type(error).__name__}: {error}")
 
     async def _one(self, url: str, prompt: list[int]) -> str:
-        """Its text. Raises ValueError for a stream that is not whole."""
-        body = {"model": "demo", "prompt": prompt, "max_tokens": self._num_tokens, "temperature": 0.0, "stream": True,
-                "ignore_eos": True, "stream_options": {"include_usage": True}}  # fmt: skip
-        text, finish, num_tokens = "", "", 0
-        async with (
-            httpx.AsyncClient(base_url=url, timeout=300.0, trust_env=False) as client,
-            client.stream("POST", "/v1/completions", json=body) as response,
-        ):
-            if response.status_code != 200:
-                raise ValueError(f"{response.status_code}: {(await response.aread())[:200]!r}")
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    raise ValueError(line[:300])
-                text += "".join(one["text"] for one in chunk["choices"])
-                finish = "".join(str(one["finish_reason"] or "") for one in chunk["choices"]) or finish
-                num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
-        if (finish, num_tokens) != ("length", self._num_tokens):
-            raise ValueError(f"it ended with {finish or 'nothing'} after {num_tokens} tokens")
-        return text
+        body = {"model": "demo", "prompt": prompt, "max_tokens": self._num_tokens, "temperature": 0.0}
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+            return await whole_text(client, body)
 
 
 async def ready(deploy: Callable[..., Deployed], address: str) -> Deployed:
