@@ -36,6 +36,9 @@ test: $(DEV)  ## the whole test suite: make test ARGS="-k router"
 sdks:  ## clients whose pins differ from ours, for their tests, in .venv-sdks
 	@python3 -m venv .venv-sdks && .venv-sdks/bin/pip install -q openai-agents==0.24.0
 
+hosts: $(DEV)  ## Ray on several hosts in network namespaces: root, ten minutes
+	BATON_TEST_RAY_HOSTS=1 $(BIN)/pytest -q tests/netns $(ARGS)
+
 gpu: $(DEV)  ## verify and measure what needs an NVIDIA GPU: again and again until all is done
 	@exec $(BIN)/python -m benchmarks.gpu.verify $(ARGS)
 
@@ -67,4 +70,4 @@ $(DEV): pyproject.toml constraints.txt constraints-cuda.txt | $(BIN)/pip
 	@$(INSTALL) --extra dev
 	@touch $(RUNTIME) $@
 
-.PHONY: help up check test sdks gpu bench format protos clean
+.PHONY: help up check test sdks hosts gpu bench format protos clean

@@ -166,7 +166,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--torch", choices=("auto", "cpu", "cuda"), default="auto", help="the build (auto: by driver)")
     parser.add_argument("--torch-index", metavar="URL", help="an index of torch's CPU builds")
-    parser.add_argument("--extra", action="append", default=[], choices=("dev",), help="more to install")
+    parser.add_argument("--extra", action="append", default=[], choices=("dev", "postgres"), help="more to install")
     parser.add_argument("--dependencies-only", action="store_true", help="all but Baton itself")
     options = parser.parse_args()
     build = options.torch if options.torch != "auto" else "cuda" if has_nvidia_driver() else "cpu"

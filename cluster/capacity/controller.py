@@ -122,18 +122,18 @@ class UnderWay:
     def refusal(self) -> InvalidRequest:
         """Of an order that waits for the end."""
         if not self.is_back:
-            told = f"change {self.number} rolls the fleet: wait for its end, or `baton roll --abort`"
+            problem = f"change {self.number} rolls the fleet: wait for its end, or `baton roll --abort`"
         elif self.task is not None:
-            told = (
+            problem = (
                 f"change {self.number} takes the fleet back to its former revision: wait for its end; where there is "
                 "no room, `baton scale` to fewer workers lets it end"
             )
         else:
-            told = (
+            problem = (
                 f"change {self.number} did not get back to the former revision, and workers of two are there: "
                 "`baton roll --abort` or `baton scale` tries again, `baton roll` replaces them all"
             )
-        return InvalidRequest(told, param="kind")
+        return InvalidRequest(problem, param="kind")
 
     def progress(self) -> RollProgress:
         mix = self.roll.mix

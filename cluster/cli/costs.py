@@ -65,10 +65,10 @@ def costs(
 def _computed(report: Row) -> str:
     """What workers computed, beside the rows."""
     output, missing = report["worker_output_tokens"], report["unrecorded_output_tokens"]
-    told = f"workers computed {report['worker_prompt_tokens']:,} prompt tokens and {output:,} output tokens"
+    line = f"workers computed {report['worker_prompt_tokens']:,} prompt tokens and {output:,} output tokens"
     if missing <= 0:
-        return told
-    return f"{told}: {missing:,} of these ({missing / output:.1%}) are in no row"
+        return line
+    return f"{line}: {missing:,} of these ({missing / output:.1%}) are in no row"
 
 
 def _budget(budget: Row) -> str:

@@ -57,9 +57,9 @@ def _declared(path: str) -> DeclaredSetting:
         hint = f"did you mean {near}?" if near else "`baton config` prints all of them"
         raise Misconfigured(f"there is no setting {path}: {hint}", param="settings")
     if known.attribute.split(".")[0] not in _ROLLED or path in _KEPT:
-        fix = "use `baton scale` for numbers of workers" if path.startswith("pools.") else "or start the cluster anew"
+        fix = "`baton scale` changes numbers of workers" if path.startswith("pools.") else "the rest changes at a start"
         raise Misconfigured(
-            f"{path} is no setting that a roll changes: give --model, settings of worker, prefill, decode or lanes, "
+            f"{path} is no setting that a roll changes: give --model, or settings of worker, prefill, decode or lanes; "
             f"{fix}",
             param="settings",
         )

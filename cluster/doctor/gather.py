@@ -58,8 +58,8 @@ def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = 
                 **facts, no_answer=no_answer(client, error).message, tls_error=str(error) if name else ""
             )
         if answer.is_error:
-            said = error_of(answer.text, answer.status_code).message
-            return Examination(**facts, no_answer=said, lacks_key=lacks_key(answer))
+            problem = error_of(answer.text, answer.status_code).message
+            return Examination(**facts, no_answer=problem, lacks_key=lacks_key(answer))
         status = _json_of(answer)
         if "workers" not in status:
             return Examination(**facts, no_answer=f"{url} answers, and not as a gateway: /admin/status is no report")

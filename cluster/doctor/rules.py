@@ -44,9 +44,11 @@ def _gateway(seen: Examination) -> Iterator[Finding]:
     if seen.tls_error:
         yield _fault("tls-name", seen.url, seen.tls_error, "issue a certificate for the host in --url, or use its name")
     if seen.no_answer:
-        start = "start it, or name another with --url"
-        fix = "give --api-key, or the environment variable BATON_ADMIN_KEY" if seen.lacks_key else start
-        yield _fault("gateway-unreachable", seen.url, seen.no_answer, fix)
+        if seen.lacks_key:
+            key = "give --api-key, or the environment variable BATON_ADMIN_KEY"
+            yield _fault("no-admin-key", seen.url, seen.no_answer, key)
+        else:
+            yield _fault("gateway-unreachable", seen.url, seen.no_answer, "start it, or name another with --url")
     elif seen.status and not seen.status["ready"]:
         yield _fault("not-ready", seen.url, seen.status["reason"], "mend the workers below; `baton status` shows them")
 

@@ -376,17 +376,17 @@ def _explaining(model: Callable[[float], float], share: float, num: int, factor:
     otherwise the part `kept` of it stays. A model that says the same for every factor, as without a measured speed,
     explains nothing.
     """
-    said = model(factor)
-    if not num or model(_MOST_FACTOR) == said == model(_LEAST_FACTOR):
+    predicted = model(factor)
+    if not num or model(_MOST_FACTOR) == predicted == model(_LEAST_FACTOR):
         return factor
-    noise = _DEVIATIONS * math.sqrt((1.0 - said + 1.0 / num) / num)
-    if share < said - max(_DRIFT, noise):
+    noise = _DEVIATIONS * math.sqrt((1.0 - predicted + 1.0 / num) / num)
+    if share < predicted - max(_DRIFT, noise):
         low, high = factor, min(_MOST_FACTOR, _FASTEST * factor)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2.0
             low, high = (middle, high) if model(middle) > share else (low, middle)
         return high
-    if share > said + _DRIFT:
+    if share > predicted + _DRIFT:
         return max(_LEAST_FACTOR, 0.98 * factor)
     return 1.0 + kept * (factor - 1.0) if factor > 1.0 else factor
 

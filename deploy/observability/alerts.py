@@ -168,8 +168,13 @@ def _rule(alert: Alert, runbooks: str) -> dict[str, Any]:
         "expr": alert.expr,
         "for": alert.wait,
         "labels": {"severity": alert.severity},
-        "annotations": {"summary": alert.summary, "runbook_url": f"{runbooks}#{alert.name.lower()}"},
+        "annotations": {"summary": alert.summary, _annotation(runbooks): f"{runbooks}#{alert.name.lower()}"},
     }
+
+
+def _annotation(runbooks: str) -> str:
+    """Alertmanager and Grafana make a link of a `runbook_url`, so that it must be one."""
+    return "runbook_url" if "://" in runbooks else "runbook"
 
 
 def page(objectives: AlertObjectives) -> str:
@@ -186,8 +191,8 @@ _HEAD = """# Alerts
 
 The component `observability` of `deploy/k8s` has these alerts ([Kubernetes](kubernetes.md#components)); `python -m
 deploy.observability` makes this page, the rules and the dashboards. Objectives are flags of that command: `--ttft`,
-`--tpot`, `--good`, `--served`. Links of alerts lead to this page; `--runbooks URL` is where you publish it. Severity
-`page`: act now. `ticket`: within days.
+`--tpot`, `--good`, `--served`. The annotation `runbook` of an alert is its section of this page; with `--runbooks URL`,
+where you publish it, a link (`runbook_url`). Severity `page`: act now. `ticket`: within days.
 
 Without the Prometheus operator: `deploy/observability/rules.yaml` is a file of rules, and Prometheus scrapes each
 gateway's port ([metrics](operating.md#metrics)).

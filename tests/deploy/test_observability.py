@@ -173,9 +173,16 @@ def test_alerts_have_a_section_in_the_documents() -> None:
     for group in rule_groups(OBJECTIVES):
         for rule in group["rules"]:
             if "alert" in rule:
-                page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+                page, _, anchor = rule["annotations"]["runbook"].partition("#")
                 assert page == "docs/alerts.md"
                 assert anchor in [heading.lower() for heading in headings]
+
+
+def test_a_runbook_is_a_link_where_its_page_has_a_url() -> None:
+    for group in rule_groups(OBJECTIVES, "https://docs.example/alerts"):
+        for rule in group["rules"]:
+            if "alert" in rule:
+                assert rule["annotations"]["runbook_url"].startswith("https://docs.example/alerts#baton")
 
 
 def test_files_are_those_that_the_tables_make() -> None:

@@ -165,7 +165,7 @@ def test_another_server_behind_the_url_is_a_fault_with_its_reason(monkeypatch: p
 def test_a_gateway_that_wants_a_key_is_not_to_be_started(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     [found] = found_at(monkeypatch, status, json={"error": {"message": "no key", "code": "x"}})
     assert (found.name, found.fix) == (
-        "gateway-unreachable", "give --api-key, or the environment variable BATON_ADMIN_KEY",
+        "no-admin-key", "give --api-key, or the environment variable BATON_ADMIN_KEY",
     )  # fmt: skip
 
 
