@@ -155,7 +155,7 @@ class RayShares:
         group = await self._group(bundles, plan.worker_id, strategy="PACK" if plan.spans_nodes else "STRICT_PACK")
         share = self._shares[plan.worker_id] = MachineShare(groups=[group])
         try:
-            await _ready(group)
+            await (self._ready_on_several(group) if plan.spans_nodes else _ready(group))
             if plan.gpus_per_rank:
                 share.devices = await _devices(group, bundles)
         except BaseException:  # also if the caller was cancelled
@@ -202,6 +202,30 @@ class RayShares:
         table = await self._machines.call(lambda: placement_group_table(group))
         return [str(node_id) for _, node_id in sorted(table["bundles_to_node_id"].items())]
 
+    async def _ready_on_several(self, group: Any) -> None:
+        """Since a node of such a group was lost, Ray's head may for ever count as used what is free on the others (Ray
+        2.60): a node that runs a task reports what it has."""
+        waiting = asyncio.ensure_future(_ready(group))
+        try:
+            while not (await asyncio.wait({waiting}, timeout=REPORT_S))[0]:
+                await self._let_nodes_report()
+            await waiting
+        finally:
+            waiting.cancel()
+
+    async def _let_nodes_report(self) -> None:
+        import ray
+
+        def on_each_node() -> list[Any]:
+            task = ray.remote(_visible_devices)
+            names = [f"node:{node['NodeManagerAddress']}" for node in ray.nodes() if node["Alive"]]
+            return [task.options(num_cpus=0, resources={name: PINNED}).remote() for name in names]
+
+        running = [asyncio.ensure_future(_done(one)) for one in await self._machines.call(on_each_node)]
+        await asyncio.wait(running, timeout=REPORT_S)
+        for one in running:
+            one.cancel()
+
     async def _group(self, bundles: list[dict[str, float]], name: str, strategy: str = "STRICT_PACK") -> Any:
         from ray.util.placement_group import placement_group
 
@@ -217,6 +241,15 @@ class RayShares:
 
 
 ROOM_S = 10.0  # for a group that fits where its worker runs already
+REPORT_S = 20.0  # between two questions to nodes what they have free
+
+
+async def _done(task: Any) -> None:
+    """A node that is lost, or too busy, reports nothing."""
+    from ray.exceptions import RayError
+
+    with suppress(RayError):
+        await task
 
 
 async def _ready(group: Any) -> None:

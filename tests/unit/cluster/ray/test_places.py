@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,3 +103,26 @@ async def test_a_worker_serves_on_where_ray_fails_to_set_its_gpus_aside(
     await places._keep(shares, of(1), ("3",), ("n1",))
     assert "worker decode-1: Ray could not reserve what it has (GPUs: 3)" in caplog.text
     assert gpus.free == ["0", "1", "2", "3"]
+
+
+async def test_nodes_are_let_report_where_a_worker_on_several_waits_long(
+    shares: RayShares, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's head counted as used what was free since a node was lost: the worker waited for ever."""
+    reported = asyncio.Event()
+
+    async def group(self: RayShares, bundles: list[dict[str, float]], name: str, strategy: str) -> int:
+        return 1
+
+    async def ready(group: int) -> None:
+        await reported.wait()
+
+    async def let_report(self: RayShares) -> None:
+        reported.set()
+
+    monkeypatch.setattr(RayShares, "_group", group)
+    monkeypatch.setattr(places, "_ready", ready)
+    monkeypatch.setattr(places, "REPORT_S", 0.01)
+    monkeypatch.setattr(RayShares, "_let_nodes_report", let_report)
+    async with asyncio.timeout(10):
+        assert await shares.take(replace(of(2), gpus_per_rank=0, spans_nodes=True)) == ()
