@@ -39,6 +39,9 @@ sdks:  ## clients whose pins differ from ours, for their tests, in .venv-sdks
 hosts: $(DEV)  ## Ray on several hosts in network namespaces: root, ten minutes
 	BATON_TEST_RAY_HOSTS=1 $(BIN)/pytest -q tests/netns $(ARGS)
 
+image: $(DEV)  ## the container image's steps in a chroot, where no engine is: root, seven minutes
+	BATON_TEST_IMAGE=1 $(BIN)/pytest -q tests/deploy/test_image_steps.py $(ARGS)
+
 gpu: $(DEV)  ## verify and measure what needs an NVIDIA GPU: again and again until all is done
 	@exec $(BIN)/python -m benchmarks.gpu.verify $(ARGS)
 
@@ -70,4 +73,4 @@ $(DEV): pyproject.toml constraints.txt constraints-cuda.txt | $(BIN)/pip
 	@$(INSTALL) --extra dev
 	@touch $(RUNTIME) $@
 
-.PHONY: help up check test sdks hosts gpu bench format protos clean
+.PHONY: help up check test sdks hosts image gpu bench format protos clean

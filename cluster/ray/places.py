@@ -217,8 +217,8 @@ class RayShares:
         import ray
 
         def on_each_node() -> list[Any]:
-            task = ray.remote(_visible_devices)
-            names = [f"node:{node['NodeManagerAddress']}" for node in ray.nodes() if node["Alive"]]
+            task, nodes = ray.remote(_visible_devices), ray.nodes()  # type: ignore[no-untyped-call]
+            names = [f"node:{node['NodeManagerAddress']}" for node in nodes if node["Alive"]]
             return [task.options(num_cpus=0, resources={name: PINNED}).remote() for name in names]
 
         running = [asyncio.ensure_future(_done(one)) for one in await self._machines.call(on_each_node)]
