@@ -163,7 +163,7 @@ class _OwnedBatch:
             files = await asyncio.to_thread(results_files, self._storage, self._batch)
             self._batch = await asyncio.to_thread(store.reject, self._batch, wrong, *files)
             return
-        if not self._batch.total:
+        if not self._is_validated:
             self._batch = await asyncio.to_thread(store.validated, self._batch, len(self._index))
             self.look(self._batch)
         recorder = ResultWriter(store, self._batch)
@@ -184,11 +184,16 @@ class _OwnedBatch:
             self._failure.result()
         await self._finish()
 
+    @property
+    def _is_validated(self) -> bool:
+        """Batches of Messages know their number of lines before."""
+        return bool(self._batch.total) and self._batch.status != "validating"
+
     async def _check(self) -> list[LineError]:
         """Lines that were right before are only indexed: an adapter may be unloaded since, a limit lowered. So are
         those that will not run."""
         endpoint = self._batch.endpoint
-        if self._batch.total or self._stopped.is_set():
+        if self._is_validated or self._stopped.is_set():
             checker = InputChecker(endpoint, lambda _: None, max_lines=sys.maxsize, max_line_bytes=sys.maxsize)
         else:
             checker = InputChecker(

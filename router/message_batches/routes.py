@@ -66,7 +66,7 @@ async def create_message_batch(gateway: Gateway, request: Request) -> Response:
         await _receive(request, writer, storage, gateway.max_body_bytes)
         num_bytes = await asyncio.to_thread(writer.commit)
     try:
-        await asyncio.to_thread(_check, gateway, storage, file_id)
+        num_requests = await asyncio.to_thread(_check, gateway, storage, file_id)
     except InvalidRequest:
         await asyncio.to_thread(storage.files.contents.delete, file_id)
         raise
@@ -79,7 +79,7 @@ async def create_message_batch(gateway: Gateway, request: Request) -> Response:
     batch = StoredBatch(
         id=new_id("msgbatch_"), tenant=tenant, key_id=gateway.access.key_id, api="anthropic", endpoint=MESSAGES,
         model=await asyncio.to_thread(model_of, gateway, storage, file_id), input_file_id=file_id, window_text="24h",
-        created_s=now, expires_s=now + WINDOW_S,
+        created_s=now, expires_s=now + WINDOW_S, total=num_requests,
     )  # fmt: skip
     await asyncio.to_thread(storage.batches.add, batch)
     storage.changed.set()
@@ -124,9 +124,9 @@ def _line(raw: bytes, number: int) -> bytes:
     return orjson.dumps({"custom_id": custom_id, "method": "POST", "url": MESSAGES, "body": params}) + b"\n"
 
 
-def _check(gateway: Gateway, storage: BatchStorage, file_id: str) -> None:
-    """Raises InvalidRequest for the first request that is wrong in itself. What its model does not accept is its own
-    result."""
+def _check(gateway: Gateway, storage: BatchStorage, file_id: str) -> int:
+    """How many requests there are. Raises InvalidRequest for the first one that is wrong in itself. What its model does
+    not accept is its own result."""
     checker = InputChecker(
         MESSAGES, gateway.check_model, max_lines=storage.max_lines, max_line_bytes=gateway.max_body_bytes
     )
@@ -135,6 +135,7 @@ def _check(gateway: Gateway, storage: BatchStorage, file_id: str) -> None:
         where = "requests" if error.line is None else f"requests.{error.line - 1}"
         part = (error.param or "").replace("body.", "params.", 1)
         raise InvalidRequest(f"{where}: {error.message}", param=f"{where}.{part}".rstrip("."))
+    return len(checker.index)
 
 
 async def list_message_batches(gateway: Gateway, request: Request) -> Response:

@@ -64,6 +64,7 @@ async def test_the_walk_through(tmp_path: Path) -> None:
             requests=[asking("first"), asking("wrong", temperature=9), asking("third")]
         )
         assert (batch.type, batch.processing_status, batch.results_url) == ("message_batch", "in_progress", None)
+        assert batch.request_counts.processing == 3, "also before its requests are begun"
         assert (batch.expires_at - batch.created_at).total_seconds() == 86_400
         batch = await ended(client, batch.id)
         assert batch.request_counts.model_dump() == {
