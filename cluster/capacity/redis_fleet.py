@@ -1,6 +1,7 @@
 """The desired fleet in Redis: its owner's record, and calls of the owner by gateways elsewhere.
 
     baton:fleet              the record of the owner, JSON; outlives the owner
+    baton:fleet:learned      what the planner has learned of the load, JSON; outlives the planner
     baton:fleet:calls        calls that no owner has taken yet (a list)
     baton:fleet:reply:<id>   the reply to a call (a list of one); expires
 
@@ -16,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -25,12 +26,15 @@ from redis.asyncio import Redis
 from cluster.capacity.calls import CalledFleetOwner, FleetCall, FleetReply, reply_to
 from cluster.capacity.controller import FleetRecord
 from cluster.discovery.redis import client_of, root_of
+from cluster.planner.values import LearnedLoad
 from protos.errors import Unavailable
 from router.fleet_owner import CapacityOwner
 from router.log_throttle import OutageLog
 from router.prefix.redis_url import TROUBLES, raise_if_cancelled
 
 log = logging.getLogger("baton.discovery")
+
+Kept = TypeVar("Kept")
 
 REPLY_S = 30.0  # that an owner has to plan a change
 TURN_S = 1.0  # of a blocking read; less than the client's timeout
@@ -57,29 +61,29 @@ class PostedCall(msgspec.Struct, frozen=True, kw_only=True):
     call: FleetCall
 
 
-class RedisFleetStore:
-    """A `FleetStore`. A record that cannot be written is written as soon as Redis answers."""
+class RedisKept(Generic[Kept]):
+    """A value at a key. One that cannot be written is written as soon as Redis answers. `what` names it in logs."""
 
-    def __init__(self, client: Redis, fleet: str = "") -> None:
+    def __init__(self, client: Redis, key: str, kind: type[Kept], what: str) -> None:
         self._client = client
-        self._key = record_key(fleet)
+        self._key, self._kind, self._what = key, kind, what
         self._outage = OutageLog(log)
-        self._unsaved: FleetRecord | None = None
+        self._unsaved: Kept | None = None
         self._news = asyncio.Event()
-        self._task = asyncio.create_task(self._keep_saving(), name="fleet record")
+        self._task = asyncio.create_task(self._keep_saving(), name=what)
 
-    async def load(self) -> FleetRecord | None:
-        """The latest record; None if there is none that can be read. Raises the errors of Redis."""
+    async def load(self) -> Kept | None:
+        """The latest value; None if there is none that can be read. Raises the errors of Redis."""
         packed = await self._client.get(self._key)
         if packed is None:
             return None
         try:
-            return msgspec.json.decode(str(packed), type=FleetRecord)
+            return msgspec.json.decode(str(packed), type=self._kind)
         except msgspec.DecodeError as error:
-            log.warning("the fleet's record in Redis cannot be read, and is written anew: %s", error)
+            log.warning("%s in Redis cannot be read, and is written anew: %s", self._what, error)
             return None
 
-    def save(self, record: FleetRecord) -> None:
+    def save(self, record: Kept) -> None:
         self._unsaved = record
         self._news.set()
 
@@ -96,9 +100,9 @@ class RedisFleetStore:
             self._news.clear()
             try:
                 await self._write()
-                self._outage.back("the fleet's record is in Redis again")
+                self._outage.back(f"{self._what} is in Redis again")
             except TROUBLES as error:
-                self._outage.lost(str(error), f"the fleet's record cannot be written to Redis: {error}")
+                self._outage.lost(str(error), f"{self._what} cannot be written to Redis: {error}")
                 self._news.set()
                 await asyncio.sleep(RETRY_S)
 
@@ -108,6 +112,15 @@ class RedisFleetStore:
             await self._client.set(self._key, msgspec.json.encode(record).decode())
             if self._unsaved is record:
                 self._unsaved = None
+
+
+def record_of(client: Redis, fleet: str = "") -> RedisKept[FleetRecord]:
+    """A `FleetStore`."""
+    return RedisKept(client, record_key(fleet), FleetRecord, "the fleet's record")
+
+
+def learned_of(client: Redis, fleet: str = "") -> RedisKept[LearnedLoad]:
+    return RedisKept(client, f"{record_key(fleet)}:learned", LearnedLoad, "what the planner has learned")
 
 
 async def serve_calls(

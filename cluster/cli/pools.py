@@ -15,6 +15,7 @@ from cluster.cli import options
 from cluster.config.config import ClusterConfig
 from cluster.discovery.base import ClusterAnnouncer
 from cluster.planner.planned_fleet import PlannedFleet
+from cluster.planner.planner import KeptLoad
 from cluster.process.logs import LogFormat, terminal
 from cluster.process.signals import StopSignal, stopped, stopping
 from cluster.ray.pools import Pools
@@ -72,7 +73,7 @@ async def _run(config: ClusterConfig, console: Console) -> bool:
         )
     config.peers.check()
     from cluster.capacity.controller import FleetController, continued
-    from cluster.capacity.redis_fleet import RedisFleetStore, serve_calls
+    from cluster.capacity.redis_fleet import learned_of, record_of, serve_calls
     from cluster.capacity.revise import rolls_of
     from cluster.config.revised import digest_of
     from cluster.discovery.redis import RedisAnnouncer, connect
@@ -83,7 +84,8 @@ async def _run(config: ClusterConfig, console: Console) -> bool:
         await connect(config.discovery), token="" if given else config.peers.token, fleet=config.fleet
     )
     client = await connect(config.discovery)
-    store, configured = RedisFleetStore(client, config.fleet), DesiredFleet(counts=dict(config.pools.counts()))
+    store, configured = record_of(client, config.fleet), DesiredFleet(counts=dict(config.pools.counts()))
+    learned = learned_of(client, config.fleet)
     settings = config
     record = continued(await store.load(), configured, digest_of(settings))
     if record is not None and record.desired != configured:
@@ -92,7 +94,8 @@ async def _run(config: ClusterConfig, console: Console) -> bool:
     workers = Pools(config, bars, revision=record.desired.revision if record is not None else FIRST)
     rolls = rolls_of(workers, settings)
     controller = FleetController(workers, configured, record=record, store=store, rolls=rolls)
-    owner = PlannedFleet(controller, config.planner_settings())
+    kept = KeptLoad(earlier=await learned.load(), save=learned.save)
+    owner = PlannedFleet(controller, config.planner_settings(), kept=kept)
     calls = asyncio.create_task(serve_calls(client, owner, fleet=config.fleet), name="fleet calls")
     try:
         await stop.before(_serve(workers, announcer, bars, owner))
@@ -104,6 +107,7 @@ async def _run(config: ClusterConfig, console: Console) -> bool:
         await owner.close()
         await workers.end()
         await store.close()
+        await learned.close()
         await client.aclose()
         await announcer.close()
     log.info("%s", stopped(in_order))

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from cluster.planner.planner import Planner, PlannerSettings, SightsNow
+from cluster.planner.planner import KeptLoad, Planner, PlannerSettings, SightsNow
 from router.fleet_owner import FleetChange, FleetOrder, FleetOwner, FleetReport
 from router.planning import CapacityNews, GatewaySight, SeenSight
 
@@ -45,6 +45,7 @@ class PlannedFleet:
         owner: FleetOwner,
         settings: PlannerSettings | None,
         *,
+        kept: KeptLoad | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -53,7 +54,9 @@ class PlannedFleet:
         self._clock = clock
         self._received: dict[str, _Received] = {}
         self._advised_s = -_ADVISED_S
-        self._planner = None if settings is None else Planner(settings, owner, self._sights, wall_clock=wall_clock)
+        self._planner = (
+            None if settings is None else Planner(settings, owner, self._sights, wall_clock=wall_clock, kept=kept)
+        )
         self._planning: asyncio.Task[None] | None = None
 
     def start(self) -> None:

@@ -16,6 +16,7 @@ from cluster.planner.values import (
     FleetDecision,
     FleetLimits,
     FleetObjective,
+    LearnedLoad,
     Observation,
     PlannerMemory,
     PlannerPace,
@@ -58,6 +59,24 @@ class SightsNow:
     silent: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptLoad:
+    """What an earlier planner had learned, None if nothing, and what keeps what this one learns. `save` never fails."""
+
+    earlier: LearnedLoad | None
+    save: Callable[[LearnedLoad], None]
+
+
+def _learned(memory: PlannerMemory) -> LearnedLoad:
+    return LearnedLoad(factors=memory.factors, profile=memory.profile, too_small=memory.too_small)
+
+
+def _with_learned(earlier: LearnedLoad | None) -> PlannerMemory:
+    if earlier is None:
+        return PlannerMemory()
+    return PlannerMemory(factors=earlier.factors, profile=earlier.profile, too_small=earlier.too_small)
+
+
 class Planner:
     """Plans one fleet. `sights` are looked at for each decision. `decisions`: the latest, oldest first.
 
@@ -71,13 +90,15 @@ class Planner:
         sights: Callable[[], SightsNow],
         *,
         wall_clock: Callable[[], float],
+        kept: KeptLoad | None = None,
     ) -> None:
         self._settings = settings
+        self._kept = kept
         self._owner = owner
         self._sights = sights
         self._wall_clock = wall_clock
         self._observer = Observer(settings.objective, window_s=settings.window_s)
-        self._memory = PlannerMemory()
+        self._memory = _with_learned(kept.earlier if kept is not None else None)
         self._pending_since_s: dict[WorkerRole, list[float]] = {}
         self._reported: deque[CapacityDecision] = deque(maxlen=NUM_REPORTED)
         self.decisions: deque[FleetDecision] = deque(maxlen=NUM_DECISIONS)
@@ -129,6 +150,8 @@ class Planner:
             times=measured_times(report, settings.times), pace=settings.pace,
         )  # fmt: skip
         self._memory = decision.memory
+        if self._kept is not None:
+            self._kept.save(_learned(decision.memory))
         self.decisions.append(decision)
         return decision, seen
 

@@ -187,6 +187,15 @@ class PlannerMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedLoad:
+    """The part of a memory that takes hours and days to learn, which outlives the planner where a store keeps it."""
+
+    factors: LoadFactors = AS_MODELLED
+    profile: tuple[float, ...] = (0.0,) * 96
+    too_small: tuple[TooSmall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeighedFleet:
     """A fleet that was weighed. `cost` in device seconds over the horizon, its actions included."""
 

@@ -8,9 +8,10 @@ from contextlib import suppress
 import pytest
 
 from cluster.capacity.controller import FleetController, continued
-from cluster.capacity.redis_fleet import RedisFleetOwner, RedisFleetStore, serve_calls
+from cluster.capacity.redis_fleet import RedisFleetOwner, learned_of, record_of, serve_calls
 from cluster.discovery.redis import connect
 from cluster.planner.planned_fleet import PlannedFleet
+from cluster.planner.values import LearnedLoad, LoadFactors, TooSmall
 from protos.errors import InvalidRequest, Unavailable
 from router.fleet_owner import ChangeState
 from router.planning import GatewaySight, RequestSample
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.cluster
 async def test_a_gateway_elsewhere_changes_the_fleet_and_the_record_outlives_the_owner(redis: RedisServer) -> None:
     fleet = StagedFleet()
     client = await connect(redis.url)
-    store = RedisFleetStore(client)
+    store = record_of(client)
     assert await store.load() is None
     owner = FleetController(fleet, CONFIGURED, store=store)
     serving = asyncio.create_task(serve_calls(client, PlannedFleet(owner, None)))
@@ -53,7 +54,7 @@ async def test_a_gateway_elsewhere_changes_the_fleet_and_the_record_outlives_the
     await owner.close()
     await store.close()
 
-    later = RedisFleetStore(client)
+    later = record_of(client)
     record = continued(await later.load(), CONFIGURED)
     assert record is not None
     assert (record.desired.counts[DECODE], record.changes[0].who) == (3, "ann")
@@ -71,4 +72,19 @@ async def test_an_order_without_an_owner_is_refused_and_not_left_for_a_later_one
     await gateway.close()
     client = await connect(redis.url)
     assert await client.exists("baton:fleet:calls") == 0
+    await client.aclose()
+
+
+async def test_what_a_planner_has_learned_of_a_day_outlives_it(redis: RedisServer) -> None:
+    """The next `baton pools` knew no day."""
+    client = await connect(redis.url)
+    learned = learned_of(client, "b")
+    assert await learned.load() is None
+    refused = TooSmall(counts={PREFILL: 1, DECODE: 2}, prompt_rate=900.0, answer_rate=80.0, at_s=1.0, hold_s=3600.0)
+    load = LearnedLoad(factors=LoadFactors(prefill=1.3), profile=(5.0, *(0.0,) * 95), too_small=(refused,))
+    learned.save(load)
+    await learned.close()
+    later = learned_of(client, "b")
+    assert await later.load() == load
+    await later.close()
     await client.aclose()

@@ -11,8 +11,8 @@ import pytest
 from cluster.capacity.controller import FleetController, Rolls
 from cluster.planner.config import PlannerConfig, limits_of
 from cluster.planner.planned_fleet import PlannedFleet
-from cluster.planner.planner import NAME
-from cluster.planner.values import FleetDecision, PlannerMemory
+from cluster.planner.planner import NAME, KeptLoad
+from cluster.planner.values import FleetDecision, LearnedLoad, PlannerMemory
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.fleet_owner import DesiredFleet, FleetOrder, OrderKind, Revision
@@ -26,13 +26,13 @@ SMALL, LARGE = {PREFILL: 1, DECODE: 1}, {PREFILL: 1, DECODE: 2}
 class PlannedCluster:
     """A fleet of one prefill and two decode workers, its planner, and gateways a and b."""
 
-    def __init__(self, config: PlannerConfig = CONFIG) -> None:
+    def __init__(self, config: PlannerConfig = CONFIG, kept: KeptLoad | None = None) -> None:
         self.now = 1_800_000_000.0
         self.fleet = StagedFleet()
         owner = FleetController(self.fleet, CONFIGURED, wall_clock=lambda: self.now)
         settings = config.settings({PREFILL: 1, DECODE: 1}, ttft_ms=1000, tpot_ms=50)
         clock = lambda: self.now  # noqa: E731
-        self.owner = PlannedFleet(owner, settings, clock=clock, wall_clock=clock)
+        self.owner = PlannedFleet(owner, settings, kept=kept, clock=clock, wall_clock=clock)
 
     async def reports(self, *names: str, num: int = 0, ttft_s: float = 0.1, num_waiting: int = 0) -> None:
         for name in names:
@@ -220,3 +220,17 @@ def test_limits_are_of_every_pool_or_of_each(
 def test_limits_that_cannot_be_name_what_to_write(within: str, message: str) -> None:
     with pytest.raises(Misconfigured, match=re.escape(message)):
         limits_of(within, {PREFILL: 1, DECODE: 1})
+
+
+async def test_the_next_planner_goes_on_with_what_was_learned() -> None:
+    """Each start of `baton pools` knew no day, and no fleet that had been too small."""
+    learned: list[LearnedLoad] = []
+    cluster = PlannedCluster(kept=KeptLoad(earlier=None, save=learned.append))
+    await cluster.reports("a", num=60)
+    await cluster.plan()
+    assert max(learned[-1].profile) > 0.0
+    later = PlannedCluster(kept=KeptLoad(earlier=learned[-1], save=learned.append))
+    later.now = cluster.now + 86_400.0
+    await later.reports("a")
+    await later.plan()
+    assert max(learned[-1].profile) > 0.0, "the day before"
