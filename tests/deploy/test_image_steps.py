@@ -39,7 +39,14 @@ exec chroot "$@"
 """
 _ASK = """
 import json, time
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
+for _ in range(600):
+    try:
+        urlopen("http://127.0.0.1:8000/ready", timeout=10)
+        break
+    except HTTPError:  # workers are starting
+        time.sleep(0.5)
 body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 url, kind = "http://127.0.0.1:8000/v1/chat/completions", {"content-type": "application/json"}
 request = Request(url, json.dumps(body).encode(), kind)
