@@ -52,6 +52,37 @@ def test_a_pool_that_is_late_grows_and_no_request_fails() -> None:
     assert max(waits[-20:]) < max(waits), "the line has become shorter"
 
 
+def test_a_fleet_that_shrinks_under_full_streams_drops_none() -> None:
+    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=read_settings(None, []), leaping=True)
+    config = SimulationConfig(
+        pools=PoolsConfig(prefill=1, decode=4),
+        spec=spec,
+        router=replace(simulated_router(), decision_history_size=MAX_RECORDS),
+        supervision=SupervisionConfig(health_period_s=2.0, grace_s=30.0),
+        load_s=5.0,
+        seed=3,
+    )
+    load = GeneratedLoad(
+        num_requests=80, rate=1.0, prompts=Lengths(low=200, high=2000), outputs=Lengths(low=1500, high=2500), seed=3
+    )
+    settings = replace(
+        planner_settings("1:4", OBJECTIVE, 0.95, DEVICES),
+        period_s=2.0, window_s=8.0, pace=PlannerPace(settle_s=10.0, rest_s=5.0),
+        times=ActionTimes(start_s=5.0, drain_s=5.0, flip_s=5.0),
+    )  # fmt: skip
+    planned, sessions = PlannedRun(), list(generated("poisson", load))
+    outcome = simulate(config, sessions, steer=autoscaling(settings, planned))
+    counts = [
+        (one.at_s, one.before.counts[WorkerRole.DECODE], one.after.counts[WorkerRole.DECODE]) for one in planned.changes
+    ]
+    shrunk_s = next(at_s for at_s, before, after in counts if after < before)
+    during = [one for one in outcome.records if one.arrivals_s[0] < shrunk_s < one.arrivals_s[-1]]
+    assert len(during) > 3, "else the load is too small for this test"
+    assert not any(one.error for one in outcome.records)
+    num_tokens = sum(turn.num_output for session in sessions for turn in session.turns)
+    assert sum(one.num_output for one in outcome.records) == num_tokens
+
+
 def test_what_waits_in_line_is_late_for_the_planner_too() -> None:
     """A fleet that may not grow, with twice the prompts that it can read."""
     spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=read_settings(None, []), leaping=True)
