@@ -63,7 +63,10 @@ async def one_request(client: httpx.AsyncClient, rng: random.Random, received: R
             assert reply.text.endswith("data: [DONE]\n\n"), reply.text
             _ended(received, json.loads(reply.text.strip().split("\n\n")[-2].removeprefix("data: "))["usage"])
         case 2:
-            await _hang_up(client, body | {"max_tokens": 400}, rng.randrange(1, 5), received)
+            name = {"x-baton-request-id": f"again-{rng.randrange(2**40)}"}
+            await _hang_up(client, body | {"max_tokens": 400}, rng.randrange(1, 5), received, name)
+            reply = await client.post("/v1/completions", json=body, headers=name)  # the client tries again
+            _ended(received, reply.json()["usage"])
         case _:
             reply = await client.post("/v1/completions", json=body | {"temperature": 9})
             assert reply.status_code == 400
@@ -76,9 +79,12 @@ def _ended(received: Received, usage: dict[str, int]) -> None:
     received.output += usage["completion_tokens"]
 
 
-async def _hang_up(client: httpx.AsyncClient, body: dict[str, Any], num_events: int, received: Received) -> None:
+async def _hang_up(
+    client: httpx.AsyncClient, body: dict[str, Any], num_events: int, received: Received, name: dict[str, str]
+) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    async with client.stream("POST", "/v1/completions", json=body | {"stream": True, "stream_options": options}) as one:
+    asked = body | {"stream": True, "stream_options": options}
+    async with client.stream("POST", "/v1/completions", json=asked, headers=name) as one:
         usage = 0
         async for line in one.aiter_lines():
             if line.startswith("data: {"):
