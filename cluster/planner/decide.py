@@ -117,7 +117,8 @@ class _Planner:
             kept = self._keep(f"an operator's change holds for {left:.0f} s more", share)
             return replace(kept, counts=dict(self._desired))  # its late workers, too, are the operator's
         weighed = sorted(self._candidates(), key=self._order)
-        best = next(one for one in weighed if self._found_too_small(one.counts) is None)
+        # A fleet that is above its limits is no candidate itself: then it must become one of these.
+        best = next((one for one in weighed if self._found_too_small(one.counts) is None), weighed[0])
         if dict(best.counts) == self._fleet:
             return self._keep(f"{self._state(share)}{self._why_not(weighed[0], share)}", share, weighed)
         if self._shrinks(best.counts) and (held := self._held_back()):

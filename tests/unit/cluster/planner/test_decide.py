@@ -159,6 +159,14 @@ def test_a_fleet_that_was_too_small_is_tried_again_at_a_lighter_load_and_after_i
     assert planned(shorter, fleet, memory).counts != fleet, "another load: its prompts are short"
 
 
+def test_a_fleet_above_its_limits_shrinks_although_less_was_too_small() -> None:
+    fleet, limits = {P: 4, D: 4}, replace(LIMITS, most={P: 2, D: 2})
+    refused = TooSmall(counts={P: 3, D: 3}, prompt_rate=9.0, answer_rate=9.0, at_s=START - 60.0, hold_s=3600.0)
+    memory = replace(settled(6.0), too_small=(refused,))
+    decision = decide(seen(fleet, 6.0), OBJECTIVE, limits, memory, now=START, desired=fleet)
+    assert decision.counts == {P: 2, D: 2}
+
+
 def test_what_comes_late_before_any_speed_is_known_teaches_nothing() -> None:
     """A load that one worker serves ordered three, once the first prompt was measured."""
     fleet, memory = {P: 1, D: 1}, PlannerMemory()
