@@ -8,6 +8,7 @@ Where the service is and who asks is found as other clients of AWS find it: `AWS
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from router.files.contents import ABANDONED_S, ContentWriter
 PART_BYTES = 8 * 2**20
 """S3 takes parts of 5 MiB or more, but for the last."""
 _SETTING = "router.batch.folder"
+_OURS = re.compile(r"file-[0-9a-f]{24}")
+"""Ids of files, as `new_id` makes them: a sweep leaves all else in the bucket alone."""
 
 
 class S3Contents:
@@ -40,8 +43,9 @@ class S3Contents:
             raise Misconfigured(
                 f"{_SETTING}: {url} needs the package boto3: {extra_command('s3')}", param=_SETTING
             ) from error
-        if not self._bucket:
-            raise Misconfigured(f"{_SETTING}: {url} has no bucket: give s3://BUCKET/PREFIX", param=_SETTING)
+        if not self._bucket or not prefix:
+            missing = "prefix" if self._bucket else "bucket"
+            raise Misconfigured(f"{_SETTING}: {url} has no {missing}: give s3://BUCKET/PREFIX", param=_SETTING)
         config = Config(connect_timeout=5, read_timeout=30, retries={"mode": "standard", "total_max_attempts": 3})
         try:
             self._client = boto3.session.Session().client("s3", config=config)
@@ -80,11 +84,13 @@ class S3Contents:
             for page in self._client.get_paginator("list_objects_v2").paginate(**where):
                 for one in page.get("Contents", ()):
                     name = one["Key"].removeprefix(self._prefix)
-                    if one["LastModified"].timestamp() < oldest_s and not is_known(name):
+                    is_old = one["LastModified"].timestamp() < oldest_s
+                    if is_old and _OURS.fullmatch(name) and not is_known(name):
                         self._client.delete_object(Bucket=self._bucket, Key=one["Key"])
             for page in self._client.get_paginator("list_multipart_uploads").paginate(**where):
                 for one in page.get("Uploads", ()):
-                    if one["Initiated"].timestamp() < oldest_s:
+                    name = one["Key"].removeprefix(self._prefix)
+                    if one["Initiated"].timestamp() < oldest_s and _OURS.fullmatch(name):
                         self._client.abort_multipart_upload(
                             Bucket=self._bucket, Key=one["Key"], UploadId=one["UploadId"]
                         )

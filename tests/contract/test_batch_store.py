@@ -255,32 +255,50 @@ def test_a_sweep_of_the_database_removes_what_no_one_ended(tmp_path: Path, datab
 
 def test_a_large_file_goes_to_a_bucket_in_parts(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     contents, part = S3Contents(s3), b"0123456789abcdef" * 2**16  # 1 MiB
-    assert stored(contents, "large", *[part] * 20) == 20 << 20
-    assert contents.read("large", (8 << 20) - 2, 4) == b"ef01"
-    assert contents.read("large", (20 << 20) - 3, 100) == b"def"
-    with contents.writer("large") as writer:  # hung up
+    large, killed, unknown = (f"file-{number:024x}" for number in range(3))
+    assert stored(contents, large, *[part] * 20) == 20 << 20
+    assert contents.read(large, (8 << 20) - 2, 4) == b"ef01"
+    assert contents.read(large, (20 << 20) - 3, 100) == b"def"
+    with contents.writer(large) as writer:  # hung up
         writer.write(part * 9)
-    contents.writer("killed").write(part * 9)
-    stored(contents, "unknown", b"a")
-    stored(S3Contents("s3://files"), "of/others", b"a")
+    contents.writer(killed).write(part * 9)
+    stored(contents, unknown, b"a")
     contents.sweep(lambda _: False)
-    assert contents.read("unknown", 0, 1) == b"a", "its row may come yet"
+    assert contents.read(unknown, 0, 1) == b"a", "its row may come yet"
     now = time.time()
     monkeypatch.setattr("router.files.s3_contents.time.time", lambda: now + ABANDONED_S + 1)
-    contents.sweep(lambda name: name == "large")
+    contents.sweep(lambda name: name == large)
     with pytest.raises(NotFound):
-        contents.read("unknown", 0, 1)
+        contents.read(unknown, 0, 1)
     import boto3
 
     client = boto3.session.Session().client("s3")
     assert "Uploads" not in client.list_multipart_uploads(Bucket="files")
-    assert [one["Key"] for one in client.list_objects_v2(Bucket="files")["Contents"]] == ["of/baton/large", "of/others"]
+    assert [one["Key"] for one in client.list_objects_v2(Bucket="files")["Contents"]] == [f"of/baton/{large}"]
+
+
+def test_a_sweep_leaves_alone_what_others_have_in_the_bucket(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was below the prefix for a day, and no file of Baton's, was deleted."""
+    import boto3
+
+    client, contents = boto3.session.Session().client("s3"), S3Contents(s3)
+    keys = ["of/baton/customers/backup.tar", "of/baton/file-mine", "of/baton/model.safetensors", "of/others"]
+    for key in keys:
+        client.put_object(Bucket="files", Key=key, Body=b"a")
+    upload = client.create_multipart_upload(Bucket="files", Key="of/baton/of-others")["UploadId"]
+    now = time.time()
+    monkeypatch.setattr("router.files.s3_contents.time.time", lambda: now + ABANDONED_S + 1)
+    contents.sweep(lambda _: False)
+    assert [one["Key"] for one in client.list_objects_v2(Bucket="files")["Contents"]] == keys
+    assert [one["UploadId"] for one in client.list_multipart_uploads(Bucket="files")["Uploads"]] == [upload]
 
 
 def test_a_bucket_that_cannot_be_used_is_refused_by_name(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = S3Contents(s3)
-    with pytest.raises(Misconfigured, match=r"router\.batch\.folder: s3://other: .*give a bucket that exists"):
-        S3Contents("s3://other")
+    with pytest.raises(Misconfigured, match=r"router\.batch\.folder: s3://other/baton: .*give a bucket that exists"):
+        S3Contents("s3://other/baton")
+    with pytest.raises(Misconfigured, match="has no prefix: give s3://BUCKET/PREFIX"):
+        S3Contents("s3://files")
     with pytest.raises(Misconfigured, match="has no bucket"):
         S3Contents("s3:///prefix")
     import boto3
