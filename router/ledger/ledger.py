@@ -212,14 +212,16 @@ class RequestLedger:
         once more then."""
         try:
             while True:
-                self.look()
-                self.note_open()
-                if self._looks % READ_LOOKS == 0:
-                    self._write_counts()
-                    try:
+                try:
+                    self.look()
+                    self.note_open()
+                    if self._looks % READ_LOOKS == 0:
+                        self._write_counts()
                         await asyncio.to_thread(self._read)
-                    except BatonError as error:
-                        log.error("the ledger cannot be read: %s", error)
+                except BatonError as error:
+                    log.error("the ledger cannot be read: %s", error)
+                except Exception:  # a bug in one look: the next one follows
+                    log.exception("the ledger misses a look at the fleet: internal error")
                 self._looks += 1
                 await asyncio.sleep(LOOK_S)
         finally:

@@ -36,6 +36,8 @@ class WorkerCounts:
                 output_tokens=worker.load.num_output_tokens,
                 before=worker.tokens_before,
             )
+            if start not in self._latest and not count.num_tokens:
+                continue  # its first load has not come: what it had before is unknown
             if start not in self._latest:
                 self._written[start] = count
                 due.append(count)

@@ -46,6 +46,8 @@ TIMEOUT_S = 5.0
 PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 QUIET_S = 60.0  # between two warnings of a collector that is away
 _RETRIED = (429, 502, 503, 504)
+MAX_UNANSWERED = 3
+"""A batch that was sent so often without an answer may have been taken each time."""
 
 
 class TraceExporter(Collector):
@@ -68,6 +70,7 @@ class TraceExporter(Collector):
         self.outcomes: Counter[str] = Counter(sent=0, dropped=0, failed=0)
         self._queue: queue.Queue[EndedRequest] = queue.Queue(MAX_QUEUED)
         self._wall_offset_s = 0.0
+        self._num_unanswered = 0  # of the present batch
         self._due = threading.Event()  # a batch is complete
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
@@ -157,7 +160,7 @@ class TraceExporter(Collector):
         later trace be sent."""
         try:
             body = export_request(batch, resource=self._resource, wall_offset_s=self._wall_offset_s)
-            pause_s = PAUSE_S
+            pause_s, self._num_unanswered = PAUSE_S, 0
             while not self._is_taken(client, body):
                 if self._closing.wait(pause_s):
                     self.outcomes["failed"] += len(batch)
@@ -178,6 +181,9 @@ class TraceExporter(Collector):
             answer = client.post(self._url, content=body)
         except httpx.TransportError as error:
             self._warn("the collector at %s takes no traces, which wait: %s", self._url, error)
+            self._num_unanswered += not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            if self._num_unanswered == MAX_UNANSWERED:
+                raise
             return False
         if answer.status_code in _RETRIED:
             self._warn("the collector at %s takes no traces, which wait: HTTP %d", self._url, answer.status_code)

@@ -22,7 +22,7 @@ def told(counts: list[WorkerCount]) -> list[tuple[str, int, int, int]]:
 
 def test_the_first_is_written_at_once_and_then_what_has_changed() -> None:
     counts = WorkerCounts()
-    assert told(counts.look([worker("a", 1, 0), worker("b", 1, 7)], 5)) == [("a", 1, 5, 0), ("b", 1, 5, 7)]
+    assert told(counts.look([worker("a", 1, 2), worker("b", 1, 7)], 5)) == [("a", 1, 5, 2), ("b", 1, 5, 7)]
     assert counts.news() == []
     assert counts.look([worker("a", 1, 3), worker("b", 1, 7)], 5) == []
     assert told(counts.news()) == [("a", 1, 5, 3)]
@@ -31,15 +31,22 @@ def test_the_first_is_written_at_once_and_then_what_has_changed() -> None:
 
 def test_the_last_of_a_worker_that_is_gone_is_written() -> None:
     counts = WorkerCounts()
-    counts.look([worker("a", 1, 0)], 5)
+    counts.look([worker("a", 1, 1)], 5)
     counts.look([worker("a", 1, 9)], 6)
-    assert told(counts.look([worker("a", 2, 0)], 7)) == [("a", 1, 6, 9), ("a", 2, 7, 0)]
+    assert told(counts.look([worker("a", 2, 0)], 7)) == [("a", 1, 6, 9)]
     assert counts.look([], 8) == [], "it computed nothing that is not written"
 
 
 def test_a_lost_worker_without_a_load_keeps_what_it_had() -> None:
     counts = WorkerCounts()
-    counts.look([worker("a", 1, 0)], 5)
+    counts.look([worker("a", 1, 1)], 5)
     counts.look([worker("a", 1, 9)], 5)
     counts.look([worker("a", 1, 0)], 5)
     assert told(counts.news()) == [("a", 1, 5, 9)]
+
+
+def test_a_worker_is_counted_from_its_first_load_on() -> None:
+    """Between its handshake and its first load it has no counts: what it had computed before counted as new."""
+    counts = WorkerCounts()
+    assert counts.look([worker("a", 1, 0)], 5) == []
+    assert told(counts.look([worker("a", 1, 7000)], 5)) == [("a", 1, 5, 7000)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import httpx
 import pytest
 
 from router.config import TelemetryConfig
+from router.telemetry import exporter as exporter_of_traces
 from router.telemetry.context import Arrival, TraceParent, parse_traceparent
 from router.telemetry.exporter import TraceExporter
 from router.telemetry.otlp import export_request
@@ -156,6 +158,23 @@ def test_a_callers_header_is_read_as_the_standard_says(header: str, sampled: boo
 def test_a_request_is_the_operation_of_its_endpoint(endpoint: str, operation: str) -> None:
     spans = list(spans_of(replace(record(ALONE), endpoint=endpoint)))
     assert operation in [one.attributes.get("gen_ai.operation.name") for one in spans]
+
+
+def test_a_batch_that_is_never_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may have taken it each time: the same traces were sent for ever, and later ones dropped."""
+    posted: list[str] = []
+
+    def post(self: httpx.Client, url: str, **_: object) -> httpx.Response:
+        posted.append(url)
+        raise httpx.ReadTimeout("no answer")
+
+    monkeypatch.setattr(httpx.Client, "post", post)
+    monkeypatch.setattr(exporter_of_traces, "PAUSE_S", 0.0)
+    exporter = TraceExporter(TelemetryConfig(endpoint="http://127.0.0.1:9"), model="m", gateway_id="g")
+    with httpx.Client() as client:
+        exporter._send(client, [record(ALONE)])
+    exporter.close()
+    assert (len(posted), exporter.outcomes["failed"]) == (exporter_of_traces.MAX_UNANSWERED, 1)
 
 
 def test_a_value_that_cannot_be_exported_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
