@@ -29,16 +29,18 @@ class DatabaseContents:
 
     def read(self, file_id: str, start: int, size: int) -> bytes:
         first, last = start // PART_BYTES, (start + size - 1) // PART_BYTES
+        begin = start - first * PART_BYTES
         with self._database.reading() as transaction:
             found = transaction.run("SELECT upload_id FROM uploads WHERE file_id = ? AND bytes IS NOT NULL", file_id)
             if not found:
                 raise NotFound(f"the content of file {file_id} has been deleted")
             rows = transaction.run(
-                "SELECT content FROM upload_parts WHERE upload_id = ? AND number BETWEEN ? AND ? ORDER BY number",
-                found[0]["upload_id"], first, last,
+                "SELECT CASE number WHEN ? THEN substr(content, CAST(? AS INTEGER), CAST(? AS INTEGER)) "
+                "ELSE content END AS content FROM upload_parts "
+                "WHERE upload_id = ? AND number BETWEEN ? AND ? ORDER BY number",
+                first, begin + 1, size, found[0]["upload_id"], first, last,
             )  # fmt: skip
-        begin = start - first * PART_BYTES
-        return b"".join(row["content"] for row in rows)[begin : begin + size]
+        return b"".join(row["content"] for row in rows)[:size]
 
     def delete(self, file_id: str) -> None:
         with self._database.writing() as transaction:

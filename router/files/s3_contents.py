@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -139,7 +139,7 @@ class _S3Writer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._upload_id is not None:
-            with _answered():
+            with suppress(Unavailable), _answered():  # `sweep` removes what stays
                 self._client.abort_multipart_upload(**self._where, UploadId=self._upload_id)
 
 
