@@ -1,4 +1,4 @@
-"""LoRA adapters against models with merged weights, and that rows of a step do not change one another."""
+"""LoRA adapters against models into which PEFT merged them, and that rows of a step do not change one another."""
 
 from __future__ import annotations
 
@@ -21,6 +21,22 @@ from workers.models.loader import load_model
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
     "rank-stabilised": ("llama", {"attention_bias": True, "mlp_bias": True}, {"use_rslora": True}),
+    "ranks-by-module": (
+        "llama",
+        {},
+        {
+            "rank_pattern": {"q_proj": 2, "layers.0.mlp.up_proj": 7, r"layers\.1\.self_attn\.(k|v)_proj": 5},
+            "alpha_pattern": {"q_proj": 9, "down_proj": 3.5, "gate_proj$": 1},
+        },
+    ),
+    "ranks-by-module-and-stabilised": (
+        "llama",
+        {},
+        {"rank_pattern": {"o_proj": 9}, "alpha_pattern": {"o_proj": 5}, "use_rslora": True},
+    ),
+    "one-layer": ("llama", {}, {"layers_to_transform": [1]}),
+    "all-linear": ("qwen3", {}, {"targets": "all-linear"}),
+    "by-expression": ("llama", {}, {"targets": r".*layers\.0\.(self_attn\.q_proj|mlp\.down_proj)"}),
     "attention-only": ("qwen3", {}, {"targets": ATTENTION}),
     "fused-projections": ("phi3", {"head_dim": 16}, {"targets": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}),
     "gelu-and-norms": ("gemma2", {"head_dim": 32}, {}),
