@@ -28,10 +28,11 @@ from router.conditions import OF_TOOLS
 from router.http.body import MAX_TTFT_MS
 from router.http.size_limits import MAX_PIECES
 from router.http.validation import bounds
-from router.ledger.organization import COST_GROUPS, LATEST_S, USAGE_GROUPS, VECTOR_GROUPS, WIDTHS
+from router.ledger.organization import COST_GROUPS, LATEST_S, MAX_COST_DAYS, USAGE_GROUPS, VECTOR_GROUPS, WIDTHS
 from router.ledger.report import GROUPS
 from router.message_batches.operations import MESSAGE_BATCH_OPERATIONS
 from router.ollama import replies as ollama
+from router.ollama.conversations import OLLAMA_ROLES
 from router.ollama.embed import OllamaEmbedBody, OllamaEmbeddingsBody
 from router.ollama.schema import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from router.openai import responses
@@ -102,20 +103,20 @@ _GROUPED = f"({'|'.join(GROUPS)})"
 _COSTS = (
     query_parameter("since", _SECOND),
     query_parameter("until", _SECOND),
-    query_parameter("by", {"type": "string", "pattern": f"^{_GROUPED}(,{_GROUPED})*$"}),
+    query_parameter("by", {"type": "string", "pattern": f"^({_GROUPED}(,{_GROUPED})*)?$"}),
 )
 
 
 _LEAST_MAX_BUCKETS = min(most for _, _, most in WIDTHS.values())
 
 
-def _buckets(groups: Sequence[str]) -> Sequence[Schema]:
+def _buckets(groups: Sequence[str], *, most: int = _LEAST_MAX_BUCKETS) -> Sequence[Schema]:
     return (
         query_parameter("start_time", _SECOND, required=True),
         query_parameter("end_time", _SECOND),
         query_parameter("page", _SECOND),
         query_parameter("bucket_width", {"type": "string", "enum": list(WIDTHS)}),
-        query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": _LEAST_MAX_BUCKETS}),
+        query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": most}),
         query_parameter("group_by", {"type": "array", "items": {"type": "string", "enum": list(groups)}}),
     )
 
@@ -263,7 +264,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("get", "/v1/organization/costs"): Operation(
         summary="Charges by buckets of time, as in OpenAI's API", reply=ChargePageReply,
-        errors=(400, *_ADMIN, 404, 503), parameters=_buckets(COST_GROUPS),
+        errors=(400, *_ADMIN, 404, 503), parameters=_buckets(COST_GROUPS, most=MAX_COST_DAYS),
     ),
     ("get", "/admin/shadows"): Operation(
         summary="What other policies would have done", reply=admin.ShadowsReply, errors=_ADMIN
@@ -310,11 +311,20 @@ def describe(
     if not has_effort:
         schemas["ChatBody"]["properties"]["reasoning_effort"] = {"type": "null"}
     schemas["ChatMessage"]["properties"]["role"]["enum"] = list(roles)
+    ollama_roles = {"role": {"enum": [role for role in OLLAMA_ROLES if role in roles]}}
+    _with_parts(schemas["OllamaChatBody"]["properties"]["messages"], "items", ollama_roles)
+    models = {"model": {"enum": [card.name for card in cards]}}
+    _with_parts(schemas["MessageRequest"]["properties"], "params", models)
     document["components"] = {
         "schemas": dict(sorted(schemas.items())),
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
     }
     return document
+
+
+def _with_parts(schemas: Schema, name: str, parts: Schema) -> None:
+    """Describes these properties of an object otherwise: in a copy, since the object's schema is a constant."""
+    schemas[name] = schemas[name] | {"properties": schemas[name]["properties"] | parts}
 
 
 def _paths(app: FastAPI) -> Schema:

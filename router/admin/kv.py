@@ -9,11 +9,12 @@ from dataclasses import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protos.errors import InvalidRequest, NotFound
+from protos.errors import InvalidRequest, NotFound, WorkerLost
 from router.admin.door import AdminRoutes
 from router.admin.status import held
 from router.dispatch.lane_probe import probe_lane
 from router.fleet.fleet import Fleet
+from router.fleet.worker import Member
 from router.gateway import Gateway
 from router.http.errors import json_response
 
@@ -52,12 +53,21 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
         num_tokens = asked.get("num_tokens", "64")
         if not num_tokens.isdecimal() or len(num_tokens) > MAX_DIGITS or not int(num_tokens):
             raise InvalidRequest(f"num_tokens={num_tokens[:40]}: give a whole number above 0", param="num_tokens")
-        source, destination = (fleet.member(asked.get(name, "")) for name in ("source", "destination"))
+        source, destination = (_member(fleet, name, asked.get(name, "")) for name in ("source", "destination"))
         ends = source.worker_id, destination.worker_id
         _, before_s = await _lane(fleet, *ends)
         reading = await probe_lane(source, destination, int(num_tokens), gateway_id=fleet.gateway_id)
         transport, busy_s = await _lane(fleet, *ends)
         return json_response(asdict(reading) | {"transport": transport, "lane_s": max(0.0, busy_s - before_s)})
+
+
+def _member(fleet: Fleet, param: str, worker_id: str) -> Member:
+    """Raises NotFound."""
+    try:
+        return fleet.member(worker_id)
+    except WorkerLost:
+        known = ", ".join(worker.worker_id for worker in fleet.status()) or "empty"
+        raise NotFound(f"there is no worker {worker_id!r}: the fleet is {known}", param=param) from None
 
 
 async def _lane(fleet: Fleet, source: str, destination: str) -> tuple[str, float]:

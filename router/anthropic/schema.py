@@ -18,33 +18,34 @@ _TEXT = {
     "properties": {"type": {"const": "text"}, "text": STRING, "cache_control": {"type": ["object", "null"]}},
 }
 _TEXTS = {"anyOf": [STRING, {"type": "array", "items": _TEXT}]}
-_BLOCK = {
-    "anyOf": [
-        _TEXT,
-        {
-            "type": "object",
-            "required": ["type", "thinking"],
-            "properties": {"type": {"const": "thinking"}, "thinking": STRING},
-        },
-        {
-            "type": "object",
-            "required": ["type", "id", "name", "input"],
-            "properties": {"type": {"const": "tool_use"}, "id": STRING, "name": STRING, "input": {"type": "object"}},
-        },
-        {
-            "type": "object",
-            "required": ["type", "tool_use_id"],
-            "properties": {"type": {"const": "tool_result"}, "tool_use_id": STRING, "content": _TEXTS},
-        },
-    ]
-}
-_MESSAGE = {
+_THOUGHT = {
     "type": "object",
-    "required": ["role", "content"],
-    "properties": {
-        "role": {"enum": ["user", "assistant", "system"]},
-        "content": {"anyOf": [STRING, {"type": "array", "items": _BLOCK}]},
-    },
+    "required": ["type", "thinking"],
+    "properties": {"type": {"const": "thinking"}, "thinking": STRING},
+}
+_CALL = {
+    "type": "object",
+    "required": ["type", "id", "name", "input"],
+    "properties": {"type": {"const": "tool_use"}, "id": STRING, "name": STRING, "input": {"type": "object"}},
+}
+_RESULT = {
+    "type": "object",
+    "required": ["type", "tool_use_id"],
+    "properties": {"type": {"const": "tool_result"}, "tool_use_id": STRING, "content": _TEXTS},
+}
+
+
+def _turn(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+    content = {"anyOf": [STRING, {"type": "array", "items": {"anyOf": list(blocks)}}]}
+    return {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {"role": {"const": role}, "content": content},
+    }
+
+
+_MESSAGE = {
+    "anyOf": [_turn("user", _TEXT, _RESULT), _turn("assistant", _TEXT, _THOUGHT, _CALL), _turn("system", _TEXT)]
 }
 _TOOL = function_schema("input_schema", needs_schema=True)
 _TOOL["properties"]["type"] = {"enum": ["custom", None]}

@@ -29,9 +29,11 @@ def page_asked(request: Request, *, most: int = MAX_LIMIT, default: int = 20, be
         raise InvalidRequest(f"'limit' is {limit[:40]!r}: it must be an integer between 1 and {most}", param="limit")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"'order' is {order[:40]!r}: it must be asc or desc", param="order")
+    names = ("after_id" if before else "after", before)
     return PageAsked(
         limit=int(limit),
-        after=asked.get("after_id" if before else "after"),
+        after=asked.get(names[0]),
         before=asked.get(before) if before else None,
+        names=names,
         ascending=order == "asc",
     )

@@ -13,6 +13,7 @@ from router.operation import Operation, Schema, query_parameter
 _ASKING = (400, 401, 404, 503)
 _SENDING = (*_ASKING, 408)
 _TEXT = {"type": "string"}
+_ID = {"type": "string", "minLength": 1}
 _UPLOAD: Schema = {
     "type": "object",
     "properties": {
@@ -29,7 +30,7 @@ _UPLOAD: Schema = {
 def _paged(most: int, default: int) -> Sequence[Schema]:
     return (
         query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": most, "default": default}),
-        query_parameter("after", _TEXT),
+        query_parameter("after", _ID),
         query_parameter("order", {"enum": ["asc", "desc"]}),
     )
 

@@ -22,7 +22,7 @@ def page_of(database: Database, table: str, tenant: str, asked: PageAsked) -> tu
         if cursor is not None:
             found = transaction.run(f"SELECT created_s, id FROM {table} WHERE id = ? AND tenant = ?", cursor, tenant)
             if not found:
-                name = "before" if backwards else "after"
+                name = asked.names[backwards]
                 raise InvalidRequest(f"'{name}' is {cursor[:60]!r}: give the id of an entry of the list", param=name)
             where.append(f"(created_s, id) {'>' if up else '<'} (?, ?)")
             values += [found[0]["created_s"], found[0]["id"]]

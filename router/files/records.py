@@ -97,10 +97,12 @@ class StoredBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageAsked:
-    """Part of a list: `limit` entries behind the one with the id `after`."""
+    """Part of a list: `limit` entries behind the one with the id `after`, or the last ones in front of `before`.
+    `names`: what the API calls these two."""
 
     limit: int
     after: str | None = None
     before: str | None = None
+    names: tuple[str, str] = ("after", "before")
     ascending: bool = False
     filters: Mapping[str, Any] = field(default_factory=dict)

@@ -47,7 +47,8 @@ def page_query(request: Request, *, groups: Sequence[str], default: str = "1d", 
     if width not in WIDTHS:
         raise InvalidRequest(f"bucket_width={width[:20]}: give {', '.join(WIDTHS)}", param="bucket_width")
     width_s, count, largest = WIDTHS[width]
-    begin_s = _whole(asked.get("page") or asked.get("start_time"), "start_time")
+    start = _whole(asked.get("start_time"), "start_time")
+    begin_s = _whole(page, "page") if (page := asked.get("page")) else start
     end_s = _whole(asked.get("end_time") or str(int(time.time()) + 1), "end_time")
     limit = _whole(asked.get("limit", str(count)), "limit")
     if not 1 <= limit <= (most or largest):

@@ -10,7 +10,7 @@ from router.message_batches.routes import MAX_LISTED, PATH, MessageBatchBody
 from router.operation import Operation, query_parameter
 
 _ASKING = (400, 401, 404, 529)
-_TEXT = {"type": "string"}
+_ID = {"type": "string", "minLength": 1}
 _BATCH = f"{PATH}/{{batch_id}}"
 MESSAGE_BATCH_OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("post", PATH): Operation(
@@ -22,7 +22,7 @@ MESSAGE_BATCH_OPERATIONS: Mapping[tuple[str, str], Operation] = {
         error=MessagesErrorReply,
         parameters=(
             query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": 20}),
-            query_parameter("after_id", _TEXT), query_parameter("before_id", _TEXT),
+            query_parameter("after_id", _ID), query_parameter("before_id", _ID),
         ),
     ),
     ("get", _BATCH): Operation(

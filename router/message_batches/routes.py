@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
 from fastapi import FastAPI
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -45,11 +45,16 @@ _UNDONE = re.compile(rb'"result":\{"type":"(?:canceled|expired)"\}\}$')
 _READ_BYTES = 1 << 20
 
 
+_PARAMS = {"type": "object", "required": ["model"], "properties": {"model": {"type": "string"}}}
+
+
 class MessageRequest(Body):
-    """`params` is the body of a request to /v1/messages."""
+    """`params` is the body of a request to /v1/messages: of it the model alone is checked before the batch runs."""
 
     custom_id: str = Field(pattern=f"^{_ID_PATTERN}$", description="a string of letters, digits, '_' and '-'")
-    params: dict[str, Any] = Field(description="an object, the body of a request to /v1/messages")
+    params: Annotated[dict[str, Any], WithJsonSchema(_PARAMS)] = Field(
+        description="an object, the body of a request to /v1/messages"
+    )
 
 
 class MessageBatchBody(Body):
@@ -121,6 +126,10 @@ def _line(raw: bytes, number: int) -> bytes:
         )
     if not isinstance(params, dict):
         raise InvalidRequest(f"{where}.params must be an object, the request's body", param=f"{where}.params")
+    if unknown := sorted(found.keys() - MessageRequest.model_fields.keys()):
+        raise InvalidRequest(
+            f"{where} has {unknown[0][:60]!r}: it may have custom_id and params", param=f"{where}.{unknown[0][:60]}"
+        )
     return orjson.dumps({"custom_id": custom_id, "method": "POST", "url": MESSAGES, "body": params}) + b"\n"
 
 

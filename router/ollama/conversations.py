@@ -13,7 +13,7 @@ from router.conversation.tooling import Tooling, ToolUse, tooling_of
 from router.gateway import Gateway
 from router.ollama.schema import OllamaBody, OllamaChatBody, OllamaGenerateBody
 
-_ROLES = ("system", "user", "assistant", "tool")
+OLLAMA_ROLES = ("system", "user", "assistant", "tool")
 
 Template = dict[str, Any]
 
@@ -26,13 +26,16 @@ def conversation_of(body: OllamaChatBody) -> list[Template]:
     num_calls = 0
     for where, message in parts_in(body.messages, "messages"):
         role = message.get("role")
-        if role not in _ROLES:
-            raise wrong(f"{where}.role", role, listed(_ROLES))
-        if message.get("images"):
+        if role not in OLLAMA_ROLES:
+            raise wrong(f"{where}.role", role, listed(OLLAMA_ROLES))
+        if not isinstance(images := message.get("images"), list | None):
+            raise wrong(f"{where}.images", images, "a list without images: this model reads text only")
+        if images:
             problem = f"'{where}.images' has images: this model reads text only; leave them out"
             raise UnsupportedParameter(problem, param=f"{where}.images")
         shown: Template = {"role": role}
-        calls = message.get("tool_calls")
+        if not isinstance(calls := message.get("tool_calls"), list | None):
+            raise wrong(f"{where}.tool_calls", calls, "a list of objects")
         if not calls or message.get("content"):
             shown["content"] = "" if message.get("content") == "" else text_in(message, "content", where)
         if message.get("tool_name") is not None:

@@ -164,7 +164,7 @@ class ModelReply(Reply):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
     weights: str | None
 

@@ -7,6 +7,7 @@ base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight  [r, inputs]     
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -111,7 +112,7 @@ def read_adapter(
 
 def check_folder(folder: Path, *, max_rank: int) -> PeftConfig:
     """What can be checked without the model. Raises as `read_adapter`."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # of a name that is too long Path.is_dir raises OSError
         raise BadCheckpoint(f"the adapter {folder} is no folder: give the one that PEFT's save_pretrained wrote")
     config, file = read_peft_config(folder, max_rank=max_rank), folder / WEIGHTS
     if file.is_file():

@@ -1,10 +1,12 @@
 """What schemathesis makes up from /openapi.json, within its bounds and beyond them, is answered as described there. Few
-bodies, and the same every time (queries are others with every PYTHONHASHSEED: none are made up here); `schemathesis run
-URL/openapi.json` makes up more (docs/api.md)."""
+requests, and the same every time (in processes of their own where there are queries, which differ with PYTHONHASHSEED);
+`schemathesis run URL/openapi.json` makes up more (docs/api.md)."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,19 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.generation.modes import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from router.ledger.ledger import RequestLedger
+from router.ledger.prices import PriceList
+from router.ledger.schema import ledger_database
+from router.ledger.store import LedgerStore
+from tests.unit.router.batches.batching import Batching
+from tests.unit.router.fake_cluster import Cluster
+from tests.unit.router.operating import ask, operating
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
 
 NUM_REQUESTS = 8  # of each kind
+COMPLETIONS = "^/v1/(chat/)?completions$"
+ANSWERING = "^/v1/(chat/|completions|embeddings|responses|messages$|messages/count)|^/api/(chat|e|g|show)|tokenize$"
+"""The routes whose bodies are made up in this process."""
 
 
 @pytest.mark.parametrize(
@@ -28,6 +40,8 @@ NUM_REQUESTS = 8  # of each kind
         ("POST", "/v1/completions"),
         ("POST", "/v1/embeddings"),
         ("POST", "/api/embed"),
+        ("POST", "/api/embeddings"),
+        ("POST", "/api/show"),
         ("POST", "/v1/messages"),
         ("POST", "/v1/messages/count_tokens"),
         ("POST", "/api/chat"),
@@ -44,7 +58,7 @@ async def test_made_up_requests_are_answered_as_described(method: str, path: str
     ):
         document = (await http.get("/openapi.json")).json()
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-            statuses = await asyncio.to_thread(ask, document, url, method, path, mode)
+            statuses = await asyncio.to_thread(made_up, document, url, method, path, mode)
             assert (200 in statuses) or mode is GenerationMode.NEGATIVE
             assert (400 in statuses) or mode is GenerationMode.POSITIVE
 
@@ -53,17 +67,40 @@ async def test_whatever_is_described_is_accepted(tmp_path: Path) -> None:
     """Each parameter at its bounds and in all of its forms, one after the other: the phase that schemathesis calls
     coverage, within the bounds."""
     async with serving(make_gateway(Scripted(saying("hi")))) as url:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--phases=coverage",
-            "--mode=positive", "--include-path-regex=^/v1/(chat/)?completions$", "--no-color",
-            cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        told = await run(url, tmp_path, "--phases=coverage", "--mode=positive", f"--include-path-regex={COMPLETIONS}")
+    assert "2 passed" in told
+
+
+async def test_the_other_routes_answer_as_described(cluster: Cluster, tmp_path: Path) -> None:
+    """Files, batches, the ledger's pages and the operator's routes; by links, also what an answer names."""
+    made = Batching(tmp_path / "batches")
+    store = LedgerStore(ledger_database(tmp_path / "ledger.db"))
+    ledger = RequestLedger(store, PriceList(device_hour=36.0, prices=()), cluster.fleet, model="tiny")
+    async with operating(cluster, batches=made.storage, ledger=ledger) as (client, _):
+        assert (await ask(client, "one")).status_code == 200
+        told = await run(
+            str(client.base_url).rstrip("/"), tmp_path, "--phases=coverage,fuzzing,stateful",
+            f"--exclude-path-regex={ANSWERING}|/drain$", "--exclude-checks=positive_data_acceptance",
+            "--generation-deterministic", f"--max-examples={NUM_REQUESTS // 2}",
         )  # fmt: skip
-        told, _ = await process.communicate()
+    await asyncio.to_thread(ledger.close)
+    await made.close()
+    assert (num_tested := re.search(r"Tested: ([0-9]+)", told))
+    assert int(num_tested[1]) >= 40
+
+
+async def run(url: str, folder: Path, *options: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--no-color", *options,
+        cwd=folder, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        env=os.environ | {"PYTHONHASHSEED": "0"},
+    )  # fmt: skip
+    told, _ = await process.communicate()
     assert process.returncode == 0, told.decode()
-    assert "2 passed" in told.decode()
+    return told.decode()
 
 
-def ask(document: dict[str, Any], url: str, method: str, path: str, mode: GenerationMode) -> set[int]:
+def made_up(document: dict[str, Any], url: str, method: str, path: str, mode: GenerationMode) -> set[int]:
     """The statuses of the answers. What a schema cannot say may be refused although it is described (docs/api.md)."""
     described = schemathesis.openapi.from_dict(document)
     described.config.update(base_url=url)

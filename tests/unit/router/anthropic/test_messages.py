@@ -248,6 +248,7 @@ async def test_structured_output_is_bound_by_its_schema() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "'messages[0].content[0].text'"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "user, assistant, system"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
+        ({"system": [{"type": "text", "text": "x", "cache_control": ""}]}, "'system[0].cache_control' is"),
         ({"messages": []}, "at least one message"),
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "'max_tokens' is 0: it must be an integer of at least 1"),

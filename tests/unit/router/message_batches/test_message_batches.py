@@ -141,6 +141,7 @@ async def test_a_canceled_batch_keeps_what_is_done(tmp_path: Path) -> None:
         (b'{"requests": [{"custom_id" "a"}]}', "requests.0 is not valid JSON"),
         (orjson.dumps({"requests": [asking("a b")]}), "requests.0.custom_id must be a string of 1 to 64"),
         (orjson.dumps({"requests": [asking("a"), {"custom_id": "b"}]}), "requests.1.params must be an object"),
+        (orjson.dumps({"requests": [asking("a") | {"url": "x"}]}), "requests.0 has 'url': it may have custom_id and"),
         (orjson.dumps({"requests": [asking("a"), asking("a")]}), "requests.1: The custom_id 'a' is another line's"),
         (orjson.dumps({"requests": [asking("a", model="gpt-5")]}), "requests.0: The model 'gpt-5' does not exist"),
         (orjson.dumps({"requests": [asking("a", stream=True)]}), "requests.0: 'stream' must be false"),
@@ -153,6 +154,8 @@ async def test_what_is_wrong_is_refused_at_once_and_leaves_nothing(tmp_path: Pat
         assert reply.status_code == 400, reply.text
         assert reply.json()["error"]["type"] == "invalid_request_error"
         assert told in reply.json()["error"]["message"]
+        cursor = (await http.get(f"{PATH}?before_id=msgbatch_0")).json()["error"]["message"]
+        assert cursor == "'before_id' is 'msgbatch_0': give the id of an entry of the list"
         assert (await http.get(PATH)).json() == {"data": [], "has_more": False, "first_id": None, "last_id": None}
     assert list((tmp_path / "files").iterdir()) == []
 

@@ -156,19 +156,23 @@ async def test_errors_are_in_that_apis_form() -> None:
         return [*token_deltas([5, 6, 7], job)[:2], Overloaded("too busy")]
 
     images = {"messages": [{"role": "user", "content": "x", "images": ["iVBO"]}]}
+    no_list = {"messages": [{"role": "user", "content": "x", "images": {}}]}
+    no_calls = {"messages": [{"role": "assistant", "content": "x", "tool_calls": ""}]}
     async with asking(script) as (http, _):
         refused = [
             await http.post("/api/chat", json=HELLO | {"model": "other"}),
             await http.post("/api/chat", json=HELLO | images),
+            await http.post("/api/chat", json=HELLO | no_list),
             await http.post("/api/chat", json=HELLO | {"options": {"temperature": 3}}),
             await http.post("/api/generate", json={"model": "tiny", "prompt": "x", "suffix": "y"}),
             await http.get("/api/pull"),
+            await http.post("/api/chat", json=HELLO | no_calls),
         ]
         *_, last = lines_of(await http.post("/api/chat", json=HELLO))
-    assert [answer.status_code for answer in refused] == [404, 400, 400, 400, 404]
+    assert [answer.status_code for answer in refused] == [404, 400, 400, 400, 400, 404, 400]
     assert all(answer.json().keys() == {"error"} for answer in refused)
-    assert "messages[0].images" in refused[1].json()["error"]
-    assert "options.temperature" in refused[2].json()["error"]
+    assert all("messages[0].images" in answer.json()["error"] for answer in refused[1:3])
+    assert "options.temperature" in refused[3].json()["error"]
     assert last == {"error": "too busy"}
 
 
