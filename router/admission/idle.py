@@ -1,6 +1,6 @@
 """Admits jobs of batches where people leave room, and suspends them when people need it.
 
-    job ─▶ line, first come ─▶ nobody waits, and a worker has room ─▶ workers ─▶ tokens ─▶ ... ─▶ end
+    job ─▶ queue, first come ─▶ nobody waits, and a worker has room ─▶ workers ─▶ tokens ─▶ ... ─▶ end
              ▲                                                          │
              └── suspended: its tokens are kept, and it goes on from ◀──┘ people wait, or their tokens would be late
 
@@ -40,12 +40,12 @@ FREE_SHARE = 0.1
 """Of a worker's blocks: people's next requests find them free."""
 UNMEASURED = 4
 """Sequences on a worker whose steps have not been measured."""
-LOOK_S = 0.02
+DECISION_S = 0.02
 """Between two decisions about who is suspended."""
 SHED_SHARE = 0.25
 """Of a worker's jobs of batches, suspended at a time while people wait."""
 PASS_S, HOLD_S = 60.0, 10.0
-"""How long smaller jobs pass the first of the line, for which there is no room, and how long they then do not."""
+"""How long smaller jobs pass the head of the queue, for which there is no room, and how long they then do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,23 +71,23 @@ class IdleFleet(Protocol):
     async def wait(self, *, until: float) -> None: ...
 
 
-def step_limits(decode: CandidateTable, limits: IdleLimits, own: Counter[str]) -> Floats:
-    """Seconds that a step of each decode worker may take, [workers]. `own`: jobs of batches by worker."""
-    people = _people(decode, own)
+def step_limits(decode: CandidateTable, limits: IdleLimits, batch_jobs: Counter[str]) -> Floats:
+    """Seconds that a step of each decode worker may take, [workers]. `batch_jobs`: jobs of batches by worker."""
+    people = _people(decode, batch_jobs)
     alone_s = np.asarray(decode.step_time(people), dtype=np.float64)
     slower_s = np.minimum(limits.tpot_s, limits.slowdown * alone_s)
     return np.where((people > 0) & (alone_s > 0), slower_s, limits.tpot_s)
 
 
-def room(table: CandidateTable, limits: IdleLimits, own: Counter[str]) -> float:
+def largest_job(table: CandidateTable, limits: IdleLimits, batch_jobs: Counter[str]) -> float:
     """Blocks of the largest job for which a worker, or a pair, has room; negative without any."""
     prefill, decode = table.prefill_pool, table.decode_pool
     if not len(decode):
         return -np.inf
     step_s = decode.step_time(decode.num_requests + 1)
-    in_time = np.where(step_s > 0, step_s <= step_limits(decode, limits, own), decode.num_requests < UNMEASURED)
+    in_time = np.where(step_s > 0, step_s <= step_limits(decode, limits, batch_jobs), decode.num_requests < UNMEASURED)
     # A few on a worker without people, however slow its steps are: a batch goes on there.
-    in_time |= (_people(decode, own) == 0) & (decode.num_requests < UNMEASURED)
+    in_time |= (_people(decode, batch_jobs) == 0) & (decode.num_requests < UNMEASURED)
     in_time &= decode.num_waiting == 0
     if not len(prefill):
         return _most_blocks(decode, in_time & _can_prefill(decode, limits))
@@ -95,19 +95,24 @@ def room(table: CandidateTable, limits: IdleLimits, own: Counter[str]) -> float:
 
 
 def to_shed(
-    table: CandidateTable, limits: IdleLimits, own: Counter[str], *, people_wait: bool = False, num_unplaced: int = 0
+    table: CandidateTable,
+    limits: IdleLimits,
+    batch_jobs: Counter[str],
+    *,
+    people_wait: bool = False,
+    num_unplaced: int = 0,
 ) -> Counter[str]:
-    """How many jobs of batches leave each worker. So many jobs of batches have no token yet: they may be those that
-    wait on a worker."""
+    """How many jobs of batches to suspend on each worker. `num_unplaced` of them have no token yet: they may be those
+    that wait on a worker."""
     decode = table.decode_pool
     if not len(decode):
         return Counter()
-    limit_s, step_s = step_limits(decode, limits, own), decode.step_time(decode.num_requests)
+    limit_s, step_s = step_limits(decode, limits, batch_jobs), decode.step_time(decode.num_requests)
     each_s = np.broadcast_to(np.asarray(decode.step_time.each_s), step_s.shape)
-    people = _people(decode, own)
+    people = _people(decode, batch_jobs)
     found: Counter[str] = Counter()
     for place, worker_id in enumerate(decode.workers.worker_ids):
-        here = own[worker_id]
+        here = batch_jobs[worker_id]
         over_s = step_s[place] - limit_s[place]
         if here and people[place] > 0 and over_s > 0 and each_s[place] > 0:
             found[worker_id] = min(here, int(np.ceil(over_s / each_s[place])))
@@ -116,9 +121,9 @@ def to_shed(
     return found
 
 
-def _people(table: CandidateTable, own: Counter[str]) -> Floats:
+def _people(table: CandidateTable, batch_jobs: Counter[str]) -> Floats:
     """Requests on each worker that are none of this gateway's batches."""
-    batches = np.array([own[worker_id] for worker_id in table.workers.worker_ids], dtype=np.float64)
+    batches = np.array([batch_jobs[worker_id] for worker_id in table.workers.worker_ids], dtype=np.float64)
     return np.maximum(0.0, table.num_requests - batches)
 
 
@@ -135,22 +140,22 @@ def _can_prefill(table: CandidateTable, limits: IdleLimits) -> Bools:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """In the line. `entered` is set when there is room for its `num_blocks`."""
+class QueuedJob:
+    """A job that waits. `admitted` is set when there is room for its `num_blocks`."""
 
     num_blocks: int
-    entered: asyncio.Future[None]
+    admitted: asyncio.Future[None]
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class BatchRun:
     """A run of a job on the workers. `worker_id`: where it decodes, "" before that is known."""
 
     number: int
     request_id: str
     worker_id: str = ""
     has_token: bool = False
-    leaves: bool = False
+    is_suspended: bool = False
 
 
 class IdleAdmission:
@@ -171,13 +176,13 @@ class IdleAdmission:
         self._limits = limits
         self._num_waiting = num_waiting
         self._decided = decided
-        self._line: list[Place] = []
-        self._looking: asyncio.Task[None] | None = None  # while there is a line
-        self._passed: Place | None = None  # the first of the line, and since when there is no room for it
+        self._queue: list[QueuedJob] = []
+        self._admitting: asyncio.Task[None] | None = None  # while jobs wait
+        self._passed: QueuedJob | None = None  # the head of the queue, and since when there is no room for it
         self._passed_since_s = 0.0
-        self._seats: dict[int, Seat] = {}
-        self._num_seats = 0
-        self._looked_s = float("-inf")
+        self._runs: dict[int, BatchRun] = {}
+        self._num_begun = 0
+        self._decided_s = float("-inf")
         self.num_suspended = 0
 
     async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
@@ -185,99 +190,101 @@ class IdleAdmission:
         job = replace(job, priority=BATCH_PRIORITY, max_ttft_s=None)
         emitted: list[int] = []
         while True:
-            await self._enter(len(job.prompt_ids) + len(emitted))
-            seat = self._sit(job)
-            run = replace(job, request_id=seat.request_id, emitted=tuple(emitted))
+            await self._wait_for_room(len(job.prompt_ids) + len(emitted))
+            run = self._begin(job)
+            resumed = replace(job, request_id=run.request_id, emitted=tuple(emitted))
             try:
-                async with aclosing(self._generate(run)) as deltas:
+                async with aclosing(self._generate(resumed)) as deltas:
                     async for delta in deltas:
                         emitted += delta.token_ids
                         yield delta
                         if delta.finish_reason is not None:
                             return
-                        if self._leaves(seat):
+                        if self._is_suspended(run):
                             break
             finally:
-                del self._seats[seat.number]
+                del self._runs[run.number]
             self.num_suspended += 1
 
-    @property
-    def _own(self) -> Counter[str]:
-        for seat in self._seats.values():
-            if not seat.worker_id:
-                seat.worker_id = self._decided(seat.request_id)
-        return Counter(seat.worker_id for seat in self._seats.values() if not seat.leaves)
+    def _jobs_by_worker(self) -> Counter[str]:
+        """Of those that are not suspended; asks where a run decodes until that is decided."""
+        for run in self._runs.values():
+            if not run.worker_id:
+                run.worker_id = self._decided(run.request_id)
+        return Counter(run.worker_id for run in self._runs.values() if not run.is_suspended)
 
     def _people_wait(self) -> bool:
         return self._num_waiting() > 0 or self._fleet.num_turned_away > 0
 
-    async def _enter(self, num_tokens: int) -> None:
+    async def _wait_for_room(self, num_tokens: int) -> None:
         loop = asyncio.get_running_loop()
         num_blocks = -(-num_tokens // (self._fleet.block_size or 1)) + 1
-        place = Place(num_blocks, loop.create_future())
-        self._line.append(place)
-        if self._looking is None or self._looking.done():  # it ends with an error of the fleet
-            self._looking = loop.create_task(self._look(), name="line of batches")
+        queued = QueuedJob(num_blocks, loop.create_future())
+        self._queue.append(queued)
+        if self._admitting is None or self._admitting.done():  # it ends with an error of the fleet
+            self._admitting = loop.create_task(self._admit_all(), name="admission of batches")
         try:
-            await place.entered
+            await queued.admitted
         finally:
-            if place in self._line:
-                self._line.remove(place)
-            if not self._line and self._looking is not None:
-                self._looking.cancel()
-                self._looking = None
+            if queued in self._queue:
+                self._queue.remove(queued)
+            if not self._queue and self._admitting is not None:
+                self._admitting.cancel()
+                self._admitting = None
 
-    async def _look(self) -> None:
-        """One looks for all in the line: each look reads the whole fleet."""
+    async def _admit_all(self) -> None:
+        """One task for the whole queue: each decision reads the whole fleet."""
         try:
-            while self._line:
-                if (place := self._next()) is None:
+            while self._queue:
+                if (job := self._next_job()) is None:
                     await self._fleet.wait(until=loop_time() + 1.0)
                     continue
-                self._line.remove(place)
-                if not place.entered.done():
-                    place.entered.set_result(None)
+                self._queue.remove(job)
+                if not job.admitted.done():
+                    job.admitted.set_result(None)
                 await asyncio.sleep(0)  # it is routed, and counts at its worker
-        except Exception as error:  # of the fleet: each job in the line raises it
-            for place in self._line:
-                if not place.entered.done():
-                    place.entered.set_exception(error)
+        except Exception as error:  # of the fleet: each job in the queue raises it
+            for job in self._queue:
+                if not job.admitted.done():
+                    job.admitted.set_exception(error)
 
-    def _next(self) -> Place | None:
+    def _next_job(self) -> QueuedJob | None:
         """The first for which there is room. See `PASS_S` for a first one that is too large."""
         if self._people_wait():
             return None
-        most = room(self._fleet.candidates(NO_MATCH, 1), self._limits, self._own)
-        first, now = self._line[0], loop_time()
+        most = largest_job(self._fleet.candidates(NO_MATCH, 1), self._limits, self._jobs_by_worker())
+        first, now = self._queue[0], loop_time()
         if first.num_blocks <= most:
             return first
         if first is not self._passed:
             self._passed, self._passed_since_s = first, now
         if (now - self._passed_since_s) % (PASS_S + HOLD_S) >= PASS_S:
             return None
-        return next((place for place in self._line if place.num_blocks <= most), None)
+        return next((job for job in self._queue if job.num_blocks <= most), None)
 
-    def _sit(self, job: Job) -> Seat:
+    def _begin(self, job: Job) -> BatchRun:
         """Each run has an id that no other has, of any gateway: a worker may still have the run before."""
-        self._num_seats += 1
-        seat = Seat(self._num_seats, f"{job.request_id}@{self._fleet.gateway_id}-{self._num_seats}")
-        self._seats[seat.number] = seat
-        return seat
+        self._num_begun += 1
+        run = BatchRun(self._num_begun, f"{job.request_id}@{self._fleet.gateway_id}-{self._num_begun}")
+        self._runs[run.number] = run
+        return run
 
-    def _leaves(self, seat: Seat) -> bool:
-        """Whether the job is suspended now. Decides about all jobs, not more often than every `LOOK_S`."""
-        seat.has_token = True
+    def _is_suspended(self, run: BatchRun) -> bool:
+        """Whether the run is suspended now. Decides about all jobs, not more often than every `DECISION_S`."""
+        run.has_token = True
         now = loop_time()
-        if now - self._looked_s >= LOOK_S:
-            self._looked_s = now
-            own, table = self._own, self._fleet.candidates(NO_MATCH, 1)
-            unread = sum(not one.has_token for one in self._seats.values())
-            self._mark(to_shed(table, self._limits, own, people_wait=self._people_wait(), num_unplaced=unread))
-        return seat.leaves
+        if now - self._decided_s >= DECISION_S:
+            self._decided_s = now
+            batch_jobs, table = self._jobs_by_worker(), self._fleet.candidates(NO_MATCH, 1)
+            unread = sum(not one.has_token for one in self._runs.values())
+            self._suspend(
+                to_shed(table, self._limits, batch_jobs, people_wait=self._people_wait(), num_unplaced=unread)
+            )
+        return run.is_suspended
 
-    def _mark(self, shed: Counter[str]) -> None:
-        """The newest leave first: they have the least to lose."""
-        for seat in reversed(self._seats.values()):
-            if not seat.leaves and shed[seat.worker_id] > 0:
-                shed[seat.worker_id] -= 1
-                seat.leaves = True
+    def _suspend(self, shed: Counter[str]) -> None:
+        """The newest are suspended first: they have the least to lose."""
+        for run in reversed(self._runs.values()):
+            if not run.is_suspended and shed[run.worker_id] > 0:
+                shed[run.worker_id] -= 1
+                run.is_suspended = True

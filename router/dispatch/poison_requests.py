@@ -75,9 +75,9 @@ class PoisonRequests:
         return bool(self._line)
 
     async def lost(self, job_id: str, crashes: CrashHistory, life: Life, num_tokens: int, *, there_s: float) -> None:
-        """Records the loss of a worker with the job on it, `there_s` after the worker got it; the job has `num_tokens`
-        of its answer. Returns when the job may await its `turn`. Raises RequestKillsWorkers if the job must not be
-        tried again."""
+        """Records the loss of a worker with the job on it, `there_s` after it was chosen; the job has `num_tokens` of
+        its answer. Returns when the job may await its `turn`. Raises RequestKillsWorkers if the job must not be tried
+        again."""
         was_tried = crashes.batch is not None
         self.drop(crashes)
         if num_tokens > crashes.num_tokens:

@@ -93,7 +93,7 @@ class TraceExporter(Collector):
         parent = came.parent if came is not None else None
         if not records or not self._is_sampled(parent):
             return
-        if self._queue.full():
+        if self._queue.full():  # it cannot fill up before the put: only the event loop puts
             self.outcomes["dropped"] += 1
             return
         now, received_s = loop_time(), records[0].received_s
@@ -116,10 +116,7 @@ class TraceExporter(Collector):
             num_output=usage.completion_tokens,
             code="" if error is None else code_of(error),
         )
-        try:
-            self._queue.put_nowait(record)
-        except queue.Full:
-            self.outcomes["dropped"] += 1
+        self._queue.put_nowait(record)
         if self._queue.qsize() >= MAX_BATCH:
             self._due.set()
 

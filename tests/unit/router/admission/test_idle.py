@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from protos.values import FinishReason, SamplingParams, WorkerRole
-from router.admission.idle import HOLD_S, PASS_S, IdleAdmission, IdleLimits, room, to_shed
+from router.admission.idle import HOLD_S, PASS_S, IdleAdmission, IdleLimits, largest_job, to_shed
 from router.jobs import BATCH_PRIORITY, Job, TokenDelta
 from router.policies.table import Candidate, CandidateTable, Line
 from tests.unit.router.fake_cluster import Cluster
@@ -55,15 +55,15 @@ def table(*workers: Candidate) -> CandidateTable:
     ],
 )
 def test_one_sequence_more(numbers: dict[str, Any], own: int, fits: bool) -> None:
-    assert (room(table(worker(**numbers)), LIMITS, Counter(w=own)) >= 4) is fits
+    assert (largest_job(table(worker(**numbers)), LIMITS, Counter(w=own)) >= 4) is fits
 
 
 def test_a_pair_needs_room_on_both() -> None:
     decode = worker(WorkerRole.DECODE, worker_id="d")
     for queued, fits in ((0, True), (2000, False)):
         prefill = worker(WorkerRole.PREFILL, worker_id="p", queued_prefill_tokens=queued)
-        assert (room(table(prefill, decode), LIMITS, Counter()) >= 4) is fits
-    assert room(table(), LIMITS, Counter()) < 0
+        assert (largest_job(table(prefill, decode), LIMITS, Counter()) >= 4) is fits
+    assert largest_job(table(), LIMITS, Counter()) < 0
 
 
 def test_so_many_leave_that_people_are_in_time() -> None:
@@ -106,7 +106,7 @@ async def test_a_suspended_job_goes_on_behind_its_tokens() -> None:
         async for delta in deltas:
             tokens += delta.token_ids
             if len(tokens) == 2:
-                fleet.num_people, idle._looked_s = 1, 0.0
+                fleet.num_people, idle._decided_s = 1, 0.0
     assert tokens == list(range(6))
     assert [one.emitted for one in jobs] == [(), (0, 1)]
     assert {one.priority for one in jobs} == {BATCH_PRIORITY}
@@ -227,9 +227,9 @@ async def test_after_an_error_of_the_fleet_the_line_goes_on() -> None:
 
     async def stubborn() -> None:
         try:
-            await line.idle._enter(16)
+            await line.idle._wait_for_room(16)
         except ValueError:
-            await line.idle._enter(16)
+            await line.idle._wait_for_room(16)
 
     async with asyncio.timeout(5):
         await asyncio.gather(stubborn(), stubborn())

@@ -17,7 +17,7 @@ from tests.unit.router.fake_worker import FakeWorker, expected_tokens
 POISON = tuple(range(500, 520))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def each_death_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake workers die as soon as they are given a request; no two of them are on one host that dies."""
     monkeypatch.setattr(poison_requests, "MOMENT_S", 0.0)
@@ -41,6 +41,7 @@ async def frail(make: Callable[..., Cluster]) -> Cluster:
     return cluster
 
 
+@pytest.mark.usefixtures("each_death_counts")
 async def test_a_request_that_kills_workers_is_stopped_after_two(frail: Cluster) -> None:
     dying = [asyncio.create_task(dying_of(worker, POISON)) for worker in frail.workers.values()]
     with pytest.raises(RequestKillsWorkers) as refused:
@@ -51,6 +52,7 @@ async def test_a_request_that_kills_workers_is_stopped_after_two(frail: Cluster)
         task.cancel()
 
 
+@pytest.mark.usefixtures("each_death_counts")
 async def test_those_beside_it_go_on_to_their_end(frail: Cluster) -> None:
     for worker in frail.workers.values():
         worker.pause_after = 2
@@ -85,6 +87,7 @@ async def test_two_deaths_in_a_moment_cost_no_answer_however_many_were_there(mak
         assert tokens(deltas) == expected_tokens(one.prompt_ids, 8)
 
 
+@pytest.mark.usefixtures("each_death_counts")
 async def test_the_guilty_one_of_many_is_found_and_the_others_are_answered(make: Callable[..., Cluster]) -> None:
     cluster = make()
     await cluster.add("c0")
