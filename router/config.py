@@ -144,6 +144,9 @@ class LedgerConfig(CheckedSettings):
 
     path: str = setting("", "Database of requests (SQLite), shared by gateways of this host; empty: no ledger.")
     prices: str = setting("", "File of prices (docs/economics.md); empty: everything is free.")
+    keep_days: int = setting(
+        400, "Days that single requests are kept; their sums by hour are kept for ever. 0: for ever, too.", most=36_500
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -424,6 +424,9 @@ def _narrow(schema: Schema, cards: Sequence[ModelCard], *, cuts_answers: bool) -
             known[name]["maximum"] = longest - 1  # after the shortest prompt
     if "logit_bias" in known:
         known["logit_bias"]["propertyNames"] = {"pattern": f"^({_up_to(vocab_size - 1)})$"}
+    if "dimensions" in known and (sizes := [card.vector_size for card in cards if card.vector_size]):
+        size = {"type": "integer", "minimum": 1, "maximum": min(sizes)}
+        known["dimensions"] = known["dimensions"] | {"anyOf": [size, {"type": "null"}]}
     if "tokens" in known:
         known["tokens"] |= {"items": token_id, "maxItems": longest}
     if "stop_token_ids" in known:

@@ -112,8 +112,12 @@ _SPARE = ("prefill s", "decode s", "drafts saved", "cache saved")  # left out wh
 def _report(by: str, since: str, url: str, api_key: str) -> dict[str, Any]:
     if unknown := [name for name in filter(None, by.split(",")) if name not in GROUPS]:
         raise Misconfigured(f"--by {unknown[0][:40]}: give some of {', '.join(GROUPS)}", param="by")
+    asked = since_s(since, time.time())
     with open_client(url, api_key) as client:
-        found = get_json(client, f"/admin/costs?since={since_s(since, time.time())}&by={by}")
+        found = get_json(client, f"/admin/costs?since={asked}&by={by}")
+    if (begun := found.get("since", asked)) != asked:
+        times = [datetime.fromtimestamp(one, UTC) for one in (begun, found["rows_from"])]
+        typer.echo(f"since {times[0]:%Y-%m-%d %H:%M} UTC: before {times[1]:%Y-%m-%d} whole hours are kept", err=True)
     return dict(found)
 
 

@@ -187,4 +187,5 @@ def open_ledger(config: RouterConfig) -> tuple[LedgerStore | None, PriceList]:
     if not config.has_ledger:
         return None, PriceList()
     prices = read_prices(Path(config.ledger.prices)) if config.ledger.prices else PriceList()
-    return LedgerStore(ledger_database(config.database or Path(config.ledger.path))), prices
+    database = ledger_database(config.database or Path(config.ledger.path))
+    return LedgerStore(database, keep_days=config.ledger.keep_days), prices

@@ -50,8 +50,9 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
         ]
         return json_response(
             {
-                "since": since_s,
-                "until": until_s,
+                "since": report.since_s,
+                "until": report.until_s,
+                "rows_from": report.rows_from_s,
                 "by": by,
                 "rows": rows,
                 "device_hour_usd": report.device_hour,

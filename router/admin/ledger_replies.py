@@ -45,10 +45,12 @@ class BudgetReply(Reply):
 
 class CostsReply(Reply):
     """`fleet_usd`: what all devices cost in this time; `idle_usd`: of that, what no request used. `worker_*_tokens`:
-    what workers computed, by their own counts; `unrecorded_output_tokens`: of that, what is in no row."""
+    what workers computed, by their own counts; `unrecorded_output_tokens`: of that, what is in no row. `rows_from`:
+    single requests are kept from then on (0: all are); `since` and `until` before it are widened to whole hours."""
 
     since: int
     until: int
+    rows_from: int
     by: list[str]
     rows: list[CostRow]
     device_hour_usd: float

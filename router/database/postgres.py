@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SCHEMES = ("postgresql", "postgres")
 SETTING = "router.database"
 SCHEMA = "baton"
+LEAST_VERSION = 14  # CREATE OR REPLACE TRIGGER
 _BUSY_MS = int(1000 * BUSY_S)
 _BEGIN_READING = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 
@@ -66,10 +67,14 @@ class PostgresDatabase:
         self._ahead_s = 0.0
         try:
             with self.writing() as transaction:
+                self._check_version(transaction)
                 found = transaction.run("SELECT 1 AS there FROM pg_namespace WHERE nspname = ?", SCHEMA)
                 if not found:
                     transaction.run(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}")
                 prepare(transaction)
+        except Misconfigured:
+            self.close()
+            raise
         except (Unavailable, RejectedValue) as error:
             self.close()
             raise Misconfigured(
@@ -77,6 +82,15 @@ class PostgresDatabase:
                 f"user may make the schema {SCHEMA}",
                 param=SETTING,
             ) from error
+
+    def _check_version(self, transaction: Transaction) -> None:
+        """Raises Misconfigured."""
+        [found] = transaction.run("SELECT CAST(current_setting('server_version_num') AS BIGINT) / 10000 AS version")
+        if found["version"] < LEAST_VERSION:
+            raise Misconfigured(
+                f"{SETTING}: {shown(self._url)} is PostgreSQL {found['version']}: give {LEAST_VERSION} or later",
+                param=SETTING,
+            )
 
     def reading(self) -> AbstractContextManager[Transaction]:
         return self._transaction(is_writing=False)

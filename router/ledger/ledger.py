@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from protos.errors import BatonError, BudgetExhausted, Overloaded, code_of
+from protos.errors import ERRORS_BY_CODE, BatonError, BudgetExhausted, Overloaded, code_of
 from protos.event_loop import loop_time
 from router.auth.budgets import TenantBudgets
 from router.jobs import FleetView
@@ -31,12 +31,20 @@ LOOK_S = 1.0
 NOTE_S = 2.0
 """Between two notes of a request that is being answered; the first is made after `LOOK_S`."""
 READ_LOOKS, RECOVER_LOOKS = 5, 30
-"""How often, in looks, the sums of budgets are read and workers' counts written, and lost processes looked for."""
+"""How often, in looks, the sums of budgets are read and workers' counts written; lost processes looked for, and rows
+deleted that are old."""
 
 
 def may_pass(error: BatonError) -> bool:
     """Whether a line of a batch is tried again that failed so, for it may succeed soon."""
     return error.retryable or (isinstance(error, Overloaded) and not isinstance(error, BudgetExhausted))
+
+
+def is_ours(outcome: str) -> bool:
+    """Whether a request failed for a reason of the cluster's (5xx): it costs its tenant nothing."""
+    if outcome == LOST:
+        return True
+    return outcome in ERRORS_BY_CODE and ERRORS_BY_CODE[outcome].http_status >= 500
 
 
 class BegunRequest(NamedTuple):
@@ -155,6 +163,9 @@ class RequestLedger:
         }
         work = work_of(records, tokens["input"], tokens["cached"], self._rates, loop_now)
         price = self.prices.price(model, now - seconds, parent=self._model)
+        charged_usd = 0.0
+        if price is not None and not is_ours(outcome):
+            charged_usd = price.charge(tokens, is_batch=self._batches is not None)
         return LedgerRow(
             request_id=ask.request_id,
             at_s=now - seconds,
@@ -170,7 +181,7 @@ class RequestLedger:
             reasoning_tokens=usage.reasoning_tokens,
             prefill_device_s=work.prefill_s,
             decode_device_s=work.decode_s,
-            charged_usd=price.charge(tokens, is_batch=self._batches is not None) if price is not None else 0.0,
+            charged_usd=charged_usd,
             batch=int(self._batches is not None),
             accepted_tokens=work.num_accepted,
             cache_saved_device_s=work.cache_saved_s,
@@ -233,8 +244,10 @@ class RequestLedger:
         if self._budgets is not None:
             for period, span in self._budgets.spans().items():
                 self._budgets.know(period, span, spent_by_tenant(self.store.database, int(span.start_s)))
-        if self._looks % RECOVER_LOOKS == 0 and (found := self.store.recover()):
-            log.warning("%d requests of a gateway process that was lost are counted as it left them", found)
+        if self._looks % RECOVER_LOOKS == 0:
+            if found := self.store.recover():
+                log.warning("%d requests of a gateway process that was lost are counted as it left them", found)
+            self.store.forget()
 
     def close(self) -> None:
         self.store.close()

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Literal, get_args
 
 from protos.errors import InvalidRequest
 from router.database.database import Database
 from router.ledger.prices import PriceList
+from router.ledger.retention import HOUR_S, rows_from, whole_hours
 from router.ledger.schema import SUMMED, SUMS, WHOLE, WORKER_TOKENS
 
 GroupBy = Literal["tenant", "key_id", "model", "endpoint", "outcome", "batch"]
 GROUPS: tuple[str, ...] = get_args(GroupBy)
-_HOUR_S = 3600.0
 _BATCH = ("no", "yes")
 
 
@@ -72,13 +73,15 @@ def sums(
     endpoints: Endpoints = Endpoints(),
 ) -> list[UsageSum]:
     """In the order of time, then of groups; empty buckets are left out. Without `bucket_s` one bucket. Raises
-    InvalidRequest for a group that does not exist, and Unavailable."""
+    InvalidRequest for a group that does not exist, or for parts of an hour of which requests are no longer kept; and
+    Unavailable."""
     check_groups(by)
     width = bucket_s or max(1, until_s - since_s)
     places = ", ".join(str(place) for place in range(1, 2 + len(by)))
     source, values = _source(by, since_s, until_s, bucket_s, endpoints)
     summed = ", ".join(f"{_sum(name)} AS {name}" for name in ("requests", *SUMMED))
     with database.reading() as transaction:
+        _check_kept(rows_from(transaction), since_s, until_s, bucket_s)
         bucket = transaction.whole("(at_s - ?) / ?")
         rows = transaction.run(
             f"SELECT {', '.join((f'{bucket} AS bucket', *by))}, {summed} FROM ({source}) AS parts "
@@ -97,6 +100,13 @@ def sums(
             )
         )
     return found
+
+
+def _check_kept(rows_from_s: int, since_s: int, until_s: int, bucket_s: int | None) -> None:
+    is_whole = whole_hours(since_s, until_s, rows_from_s) == (since_s, until_s)
+    if since_s < rows_from_s and not (is_whole and (bucket_s or HOUR_S) % HOUR_S == 0):
+        day = datetime.fromtimestamp(rows_from_s, UTC).date()
+        raise InvalidRequest(f"single requests are kept from {day} on: before, ask for whole hours or days (UTC)")
 
 
 def _sum(name: str) -> str:
@@ -139,8 +149,12 @@ def _cut(since_s: int, until_s: int, widths: Sequence[int]) -> list[tuple[str, i
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostReport:
     """`rows` by group. `fleet_usd`: what all devices cost; `idle_usd`: of that, what no request used.
-    `worker_*_tokens`: what workers computed in these minutes, by their own counts."""
+    `worker_*_tokens`: what workers computed in these minutes, by their own counts. `rows_from_s`: single requests are
+    kept from then on; a time before is widened to whole hours."""
 
+    since_s: int
+    until_s: int
+    rows_from_s: int
     rows: tuple[UsageSum, ...]
     device_hour: float
     fleet_device_s: float
@@ -156,11 +170,11 @@ class CostReport:
         return self.worker_output_tokens - sum(row.output_tokens for row in self.rows)
 
     def cost_usd(self, row: UsageSum) -> float:
-        return (row.prefill_device_s + row.decode_device_s) * self.device_hour / _HOUR_S
+        return (row.prefill_device_s + row.decode_device_s) * self.device_hour / HOUR_S
 
     def saved_usd(self, row: UsageSum) -> Mapping[str, float]:
         """What prefix caches and speculation spared."""
-        usd = self.device_hour / _HOUR_S
+        usd = self.device_hour / HOUR_S
         return {
             "cache_saved_usd": row.cache_saved_device_s * usd,
             "speculation_saved_usd": row.speculation_saved_device_s * usd,
@@ -169,6 +183,9 @@ class CostReport:
 
 def costs(database: Database, prices: PriceList, *, since_s: int, until_s: int, by: Sequence[str]) -> CostReport:
     """Raises InvalidRequest and Unavailable."""
+    with database.reading() as transaction:
+        rows_from_s = rows_from(transaction)
+    since_s, until_s = whole_hours(since_s, until_s, rows_from_s)
     rows = tuple(sums(database, since_s=since_s, until_s=until_s, by=by))
     first, last = since_s // 60, -(-until_s // 60)
     with database.reading() as transaction:
@@ -180,8 +197,11 @@ def costs(database: Database, prices: PriceList, *, since_s: int, until_s: int, 
         [computed] = transaction.run(WORKER_TOKENS, first, first, first, last)
     there_s = 60.0 * minutes["devices"]
     used_s = sum(row.prefill_device_s + row.decode_device_s for row in rows)
-    usd = prices.device_hour / _HOUR_S
+    usd = prices.device_hour / HOUR_S
     return CostReport(
+        since_s=since_s,
+        until_s=until_s,
+        rows_from_s=rows_from_s,
         rows=rows,
         device_hour=prices.device_hour,
         fleet_device_s=there_s,

@@ -14,7 +14,7 @@ class LedgerRow:
     - `outcome`: ok, or an error's code
     - `input_tokens` were computed, `cached_tokens` found in a cache; `reasoning_tokens` are among `output_tokens`
     - `prefill_device_s`, `decode_device_s`: estimated (`router.ledger.costing`)
-    - `charged_usd` by the prices at `at_s`
+    - `charged_usd` by the prices at `at_s`; nothing for a request that failed for a reason of the cluster's
     - `batch`: 1 for a request of a batch
     - `accepted_tokens`, of the output, were drafted; `*_saved_device_s`: spared by prefix caches and drafts, estimated
     - `drafted_tokens` were verified by workers; `*_kv_byte_s`: bytes of KV times seconds by phase, estimated

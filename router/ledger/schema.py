@@ -6,6 +6,7 @@ open_requests   what processes are answering, as it was in their last second
 gateways        when each process wrote last
 fleet_devices   devices of each model's fleet by minute
 worker_tokens   what each start of a worker has computed until a minute, and what it had when a gateway met it
+retention       from when on there are requests: of earlier ones, sums (`router.ledger.retention`)
 """
 
 from __future__ import annotations
@@ -52,13 +53,16 @@ def prepare(transaction: Transaction) -> None:
         known = transaction.columns(table)
         for name, kind in _KINDS.items():
             if name not in known:
-                default = "''" if kind == "str" else "0"
-                transaction.run(f"ALTER TABLE {table} ADD COLUMN {name} {_TYPES[kind]} NOT NULL DEFAULT {default}")
+                column = f"{name} {_TYPES[kind]} NOT NULL DEFAULT {_nothing(name)}"
+                transaction.run(f"ALTER TABLE {table} ADD COLUMN {column}")
     transaction.run("CREATE INDEX IF NOT EXISTS by_time ON requests (at_s, tenant, model, endpoint)")
     transaction.run("CREATE INDEX IF NOT EXISTS worker_tokens_by_minute ON worker_tokens (minute)")
     if transaction.columns("fleet_minutes"):
         transaction.run("INSERT OR IGNORE INTO fleet_devices SELECT minute, devices, '' FROM fleet_minutes")
         transaction.run("DROP TABLE fleet_minutes")
+    transaction.run(
+        "INSERT INTO retention (number, rows_from_s, deleted_to_s) VALUES (0, 0, 0) ON CONFLICT (number) DO NOTHING"
+    )
     for width_s, table in SUMS.items():
         _prepare_sums(transaction, table, width_s)
 
@@ -74,6 +78,7 @@ def _tables(transaction: Transaction) -> dict[str, str]:
         "output_tokens_before BIGINT NOT NULL, PRIMARY KEY (worker, incarnation, minute)",
         "open_requests": f"process TEXT NOT NULL, {rows}, PRIMARY KEY (request_id)",
         "gateways": "process TEXT PRIMARY KEY, seen_s DOUBLE PRECISION NOT NULL",
+        "retention": "number BIGINT PRIMARY KEY, rows_from_s BIGINT NOT NULL, deleted_to_s BIGINT NOT NULL",
     }
 
 
@@ -89,10 +94,15 @@ def _rowid(transaction: Transaction) -> str:
 
 
 def _prepare_sums(transaction: Transaction, table: str, width_s: int) -> None:
-    """A table of sums that is missing, or lacks columns, is made from the requests that are there."""
-    known = transaction.columns(table)
-    if known != {"at_s", *GROUPS, "requests", *SUMMED}:
+    """A table of sums that is missing, or has other columns, is made from the requests that are there; sums of those
+    that are deleted are kept."""
+    known, needed = transaction.columns(table), {"at_s", *GROUPS, "requests", *SUMMED}
+    if known != needed:
         if known:
+            transaction.run(
+                f"CREATE TEMPORARY TABLE kept_{table} AS SELECT * FROM {table} "
+                "WHERE at_s < (SELECT rows_from_s FROM retention)"
+            )
             _drop_sums(transaction, table)
         kinds = ", ".join(f"{name} {_TYPES[_KINDS[name]]} NOT NULL" for name in (*GROUPS, *SUMMED))
         transaction.run(
@@ -105,8 +115,24 @@ def _prepare_sums(transaction: Transaction, table: str, width_s: int) -> None:
             f"{', '.join(f'sum({name})' for name in SUMMED)} FROM requests "
             f"GROUP BY {', '.join(map(str, range(1, 2 + len(GROUPS))))}"
         )
+        if known:
+            _restore_sums(transaction, table, known & needed)
     for statement in _triggers(transaction, table, width_s):
         transaction.run(statement)
+
+
+def _restore_sums(transaction: Transaction, table: str, known: set[str]) -> None:
+    """What later versions have added is nothing in them."""
+    values = [name if name in known else _nothing(name) for name in (*GROUPS, "requests", *SUMMED)]
+    transaction.run(
+        f"INSERT INTO {table} ({_KEY}, requests, {', '.join(SUMMED)}) SELECT at_s, {', '.join(values)} "
+        f"FROM kept_{table}"
+    )
+    transaction.run(f"DROP TABLE kept_{table}")
+
+
+def _nothing(name: str) -> str:
+    return "''" if _KINDS.get(name) == "str" else "0"
 
 
 def _drop_sums(transaction: Transaction, table: str) -> None:

@@ -4,6 +4,7 @@
     again        ─▶ queue ─▶                                           ─▶ open_requests: what is being answered
     every minute ─▶ queue ─▶                                           ─▶ fleet_devices: devices that there were
     every 5 s    ─▶ queue ─▶                                           ─▶ worker_tokens: what workers have computed
+    every 30 s                                                         ◀─ rows older than they are kept, some at a time
 
 A request is in it once: its id is the key. Requests that a process was answering when it was killed are found among the
 open ones, and are counted as they were noted last. Rows that cannot be written are kept in memory, tried again,
@@ -26,6 +27,7 @@ from prometheus_client.registry import Collector
 
 from protos.errors import Unavailable
 from router.database.database import Database, RejectedValue, Transaction
+from router.ledger.retention import DAY_S, forget
 from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest, WorkerCount, Written
 from router.ledger.schema import INSERT_COUNT, INSERT_DEVICES, INSERT_ROW, RECOVER, REPLACE_OPEN, SEEN, SILENT
 
@@ -44,13 +46,14 @@ LOST_S = 30.0
 
 class LedgerStore(Collector):
     """Writes rows; `close` it at the end. Series: `baton_ledger_rows_total{outcome}`: `written`, `dropped`,
-    `recovered`."""
+    `recovered`, `deleted` (they were older than they are kept)."""
 
-    def __init__(self, database: Database, clock: Callable[[], float] | None = None) -> None:
-        """It owns the database. `clock`: by default the database's."""
+    def __init__(self, database: Database, clock: Callable[[], float] | None = None, *, keep_days: int = 0) -> None:
+        """It owns the database. `clock`: by default the database's. `keep_days`: of single requests; 0 is for ever."""
         self.database = database
-        self.outcomes: Counter[str] = Counter(written=0, dropped=0, recovered=0)
+        self.outcomes: Counter[str] = Counter(written=0, dropped=0, recovered=0, deleted=0)
         self._clock = clock or database.now_s
+        self._keep_days = keep_days
         self._process = uuid.uuid4().hex
         self._noted: set[str] = set()  # this process's rows of open_requests; the thread's own
         self._queue: queue.Queue[Written | None] = queue.Queue(MAX_QUEUED)
@@ -87,7 +90,10 @@ class LedgerStore(Collector):
             self._closing.wait(GATHER_S)
             while not self._queue.empty() and len(rows) < MAX_QUEUED:
                 rows.append(self._queue.get_nowait())
-            self._commit([row for row in rows if row is not None])
+            try:
+                self._commit([row for row in rows if row is not None])
+            except Exception:  # a bug: the next rows are written
+                log.exception("%d rows are lost to the ledger: internal error", len(rows))
             if None in rows:
                 return
 
@@ -97,19 +103,21 @@ class LedgerStore(Collector):
             try:
                 with self.database.writing() as transaction:
                     self._write_all(transaction, rows, ended)
-            except RejectedValue as error:
-                if len(rows) > 1:  # the others are right
-                    for row in rows:
-                        self._commit([row])
-                    return
-                log.error("a row that the ledger cannot hold is dropped: %s: %r", error, rows[0])
-                self.outcomes["dropped"] += 1
-                return
             except Unavailable as error:
                 log.error("%d rows are not in the ledger yet: %s", len(rows), error)
                 if self._closing.wait(RETRY_S):
                     self.outcomes["dropped"] += len(ended)
                     return
+            except Exception as error:
+                if len(rows) > 1:  # the others are right
+                    for row in rows:
+                        self._commit([row])
+                    return
+                is_told = isinstance(error, RejectedValue)  # anything else is a bug of ours
+                text = "a row that the ledger cannot hold is dropped: %s: %r"
+                log.error(text, error, rows[0], exc_info=None if is_told else error)
+                self.outcomes["dropped"] += 1
+                return
             else:
                 self._noted.difference_update(row.request_id for row in ended)
                 self.outcomes["written"] += len(ended)
@@ -142,4 +150,15 @@ class LedgerStore(Collector):
             transaction.run(f"DELETE FROM open_requests WHERE process IN ({SILENT})", oldest_s)
             transaction.run("DELETE FROM gateways WHERE seen_s < ?", oldest_s)
         self.outcomes["recovered"] += found
+        return found
+
+    def forget(self) -> int:
+        """Deletes some of the rows that are older than they are kept; their sums stay. Returns how many. Blocks. Raises
+        Unavailable."""
+        if not self._keep_days:
+            return 0
+        oldest_s = (int(self._clock()) // DAY_S - self._keep_days) * DAY_S
+        with self.database.writing() as transaction:
+            found = forget(transaction, oldest_s)
+        self.outcomes["deleted"] += found
         return found

@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protos.errors import InvalidRequest, Unavailable
+from protos.errors import InvalidRequest
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
 from router.http.errors import json_response
@@ -93,6 +93,8 @@ async def vectors_of(
     """The vectors of prompts, of length 1, cut to `dimensions`. Raises InvalidRequest."""
     if not given and not isinstance(given, str):
         raise InvalidRequest(f"'input' is an empty list: give 1 to {MAX_CHOICES} prompts", param="input")
+    if size := gateway.card.vector_size:
+        _check_dimensions(dimensions, size)
     prompts = await prompts_of(gateway, given)
     ask = make_text_request(
         sampling,
@@ -109,14 +111,15 @@ async def vectors_of(
 
 def _vector(embedding: bytes, dimensions: int | None) -> Vector:
     vector = np.frombuffer(embedding, dtype=np.float32)
-    if not len(vector):
-        raise Unavailable("The worker sent no vector: it is of an older version of Baton")
-    if dimensions is not None and dimensions > len(vector):
-        raise InvalidRequest(
-            f"'dimensions' is {dimensions}: the model's vectors have {len(vector)}", param="dimensions"
-        )
+    _check_dimensions(dimensions, len(vector))
     vector = vector[:dimensions]
     return (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)
+
+
+def _check_dimensions(dimensions: int | None, size: int) -> None:
+    """Raises InvalidRequest."""
+    if dimensions is not None and dimensions > size:
+        raise InvalidRequest(f"'dimensions' is {dimensions}: the model's vectors have {size}", param="dimensions")
 
 
 def _encoded(vector: Vector, encoding: str | None) -> Any:

@@ -18,7 +18,7 @@ class ModelCard:
     settings after a roll, "" before the first.
 
     `temperature` to `repetition_penalty` are the defaults of requests (generation_config.json). `fingerprint` is of the
-    model's files.
+    model's files. `vector_size`: numbers in an embedding, 0 if config.json does not tell.
     """
 
     name: str
@@ -35,6 +35,7 @@ class ModelCard:
     adapter: str = ""
     parent: str | None = None
     revision: str = ""
+    vector_size: int = 0
 
     @classmethod
     def load(cls, files: ModelFiles, name: str, *, max_model_len: int | None = None) -> ModelCard:
@@ -56,6 +57,7 @@ class ModelCard:
             eos_token_ids=_ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id")),
             fingerprint=f"fp_{files.fingerprint()}",
             created=files.created_s,
+            vector_size=size if isinstance(size := config.get("hidden_size"), int) else 0,
             **given,
         )
 

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain
 
+from protos.errors import Unavailable
 from protos.value import Value
 from protos.values import FinishReason, Logprobs
 from router.jobs import Generate, TokenDelta
@@ -209,7 +210,9 @@ class ChoiceText:
         self._ask = ask
         self._index = index
         self._sink = sink
-        self._min_tokens = ask.jobs[index].sampling.min_tokens
+        sampling = ask.jobs[index].sampling
+        self._min_tokens = sampling.min_tokens
+        self._is_vector = bool(sampling.pooling)
         self._detokenizer = Detokenizer(
             vocabulary, skip_special_tokens=ask.skip_special_tokens, visible=ask.visible_tokens
         )
@@ -220,7 +223,7 @@ class ChoiceText:
         self._num_reasoning = 0
 
     def write(self, delta: TokenDelta) -> TextDelta:
-        """The piece for a delta; tokens after a stop string are dropped and not counted."""
+        """The piece for a delta; tokens after a stop string are dropped and not counted. Raises Unavailable."""
         text: list[str] = []
         offsets: list[int] = []
         sink = self._sink
@@ -239,6 +242,8 @@ class ChoiceText:
                 break
         finish = FinishReason.STOP if self._stops.found is not None else delta.finish_reason
         if finish is not None:
+            if self._is_vector and not delta.embedding:
+                raise Unavailable("The worker sent no vector: it is of an older version of Baton")
             if reader is not None and self._stops.found is None:
                 text.append(self._stops.feed(self._answer_of(reader.end())))
             text.append(self._stops.flush())

@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from protos.errors import Misconfigured
 from protos.tls import FaceTls, PeerTls
 from router.auth.tenants import hash_of
 from router.config import LedgerConfig, RouterConfig
+from router.ledger.schema import ledger_database
+from router.ledger.store import LedgerStore
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
+from tests.contract.test_ledger_store import ROW
 from tests.unit.workers.toy import ToyRunner
 from workers.rpc.worker import Worker
 
@@ -195,3 +199,20 @@ async def test_the_commands_show_it(front: GatewayServer) -> None:
     narrow = await asyncio.to_thread(run, "costs", "--by", "tenant,key_id,model,endpoint")
     assert "a wider terminal, or --csv, also shows" in narrow
     assert "device hours at 36 USD" in costs
+
+
+async def test_a_report_of_old_times_says_that_it_is_of_whole_hours(front: GatewayServer, tmp_path: Path) -> None:
+    store = LedgerStore(ledger_database(tmp_path / "ledger.db"))
+    store.write(replace(ROW, at_s=time.time() - 10 * 86_400))
+    await asyncio.to_thread(store.close)
+    store = LedgerStore(ledger_database(tmp_path / "ledger.db"), keep_days=2)
+    assert store.forget() == 1
+    await asyncio.to_thread(store.close)
+    arguments = ["usage", "--since", "15d", "--csv", "--url", front.url, "--api-key", ADMIN]
+    done = await asyncio.to_thread(CliRunner().invoke, make_app(["usage"]), arguments)
+    assert re.match(r"since [-0-9]+ \d\d:00 UTC: before [-0-9]+ whole hours are kept\n", done.stderr)
+    assert done.stdout.splitlines()[1] == "acme,1,100,50,20,5"
+    recent = await asyncio.to_thread(
+        CliRunner().invoke, make_app(["usage"]), ["usage", "--since", "1d", *arguments[3:]]
+    )
+    assert recent.stderr == ""

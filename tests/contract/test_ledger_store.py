@@ -65,7 +65,7 @@ def test_a_row_is_written_once(ledger_at: Where) -> None:
     again.write(replace(ROW, request_id="r1"))
     again.close()
     assert rows(ledger_at) == ["r1", "r2"]
-    assert store.outcomes == {"written": 4, "dropped": 0, "recovered": 0}
+    assert store.outcomes == {"written": 4, "dropped": 0, "recovered": 0, "deleted": 0}
     found = summed(ledger_at, since_s=int(ROW.at_s), until_s=int(ROW.at_s) + 3600)
     assert [row.requests for row in found] == [2], "the sums count it once, too"
 
@@ -301,6 +301,29 @@ def test_a_process_that_was_only_frozen_replaces_what_was_counted_for_it(ledger_
         found = summed(ledger_at, since_s=start_s, until_s=start_s + width_s, by=("outcome",))
         shown = {row.group["outcome"]: (row.requests, row.output_tokens, row.input_tokens) for row in found}
         assert shown == {"ok": (1, 30, 100), "gateway_lost": (1, 20, 100)}
+
+
+def test_a_bug_of_ours_costs_no_row_but_the_one_it_is_in(
+    ledger_at: Where, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_all = LedgerStore._write_all
+
+    def buggy(store: LedgerStore, transaction: Any, rows: Any, ended: Any) -> None:
+        if any(row.request_id == "odd" for row in ended):
+            raise ZeroDivisionError("a bug")
+        write_all(store, transaction, rows, ended)
+
+    monkeypatch.setattr(LedgerStore, "_write_all", buggy)
+    store = store_at(ledger_at)
+    for name in ("before", "odd", "after"):
+        store.write(replace(ROW, request_id=name))
+    while store.outcomes["dropped"] < 1:
+        time.sleep(0.001)
+    store.write(replace(ROW, request_id="later"))
+    store.close()
+    assert rows(ledger_at) == ["after", "before", "later"]
+    assert "ZeroDivisionError: a bug" in caplog.text
+    assert store.outcomes["dropped"] == 1
 
 
 @pytest.mark.parametrize(

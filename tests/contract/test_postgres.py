@@ -77,6 +77,12 @@ def test_a_server_that_is_not_there_is_named_without_its_password(tmp_path: Path
     assert shown("postgresql://u:secret@h:5432/x?password=secret") == "postgresql://u@h:5432/x"
 
 
+def test_a_server_that_is_too_old_is_named_with_its_version(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.database.postgres.LEAST_VERSION", 99)
+    with pytest.raises(Misconfigured, match=r"router\.database: postgresql://.* is PostgreSQL \d\d: give 99 or later"):
+        PostgresDatabase(postgres_url, "batches", prepare)
+
+
 def test_without_the_package_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(Misconfigured, match=r"\.venv/bin/pip install -e '\.\[postgres\]'"):
