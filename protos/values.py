@@ -462,11 +462,19 @@ class Hello(Value, frozen=True, kw_only=True):
     next_seq: int = 0
 
 
+class ModelDigests(Value, frozen=True, kw_only=True):
+    """Of a model's files (`protos.model_files.digests`); "" where they are not known."""
+
+    weights: str = ""
+    tokenizer: str = ""
+    template: str = ""
+
+
 class WorkerInfo(Value, frozen=True, kw_only=True):
     """What a worker reports of itself at the handshake. `address` is host:port of its gRPC service. One that
     `reads_further` takes several messages in one. `process_id` is its rank 0's, on its host. `weights` names the
     encoding of its weights and their bits. `revision` names model and settings after a roll, "" before the first;
-    `model_path` is where the worker read the model."""
+    `model_path` is where the worker read the model, `digests` are of its files."""
 
     worker_id: str
     incarnation: int
@@ -485,6 +493,7 @@ class WorkerInfo(Value, frozen=True, kw_only=True):
     adapters: tuple[Adapter, ...] = ()
     revision: str = ""
     model_path: str = ""
+    digests: ModelDigests = ModelDigests()
 
 
 class TicketStats(Value, frozen=True, kw_only=True):

@@ -58,6 +58,7 @@ _MESSAGES: dict[type, type[Message]] = {
     values.AdapterList: worker_pb2.AdapterList,
     values.StepMessage: worker_pb2.FromWorker,
     values.Hello: worker_pb2.Hello,
+    values.ModelDigests: worker_pb2.ModelDigests,
     values.WorkerInfo: worker_pb2.WorkerInfo,
     values.TicketStats: worker_pb2.TicketStats,
     values.LaneStats: worker_pb2.LaneStats,

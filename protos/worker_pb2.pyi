@@ -827,6 +827,7 @@ class WorkerInfo(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     MODEL_PATH_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     role: _builtins.str
@@ -854,6 +855,10 @@ class WorkerInfo(_message.Message):
     def lane(self) -> _kv_pb2.LaneAddress: ...
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]: ...
+    @_builtins.property
+    def digests(self) -> Global___ModelDigests:
+        """of the files there"""
+
     def __init__(
         self,
         *,
@@ -874,14 +879,42 @@ class WorkerInfo(_message.Message):
         adapters: _abc.Iterable[Global___Adapter] | None = ...,
         revision: _builtins.str = ...,
         model_path: _builtins.str = ...,
+        digests: Global___ModelDigests | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lane", b"lane", "layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "lane", b"lane", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "device", b"device", "incarnation", b"incarnation", "lane", b"lane", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "model_path", b"model_path", "num_blocks", b"num_blocks", "process_id", b"process_id", "reads_further", b"reads_further", "revision", b"revision", "role", b"role", "vocab_size", b"vocab_size", "weights", b"weights", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "device", b"device", "digests", b"digests", "incarnation", b"incarnation", "lane", b"lane", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "model_path", b"model_path", "num_blocks", b"num_blocks", "process_id", b"process_id", "reads_further", b"reads_further", "revision", b"revision", "role", b"role", "vocab_size", b"vocab_size", "weights", b"weights", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
+
+@_typing.final
+class ModelDigests(_message.Message):
+    """Empty: not known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FIELD_NUMBER: _builtins.int
+    TEMPLATE_FIELD_NUMBER: _builtins.int
+    weights: _builtins.str
+    tokenizer: _builtins.str
+    template: _builtins.str
+    def __init__(
+        self,
+        *,
+        weights: _builtins.str = ...,
+        tokenizer: _builtins.str = ...,
+        template: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["template", b"template", "tokenizer", b"tokenizer", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelDigests: _TypeAlias = ModelDigests  # noqa: Y015
 
 @_typing.final
 class Adapter(_message.Message):

@@ -19,12 +19,14 @@ from starlette.routing import Route
 from router.admin import replies as admin
 from router.admin.adapters import AdapterBody, AdapterOrderReply, AdaptersReply
 from router.admin.capacity import CapacityBody
+from router.admin.kv import MIN_TIMEOUT_S
 from router.admin.ledger_replies import ChargePageReply, CostsReply, UsagePageReply, VectorUsagePageReply
 from router.admin.requests import DEFAULT_COUNT, MAX_COUNT
 from router.anthropic import replies as anthropic
 from router.anthropic.schema import MessagesBody, PromptBody
 from router.batches.operations import BATCH_OPERATIONS
 from router.conditions import OF_TOOLS
+from router.dispatch.lane_probe import PROBE_TIMEOUT_S
 from router.http.body import MAX_TTFT_MS
 from router.http.size_limits import MAX_PIECES
 from router.http.validation import bounds
@@ -211,6 +213,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
             query_parameter("source", {"type": "string"}, required=True),
             query_parameter("destination", {"type": "string"}, required=True),
             query_parameter("num_tokens", {"type": "integer", "minimum": 1, "maximum": 10**6, "default": 64}),
+            query_parameter("timeout_s", {"type": "number", "minimum": MIN_TIMEOUT_S, "maximum": PROBE_TIMEOUT_S}),
         ),
     ),
     ("get", "/admin/kv"): Operation(summary="Every ticket and lane", reply=admin.KVReply, errors=_ADMIN),

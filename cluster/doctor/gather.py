@@ -13,7 +13,6 @@ import resource
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import quote
@@ -31,27 +30,36 @@ from cluster.doctor.examination import (
     RedisFacts,
     View,
 )
-from protos.errors import BatonError, Overloaded
+from protos.errors import BatonError, DeadlineExceeded, Overloaded
+from router.dispatch.lane_probe import PROBE_TIMEOUT_S
 from router.prefix.redis_url import TROUBLES, close, parse
 
-BUDGET_S = 8.0  # for all lanes together
+TOTAL_S = 14.0
+"""For the whole examination."""
 SIZES = (64, 512, 4096)  # tokens of a prompt, as far as the model's context allows
-PROBE_S = 15.0  # longer than the gateway takes to compute and to move a prompt, or to give up
+FAIR_S = 8.0
+"""KV that has not arrived in less time says nothing about its lane."""
+LEAST_S = 1.0
+"""With less left, no probe is begun."""
+ANSWER_S = 0.3
+"""Of what is left, for the gateway's answer."""
+STATUS_S, REDIS_S, PORTS_S = 4.0, 2.0, 3.0
 CONNECT_S = 1.0
-MAX_CONNECTS = 128  # at a time
+MAX_CONNECTS = 512  # at a time
 NUM_PINGS = 5
 _EXPIRY = re.compile(r'^baton_certificate_expiry_timestamp_seconds\{use="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
 def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = True) -> Examination:
     """Takes less than 15 seconds. Raises Misconfigured for a URL that is none."""
+    ends_s = time.monotonic() + TOTAL_S
     host, redis = _host(), asyncio.run(_redis(redis_url)) if redis_url else None
     facts: dict[str, Any] = {"url": url, "now_s": time.time(), "host": host, "redis": redis}
     with open_client(url, api_key) as client:
         try:
-            answer = client.get("/admin/status")
+            answer = client.get("/admin/status", timeout=STATUS_S)
             ahead_s = _ahead_s(answer)
-            metrics = client.get("/metrics")
+            metrics = client.get("/metrics", timeout=STATUS_S)
         except httpx.HTTPError as error:
             name = "Hostname mismatch" in str(error) or "IP address mismatch" in str(error)
             return Examination(
@@ -64,9 +72,10 @@ def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = 
         if "workers" not in status:
             return Examination(**facts, no_answer=f"{url} answers, and not as a gateway: /admin/status is no report")
         ends = {use: float(at) for use, at in _EXPIRY.findall(metrics.text)}
-        found, unprobed = _probes(client, status) if probes else ((), 0)
+        closed = asyncio.run(_closed(status))
+        found, unprobed = _probes(client, status, ends_s) if probes else ((), 0)
     return Examination(
-        **facts, clock_ahead_s=ahead_s, status=status, certificates=ends, closed=tuple(_closed(status)),
+        **facts, clock_ahead_s=ahead_s, status=status, certificates=ends, closed=closed,
         probes=found, unprobed=unprobed,
     )  # fmt: skip
 
@@ -109,13 +118,16 @@ async def _redis(url: str) -> RedisFacts:
     where = parse(url, setting="--redis")
     client: Any = where.client(timeout_s=CONNECT_S)
     try:
-        trips = []
-        for _ in range(NUM_PINGS):
-            began = time.monotonic()
-            await client.ping()
-            trips.append(time.monotonic() - began)
-        info = await client.info("server")
-        policy = await _policy(client)
+        async with asyncio.timeout(REDIS_S):
+            trips = []
+            for _ in range(NUM_PINGS):
+                began = time.monotonic()
+                await client.ping()
+                trips.append(time.monotonic() - began)
+            info = await client.info("server")
+            policy = await _policy(client)
+    except TimeoutError:
+        return RedisFacts(url=where.shown, error=f"it has not answered in {REDIS_S:g} s")
     except TROUBLES as error:
         return RedisFacts(url=where.shown, error=str(error) or repr(error))
     finally:
@@ -133,21 +145,35 @@ async def _policy(client: Any) -> str:
         return ""
 
 
-def _closed(status: View) -> Iterator[ClosedPort]:
-    """The closed ones among `_ports`, all tried at once: each that drops packets takes `CONNECT_S`."""
-    ports = list(_ports(status))
-    with ThreadPoolExecutor(max_workers=min(MAX_CONNECTS, len(ports) or 1)) as threads:
-        for (what, address), error in zip(ports, threads.map(_connect_error, [at for _, at in ports]), strict=True):
-            if error:
-                yield ClosedPort(what=what, address=address, error=error)
+async def _closed(status: View) -> Sequence[ClosedPort]:
+    """The closed ones among `_ports`, `MAX_CONNECTS` tried at once: each that drops packets takes `CONNECT_S`. Those
+    for which `PORTS_S` are not enough are left out."""
+    room = asyncio.Semaphore(MAX_CONNECTS)
+
+    async def tried(what: str, address: str) -> ClosedPort | None:
+        async with room:
+            error = await _connect_error(address)
+        return ClosedPort(what=what, address=address, error=error) if error else None
+
+    tasks = [asyncio.create_task(tried(*port)) for port in _ports(status)]
+    if not tasks:
+        return ()
+    done, late = await asyncio.wait(tasks, timeout=PORTS_S)
+    for task in late:
+        task.cancel()
+    return tuple(found for task in tasks if task in done and (found := task.result()) is not None)
 
 
-def _connect_error(address: str) -> str:
+async def _connect_error(address: str) -> str:
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except TimeoutError:
+        return "timed out"
     except OSError as error:
         return error.strerror or str(error)
+    writer.close()
     return ""
 
 
@@ -162,24 +188,20 @@ def _ports(status: View) -> Iterator[tuple[str, str]]:
         yield f"lanes of {name}", f"{lane['host']}:{lane['port']}"
 
 
-def _probes(client: httpx.Client, status: View) -> tuple[Sequence[LaneProbe], int]:
+def _probes(client: httpx.Client, status: View, ends_s: float) -> tuple[Sequence[LaneProbe], int]:
     """Probes every pair that KV takes, as far as the time allows: prefill to decode, or between all of one pool."""
     ready = [one for one in status["workers"] if one["state"] == "ready" and one["info"] is not None]
     sources = [one for one in ready if one["info"]["role"] == "prefill"] or ready
     others = [one for one in ready if one["info"]["role"] != "prefill"]
     pairs = [(a, b) for a in sources for b in others if a is not b]
-    deadline, found = time.monotonic() + BUDGET_S, list[LaneProbe]()
-    for source, destination in pairs:
-        if time.monotonic() > deadline:
-            break
-        if (probe := _probe(client, source, destination, deadline)) is not None:
-            found.append(probe)
+    found = [probe for pair in pairs if (probe := _probe(client, *pair, ends_s)) is not None]
     return tuple(found), len(pairs) - len(found)
 
 
-def _probe(client: httpx.Client, source: View, destination: View, deadline: float) -> LaneProbe | None:
+def _probe(client: httpx.Client, source: View, destination: View, ends_s: float) -> LaneProbe | None:
     """The first size is moved twice: the first time may open the lane, and compile. Sizes that a slow or busy source
-    does not compute in time say nothing about the lane, and are left out; None if all are."""
+    does not compute in time, or for which too little time is left, say nothing about the lane, and are left out; None
+    if all are."""
     ends = {"source": source["worker_id"], "destination": destination["worker_id"]}
     longest = min(source["info"]["max_model_len"], destination["info"]["max_model_len"]) - 2
     longest = min(longest, (source["load"]["num_free_blocks"] - 2) * source["info"]["layout"]["block_size"])
@@ -187,16 +209,20 @@ def _probe(client: httpx.Client, source: View, destination: View, deadline: floa
     speeds: dict[int, LaneSpeed] = {}
     transport = ""
     for size in (sizes[0], *sizes):
-        if speeds and time.monotonic() > deadline:
+        left_s = ends_s - time.monotonic()
+        if left_s < LEAST_S:
             break
+        timeout_s = min(PROBE_TIMEOUT_S, left_s - ANSWER_S)
         query = f"source={quote(ends['source'])}&destination={quote(ends['destination'])}&num_tokens={size}"
         try:
-            answer = client.post(f"/admin/lanes/probe?{query}", timeout=PROBE_S)
+            answer = client.post(f"/admin/lanes/probe?{query}&timeout_s={timeout_s:.3f}", timeout=left_s)
             if answer.is_error:
                 raise error_of(answer.text, answer.status_code)
         except Overloaded:
             break
         except (httpx.HTTPError, BatonError) as error:
+            if isinstance(error, httpx.TimeoutException | DeadlineExceeded) and timeout_s < FAIR_S:
+                break
             return LaneProbe(**ends, error=str(error) or repr(error), speeds=tuple(speeds.values()))
         reading = _json_of(answer)
         if not reading:

@@ -88,6 +88,30 @@ def _workers(seen: Examination) -> Iterator[Finding]:
                 yield _fault("model-differs", "workers", found, "start all from one model")
 
 
+_DIGESTS = (
+    ("model-differs", "weights", _fault, "give every host the same files, and restart"),
+    ("tokenizer-differs", "tokenizer", _fault, "give every host the same files, and restart"),
+    ("template-differs", "template", _warning, "give every host the same files: gateways render with their own"),
+)
+
+
+def _digests(seen: Examination) -> Iterator[Finding]:
+    """Of the model's files at the gateway and at each worker of a revision. Where one is "", it is not known."""
+    here = seen.status.get("digests", {})
+    for name, part, make, fix in _DIGESTS:
+        for revision in {worker["info"].get("revision", "") for worker in seen.workers if worker["info"]}:
+            owners: dict[str, list[str]] = {}
+            if mine := here.get(revision, {}).get(part):
+                owners[mine] = ["the gateway"]
+            for worker in seen.workers:
+                info = worker["info"] or {}
+                if info.get("revision", "") == revision and (theirs := info.get("digests", {}).get(part)):
+                    owners.setdefault(theirs, []).append(worker["worker_id"])
+            if len(owners) > 1:
+                shown = "; ".join(f"{', '.join(who)}: {digest}" for digest, who in owners.items())
+                yield make(name, part, f"digests of the model's files differ: {shown}", fix)
+
+
 def _fleet(seen: Examination) -> Iterator[Finding]:
     capacity = seen.status.get("capacity")
     for missing in capacity["waiting_for"] if capacity else ():
@@ -175,5 +199,5 @@ def _redis(seen: Examination) -> Iterator[Finding]:
 
 
 RULES: Sequence[Rule] = (
-    _gateway, _certificates, _clock, _workers, _fleet, _ports, _lanes, _probes, _host, _redis,
+    _gateway, _certificates, _clock, _workers, _digests, _fleet, _ports, _lanes, _probes, _host, _redis,
 )  # fmt: skip

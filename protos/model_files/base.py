@@ -33,6 +33,10 @@ class ModelFiles(Protocol):
 
     def text(self, name: str) -> str | None: ...
 
+    def weight_files(self) -> list[Path]:
+        """In their order; empty where only the small files are."""
+        ...
+
     def fingerprint(self) -> str:
         """Changes when the answers may: of the small files and of the weights' sizes, not of the weights."""
         ...

@@ -47,12 +47,15 @@ class FolderFiles:
         except ValueError as error:
             raise BadCheckpoint(f"{path} is not UTF-8 ({error}): download it again") from error
 
+    def weight_files(self) -> list[Path]:
+        return sorted(self.path.glob("*.safetensors"))
+
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=6)
         others = [self.path / name for name in ("tokenizer.model", "tiktoken.model", "merges.txt")]
         for path in (*sorted(self.path.glob("*.json")), *(one for one in others if one.is_file())):
             digest.update(path.read_bytes())
-        for path in sorted(self.path.glob("*.safetensors")):
+        for path in self.weight_files():
             digest.update(f"{path.name} {path.stat().st_size}".encode())
         return digest.hexdigest()
 

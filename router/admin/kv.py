@@ -4,6 +4,7 @@ one lane."""
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import asdict
 
 from starlette.requests import Request
@@ -12,13 +13,15 @@ from starlette.responses import Response
 from protos.errors import InvalidRequest, NotFound, WorkerLost
 from router.admin.door import AdminRoutes
 from router.admin.status import held
-from router.dispatch.lane_probe import probe_lane
+from router.dispatch.lane_probe import PROBE_TIMEOUT_S, probe_lane
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Member
 from router.gateway import Gateway
 from router.http.errors import json_response
 
 MAX_DIGITS = 9
+MIN_TIMEOUT_S = 0.1
+_SECONDS = re.compile(r"[0-9]{1,3}(\.[0-9]{1,20})?")
 SILENT = {"tickets": None, "lanes": None, "tiers": None}
 
 
@@ -46,19 +49,32 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
     @admin.route("/lanes/probe", methods=["POST"])
     async def probe(request: Request) -> Response:
         """Moves KV of `num_tokens` tokens from `source` to `destination`, and compares their answers. 429 `overloaded`
-        if the source does not compute the prompt in time, 504 if its KV does not arrive in time."""
+        if the source does not compute the prompt in time, 504 if its KV does not arrive; `timeout_s` is for both."""
         fleet, asked = gateway.fleet, request.query_params
         if not isinstance(fleet, Fleet):
             raise NotFound("this gateway has no lanes")
         num_tokens = asked.get("num_tokens", "64")
         if not num_tokens.isdecimal() or len(num_tokens) > MAX_DIGITS or not int(num_tokens):
             raise InvalidRequest(f"num_tokens={num_tokens[:40]}: give a whole number above 0", param="num_tokens")
+        timeout_s = _timeout_s(asked.get("timeout_s"))
         source, destination = (_member(fleet, name, asked.get(name, "")) for name in ("source", "destination"))
         ends = source.worker_id, destination.worker_id
         _, before_s = await _lane(fleet, *ends)
-        reading = await probe_lane(source, destination, int(num_tokens), gateway_id=fleet.gateway_id)
+        reading = await probe_lane(
+            source, destination, int(num_tokens), gateway_id=fleet.gateway_id, timeout_s=timeout_s
+        )
         transport, busy_s = await _lane(fleet, *ends)
         return json_response(asdict(reading) | {"transport": transport, "lane_s": max(0.0, busy_s - before_s)})
+
+
+def _timeout_s(given: str | None) -> float:
+    """Raises InvalidRequest."""
+    if given is None:
+        return PROBE_TIMEOUT_S
+    if not _SECONDS.fullmatch(given) or not MIN_TIMEOUT_S <= float(given) <= PROBE_TIMEOUT_S:
+        problem = f"timeout_s={given[:40]}: give {MIN_TIMEOUT_S:g} to {PROBE_TIMEOUT_S:g} seconds"
+        raise InvalidRequest(problem, param="timeout_s")
+    return float(given)
 
 
 def _member(fleet: Fleet, param: str, worker_id: str) -> Member:

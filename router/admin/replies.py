@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from protos.values import LaneStats, Profile, TicketStats, TierStats, WorkerRole
+from protos.values import LaneStats, ModelDigests, Profile, TicketStats, TierStats, WorkerRole
 from router.fleet.worker import WorkerStatus
 from router.fleet_owner import ChangeState, DesiredFleet, FleetChange, OrderKind, RollProgress
 from router.openai.responses import Reply
@@ -48,9 +48,10 @@ class StatusReply(Reply):
 
     `kv` is null for a worker that does not answer in time, `capacity` for an owner of the fleet that does not.
     `processes`: the gateway's processes; empty if it is one process. `asleep`: what a request waits for while the fleet
-    has no workers; "" while it is awake."""
+    has no workers; "" while it is awake. `digests`: of the model's files as the gateway reads them, by revision."""
 
     model: str
+    digests: dict[str, ModelDigests]
     models: list[str]
     ready: bool
     degraded: str

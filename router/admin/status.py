@@ -32,6 +32,8 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
             "model": gateway.card.name, "ready": gateway.ready(), "reason": not_ready(gateway),
             "models": [one.card.name for one in gateway.each], "asleep": gateway.fleet.asleep(),
         }  # fmt: skip
+        cards = gateway.revisions.cards if gateway.revisions is not None else {"": gateway.card}
+        summary["digests"] = {revision: card.digests for revision, card in cards.items()}
         workers = gateway.fleet.status()
         summary["degraded"] = degraded(gateway)
         replies = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))

@@ -30,6 +30,7 @@ from router.fleet.worker import Member
 
 COMPUTE_TIMEOUT_S = 4.0
 MOVE_TIMEOUT_S = 8.0
+PROBE_TIMEOUT_S = COMPUTE_TIMEOUT_S + MOVE_TIMEOUT_S
 LEASE_S = 10.0
 NUM_TOP = 5
 TOLERANCE = 0.1
@@ -48,10 +49,12 @@ class LaneReading:
     same: bool
 
 
-async def probe_lane(source: Member, destination: Member, num_tokens: int, *, gateway_id: str) -> LaneReading:
-    """Raises InvalidRequest for a prompt that is too long, Overloaded if the source does not compute it in time,
-    DeadlineExceeded if its KV does not arrive in time, WorkerLost, TransferFailed if the KV was not used, and the
-    workers' own errors, such as NoRoom."""
+async def probe_lane(
+    source: Member, destination: Member, num_tokens: int, *, gateway_id: str, timeout_s: float = PROBE_TIMEOUT_S
+) -> LaneReading:
+    """Takes `timeout_s` at most. Raises InvalidRequest for a prompt that is too long, Overloaded if the source does not
+    compute it in time, DeadlineExceeded if its KV does not arrive in time, WorkerLost, TransferFailed if the KV was not
+    used, and the workers' own errors, such as NoRoom."""
     info, peer = _info(source), _info(destination)
     block = max(info.layout.block_size, peer.layout.block_size)
     num_tokens = max(block, num_tokens // block * block)
@@ -61,20 +64,22 @@ async def probe_lane(source: Member, destination: Member, num_tokens: int, *, ga
     prompt = tuple(random.choices(range(min(info.vocab_size, peer.vocab_size)), k=num_tokens + 1))
     name = f"probe-{uuid.uuid4().hex}"
     began = loop_time()
+    compute_timeout_s = min(COMPUTE_TIMEOUT_S, timeout_s)
     try:
-        async with asyncio.timeout(COMPUTE_TIMEOUT_S):
+        async with asyncio.timeout(compute_timeout_s):
             computed = await _answer(source, _request(f"{name}-source", prompt))
     except TimeoutError:
         raise Overloaded(
-            f"{source.worker_id} has not computed {num_tokens} tokens in {COMPUTE_TIMEOUT_S:.0f} s: it is slow, or busy"
+            f"{source.worker_id} has not computed {num_tokens} tokens in {compute_timeout_s:g} s: it is slow, or busy"
         ) from None
     computed_s = loop_time() - began
+    move_timeout_s = min(MOVE_TIMEOUT_S, timeout_s - computed_s)
     reservation = ReserveRequest(
         request_id=f"{name}/pull", prompt_ids=prompt[:num_tokens], lease_s=LEASE_S, source=info.lane,
         source_layout=info.layout, gateway_id=gateway_id,
     )  # fmt: skip
     try:
-        async with asyncio.timeout(MOVE_TIMEOUT_S):
+        async with asyncio.timeout(move_timeout_s):
             ticket = await destination.reserve(reservation)
             hashes = tuple(chain_hashes(prompt[:num_tokens], info.layout.block_size))
             began = loop_time()
@@ -85,7 +90,7 @@ async def probe_lane(source: Member, destination: Member, num_tokens: int, *, ga
     except TimeoutError:
         raise DeadlineExceeded(
             f"KV of {num_tokens} tokens from {source.worker_id} has not arrived at {destination.worker_id} in "
-            f"{MOVE_TIMEOUT_S:.0f} s"
+            f"{move_timeout_s:.1f} s"
         ) from None
     finally:
         for one in (source, destination):

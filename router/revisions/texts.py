@@ -74,6 +74,11 @@ class RevisionTexts:
         self._begin = begin
         revisions.open_texts = self.open
 
+    @property
+    def cards(self) -> Mapping[str, ModelCard]:
+        """Of every revision that the fleet has had."""
+        return {revision: texts.card for revision, texts in self._known.items()}
+
     def current(self) -> ModelTexts | None:
         """The texts of a request that begins now; None for those of the first revision."""
         revision = self._begin()

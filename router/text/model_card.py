@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
 from protos.errors import BadCheckpoint
 from protos.model_files.base import ModelFiles
+from protos.model_files.digests import read_digests
+from protos.values import ModelDigests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +20,7 @@ class ModelCard:
     settings after a roll, "" before the first.
 
     `temperature` to `repetition_penalty` are the defaults of requests (generation_config.json). `fingerprint` is of the
-    model's files. `vector_size`: numbers in an embedding, 0 if config.json does not tell.
+    model's files, and so are `digests`. `vector_size`: numbers in an embedding, 0 if config.json does not tell.
     """
 
     name: str
@@ -36,6 +38,7 @@ class ModelCard:
     parent: str | None = None
     revision: str = ""
     vector_size: int = 0
+    digests: ModelDigests = field(default_factory=ModelDigests)
 
     @classmethod
     def load(cls, files: ModelFiles, name: str, *, max_model_len: int | None = None) -> ModelCard:
@@ -57,6 +60,7 @@ class ModelCard:
             eos_token_ids=_ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id")),
             fingerprint=f"fp_{files.fingerprint()}",
             created=files.created_s,
+            digests=read_digests(files),
             vector_size=size if isinstance(size := config.get("hidden_size"), int) else 0,
             **given,
         )

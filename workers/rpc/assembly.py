@@ -16,6 +16,8 @@ from kvtransfer.config import LaneConfig
 from kvtransfer.hashing import fastest
 from kvtransfer.registry import transport
 from kvtransfer.transports.rendezvous.store import RendezvousStore
+from protos.model_files.digests import read_digests
+from protos.model_files.opening import open_model
 from protos.values import LaneAddress, WorkerInfo, WorkerRole
 from workers.adapters.names import parse_adapters
 from workers.build import LoadedRank, build_engine, device_of, follow_rank0, make_transfer, open_rank
@@ -139,4 +141,5 @@ def _info(
         adapters=adapters.served.adapters if adapters is not None else (),
         revision=config.revision,
         model_path=config.model,
+        digests=read_digests(open_model(config.model)),
     )

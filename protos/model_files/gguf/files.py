@@ -54,6 +54,9 @@ class GGUFFiles:
             return None
         return tokenizer_of(self.gguf, self._vocabulary)
 
+    def weight_files(self) -> list[Path]:
+        return list(self.gguf.paths)
+
     def fingerprint(self) -> str:
         return self.gguf.fingerprint()
 

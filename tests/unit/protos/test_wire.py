@@ -50,6 +50,7 @@ LOAD = values.WorkerLoad(
     step=3, num_running=2, num_blocks=10, draining=True, lanes=(LANES,), host=HOST, speculation=DRAFTS
 )
 ADAPTER = values.Adapter(adapter_id="ab" * 16, name="sql", path="/adapters/sql", rank=8, num_bytes=4096)
+DIGESTS = values.ModelDigests(weights="ab", tokenizer="cd", template="ef")
 INFO = values.WorkerInfo(
     worker_id="decode-0",
     incarnation=7,
@@ -61,6 +62,7 @@ INFO = values.WorkerInfo(
     max_model_len=2048,
     vocab_size=4096,
     adapters=(ADAPTER,),
+    digests=DIGESTS,
 )
 HASHES = (bytes(range(16)), bytes(range(16, 32)))
 EVENTS = values.KVEvents(
@@ -129,6 +131,7 @@ SAMPLES = [
     values.StepMessage(updates=UPDATES, events=(EVENTS,), load=LOAD),
     values.StepMessage(),
     ADAPTER,
+    DIGESTS,
     values.AdapterList(),
     values.StepMessage(adapters=values.AdapterList(adapters=(ADAPTER,))),
     values.StepMessage(adapters=values.AdapterList()),

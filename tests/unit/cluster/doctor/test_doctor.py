@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ from redis.exceptions import ResponseError
 from typer.testing import CliRunner
 
 from cluster.cli.main import make_app
+from cluster.doctor import gather
 from cluster.doctor.examination import (
     ClosedPort,
     Examination,
@@ -176,23 +177,25 @@ def test_a_probe_that_is_answered_with_a_page_is_silent() -> None:
     )  # fmt: skip
     pages = httpx.MockTransport(lambda _: httpx.Response(200, text="<html>"))
     with httpx.Client(transport=pages, base_url="http://other") as client:
-        probe = _probe(client, source, destination, 0.0)
+        probe = _probe(client, source, destination, time.monotonic() + 10.0)
     assert probe is not None
     assert probe.error == "the gateway's answer is not JSON"
 
 
-def test_ports_are_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    together = threading.Barrier(4, timeout=10.0)
+async def test_ports_are_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = asyncio.Barrier(4)
 
-    def silent(*_: object, **__: object) -> None:
-        together.wait()
-        raise TimeoutError("timed out")
+    async def silent(*_: object) -> None:
+        await together.wait()
+        raise TimeoutError
 
-    monkeypatch.setattr("cluster.doctor.gather.socket.create_connection", silent)
+    monkeypatch.setattr("cluster.doctor.gather.asyncio.open_connection", silent)
     status = copy.deepcopy(STATUS)
     for number, one in enumerate(status["workers"]):
         one["info"]["lane"] = {"host": "10.0.0.1", "port": number}
-    assert [one.what for one in _closed(status)] == ["p0", "lanes of p0", "d0", "lanes of d0"]
+    closed = await _closed(status)
+    assert {one.error for one in closed} == {"timed out"}
+    assert [one.what for one in closed] == ["p0", "lanes of p0", "d0", "lanes of d0"]
 
 
 async def test_a_redis_that_refuses_config_is_reached() -> None:
@@ -220,7 +223,7 @@ async def test_a_cluster_is_examined_and_its_lanes_are_proved(cluster: Cluster) 
         assert [(one.name, one.error) for one in seen.probes] == [("p0 to d0", "")]
         assert seen.probes[0].speeds[0].same
         refused = await client.post("/admin/lanes/probe?source=p0&destination=nobody")
-        assert refused.status_code == 503
+        assert (refused.status_code, refused.json()["error"]["param"]) == (404, "destination")
         assert (await client.post("/admin/lanes/probe?num_tokens=0")).status_code == 400
 
         cluster["d0"].token = lambda request, index: 7  # type: ignore[method-assign]
@@ -250,6 +253,29 @@ async def test_kv_that_does_not_arrive_is_a_fault(cluster: Cluster, monkeypatch:
         seen = await asyncio.to_thread(examine, str(client.base_url))
     [silent] = [one for one in findings(seen) if one.name == "lane-silent"]
     assert "from p0 has not arrived at d0" in silent.text
+
+
+async def test_a_lane_for_which_little_time_is_left_is_left_out(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The doctor's own deadline ends the probe at the gateway: the lane is not called silent for it."""
+    monkeypatch.setattr(gather, "TOTAL_S", 1.8)
+    cluster["d0"].pause_after = 0
+    async with operating(cluster) as (client, _):
+        began = time.monotonic()
+        seen = await asyncio.to_thread(examine, str(client.base_url))
+        assert time.monotonic() - began < lane_probe.MOVE_TIMEOUT_S, "it did not wait for the gateway's own limits"
+    assert (seen.probes, seen.unprobed) == ((), 1)
+    assert "lane-silent" not in [one.name for one in findings(seen)]
+
+
+@pytest.mark.parametrize("timeout_s", ["0", "13", "nan", "x"])
+async def test_a_probes_time_has_bounds(cluster: Cluster, timeout_s: str) -> None:
+    async with operating(cluster) as (client, _):
+        query = f"source=p0&destination=d0&timeout_s={timeout_s}"
+        answer = await client.post(f"/admin/lanes/probe?{query}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == f"timeout_s={timeout_s}: give 0.1 to 12 seconds"
 
 
 def test_who_cannot_be_reached_is_a_fault() -> None:

@@ -1,0 +1,68 @@
+"""Digests of a model's files, by which processes on several hosts know that they read the same model.
+
+weights      config.json, and of each file with weights its name, its size and SAMPLES pieces: a whole checkpoint
+             takes minutes to read, and another training changes all of it
+tokenizer    the files that turn text into tokens
+template     the chat template
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from protos.model_files.base import ModelFiles
+from protos.values import ModelDigests
+
+SAMPLES, SAMPLE_BYTES = 16, 4096
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "merges.txt", "vocab.json", "added_tokens.json")
+
+
+def read_digests(files: ModelFiles) -> ModelDigests:
+    """ "" for a part that is not there. Raises BadCheckpoint."""
+    return ModelDigests(weights=_weights(files), tokenizer=_tokenizer(files), template=_digest(template_sources(files)))
+
+
+def template_sources(files: ModelFiles) -> list[bytes]:
+    """Wherever a chat template may be."""
+    places = [files.json(name) or {} for name in ("tokenizer_config.json", "chat_template.json")]
+    found: list[Any] = [files.text("chat_template.jinja"), *(place.get("chat_template") for place in places)]
+    return [json.dumps(one, sort_keys=True).encode() for one in found if one]
+
+
+def _weights(files: ModelFiles) -> str:
+    if not (paths := files.weight_files()):
+        return ""
+    config = json.dumps(dict(files.json("config.json") or {}), sort_keys=True, default=str)
+    return _digest([config.encode(), *(piece for path in paths for piece in _sampled(path))])
+
+
+def _sampled(path: Path) -> Iterable[bytes]:
+    size = path.stat().st_size
+    yield f"{path.name} {size}".encode()
+    with path.open("rb", buffering=0) as file:
+        for number in range(SAMPLES):
+            file.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+            yield file.read(SAMPLE_BYTES)
+
+
+def _tokenizer(files: ModelFiles) -> str:
+    """Of a GGUF file its header, which has the vocabulary."""
+    if files.path.is_file():
+        return files.fingerprint()
+    config = dict(files.json("tokenizer_config.json") or {})
+    config.pop("chat_template", None)
+    paths = [path for name in TOKENIZERS if (path := files.path / name).is_file()]
+    return _digest([json.dumps(config, sort_keys=True).encode(), *(path.read_bytes() for path in paths)])
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest, is_empty = hashlib.blake2b(digest_size=8), True
+    for part in parts:
+        digest.update(len(part).to_bytes(8))
+        digest.update(part)
+        is_empty = False
+    return "" if is_empty else digest.hexdigest()
