@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +13,8 @@ import jsonschema
 import openai
 import pytest
 
+from cluster.doctor.gather import examine
+from cluster.doctor.rules import findings
 from protos import inference_pb2, inference_pb2_grpc
 from tests.cluster.deployed import LONG, Deployed
 
@@ -103,3 +106,15 @@ def test_the_grpc_service_answers_too(up: Deployed) -> None:
             model="demo", text=LONG, sampling=inference_pb2.Sampling(temperature=0.0, max_tokens=24)
         )
         assert stub.Complete(asked, timeout=60).choices[0].text == up.text(LONG)
+
+
+def test_the_doctor_finds_nothing(up: Deployed) -> None:
+    """BATON_DOCTOR_RUNS=20 examines it as often."""
+    for _ in range(int(os.environ.get("BATON_DOCTOR_RUNS", "1"))):
+        seen = examine(up.url)
+        assert findings(seen) == []
+        [probe] = seen.probes
+        assert (probe.name, probe.error) == ("prefill-0 to decode-0", "")
+        digests = [seen.status["digests"][""], *(worker["info"]["digests"] for worker in seen.workers)]
+        assert digests == [digests[0]] * 3
+        assert all(digests[0].values())
