@@ -36,6 +36,7 @@ _NAMES = ", ".join(_KINDS)
 _MARKS = ", ".join("?" * len(_KINDS))
 _REPLACED = ", ".join(f"{name} = excluded.{name}" for name in _KINDS)
 _KEY = ", ".join(("at_s", *GROUPS))
+_KEY_PLACES = ", ".join(map(str, range(1, 2 + len(GROUPS))))
 
 
 def ledger_database(where: Path | str) -> Database:
@@ -94,8 +95,8 @@ def _rowid(transaction: Transaction) -> str:
 
 
 def _prepare_sums(transaction: Transaction, table: str, width_s: int) -> None:
-    """A table of sums that is missing, or has other columns, is made from the requests that are there; sums of those
-    that are deleted are kept."""
+    """A table of sums that is missing, or has other columns, is made from the requests that are there; sums of the time
+    before `rows_from_s`, of which some or all requests are deleted, are kept."""
     known, needed = transaction.columns(table), {"at_s", *GROUPS, "requests", *SUMMED}
     if known != needed:
         if known:
@@ -113,7 +114,7 @@ def _prepare_sums(transaction: Transaction, table: str, width_s: int) -> None:
             f"INSERT INTO {table} ({_KEY}, requests, {', '.join(SUMMED)}) "
             f"SELECT {_begin(transaction, 'at_s', width_s)}, {', '.join(GROUPS)}, count(*), "
             f"{', '.join(f'sum({name})' for name in SUMMED)} FROM requests "
-            f"GROUP BY {', '.join(map(str, range(1, 2 + len(GROUPS))))}"
+            f"{'WHERE at_s >= (SELECT rows_from_s FROM retention) ' if known else ''}GROUP BY {_KEY_PLACES}"
         )
         if known:
             _restore_sums(transaction, table, known & needed)
@@ -122,11 +123,12 @@ def _prepare_sums(transaction: Transaction, table: str, width_s: int) -> None:
 
 
 def _restore_sums(transaction: Transaction, table: str, known: set[str]) -> None:
-    """What later versions have added is nothing in them."""
-    values = [name if name in known else _nothing(name) for name in (*GROUPS, "requests", *SUMMED)]
+    """What a later version has added is nothing in them; groups that it has not become one."""
+    groups = [name if name in known else _nothing(name) for name in GROUPS]
+    summed = [f"sum({name if name in known else _nothing(name)})" for name in ("requests", *SUMMED)]
     transaction.run(
-        f"INSERT INTO {table} ({_KEY}, requests, {', '.join(SUMMED)}) SELECT at_s, {', '.join(values)} "
-        f"FROM kept_{table}"
+        f"INSERT INTO {table} ({_KEY}, requests, {', '.join(SUMMED)}) SELECT at_s, {', '.join((*groups, *summed))} "
+        f"FROM kept_{table} GROUP BY {_KEY_PLACES}"
     )
     transaction.run(f"DROP TABLE kept_{table}")
 

@@ -124,16 +124,22 @@ def test_nothing_is_deleted_where_rows_are_kept_for_ever(ledger: Where) -> None:
     assert count(ledger, "requests") == NUM_DAYS * 48
 
 
-def test_a_later_version_keeps_the_sums_of_deleted_rows(ledger: Where) -> None:
-    """One with columns that this database has not."""
-    before = reports(ledger)
-    forget(ledger)
-    with closing(ledger_database(ledger)) as database, database.writing() as transaction:
+def change_sums(where: Where, change: str) -> None:
+    """As another version would have them."""
+    with closing(ledger_database(where)) as database, database.writing() as transaction:
         for table in ("days", "hours"):
             on = " ON requests" if transaction.dialect == "postgres" else ""
             for trigger in (f"count_{table}", f"move_{table}"):
                 transaction.run(f"DROP TRIGGER {trigger}{on}")
-            transaction.run(f"ALTER TABLE {table} DROP COLUMN drafted_tokens")
+            for statement in change.split("; "):
+                transaction.run(statement.format(table=table))
+
+
+def test_a_later_version_keeps_the_sums_of_deleted_rows(ledger: Where) -> None:
+    """One with columns that this database has not."""
+    before = reports(ledger)
+    forget(ledger)
+    change_sums(ledger, "ALTER TABLE {table} DROP COLUMN drafted_tokens")
     assert reports(ledger) == before
     store = LedgerStore(ledger_database(ledger))
     store.write(replace(ROW, request_id="new", at_s=today()))
@@ -141,3 +147,33 @@ def test_a_later_version_keeps_the_sums_of_deleted_rows(ledger: Where) -> None:
     with closing(ledger_database(ledger)) as database:
         [found] = sums(database, since_s=START + NUM_DAYS * DAY, until_s=START + NUM_DAYS * DAY + HOUR)
     assert found.requests == 1
+
+
+def test_a_later_version_may_come_while_rows_are_deleted(ledger: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old rows that are still there are in the sums that are kept."""
+    before = reports(ledger)
+    monkeypatch.setattr(retention, "CHUNK", 10)
+    store = LedgerStore(ledger_database(ledger), today, keep_days=2)
+    assert store.forget()
+    store.close()
+    assert count(ledger, "requests") == NUM_DAYS * 48 - 10
+    change_sums(ledger, "ALTER TABLE {table} DROP COLUMN drafted_tokens")
+    assert reports(ledger) == before
+    assert forget(ledger)
+    assert reports(ledger) == before
+
+
+def test_an_earlier_version_adds_up_the_groups_that_it_has_not(ledger: Where) -> None:
+    """A later one told more of them apart."""
+    before = reports(ledger)
+    forget(ledger)
+    change_sums(
+        ledger,
+        "CREATE TABLE more AS SELECT * FROM {table}; DROP TABLE {table}; "
+        "CREATE TABLE {table} AS SELECT *, 'a' AS region FROM more UNION ALL SELECT *, 'b' AS region FROM more; "
+        "DROP TABLE more",
+    )
+    with closing(ledger_database(ledger)) as database:
+        [found] = sums(database, since_s=START, until_s=START + 5 * HOUR)
+    [once] = before[0][0]
+    assert (found.requests, found.output_tokens) == (2 * once.requests, 2 * once.output_tokens)
