@@ -14,6 +14,7 @@ from protos.errors import BatonError, Misconfigured, Unavailable
 from router.database.database import BUSY_S, Dialect, Prepare, RejectedValue, Row, Transaction
 
 CACHE_KIB = 4096
+RETRY_S = 0.01
 _REJECTED = (
     sqlite3.IntegrityError,
     sqlite3.DataError,
@@ -63,7 +64,8 @@ class SqliteDatabase:
             raise Misconfigured(f"{setting}: {path}: {error}: {refused}", param=setting) from error
         try:
             self._connection.row_factory = sqlite3.Row
-            for pragma in ("journal_mode = WAL", f"synchronous = {synchronous}", f"cache_size = -{CACHE_KIB}"):
+            self._log_ahead()
+            for pragma in (f"synchronous = {synchronous}", f"cache_size = -{CACHE_KIB}"):
                 self._connection.execute(f"PRAGMA {pragma}")
             with self.writing() as transaction:
                 prepare(transaction)
@@ -71,6 +73,18 @@ class SqliteDatabase:
             self.close()
             cause = error.__cause__ or error
             raise Misconfigured(f"{setting}: {path}: {cause}: {refused}", param=setting) from error
+
+    def _log_ahead(self) -> None:
+        """SQLite itself does not wait where another process writes in a file that has no such log yet."""
+        until_s = time.monotonic() + BUSY_S
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until_s:
+                    raise
+                time.sleep(RETRY_S)
 
     def reading(self) -> AbstractContextManager[Transaction]:
         return self._transaction("BEGIN")

@@ -217,5 +217,7 @@ SEEN = (
 SILENT = "SELECT process FROM gateways WHERE seen_s < ?"
 RECOVER = (
     f"INSERT INTO requests ({_NAMES}) SELECT {_NAMES} FROM open_requests WHERE process IN ({SILENT}) "
-    "ON CONFLICT (request_id) DO NOTHING RETURNING request_id"
+    f"ON CONFLICT (request_id) DO UPDATE SET {_REPLACED} WHERE requests.outcome = '{LOST}' "
+    "AND excluded.output_tokens > requests.output_tokens RETURNING request_id"
 )
+"""A process that was only frozen, and was killed later, had come further."""

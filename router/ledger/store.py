@@ -8,14 +8,17 @@
 
 A request is in it once: its id is the key. Requests that a process was answering when it was killed are found among the
 open ones, and are counted as they were noted last. Rows that cannot be written are kept in memory, tried again,
-and counted; beyond `MAX_QUEUED` they are dropped, and counted, too.
+and counted; beyond `MAX_QUEUED` they are dropped, and counted, too. Notes of open requests are not kept meanwhile: a
+later one replaces them.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +38,8 @@ log = logging.getLogger("baton.ledger")
 
 columns_of = attrgetter(*(one.name for one in fields(LedgerRow)))
 """A row as `INSERT_ROW` has it; `astuple` takes 16 us."""
+floats_of = attrgetter(*(one.name for one in fields(LedgerRow) if one.type == "float"))
+"""Databases differ in which of infinity and NaN they have, and a sum with one is lost."""
 MAX_QUEUED = 65_536
 GATHER_S = 0.25
 """Rows of so long are written in one transaction: one of its own would cost a row five times the CPU time."""
@@ -58,24 +63,35 @@ class LedgerStore(Collector):
         self._noted: set[str] = set()  # this process's rows of open_requests; the thread's own
         self._queue: queue.Queue[Written | None] = queue.Queue(MAX_QUEUED)
         self._closing = threading.Event()
+        self._is_closed = False
+        self._is_away = False  # the database, at the last try
+        self._gave_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._thread.start()
 
     def write(self, row: Written) -> None:
         """Never waits and never raises."""
+        if isinstance(row, OpenRequest) and self._is_away:
+            return
         try:
+            if self._is_closed:
+                raise queue.Full
             self._queue.put_nowait(row)
         except queue.Full:
-            self.outcomes["dropped"] += 1
+            self.outcomes["dropped"] += isinstance(row, LedgerRow)
 
     def close(self) -> None:
-        """Returns when all rows are written, or, if they cannot be, after `CLOSE_S`."""
+        """Returns when all rows are written, or, if they cannot be, after `CLOSE_S`. Later ones are dropped."""
+        self._is_closed = True
         self._closing.set()
+        until_s = time.monotonic() + CLOSE_S
         try:
             self._queue.put(None, timeout=CLOSE_S)
         except queue.Full:
+            self._gave_up.set()
             return
-        self._thread.join(CLOSE_S)
+        self._thread.join(until_s - time.monotonic())
+        self._gave_up.set()
         self.database.close()
 
     def collect(self) -> Iterable[Metric]:
@@ -104,8 +120,10 @@ class LedgerStore(Collector):
                 with self.database.writing() as transaction:
                     self._write_all(transaction, rows, ended)
             except Unavailable as error:
+                self._is_away = True
                 log.error("%d rows are not in the ledger yet: %s", len(rows), error)
-                if self._closing.wait(RETRY_S):
+                if self._gave_up.wait(RETRY_S):
+                    log.error("%d rows of requests are lost to the ledger: the gateway has ended", len(ended))
                     self.outcomes["dropped"] += len(ended)
                     return
             except Exception as error:
@@ -116,14 +134,18 @@ class LedgerStore(Collector):
                 is_told = isinstance(error, RejectedValue)  # anything else is a bug of ours
                 text = "a row that the ledger cannot hold is dropped: %s: %r"
                 log.error(text, error, rows[0], exc_info=None if is_told else error)
-                self.outcomes["dropped"] += 1
+                self.outcomes["dropped"] += len(ended)
                 return
             else:
+                self._is_away = False
                 self._noted.difference_update(row.request_id for row in ended)
                 self.outcomes["written"] += len(ended)
                 return
 
     def _write_all(self, transaction: Transaction, rows: Sequence[Written], ended: Sequence[LedgerRow]) -> None:
+        running = [one.row for one in rows if isinstance(one, OpenRequest)]
+        if not all(math.isfinite(sum(floats_of(row))) for row in (*ended, *running)):
+            raise RejectedValue("a number is infinite or none")
         transaction.run_many(INSERT_ROW, [columns_of(row) for row in ended])
         minutes = [(one.minute, one.devices, one.model) for one in rows if isinstance(one, FleetMinute)]
         transaction.run_many(INSERT_DEVICES, minutes)
@@ -133,7 +155,6 @@ class LedgerStore(Collector):
             if isinstance(one, WorkerCount)
         ]
         transaction.run_many(INSERT_COUNT, counts)
-        running = [one.row for one in rows if isinstance(one, OpenRequest)]
         transaction.run_many(REPLACE_OPEN, [(self._process, *columns_of(row)) for row in running])
         self._noted.update(row.request_id for row in running)
         over = [row.request_id for row in ended if row.request_id in self._noted]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import sqlite3
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from protos.errors import InvalidRequest, Misconfigured
+from protos.errors import InvalidRequest, Misconfigured, Unavailable
+from router.database.database import Transaction
+from router.ledger import store as store_module
 from router.ledger.prices import Price, PriceList
 from router.ledger.report import CostReport, UsageSum, costs, spent_by_tenant, sums
 from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest, WorkerCount
@@ -107,6 +109,15 @@ def test_what_cannot_be_a_database_is_refused(tmp_path: Path) -> None:
         ledger_database(tmp_path / "text")
     with pytest.raises(Misconfigured, match="unable to open"):
         ledger_database(tmp_path / "missing" / "ledger.db")
+
+
+def test_a_new_file_may_be_opened_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite itself does not wait where another one writes in a file that has no write-ahead log yet."""
+    with closing(sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        monkeypatch.setattr("router.database.sqlite.time.sleep", lambda _: other.execute("COMMIT"))
+        ledger_database(tmp_path / "ledger.db").close()
+        assert not other.in_transaction
 
 
 @pytest.fixture
@@ -327,7 +338,15 @@ def test_a_bug_of_ours_costs_no_row_but_the_one_it_is_in(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"output_tokens": 1 << 70}, {"tenant": "\ud800"}, {"charged_usd": float("nan")}, {"tenant": None}]
+    "wrong",
+    [
+        {"output_tokens": 1 << 70},
+        {"tenant": "\ud800"},
+        {"charged_usd": float("nan")},
+        {"tenant": None},
+        {"decode_device_s": float("inf")},
+        {"decode_device_s": -float("inf")},
+    ],
 )
 def test_a_row_that_cannot_be_written_is_dropped_alone(ledger_at: Where, wrong: dict[str, Any]) -> None:
     store = store_at(ledger_at)
@@ -336,3 +355,86 @@ def test_a_row_that_cannot_be_written_is_dropped_alone(ledger_at: Where, wrong: 
     store.close()
     assert rows(ledger_at) == ["after", "before"]
     assert (store.outcomes["written"], store.outcomes["dropped"]) == (2, 1)
+
+
+def test_a_note_that_cannot_be_written_is_no_row_that_was_dropped(ledger_at: Where) -> None:
+    store = store_at(ledger_at)
+    store.write(OpenRequest(row=replace(ROW, outcome="gateway_lost", output_tokens=1 << 70)))
+    store.write(ROW)
+    store.close()
+    assert (rows(ledger_at), store.outcomes["written"], store.outcomes["dropped"]) == (["r"], 1, 0)
+
+
+class AwayDatabase:
+    """Cannot be written for `tries` more times."""
+
+    def __init__(self, where: Where, tries: int) -> None:
+        self._database = ledger_database(where)
+        self.now_s, self.reading, self.close = self._database.now_s, self._database.reading, self._database.close
+        self.tries = tries
+        self.num_failed = 0
+
+    @contextmanager
+    def writing(self) -> Iterator[Transaction]:
+        if self.num_failed < self.tries:
+            self.num_failed += 1
+            raise Unavailable("the database is away")
+        with self._database.writing() as transaction:
+            yield transaction
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_store_that_is_closed_waits_for_its_database(ledger_at: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "RETRY_S", 0.01)
+    store = LedgerStore(AwayDatabase(ledger_at, 3))
+    store.write(ROW)
+    store.close()
+    assert (rows(ledger_at), store.outcomes["dropped"]) == (["r"], 0)
+
+
+def test_rows_that_a_closed_store_could_not_write_are_counted(
+    ledger_at: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "CLOSE_S", 0.1)
+    store = LedgerStore(AwayDatabase(ledger_at, 10**9))
+    store.write(ROW)
+    store.close()
+    until(lambda: store.outcomes["dropped"] == 1)
+    store.write(replace(ROW, request_id="late"))
+    assert store.outcomes["dropped"] == 2
+    assert rows(ledger_at) == []
+
+
+def test_notes_take_no_room_of_rows_while_the_database_is_away(
+    ledger_at: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(store_module, "MAX_QUEUED", 100)
+    database = AwayDatabase(ledger_at, 10**9)
+    store = LedgerStore(database)
+    store.write(ROW)
+    until(lambda: database.num_failed > 1)
+    for number in range(200):
+        store.write(OpenRequest(row=replace(ROW, request_id="open", outcome="gateway_lost", output_tokens=number)))
+    store.write(replace(ROW, request_id="ended"))
+    database.tries = 0
+    store.close()
+    assert (rows(ledger_at), store.outcomes["dropped"]) == (["ended", "r"], 0)
+
+
+def test_a_process_that_was_frozen_and_then_killed_is_counted_as_far_as_it_came(ledger_at: Where) -> None:
+    for output_tokens, has_more in ((9, 1), (30, 1), (20, 0)):
+        frozen = store_at(ledger_at)
+        frozen.write(OpenRequest(row=replace(ROW, outcome="gateway_lost", output_tokens=output_tokens)))
+        frozen.close()
+        other = store_at(ledger_at, later)
+        assert other.recover() == has_more
+        other.close()
+    [found] = summed(ledger_at, since_s=int(ROW.at_s), until_s=int(ROW.at_s) + DAY, by=("outcome",))
+    assert (found.group["outcome"], found.requests, found.output_tokens) == ("gateway_lost", 1, 30)
