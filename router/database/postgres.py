@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -27,6 +27,11 @@ SETTING = "router.database"
 SCHEMA = "baton"
 LEAST_VERSION = 14  # CREATE OR REPLACE TRIGGER
 _BUSY_MS = int(1000 * BUSY_S)
+_LIMITS: Mapping[str, Any] = {
+    "connect_timeout": int(BUSY_S), "keepalives_idle": int(BUSY_S), "keepalives_interval": 2, "keepalives_count": 3,
+    "tcp_user_timeout": _BUSY_MS, "application_name": "baton",
+}  # fmt: skip
+"""Parameters of the URL that its user may give otherwise."""
 _BEGIN_READING = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 
 
@@ -143,17 +148,21 @@ class PostgresDatabase:
 
     def _connected(self) -> psycopg.Connection[Row]:
         import psycopg
+        from psycopg.conninfo import conninfo_to_dict
         from psycopg.rows import dict_row
 
         if self._connection is None or self._connection.closed:
-            self._connection = psycopg.connect(
-                self._url, autocommit=True, row_factory=dict_row, connect_timeout=int(BUSY_S),
-                keepalives_idle=int(BUSY_S), keepalives_interval=2, keepalives_count=3, tcp_user_timeout=_BUSY_MS,
-                application_name="baton",
-            )  # fmt: skip
-            for name in ("lock_timeout", "idle_in_transaction_session_timeout"):
-                self._connection.execute(f"SET {name} = {_BUSY_MS}")
-            self._connection.execute(f"SET search_path TO {SCHEMA}")
+            given = conninfo_to_dict(self._url)
+            limits = {name: value for name, value in _LIMITS.items() if name not in given}
+            connection = psycopg.connect(self._url, autocommit=True, row_factory=dict_row, **limits)
+            try:
+                for name in ("lock_timeout", "idle_in_transaction_session_timeout"):
+                    connection.execute(f"SET {name} = {_BUSY_MS}")
+                connection.execute(f"SET search_path TO {SCHEMA}")
+            except BaseException:
+                connection.close()
+                raise
+            self._connection = connection
         return self._connection
 
     def _roll_back(self, connection: psycopg.Connection[Row]) -> None:

@@ -6,6 +6,8 @@ import sys
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -141,3 +143,41 @@ def test_a_ledger_is_in_one_place() -> None:
     with pytest.raises(Misconfigured, match=r"without a ledger: set router\.ledger\.path, or router\.database"):
         replace(config, database="", ledger=prices)
     assert replace(config, ledger=prices).has_ledger
+
+
+def test_time_limits_of_the_url_hold(postgres_url: str) -> None:
+    given = {"connect_timeout": "3", "tcp_user_timeout": "4000", "application_name": "mine"}
+    for url, expected in (
+        (f"{postgres_url}&{urlencode(given)}", given),
+        (postgres_url, {"connect_timeout": "10", "tcp_user_timeout": "10000", "application_name": "baton"}),
+    ):
+        with closing(PostgresDatabase(url, "batches", prepare)) as database:
+            connection = database._connection
+            assert connection is not None
+            assert connection.info.get_parameters().items() >= expected.items()
+
+
+def test_a_connection_that_could_not_be_prepared_is_not_used(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its queries would not find the tables."""
+    import psycopg
+
+    database = PostgresDatabase(postgres_url, "batches", prepare)
+    connection = database._connection
+    assert connection is not None
+    connection.close()
+    execute = psycopg.Connection.execute
+    refused = [psycopg.errors.QueryCanceled("canceled")]
+
+    def refuse_once(self: Any, query: Any, *rest: Any) -> Any:
+        if str(query).startswith("SET search_path") and refused:
+            raise refused.pop()
+        return execute(self, query, *rest)
+
+    monkeypatch.setattr(psycopg.Connection, "execute", refuse_once)
+    with closing(database):
+        with pytest.raises(Unavailable, match="canceled"), database.reading():
+            pass
+        with database.reading() as transaction:
+            assert transaction.run("SELECT count(*) AS found FROM files") == [{"found": 0}]
