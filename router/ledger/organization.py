@@ -78,7 +78,7 @@ def _page(database: Database, asked: PageQuery, shown: Any, endpoints: Endpoints
     found = sums(
         database,
         since_s=asked.start_s,
-        until_s=max(asked.stop_s, asked.start_s + 1),
+        until_s=asked.stop_s,
         by=[GROUPS[name] for name in asked.by if name in GROUPS],
         bucket_s=asked.width_s,
         endpoints=endpoints,

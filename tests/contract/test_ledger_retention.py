@@ -13,6 +13,7 @@ import pytest
 
 from protos.errors import InvalidRequest
 from router.ledger import retention
+from router.ledger.organization import PageQuery, costs_page
 from router.ledger.prices import PriceList
 from router.ledger.report import CostReport, UsageSum, costs, spent_by_tenant, sums
 from router.ledger.rows import FleetMinute, LedgerRow, WorkerCount
@@ -116,6 +117,14 @@ def test_a_report_says_from_when_on_requests_are_kept(ledger: Where) -> None:
             times: dict[str, Any] = {"since_s": START, "until_s": START + DAY}
             with pytest.raises(InvalidRequest, match=f"single requests are kept from {day} on: before, ask for whole"):
                 sums(database, **(times | asked))
+
+
+def test_a_page_without_buckets_is_empty_before_that_time_too(ledger: Where) -> None:
+    """One of which `end_time` is its first bucket's beginning, or earlier."""
+    forget(ledger)
+    with closing(ledger_database(ledger)) as database:
+        asked = PageQuery(start_s=START, end_s=START, width_s=DAY, count=7, by=())
+        assert costs_page(database, asked)["data"] == []
 
 
 def test_nothing_is_deleted_where_rows_are_kept_for_ever(ledger: Where) -> None:
