@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import tempfile
 import uuid
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +26,7 @@ from router.fleet_owner import CapacityOwner
 from router.gateway import Gateway, open_gateway
 from router.history.sampler import HistorySampler
 from router.http.pace import Pace
+from router.ledger.journal import RowJournal
 from router.ledger.ledger import RequestLedger
 from router.ledger.prices import PriceList, read_prices
 from router.ledger.schema import ledger_database
@@ -31,6 +36,8 @@ from router.prefix.registry import open_index
 from router.replicas.load_gossip import LoadGossip
 from router.replicas.peers import PeerProcesses
 from router.telemetry.exporter import TraceExporter
+
+log = logging.getLogger("baton.gateway")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,4 +195,18 @@ def open_ledger(config: RouterConfig) -> tuple[LedgerStore | None, PriceList]:
         return None, PriceList()
     prices = read_prices(Path(config.ledger.prices)) if config.ledger.prices else PriceList()
     database = ledger_database(config.database or Path(config.ledger.path))
-    return LedgerStore(database, keep_days=config.ledger.keep_days), prices
+    return LedgerStore(database, keep_days=config.ledger.keep_days, journal=_open_journal(config)), prices
+
+
+def _open_journal(config: RouterConfig) -> RowJournal | None:
+    """Beside the file of SQLite; for Postgres in a folder of this host's, by the database's URL."""
+    if config.database:
+        name = f"baton-ledger-{os.getuid()}-{zlib.crc32(config.database.encode()):08x}"
+        folder = Path(tempfile.gettempdir()) / name
+    else:
+        folder = Path(f"{config.ledger.path}-rows")
+    try:
+        return RowJournal(folder)
+    except OSError as error:
+        log.warning("rows that are not in the ledger yet are lost with this process: %s: %s", folder, error)
+        return None

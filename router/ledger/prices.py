@@ -86,6 +86,15 @@ def read_prices(path: Path) -> PriceList:
     if not isinstance(entries, list):
         raise _wrong("price", entries, "tables [[price]]")
     prices = tuple(_price(number, entry) for number, entry in enumerate(entries, 1))
+    numbers: dict[tuple[str, float], int] = {}
+    for number, price in enumerate(prices, 1):
+        first = numbers.setdefault((price.model, price.since_s), number)
+        if first != number:
+            raise Misconfigured(
+                f"prices: price {first} and price {number} are both for {price.model!r} from {price.version[:10]} on: "
+                "leave one out, or change a date",
+                param="router.ledger.prices",
+            )
     return PriceList(device_hour=_usd("device_hour", found.get("device_hour", 0.0)), prices=prices)
 
 

@@ -7,9 +7,9 @@
     every 30 s                                                         ◀─ rows older than they are kept, some at a time
 
 A request is in it once: its id is the key. Requests that a process was answering when it was killed are found among the
-open ones, and are counted as they were noted last. Rows that cannot be written are kept in memory, tried again,
-and counted; beyond `MAX_QUEUED` they are dropped, and counted, too. Notes of open requests are not kept meanwhile: a
-later one replaces them.
+open ones, and are counted as they were noted last; those that had ended are found in its journal. Rows that cannot be
+written are kept in memory, tried again, and counted; beyond `MAX_QUEUED` they are dropped, and counted, too. Notes of
+open requests are not kept meanwhile: a later one replaces them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from prometheus_client.registry import Collector
 
 from protos.errors import Unavailable
 from router.database.database import Database, RejectedValue, Transaction
+from router.ledger.journal import RowJournal
 from router.ledger.retention import DAY_S, forget
 from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest, WorkerCount, Written
 from router.ledger.schema import INSERT_COUNT, INSERT_DEVICES, INSERT_ROW, RECOVER, REPLACE_OPEN, SEEN, SILENT
@@ -45,6 +46,8 @@ GATHER_S = 0.25
 """Rows of so long are written in one transaction: one of its own would cost a row five times the CPU time."""
 RETRY_S = 1.0
 CLOSE_S = 10.0
+MAX_CHUNKS = 10
+"""Of old rows, deleted at a time: 20,000 in 30 s."""
 LOST_S = 30.0
 """A process that has written nothing for so long, though it writes every minute, has ended or hangs."""
 
@@ -53,12 +56,22 @@ class LedgerStore(Collector):
     """Writes rows; `close` it at the end. Series: `baton_ledger_rows_total{outcome}`: `written`, `dropped`,
     `recovered`, `deleted` (they were older than they are kept)."""
 
-    def __init__(self, database: Database, clock: Callable[[], float] | None = None, *, keep_days: int = 0) -> None:
-        """It owns the database. `clock`: by default the database's. `keep_days`: of single requests; 0 is for ever."""
+    def __init__(
+        self,
+        database: Database,
+        clock: Callable[[], float] | None = None,
+        *,
+        keep_days: int = 0,
+        journal: RowJournal | None = None,
+    ) -> None:
+        """It owns the database. `clock`: by default the database's. `keep_days`: of single requests; 0 is for ever.
+        `journal`: keeps rows that are not written yet through the end of this process."""
         self.database = database
         self.outcomes: Counter[str] = Counter(written=0, dropped=0, recovered=0, deleted=0)
         self._clock = clock or database.now_s
         self._keep_days = keep_days
+        self._journal = journal
+        self._lock = threading.Lock()  # a row is in the queue and in the journal's file of that time
         self._process = uuid.uuid4().hex
         self._noted: set[str] = set()  # this process's rows of open_requests; the thread's own
         self._queue: queue.Queue[Written | None] = queue.Queue(MAX_QUEUED)
@@ -76,7 +89,10 @@ class LedgerStore(Collector):
         try:
             if self._is_closed:
                 raise queue.Full
-            self._queue.put_nowait(row)
+            with self._lock:
+                self._queue.put_nowait(row)
+                if self._journal is not None and isinstance(row, LedgerRow):
+                    self._journal.write(row)
         except queue.Full:
             self.outcomes["dropped"] += isinstance(row, LedgerRow)
 
@@ -93,6 +109,8 @@ class LedgerStore(Collector):
         self._thread.join(until_s - time.monotonic())
         self._gave_up.set()
         self.database.close()
+        if self._journal is not None:
+            self._journal.close(is_written=not self._thread.is_alive() and not self._is_away)
 
     def collect(self) -> Iterable[Metric]:
         rows = CounterMetricFamily("baton_ledger_rows", "Rows of the ledger", labels=("outcome",))
@@ -104,12 +122,18 @@ class LedgerStore(Collector):
         while True:
             rows = [self._queue.get()]
             self._closing.wait(GATHER_S)
-            while not self._queue.empty() and len(rows) < MAX_QUEUED:
-                rows.append(self._queue.get_nowait())
+            with self._lock:
+                while not self._queue.empty():
+                    rows.append(self._queue.get_nowait())
+                if self._journal is not None:
+                    self._journal.turn()
             try:
                 self._commit([row for row in rows if row is not None])
             except Exception:  # a bug: the next rows are written
                 log.exception("%d rows are lost to the ledger: internal error", len(rows))
+                self.outcomes["dropped"] += sum(isinstance(row, LedgerRow) for row in rows)
+            if self._journal is not None and not self._is_away:
+                self._journal.done()
             if None in rows:
                 return
 
@@ -123,7 +147,7 @@ class LedgerStore(Collector):
                 self._is_away = True
                 log.error("%d rows are not in the ledger yet: %s", len(rows), error)
                 if self._gave_up.wait(RETRY_S):
-                    log.error("%d rows of requests are lost to the ledger: the gateway has ended", len(ended))
+                    log.error("%d rows of requests are not in the ledger: the gateway has ended", len(ended))
                     self.outcomes["dropped"] += len(ended)
                     return
             except Exception as error:
@@ -170,16 +194,34 @@ class LedgerStore(Collector):
             found = len(transaction.run(RECOVER, oldest_s))
             transaction.run(f"DELETE FROM open_requests WHERE process IN ({SILENT})", oldest_s)
             transaction.run("DELETE FROM gateways WHERE seen_s < ?", oldest_s)
+        if self._journal is not None:
+            found += self._journal.recover(self._put)
         self.outcomes["recovered"] += found
+        return found
+
+    def _put(self, rows: Sequence[LedgerRow]) -> int:
+        """Writes what is missing of a lost process's rows; they replace what was noted of them while they were open.
+        Returns how many. Raises Unavailable."""
+        found = 0
+        for row in rows:
+            try:
+                with self.database.writing() as transaction:
+                    found += len(transaction.run(f"{INSERT_ROW} RETURNING request_id", *columns_of(row)))
+                    transaction.run("DELETE FROM open_requests WHERE request_id = ?", row.request_id)
+            except RejectedValue as error:
+                log.error("a row of a lost gateway process is dropped: %s: %r", error, row)
+                self.outcomes["dropped"] += 1
         return found
 
     def forget(self) -> int:
         """Deletes some of the rows that are older than they are kept; their sums stay. Returns how many. Blocks. Raises
         Unavailable."""
-        if not self._keep_days:
-            return 0
-        oldest_s = (int(self._clock()) // DAY_S - self._keep_days) * DAY_S
-        with self.database.writing() as transaction:
-            found = forget(transaction, oldest_s)
-        self.outcomes["deleted"] += found
-        return found
+        total, oldest_s = 0, (int(self._clock()) // DAY_S - self._keep_days) * DAY_S
+        for _ in range(MAX_CHUNKS if self._keep_days else 0):
+            with self.database.writing() as transaction:
+                found = forget(transaction, oldest_s)
+            if not found:
+                break
+            total += found
+        self.outcomes["deleted"] += total
+        return total

@@ -13,6 +13,7 @@ import pytest
 
 from protos.errors import InvalidRequest
 from router.ledger import retention
+from router.ledger import store as store_module
 from router.ledger.organization import PageQuery, costs_page
 from router.ledger.prices import PriceList
 from router.ledger.report import CostReport, UsageSum, costs, spent_by_tenant, sums
@@ -162,6 +163,7 @@ def test_a_later_version_may_come_while_rows_are_deleted(ledger: Where, monkeypa
     """The old rows that are still there are in the sums that are kept."""
     before = reports(ledger)
     monkeypatch.setattr(retention, "CHUNK", 10)
+    monkeypatch.setattr(store_module, "MAX_CHUNKS", 1)
     store = LedgerStore(ledger_database(ledger), today, keep_days=2)
     assert store.forget()
     store.close()

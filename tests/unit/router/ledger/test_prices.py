@@ -56,6 +56,7 @@ def test_a_request_is_charged_by_the_prices_of_its_time(tmp_path: Path) -> None:
         ("device_hours = 1", "did you mean 'device_hour'"),
         ("device_hour = -1", "device_hour = -1: give USD"),
         ("[[price]]\nsince = 2026-01-01\ninput = 1\ncached = 1", "price 1 has no output"),
+        (2 * "[[price]]\nsince = 2026-01-01\ninput = 1\ncached = 1\noutput = 1\n", "price 1 and price 2 are both for"),
         ("[[price]]\ninput = 1\ncached = 1\noutput = 1", "price 1 has no since: give the date from which it holds"),
         ("[[price]]\nsince = '2026'\ninput = 1\ncached = 1\noutput = 1", "since = '2026': give a date"),
         (

@@ -1,0 +1,106 @@
+"""Rows that have ended and are not in the database yet: in files, which the end of their process does not take along.
+
+    row ─▶ segment A ┐                            ┌─▶ database ─▶ segment A is emptied
+                     ├ 0.25 s: B takes the next ──┤
+    row ─▶ segment B ┘                            └─ killed: another process writes what A and B have
+
+A row is one write to a file of the page cache: it survives kill -9 at once, and not the end of the host. Whoever can
+lock a file knows that its process is gone. A row that is in the database already is not written again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import struct
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from router.ledger.rows import LedgerRow
+
+log = logging.getLogger("baton.ledger")
+
+_HEAD = struct.Struct("<II")  # bytes of the row, and their checksum
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(LedgerRow).decode
+
+
+class RowJournal:
+    """Two files beside others' in a folder. `write` and `turn` exclude each other: the caller has a lock."""
+
+    def __init__(self, folder: Path) -> None:
+        """Makes the folder. Raises OSError."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        name = uuid.uuid4().hex
+        self._folder = folder
+        self._paths = [folder / f"{name}.{number}.rows" for number in range(2)]
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._files = [os.open(path, flags, 0o600) for path in self._paths]
+        for file in self._files:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        self._active = 0
+
+    def write(self, row: LedgerRow) -> None:
+        """A full disk costs only the safety that this gives, and one line of the log."""
+        data = _encode(row)
+        try:
+            os.write(self._files[self._active], _HEAD.pack(len(data), zlib.crc32(data)) + data)
+        except OSError as error:
+            log.error("a row is only in memory until it is in the ledger: %s", error)
+
+    def turn(self) -> None:
+        """The rows so far are about to be put into the database, and the next ones go to the other file."""
+        self._active = 1 - self._active
+
+    def done(self) -> None:
+        """The rows before the last `turn` are in the database."""
+        os.truncate(self._files[1 - self._active], 0)
+
+    def recover(self, put: Callable[[Sequence[LedgerRow]], int]) -> int:
+        """Gives the rows of processes that are gone to `put`, and removes their files. Returns the sum of what it
+        returns."""
+        found = 0
+        for path in sorted(self._folder.glob("*.rows")):
+            if path in self._paths:
+                continue
+            try:
+                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:  # another one was faster
+                continue
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if rows := list(_rows_in(path.read_bytes())):
+                    found += put(rows)
+                path.unlink(missing_ok=True)
+            except BlockingIOError:
+                pass  # its process lives
+            finally:
+                os.close(file)
+        return found
+
+    def close(self, *, is_written: bool) -> None:
+        """Without its files where all rows are in the database; they stay for the next process where not."""
+        for path, file in zip(self._paths, self._files, strict=True):
+            if is_written:
+                path.unlink(missing_ok=True)
+            os.close(file)
+
+
+def _rows_in(data: bytes) -> Iterator[LedgerRow]:
+    """Up to one that was half-written. What another version cannot read is left out, and logged."""
+    at = 0
+    while at + _HEAD.size <= len(data):
+        size, checksum = _HEAD.unpack_from(data, at)
+        row = data[at + _HEAD.size : at + _HEAD.size + size]
+        at += _HEAD.size + size
+        if len(row) < size or zlib.crc32(row) != checksum:
+            return
+        try:
+            yield _decode(row)
+        except msgspec.ValidationError as error:
+            log.error("a row of a gateway process that was lost cannot be read: %s", error)
