@@ -240,8 +240,8 @@ async def run(cluster: KilledCluster, args: argparse.Namespace, toll: KillsToll)
 
 
 def compare(ledger: Path, toll: KillsToll) -> tuple[int, int, list[str]]:
-    """How many whole answers have no row, how many broken ones have one, and what is wrong: rows that say otherwise than
-    clients do, and missing rows that no kill explains.
+    """How many whole answers have no row, how many broken ones have one, and what is wrong: rows that say otherwise
+    than clients do, and missing rows that no kill explains.
     """
     with closing(sqlite3.connect(ledger)) as database:
         query = "SELECT request_id, input_tokens + cached_tokens, output_tokens FROM requests"

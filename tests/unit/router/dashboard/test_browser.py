@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -24,6 +25,7 @@ from router.fleet_owner import DesiredFleet, FleetChange, FleetReport, NoFleetOw
 from router.history.history import NUM_PERIODS, PERIOD_S, History, HistoryPeriod
 from router.ledger.ledger import RequestLedger
 from router.ledger.prices import PriceList
+from router.ledger.rows import LedgerRow
 from router.ledger.schema import ledger_database
 from router.ledger.store import LedgerStore
 from router.metrics import GAP_SECONDS, SECONDS
@@ -166,12 +168,13 @@ async def test_it_fits_a_phone_and_is_dark_at_night(browser: Browser, cluster: C
         dark = await tab.js(background)
         assert sum(map(int, light[4:-1].split(","))) > 700
         assert sum(map(int, dark[4:-1].split(","))) < 100
+        await picture(tab, "page-dark.png", "#charts", dark=True)
 
 
-async def picture(tab: Tab, name: str, selector: str) -> None:
+async def picture(tab: Tab, name: str, selector: str, *, dark: bool = False) -> None:
     """Renews a picture of docs/images, if SCREENSHOTS names that folder."""
     if SCREENSHOTS:
-        await tab.look(width=760)
+        await tab.look(width=760, dark=dark)
         await asyncio.to_thread((Path(SCREENSHOTS) / name).write_bytes, await tab.screenshot(selector))
 
 
@@ -281,19 +284,37 @@ async def test_lanes_are_a_map_that_can_be_read_by_keyboard(browser: Browser, cl
         await picture(tab, "page-lanes.png", "#drawn")
 
 
+def sold() -> Iterator[LedgerRow]:
+    """What two tenants used, to be drawn."""
+    for tenant, requests, usd in (("acme", 40, 0.077), ("search", 12, 0.0125)):
+        for number in range(requests):
+            yield LedgerRow(
+                request_id=f"{tenant}-{number}", at_s=time.time() - 60, seconds=2.0, tenant=tenant, key_id="",
+                model="tiny", endpoint="chat.completions", outcome="ok", input_tokens=900, cached_tokens=2100,
+                output_tokens=350, reasoning_tokens=0, prefill_device_s=0.2, decode_device_s=1.1, charged_usd=usd,
+            )  # fmt: skip
+
+
 async def test_money_is_shown_where_a_ledger_is_kept(browser: Browser, cluster: Cluster, tmp_path: Path) -> None:
     prices = PriceList(device_hour=36.0, prices=())
     ledger = RequestLedger(LedgerStore(ledger_database(tmp_path / "ledger.db")), prices, cluster.fleet, model="tiny")
     async with operating(cluster, history=an_hour(UNTIL), ledger=ledger) as (client, _):
         assert (await ask(client, "first")).status_code == 200
+        for row in sold():
+            ledger.store.write(row)
         await asyncio.to_thread(ledger.close)
         ledger.store = LedgerStore(ledger_database(tmp_path / "ledger.db"))
         async with browser.tab(str(client.base_url)) as tab:
             await tab.until("document.querySelector('#money tbody tr')")
-            cells = await tab.js("[...document.querySelectorAll('#money td')].map((one) => one.innerText)")
-            assert cells[:5] == ["without a name", "1", "30", "0", "6"]
+            rows = await tab.js(
+                "[...document.querySelectorAll('#money tbody tr')]"
+                ".map((row) => [...row.cells].map((one) => one.innerText))"
+            )
+            assert ["without a name", "1", "30", "0", "6"] in [row[:5] for row in rows]
+            assert [row[5] for row in rows if row[0] == "acme"] == ["$3.08"]
             assert "of that was idle" in await tab.text("#idle")
             assert tab.troubles == []
+            await picture(tab, "page-money.png", "#money")
 
 
 SMALL, LARGE = DesiredFleet(counts={WorkerRole.DECODE: 1}), DesiredFleet(counts={WorkerRole.DECODE: 3})
@@ -327,6 +348,7 @@ async def test_decisions_and_changes_of_capacity_are_shown_with_their_reasons(
     async with operating(cluster, fleet_owner=ShownOwner()) as (client, _), browser.tab(str(client.base_url)) as tab:
         await tab.until("document.querySelector('#capacity table')")
         text = await tab.js("document.querySelector('#capacity').innerText")
+        await picture(tab, "page-capacity.png", "#capacity")
         assert tab.troubles == []
     for part in (
         "3 decode, waiting for decode-2 to serve",
