@@ -17,13 +17,11 @@ import pytest
 from protos.errors import InvalidRequest, Misconfigured, Unavailable
 from router.database.database import Transaction
 from router.ledger import store as store_module
-from router.ledger.journal import RowJournal
 from router.ledger.prices import Price, PriceList
 from router.ledger.report import CostReport, UsageSum, costs, spent_by_tenant, sums
 from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest, WorkerCount
 from router.ledger.schema import ledger_database
 from router.ledger.store import LOST_S, LedgerStore
-from tests.contract.postgres_server import PostgresServer
 
 DAY = 86_400
 ROW = LedgerRow(
@@ -295,69 +293,6 @@ def test_what_a_killed_process_was_answering_is_counted_as_far_as_it_had_come(le
     found = summed(ledger_at, since_s=int(ROW.at_s), until_s=int(ROW.at_s) + 1, by=("outcome",))
     assert {row.group["outcome"]: row.output_tokens for row in found} == {"gateway_lost": 9, "ok": 4}
     assert store.outcomes["recovered"] == 1
-
-
-def end_and_be_killed(where: Where, folder: Path, written: Synchronized[int]) -> None:
-    store_module.GATHER_S = 3600.0
-    store = LedgerStore(ledger_database(where), journal=RowJournal(folder))
-    store.write(OpenRequest(row=replace(ROW, request_id="noted", outcome="gateway_lost", output_tokens=7)))
-    for name in ("noted", "just ended"):
-        store.write(replace(ROW, request_id=name, output_tokens=9))
-    written.value = 1
-    time.sleep(3600)
-
-
-def test_what_had_ended_when_its_process_was_killed_is_counted_by_another(ledger_at: Where, tmp_path: Path) -> None:
-    """Once, though the next ones look for it at the same time; a torn row at the end costs nothing."""
-    context, folder = multiprocessing.get_context("fork"), tmp_path / "rows"
-    written = context.Value("i", 0)
-    process = context.Process(target=end_and_be_killed, args=(ledger_at, folder, written), daemon=True)
-    process.start()
-    alive = LedgerStore(ledger_database(ledger_at), journal=RowJournal(folder))
-    try:
-        deadline = time.monotonic() + 60
-        while not written.value:
-            assert time.monotonic() < deadline
-        assert alive.recover() == 0, "it lives"
-    finally:
-        process.kill()
-        process.join()
-    [left] = [path for path in folder.iterdir() if path.stat().st_size]
-    left.write_bytes(left.read_bytes() + b"\x40\x00\x00\x00torn")
-    other = LedgerStore(ledger_database(ledger_at), journal=RowJournal(folder))
-    assert sum([alive.recover(), other.recover()]) == 2
-    for store in (alive, other):
-        store.close()
-    assert rows(ledger_at) == ["just ended", "noted"]
-    [found] = summed(ledger_at, since_s=int(ROW.at_s), until_s=int(ROW.at_s) + 1, by=("outcome",))
-    assert (found.group["outcome"], found.requests, found.output_tokens) == ("ok", 2, 18)
-    assert list(folder.iterdir()) == []
-
-
-def test_a_journal_has_only_what_is_not_written_yet(ledger_at: Where, tmp_path: Path) -> None:
-    store = LedgerStore(ledger_database(ledger_at), journal=RowJournal(tmp_path / "rows"))
-    for number in range(3):
-        store.write(replace(ROW, request_id=f"r{number}"))
-        while store.outcomes["written"] <= number or any(path.stat().st_size for path in (tmp_path / "rows").iterdir()):
-            time.sleep(0.001)
-    store.close()
-    assert len(rows(ledger_at)) == 3
-
-
-def test_rows_that_an_outage_keeps_from_the_ledger_wait_for_the_next_process(
-    postgres: PostgresServer, postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_module, "CLOSE_S", 0.5)
-    monkeypatch.setattr(store_module, "RETRY_S", 0.1)
-    store = LedgerStore(ledger_database(postgres_url), journal=RowJournal(tmp_path / "rows"))
-    postgres.kill()
-    store.write(ROW)
-    store.close()
-    postgres.start()
-    again = LedgerStore(ledger_database(postgres_url), journal=RowJournal(tmp_path / "rows"))
-    assert again.recover() == 1
-    again.close()
-    assert rows(postgres_url) == [ROW.request_id]
 
 
 def test_a_process_that_was_only_frozen_replaces_what_was_counted_for_it(ledger_at: Where) -> None:
