@@ -97,7 +97,9 @@ class LedgerStore(Collector):
             self.outcomes["dropped"] += isinstance(row, LedgerRow)
 
     def close(self) -> None:
-        """Returns when all rows are written, or, if they cannot be, after `CLOSE_S`. Later ones are dropped."""
+        """Returns when all rows are written, or, if they cannot be, after `CLOSE_S`; later ones are dropped. Idempotent."""
+        if self._is_closed:
+            return
         self._is_closed = True
         self._closing.set()
         until_s = time.monotonic() + CLOSE_S

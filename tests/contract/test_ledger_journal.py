@@ -48,7 +48,7 @@ def test_what_had_ended_when_its_process_was_killed_is_counted_by_another(ledger
     left.write_bytes(left.read_bytes() + b"\x40\x00\x00\x00torn")
     other = LedgerStore(ledger_database(ledger_at), journal=RowJournal(folder))
     assert sum([alive.recover(), other.recover()]) == 2
-    for store in (alive, other):
+    for store in (alive, other, other):
         store.close()
     assert rows(ledger_at) == ["just ended", "noted"]
     [found] = summed(ledger_at, since_s=int(ROW.at_s), until_s=int(ROW.at_s) + 1, by=("outcome",))
