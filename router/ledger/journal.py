@@ -4,14 +4,15 @@
                      ├ 0.25 s: B takes the next ──┤
     row ─▶ segment B ┘                            └─ killed: another process writes what A and B have
 
-A row is one write to a file of the page cache: it survives kill -9 at once, and not the end of the host. Whoever can
-lock a file knows that its process is gone. A row that is in the database already is not written again.
+A row is copied into mapped pages of a file: they survive kill -9 at once, and not the end of the host. Whoever can lock
+a file knows that its process is gone. A row that is in the database already is not written again.
 """
 
 from __future__ import annotations
 
 import fcntl
 import logging
+import mmap
 import os
 import struct
 import uuid
@@ -25,7 +26,9 @@ from router.ledger.rows import LedgerRow
 
 log = logging.getLogger("baton.ledger")
 
+FILE_BYTES = 8 << 20
 _HEAD = struct.Struct("<II")  # bytes of the row, and their checksum
+_NOTHING = bytes(_HEAD.size)  # behind the last row
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(LedgerRow).decode
 
@@ -34,32 +37,42 @@ class RowJournal:
     """Two files beside others' in a folder. `write` and `turn` exclude each other: the caller has a lock."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes the folder. Raises OSError."""
+        """Makes the folder, and room for the files, for a full disk must not end a process that writes into its pages.
+        Raises OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = uuid.uuid4().hex
         self._folder = folder
         self._paths = [folder / f"{name}.{number}.rows" for number in range(2)]
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._files = [os.open(path, flags, 0o600) for path in self._paths]
+        self._files = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for path in self._paths]
         for file in self._files:
             fcntl.flock(file, fcntl.LOCK_EX)
+            os.posix_fallocate(file, 0, FILE_BYTES)
+        self._pages = [mmap.mmap(file, FILE_BYTES) for file in self._files]
         self._active = 0
+        self._end = 0
+        self._is_full = False
 
     def write(self, row: LedgerRow) -> None:
-        """A full disk costs only the safety that this gives, and one line of the log."""
+        """More than FILE_BYTES of rows, in an outage of the database, are only in memory: the log says so once."""
         data = _encode(row)
-        try:
-            os.write(self._files[self._active], _HEAD.pack(len(data), zlib.crc32(data)) + data)
-        except OSError as error:
-            log.error("a row is only in memory until it is in the ledger: %s", error)
+        end = self._end + _HEAD.size + len(data)
+        if end + _HEAD.size > FILE_BYTES:
+            if not self._is_full:
+                log.error("further rows are only in memory until they are in the ledger: its journal is full")
+            self._is_full = True
+            return
+        self._pages[self._active][self._end : end + _HEAD.size] = (
+            _HEAD.pack(len(data), zlib.crc32(data)) + data + _NOTHING
+        )
+        self._end = end
 
     def turn(self) -> None:
         """The rows so far are about to be put into the database, and the next ones go to the other file."""
-        self._active = 1 - self._active
+        self._active, self._end, self._is_full = 1 - self._active, 0, False
 
     def done(self) -> None:
         """The rows before the last `turn` are in the database."""
-        os.truncate(self._files[1 - self._active], 0)
+        self._pages[1 - self._active][: _HEAD.size] = _NOTHING
 
     def recover(self, put: Callable[[Sequence[LedgerRow]], int]) -> int:
         """Gives the rows of processes that are gone to `put`, and removes their files. Returns the sum of what it
@@ -85,9 +98,10 @@ class RowJournal:
 
     def close(self, *, is_written: bool) -> None:
         """Without its files where all rows are in the database; they stay for the next process where not."""
-        for path, file in zip(self._paths, self._files, strict=True):
+        for path, file, pages in zip(self._paths, self._files, self._pages, strict=True):
             if is_written:
                 path.unlink(missing_ok=True)
+            pages.close()
             os.close(file)
 
 
@@ -98,7 +112,7 @@ def _rows_in(data: bytes) -> Iterator[LedgerRow]:
         size, checksum = _HEAD.unpack_from(data, at)
         row = data[at + _HEAD.size : at + _HEAD.size + size]
         at += _HEAD.size + size
-        if len(row) < size or zlib.crc32(row) != checksum:
+        if not size or len(row) < size or zlib.crc32(row) != checksum:
             return
         try:
             yield _decode(row)

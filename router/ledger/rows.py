@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from protos.value import Value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerRow:
+class LedgerRow(Value, frozen=True, kw_only=True):
     """A request that has ended, however it did.
 
     - `at_s`: when it came, seconds since 1970
@@ -46,8 +45,7 @@ class LedgerRow:
     price: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetMinute:
+class FleetMinute(Value, frozen=True, kw_only=True):
     """Devices of a model's fleet in a minute (since 1970)."""
 
     minute: int
@@ -55,8 +53,7 @@ class FleetMinute:
     model: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerCount:
+class WorkerCount(Value, frozen=True, kw_only=True):
     """Tokens that a worker has computed from its start until a minute (since 1970). `incarnation` tells its starts
     apart; `output_tokens` were reported to gateways. `before`: of both, what it had when a gateway met it."""
 
@@ -72,8 +69,7 @@ class WorkerCount:
         return self.prompt_tokens + self.output_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRequest:
+class OpenRequest(Value, frozen=True, kw_only=True):
     """A request that is being answered, with what its client has been sent so far."""
 
     row: LedgerRow

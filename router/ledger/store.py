@@ -97,7 +97,7 @@ class LedgerStore(Collector):
             self.outcomes["dropped"] += isinstance(row, LedgerRow)
 
     def close(self) -> None:
-        """Returns when all rows are written, or, if they cannot be, after `CLOSE_S`; later ones are dropped. Idempotent."""
+        """Returns when all rows are written, or, if they cannot be, after `CLOSE_S`; drops later ones. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
