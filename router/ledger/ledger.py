@@ -6,7 +6,7 @@ import asyncio
 import copy
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from protos.errors import ERRORS_BY_CODE, BatonError, BudgetExhausted, Overloaded, code_of
@@ -14,7 +14,7 @@ from protos.event_loop import loop_time
 from router.auth.budgets import TenantBudgets
 from router.jobs import FleetView
 from router.ledger.costing import WorkerRate, num_devices, rate_of, work_of
-from router.ledger.prices import PriceList
+from router.ledger.prices import KINDS, PriceList
 from router.ledger.report import spent_by_tenant
 from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest
 from router.ledger.schema import LOST
@@ -33,6 +33,9 @@ NOTE_S = 2.0
 READ_LOOKS, RECOVER_LOOKS = 5, 30
 """How often, in looks, the sums of budgets are read and workers' counts written; lost processes looked for, and rows
 deleted that are old."""
+
+
+_FREE = dict.fromkeys(KINDS, 0.0)
 
 
 def may_pass(error: BatonError) -> bool:
@@ -163,9 +166,9 @@ class RequestLedger:
         }
         work = work_of(records, tokens["input"], tokens["cached"], self._rates, loop_now)
         price = self.prices.price(model, now - seconds, parent=self._model)
-        charged_usd = 0.0
+        charged: Mapping[str, float] = _FREE
         if price is not None and not is_ours(outcome):
-            charged_usd = price.charge(tokens, is_batch=self._batches is not None)
+            charged = price.charge(tokens, is_batch=self._batches is not None)
         return LedgerRow(
             request_id=ask.request_id,
             at_s=now - seconds,
@@ -181,7 +184,7 @@ class RequestLedger:
             reasoning_tokens=usage.reasoning_tokens,
             prefill_device_s=work.prefill_s,
             decode_device_s=work.decode_s,
-            charged_usd=charged_usd,
+            charged_usd=sum(charged.values()),
             batch=int(self._batches is not None),
             accepted_tokens=work.num_accepted,
             cache_saved_device_s=work.cache_saved_s,
@@ -190,6 +193,9 @@ class RequestLedger:
             prefill_kv_byte_s=work.prefill_kv_byte_s,
             decode_kv_byte_s=work.decode_kv_byte_s,
             price=price.version if price is not None else "",
+            charged_input_usd=charged["input"],
+            charged_cached_usd=charged["cached"],
+            charged_output_usd=charged["output"],
         )
 
     def look(self) -> None:

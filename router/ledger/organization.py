@@ -23,6 +23,8 @@ USAGE_GROUPS = (*GROUPS, "user_id", "service_tier")
 VECTOR_GROUPS = ("project_id", "user_id", "api_key_id", "model")
 VECTOR_ENDPOINTS = ("embeddings", "ollama.embed", "batch:/v1/embeddings")
 COST_GROUPS = ("project_id", "api_key_id", "line_item")
+LINE_ITEMS: Mapping[str, str] = {"input": "input_tokens", "cached": "cached_tokens", "output": "output_tokens"}
+"""Kinds of tokens, and the sums that have their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ def _page(database: Database, asked: PageQuery, shown: Any, endpoints: Endpoints
         database,
         since_s=asked.start_s,
         until_s=asked.stop_s,
-        by=[GROUPS[name] for name in asked.by if name in GROUPS],
+        by=_columns(asked.by),
         bucket_s=asked.width_s,
         endpoints=endpoints,
     )
@@ -102,6 +104,12 @@ def _page(database: Database, asked: PageQuery, shown: Any, endpoints: Endpoints
         "has_more": has_more,
         "next_page": str(asked.stop_s) if has_more else None,
     }
+
+
+def _columns(by: Sequence[str]) -> list[str]:
+    """A line item is a model and a kind of its tokens."""
+    names = [GROUPS[name] for name in by if name in GROUPS]
+    return [*names, "model", "kind"] if "line_item" in by else names
 
 
 def _usage(row: UsageSum, by: Sequence[str]) -> dict[str, Any]:
@@ -132,8 +140,8 @@ def _charge(row: UsageSum, by: Sequence[str]) -> dict[str, Any]:
     return {
         "object": "organization.costs.result",
         "amount": {"value": row.charged_usd, "currency": "usd"},
-        "line_item": None,
-        "quantity": None,
+        "line_item": f"{row.group['model']}, {row.group['kind']}" if "line_item" in by else None,
+        "quantity": getattr(row, LINE_ITEMS[row.group["kind"]], None) if row.group.get("kind") in LINE_ITEMS else None,
         **_names(row, by, ("project_id", "api_key_id")),
     }
 

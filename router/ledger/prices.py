@@ -51,10 +51,10 @@ class Price:
         """Its date and model, as "2026-01-31 *"."""
         return f"{datetime.fromtimestamp(self.since_s, UTC):%Y-%m-%d} {self.model}"
 
-    def charge(self, tokens: Mapping[str, int], *, is_batch: bool = False) -> float:
+    def charge(self, tokens: Mapping[str, int], *, is_batch: bool = False) -> Mapping[str, float]:
         """USD for the tokens of each kind."""
-        usd = sum(self.usd[kind] * tokens[kind] for kind in KINDS) / _PER
-        return usd * self.batch if is_batch else usd
+        factor = (self.batch if is_batch else 1.0) / _PER
+        return {kind: self.usd[kind] * tokens[kind] * factor for kind in KINDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,19 +6,30 @@ idle            = (device seconds that there were - those of all requests) * the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from protos.errors import InvalidRequest
-from router.database.database import Database
+from router.database.database import Database, Row
 from router.ledger.prices import PriceList
 from router.ledger.retention import HOUR_S, rows_from, whole_hours
-from router.ledger.schema import SUMMED, SUMS, WHOLE, WORKER_TOKENS
+from router.ledger.schema import CHARGED, SUMMED, SUMS, WHOLE, WORKER_TOKENS
 
-GroupBy = Literal["tenant", "key_id", "model", "endpoint", "outcome", "batch"]
+GroupBy = Literal["tenant", "key_id", "model", "kind", "endpoint", "outcome", "batch"]
 GROUPS: tuple[str, ...] = get_args(GroupBy)
+_OF_KIND: Mapping[str, Sequence[str]] = {
+    "input": ("input_tokens", "prefill_device_s", "prefill_kv_byte_s"),
+    "cached": ("cached_tokens", "cache_saved_device_s"),
+    "output": (
+        "output_tokens", "reasoning_tokens", "decode_device_s", "decode_kv_byte_s", "drafted_tokens", "accepted_tokens",
+        "speculation_saved_device_s",
+    ),
+}  # fmt: skip
+"""What belongs to the tokens of a kind; `charged_KIND_usd` is charged for them."""
+UNKNOWN_KIND = "unknown"
+LEAST_USD = 1e-9
 _BATCH = ("no", "yes")
 
 
@@ -72,34 +83,48 @@ def sums(
     bucket_s: int | None = None,
     endpoints: Endpoints = Endpoints(),
 ) -> list[UsageSum]:
-    """In the order of time, then of groups; empty buckets are left out. Without `bucket_s` one bucket. Raises
+    """In the order of time, then of groups; empty buckets are left out. Without `bucket_s` one bucket. By kind, a
+    request counts in each kind of tokens that it may have. Raises
     InvalidRequest for a group that does not exist, or for parts of an hour of which requests are no longer kept; and
     Unavailable."""
     check_groups(by)
+    names, columns = [name for name in by if name != "kind"], (*SUMMED, *(CHARGED if "kind" in by else ()))
     width = bucket_s or max(1, until_s - since_s)
-    places = ", ".join(str(place) for place in range(1, 2 + len(by)))
-    source, values = _source(by, since_s, until_s, bucket_s, endpoints)
-    summed = ", ".join(f"{_sum(name)} AS {name}" for name in ("requests", *SUMMED))
+    places = ", ".join(str(place) for place in range(1, 2 + len(names)))
+    source, values = _source(names, columns, since_s, until_s, bucket_s, endpoints)
+    summed = ", ".join(f"{_sum(name)} AS {name}" for name in ("requests", *columns))
     with database.reading() as transaction:
         _check_kept(rows_from(transaction), since_s, until_s, bucket_s)
         bucket = transaction.whole("(at_s - ?) / ?")
         rows = transaction.run(
-            f"SELECT {', '.join((f'{bucket} AS bucket', *by))}, {summed} FROM ({source}) AS parts "
+            f"SELECT {', '.join((f'{bucket} AS bucket', *names))}, {summed} FROM ({source}) AS parts "
             f"GROUP BY {places} ORDER BY {places}",
             since_s, width, *values,
         )  # fmt: skip
-    found = []
+    found: list[UsageSum] = []
     for row in rows:
         start_s = since_s + row["bucket"] * width
-        found.append(
-            UsageSum(
-                start_s=start_s,
-                end_s=min(until_s, start_s + width),
-                group={name: _BATCH[row[name]] if name == "batch" else row[name] for name in by},
-                **{name: row[name] for name in ("requests", *SUMMED)},
-            )
+        whole = UsageSum(
+            start_s=start_s,
+            end_s=min(until_s, start_s + width),
+            group={name: _BATCH[row[name]] if name == "batch" else row[name] for name in names},
+            **{name: row[name] for name in ("requests", *SUMMED)},
         )
+        found += _by_kind(whole, row) if "kind" in by else [whole]
     return found
+
+
+def _by_kind(whole: UsageSum, row: Row) -> Iterator[UsageSum]:
+    """What is charged in rows of versions that did not tell kinds apart is of the kind "unknown"."""
+    left_usd = whole.charged_usd
+    parts: Mapping[str, Any] = {"start_s": whole.start_s, "end_s": whole.end_s}
+    for kind, names in _OF_KIND.items():
+        usd = row[f"charged_{kind}_usd"]
+        left_usd -= usd
+        own = {name: row[name] for name in names} | {"requests": whole.requests, "charged_usd": usd}
+        yield UsageSum(**parts, group={**whole.group, "kind": kind}, **own)
+    if left_usd > LEAST_USD:
+        yield UsageSum(**parts, group={**whole.group, "kind": UNKNOWN_KIND}, charged_usd=left_usd)
 
 
 def _check_kept(rows_from_s: int, since_s: int, until_s: int, bucket_s: int | None) -> None:
@@ -115,13 +140,18 @@ def _sum(name: str) -> str:
 
 
 def _source(
-    by: Sequence[str], since_s: int, until_s: int, bucket_s: int | None, endpoints: Endpoints
+    by: Sequence[str],
+    summed: Sequence[str],
+    since_s: int,
+    until_s: int,
+    bucket_s: int | None,
+    endpoints: Endpoints,
 ) -> tuple[str, Sequence[int | str]]:
     """The rows to sum, and the query's values: those of whole days and hours, where each lies in one bucket, and single
     requests for the rest."""
     widths = [one for one in SUMS if bucket_s is None or (bucket_s % one == 0 and since_s % one == 0)]
     parts = _cut(since_s, until_s, widths)
-    columns = ", ".join(("at_s", *by)), ", ".join(SUMMED)
+    columns = ", ".join(("at_s", *by)), ", ".join(summed)
     selects = [
         f"SELECT {columns[0]}, {'requests' if table in SUMS.values() else '1 AS requests'}, {columns[1]} FROM {table} "
         f"WHERE at_s >= ? AND at_s < ?{endpoints.condition}"

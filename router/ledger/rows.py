@@ -18,6 +18,7 @@ class LedgerRow(Value, frozen=True, kw_only=True):
     - `accepted_tokens`, of the output, were drafted; `*_saved_device_s`: spared by prefix caches and drafts, estimated
     - `drafted_tokens` were verified by workers; `*_kv_byte_s`: bytes of KV times seconds by phase, estimated
     - `price`: date and model of the entry it is charged by, "" without one
+    - `charged_*_usd`: of `charged_usd`, for the tokens of each kind; 0 in rows of versions before 2026-11
     """
 
     request_id: str
@@ -43,6 +44,9 @@ class LedgerRow(Value, frozen=True, kw_only=True):
     prefill_kv_byte_s: float = 0.0
     decode_kv_byte_s: float = 0.0
     price: str = ""
+    charged_input_usd: float = 0.0
+    charged_cached_usd: float = 0.0
+    charged_output_usd: float = 0.0
 
 
 class FleetMinute(Value, frozen=True, kw_only=True):

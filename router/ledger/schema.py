@@ -26,6 +26,8 @@ SUMMED = (
     "charged_usd", "accepted_tokens", "cache_saved_device_s", "speculation_saved_device_s",
     "drafted_tokens", "prefill_kv_byte_s", "decode_kv_byte_s",
 )  # fmt: skip
+CHARGED = ("charged_input_usd", "charged_cached_usd", "charged_output_usd")
+"""Sums that few reports ask for."""
 SUMS = {86_400: "days", 3600: "hours"}
 """Tables of sums by their seconds, the longest first. `at_s` is when the day or hour (UTC) began."""
 
@@ -35,6 +37,7 @@ WHOLE = frozenset(name for name, kind in _KINDS.items() if kind == "int")
 _NAMES = ", ".join(_KINDS)
 _MARKS = ", ".join("?" * len(_KINDS))
 _REPLACED = ", ".join(f"{name} = excluded.{name}" for name in _KINDS)
+_ADDED = (*SUMMED, *CHARGED)
 _KEY = ", ".join(("at_s", *GROUPS))
 _KEY_PLACES = ", ".join(map(str, range(1, 2 + len(GROUPS))))
 
@@ -97,7 +100,7 @@ def _rowid(transaction: Transaction) -> str:
 def _prepare_sums(transaction: Transaction, table: str, width_s: int) -> None:
     """A table of sums that is missing, or has other columns, is made from the requests that are there; sums of the time
     before `rows_from_s`, of which some or all requests are deleted, are kept."""
-    known, needed = transaction.columns(table), {"at_s", *GROUPS, "requests", *SUMMED}
+    known, needed = transaction.columns(table), {"at_s", *GROUPS, "requests", *_ADDED}
     if known != needed:
         if known:
             transaction.run(
@@ -105,15 +108,15 @@ def _prepare_sums(transaction: Transaction, table: str, width_s: int) -> None:
                 "WHERE at_s < (SELECT rows_from_s FROM retention)"
             )
             _drop_sums(transaction, table)
-        kinds = ", ".join(f"{name} {_TYPES[_KINDS[name]]} NOT NULL" for name in (*GROUPS, *SUMMED))
+        kinds = ", ".join(f"{name} {_TYPES[_KINDS[name]]} NOT NULL" for name in (*GROUPS, *_ADDED))
         transaction.run(
             f"CREATE TABLE {table} (at_s BIGINT NOT NULL, requests BIGINT NOT NULL, {kinds}, PRIMARY KEY ({_KEY}))"
             f"{_rowid(transaction)}"
         )
         transaction.run(
-            f"INSERT INTO {table} ({_KEY}, requests, {', '.join(SUMMED)}) "
+            f"INSERT INTO {table} ({_KEY}, requests, {', '.join(_ADDED)}) "
             f"SELECT {_begin(transaction, 'at_s', width_s)}, {', '.join(GROUPS)}, count(*), "
-            f"{', '.join(f'sum({name})' for name in SUMMED)} FROM requests "
+            f"{', '.join(f'sum({name})' for name in _ADDED)} FROM requests "
             f"{'WHERE at_s >= (SELECT rows_from_s FROM retention) ' if known else ''}GROUP BY {_KEY_PLACES}"
         )
         if known:
@@ -125,9 +128,9 @@ def _prepare_sums(transaction: Transaction, table: str, width_s: int) -> None:
 def _restore_sums(transaction: Transaction, table: str, known: set[str]) -> None:
     """What a later version has added is nothing in them; groups that it has not become one."""
     groups = [name if name in known else _nothing(name) for name in GROUPS]
-    summed = [f"sum({name if name in known else _nothing(name)})" for name in ("requests", *SUMMED)]
+    summed = [f"sum({name if name in known else _nothing(name)})" for name in ("requests", *_ADDED)]
     transaction.run(
-        f"INSERT INTO {table} ({_KEY}, requests, {', '.join(SUMMED)}) SELECT at_s, {', '.join((*groups, *summed))} "
+        f"INSERT INTO {table} ({_KEY}, requests, {', '.join(_ADDED)}) SELECT at_s, {', '.join((*groups, *summed))} "
         f"FROM kept_{table} GROUP BY {_KEY_PLACES}"
     )
     transaction.run(f"DROP TABLE kept_{table}")
@@ -151,17 +154,17 @@ def _begin(transaction: Transaction, at_s: str, width_s: int) -> str:
 def _triggers(transaction: Transaction, table: str, width_s: int) -> Iterator[str]:
     """A row enters its sums. One that is replaced leaves them and enters those of its new group."""
     enters = (
-        f"INSERT INTO {table} ({_KEY}, requests, {', '.join(SUMMED)}) VALUES ("
+        f"INSERT INTO {table} ({_KEY}, requests, {', '.join(_ADDED)}) VALUES ("
         f"{_begin(transaction, 'new.at_s', width_s)}, {', '.join(f'new.{name}' for name in GROUPS)}, 1, "
-        f"{', '.join(f'new.{name}' for name in SUMMED)}) ON CONFLICT ({_KEY}) DO UPDATE SET "
+        f"{', '.join(f'new.{name}' for name in _ADDED)}) ON CONFLICT ({_KEY}) DO UPDATE SET "
         f"requests = {table}.requests + 1, "
-        f"{', '.join(f'{name} = {table}.{name} + excluded.{name}' for name in SUMMED)};"
+        f"{', '.join(f'{name} = {table}.{name} + excluded.{name}' for name in _ADDED)};"
     )
     left = " AND ".join(
         [f"at_s = {_begin(transaction, 'old.at_s', width_s)}", *(f"{name} = old.{name}" for name in GROUPS)]
     )
     leaves = (
-        f"UPDATE {table} SET requests = requests - 1, {', '.join(f'{name} = {name} - old.{name}' for name in SUMMED)} "
+        f"UPDATE {table} SET requests = requests - 1, {', '.join(f'{name} = {name} - old.{name}' for name in _ADDED)} "
         f"WHERE {left}; DELETE FROM {table} WHERE requests = 0 AND {left};"
     )
     for name, event, body in (("count", "INSERT", enters), ("move", "UPDATE", f"{leaves} {enters}")):

@@ -92,6 +92,13 @@ async def test_the_ledger_is_what_clients_received(front: GatewayServer) -> None
     assert acme_row["output_tokens"] == received["completion_tokens"] == 16
     expected = 1000 * acme_row["input_tokens"] + 10 * acme_row["cached_tokens"] + 2000 * acme_row["output_tokens"]
     assert acme_row["charged_usd"] == pytest.approx(expected / 1e6)
+    by_kind = (await rows(front, 3, "tenant,kind"))["rows"]
+    kinds = {row["group"]["kind"]: row for row in by_kind if row["group"]["tenant"] == "acme"}
+    assert list(kinds) == ["input", "cached", "output"]
+    assert [kinds[kind][f"{kind}_tokens"] for kind in kinds] == [acme_row[f"{kind}_tokens"] for kind in kinds]
+    for name in ("charged_usd", "cost_usd"):
+        assert sum(row[name] for row in kinds.values()) == pytest.approx(acme_row[name])
+    assert kinds["output"]["charged_usd"] == pytest.approx(2000 * acme_row["output_tokens"] / 1e6)
     assert other_row["requests"] == 1
     assert 0 < other_row["output_tokens"] <= 400
     assert report["fleet_usd"] >= report["idle_usd"] > 0
@@ -118,6 +125,10 @@ async def test_openais_client_reads_usage_and_costs(front: GatewayServer) -> Non
     assert vector_result.input_tokens == vectors["input_tokens"] + vectors["cached_tokens"] > 0  # type: ignore[union-attr]
     costs = await sdk.admin.organization.usage.costs(start_time=bucket_start)
     assert costs.data[0].results[0].amount.value == pytest.approx(0.011 + vectors["charged_usd"])  # type: ignore[union-attr]
+    costs = await sdk.admin.organization.usage.costs(start_time=bucket_start, group_by=["line_item"])
+    items: dict[str, Any] = {one.line_item or "": one for one in costs.data[0].results}  # type: ignore[union-attr]
+    assert list(items) == ["demo, input", "demo, cached", "demo, output"]
+    assert (items["demo, output"].quantity, items["demo, output"].amount.value) == (4.0, pytest.approx(0.008))
     await sdk.close()
 
 

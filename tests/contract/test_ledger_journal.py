@@ -45,7 +45,10 @@ def test_what_had_ended_when_its_process_was_killed_is_counted_by_another(ledger
         process.kill()
         process.join()
     [left] = [path for path in folder.iterdir() if path.read_bytes().strip(b"\0")]
-    left.write_bytes(left.read_bytes().rstrip(b"\0") + b"\x40\0\0\0torn")
+    data, end = left.read_bytes(), 0
+    while size := int.from_bytes(data[end : end + 4], "little"):
+        end += 8 + size
+    left.write_bytes(data[:end] + b"\x40\0\0\0torn")
     other = LedgerStore(ledger_database(ledger_at), journal=RowJournal(folder))
     assert sum([alive.recover(), other.recover()]) == 2
     for store in (alive, other, other):

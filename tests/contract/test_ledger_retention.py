@@ -30,6 +30,7 @@ ROW = LedgerRow(
     request_id="r", at_s=START, seconds=1.5, tenant="acme", key_id="sha256:00", model="demo",
     endpoint="completions", outcome="ok", input_tokens=100, cached_tokens=50, output_tokens=20, reasoning_tokens=5,
     prefill_device_s=0.25, decode_device_s=0.75, charged_usd=0.5, price="2026-01-01 *",
+    charged_input_usd=0.125, charged_cached_usd=0.125, charged_output_usd=0.25,
 )  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def reports(where: Where) -> tuple[Sequence[Sequence[UsageSum]], Sequence[CostRe
         found = [
             sums(database, since_s=since_s, until_s=until_s, by=by, bucket_s=bucket_s)
             for since_s, until_s in pairwise([*times, START + 7 * DAY])
-            for by in ((), ("tenant",), GROUPS)
+            for by in ((), ("tenant",), ("kind", "tenant"), GROUPS)
             for bucket_s in (None, HOUR, DAY)
         ]
         told = [

@@ -158,6 +158,28 @@ def test_cost_is_what_was_used_and_what_was_idle(ledger: Where) -> None:
     assert report.idle_usd == pytest.approx(357.0)
 
 
+def test_a_kind_of_tokens_has_what_is_charged_and_spent_for_it(ledger_at: Where) -> None:
+    """Rows of earlier versions do not tell what was charged for which."""
+    store = store_at(ledger_at)
+    kinds: dict[str, Any] = {"charged_input_usd": 0.25, "charged_cached_usd": 0.125, "charged_output_usd": 0.5}
+    for number, charged in enumerate(({"charged_usd": 0.875} | kinds, {"charged_usd": 2.0})):
+        store.write(replace(ROW, request_id=f"r{number}", **charged))
+    store.close()
+    prices = PriceList(device_hour=3600.0, prices=())
+    report = cost(ledger_at, prices, since_s=20_000 * DAY, until_s=20_001 * DAY, by=("kind", "tenant"))
+    assert report.rows[0].group == {"tenant": "acme", "kind": "input"}
+    tokens = [row.input_tokens + row.cached_tokens + row.output_tokens for row in report.rows]
+    shown = {
+        row.group["kind"]: (num_tokens, row.charged_usd, report.cost_usd(row))
+        for num_tokens, row in zip(tokens, report.rows, strict=True)
+    }
+    assert shown == {
+        "input": (200, 0.25, 0.5), "cached": (100, 0.125, 0.0), "output": (40, 0.5, 1.5), "unknown": (0, 2.0, 0.0),
+    }  # fmt: skip
+    whole = cost(ledger_at, prices, since_s=20_000 * DAY, until_s=20_001 * DAY, by=())
+    assert (whole.idle_usd, whole.fleet_usd) == (report.idle_usd, report.fleet_usd)
+
+
 def test_the_devices_of_several_models_are_added_up(ledger_at: Where) -> None:
     store = store_at(ledger_at)
     for model, devices in (("big", 4), ("small", 1), ("big", 2)):
