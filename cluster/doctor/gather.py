@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import re
 import resource
 import socket
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import quote
@@ -30,7 +32,7 @@ from cluster.doctor.examination import (
     RedisFacts,
     View,
 )
-from protos.errors import BatonError, DeadlineExceeded, Overloaded
+from protos.errors import BatonError, Overloaded
 from router.dispatch.lane_probe import PROBE_TIMEOUT_S
 from router.prefix.redis_url import TROUBLES, close, parse
 
@@ -38,13 +40,15 @@ TOTAL_S = 14.0
 """For the whole examination."""
 SIZES = (64, 512, 4096)  # tokens of a prompt, as far as the model's context allows
 FAIR_S = 8.0
-"""KV that has not arrived in less time says nothing about its lane."""
+"""A gateway that has not answered a probe in less time says nothing about the lane."""
 LEAST_S = 1.0
 """With less left, no probe is begun."""
 ANSWER_S = 0.3
 """Of what is left, for the gateway's answer."""
-STATUS_S, REDIS_S, PORTS_S = 4.0, 2.0, 3.0
+STATUS_S, REDIS_S, PORTS_S = 4.0, 3.0, 3.0
 CONNECT_S = 1.0
+NAMES_S = 1.0
+"""For names to be resolved: a resolver may be silent for half a minute, and nothing interrupts it."""
 MAX_CONNECTS = 512  # at a time
 NUM_PINGS = 5
 _EXPIRY = re.compile(r'^baton_certificate_expiry_timestamp_seconds\{use="(\w+)"\} (\S+)$', re.MULTILINE)
@@ -53,9 +57,11 @@ _EXPIRY = re.compile(r'^baton_certificate_expiry_timestamp_seconds\{use="(\w+)"\
 def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = True) -> Examination:
     """Takes less than 15 seconds. Raises Misconfigured for a URL that is none."""
     ends_s = time.monotonic() + TOTAL_S
-    host, redis = _host(), asyncio.run(_redis(redis_url)) if redis_url else None
+    host, redis = _host(), _redis_facts(redis_url) if redis_url else None
     facts: dict[str, Any] = {"url": url, "now_s": time.time(), "host": host, "redis": redis}
     with open_client(url, api_key) as client:
+        if unknown := _unresolved([client.base_url.host]):
+            return Examination(**facts, no_answer=f"the name {unknown[0]} is not resolved in {NAMES_S:g} s")
         try:
             answer = client.get("/admin/status", timeout=STATUS_S)
             ahead_s = _ahead_s(answer)
@@ -72,7 +78,7 @@ def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = 
         if "workers" not in status:
             return Examination(**facts, no_answer=f"{url} answers, and not as a gateway: /admin/status is no report")
         ends = {use: float(at) for use, at in _EXPIRY.findall(metrics.text)}
-        closed = asyncio.run(_closed(status))
+        closed = _closed(status)
         found, unprobed = _probes(client, status, ends_s) if probes else ((), 0)
     return Examination(
         **facts, clock_ahead_s=ahead_s, status=status, certificates=ends, closed=closed,
@@ -106,12 +112,52 @@ def _host() -> HostFacts:
         sizes = 0, 0
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     names = {"127.0.0.1", "localhost", "[::1]", socket.gethostname()}
-    with contextlib.suppress(OSError):
-        names |= {str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)}
+    names |= _resolve([socket.gethostname()]).get(socket.gethostname(), set())
     return HostFacts(
         num_cores=len(os.sched_getaffinity(0)), shm_bytes=sizes[0], shm_free_bytes=sizes[1],
         max_open_files=2**31 if hard == resource.RLIM_INFINITY else hard, addresses=frozenset(names),
     )  # fmt: skip
+
+
+def _resolve(hosts: Iterable[str]) -> dict[str, set[str]]:
+    """The addresses of names, as far as they are found in `NAMES_S`; none for one that does not exist. In threads that
+    nothing waits for."""
+    found: dict[str, set[str]] = {}
+
+    def look(host: str) -> None:
+        addresses: set[str] = set()
+        with contextlib.suppress(OSError):
+            addresses = {str(one[4][0]) for one in socket.getaddrinfo(host, None)}
+        found[host] = addresses
+
+    until_s = time.monotonic() + NAMES_S
+    threads = [threading.Thread(target=look, args=(host,), daemon=True) for host in set(hosts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+    return dict(found)
+
+
+def _unresolved(hosts: Iterable[str]) -> list[str]:
+    """Names for which there is no answer yet; whoever connects says of one that does not exist why."""
+    names = {host for host in hosts if not _is_address(host)}
+    return sorted(names - _resolve(names).keys())
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _redis_facts(url: str) -> RedisFacts:
+    where = parse(url, setting="--redis")
+    if unknown := _unresolved(host for host, _ in where.hosts):
+        return RedisFacts(url=where.shown, error=f"the name {unknown[0]} is not resolved in {NAMES_S:g} s")
+    return asyncio.run(_redis(url))
 
 
 async def _redis(url: str) -> RedisFacts:
@@ -145,9 +191,25 @@ async def _policy(client: Any) -> str:
         return ""
 
 
-async def _closed(status: View) -> Sequence[ClosedPort]:
-    """The closed ones among `_ports`, `MAX_CONNECTS` tried at once: each that drops packets takes `CONNECT_S`. Those
-    for which `PORTS_S` are not enough are left out."""
+def _closed(status: View) -> Sequence[ClosedPort]:
+    """The closed ones among `_ports`."""
+    ports = list(_ports(status))
+    unknown = set(_unresolved(_host_of(address) for _, address in ports))
+    nameless = [
+        ClosedPort(what=what, address=address, error=f"its name is not resolved in {NAMES_S:g} s")
+        for what, address in ports
+        if _host_of(address) in unknown
+    ]
+    return *nameless, *asyncio.run(_try([port for port in ports if _host_of(port[1]) not in unknown]))
+
+
+def _host_of(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+async def _try(ports: Sequence[tuple[str, str]]) -> Sequence[ClosedPort]:
+    """The closed ones, `MAX_CONNECTS` tried at once: each that drops packets takes `CONNECT_S`. Those for which
+    `PORTS_S` are not enough are left out."""
     room = asyncio.Semaphore(MAX_CONNECTS)
 
     async def tried(what: str, address: str) -> ClosedPort | None:
@@ -155,7 +217,7 @@ async def _closed(status: View) -> Sequence[ClosedPort]:
             error = await _connect_error(address)
         return ClosedPort(what=what, address=address, error=error) if error else None
 
-    tasks = [asyncio.create_task(tried(*port)) for port in _ports(status)]
+    tasks = [asyncio.create_task(tried(*port)) for port in ports]
     if not tasks:
         return ()
     done, late = await asyncio.wait(tasks, timeout=PORTS_S)
@@ -165,10 +227,9 @@ async def _closed(status: View) -> Sequence[ClosedPort]:
 
 
 async def _connect_error(address: str) -> str:
-    host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(CONNECT_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            _, writer = await asyncio.open_connection(_host_of(address), int(address.rpartition(":")[2]))
     except TimeoutError:
         return "timed out"
     except OSError as error:
@@ -221,7 +282,7 @@ def _probe(client: httpx.Client, source: View, destination: View, ends_s: float)
         except Overloaded:
             break
         except (httpx.HTTPError, BatonError) as error:
-            if isinstance(error, httpx.TimeoutException | DeadlineExceeded) and timeout_s < FAIR_S:
+            if isinstance(error, httpx.TimeoutException) and timeout_s < FAIR_S:
                 break
             return LaneProbe(**ends, error=str(error) or repr(error), speeds=tuple(speeds.values()))
         reading = _json_of(answer)

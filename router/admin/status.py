@@ -36,9 +36,10 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
         summary["digests"] = {revision: card.digests for revision, card in cards.items()}
         workers = gateway.fleet.status()
         summary["degraded"] = degraded(gateway)
-        replies = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
+        summary["capacity"], *replies = await asyncio.gather(
+            desired_fleet(gateway), *(held(gateway, worker.worker_id) for worker in workers)
+        )
         kv = {worker.worker_id: one for worker, one in zip(workers, replies, strict=True)}
-        summary["capacity"] = await desired_fleet(gateway)
         return json_response(summary | {"workers": workers, "kv": kv, "processes": gateway.processes.statuses})
 
 

@@ -30,6 +30,8 @@ from router.fleet.worker import Member
 
 COMPUTE_TIMEOUT_S = 4.0
 MOVE_TIMEOUT_S = 8.0
+FAIR_MOVE_S = 4.0
+"""KV that has not arrived in less time says nothing about its lane."""
 PROBE_TIMEOUT_S = COMPUTE_TIMEOUT_S + MOVE_TIMEOUT_S
 LEASE_S = 10.0
 NUM_TOP = 5
@@ -53,8 +55,8 @@ async def probe_lane(
     source: Member, destination: Member, num_tokens: int, *, gateway_id: str, timeout_s: float = PROBE_TIMEOUT_S
 ) -> LaneReading:
     """Takes `timeout_s` at most. Raises InvalidRequest for a prompt that is too long, Overloaded if the source does not
-    compute it in time, DeadlineExceeded if its KV does not arrive in time, WorkerLost, TransferFailed if the KV was not
-    used, and the workers' own errors, such as NoRoom."""
+    compute it in time or little time was left to move its KV, DeadlineExceeded if its KV does not arrive in time,
+    WorkerLost, TransferFailed if the KV was not used, and the workers' own errors, such as NoRoom."""
     info, peer = _info(source), _info(destination)
     block = max(info.layout.block_size, peer.layout.block_size)
     num_tokens = max(block, num_tokens // block * block)
@@ -88,6 +90,10 @@ async def probe_lane(
             arrived = await _answer(destination, _request(name, prompt, pull))
             seconds = loop_time() - began
     except TimeoutError:
+        if move_timeout_s < min(FAIR_MOVE_S, MOVE_TIMEOUT_S):
+            raise Overloaded(
+                f"{move_timeout_s:.1f} s are too few to move KV of {num_tokens} tokens: try again"
+            ) from None
         raise DeadlineExceeded(
             f"KV of {num_tokens} tokens from {source.worker_id} has not arrived at {destination.worker_id} in "
             f"{move_timeout_s:.1f} s"

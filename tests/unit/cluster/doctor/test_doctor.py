@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -182,20 +184,48 @@ def test_a_probe_that_is_answered_with_a_page_is_silent() -> None:
     assert probe.error == "the gateway's answer is not JSON"
 
 
-async def test_ports_are_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    together = asyncio.Barrier(4)
+def test_ports_are_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trying = most = 0
 
     async def silent(*_: object) -> None:
-        await together.wait()
-        raise TimeoutError
+        nonlocal trying, most
+        trying += 1
+        most = max(most, trying)
+        await asyncio.Event().wait()
 
+    monkeypatch.setattr(gather, "CONNECT_S", 0.05)
     monkeypatch.setattr("cluster.doctor.gather.asyncio.open_connection", silent)
     status = copy.deepcopy(STATUS)
     for number, one in enumerate(status["workers"]):
         one["info"]["lane"] = {"host": "10.0.0.1", "port": number}
-    closed = await _closed(status)
+    closed = _closed(status)
+    assert most == 4
     assert {one.error for one in closed} == {"timed out"}
     assert [one.what for one in closed] == ["p0", "lanes of p0", "d0", "lanes of d0"]
+
+
+def test_names_that_nobody_resolves_hold_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resolver that answers nobody for as long as it likes, as with a name server behind a firewall."""
+    released, resolve = threading.Event(), socket.getaddrinfo
+
+    def silent(host: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(host, str) and host.endswith(".example"):
+            released.wait()
+        return resolve(host, *arguments, **options)
+
+    monkeypatch.setattr(gather, "NAMES_S", 0.1)
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+    try:
+        seen = examine("http://gateway.example:8000", redis_url="redis://redis.example")
+        assert seen.no_answer == "the name gateway.example is not resolved in 0.1 s"
+        assert seen.redis is not None
+        assert seen.redis.error == "the name redis.example is not resolved in 0.1 s"
+        status = copy.deepcopy(STATUS)
+        for one in status["workers"]:
+            one["info"]["lane"] = {"host": "worker.example", "port": 1}
+        assert {"lanes of p0", "lanes of d0"} <= {one.what for one in _closed(status) if "name" in one.error}
+    finally:
+        released.set()
 
 
 async def test_a_redis_that_refuses_config_is_reached() -> None:
