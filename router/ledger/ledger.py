@@ -43,11 +43,14 @@ def may_pass(error: BatonError) -> bool:
     return error.retryable or (isinstance(error, Overloaded) and not isinstance(error, BudgetExhausted))
 
 
-def is_ours(outcome: str) -> bool:
-    """Whether a request failed for a reason of the cluster's (5xx): it costs its tenant nothing."""
+def is_free(outcome: str, num_output: int) -> bool:
+    """Whether a request costs its tenant nothing: it failed for a reason of the cluster's (5xx), or it failed before
+    anything was sent, as one does that finds no room or whose client leaves the queue."""
     if outcome == LOST:
         return True
-    return outcome in ERRORS_BY_CODE and ERRORS_BY_CODE[outcome].http_status >= 500
+    if outcome in ERRORS_BY_CODE:
+        return not num_output or ERRORS_BY_CODE[outcome].http_status >= 500
+    return False
 
 
 class BegunRequest(NamedTuple):
@@ -167,7 +170,7 @@ class RequestLedger:
         work = work_of(records, tokens["input"], tokens["cached"], self._rates, loop_now)
         price = self.prices.price(model, now - seconds, parent=self._model)
         charged: Mapping[str, float] = _FREE
-        if price is not None and not is_ours(outcome):
+        if price is not None and not is_free(outcome, usage.completion_tokens):
             charged = price.charge(tokens, is_batch=self._batches is not None)
         return LedgerRow(
             request_id=ask.request_id,

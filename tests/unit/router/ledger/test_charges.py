@@ -62,6 +62,14 @@ async def test_an_answer_that_failed_for_a_reason_of_the_clusters_is_free(
     assert (row.charged_usd == 0.0) is is_free
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "hello"}), ("/v1/embeddings", {"input": "hello"})]
+)
+async def test_a_request_that_was_refused_before_anything_was_sent_is_free(path: str, body: dict[str, Any]) -> None:
+    status, row = await row_of(path, body, lambda job: [Overloaded("no room")])
+    assert (status, row.outcome, row.output_tokens, row.charged_usd) == (429, "overloaded", 0, 0.0)
+
+
 async def test_a_vector_that_did_not_come_is_free() -> None:
     def plain(_: Job) -> list[TokenDelta]:
         return [TokenDelta(token_ids=(5,), finish_reason=FinishReason.LENGTH)]
