@@ -145,7 +145,10 @@ class LedgerConfig(CheckedSettings):
     path: str = setting("", "Database of requests (SQLite), shared by gateways of this host; empty: no ledger.")
     prices: str = setting("", "File of prices (docs/economics.md); empty: everything is free.")
     keep_days: int = setting(
-        400, "Days that single requests are kept; their sums by hour are kept for ever. 0: for ever, too.", most=36_500
+        400,
+        "Days that single requests are kept; their sums by hour are kept for ever. 0: for ever, too.",
+        least=0,
+        most=36_500,
     )
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from protos.errors import InvalidRequest
+from protos.errors import InvalidRequest, Misconfigured
+from router.config import LedgerConfig
 from router.ledger import retention
 from router.ledger import store as store_module
 from router.ledger.organization import PageQuery, costs_page
@@ -127,6 +128,12 @@ def test_a_page_without_buckets_is_empty_before_that_time_too(ledger: Where) -> 
     with closing(ledger_database(ledger)) as database:
         asked = PageQuery(start_s=START, end_s=START, width_s=DAY, count=7, by=())
         assert costs_page(database, asked)["data"] == []
+
+
+def test_a_negative_number_of_days_is_refused() -> None:
+    """It would delete the rows of today."""
+    with pytest.raises(Misconfigured, match="keep_days"):
+        LedgerConfig(keep_days=-1)
 
 
 def test_nothing_is_deleted_where_rows_are_kept_for_ever(ledger: Where) -> None:
