@@ -33,6 +33,7 @@ from cluster.doctor.gather import _closed, _policy, _probe, examine
 from cluster.doctor.rules import findings
 from cluster.doctor.verb import described, measured
 from router.dispatch import lane_probe
+from router.fleet_owner import NoFleetOwner
 from tests.unit.router.fake_cluster import Cluster
 from tests.unit.router.operating import operating
 
@@ -297,6 +298,22 @@ async def test_a_lane_for_which_little_time_is_left_is_left_out(
         assert time.monotonic() - began < lane_probe.MOVE_TIMEOUT_S, "it did not wait for the gateway's own limits"
     assert (seen.probes, seen.unprobed) == ((), 1)
     assert "lane-silent" not in [one.name for one in findings(seen)]
+
+
+async def test_a_worker_and_an_owner_that_hang_do_not_make_the_gateway_unreachable(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    class HungOwner(NoFleetOwner):
+        view = never
+
+    monkeypatch.setattr(cluster.fleet, "stats", never)
+    async with operating(cluster, fleet_owner=HungOwner()) as (client, _):
+        seen = await asyncio.to_thread(examine, str(client.base_url), probes=False)
+    assert seen.no_answer == ""
+    assert (seen.status["capacity"], seen.status["kv"]) == (None, {"p0": None, "d0": None})
 
 
 @pytest.mark.parametrize("timeout_s", ["0", "13", "nan", "x"])
