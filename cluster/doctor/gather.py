@@ -39,12 +39,12 @@ from router.prefix.redis_url import TROUBLES, close, parse
 TOTAL_S = 14.0
 """For the whole examination."""
 SIZES = (64, 512, 4096)  # tokens of a prompt, as far as the model's context allows
-FAIR_S = 8.0
+LEAST_ANSWER_S = 8.0
 """A gateway that has not answered a probe in less time says nothing about the lane."""
-LEAST_S = 1.0
+LEAST_PROBE_S = 1.0
 """With less left, no probe is begun."""
-ANSWER_S = 0.3
-"""Of what is left, for the gateway's answer."""
+REPLY_S = 0.3
+"""Of what is left, for the gateway to say that a probe took too long."""
 STATUS_S, REDIS_S, PORTS_S = 4.0, 3.0, 3.0
 CONNECT_S = 1.0
 NAMES_S = 1.0
@@ -274,9 +274,9 @@ def _probe(client: httpx.Client, source: View, destination: View, ends_s: float)
     transport = ""
     for size in (sizes[0], *sizes):
         left_s = ends_s - time.monotonic()
-        if left_s < LEAST_S:
+        if left_s < LEAST_PROBE_S:
             break
-        timeout_s = min(PROBE_TIMEOUT_S, left_s - ANSWER_S)
+        timeout_s = min(PROBE_TIMEOUT_S, left_s - REPLY_S)
         query = f"source={quote(ends['source'])}&destination={quote(ends['destination'])}&num_tokens={size}"
         try:
             answer = client.post(f"/admin/lanes/probe?{query}&timeout_s={timeout_s:.3f}", timeout=left_s)
@@ -285,7 +285,7 @@ def _probe(client: httpx.Client, source: View, destination: View, ends_s: float)
         except Overloaded:
             break
         except (httpx.HTTPError, BatonError) as error:
-            if isinstance(error, httpx.TimeoutException) and timeout_s < FAIR_S:
+            if isinstance(error, httpx.TimeoutException) and timeout_s < LEAST_ANSWER_S:
                 break
             return LaneProbe(**ends, error=str(error) or repr(error), speeds=tuple(speeds.values()))
         reading = _json_of(answer)

@@ -97,18 +97,18 @@ _DIGESTS = (
 
 def _digests(seen: Examination) -> Iterator[Finding]:
     """Of the model's files at the gateway and at each worker of a revision. Where one is "", it is not known."""
-    here = seen.status.get("digests", {})
+    of_gateway = seen.status.get("digests", {})
+    infos = {worker["worker_id"]: worker["info"] for worker in seen.workers if worker["info"]}
     for name, part, make, fix in _DIGESTS:
-        for revision in {worker["info"].get("revision", "") for worker in seen.workers if worker["info"]}:
+        for revision in sorted({info.get("revision", "") for info in infos.values()}):
             owners: dict[str, list[str]] = {}
-            if mine := here.get(revision, {}).get(part):
-                owners[mine] = ["the gateway"]
-            for worker in seen.workers:
-                info = worker["info"] or {}
-                if info.get("revision", "") == revision and (theirs := info.get("digests", {}).get(part)):
-                    owners.setdefault(theirs, []).append(worker["worker_id"])
+            if digest := of_gateway.get(revision, {}).get(part):
+                owners[digest] = ["the gateway"]
+            for worker_id, info in infos.items():
+                if info.get("revision", "") == revision and (digest := info.get("digests", {}).get(part)):
+                    owners.setdefault(digest, []).append(worker_id)
             if len(owners) > 1:
-                shown = "; ".join(f"{', '.join(who)}: {digest}" for digest, who in owners.items())
+                shown = "; ".join(f"{', '.join(owner)}: {digest}" for digest, owner in owners.items())
                 yield make(name, part, f"digests of the model's files differ: {shown}", fix)
 
 

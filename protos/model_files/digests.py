@@ -23,14 +23,14 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "merges.txt
 
 def read_digests(files: ModelFiles) -> ModelDigests:
     """ "" for a part that is not there. Raises BadCheckpoint."""
-    return ModelDigests(weights=_weights(files), tokenizer=_tokenizer(files), template=_digest(template_sources(files)))
+    return ModelDigests(weights=_weights(files), tokenizer=_tokenizer(files), template=_digest(_template(files)))
 
 
-def template_sources(files: ModelFiles) -> list[bytes]:
-    """Wherever a chat template may be."""
+def _template(files: ModelFiles) -> list[bytes]:
+    """The first of the places where a chat template may be."""
     places = [files.json(name) or {} for name in ("tokenizer_config.json", "chat_template.json")]
     found: list[Any] = [files.text("chat_template.jinja"), *(place.get("chat_template") for place in places)]
-    return [json.dumps(one, sort_keys=True).encode() for one in found if one]
+    return next(([json.dumps(one, sort_keys=True).encode()] for one in found if one), [])
 
 
 def _weights(files: ModelFiles) -> str:

@@ -48,7 +48,11 @@ class FolderFiles:
             raise BadCheckpoint(f"{path} is not UTF-8 ({error}): download it again") from error
 
     def weight_files(self) -> list[Path]:
-        return sorted(self.path.glob("*.safetensors"))
+        """Those that are read: others may lie beside them, such as a copy in one file."""
+        shards = (read_object(self.path / "model.safetensors.index.json") or {}).get("weight_map")
+        names = set(shards.values()) if isinstance(shards, dict) else {"model.safetensors"}
+        found = sorted(path for name in names if (path := self.path / str(name)).is_file())
+        return found or sorted(self.path.glob("*.safetensors"))
 
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=6)

@@ -200,7 +200,7 @@ class IdleAdmission:
                         yield delta
                         if delta.finish_reason is not None:
                             return
-                        if self._is_suspended(run):
+                        if self._must_stop(run):
                             break
             finally:
                 del self._runs[run.number]
@@ -269,8 +269,8 @@ class IdleAdmission:
         self._runs[run.number] = run
         return run
 
-    def _is_suspended(self, run: BatchRun) -> bool:
-        """Whether the run is suspended now. Decides about all jobs, not more often than every `DECISION_S`."""
+    def _must_stop(self, run: BatchRun) -> bool:
+        """Whether the run is suspended. Every `DECISION_S` at most, this is decided for all runs."""
         run.has_token = True
         now = loop_time()
         if now - self._decided_s >= DECISION_S:

@@ -10,6 +10,7 @@ a file knows that its process is gone. A row that is in the database already is 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import mmap
@@ -40,13 +41,12 @@ class RowJournal:
         """Makes the folder, and room for the files, for a full disk must not end a process that writes into its pages.
         Raises OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "it belongs to another user, who could read rows and write some")
         name = uuid.uuid4().hex
         self._folder = folder
         self._paths = [folder / f"{name}.{number}.rows" for number in range(2)]
-        self._files = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for path in self._paths]
-        for file in self._files:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            os.posix_fallocate(file, 0, FILE_BYTES)
+        self._files = [_made(path) for path in self._paths]
         self._pages = [mmap.mmap(file, FILE_BYTES) for file in self._files]
         self._active = 0
         self._end = 0
@@ -103,6 +103,21 @@ class RowJournal:
                 path.unlink(missing_ok=True)
             pages.close()
             os.close(file)
+
+
+def _made(path: Path) -> int:
+    """A new file, open and locked before others see it by its name."""
+    new = path.with_suffix(".new")
+    file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.posix_fallocate(file, 0, FILE_BYTES)
+        new.rename(path)
+    except BaseException:
+        os.close(file)
+        new.unlink(missing_ok=True)
+        raise
+    return file
 
 
 def _rows_in(data: bytes) -> Iterator[LedgerRow]:

@@ -53,6 +53,11 @@ def is_free(outcome: str, num_output: int) -> bool:
     return False
 
 
+def is_refused(outcome: str, records: Sequence[RequestTrace], usage: Usage) -> bool:
+    """Whether no worker has had the request."""
+    return outcome in ERRORS_BY_CODE and not usage.completion_tokens and not any(record.choices for record in records)
+
+
 class BegunRequest(NamedTuple):
     """A request that is being answered."""
 
@@ -167,6 +172,8 @@ class RequestLedger:
             "cached": usage.cached_tokens,
             "output": usage.completion_tokens,
         }
+        if is_refused(outcome, records, usage):
+            tokens = dict.fromkeys(tokens, 0)
         work = work_of(records, tokens["input"], tokens["cached"], self._rates, loop_now)
         price = self.prices.price(model, now - seconds, parent=self._model)
         charged: Mapping[str, float] = _FREE
@@ -256,7 +263,7 @@ class RequestLedger:
         if self._looks % RECOVER_LOOKS == 0:
             if found := self.store.recover():
                 log.warning("%d requests of a gateway process that was lost are counted as it left them", found)
-            self.store.forget()
+            self.store.delete_old()
 
     def close(self) -> None:
         self.store.close()

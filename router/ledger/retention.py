@@ -34,7 +34,7 @@ _OLD_MINUTES = (
 )
 
 
-def forget(transaction: Transaction, rows_from_s: int) -> int:
+def delete_chunk(transaction: Transaction, rows_from_s: int) -> int:
     """Deletes a chunk of what is older. Returns how many rows; 0: nothing is left."""
     [done] = transaction.run("SELECT deleted_to_s FROM retention")
     if done["deleted_to_s"] >= rows_from_s:

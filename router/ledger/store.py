@@ -31,7 +31,7 @@ from prometheus_client.registry import Collector
 from protos.errors import Unavailable
 from router.database.database import Database, RejectedValue, Transaction
 from router.ledger.journal import RowJournal
-from router.ledger.retention import DAY_S, forget
+from router.ledger.retention import DAY_S, delete_chunk
 from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest, WorkerCount, Written
 from router.ledger.schema import INSERT_COUNT, INSERT_DEVICES, INSERT_ROW, RECOVER, REPLACE_OPEN, SEEN, SILENT
 
@@ -157,9 +157,9 @@ class LedgerStore(Collector):
                     for row in rows:
                         self._commit([row])
                     return
-                is_told = isinstance(error, RejectedValue)  # anything else is a bug of ours
+                is_rejected = isinstance(error, RejectedValue)  # anything else is a bug of ours
                 text = "a row that the ledger cannot hold is dropped: %s: %r"
-                log.error(text, error, rows[0], exc_info=None if is_told else error)
+                log.error(text, error, rows[0], exc_info=None if is_rejected else error)
                 self.outcomes["dropped"] += len(ended)
                 return
             else:
@@ -215,13 +215,13 @@ class LedgerStore(Collector):
                 self.outcomes["dropped"] += 1
         return found
 
-    def forget(self) -> int:
+    def delete_old(self) -> int:
         """Deletes some of the rows that are older than they are kept; their sums stay. Returns how many. Blocks. Raises
         Unavailable."""
         total, oldest_s = 0, (int(self._clock()) // DAY_S - self._keep_days) * DAY_S
         for _ in range(MAX_CHUNKS if self._keep_days else 0):
             with self.database.writing() as transaction:
-                found = forget(transaction, oldest_s)
+                found = delete_chunk(transaction, oldest_s)
             if not found:
                 break
             total += found

@@ -217,7 +217,7 @@ async def test_a_report_of_old_times_says_that_it_is_of_whole_hours(front: Gatew
     store.write(replace(ROW, at_s=time.time() - 10 * 86_400))
     await asyncio.to_thread(store.close)
     store = LedgerStore(ledger_database(tmp_path / "ledger.db"), keep_days=2)
-    assert store.forget() == 1
+    assert store.delete_old() == 1
     await asyncio.to_thread(store.close)
     arguments = ["usage", "--since", "15d", "--csv", "--url", front.url, "--api-key", ADMIN]
     done = await asyncio.to_thread(CliRunner().invoke, make_app(["usage"]), arguments)

@@ -62,10 +62,10 @@ def ledger(ledger_at: Where) -> Where:
     return ledger_at
 
 
-def forget(where: Where, *, keep_days: int = 2) -> int:
+def delete_old(where: Where, *, keep_days: int = 2) -> int:
     """All that is due, by two gateways in turn. Returns how many rows were deleted."""
     stores = [LedgerStore(ledger_database(where), today, keep_days=keep_days) for _ in range(2)]
-    while sum([store.forget() for store in stores]):
+    while sum([store.delete_old() for store in stores]):
         pass
     for store in stores:
         store.close()
@@ -98,16 +98,16 @@ def test_reports_of_whole_hours_are_the_same_without_the_rows(ledger: Where, mon
     before = reports(ledger)
     assert before[1][0].worker_output_tokens > 0
     monkeypatch.setattr(retention, "CHUNK", 50)
-    assert forget(ledger) >= 4 * 48
+    assert delete_old(ledger) >= 4 * 48
     assert reports(ledger) == before
     assert count(ledger, "requests") == 2 * 48
     assert count(ledger, "fleet_devices") <= 4 * 24 + 2 * 206
     assert count(ledger, "worker_tokens") <= 2 * (4 * 24 + 1) + 2 * 2 * 206
-    assert forget(ledger) == 0
+    assert delete_old(ledger) == 0
 
 
 def test_a_report_says_from_when_on_requests_are_kept(ledger: Where) -> None:
-    forget(ledger)
+    delete_old(ledger)
     kept_s = START + 4 * DAY
     with closing(ledger_database(ledger)) as database:
         report = costs(database, PRICES, since_s=START + HOUR + 17, until_s=START + 2 * HOUR + 1, by=())
@@ -122,9 +122,17 @@ def test_a_report_says_from_when_on_requests_are_kept(ledger: Where) -> None:
                 sums(database, **(times | asked))
 
 
+def test_a_page_that_ends_within_an_hour_has_all_of_it_before_that_time(ledger: Where) -> None:
+    delete_old(ledger)
+    with closing(ledger_database(ledger)) as database:
+        asked = PageQuery(start_s=START, end_s=START + 2 * HOUR + 7, width_s=DAY, count=7, by=())
+        [bucket] = costs_page(database, asked)["data"]
+    assert bucket["results"][0]["amount"]["value"] == 6 * 0.5
+
+
 def test_a_page_without_buckets_is_empty_before_that_time_too(ledger: Where) -> None:
     """One of which `end_time` is its first bucket's beginning, or earlier."""
-    forget(ledger)
+    delete_old(ledger)
     with closing(ledger_database(ledger)) as database:
         asked = PageQuery(start_s=START, end_s=START, width_s=DAY, count=7, by=())
         assert costs_page(database, asked)["data"] == []
@@ -137,8 +145,8 @@ def test_a_negative_number_of_days_is_refused() -> None:
 
 
 def test_nothing_is_deleted_where_rows_are_kept_for_ever(ledger: Where) -> None:
-    assert forget(ledger, keep_days=0) == 0
-    assert forget(ledger, keep_days=400) == 0
+    assert delete_old(ledger, keep_days=0) == 0
+    assert delete_old(ledger, keep_days=400) == 0
     assert count(ledger, "requests") == NUM_DAYS * 48
 
 
@@ -156,7 +164,7 @@ def change_sums(where: Where, change: str) -> None:
 def test_a_later_version_keeps_the_sums_of_deleted_rows(ledger: Where) -> None:
     """One with columns that this database has not."""
     before = reports(ledger)
-    forget(ledger)
+    delete_old(ledger)
     change_sums(ledger, "ALTER TABLE {table} DROP COLUMN drafted_tokens")
     assert reports(ledger) == before
     store = LedgerStore(ledger_database(ledger))
@@ -173,19 +181,19 @@ def test_a_later_version_may_come_while_rows_are_deleted(ledger: Where, monkeypa
     monkeypatch.setattr(retention, "CHUNK", 10)
     monkeypatch.setattr(store_module, "MAX_CHUNKS", 1)
     store = LedgerStore(ledger_database(ledger), today, keep_days=2)
-    assert store.forget()
+    assert store.delete_old()
     store.close()
     assert count(ledger, "requests") == NUM_DAYS * 48 - 10
     change_sums(ledger, "ALTER TABLE {table} DROP COLUMN drafted_tokens")
     assert reports(ledger) == before
-    assert forget(ledger)
+    assert delete_old(ledger)
     assert reports(ledger) == before
 
 
 def test_an_earlier_version_adds_up_the_groups_that_it_has_not(ledger: Where) -> None:
     """A later one told more of them apart."""
     before = reports(ledger)
-    forget(ledger)
+    delete_old(ledger)
     change_sums(
         ledger,
         "CREATE TABLE more AS SELECT * FROM {table}; DROP TABLE {table}; "

@@ -68,6 +68,7 @@ async def test_an_answer_that_failed_for_a_reason_of_the_clusters_is_free(
 async def test_a_request_that_was_refused_before_anything_was_sent_is_free(path: str, body: dict[str, Any]) -> None:
     status, row = await row_of(path, body, lambda job: [Overloaded("no room")])
     assert (status, row.outcome, row.output_tokens, row.charged_usd) == (429, "overloaded", 0, 0.0)
+    assert (row.input_tokens, row.cached_tokens) == (0, 0), "no worker had it"
 
 
 async def test_a_vector_that_did_not_come_is_free() -> None:
