@@ -113,7 +113,7 @@ class Examination:
     - `tls_error`: why its certificate is not accepted
     - `clock_ahead_s`: the gateway's clock less this host's; None if it sent none
     - `certificates`: when each certificate ends, in seconds since 1970
-    - `unprobed`: lanes for which there was no time
+    - `unprobed`, `untried`: lanes and ports for which there was no time
     """
 
     url: str
@@ -129,6 +129,7 @@ class Examination:
     redis: RedisFacts | None = None
     probes: Sequence[LaneProbe] = ()
     unprobed: int = 0
+    untried: int = 0
 
     @property
     def workers(self) -> Sequence[View]:

@@ -79,11 +79,11 @@ def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = 
         if "workers" not in status:
             return Examination(**facts, no_answer=f"{url} answers, and not as a gateway: /admin/status is no report")
         ends = {use: float(at) for use, at in _EXPIRY.findall(metrics.text)}
-        closed = _closed(status)
+        closed, untried = _closed(status)
         found, unprobed = _probes(client, status, ends_s) if probes else ((), 0)
     return Examination(
         **facts, clock_ahead_s=ahead_s, status=status, certificates=ends, closed=closed,
-        probes=found, unprobed=unprobed,
+        probes=found, unprobed=unprobed, untried=untried,
     )  # fmt: skip
 
 
@@ -194,8 +194,8 @@ async def _policy(client: Any) -> str:
         return ""
 
 
-def _closed(status: View) -> Sequence[ClosedPort]:
-    """The closed ones among `_ports`."""
+def _closed(status: View) -> tuple[Sequence[ClosedPort], int]:
+    """The closed ones among `_ports`, and how many there was no time for."""
     ports = list(_ports(status))
     unknown = set(_unresolved(_host_of(address) for _, address in ports))
     nameless = [
@@ -203,16 +203,17 @@ def _closed(status: View) -> Sequence[ClosedPort]:
         for what, address in ports
         if _host_of(address) in unknown
     ]
-    return *nameless, *asyncio.run(_try([port for port in ports if _host_of(port[1]) not in unknown]))
+    found, untried = asyncio.run(_try([port for port in ports if _host_of(port[1]) not in unknown]))
+    return (*nameless, *found), untried
 
 
 def _host_of(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
-async def _try(ports: Sequence[tuple[str, str]]) -> Sequence[ClosedPort]:
-    """The closed ones, `MAX_CONNECTS` tried at once: each that drops packets takes `CONNECT_S`. Those for which
-    `PORTS_S` are not enough are left out."""
+async def _try(ports: Sequence[tuple[str, str]]) -> tuple[Sequence[ClosedPort], int]:
+    """The closed ones, `MAX_CONNECTS` tried at once: each that drops packets takes `CONNECT_S`; and for how many
+    `PORTS_S` were not enough."""
     room = asyncio.Semaphore(MAX_CONNECTS)
 
     async def tried(what: str, address: str) -> ClosedPort | None:
@@ -222,11 +223,11 @@ async def _try(ports: Sequence[tuple[str, str]]) -> Sequence[ClosedPort]:
 
     tasks = [asyncio.create_task(tried(*port)) for port in ports]
     if not tasks:
-        return ()
+        return (), 0
     done, late = await asyncio.wait(tasks, timeout=PORTS_S)
     for task in late:
         task.cancel()
-    return tuple(found for task in tasks if task in done and (found := task.result()) is not None)
+    return tuple(found for task in tasks if task in done and (found := task.result()) is not None), len(late)
 
 
 async def _connect_error(address: str) -> str:

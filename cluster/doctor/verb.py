@@ -60,7 +60,8 @@ def _speed(one: LaneSpeed) -> str:
 
 
 def _left_out(examination: Examination) -> list[str]:
-    return [f"no time for {counted(examination.unprobed, 'more lane')}"] if examination.unprobed else []
+    left = ((examination.unprobed, "more lane"), (examination.untried, "more port"))
+    return [f"no time for {counted(number, what)}" for number, what in left if number]
 
 
 def _view(examination: Examination, found: Sequence[Finding]) -> dict[str, Any]:
@@ -70,6 +71,7 @@ def _view(examination: Examination, found: Sequence[Finding]) -> dict[str, Any]:
         "findings": [asdict(one) for one in found],
         "lanes": lanes,
         "num_lanes_left_out": examination.unprobed,
+        "num_ports_left_out": examination.untried,
         "redis": redis,
         "clock_ahead_s": examination.clock_ahead_s,
         "num_workers": len(examination.workers),

@@ -31,7 +31,7 @@ from cluster.doctor.examination import (
 )
 from cluster.doctor.gather import _closed, _policy, _probe, examine
 from cluster.doctor.rules import findings
-from cluster.doctor.verb import described, measured
+from cluster.doctor.verb import _left_out, described, measured
 from router.dispatch import lane_probe
 from router.fleet_owner import NoFleetOwner
 from tests.unit.router.fake_cluster import Cluster
@@ -199,10 +199,16 @@ def test_ports_are_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     status = copy.deepcopy(STATUS)
     for number, one in enumerate(status["workers"]):
         one["info"]["lane"] = {"host": "10.0.0.1", "port": number}
-    closed = _closed(status)
-    assert most == 4
+    closed, untried = _closed(status)
+    assert (most, untried) == (4, 0)
     assert {one.error for one in closed} == {"timed out"}
     assert [one.what for one in closed] == ["p0", "lanes of p0", "d0", "lanes of d0"]
+    monkeypatch.setattr(gather, "MAX_CONNECTS", 1)
+    monkeypatch.setattr(gather, "PORTS_S", 0.075)
+    closed, untried = _closed(status)
+    assert len(closed) + untried == 4
+    assert untried, "there is time for one and a half"
+    assert _left_out(replace(HEALTHY, untried=3)) == ["no time for 3 more ports"]
 
 
 def test_names_that_nobody_resolves_hold_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +230,7 @@ def test_names_that_nobody_resolves_hold_up_nothing(monkeypatch: pytest.MonkeyPa
         status = copy.deepcopy(STATUS)
         for one in status["workers"]:
             one["info"]["lane"] = {"host": "worker.example", "port": 1}
-        assert {"lanes of p0", "lanes of d0"} <= {one.what for one in _closed(status) if "name" in one.error}
+        assert {"lanes of p0", "lanes of d0"} <= {one.what for one in _closed(status)[0] if "name" in one.error}
     finally:
         released.set()
 
