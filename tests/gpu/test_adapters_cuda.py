@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.numerics.adapters import make_adapter, merged_model
+from tests.gpu.plain_adapters import with_adapter, write_adapter
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.engines import colocated, oracle_answers
 from tests.numerics.test_adapter_engine import NUM_TOKENS, PROMPTS, answers_of, load
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.gpu
 def test_greedy_tokens_are_those_of_merged_weights(tmp_path: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     model = make_checkpoint("llama", tmp_path / "model")
-    adapter = make_adapter(tmp_path / "model", tmp_path / "adapter", rank=8)
+    adapter = write_adapter(tmp_path / "model", tmp_path / "adapter", rank=8)
     expected = {"": oracle_answers(model, PROMPTS, NUM_TOKENS)}
-    expected["a"] = oracle_answers(merged_model(model, adapter), PROMPTS, NUM_TOKENS)
+    expected["a"] = oracle_answers(with_adapter(model, adapter), PROMPTS, NUM_TOKENS)
     config = WorkerConfig(model=str(tmp_path / "model"), device="cuda", dtype="float32", num_blocks=128)
     with colocated(config) as engine:
         ids = {"a": load(engine, "a", adapter), "": ""}

@@ -1,4 +1,5 @@
-"""LoRA adapters with random matrices, made and merged by PEFT itself."""
+"""LoRA adapters with random matrices, made and merged by PEFT itself, which is imported where it is used: a machine
+that is lent for its GPU lacks it."""
 
 from __future__ import annotations
 
@@ -7,11 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
-
-peft = pytest.importorskip("peft", reason="PEFT is the oracle of adapters: install the extra 'dev'")
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -22,6 +20,8 @@ def make_adapter(
 ) -> Path:
     """Adapts the linear layers of the checkpoint `model` that `targets` names, as in PEFT's `target_modules`; `config`
     are further fields of its LoraConfig."""
+    import peft
+
     settings = {"lora_alpha": 2 * rank, "task_type": "CAUSAL_LM"} | config
     names = targets if isinstance(targets, str) else list(targets)
     base = AutoModelForCausalLM.from_pretrained(model)
@@ -38,4 +38,6 @@ def make_adapter(
 
 def merged_model(model: PreTrainedModel, adapter: Path) -> Any:
     """The transformers `model` itself, its weights changed by the adapter."""
+    import peft
+
     return peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
