@@ -37,7 +37,7 @@ def doctor(
 
 
 def described(one: Finding) -> str:
-    return f"{one.severity} {one.name}: {one.subject}: {one.text}. Fix: {one.fix}"
+    return f"{one.severity} {one.name}: {one.subject}: {one.text.rstrip('.')}. Fix: {one.fix}"
 
 
 def measured(probe: LaneProbe) -> str:

@@ -117,6 +117,7 @@ def test_a_planted_fault_is_found_by_its_name_alone(name: str) -> None:
     assert [one.name for one in found] == [name]
     assert found[0].fix
     assert found[0].text in described(found[0])
+    assert ".. Fix" not in described(replace(found[0], text="A sentence of somebody else."))
 
 
 def test_a_certificate_for_another_host_is_named_beside_the_gateway_that_cannot_be_read() -> None:
