@@ -198,10 +198,11 @@ async def test_a_port_that_a_firewall_closes(fleet: Cluster) -> None:
 
 
 async def test_lanes_that_lose_kv_or_change_it(fleet: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_probe, "MOVE_TIMEOUT_S", 0.2)
     async with gateway(fleet) as url:
         fleet["d0"].pause_after = 0
-        assert await names(url) == ["lane-silent"]
+        with monkeypatch.context() as impatient:
+            impatient.setattr(lane_probe, "MOVE_TIMEOUT_S", 0.2)
+            assert await names(url) == ["lane-silent"]
         fleet["d0"].pause_after = None
         fleet["d0"].go()
         fleet["d0"].token = lambda request, index: 7  # type: ignore[method-assign]
