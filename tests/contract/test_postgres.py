@@ -109,8 +109,11 @@ def test_text_that_postgres_cannot_hold_is_the_clients_mistake(postgres_url: str
     database.close()
 
 
-def test_gateways_of_several_hosts_share_batches_and_a_ledger(postgres_url: str, tmp_path: Path) -> None:
-    """Each with a folder of its own, and nothing in it."""
+def test_gateways_of_several_hosts_share_batches_and_a_ledger(
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with a folder of its own, and nothing in it at the end."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     config = RouterConfig(model_path=Path("m"), model_name="m", database=postgres_url)
     with ExitStack() as opened:
         here, there = storage_for(config), storage_for(config)
