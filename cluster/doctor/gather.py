@@ -50,6 +50,7 @@ CONNECT_S = 1.0
 NAMES_S = 1.0
 """For names to be resolved: a resolver may be silent for half a minute, and nothing interrupts it."""
 MAX_CONNECTS = 512  # at a time
+DATE_S = 2.0
 NUM_PINGS = 5
 PINGS_S = 0.5
 _EXPIRY = re.compile(r'^baton_certificate_expiry_timestamp_seconds\{use="(\w+)"\} (\S+)$', re.MULTILINE)
@@ -64,8 +65,9 @@ def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = 
         if unknown := _unresolved([client.base_url.host]):
             return Examination(**facts, no_answer=f"the name {unknown[0]} is not resolved in {NAMES_S:g} s")
         try:
+            asked_s = time.time()
             answer = client.get("/admin/status", timeout=STATUS_S)
-            ahead_s = _ahead_s(answer)
+            ahead_s = _ahead_s(answer, asked_s, time.time())
             metrics = client.get("/metrics", timeout=STATUS_S)
         except httpx.HTTPError as error:
             name = "Hostname mismatch" in str(error) or "IP address mismatch" in str(error)
@@ -96,13 +98,15 @@ def _json_of(answer: httpx.Response) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _ahead_s(answer: httpx.Response) -> float | None:
-    """By the Date header, which has whole seconds; None without one."""
+def _ahead_s(answer: httpx.Response, asked_s: float, came_s: float) -> float | None:
+    """What the gateway's clock is ahead of this host's at least, 0 where the two may agree: the Date header has whole
+    seconds, is written once a second, and is of a moment between the request and the answer. None without one."""
     try:
         sent_s = parsedate_to_datetime(answer.headers["date"]).timestamp()
     except (KeyError, ValueError):
         return None
-    return sent_s + 0.5 - time.time()
+    least_s, most_s = sent_s - came_s, sent_s + DATE_S - asked_s
+    return max(least_s, min(most_s, 0.0))
 
 
 def _host() -> HostFacts:

@@ -71,7 +71,13 @@ def read_line(batch: StoredBatch, number: int, raw: bytes) -> InputLine:
 
 
 async def answer_line(
-    gateway: Gateway, batch: StoredBatch, tenant: Tenant, line: InputLine, *, is_last: bool
+    gateway: Gateway,
+    batch: StoredBatch,
+    tenant: Tenant,
+    line: InputLine,
+    *,
+    is_last: bool,
+    is_stopped: Callable[[], bool],
 ) -> LineAnswer:
     """Raises BatonError where the line may be tried again: no worker, no room. The last attempt answers with that,
     and a tenant whose budget is spent is answered at once: the line would wait until the budget's next period."""
@@ -79,7 +85,7 @@ async def answer_line(
     api = ANTHROPIC if batch.endpoint == MESSAGES else OPENAI
     track = gateway.metrics.track(f"batch:{batch.endpoint}")
     # The answer's own id is the line's: a line that runs again has the same row in the ledger.
-    ledger = gateway.ledger.of_last_attempts() if is_last and gateway.ledger is not None else gateway.ledger
+    ledger = gateway.ledger and gateway.ledger.of_line(is_last=is_last, is_stopped=is_stopped)
     own = replace(gateway, names=_names(line), ledger=ledger)
     try:
         response: Any = await route(own, _request(batch, tenant, line, api), track)

@@ -267,7 +267,9 @@ class _OwnedBatch:
         while True:
             try:
                 is_last = num_failed + 1 >= MAX_ATTEMPTS
-                return await answer_line(self._gateway, self._batch, tenant, line, is_last=is_last)
+                return await answer_line(
+                    self._gateway, self._batch, tenant, line, is_last=is_last, is_stopped=self._stopped.is_set
+                )
             except BatonError as error:
                 log.info("%s is tried again: %s", line.name, error.message, extra={"request": line.name})
                 num_failed += not isinstance(error, NoWorkers | Overloaded | WorkerDraining)

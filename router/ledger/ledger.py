@@ -43,13 +43,14 @@ def may_pass(error: BatonError) -> bool:
     return error.retryable or (isinstance(error, Overloaded) and not isinstance(error, BudgetExhausted))
 
 
-def is_free(outcome: str, num_output: int) -> bool:
+def is_free(outcome: str, num_output: int, *, is_batch: bool) -> bool:
     """Whether a request costs its tenant nothing: it failed for a reason of the cluster's (5xx), or it failed before
-    anything was sent, as one does that finds no room or whose client leaves the queue."""
+    anything was sent, as one does that finds no room or whose client leaves the queue. Of a line of a batch nothing is
+    sent before it is whole."""
     if outcome == LOST:
         return True
     if outcome in ERRORS_BY_CODE:
-        return not num_output or ERRORS_BY_CODE[outcome].http_status >= 500
+        return is_batch or not num_output or ERRORS_BY_CODE[outcome].http_status >= 500
     return False
 
 
@@ -91,6 +92,7 @@ class RequestLedger:
         self._clock = clock
         self._batches = batches
         self._is_last = False
+        self._is_stopped: Callable[[], bool] = lambda: False
         self._budgets = budgets
         self._open: dict[str, BegunRequest] = {}
         self._due_s: dict[str, float] = {}  # when the next note of an open request is made
@@ -105,10 +107,11 @@ class RequestLedger:
         ledger._batches, ledger._open, ledger._due_s = records, {}, {}
         return ledger
 
-    def of_last_attempts(self) -> RequestLedger:
-        """The same for requests of batches that do not run again, whatever they end with."""
+    def of_line(self, *, is_last: bool, is_stopped: Callable[[], bool]) -> RequestLedger:
+        """The same for an attempt of a batch's line. `is_last`: it does not run again, whatever it ends with;
+        `is_stopped`: nor does one that is interrupted because its batch was cancelled, or has expired."""
         ledger = copy.copy(self)
-        ledger._is_last = True
+        ledger._is_last, ledger._is_stopped = is_last, is_stopped
         return ledger
 
     def begun(
@@ -150,9 +153,9 @@ class RequestLedger:
             self._budgets.add(ask.tenant, row.charged_usd)
 
     def _runs_again(self, error: BaseException) -> bool:
-        """A line that is interrupted by the end of its process or its batch has not failed."""
+        """A line that is interrupted by the end of its process has not failed."""
         if not isinstance(error, Exception):
-            return True
+            return not self._is_stopped()
         return not self._is_last and isinstance(error, BatonError) and may_pass(error)
 
     def _row(
@@ -175,10 +178,11 @@ class RequestLedger:
         if is_refused(outcome, records, usage):
             tokens = dict.fromkeys(tokens, 0)
         work = work_of(records, tokens["input"], tokens["cached"], self._rates, loop_now)
+        is_batch = self._batches is not None
         price = self.prices.price(model, now - seconds, parent=self._model)
         charged: Mapping[str, float] = _FREE
-        if price is not None and not is_free(outcome, usage.completion_tokens):
-            charged = price.charge(tokens, is_batch=self._batches is not None)
+        if price is not None and not is_free(outcome, usage.completion_tokens, is_batch=is_batch):
+            charged = price.charge(tokens, is_batch=is_batch)
         return LedgerRow(
             request_id=ask.request_id,
             at_s=now - seconds,
@@ -195,7 +199,7 @@ class RequestLedger:
             prefill_device_s=work.prefill_s,
             decode_device_s=work.decode_s,
             charged_usd=sum(charged.values()),
-            batch=int(self._batches is not None),
+            batch=int(is_batch),
             accepted_tokens=work.num_accepted,
             cache_saved_device_s=work.cache_saved_s,
             speculation_saved_device_s=work.speculation_saved_s,

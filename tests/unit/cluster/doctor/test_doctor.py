@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from email.utils import formatdate
 from typing import Any
 
 import httpx
@@ -336,3 +337,13 @@ def test_who_cannot_be_reached_is_a_fault() -> None:
     answer = CliRunner().invoke(make_app(["doctor"]), ["doctor", "--url", "http://127.0.0.1:9"])
     assert answer.exit_code == 2
     assert "fault gateway-unreachable: http://127.0.0.1:9: no cluster answers" in answer.output
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "came_s", "ahead_s"),
+    [(0.0, 0.1, 0.0), (0.9, 4.9, 0.0), (-1.5, 0.0, 0.0), (60.0, 60.5, -58.0), (-60.0, -59.5, 59.5), (4.5, 8.0, -2.5)],
+)
+def test_an_answer_that_took_long_says_nothing_of_the_clock(asked_s: float, came_s: float, ahead_s: float) -> None:
+    """Times of this host, from the second that the gateway wrote into its answer."""
+    answer = httpx.Response(200, headers={"date": formatdate(NOW, usegmt=True)})
+    assert gather._ahead_s(answer, NOW + asked_s, NOW + came_s) == pytest.approx(ahead_s)

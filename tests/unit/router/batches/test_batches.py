@@ -363,3 +363,26 @@ async def test_requests_of_batches_cost_half_and_are_marked(tmp_path: Path, monk
     assert ran.output_tokens == usage.output_tokens
     for row, share in ((alone, 1.0), (ran, 0.5)):
         assert row.charged_usd == pytest.approx(share * (row.input_tokens + row.output_tokens))
+
+
+async def test_a_line_that_had_begun_when_its_batch_was_cancelled_has_a_row_and_is_free(tmp_path: Path) -> None:
+    begun = asyncio.Event()
+
+    def script(job: Job) -> Any:
+        begun.set()
+        return [*list(saying("a few words")(job))[:3], asyncio.Event()]
+
+    usd = {"input": 1e6, "cached": 1e6, "output": 1e6}
+    prices = PriceList(prices=(Price(since_s=0.0, model="*", usd=usd),))
+    ledger = RequestLedger(LedgerStore(ledger_database(tmp_path / "ledger.db")), prices, Crew(), model="tiny")
+    async with batching(tmp_path, script, ledger=ledger) as (client, _):
+        file_id = await upload(client, [line("a")])
+        batch = await client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
+        await begun.wait()
+        await client.batches.cancel(batch.id)
+        assert (await ended(client, batch.id)).status == "cancelled"
+    await asyncio.to_thread(ledger.close)
+    with closing(ledger_database(tmp_path / "ledger.db")) as database:
+        [row] = sums(database, since_s=0, until_s=10**11, by=["batch", "outcome"])
+    assert (row.group, row.requests, row.charged_usd) == ({"batch": "yes", "outcome": "cancelled"}, 1, 0.0)
+    assert row.output_tokens > 0
