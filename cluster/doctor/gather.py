@@ -34,7 +34,7 @@ from cluster.doctor.examination import (
 )
 from protos.errors import BatonError, Overloaded
 from router.dispatch.lane_probe import PROBE_TIMEOUT_S
-from router.prefix.redis_url import TROUBLES, close, parse
+from router.prefix.redis_url import TROUBLES, RedisUrl, close, parse
 
 TOTAL_S = 14.0
 """For the whole examination."""
@@ -51,8 +51,10 @@ NAMES_S = 1.0
 """For names to be resolved: a resolver may be silent for half a minute, and nothing interrupts it."""
 MAX_CONNECTS = 512  # at a time
 DATE_S = 2.0
+"""Age that a Date header may have: whole seconds, written once a second."""
 NUM_PINGS = 5
 PINGS_S = 0.5
+"""For two pings and more: a Redis that is far away needs the time for its other answers."""
 _EXPIRY = re.compile(r'^baton_certificate_expiry_timestamp_seconds\{use="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
@@ -99,8 +101,8 @@ def _json_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _ahead_s(answer: httpx.Response, asked_s: float, came_s: float) -> float | None:
-    """What the gateway's clock is ahead of this host's at least, 0 where the two may agree: the Date header has whole
-    seconds, is written once a second, and is of a moment between the request and the answer. None without one."""
+    """Seconds by which the gateway's clock is ahead of this host's at least; 0 where both may agree. The Date header is
+    of a moment between the request and its answer, less `DATE_S` at most. None without one."""
     try:
         sent_s = parsedate_to_datetime(answer.headers["date"]).timestamp()
     except (KeyError, ValueError):
@@ -145,7 +147,7 @@ def _resolve(hosts: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _unresolved(hosts: Iterable[str]) -> list[str]:
-    """Names for which there is no answer yet; whoever connects says of one that does not exist why."""
+    """The names for which the resolver has no answer yet. A name that does not exist fails at the connection."""
     names = {host for host in hosts if not _is_address(host)}
     return sorted(names - _resolve(names).keys())
 
@@ -162,11 +164,10 @@ def _redis_facts(url: str) -> RedisFacts:
     where = parse(url, setting="--redis")
     if unknown := _unresolved(host for host, _ in where.hosts):
         return RedisFacts(url=where.shown, error=f"the name {unknown[0]} is not resolved in {NAMES_S:g} s")
-    return asyncio.run(_redis(url))
+    return asyncio.run(_redis(where))
 
 
-async def _redis(url: str) -> RedisFacts:
-    where = parse(url, setting="--redis")
+async def _redis(where: RedisUrl) -> RedisFacts:
     client: Any = where.client(timeout_s=CONNECT_S)
     try:
         async with asyncio.timeout(REDIS_S):
@@ -175,7 +176,7 @@ async def _redis(url: str) -> RedisFacts:
                 began = time.monotonic()
                 await client.ping()
                 trips.append(time.monotonic() - began)
-                if len(trips) > 1 and sum(trips) > PINGS_S:  # one that is far away must have time to answer the rest
+                if len(trips) > 1 and sum(trips) > PINGS_S:
                     break
             info = await client.info("server")
             policy = await _policy(client)

@@ -14,6 +14,10 @@ from protos.hints import lfs_pointer, unusable
 from protos.model_files.text_part import text_part
 from protos.model_files.tokenizers.converted import has_other_tokenizer, other_tokenizer
 
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_OTHERS = ("output*.safetensors", "gptq_model*.safetensors")  # of exllamav2 and AutoGPTQ, without an index
+
 
 @dataclass(frozen=True, slots=True)
 class FolderFiles:
@@ -49,10 +53,16 @@ class FolderFiles:
 
     def weight_files(self) -> list[Path]:
         """Those that are read: others may lie beside them, such as a copy in one file."""
-        shards = (read_object(self.path / "model.safetensors.index.json") or {}).get("weight_map")
-        names = set(shards.values()) if isinstance(shards, dict) else {"model.safetensors"}
+        shards = (read_object(self.path / INDEX) or {}).get("weight_map")
+        names = set(shards.values()) if isinstance(shards, dict) else self.unindexed_weights()
         found = sorted(path for name in names if (path := self.path / str(name)).is_file())
         return found or sorted(self.path.glob("*.safetensors"))
+
+    def unindexed_weights(self) -> list[str]:
+        """Names of the files with weights where there is no index."""
+        if (self.path / SINGLE).exists():
+            return [SINGLE]
+        return sorted(file.name for pattern in _OTHERS for file in self.path.glob(pattern))
 
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=6)

@@ -10,12 +10,11 @@ from dataclasses import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protos.errors import InvalidRequest, NotFound, WorkerLost
+from protos.errors import InvalidRequest, NotFound
 from router.admin.door import AdminRoutes
 from router.admin.status import held
 from router.dispatch.lane_probe import PROBE_TIMEOUT_S, probe_lane
 from router.fleet.fleet import Fleet
-from router.fleet.worker import Member
 from router.gateway import Gateway
 from router.http.errors import json_response
 
@@ -57,7 +56,7 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
         if not num_tokens.isdecimal() or len(num_tokens) > MAX_DIGITS or not int(num_tokens):
             raise InvalidRequest(f"num_tokens={num_tokens[:40]}: give a whole number above 0", param="num_tokens")
         timeout_s = _timeout_s(asked.get("timeout_s"))
-        source, destination = (_member(fleet, name, asked.get(name, "")) for name in ("source", "destination"))
+        source, destination = (fleet.named(asked.get(name, ""), param=name) for name in ("source", "destination"))
         ends = source.worker_id, destination.worker_id
         _, before_s = await _lane(fleet, *ends)
         reading = await probe_lane(
@@ -75,15 +74,6 @@ def _timeout_s(given: str | None) -> float:
         problem = f"timeout_s={given[:40]}: give {MIN_TIMEOUT_S:g} to {PROBE_TIMEOUT_S:g} seconds"
         raise InvalidRequest(problem, param="timeout_s")
     return float(given)
-
-
-def _member(fleet: Fleet, param: str, worker_id: str) -> Member:
-    """Raises NotFound."""
-    try:
-        return fleet.member(worker_id)
-    except WorkerLost:
-        known = ", ".join(worker.worker_id for worker in fleet.status()) or "empty"
-        raise NotFound(f"there is no worker {worker_id!r}: the fleet is {known}", param=param) from None
 
 
 async def _lane(fleet: Fleet, source: str, destination: str) -> tuple[str, float]:

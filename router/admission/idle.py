@@ -1,8 +1,8 @@
 """Admits jobs of batches where people leave room, and suspends them when people need it.
 
     job ─▶ queue, first come ─▶ nobody waits, and a worker has room ─▶ workers ─▶ tokens ─▶ ... ─▶ end
-             ▲                                                          │
-             └── suspended: its tokens are kept, and it goes on from ◀──┘ people wait, or their tokens would be late
+             ▲                                                           │
+             └── suspended: its tokens are kept, and it goes on from ◀───┘ people wait, or their tokens would be late
 
 A job that is too large for the room there is lets smaller ones pass, but not always: for `HOLD_S` after each `PASS_S`
 the room that others leave is kept for it.

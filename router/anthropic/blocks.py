@@ -60,7 +60,7 @@ def _system(given: str | list[dict[str, Any]] | None, ignored: Ignored) -> str |
     for where, block in parts_in(given, "system"):
         if block.get("type") != "text":
             raise _unknown(block, where, ("text",))
-        text = _text_in(block, where)
+        text = _text_of(block, where)
         if text.startswith(_BILLING):
             ignored.add(where)
         else:
@@ -75,7 +75,7 @@ def _append_turn(messages: list[Template], role: str, blocks: list[Any], where: 
     for place, block in parts_in(blocks, where):
         match block.get("type"):
             case "text":
-                texts.append(text_part(_text_in(block, place)))
+                texts.append(text_part(_text_of(block, place)))
             case "tool_result" if role == "user":
                 if texts:
                     append_joined(messages, {"role": role, "content": texts}, role="user")
@@ -101,7 +101,7 @@ def _result(block: Mapping[str, Any], where: str) -> Template:
         for place, part in parts_in(content, f"{where}.content"):
             if part.get("type") != "text":
                 raise _unknown(part, place, ("text",))
-            parts.append(text_part(_text_in(part, place)))
+            parts.append(text_part(_text_of(part, place)))
     return {"role": "tool", "content": parts or "", "tool_call_id": text_in(block, "tool_use_id", where)}
 
 
@@ -112,7 +112,7 @@ def _assistant(blocks: list[Any], where: str, ignored: Ignored) -> Template:
     for place, block in parts_in(blocks, where):
         match block.get("type"):
             case "text":
-                texts.append(text_part(_text_in(block, place)))
+                texts.append(text_part(_text_of(block, place)))
             case "thinking":
                 thoughts.append(text_in(block, "thinking", place))
             case "tool_use":
@@ -133,7 +133,7 @@ def _assistant(blocks: list[Any], where: str, ignored: Ignored) -> Template:
     return message
 
 
-def _text_in(block: Mapping[str, Any], where: str) -> str:
+def _text_of(block: Mapping[str, Any], where: str) -> str:
     """`cache_control` changes nothing: every prompt is cached."""
     control = block.get("cache_control")
     if not isinstance(control, dict | None):

@@ -168,6 +168,13 @@ class Fleet:
             raise WorkerLost(f"worker {worker_id} has left")
         return self._members[worker_id]
 
+    def named(self, worker_id: str, *, param: str | None = None) -> Member:
+        """The member that somebody names, as `param`. Raises NotFound."""
+        if worker_id not in self._members:
+            known = ", ".join(self._members) or "empty"
+            raise NotFound(f"there is no worker {worker_id}: the fleet is {known}", param=param)
+        return self._members[worker_id]
+
     def given(self, worker_id: str, num_tokens: int, num_blocks: int) -> None:
         """Publishes the work that a worker is about to get: tokens to prefill, and blocks to reserve."""
         if self.publish_load is not None:
@@ -303,9 +310,7 @@ class Fleet:
     async def drain(self, worker_id: str) -> int:
         """Requests a drain: the worker takes no new work, and ends when nothing runs on it. Returns the number of
         running requests. Raises NotFound for an unknown worker, and WorkerLost for an unreachable one."""
-        member = self._members.get(worker_id)
-        if member is None:
-            raise NotFound(f"there is no worker {worker_id}: the fleet is {', '.join(self._members) or 'empty'}")
+        member = self.named(worker_id)
         drained = member.state is not WorkerState.READY
         try:
             return await member.connection().drain(exit=True)

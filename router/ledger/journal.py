@@ -4,8 +4,8 @@
                      ├ 0.25 s: B takes the next ──┤
     row ─▶ segment B ┘                            └─ killed: another process writes what A and B have
 
-A row is copied into mapped pages of a file: they survive kill -9 at once, and not the end of the host. Whoever can lock
-a file knows that its process is gone. A row that is in the database already is not written again.
+A row is copied into mapped pages of a file. They survive the end of their process, and not that of the host. A process
+that can lock another's file knows that its owner is gone. A row that is in the database already is not written again.
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ class RequestLedger:
         return ledger
 
     def of_line(self, *, is_last: bool, is_stopped: Callable[[], bool]) -> RequestLedger:
-        """The same for an attempt of a batch's line. `is_last`: it does not run again, whatever it ends with;
-        `is_stopped`: nor does one that is interrupted because its batch was cancelled, or has expired."""
+        """Of one attempt of a batch's line. `is_last`: the line does not run again, however the attempt ends.
+        `is_stopped`: its batch was cancelled or has expired, so that an interrupted line does not run again."""
         ledger = copy.copy(self)
         ledger._is_last, ledger._is_stopped = is_last, is_stopped
         return ledger

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from protos.errors import InvalidRequest
 from router.database.database import Database
 from router.ledger.report import Endpoints, UsageSum, sums
-from router.ledger.retention import rows_from, whole_hours
+from router.ledger.retention import kept_times
 
 WIDTHS: Mapping[str, tuple[int, int, int]] = {"1m": (60, 60, 1440), "1h": (3600, 24, 168), "1d": (86400, 7, 31)}
 """Seconds of a bucket; how many a page has, by default and at most."""
@@ -78,9 +78,7 @@ def costs_page(database: Database, asked: PageQuery) -> dict[str, Any]:
 
 
 def _page(database: Database, asked: PageQuery, shown: Any, endpoints: Endpoints) -> dict[str, Any]:
-    with database.reading() as transaction:
-        rows_from_s = rows_from(transaction)
-    since_s, until_s = whole_hours(asked.start_s, asked.stop_s, rows_from_s)
+    since_s, until_s, _ = kept_times(database, asked.start_s, asked.stop_s)
     found = sums(
         database,
         since_s=since_s,

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from protos.errors import InvalidRequest
 from router.database.database import Database, Row
 from router.ledger.prices import PriceList
-from router.ledger.retention import HOUR_S, rows_from, whole_hours
+from router.ledger.retention import HOUR_S, kept_times, rows_from, whole_hours
 from router.ledger.schema import CHARGED, SUMMED, SUMS, WHOLE, WORKER_TOKENS
 
 GroupBy = Literal["tenant", "key_id", "model", "kind", "endpoint", "outcome", "batch"]
@@ -84,9 +84,8 @@ def sums(
     endpoints: Endpoints = Endpoints(),
 ) -> list[UsageSum]:
     """In the order of time, then of groups; empty buckets are left out. Without `bucket_s` one bucket. By kind, a
-    request counts in each kind of tokens that it may have. Raises
-    InvalidRequest for a group that does not exist, or for parts of an hour of which requests are no longer kept; and
-    Unavailable."""
+    request counts in each kind of tokens. Raises InvalidRequest for a group that does not exist, or for parts of an
+    hour of which requests are no longer kept; and Unavailable."""
     check_groups(by)
     names, columns = [name for name in by if name != "kind"], (*SUMMED, *(CHARGED if "kind" in by else ()))
     width = bucket_s or max(1, until_s - since_s)
@@ -213,9 +212,7 @@ class CostReport:
 
 def costs(database: Database, prices: PriceList, *, since_s: int, until_s: int, by: Sequence[str]) -> CostReport:
     """Raises InvalidRequest and Unavailable."""
-    with database.reading() as transaction:
-        rows_from_s = rows_from(transaction)
-    since_s, until_s = whole_hours(since_s, until_s, rows_from_s)
+    since_s, until_s, rows_from_s = kept_times(database, since_s, until_s)
     rows = tuple(sums(database, since_s=since_s, until_s=until_s, by=by))
     first, last = since_s // 60, -(-until_s // 60)
     with database.reading() as transaction:

@@ -10,7 +10,7 @@ beginning of a day (UTC), and is written with the first row that is deleted; `de
 
 from __future__ import annotations
 
-from router.database.database import Transaction
+from router.database.database import Database, Transaction
 
 DAY_S, HOUR_S = 86_400, 3600
 CHUNK = 2000
@@ -66,6 +66,13 @@ def delete_chunk(transaction: Transaction, rows_from_s: int) -> int:
 def rows_from(transaction: Transaction) -> int:
     """Single requests are kept from this second on (since 1970); 0 if none was deleted."""
     return int(transaction.run("SELECT rows_from_s FROM retention")[0]["rows_from_s"])
+
+
+def kept_times(database: Database, since_s: int, until_s: int) -> tuple[int, int, int]:
+    """The times of a report, widened to `whole_hours`, and since when single requests are kept. Raises Unavailable."""
+    with database.reading() as transaction:
+        first_s = rows_from(transaction)
+    return *whole_hours(since_s, until_s, first_s), first_s
 
 
 def whole_hours(since_s: int, until_s: int, rows_from_s: int) -> tuple[int, int]:

@@ -13,17 +13,13 @@ from safetensors import SafetensorError, safe_open
 from protos.errors import BadCheckpoint
 from protos.hints import lfs_pointer, unusable
 from protos.model_files.fields import Fields
-from protos.model_files.folder import FolderFiles
+from protos.model_files.folder import INDEX, SINGLE, FolderFiles
 from protos.model_files.text_part import has_text_part, is_other_part, text_name
 from workers.checkpoint.source import StoredTensor, WeightSource
 from workers.checkpoint.stacked import unstacked
 
 if TYPE_CHECKING:
     import torch
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_OTHERS = ("output*.safetensors", "gptq_model*.safetensors")  # of exllamav2 and AutoGPTQ, without an index
 
 
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
@@ -88,15 +84,14 @@ def _open(file: Path, *, framework: str) -> Any:
 
 def _weight_files(folder: Path) -> list[str]:
     """Raises BadCheckpoint where there are none."""
-    if (folder / _INDEX).exists():
-        shards = Fields.of_file(FolderFiles(folder), _INDEX).raw("weight_map")
+    files = FolderFiles(folder)
+    if (folder / INDEX).exists():
+        shards = Fields.of_file(files, INDEX).raw("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(s, str) and Path(s).name == s for s in shards.values()):
-            raise BadCheckpoint(f"{folder / _INDEX}: 'weight_map' must map tensor names to file names beside it")
+            raise BadCheckpoint(f"{folder / INDEX}: 'weight_map' must map tensor names to file names beside it")
         return sorted(set(shards.values()))
-    if (folder / _SINGLE).exists():
-        return [_SINGLE]
-    if others := sorted(file.name for pattern in _OTHERS for file in folder.glob(pattern)):
-        return others
+    if found := files.unindexed_weights():
+        return found
     if pickles := sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)):
         raise BadCheckpoint(
             f"{folder} holds pickled weights only ({pickles[0]}), which can run code when read: convert them with "
@@ -104,4 +99,4 @@ def _weight_files(folder: Path) -> list[str]:
         )
     if gguf := sorted(p.name for p in folder.glob("*.gguf")):
         raise BadCheckpoint(f"{folder} holds {gguf[0]} and no *.safetensors: give --model {folder / gguf[0]}")
-    raise BadCheckpoint(f"{folder} holds neither {_SINGLE} nor {_INDEX}: give a Hugging Face checkpoint folder")
+    raise BadCheckpoint(f"{folder} holds neither {SINGLE} nor {INDEX}: give a Hugging Face checkpoint folder")
