@@ -150,10 +150,19 @@ WAYS: Mapping[str, float | None] = {"own": None, "half right": 0.5, "random": 0.
 
 
 def compare(
-    model: Path, dtype: Dtype, count: int, *, num_blocks: int = 24, proposers: Mapping[str, float | None] = WAYS
+    model: Path,
+    dtype: Dtype,
+    count: int,
+    *,
+    before: Sequence[GenerateRequest] = (),
+    num_blocks: int = 24,
+    proposers: Mapping[str, float | None] = WAYS,
 ) -> list[Comparison]:
-    """The whole matrix as one part."""
-    return list(compare_parts(model, dtype, count, part=count, num_blocks=num_blocks, proposers=proposers))
+    """The requests `before` and the whole matrix, as one part."""
+    part = len(before) + count
+    return list(
+        compare_parts(model, dtype, count, part=part, before=before, num_blocks=num_blocks, proposers=proposers)
+    )
 
 
 def compare_parts(
@@ -162,6 +171,7 @@ def compare_parts(
     count: int,
     *,
     part: int,
+    before: Sequence[GenerateRequest] = (),
     num_blocks: int = 24,
     proposers: Mapping[str, float | None] = WAYS,
     done: Collection[int] = (),
@@ -173,10 +183,9 @@ def compare_parts(
         model=str(model), device="cpu", dtype=dtype, num_blocks=num_blocks, speculate=speculate, tp=tp
     )
     with leading(config) as (rank, leader):
-        requests = matrix(
-            count, vocab_size=min(rank.model.vocab_size, 4000), eos_id=rank.model.eos_token_ids[0], with_grammars=True
-        )
-        for number, first in enumerate(range(0, count, part)):
+        vocab_size, eos_id = min(rank.model.vocab_size, 4000), rank.model.eos_token_ids[0]
+        requests = [*before, *matrix(count, vocab_size=vocab_size, eos_id=eos_id, with_grammars=True)]
+        for number, first in enumerate(range(0, len(requests), part)):
             plain: dict[str, ServedAnswer] = {}
             for name, right in ({"off": None} | dict(proposers)).items() if number not in done else ():
                 answers, comparison = _serve_part(rank, leader, requests[first : first + part], plain, name, right)

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.speculation.identity import compare
 from benchmarks.speculation.known_drafter import KnownAnswers
-from protos.values import SamplingParams
+from protos.values import GenerateRequest, SamplingParams
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.constrained import EOS, VOCAB_SIZE, write_tokenizer
 from tests.numerics.engines import answer, colocated
@@ -34,10 +34,17 @@ def drafted(engine: Any, answers: dict[str, list[int]], right: float = HALF_RIGH
     return Speculation([KnownAnswers(answers, right=right, vocab_size=vocab_size)], max_drafts=6)
 
 
+def grows_to_3_blocks(number: int) -> GenerateRequest:
+    """From one block, whatever is drawn."""
+    sampling = SamplingParams(temperature=1.0, seed=number, max_tokens=40, ignore_eos=True)
+    return GenerateRequest(request_id=f"grows {number}", prompt_ids=(3 + number, 4, 5, 6), sampling=sampling)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_matrix_of_requests_has_the_answers_of_no_speculation(tmp_path: Path, dtype: Any) -> None:
     ways = {"own": None, "half right": HALF_RIGHT}
-    plain, own, half_right = compare(spelling(tmp_path), dtype, 32, num_blocks=6, proposers=ways)
+    growing = [grows_to_3_blocks(number) for number in range(4)]  # 12 blocks, of 6
+    plain, own, half_right = compare(spelling(tmp_path), dtype, 28, before=growing, num_blocks=6, proposers=ways)
     assert (own.different, half_right.different) == ((), ())
     assert min(one.num_preemptions for one in (plain, own, half_right)) > 0
     assert own.num_drafted > 100
