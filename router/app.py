@@ -51,7 +51,7 @@ from router.openai.tokens import detokenize, tokenize
 from router.openapi import describe
 from router.replicas.merged_metrics import Merged, families_of
 from router.replicas.peers import from_other_process
-from router.responses.responses import responses
+from router.responses.responses import count_input_tokens, responses
 from router.text.chat_template import ROLES
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -207,7 +207,11 @@ def _asking_routes(app: FastAPI, gateway: Gateway) -> None:
     async def counted(request: Request) -> Response:
         return await count_tokens(gateway, request)
 
+    async def counted_input(request: Request) -> Response:
+        return await count_input_tokens(gateway, request)
+
     app.add_route("/v1/messages/count_tokens", counted, methods=["POST"])
+    app.add_route("/v1/responses/input_tokens", counted_input, methods=["POST"])
     app.add_route("/v1/models", models)
     app.add_route("/v1/models/{name:path}", model)
     app.add_route("/tokenize", to_tokens, methods=["POST"])

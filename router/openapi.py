@@ -46,7 +46,7 @@ from router.openai.schema import (
     TokenizeBody,
 )
 from router.operation import Operation, Schema, query_parameter
-from router.responses.replies import ResponsesReply
+from router.responses.replies import InputTokensReply, ResponsesReply
 from router.responses.schema import ResponsesBody
 from router.text.model_card import ModelCard
 from router.text.sampling_request import MAX_CHOICES
@@ -146,6 +146,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("post", "/v1/responses"): Operation(
         summary="An answer to items of a conversation, as in OpenAI's Responses API without a store",
         body=ResponsesBody, reply=ResponsesReply, errors=_GENERATING, texts=_NAMED, parameters=(_MAX_TTFT,),
+    ),
+    ("post", "/v1/responses/input_tokens"): Operation(
+        summary="How many tokens an input has, as in OpenAI's Responses API",
+        body=ResponsesBody, reply=InputTokensReply, errors=_READING,
     ),
     ("post", "/v1/embeddings"): Operation(
         summary="Vectors of prompts", body=EmbeddingBody, reply=responses.EmbeddingsReply, errors=_GENERATING,

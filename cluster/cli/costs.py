@@ -25,25 +25,36 @@ Column = tuple[str, Callable[[Row], str]]
 
 By = Annotated[str, typer.Option(help=f"Groups, comma-separated: {', '.join(GROUPS)}.")]
 Since = Annotated[str, typer.Option(help="How far back, as 90m, 24h, 7d or 4w; or a date, as 2026-01-31 (UTC).")]
+Until = Annotated[str, typer.Option(help="The end of the time, as --since; a date is its first second. Default: now.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
 Url = Annotated[str, typer.Option(help="URL of a gateway.")]
 
 
 def usage(
-    by: By = "tenant", since: Since = "24h", as_csv: AsCsv = False, url: Url = DEFAULT_URL, api_key: AdminKey = ""
+    by: By = "tenant",
+    since: Since = "24h",
+    until: Until = "",
+    as_csv: AsCsv = False,
+    url: Url = DEFAULT_URL,
+    api_key: AdminKey = "",
 ) -> None:
     """Show who used how many tokens."""
-    report = _report(by, since, url, api_key)
+    report = _report(by, since, until, url, api_key)
     _print(report["by"], _TOKENS, report["rows"], as_csv=as_csv)
     if not as_csv:
         typer.echo(_computed(report))
 
 
 def costs(
-    by: By = "tenant", since: Since = "24h", as_csv: AsCsv = False, url: Url = DEFAULT_URL, api_key: AdminKey = ""
+    by: By = "tenant",
+    since: Since = "24h",
+    until: Until = "",
+    as_csv: AsCsv = False,
+    url: Url = DEFAULT_URL,
+    api_key: AdminKey = "",
 ) -> None:
     """Show what is charged, beside what it costs; the idle rest is a row of its own."""
-    report = _report(by, since, url, api_key)
+    report = _report(by, since, until, url, api_key)
     names = report["by"]
     rows = [*report["rows"]]
     if report["device_hour_usd"]:
@@ -57,9 +68,8 @@ def costs(
         typer.echo(_budget(one))
     if not as_csv and report["device_hour_usd"]:
         hours = report["fleet_device_s"] / 3600.0
-        typer.echo(
-            f"{hours:,.1f} device hours at {report['device_hour_usd']:g} USD: {usd_figure(report['fleet_usd'])} USD"
-        )
+        told = f"{hours:,.1f}" if hours >= 1 else f"{hours:.3f}"
+        typer.echo(f"{told} device hours at {report['device_hour_usd']:g} USD: {usd_figure(report['fleet_usd'])} USD")
 
 
 def _computed(report: Row) -> str:
@@ -109,28 +119,32 @@ _MONEY: Sequence[Column] = (
 _SPARE = ("prefill s", "decode s", "drafts saved", "cache saved")  # left out where the terminal is too narrow
 
 
-def _report(by: str, since: str, url: str, api_key: str) -> dict[str, Any]:
+def _report(by: str, since: str, until: str, url: str, api_key: str) -> dict[str, Any]:
     if unknown := [name for name in filter(None, by.split(",")) if name not in GROUPS]:
         raise Misconfigured(f"--by {unknown[0][:40]}: give some of {', '.join(GROUPS)}", param="by")
-    asked = since_s(since, time.time())
+    now = time.time()
+    asked, end = time_s("since", since, now), time_s("until", until, now) if until else None
+    if end is not None and end <= asked:
+        raise Misconfigured(f"--until {until} is not after --since {since}: give a later time", param="until")
+    ending = "" if end is None else f"&until={end}"
     with open_client(url, api_key) as client:
-        found = get_json(client, f"/admin/costs?since={asked}&by={by}")
+        found = get_json(client, f"/admin/costs?since={asked}{ending}&by={by}")
     if (begun := found.get("since", asked)) != asked:
         times = [datetime.fromtimestamp(one, UTC) for one in (begun, found["rows_from"])]
         typer.echo(f"since {times[0]:%Y-%m-%d %H:%M} UTC: before {times[1]:%Y-%m-%d} whole hours are kept", err=True)
     return dict(found)
 
 
-def since_s(since: str, now: float) -> int:
+def time_s(option: str, given: str, now: float) -> int:
     """Seconds since 1970. Raises Misconfigured."""
-    if found := re.fullmatch(r"(\d{1,6})([mhdw])", since):
+    if found := re.fullmatch(r"(\d{1,6})([mhdw])", given):
         return int(now) - int(found[1]) * _SECONDS[found[2]]
     try:
-        return int(datetime.strptime(since, "%Y-%m-%d").replace(tzinfo=UTC).timestamp())
+        return int(datetime.strptime(given, "%Y-%m-%d").replace(tzinfo=UTC).timestamp())
     except ValueError:
         raise Misconfigured(
-            f"--since {since}: give minutes, hours, days or weeks, as 90m, 24h, 7d or 4w; or a date, as 2026-01-31",
-            param="since",
+            f"--{option} {given}: give minutes, hours, days or weeks, as 90m, 24h, 7d or 4w; or a date, as 2026-01-31",
+            param=option,
         ) from None
 
 

@@ -10,7 +10,7 @@ from protos.hints import listed
 from router.anthropic.schema import PromptBody
 from router.conversation.functions import function_in
 from router.conversation.parts import Ignored, append_joined, object_in, parts_in, text_in, text_part, wrong
-from router.conversation.tooling import AnswerSchema, Tooling, ToolUse, tooling_of
+from router.conversation.tooling import AnswerSchema, Tooling, ToolUse, check_callable, tooling_of
 from router.gateway import Gateway
 
 _ROLES = ("user", "assistant", "system")
@@ -170,8 +170,8 @@ def messages_tooling(body: PromptBody, gateway: Gateway, ignored: Ignored) -> To
         shown.append(as_shown)
     choice = body.tool_choice
     kind = choice.type if choice is not None else "auto"
-    if not functions and kind in ("any", "tool"):
-        raise InvalidRequest(f"'tool_choice' is {kind}: give tools that may be called", param="tool_choice")
+    if kind in ("any", "tool"):
+        check_callable(functions, body.tools, kind)
     use = None
     if functions and kind != "none":
         parallel = not (choice is not None and choice.disable_parallel_tool_use)

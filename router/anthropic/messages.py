@@ -192,7 +192,7 @@ class _MessageAnswer:
 
     def _block(self, call: CallDelta) -> dict[str, Any]:
         assert self._form is not None
-        return {"type": "tool_use", "id": new_call_id(self._form), "name": call.name, "input": {}}
+        return {"type": "tool_use", "id": new_call_id(self._form, prefix="toolu_"), "name": call.name, "input": {}}
 
     def _begun(self, block: dict[str, Any]) -> list[dict[str, Any]]:
         self._open = block["type"]

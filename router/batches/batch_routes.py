@@ -13,7 +13,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protos.errors import InvalidRequest, UnknownModel
+from protos.errors import InvalidRequest, NotFound, UnknownModel
 from router.batches.asked import page_asked, storage_of
 from router.batches.file_routes import EXPIRY_S, list_body
 from router.batches.line_run import SERVED
@@ -72,7 +72,10 @@ class BatchBody(Body):
 async def create_batch(gateway: Gateway, request: Request) -> Response:
     storage = storage_of(gateway)
     body, tenant = await read_body(request, BatchBody, gateway.card), tenant_of(request).name
-    file = await asyncio.to_thread(storage.files.find, tenant, body.input_file_id)
+    try:
+        file = await asyncio.to_thread(storage.files.find, tenant, body.input_file_id)
+    except NotFound as error:
+        raise NotFound(error.message, param="input_file_id") from None
     if file.purpose != UPLOADED:
         raise InvalidRequest(
             f"The file {file.id} has the purpose {file.purpose}: upload the input of a batch with purpose={UPLOADED}",

@@ -110,6 +110,16 @@ def tooling_of(gateway: Gateway, use: ToolUse | None, schema: AnswerSchema | Non
     )
 
 
+def check_callable(functions: Sequence[Function], given: Sequence[object] | None, choice: str) -> None:
+    """Where calls are required. `given` are the request's tools, with those that are skipped. Raises InvalidRequest."""
+    if functions:
+        return
+    problem = "and no tool is a function that the client runs" if given else "and there are no tools"
+    raise InvalidRequest(
+        f"'tool_choice' is {choice} {problem}: give a function, or choose auto or none", param="tool_choice"
+    )
+
+
 def _loose(function: Function) -> Function:
     return Function(name=function.name, parameters={"type": "object"})
 

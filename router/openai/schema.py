@@ -326,7 +326,9 @@ class CompletionBody(SamplingBody):
             raise InvalidRequest(f"{problem}: n answers are chosen from it, so it must be at least n", param="best_of")
         if num_made > num_given and self.stream:
             raise InvalidRequest("'best_of' beyond n is only allowed with stream = false", param="best_of")
-        is_silent = self.max_tokens == 0 and bool(self.echo)
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("'max_tokens' is 0: it must be at least 1, or 0 with echo = true", param="max_tokens")
+        is_silent = self.max_tokens == 0
         sampling = self.sampling()
         if self.echo and self.logprobs is not None:
             sampling["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)

@@ -35,7 +35,7 @@ OF_VLLM: Mapping[str, Harmless] = {
     "kv_transfer_params": never("where KV goes is not for a request to say"),
     "length_penalty": Harmless(lambda value: value == 1, {"enum": [1, None]}, "there is no beam search here"),
     "logits_processors": never("requests bring no code"),
-    "lora_path": never("there are no adapters here"),
+    "lora_path": never("an adapter is asked for as the model: see /v1/models"),
     "return_tokens_as_token_ids": one_of(False, why="return_token_ids gives the ids of tokens"),
     "spaces_between_special_tokens": one_of(True, False, why="there are none"),
     "truncate_prompt_tokens": never("prompts are not cut here"),

@@ -17,7 +17,7 @@ from protos.errors import InvalidRequest, UnsupportedParameter
 from protos.hints import listed
 from router.conversation.functions import function_in
 from router.conversation.parts import Ignored, append_joined, parts_in, text_in, text_part, wrong
-from router.conversation.tooling import AnswerSchema, Tooling, ToolUse, tooling_of
+from router.conversation.tooling import AnswerSchema, Tooling, ToolUse, check_callable, tooling_of
 from router.gateway import Gateway
 from router.responses.schema import ResponsesBody, TextFormat
 
@@ -138,10 +138,11 @@ def responses_tooling(body: ResponsesBody, gateway: Gateway, ignored: Ignored) -
         functions.append(function)
         shown.append(as_shown)
     choice, allowed, is_named = _choice(body.tool_choice, ignored)
-    if not functions and (choice == "required" or allowed is not None):
-        raise InvalidRequest("'tool_choice' is only allowed with tools: give some", param="tool_choice")
+    callable_ones = functions if allowed != [] else []  # []: what may be called are tools that are skipped
+    if choice == "required" or allowed:
+        check_callable(callable_ones, body.tools, "required" if choice == "required" else "allowed_tools")
     use = None
-    if functions and choice != "none":
+    if callable_ones and choice != "none":
         use = ToolUse(
             shown=shown,
             functions=functions,

@@ -95,3 +95,8 @@ class ResponsesReply(Reply):
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponsesUsage
+
+
+class InputTokensReply(Reply):
+    object: Literal["response.input_tokens"]
+    input_tokens: int

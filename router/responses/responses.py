@@ -1,4 +1,4 @@
-"""POST /v1/responses.
+"""POST /v1/responses and /v1/responses/input_tokens.
 
     response.created ─▶ response.in_progress ─▶ items ─▶ response.completed | .incomplete | .failed
 
@@ -29,13 +29,14 @@ from router.conversation.tooling import AnswerPart, AnswerReader, ReasoningDelta
 from router.conversation.turn import ConversationTurn
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
+from router.http.errors import json_response
 from router.http.framing import named_event
 from router.http.response_channel import ResponseChannel
 from router.http.sse import EventStream
 from router.metrics import Track
 from router.responses.items import conversation_of, responses_tooling
 from router.responses.schema import ResponsesBody
-from router.text.sampling_request import TextRequest
+from router.text.sampling_request import SamplingRequest, TextRequest
 from router.text.text_stream import TextDelta, Usage, UsageCounter, collect
 from router.tools.calls import CallDelta
 from router.tools.formats import new_call_id
@@ -47,6 +48,23 @@ async def responses(gateway: Gateway, request: Request, track: Track) -> Respons
     body = await read_body(request, ResponsesBody, gateway.widest)
     gateway = gateway.serving(body.model)
     ignored = Ignored()
+    turn = _turn(gateway, body, with_bound(body.sampling(), request), ignored)
+    ask = await turn.request(gateway, request, gateway.new_id("resp_"))
+    answer = _ResponseAnswer(gateway, body, ask, turn.tooling)
+    stream = bool(body.stream)
+    return await send(gateway, request, track, answer, stream=stream, ignored=ignored, failure=answer.failure)
+
+
+async def count_input_tokens(gateway: Gateway, request: Request) -> Response:
+    body = await read_body(request, ResponsesBody, gateway.widest)
+    gateway = gateway.serving(body.model)
+    ignored = Ignored()
+    ids = await _turn(gateway, body, body.sampling(), ignored).prompt(gateway)
+    counted = {"object": "response.input_tokens", "input_tokens": len(ids)}
+    return json_response(counted, headers=ignored.headers())
+
+
+def _turn(gateway: Gateway, body: ResponsesBody, sampling: SamplingRequest, ignored: Ignored) -> ConversationTurn:
     roles = gateway.template.roles() if gateway.template is not None else ()
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort is not None and not knows_effort(gateway):
@@ -54,7 +72,7 @@ async def responses(gateway: Gateway, request: Request, track: Track) -> Respons
         effort = None
     turn = ConversationTurn(
         messages=conversation_of(body, roles, ignored),
-        sampling=with_bound(body.sampling(), request),
+        sampling=sampling,
         tooling=responses_tooling(body, gateway, ignored),
         options=thinking_options(gateway, Thinking(effort=effort)),
     )
@@ -64,10 +82,7 @@ async def responses(gateway: Gateway, request: Request, track: Track) -> Respons
         ignored.add(f"text.{name}")
     for name in body.model_extra or {}:
         ignored.add(name)
-    ask = await turn.request(gateway, request, gateway.new_id("resp_"))
-    answer = _ResponseAnswer(gateway, body, ask, turn.tooling)
-    stream = bool(body.stream)
-    return await send(gateway, request, track, answer, stream=stream, ignored=ignored, failure=answer.failure)
+    return turn
 
 
 class _ResponseAnswer:

@@ -268,12 +268,14 @@ def _check(request: SamplingRequest, prompts: Sequence[tuple[int, ...]], card: M
 
 
 def _check_stops(request: SamplingRequest) -> None:
+    param = request.names.get("stop", "stop")
     if len(request.stop) > MAX_STOPS:
-        raise InvalidRequest(f"'stop' has {len(request.stop)} strings: it must have at most {MAX_STOPS}", param="stop")
+        problem = f"'{param}' has {len(request.stop)} strings"
+        raise InvalidRequest(f"{problem}: it must have at most {MAX_STOPS}", param=param)
     for stop in request.stop:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            problem = f"a string of {len(stop)} characters"
-            raise InvalidRequest(f"'stop' has {problem}: each must have 1 to {MAX_STOP_CHARS}", param="stop")
+            problem = f"'{param}' has a string of {len(stop)} characters"
+            raise InvalidRequest(f"{problem}: each must have 1 to {MAX_STOP_CHARS}", param=param)
 
 
 def _check_speculation(speculation: SpeculationParams, card: ModelCard) -> None:

@@ -183,7 +183,7 @@ def reader_of(form: ToolFormat, functions: Sequence[Function]) -> CallReader:
     return MistralCalls(names) if form is ToolFormat.MISTRAL else JsonCalls(names)
 
 
-def new_call_id(form: ToolFormat) -> str:
-    """Templates of Mistral's take back no other than nine letters and digits."""
+def new_call_id(form: ToolFormat, *, prefix: str = "call_") -> str:
+    """Templates of Mistral's take back no other than nine letters and digits: no prefix."""
     is_short = form in (ToolFormat.MISTRAL, ToolFormat.MISTRAL_ARGS)
-    return uuid.uuid4().hex[:9] if is_short else f"call_{uuid.uuid4().hex[:24]}"
+    return uuid.uuid4().hex[:9] if is_short else f"{prefix}{uuid.uuid4().hex[:24]}"

@@ -126,6 +126,7 @@ async def test_openais_client_reads_usage_and_costs(front: GatewayServer) -> Non
     costs = await sdk.admin.organization.usage.costs(start_time=bucket_start)
     assert costs.data[0].results[0].amount.value == pytest.approx(0.011 + vectors["charged_usd"])  # type: ignore[union-attr]
     costs = await sdk.admin.organization.usage.costs(start_time=bucket_start, group_by=["line_item"])
+    assert costs.data[0].end_time == bucket_start + 86_400, "a bucket that is not over is a whole one"
     items: dict[str, Any] = {one.line_item or "": one for one in costs.data[0].results}  # type: ignore[union-attr]
     assert list(items) == ["demo, input", "demo, cached", "demo, output"]
     assert (items["demo, output"].quantity, items["demo, output"].amount.value) == (4.0, pytest.approx(0.008))
@@ -203,6 +204,10 @@ async def test_the_commands_show_it(front: GatewayServer) -> None:
     ]  # fmt: skip
     wrong = CliRunner().invoke(make_app(["usage"]), ["usage", "--by", "tenant,foo"])
     assert "--by foo: give some of tenant, key_id" in str(wrong.exception)
+    before = await asyncio.to_thread(run, "usage", "--since", "7d", "--until", "1d")
+    assert "no request in this time" in before
+    backwards = CliRunner().invoke(make_app(["usage"]), ["usage", "--since", "1d", "--until", "2d"])
+    assert "--until 2d is not after --since 1d" in str(backwards.exception)
     costs = await asyncio.to_thread(run, "costs", "--since", "7d")
     assert "0.011000" in costs
     assert "(idle)" in costs

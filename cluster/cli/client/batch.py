@@ -32,7 +32,8 @@ ApiKey = Annotated[str, typer.Option("--api-key", envvar="BATON_API_KEY", help="
 def batch(
     file: Annotated[Path, typer.Argument(help="JSON lines of requests: custom_id, method, url, body (docs/api.md).")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File of the answers; by default beside FILE.")
+        Path | None,
+        typer.Option("--output", "-o", help="File of the answers; errors go beside it. Default: beside FILE."),
     ] = None,
     window: Annotated[str, typer.Option(help="Hours until it expires, from 1h to 168h.")] = "24h",
     detach: Annotated[bool, typer.Option("--detach", help="Print the batch's id, and do not wait.")] = False,
@@ -44,7 +45,8 @@ def batch(
 ) -> None:
     """Run a file of requests when the workers have room, and write their answers beside it."""
     endpoint = _endpoint(file)
-    output, errors = output or file.with_suffix(".output.jsonl"), file.with_suffix(".errors.jsonl")
+    errors = (output or file).with_suffix(".errors.jsonl")
+    output = output or file.with_suffix(".output.jsonl")
     if not detach and not overwrite:
         _check_free(output, errors)
     with open_client(url, api_key) as client:
@@ -125,7 +127,9 @@ def _follow(client: httpx.Client, batch_id: str) -> Batch:
 
 def _save(client: httpx.Client, ended: Batch, output: Path, errors: Path) -> None:
     counts = ended["request_counts"]
-    typer.echo(f"{ended['id']} is {ended['status']}: {counts['completed']} answered, {counts['failed']} not")
+    status = "has failed" if ended["status"] == "failed" else f"is {ended['status']}"
+    told = f": {counts['completed']} answered, {counts['failed']} not" if counts["total"] else ""
+    typer.echo(f"{ended['id']} {status}{told}")
     for problem in (ended["errors"] or {"data": ()})["data"]:
         where = f"line {problem['line']}: " if problem["line"] is not None else ""
         print(f"{where}{problem['message']}", file=sys.stderr)

@@ -47,6 +47,7 @@ ANSWERING = "^/v1/(chat/|completions|embeddings|responses|messages$|messages/cou
         ("POST", "/api/chat"),
         ("POST", "/api/generate"),
         ("POST", "/v1/responses"),
+        ("POST", "/v1/responses/input_tokens"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
     ],

@@ -89,6 +89,7 @@ TAKEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/messages", MESSAGES | {"stream": True}),
     ("/v1/messages/count_tokens", MESSAGES),
     ("/v1/responses", RESPONSES),
+    ("/v1/responses/input_tokens", RESPONSES),
     ("/api/chat", CHAT),
     ("/api/chat", CHAT | {"stream": False}),
     ("/api/chat", CHAT | {"messages": []}),

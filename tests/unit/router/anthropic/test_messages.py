@@ -122,6 +122,7 @@ async def test_calls_are_blocks_and_a_streams_deltas_join_to_them() -> None:
         assert (weather["name"], weather["input"]) == ("weather", {"city": 'Paris "x"'})
         assert (now["type"], now["name"], now["input"]) == ("tool_use", "now", {})
         assert weather["id"] != now["id"]
+        assert weather["id"].startswith("toolu_")
         assert message["stop_reason"] == "tool_use"
     assert streamed.text.count("input_json_delta") > 3, "arguments come in pieces"
 
@@ -254,7 +255,7 @@ async def test_structured_output_is_bound_by_its_schema() -> None:
         ({"max_tokens": 0}, "'max_tokens' is 0: it must be an integer of at least 1"),
         ({"temperature": 3}, "temperature"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"stop_sequences": [""]}, "stop"),
+        ({"stop_sequences": [""]}, "'stop_sequences' has a string of 0 characters"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"messages": [{"role": "user", "content": "hello" * 500}]}, "prompt is too long"),
     ],

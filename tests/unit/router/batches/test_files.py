@@ -35,6 +35,9 @@ async def test_a_file_is_stored_listed_read_and_deleted(tmp_path: Path) -> None:
         for gone in (client.files.retrieve, client.files.content, client.files.delete):
             with pytest.raises(openai.NotFoundError, match="No such file"):
                 await gone(made[3].id)
+        with pytest.raises(openai.NotFoundError, match="No such file") as refused:
+            await client.batches.create(input_file_id=made[3].id, endpoint="/v1/completions", completion_window="24h")
+        assert refused.value.param == "input_file_id"
         assert not [path for path in (tmp_path / "files").iterdir() if path.name not in {one.id for one in made[:3]}]
 
 

@@ -167,12 +167,14 @@ async def test_errors_are_in_that_apis_form() -> None:
             await http.post("/api/generate", json={"model": "tiny", "prompt": "x", "suffix": "y"}),
             await http.get("/api/pull"),
             await http.post("/api/chat", json=HELLO | no_calls),
+            await http.post("/api/chat", json=HELLO | {"options": {"stop": ""}}),
         ]
         *_, last = lines_of(await http.post("/api/chat", json=HELLO))
-    assert [answer.status_code for answer in refused] == [404, 400, 400, 400, 400, 404, 400]
+    assert [answer.status_code for answer in refused] == [404, 400, 400, 400, 400, 404, 400, 400]
     assert all(answer.json().keys() == {"error"} for answer in refused)
     assert all("messages[0].images" in answer.json()["error"] for answer in refused[1:3])
     assert "options.temperature" in refused[3].json()["error"]
+    assert "'options.stop' has a string of 0 characters" in refused[7].json()["error"]
     assert last == {"error": "too busy"}
 
 

@@ -187,6 +187,12 @@ async def test_an_echo_alone_scores_a_text(stream: bool) -> None:
     assert len(choice.logprobs.tokens) == len(generate.jobs[0].prompt_ids)
 
 
+async def test_no_tokens_need_an_echo() -> None:
+    async with talking() as (client, _):
+        with pytest.raises(openai.BadRequestError, match=r"'max_tokens' is 0: .* or 0 with echo = true"):
+            await ask(client, max_tokens=0)
+
+
 async def test_vllms_extras() -> None:
     async with talking(of=" world 🙂") as (client, generate):
         reply = await ask(client, n=2, extra_body={"return_token_ids": True, "prompt_logprobs": 0})

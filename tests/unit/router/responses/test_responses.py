@@ -22,6 +22,8 @@ WEATHER: dict[str, Any] = {
 }  # fmt: skip
 NOW: dict[str, Any] = {"type": "function", "name": "now", "parameters": None, "strict": None}
 
+ONLY_SEARCH: dict[str, Any] = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
+
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     """The events, in the order of their numbers, each in the form of the client's model of it."""
@@ -55,6 +57,16 @@ async def test_an_answer_streamed_or_whole_is_the_same() -> None:
     assert kinds[-4:] == [
         "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed",
     ]  # fmt: skip
+
+
+async def test_an_input_is_counted_as_it_would_be_read() -> None:
+    asked: Any = HELLO | {"instructions": "Be brief.", "tools": [WEATHER]}
+    async with talking(**TOOLED) as (client, generate):
+        counted = await client.responses.input_tokens.count(**asked)
+        assert not generate.jobs
+        answer = await client.responses.create(**asked)
+    assert answer.usage is not None
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", answer.usage.input_tokens)
 
 
 async def test_events_are_whole_and_numbered_as_the_clients_models_have_them() -> None:
@@ -205,6 +217,15 @@ async def test_structured_output_and_the_choice_of_tools_bind_the_answer() -> No
     assert not any('"now"' in job.sampling.grammar for job in generate.jobs)
 
 
+async def test_where_only_a_skipped_tool_is_allowed_none_is_called() -> None:
+    async with asking(**TOOLED) as (http, generate):
+        asked = HELLO | {"tools": [{"type": "web_search"}, NOW], "tool_choice": ONLY_SEARCH}
+        answer = await http.post("/v1/responses", json=asked)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["output"][0]["type"] == "message"
+    assert "now" not in generate.jobs[0].sampling.grammar
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -217,7 +238,9 @@ async def test_structured_output_and_the_choice_of_tools_bind_the_answer() -> No
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image: this model reads text"),
         ({"input": [{"role": "robot", "content": ""}]}, "'input[0].role'"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "'input[0].arguments'"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required"}, "'tool_choice' is required and there are no tools"),
+        ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "and no tool is a function"),
+        ({"tool_choice": ONLY_SEARCH | {"mode": "required"}, "tools": [{"type": "web_search"}, NOW]}, "'tool_choice'"),
         ({"tools": [{"type": "function"}]}, "'tools[0].name'"),
         ({"temperature": 3}, "temperature"),
         ({"max_output_tokens": 0}, "'max_output_tokens' has the value 0: it must be between 1 and"),

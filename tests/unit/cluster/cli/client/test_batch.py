@@ -25,10 +25,14 @@ async def test_a_file_is_run_and_its_answers_lie_beside_it(
     async with batching(tmp_path / "store") as (client, _):
         with pytest.raises(typer.Exit) as ended:
             await asyncio.to_thread(verb.batch, file, url=str(client.base_url))
+        with pytest.raises(typer.Exit):
+            await asyncio.to_thread(verb.batch, file, output=tmp_path / "own.jsonl", url=str(client.base_url))
     assert ended.value.exit_code == 1, "a request has failed"
-    [answer] = (tmp_path / "requests.output.jsonl").read_text().splitlines()
-    assert json.loads(answer)["custom_id"] == "a"
-    assert "temperature" in (tmp_path / "requests.errors.jsonl").read_text()
+    for name in ("requests.output.jsonl", "own.jsonl"):
+        [answer] = (tmp_path / name).read_text().splitlines()
+        assert json.loads(answer)["custom_id"] == "a"
+    for name in ("requests.errors.jsonl", "own.errors.jsonl"):
+        assert "temperature" in (tmp_path / name).read_text()
     assert "is completed: 1 answered, 1 not" in capsys.readouterr().out
 
 
@@ -38,7 +42,9 @@ async def test_what_is_wrong_is_shown_by_line(tmp_path: Path, capsys: pytest.Cap
     async with batching(tmp_path / "store") as (client, _):
         with pytest.raises(typer.Exit):
             await asyncio.to_thread(verb.batch, file, url=str(client.base_url))
-    assert "line 2: The custom_id 'a' is another line's" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert told.out.endswith(" has failed\n")
+    assert "line 2: The custom_id 'a' is another line's" in told.err
     file.write_text("hello")
     with pytest.raises(Misconfigured, match="no request"):
         verb.batch(file)
