@@ -137,21 +137,23 @@ def error_of(body: str, status: int) -> BatonError:
 
 
 def no_answer(client: httpx.Client, error: httpx.HTTPError) -> Unavailable:
+    return Unavailable(": ".join(filter(None, silence(client, error))))
+
+
+def silence(client: httpx.Client, error: httpx.HTTPError) -> tuple[str, str]:
+    """Why no answer came, and the fix, "" where there is none to name."""
+    url = client.base_url
     if isinstance(error, httpx.TimeoutException):
-        return Unavailable(f"{client.base_url} does not answer in time")
+        return f"{url} does not answer in time", ""
     if isinstance(error, httpx.ConnectError):
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
-            return Unavailable(
-                f"the certificate of {client.base_url} is not trusted: name the file of its authority in the "
-                f"environment variable SSL_CERT_FILE ({error})"
-            )
+            fix = f"name the file of its authority in the environment variable SSL_CERT_FILE ({error})"
+            return f"the certificate of {url} is not trusted", fix
         if "SSL" in str(error):
-            return Unavailable(f"{client.base_url} answers, but not with TLS: write --url http://... ({error})")
+            return f"{url} answers, but not with TLS", f"write --url http://... ({error})"
         why = "" if "refused" in str(error) else f" ({str(error).partition('] ')[2] or error})"
-        return Unavailable(
-            f"no cluster answers at {client.base_url}{why}: start one with `baton up`, or name another with --url"
-        )
+        return f"no cluster answers at {url}{why}", "start one with `baton up`, or name another with --url"
     hint = ""
-    if isinstance(error, httpx.RemoteProtocolError) and client.base_url.scheme == "http":
+    if isinstance(error, httpx.RemoteProtocolError) and url.scheme == "http":
         hint = " (where it speaks TLS, write --url https://...; the port of gRPC is not that of HTTP)"
-    return Unavailable(f"{client.base_url} broke the answer off: {error}{hint}")
+    return f"{url} broke the answer off: {error}{hint}", ""

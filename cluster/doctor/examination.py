@@ -109,7 +109,8 @@ class ClosedPort:
 class Examination:
     """Everything that was gathered. `status` is the gateway's /admin/status, empty where it could not be read.
 
-    - `no_answer`: why the gateway could not be examined; `lacks_key`: it wants another API key
+    - `no_answer`: why the gateway could not be examined, and `fix` what helps, if more is known than that it must be
+      started; `lacks_key`: it wants another API key
     - `tls_error`: why its certificate is not accepted
     - `clock_ahead_s`: the gateway's clock less this host's; None if it sent none
     - `certificates`: when each certificate ends, in seconds since 1970
@@ -119,6 +120,7 @@ class Examination:
     url: str
     now_s: float
     no_answer: str = ""
+    fix: str = ""
     lacks_key: bool = False
     tls_error: str = ""
     clock_ahead_s: float | None = None

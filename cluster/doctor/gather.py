@@ -22,7 +22,7 @@ from urllib.parse import quote
 import httpx
 from redis.exceptions import ResponseError
 
-from cluster.cli.admin_client import error_of, lacks_key, no_answer, open_client
+from cluster.cli.admin_client import error_of, lacks_key, open_client, silence
 from cluster.doctor.examination import (
     ClosedPort,
     Examination,
@@ -73,9 +73,8 @@ def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = 
             metrics = client.get("/metrics", timeout=STATUS_S)
         except httpx.HTTPError as error:
             name = "Hostname mismatch" in str(error) or "IP address mismatch" in str(error)
-            return Examination(
-                **facts, no_answer=no_answer(client, error).message, tls_error=str(error) if name else ""
-            )
+            why, fix = silence(client, error)
+            return Examination(**facts, no_answer=why, fix=fix, tls_error=str(error) if name else "")
         if answer.is_error:
             problem = error_of(answer.text, answer.status_code).message
             return Examination(**facts, no_answer=problem, lacks_key=lacks_key(answer))

@@ -48,7 +48,8 @@ def _gateway(seen: Examination) -> Iterator[Finding]:
             key = "give --api-key, or the environment variable BATON_ADMIN_KEY"
             yield _fault("no-admin-key", seen.url, seen.no_answer, key)
         else:
-            yield _fault("gateway-unreachable", seen.url, seen.no_answer, "start it, or name another with --url")
+            fix = seen.fix or "start it, or name another with --url"
+            yield _fault("gateway-unreachable", seen.url, seen.no_answer, fix)
     elif seen.status and not seen.status["ready"]:
         yield _fault("not-ready", seen.url, seen.status["reason"], "mend the workers below; `baton status` shows them")
 
@@ -74,7 +75,7 @@ def _workers(seen: Examination) -> Iterator[Finding]:
     for worker in seen.workers:
         if worker["state"] not in ("ready", "draining", "joining"):
             text = f"it is {worker['state']}: {worker['reason']}"
-            yield _fault("worker-away", worker["worker_id"], text, "see its log; `baton scale` starts another")
+            yield _fault("worker-away", worker["worker_id"], text, "it is started again; if it stays away, see its log")
     for name, text in (("model", "model"), ("vocab_size", "vocabulary's size"), ("weights", "encoding of weights")):
         revisions: dict[str, dict[str, str]] = {}  # during a roll there are two, and each has one model
         for worker in seen.workers:
@@ -115,7 +116,7 @@ def _digests(seen: Examination) -> Iterator[Finding]:
 def _fleet(seen: Examination) -> Iterator[Finding]:
     capacity = seen.status.get("capacity")
     for missing in capacity["waiting_for"] if capacity else ():
-        fix = "add a Ray node with these resources, or `baton scale` to what there is"
+        fix = "wait while it starts; if it does not, add a Ray node with room for it, or `baton scale` to what there is"
         yield _warning("fleet-short", "fleet", f"it waits for {missing}", fix)
 
 
