@@ -121,11 +121,16 @@ const Playground = (() => {
   class Column {
     constructor(title, options) {
       this.options = options;
+      this.model = node("input", { list: "play-models", placeholder: options.model, autocomplete: "off", spellcheck: "false", id: `play-${title}-model` });
       this.fields = Object.fromEntries(SETTINGS.map(([name, , attributes]) => [name, node("input", { type: "number", inputmode: "decimal", ...attributes, id: `play-${title}-${name}` })]));
       this.thread = node("div", { class: "thread" });
       this.element = node("section", { class: "column", "aria-label": `Answer ${title}` },
-        node("div", { class: "settings" }, ...SETTINGS.map(([name, label]) => labelled(label, this.fields[name]))), this.thread);
+        node("div", { class: "settings" }, labelled("Model", this.model), ...SETTINGS.map(([name, label]) => labelled(label, this.fields[name]))), this.thread);
       this.reset();
+    }
+
+    get modelName() {
+      return this.model.value.trim() || this.options.model;
     }
 
     reset() {
@@ -136,7 +141,7 @@ const Playground = (() => {
 
     // The request's body for what somebody has typed.
     body({ text, system, tools, schema, wantsOdds }) {
-      const given = { model: this.options.model, stream: true, stream_options: { include_usage: true, include_prefill_progress: true } };
+      const given = { model: this.modelName, stream: true, stream_options: { include_usage: true, include_prefill_progress: true } };
       for (const [name] of SETTINGS) if (this.fields[name].value !== "") given[name] = Number(this.fields[name].value);
       if (!this.options.hasChat) return { ...given, prompt: text, ...(wantsOdds ? { logprobs: NUM_TOP } : {}) };
       if (system && !this.messages.length) this.messages.push({ role: "system", content: system });
@@ -182,7 +187,7 @@ const Playground = (() => {
           this.calls = tools;
         }
         const took_s = (performance.now() - (first ?? began)) / 1000, wait_s = first === null ? null : (first - began) / 1000;
-        facts.replaceChildren(...summary({ usage, finish, wait_s, took_s }));
+        facts.replaceChildren(...(body.model === this.options.model ? [] : [`${body.model}. `]), ...summary({ usage, finish, wait_s, took_s }));
         await served(facts, name, this.options);
         return true;
       } catch (error) {
@@ -210,6 +215,13 @@ const Playground = (() => {
     const link = node("button", { type: "button", class: "link" }, "Timeline");
     link.addEventListener("click", () => explain(name));
     facts.append(node("br"), `${way}; ${count(job.cached_tokens)} of ${count(job.prompt_tokens)} prompt tokens from ${job.prefill ?? job.decode}'s cache. `, link);
+  }
+
+  // Models and adapters, without other names of them; none where the key is wrong, which the next answer tells.
+  async function modelNames(headers) {
+    const response = await fetch("v1/models", { headers, credentials: "omit" }).catch(() => null);
+    const { data } = response?.ok ? await response.json() : { data: [] };
+    return data.filter((one) => one.id === one.root || one.parent).map((one) => one.id);
   }
 
   // The JSON of each event of a stream. Throws the server's error, of the response or in the stream.
@@ -242,7 +254,8 @@ const Playground = (() => {
     const schema = node("textarea", { rows: "6", spellcheck: "false", id: "play-schema" });
     const [twice, twiceLabel] = check("Two answers side by side", "play-twice"), [wantsOdds, oddsLabel] = check("Token probabilities", "play-odds", true);
     const send = node("button", { id: "play-send" }, "Send"), stop = node("button", { type: "button", hidden: "hidden" }, "Stop"), anew = node("button", { type: "button" }, "New chat");
-    const trouble = node("p", { class: "bad", role: "alert", hidden: "hidden" });
+    const trouble = node("p", { class: "bad", role: "alert", hidden: "hidden" }), models = node("datalist", { id: "play-models" });
+    const headers = () => (key.value ? { authorization: `Bearer ${key.value.trim()}` } : {});
     const answers = node("div", { class: "columns" }, ...columns.map((one) => one.element));
     const further = node("details", {}, node("summary", {}, "System message, tools, schema"), labelled("System message", system),
       labelled("Tools, as the JSON of \"tools\"", tools), labelled("Schema of the answer, as JSON", schema));
@@ -255,6 +268,10 @@ const Playground = (() => {
     twice.addEventListener("change", () => {
       columns[1].element.hidden = !twice.checked;
       answers.className = twice.checked ? "columns two" : "columns";
+    });
+    for (const one of columns) one.model.addEventListener("focus", async () => {
+      const names = await modelNames(headers());
+      models.replaceChildren(...names.map((name) => node("option", { value: name })));
     });
     stop.addEventListener("click", () => controller?.abort());
     anew.addEventListener("click", () => {
@@ -276,7 +293,7 @@ const Playground = (() => {
         if (key.value) sessionStorage.setItem(KEY, key.value.trim());
         controller = new AbortController();
         [send.disabled, stop.hidden] = [true, false];
-        const answered = await Promise.all(used.map((one) => one.send(asked, key.value ? { authorization: `Bearer ${key.value.trim()}` } : {}, controller.signal)));
+        const answered = await Promise.all(used.map((one) => one.send(asked, headers(), controller.signal)));
         if (options.hasChat && answered.some((one) => one)) text.value = "";
       } catch (error) {
         trouble.textContent = error.message;
@@ -286,7 +303,7 @@ const Playground = (() => {
         [send.disabled, stop.hidden] = [false, true];
       }
     });
-    place.replaceChildren(form, answers);
+    place.replaceChildren(form, answers, models);
   }
 
   return { mount };

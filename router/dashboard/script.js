@@ -101,6 +101,27 @@
     ["step", "number spare rare", ifHere((one) => (one.load.decode_step_s ? seconds(one.load.decode_step_s) : "-"))],
   ], workers, "No worker has joined yet.");
 
+  // LoRA adapters; one of which hosts have other files stands once for each.
+  function adapters(workers) {
+    const rows = new Map();
+    for (const worker of workers.filter(isHere)) {
+      for (const one of worker.info?.adapters ?? []) {
+        const row = rows.get(`${one.name} ${one.adapter_id}`) ?? { ...one, workers: [] };
+        row.workers.push(worker.worker_id);
+        rows.set(`${one.name} ${one.adapter_id}`, row);
+      }
+    }
+    return [...rows.values()].sort((a, b) => a.name.localeCompare(b.name));
+  }
+
+  const adapterTable = (rows) => table([
+    ["adapter", "word", (one) => one.name],
+    ["rank", "number", (one) => count(one.rank)],
+    ["size", "number", (one) => bytes(one.num_bytes)],
+    ["workers", "reason", (one) => one.workers.join(", ")],
+    ["folder", "spare rare", (one) => one.path],
+  ], rows, "");
+
   const laneTable = (lanes) => table([
     ["worker", "word", (one) => one.worker_id],
     ["peer", "word", (one) => {
@@ -374,6 +395,9 @@
     at("errors-section").hidden = !errors.length;
     show("pools", { workers, losses: byLabel(metrics, "baton_pool_losses_total", "pool") }, pools);
     show("workers", workers, workerTable);
+    const loaded = adapters(workers);
+    show("adapters", loaded, adapterTable);
+    at("adapters-section").hidden = !loaded.length;
     if (Capacity.isNews(status.capacity)) show("capacity", status.capacity, (report) => Capacity.shown(report, table));
     at("capacity-section").hidden = !Capacity.isNews(status.capacity);
     const drafts = speculation(workers);

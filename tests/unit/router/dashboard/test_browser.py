@@ -219,6 +219,27 @@ async def test_two_answers_with_their_settings_say_who_served_them(browser: Brow
         assert len({len(prompt) for prompt in asked}) > 2, "the chats go on after their first answers"
 
 
+async def test_an_adapter_answers_beside_its_model(browser: Browser, cluster: Cluster) -> None:
+    async with page(browser, cluster, UNTIL) as (tab, client):
+        loaded = await client.post("/admin/adapters", json={"name": "polite", "path": "/adapters/polite"})
+        assert loaded.status_code == 200, loaded.text
+        await tab.js("document.getElementById('play-twice').click()")
+        await tab.js("document.getElementById('play-B-model').focus()")
+        await tab.until("document.querySelectorAll('#play-models option').length === 2")
+        names = await tab.js("[...document.querySelectorAll('#play-models option')].map((one) => one.value)")
+        assert names == ["tiny", "polite"]
+        await write(tab, "play-B-model", "polite")
+        await write(tab, "play-text", "Greet me")
+        await tab.js("document.getElementById('play-send').click()")
+        await tab.until(ANSWERED.format(2))
+        told = await tab.js(
+            "[...document.querySelectorAll('.facts')].map((one) => one.innerText.startsWith('polite. '))"
+        )
+        assert told == [False, True]
+        await tab.until("!document.getElementById('adapters-section').hidden")
+        assert "polite\t8\t1 B\tp0, d0" in (await tab.text("#adapters tbody"))
+
+
 async def test_a_users_key_is_enough_to_chat(browser: Browser, cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "tenants.toml").write_text(TENANTS)
     generate = Scripted(saying('{"a": 1}'))
