@@ -6,7 +6,7 @@
   const KEY = "baton-admin-key", COSTS = "admin/costs?by=tenant", COSTS_MS = 60000;
   const POOLS = ["prefill", "decode", "colocated"];
   const STYLES = {
-    ready: "good", open: "good", stop: "good", length: "good", tool_calls: "good", running: "", waiting: "warn",
+    ready: "good", open: "good", stop: "good", length: "good", done: "good", tool_calls: "good", running: "", waiting: "warn",
     draining: "warn", joining: "warn", left: "warn", opening: "warn", cancelled: "warn", lost: "bad",
     incompatible: "bad", quarantined: "bad", stuck: "bad",
   };
@@ -170,6 +170,8 @@
     Object.keys(processes[0] ?? {}).map((name) => [name, "word", (one) => String(one[name])]), processes, "",
   );
 
+  // A vector has no last token whose reason could be told.
+  const outcome = (one) => (one.embedding && one.outcome === "length" ? "done" : one.outcome || one.state);
   const outcomeStyle = (one) => (one.outcome && !(one.outcome in STYLES) ? "bad" : undefined);
 
   function requestTable(requests) {
@@ -180,7 +182,7 @@
         return link;
       }],
       ["at", "word spare rare", (one) => new Date(1000 * one.received_at).toLocaleTimeString()],
-      ["state", "", (one) => styled(one.outcome || one.state, outcomeStyle(one))],
+      ["state", "", (one) => styled(outcome(one), outcomeStyle(one))],
       ["prompt", "number spare", (one) => count(one.prompt_tokens)],
       ["cached", "number spare", (one) => count(one.cached_tokens)],
       ["output", "number spare", (one) => count(one.output_tokens)],
@@ -287,7 +289,7 @@
     if (refusal) return [node("h3", {}, name), node("p", { class: "bad" }, refusal), close];
     const parts = jobs.flatMap((one) => [
       node("h3", {}, `${name} (${one.job})`),
-      node("p", {}, styled(one.outcome || one.state, outcomeStyle(one)), `. ${count(one.prompt_tokens)} prompt tokens, ${count(one.cached_tokens)} of them cached; ${count(one.output_tokens)} tokens written${one.drafted_tokens ? `, ${count(one.accepted_drafts)} of them accepted of ${count(one.drafted_tokens)} drafted` : ""}${one.paused_drafts.length ? `; drafts of ${one.paused_drafts.join(", ")} were paused, since they did not pay` : ""}${one.ttft_s == null ? "" : `; TTFT ${seconds(one.ttft_s)}, from its arrival at the gateway`}`),
+      node("p", {}, styled(outcome(one), outcomeStyle(one)), `. ${count(one.prompt_tokens)} prompt tokens, ${count(one.cached_tokens)} of them cached; ${count(one.output_tokens)} tokens written${one.drafted_tokens ? `, ${count(one.accepted_drafts)} of them accepted of ${count(one.drafted_tokens)} drafted` : ""}${one.paused_drafts.length ? `; drafts of ${one.paused_drafts.join(", ")} were paused, since they did not pay` : ""}${one.ttft_s == null ? "" : `; TTFT ${seconds(one.ttft_s)}, from its arrival at the gateway`}`),
       ...(one.message ? [node("p", { class: "bad" }, one.message)] : []),
       ...Timeline.stages(one), ...one.choices.flatMap(decision), timeline(one.timeline), ...(misses[one.job] ? cacheOf(misses[one.job]) : []),
     ]);

@@ -158,6 +158,16 @@ async def test_a_request_is_drawn_stage_by_stage(browser: Browser, cluster: Clus
         await picture(tab, "page-timeline.png", "#odyssey")
 
 
+async def test_a_vector_is_done_and_not_cut(browser: Browser, cluster: Cluster) -> None:
+    async with page(browser, cluster, UNTIL) as (tab, client):
+        assert (await client.post("/v1/embeddings", json={"model": "tiny", "input": "hello"})).status_code == 200
+        await tab.until("document.querySelectorAll('#requests tbody tr').length === 2")
+        states = await tab.js(
+            "[...document.querySelectorAll('#requests tbody td:nth-child(3)')].map((one) => one.innerText)"
+        )
+        assert sorted(states) == ["done", "length"]
+
+
 async def test_it_fits_a_phone_and_is_dark_at_night(browser: Browser, cluster: Cluster) -> None:
     async with page(browser, cluster, UNTIL, width=400) as (tab, _):
         assert await tab.js("document.documentElement.scrollWidth") <= 400
