@@ -12,6 +12,7 @@ from router.gateway import Gateway
 from router.http.body import read_body
 from router.http.errors import json_response
 from router.ollama.schema import OllamaShowBody
+from router.openai.models import stored_as
 
 SPOKEN_VERSION = "0.12.0"
 """The version of Ollama whose API this is: clients refuse servers that are too old for them."""
@@ -46,17 +47,23 @@ async def loaded(gateway: Gateway) -> Response:
 
 def _model(gateway: Gateway) -> dict[str, Any]:
     card = gateway.card
-    return {"name": card.name, "model": card.name, "size": 0, "digest": gateway.fingerprint, "details": _details()}
+    return {
+        "name": card.name, "model": card.name, "size": card.num_bytes, "digest": gateway.fingerprint,
+        "details": _details(gateway),
+    }  # fmt: skip
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
     body = await read_body(request, OllamaShowBody, gateway.widest)
     gateway = gateway_of(gateway, body.model)
-    context = {"general.architecture": "baton", "baton.context_length": gateway.card.max_model_len}
+    card, family = gateway.card, gateway.card.family or "baton"
+    context = {"general.architecture": family, f"{family}.context_length": card.max_model_len}
+    if card.vector_size:
+        context[f"{family}.embedding_length"] = card.vector_size
     return json_response(
         {
             "modelfile": "", "parameters": "", "template": "", "modified_at": _modified(gateway),
-            "details": _details(), "model_info": context,
+            "details": _details(gateway), "model_info": context,
             "capabilities": [
                 "completion",
                 *(["tools"] if gateway.has_tools else []),
@@ -70,8 +77,11 @@ def _modified(gateway: Gateway) -> str:
     return datetime.fromtimestamp(gateway.card.created, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _details() -> dict[str, Any]:
-    """Ollama's description of a file; the gateway knows none of it."""
+def _details(gateway: Gateway) -> dict[str, Any]:
+    """Ollama's description of a model, "" for what is not known here: its number of parameters."""
+    card, weights = gateway.card, stored_as(gateway) or ""
     return {
-        "parent_model": "", "format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": "",
+        "parent_model": card.parent or "", "format": "", "family": card.family,
+        "families": [card.family] if card.family else [], "parameter_size": "",
+        "quantization_level": weights.partition(",")[0],
     }  # fmt: skip

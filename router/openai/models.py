@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from router.gateway import Gateway
 
 
 def model_list(gateway: Gateway) -> dict[str, Any]:
-    """Each model, its aliases (those with a "*" are not names), and its adapters."""
+    """Each model, its aliases (those with a "*" are not names), and its adapters: a list of OpenAI's and of Anthropic's
+    API at once."""
     names = dict.fromkeys(name for one in gateway.each for name in _names(one))
-    return {"object": "list", "data": [one_model(gateway, name) for name in names]}
+    data = [one_model(gateway, name) for name in names]
+    return {
+        "object": "list", "data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"],
+    }  # fmt: skip
 
 
 def _names(gateway: Gateway) -> tuple[str, ...]:
@@ -24,11 +29,18 @@ def one_model(gateway: Gateway, name: str) -> dict[str, Any]:
 
 
 def _model(gateway: Gateway, name: str) -> dict[str, Any]:
-    """OpenAI's model object, vLLM's `max_model_len`, and how the workers hold the weights, once one has reported it."""
+    """OpenAI's model object, vLLM's `max_model_len`, how the workers hold the weights, once one has reported it, and
+    the fields of Anthropic's."""
     card = gateway.card
-    reported = (worker.info.weights for worker in gateway.fleet.status() if worker.info is not None)
     return {
         "id": name, "object": "model", "created": card.created, "owned_by": "baton", "root": card.parent or card.name,
-        "parent": card.parent, "max_model_len": card.max_model_len,
-        "weights": next((weights for weights in reported if weights), None),
+        "parent": card.parent, "max_model_len": card.max_model_len, "weights": stored_as(gateway),
+        "type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": card.max_model_len,
+        "created_at": datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z"),
     }  # fmt: skip
+
+
+def stored_as(gateway: Gateway) -> str | None:
+    """How a worker holds the weights, None before one has reported it."""
+    reported = (worker.info.weights for worker in gateway.fleet.status() if worker.info is not None)
+    return next((weights for weights in reported if weights), None)

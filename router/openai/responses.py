@@ -167,11 +167,19 @@ class ModelReply(Reply):
     parent: str | None
     max_model_len: int
     weights: str | None
+    type: Literal["model"]
+    display_name: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    created_at: str
 
 
 class ModelsReply(Reply):
     object: Literal["list"]
     data: list[ModelReply]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
 
 
 class TokenizeReply(Reply):

@@ -21,6 +21,7 @@ class ModelCard:
 
     `temperature` to `repetition_penalty` are the defaults of requests (generation_config.json). `fingerprint` is of the
     model's files, and so are `digests`. `vector_size`: numbers in an embedding, 0 if config.json does not tell.
+    `family` is config.json's `model_type`, `num_bytes` the size of the files with weights, 0 where they are not here.
     """
 
     name: str
@@ -39,6 +40,8 @@ class ModelCard:
     revision: str = ""
     vector_size: int = 0
     digests: ModelDigests = field(default_factory=ModelDigests)
+    family: str = ""
+    num_bytes: int = 0
 
     @classmethod
     def load(cls, files: ModelFiles, name: str, *, max_model_len: int | None = None) -> ModelCard:
@@ -61,6 +64,8 @@ class ModelCard:
             fingerprint=f"fp_{files.fingerprint()}",
             created=files.created_s,
             digests=read_digests(files),
+            family=str(config.get("model_type", "")),
+            num_bytes=sum(file.stat().st_size for file in files.weight_files()),
             vector_size=size if isinstance(size := config.get("hidden_size"), int) else 0,
             **given,
         )

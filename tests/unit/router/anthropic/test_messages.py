@@ -29,8 +29,9 @@ HERMES = ChatTemplate(
     "{% endfor %}"
 )
 ROOMY = ModelCard(
-    name="tiny", max_model_len=4096, vocab_size=512, eos_token_ids=frozenset({tokenizer_end(byte_level())})
-)
+    name="tiny", max_model_len=4096, vocab_size=512, eos_token_ids=frozenset({tokenizer_end(byte_level())}),
+    family="llama", num_bytes=2048,
+)  # fmt: skip
 TOOLED: dict[str, Any] = {"template": HERMES, "tool_format": ToolFormat.HERMES, "card": ROOMY}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "weather", "description": "It knows.", "input_schema": SCHEMA}

@@ -116,9 +116,9 @@ async def test_clients_find_the_model() -> None:
         by_name = (await http.post("/api/show", json={"name": model["name"]})).json()
         version = (await http.get("/api/version")).json()
         loaded = (await http.post("/api/chat", json={"model": "tiny"})).json()
-    assert model["name"] == "tiny"
+    assert (model["name"], model["size"], model["details"]["family"]) == ("tiny", 2048, "llama")
     assert shown["capabilities"] == ["completion", "tools"]
-    assert shown["model_info"]["baton.context_length"] == 4096
+    assert shown["model_info"]["llama.context_length"] == 4096
     assert (running["name"], running["context_length"]) == ("tiny", 4096)
     assert by_name == shown
     assert version["version"].count(".") == 2
