@@ -191,6 +191,13 @@ class Gateway:
                 return one, None
         return None
 
+    def owner(self, model: str) -> Gateway:
+        """The gateway of one of the models behind this address, which knows the others."""
+        if not self.models:
+            return self
+        own = next(one for one in self.models if one.card.name == model)
+        return replace(own, beside=tuple(one for one in self.models if one is not own))
+
     def check_model(self, name: str) -> None:
         """Raises UnknownModel."""
         self._named(name)
@@ -199,8 +206,8 @@ class Gateway:
         """Raises UnknownModel for a line of a batch that is not of this model."""
         if not self.serves(name) and any(one.serves(name) for one in self.beside):
             raise UnknownModel(
-                f"a batch is of the model of its first line ({self.card.name}): put lines for {name[:100]} in another "
-                "file",
+                f"a batch is of one model, that of its first request ({self.card.name}): give requests for "
+                f"{name[:100]} a batch of their own",
                 param="model",
             )
         self.check_model(name)

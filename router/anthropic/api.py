@@ -46,4 +46,5 @@ ANTHROPIC = Api(
     keep_alive=named_event({"type": "ping"}),
     id_header=b"request-id",
     key_header=b"x-api-key",
+    mark=b"anthropic-version",
 )

@@ -134,7 +134,7 @@ class InputChecker:
         else:
             digest = hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=12).digest()
             if digest in self._ids:
-                message = f"The custom_id '{custom_id[:80]}' is another line's: give each its own"
+                message = f"The custom_id '{custom_id[:80]}' is another request's: give each its own"
                 self._wrong("duplicate_custom_id", message, "custom_id")
             self._ids.add(digest)
         if found.get("method") != "POST":

@@ -191,9 +191,9 @@ class _OwnedBatch:
 
     async def _check(self) -> list[LineError]:
         """Lines that were right before are only indexed: an adapter may be unloaded since, a limit lowered. So are
-        those that will not run."""
+        those that will not run. Batches of Messages were checked before they were made."""
         endpoint = self._batch.endpoint
-        if self._is_validated or self._stopped.is_set():
+        if self._is_validated or self._stopped.is_set() or self._batch.api == "anthropic":
             checker = InputChecker(endpoint, lambda _: None, max_lines=sys.maxsize, max_line_bytes=sys.maxsize)
         else:
             checker = InputChecker(

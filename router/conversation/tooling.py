@@ -53,7 +53,7 @@ class ToolUse(Value, frozen=True, kw_only=True):
 class Tooling(Value, frozen=True, kw_only=True):
     """`shown` tools go to the chat template. `grammar` is what the answer must be, "" where it is free, and `param` the
     parameter that decided it; `token_grammar` is the same for workers, where it names tokens. With a `form`
-    calls are read from the answer."""
+    calls are read from the answer, which is nothing else where they are `required`."""
 
     shown: Sequence[dict[str, Any]] = ()
     functions: Sequence[Function] = ()
@@ -62,6 +62,7 @@ class Tooling(Value, frozen=True, kw_only=True):
     token_grammar: str = ""
     param: str = "response_format"
     is_named: bool = False
+    required: bool = False
 
 
 def tooling_of(gateway: Gateway, use: ToolUse | None, schema: AnswerSchema | None, *, param: str) -> Tooling:
@@ -107,6 +108,7 @@ def tooling_of(gateway: Gateway, use: ToolUse | None, schema: AnswerSchema | Non
         token_grammar=bound(tokens=gateway.tool_tokens) if gateway.tool_tokens else "",
         param=decides,
         is_named=use.is_named,
+        required=use.choice == "required",
     )
 
 
@@ -158,6 +160,7 @@ class AnswerReader:
     def __init__(self, tooling: Tooling) -> None:
         form = tooling.form
         self._calls = reader_of(form, tooling.functions) if form is not None else None
+        self._required = tooling.required
         self.has_called = False
 
     def read(self, piece: TextDelta) -> list[AnswerPart]:
@@ -171,7 +174,8 @@ class AnswerReader:
             return [piece.text] if piece.text else []
         parts = self._calls.feed(piece.text)
         if piece.finish_reason is not None:
-            parts += self._calls.end()
+            held = self._calls.end()  # where calls are required: of one that was cut off before its name was whole
+            parts += () if self._required else held
         self.has_called = self.has_called or any(isinstance(part, CallDelta) for part in parts)
         return _merged(parts)
 

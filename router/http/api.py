@@ -38,6 +38,7 @@ class Api:
     - `keep_alive`: what a silent stream sends, which clients pass over
     - `id_header`: also has the request's id, beside `x-baton-request-id`; empty: no other
     - `key_header`: may have the API key, where there is no `Authorization`; empty: no other
+    - `mark`: a header that its clients send, also to paths of OpenAI's; empty: they have none
     """
 
     name: str
@@ -49,6 +50,7 @@ class Api:
     stream_type: bytes = b"text/event-stream; charset=utf-8"
     id_header: bytes = b""
     key_header: bytes = b""
+    mark: bytes = b""
 
 
 OPENAI = Api(
@@ -60,19 +62,25 @@ OPENAI = Api(
     key_header=b"x-api-key",  # Anthropic's client lists models below OpenAI's paths
 )
 """Every path that is no other API's."""
+SHARED = "/v1/models"
+"""Paths of several APIs begin so: the header that marks one's clients tells whose a request is."""
 
 
 class Apis:
-    """Finds the API of a path."""
+    """Finds the API of a request."""
 
     def __init__(self, apis: Sequence[Api]) -> None:
         self._apis = tuple(apis)
         self._paths = tuple(path for api in apis for path in api.paths)
 
-    def of(self, path: str) -> Api:
-        if not path.startswith(self._paths):
-            return OPENAI
-        return next(api for api in self._apis if path.startswith(api.paths))
+    def of(self, scope: Scope) -> Api:
+        path: str = scope["path"]
+        if path.startswith(self._paths):
+            return next(api for api in self._apis if path.startswith(api.paths))
+        if path.startswith(SHARED):
+            names = {name for name, _ in scope["headers"]}
+            return next((api for api in self._apis if api.mark in names), OPENAI)
+        return OPENAI
 
 
 def api_of(scope: Scope) -> Api:

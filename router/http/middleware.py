@@ -85,7 +85,7 @@ def tenant_of(request: Request) -> Tenant:
 
 class RequestId:
     """Answers carry `x-baton-request-id`: the client's (or `x-request-id`) if it is a short plain word, or a new id.
-    The request's path decides which of the `apis` it is for (`api_of`).
+    The request's path decides which of the `apis` it is for (`api_of`), or a header that marks its clients.
 
     Under the same id (`name_of`) /admin/requests shows how the request was routed, and the log has internal errors.
     """
@@ -103,7 +103,7 @@ class RequestId:
             return
         name = request_name(header_of(scope, _REQUEST_ID) or header_of(scope, b"x-request-id"), self._names)
         state = scope.setdefault("state", {})
-        api = state["api"] = self._apis.of(scope["path"])
+        api = state["api"] = self._apis.of(scope)
         state["request_id"] = name
         if self._arrived is not None:
             self._arrived(header_of(scope, b"traceparent"))

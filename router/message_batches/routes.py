@@ -71,7 +71,8 @@ async def create_message_batch(gateway: Gateway, request: Request) -> Response:
         await _receive(request, writer, storage, gateway.max_body_bytes)
         num_bytes = await asyncio.to_thread(writer.commit)
     try:
-        num_requests = await asyncio.to_thread(_check, gateway, storage, file_id)
+        model = await asyncio.to_thread(model_of, gateway, storage, file_id)
+        num_requests = await asyncio.to_thread(_check, gateway.owner(model), storage, file_id)
     except InvalidRequest:
         await asyncio.to_thread(storage.files.contents.delete, file_id)
         raise
@@ -83,8 +84,8 @@ async def create_message_batch(gateway: Gateway, request: Request) -> Response:
     await asyncio.to_thread(storage.files.add, file)
     batch = StoredBatch(
         id=new_id("msgbatch_"), tenant=tenant, key_id=gateway.access.key_id, api="anthropic", endpoint=MESSAGES,
-        model=await asyncio.to_thread(model_of, gateway, storage, file_id), input_file_id=file_id, window_text="24h",
-        created_s=now, expires_s=now + WINDOW_S, total=num_requests,
+        model=model, input_file_id=file_id, window_text="24h", created_s=now, expires_s=now + WINDOW_S,
+        total=num_requests,
     )  # fmt: skip
     await asyncio.to_thread(storage.batches.add, batch)
     storage.changed.set()
@@ -134,10 +135,10 @@ def _line(raw: bytes, number: int) -> bytes:
 
 
 def _check(gateway: Gateway, storage: BatchStorage, file_id: str) -> int:
-    """How many requests there are. Raises InvalidRequest for the first one that is wrong in itself. What its model does
-    not accept is its own result."""
+    """How many requests there are, by the gateway of their model. Raises InvalidRequest for the first one that is wrong
+    in itself. What its model does not accept is its own result."""
     checker = InputChecker(
-        MESSAGES, gateway.check_model, max_lines=storage.max_lines, max_line_bytes=gateway.max_body_bytes
+        MESSAGES, gateway.check_batch_model, max_lines=storage.max_lines, max_line_bytes=gateway.max_body_bytes
     )
     checker.read(storage.files.contents, file_id)
     for error in checker.errors:

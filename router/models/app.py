@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protos.errors import Misconfigured, NotFound
+from protos.errors import Misconfigured, UnknownModel
+from protos.hints import listed
 from router.app import create_app
 from router.gateway import Gateway
 from router.http.api import api_of
@@ -65,7 +66,8 @@ class ModelsApp:
                     await app(dict(scope, path=rest, raw_path=rest.encode()), receive, send)
                     return
             name = path.removeprefix(PREFIX).partition("/")[0][:100]
-            missing = NotFound(f"there is no model {name}: {', '.join(self._names)}", param="model")
+            served = listed([f"'{one}'" for one in self._names])
+            missing = UnknownModel(f"The model '{name}' does not exist: this server serves {served}", param="model")
             await error_response(missing, api_of(scope))(scope, receive, send)
             return
         await self._front(scope, receive, send)

@@ -249,10 +249,12 @@ def _check(request: SamplingRequest, prompts: Sequence[tuple[int, ...]], card: M
     _check_speculation(request.speculation, card)
     if request.grammar:
         _check_grammar(request, card)
-    if not prompts or len(prompts) * request.n > MAX_CHOICES:
-        problem = f"{len(prompts)} prompts with n = {request.n} make {len(prompts) * request.n} choices"
-        raise InvalidRequest(f"{problem}: one request may ask for 1 to {MAX_CHOICES}", param="prompt")
     param = request.names.get("prompt", "prompt")
+    if not prompts:
+        raise InvalidRequest(f"'{param}' is an empty list: give at least one prompt", param=param)
+    if len(prompts) * request.n > MAX_CHOICES:
+        problem = f"{len(prompts)} prompts with n = {request.n} make {len(prompts) * request.n} choices"
+        raise InvalidRequest(f"{problem}: one request may ask for 1 to {MAX_CHOICES}", param=param)
     for prompt in prompts:
         if not prompt:
             raise InvalidRequest(f"'{param}' is empty and this model has no start token: give it text", param=param)

@@ -195,8 +195,9 @@ async def test_a_model_that_is_not_there_is_named_with_those_that_are() -> None:
     async with two(model("big", "hello")[0], model("small", "the")[0]) as client:
         missing = await client.get("/models/nope/admin/status")
         assert missing.status_code == 404
-        assert missing.json()["error"]["message"] == "there is no model nope: big, small"
-        with pytest.raises(NotFound, match="there is no model nope: big, small"):
+        problem = "The model 'nope' does not exist: this server serves 'big', 'small'"
+        assert missing.json()["error"]["message"] == problem
+        with pytest.raises(NotFound, match=problem):
             await asyncio.to_thread(_status_of, f"{client.base_url}/models/nope")
 
 
@@ -208,7 +209,7 @@ def _status_of(url: str) -> None:
 def test_a_line_of_a_batch_for_another_model_is_refused_as_that() -> None:
     big, small = beside_each_other([model("big", "hello")[0], model("small", "the")[0]])
     big.check_batch_model("big")
-    with pytest.raises(UnknownModel, match=r"first line \(big\): put lines for small in another file"):
+    with pytest.raises(UnknownModel, match=r"its first request \(big\): give requests for small a batch of"):
         big.check_batch_model("small")
     with pytest.raises(UnknownModel, match="'none' does not exist"):
         small.check_batch_model("none")

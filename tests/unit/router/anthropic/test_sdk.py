@@ -59,6 +59,11 @@ async def test_it_lists_models_with_its_key(tmp_path: Path) -> None:
         ]
         assert (listed.has_more, listed.last_id, listed.data[0].created_at.year) == (False, "tiny", 1970)
         assert (await client.models.retrieve("tiny")) == listed.data[0]
+        with pytest.raises(anthropic.NotFoundError, match="'nope' does not exist") as refused:
+            await client.models.retrieve("nope")
+        body: Any = refused.value.body
+        assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+        assert refused.value.request_id
         assert (await client.models.retrieve("tiny")).id == "tiny"
 
 

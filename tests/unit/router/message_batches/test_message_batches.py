@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import pytest
 from protos.errors import InvalidRequest
 from router.message_batches.reader import RequestsReader
 from router.message_batches.replies import MessageBatchesReply, MessageBatchReply
+from router.models.app import create_models_app
 from tests.unit.router.batches.batching import Batching
-from tests.unit.router.scripted import Script, saying, serving
+from tests.unit.router.scripted import Script, saying, serving, serving_app
 
 PATH = "/v1/messages/batches"
 
@@ -142,7 +144,7 @@ async def test_a_canceled_batch_keeps_what_is_done(tmp_path: Path) -> None:
         (orjson.dumps({"requests": [asking("a b")]}), "requests.0.custom_id must be a string of 1 to 64"),
         (orjson.dumps({"requests": [asking("a"), {"custom_id": "b"}]}), "requests.1.params must be an object"),
         (orjson.dumps({"requests": [asking("a") | {"url": "x"}]}), "requests.0 has 'url': it may have custom_id and"),
-        (orjson.dumps({"requests": [asking("a"), asking("a")]}), "requests.1: The custom_id 'a' is another line's"),
+        (orjson.dumps({"requests": [asking("a"), asking("a")]}), "requests.1: The custom_id 'a' is another request's"),
         (orjson.dumps({"requests": [asking("a", model="gpt-5")]}), "requests.0: The model 'gpt-5' does not exist"),
         (orjson.dumps({"requests": [asking("a", stream=True)]}), "requests.0: 'stream' must be false"),
         (orjson.dumps({"requests": [asking(f"r{n}") for n in range(6)]}), "A batch has at most 5 requests: split it"),
@@ -178,3 +180,22 @@ def test_a_request_that_is_too_long_is_refused_before_it_is_whole() -> None:
     reader = RequestsReader(100)
     with pytest.raises(InvalidRequest, match=r"requests\.1 has more than 100 bytes"):
         list(reader.feed(b'{"requests": [{}, {"a": "' + b"x" * 200))
+
+
+async def test_a_batch_of_two_models_is_refused_by_the_request_of_the_second(tmp_path: Path) -> None:
+    """It was taken, and ended without results or a reason."""
+    made = Batching(tmp_path)
+    tiny = made.gateway()
+    small = replace(tiny, card=replace(tiny.card, name="small"))
+    try:
+        async with (
+            serving_app(create_models_app([tiny, small])) as url,
+            anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client,
+        ):
+            with pytest.raises(anthropic.BadRequestError, match=r"requests\.1: a batch is of one model.*\(tiny\)"):
+                await client.messages.batches.create(requests=[asking("a"), asking("b", model="small")])
+            taken = await client.messages.batches.create(requests=[asking("b", model="small")])
+            assert taken.request_counts.processing == 1
+            assert len((await client.messages.batches.list()).data) == 1
+    finally:
+        await made.close()

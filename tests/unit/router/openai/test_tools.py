@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 from router.text.chat_template import ChatTemplate
 from router.text.model_card import ModelCard
 from router.tools.formats import ToolFormat
-from tests.unit.router.scripted import byte_level, saying, talking, tokenizer_end
+from tests.unit.router.scripted import byte_level, ids_of, saying, talking, tokenizer_end
 
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -232,6 +232,17 @@ async def test_an_operator_may_forbid_white_space_where_requests_do_not_say() ->
             await ask(client, extra_body={"structured_outputs": {"json": SCHEMA} | said})
     told = [(fits(job.sampling.grammar, dense), fits(job.sampling.grammar, spaced)) for job in generate.jobs]
     assert told == [(True, False), (True, False), (True, True)]
+
+
+async def test_a_required_call_that_is_cut_off_before_its_name_is_no_text() -> None:
+    """Where calls are not required, it may have been text that only began like one."""
+    begun = '<tool_call>\n{"name": "weather'
+    cut = len(ids_of(begun))
+    async with talking(saying(CITY), **TOOLED) as (client, _):
+        for tool_choice, content in (("required", None), ("auto", begun)):
+            whole = await ask(client, tools=[WEATHER, NOW], tool_choice=tool_choice, max_tokens=cut)
+            [answer] = whole.choices
+            assert (answer.message.content or None, answer.finish_reason) == (content, "length")
 
 
 async def test_calls_that_nobody_can_read_are_refused() -> None:

@@ -44,7 +44,7 @@ async def test_what_is_wrong_is_shown_by_line(tmp_path: Path, capsys: pytest.Cap
             await asyncio.to_thread(verb.batch, file, url=str(client.base_url))
     told = capsys.readouterr()
     assert told.out.endswith(" has failed\n")
-    assert "line 2: The custom_id 'a' is another line's" in told.err
+    assert "line 2: The custom_id 'a' is another request's" in told.err
     file.write_text("hello")
     with pytest.raises(Misconfigured, match="no request"):
         verb.batch(file)
