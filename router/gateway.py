@@ -155,10 +155,12 @@ class Gateway:
         """True for the name and the aliases of a model behind this address, and names of adapters."""
         return self._found(name) is not None
 
-    def serving(self, name: str) -> Gateway:
-        """The gateway of one request to this model, or to an adapter of it, by whose card the answer is made. During a
-        roll it is of either revision. Raises UnknownModel."""
+    def serving(self, name: str, track: Track | None = None) -> Gateway:
+        """The gateway of one request to this model, or to an adapter of it, by whose card the answer is made, and whose
+        metrics the `track` is in from now on. During a roll it is of either revision. Raises UnknownModel."""
         one, adapter = self._named(name)
+        if track is not None:
+            track.belongs_to(one.metrics)
         texts = one.revisions.current() if one.revisions is not None else None
         if texts is not None:
             one = one._revised(texts)

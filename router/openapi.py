@@ -47,7 +47,7 @@ from router.openai.schema import (
 )
 from router.operation import Operation, Schema, query_parameter
 from router.responses.replies import InputTokensReply, ResponsesReply
-from router.responses.schema import ResponsesBody
+from router.responses.schema import InputBody, ResponsesBody
 from router.text.model_card import ModelCard
 from router.text.sampling_request import MAX_CHOICES
 
@@ -149,7 +149,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("post", "/v1/responses/input_tokens"): Operation(
         summary="How many tokens an input has, as in OpenAI's Responses API",
-        body=ResponsesBody, reply=InputTokensReply, errors=_READING,
+        body=InputBody, reply=InputTokensReply, errors=_READING,
     ),
     ("post", "/v1/embeddings"): Operation(
         summary="Vectors of prompts", body=EmbeddingBody, reply=responses.EmbeddingsReply, errors=_GENERATING,

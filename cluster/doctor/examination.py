@@ -107,14 +107,14 @@ class ClosedPort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """Everything that was gathered. `status` is the gateway's /admin/status, empty where it could not be read.
+    """Everything that was gathered about one model. `status` is /admin/status, empty where it could not be read.
 
     - `no_answer`: why the gateway could not be examined, and `fix` what helps, if more is known than that it must be
       started; `lacks_key`: it wants another API key
     - `tls_error`: why its certificate is not accepted
     - `clock_ahead_s`: the gateway's clock less this host's; None if it sent none
     - `certificates`: when each certificate ends, in seconds since 1970
-    - `unprobed`, `untried`: lanes and ports for which there was no time
+    - `unprobed`, `untried`: lanes and ports for which there was no time; `unseen`: other models behind the address
     """
 
     url: str
@@ -132,6 +132,7 @@ class Examination:
     probes: Sequence[LaneProbe] = ()
     unprobed: int = 0
     untried: int = 0
+    unseen: int = 0
 
     @property
     def workers(self) -> Sequence[View]:

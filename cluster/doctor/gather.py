@@ -15,6 +15,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import quote
@@ -46,6 +48,9 @@ LEAST_PROBE_S = 1.0
 REPLY_S = 0.3
 """Of what is left, for the gateway to say that a probe took too long."""
 STATUS_S, REDIS_S, PORTS_S = 4.0, 3.0, 3.0
+LEAST_LOOK_S = 6.0
+"""With less left after the first model, others are not looked at."""
+MAX_LOOKS = 32  # at a time
 CONNECT_S = 1.0
 NAMES_S = 1.0
 """For names to be resolved: a resolver may be silent for half a minute, and nothing interrupts it."""
@@ -58,19 +63,34 @@ PINGS_S = 0.5
 _EXPIRY = re.compile(r'^baton_certificate_expiry_timestamp_seconds\{use="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
-def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = True) -> Examination:
-    """Takes less than 15 seconds. Raises Misconfigured for a URL that is none."""
+def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = True) -> Sequence[Examination]:
+    """One of each model behind the address, that of `url` first. Takes less than 15 seconds, however many there are.
+    Raises Misconfigured for a URL that is none."""
     ends_s = time.monotonic() + TOTAL_S
     host, redis = _host(), _redis_facts(redis_url) if redis_url else None
-    facts: dict[str, Any] = {"url": url, "now_s": time.time(), "host": host, "redis": redis}
+    first = replace(_look(url, api_key, ends_s), host=host, redis=redis)
+    others = [f"{url.rstrip('/')}/models/{name}" for name in first.status.get("models", ())[1:]]
+    if ends_s - time.monotonic() < LEAST_LOOK_S:
+        first, others = replace(first, unseen=len(others)), []
+    with ThreadPoolExecutor(MAX_LOOKS) as pool:
+        seen = [first, *pool.map(lambda other: _look(other, api_key, ends_s, is_first=False), others)]
+    if not probes:
+        return seen
+    return [_probed(one, api_key, ends_s, len(seen) - number) for number, one in enumerate(seen)]
+
+
+def _look(url: str, api_key: str, ends_s: float, *, is_first: bool = True) -> Examination:
+    """All but the lanes, the host and Redis. Clock and certificates are the gateway's, whatever the model."""
+    status_s = min(STATUS_S, max(0.1, ends_s - time.monotonic() - NAMES_S - PORTS_S))
+    facts: dict[str, Any] = {"url": url, "now_s": time.time()}
     with open_client(url, api_key) as client:
         if unknown := _unresolved([client.base_url.host]):
             return Examination(**facts, no_answer=f"the name {unknown[0]} is not resolved in {NAMES_S:g} s")
         try:
             asked_s = time.time()
-            answer = client.get("/admin/status", timeout=STATUS_S)
-            ahead_s = _ahead_s(answer, asked_s, time.time())
-            metrics = client.get("/metrics", timeout=STATUS_S)
+            answer = client.get("/admin/status", timeout=status_s)
+            ahead_s = _ahead_s(answer, asked_s, time.time()) if is_first else None
+            metrics = client.get("/metrics", timeout=STATUS_S).text if is_first else ""
         except httpx.HTTPError as error:
             name = "Hostname mismatch" in str(error) or "IP address mismatch" in str(error)
             why, fix = silence(client, error)
@@ -78,16 +98,22 @@ def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = 
         if answer.is_error:
             problem = error_of(answer.text, answer.status_code).message
             return Examination(**facts, no_answer=problem, lacks_key=lacks_key(answer))
-        status = _json_of(answer)
-        if "workers" not in status:
-            return Examination(**facts, no_answer=f"{url} answers, and not as a gateway: /admin/status is no report")
-        ends = {use: float(at) for use, at in _EXPIRY.findall(metrics.text)}
-        closed, untried = _closed(status)
-        found, unprobed = _probes(client, status, ends_s) if probes else ((), 0)
-    return Examination(
-        **facts, clock_ahead_s=ahead_s, status=status, certificates=ends, closed=closed,
-        probes=found, unprobed=unprobed, untried=untried,
-    )  # fmt: skip
+    status = _json_of(answer)
+    if "workers" not in status:
+        return Examination(**facts, no_answer=f"{url} answers, and not as a gateway: /admin/status is no report")
+    ends = {use: float(at) for use, at in _EXPIRY.findall(metrics)}
+    closed, untried = _closed(status)
+    return Examination(**facts, clock_ahead_s=ahead_s, status=status, certificates=ends, closed=closed, untried=untried)
+
+
+def _probed(seen: Examination, api_key: str, ends_s: float, num_left: int) -> Examination:
+    """With its lanes. It has its share of the time that is left for so many models."""
+    if not seen.status:
+        return seen
+    now_s = time.monotonic()
+    with open_client(seen.url, api_key) as client:
+        found, unprobed = _probes(client, seen.status, now_s + max(0.0, ends_s - now_s) / num_left)
+    return replace(seen, probes=found, unprobed=unprobed)
 
 
 def _json_of(answer: httpx.Response) -> dict[str, Any]:

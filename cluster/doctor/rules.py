@@ -6,6 +6,7 @@ Thresholds leave room for a busy machine: a healthy cluster under load has no fi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from cluster.doctor.examination import Examination, Finding, LaneProbe, Severity
 
@@ -26,9 +27,12 @@ BROKEN = ("stuck", "quarantined")
 Rule = Callable[[Examination], Iterator[Finding]]
 
 
-def findings(examination: Examination) -> Sequence[Finding]:
-    """Faults first."""
-    found = [one for rule in RULES for one in rule(examination)]
+def findings(*examinations: Examination) -> Sequence[Finding]:
+    """Faults first. Of several models each is named, but for the first, whose host and Redis are those of all."""
+    found = [one for rule in RULES for one in rule(examinations[0])]
+    for seen in examinations[1:]:
+        model = seen.url.partition("/models/")[2]
+        found += [replace(one, subject=f"{model}: {one.subject}") for rule in RULES for one in rule(seen)]
     return sorted(found, key=lambda one: one.severity is not Severity.FAULT)
 
 

@@ -24,14 +24,15 @@ def doctor(
     api_key: AdminKey = "",
 ) -> None:
     """Find what is wrong with a running cluster, in 15 seconds. Exits with 0 (nothing), 1 (warnings) or 2 (faults)."""
-    examination = examine(url, api_key, redis, probes=probe)
-    found = findings(examination)
+    seen = examine(url, api_key, redis, probes=probe)
+    found = findings(*seen)
     if as_json:
-        typer.echo(json.dumps(_view(examination, found), indent=2))
+        typer.echo(json.dumps(_view(seen, found), indent=2))
     else:
-        for line in (*map(measured, examination.probes), *_left_out(examination), *map(described, found)):
+        probes = [probe for one in seen for probe in one.probes]
+        for line in (*map(measured, probes), *_left_out(seen), *map(described, found)):
             typer.echo(line)
-        typer.echo(summary(examination, found))
+        typer.echo(summary(seen, found))
     faults = any(one.severity is Severity.FAULT for one in found)
     raise typer.Exit(2 if faults else 1 if found else 0)
 
@@ -49,30 +50,38 @@ def measured(probe: LaneProbe) -> str:
     return f"lane {probe.name} over {probe.transport or '?'}: {speeds or 'nothing arrived'}; {even}"
 
 
-def summary(examination: Examination, found: Sequence[Finding]) -> str:
-    num = len(found)
-    seen = f"{counted(len(examination.workers), 'worker')}, {counted(len(examination.probes), 'lane')} examined"
-    return f"{seen}: {counted(num, 'finding') if num else 'nothing found'}"
+def summary(seen: Sequence[Examination], found: Sequence[Finding]) -> str:
+    num, workers, lanes = len(found), sum(len(one.workers) for one in seen), sum(len(one.probes) for one in seen)
+    models = f" of {len(seen)} models" if len(seen) > 1 else ""
+    examined = f"{counted(workers, 'worker')}{models}, {counted(lanes, 'lane')} examined"
+    return f"{examined}: {counted(num, 'finding') if num else 'nothing found'}"
 
 
 def _speed(one: LaneSpeed) -> str:
     return f"{one.num_bytes / (one.lane_s or one.seconds) / 1e9:.3f} GB/s"
 
 
-def _left_out(examination: Examination) -> list[str]:
-    left = ((examination.unprobed, "more lane"), (examination.untried, "more port"))
+def _left_out(seen: Sequence[Examination]) -> list[str]:
+    left = (
+        (seen[0].unseen, "more model"),
+        (sum(one.unprobed for one in seen), "more lane"),
+        (sum(one.untried for one in seen), "more port"),
+    )
     return [f"no time for {counted(number, what)}" for number, what in left if number]
 
 
-def _view(examination: Examination, found: Sequence[Finding]) -> dict[str, Any]:
-    lanes = [asdict(one) | {"break_even_tokens": one.break_even_tokens} for one in examination.probes]
-    redis = asdict(examination.redis) if examination.redis is not None else None
+def _view(seen: Sequence[Examination], found: Sequence[Finding]) -> dict[str, Any]:
+    first = seen[0]
+    lanes = [asdict(one) | {"break_even_tokens": one.break_even_tokens} for each in seen for one in each.probes]
+    redis = asdict(first.redis) if first.redis is not None else None
     return {
         "findings": [asdict(one) for one in found],
         "lanes": lanes,
-        "num_lanes_left_out": examination.unprobed,
-        "num_ports_left_out": examination.untried,
+        "num_lanes_left_out": sum(one.unprobed for one in seen),
+        "num_ports_left_out": sum(one.untried for one in seen),
+        "num_models_left_out": first.unseen,
         "redis": redis,
-        "clock_ahead_s": examination.clock_ahead_s,
-        "num_workers": len(examination.workers),
+        "clock_ahead_s": first.clock_ahead_s,
+        "num_models": len(seen),
+        "num_workers": sum(len(one.workers) for one in seen),
     }

@@ -40,7 +40,7 @@ _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 
 async def messages(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
     body = await read_body(request, MessagesBody, gateway.widest)
-    gateway = gateway.serving(body.model)
+    gateway = gateway.serving(body.model, track)
     ignored = Ignored()
     turn = _turn(gateway, body, with_bound(body.sampling(), request), ignored)
     ask = await turn.request(gateway, request, gateway.new_id("msg_"), cut=True)

@@ -346,6 +346,15 @@
 
   const get = async (path) => (await answer(path)).json();
 
+  // Without the series of other models behind this address, which have a page of their own.
+  function ofModel(text) {
+    const own = page.model.replace(/[\\"]/g, "\\$&");
+    return text.split("\n").filter((line) => {
+      const found = /[{,]model="((?:[^"\\]|\\.)*)"/.exec(line);
+      return !found?.[1] || found[1] === own;
+    }).join("\n");
+  }
+
   // The sum of every series of a name, over its labels and over the processes of the gateway.
   function totals(text, names) {
     const found = Object.fromEntries(Object.keys(names).map((name) => [name, 0]));
@@ -450,7 +459,7 @@
     try {
       const [status, ready, latest, metrics] = await Promise.all([
         get("admin/status"), fetch("ready", { cache: "no-store" }).then((one) => one.json()),
-        get(`admin/requests?limit=${NUM_REQUESTS}`), answer("metrics").then((one) => one.text()),
+        get(`admin/requests?limit=${NUM_REQUESTS}`), answer("metrics").then((one) => one.text()).then(ofModel),
       ]);
       if (turn !== turns) return;
       tell(status, ready, latest.requests, totals(metrics, names), metrics);

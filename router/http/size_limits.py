@@ -27,10 +27,11 @@ def check_sizes(body: Mapping[str, Any], known: Collection[str], card: ModelCard
     check_parameters(body)
     if "messages" in known and isinstance(body.get("messages"), list):
         _check_messages(body["messages"], card, "messages")
-    if "input" in known and isinstance(body.get("input"), list):
-        _check_messages(body["input"], card, "input")
+    if "input" in known and isinstance(found := body.get("input"), list):
+        check = _check_messages if any(isinstance(one, dict) for one in found) else _check_prompts
+        check(found, card, "input")
     if "prompt" in known and isinstance(body.get("prompt"), list):
-        _check_prompts(body["prompt"], card)
+        _check_prompts(body["prompt"], card, "prompt")
     if "tokens" in known and isinstance(body.get("tokens"), list) and len(body["tokens"]) > card.max_model_len:
         raise _too_many("tokens", f"{len(body['tokens'])} token ids", card.max_model_len, card)
 
@@ -43,14 +44,14 @@ def _check_messages(messages: list[Any], card: ModelCard, param: str) -> None:
         raise _too_many(param, f"{num_pieces} messages and text parts", most, card)
 
 
-def _check_prompts(prompts: list[Any], card: ModelCard) -> None:
+def _check_prompts(prompts: list[Any], card: ModelCard, param: str) -> None:
     """Token ids of one prompt, or texts or lists of ids of many."""
     if prompts and isinstance(prompts[0], int):
-        check_length(len(prompts), card)
+        check_length(len(prompts), card, param=param)
         return
     if len(prompts) > MAX_CHOICES:
-        raise InvalidRequest(f"'prompt' has {len(prompts)} prompts: it must have at most {MAX_CHOICES}", param="prompt")
-    check_length(max((len(one) for one in prompts if isinstance(one, list)), default=0), card)
+        raise InvalidRequest(f"'{param}' has {len(prompts)} prompts: it must have at most {MAX_CHOICES}", param=param)
+    check_length(max((len(one) for one in prompts if isinstance(one, list)), default=0), card, param=param)
 
 
 def _too_many(param: str, what: str, most: int, card: ModelCard) -> ContextLengthExceeded:

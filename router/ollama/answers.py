@@ -40,7 +40,7 @@ MakeFields = Callable[[str, list[Line], str], Line]
 
 async def chat(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
     body = await read_body(request, OllamaChatBody, gateway.widest)
-    gateway = gateway_of(gateway, body.model)
+    gateway = gateway_of(gateway, body.model, track)
     turn = _turn(gateway, request, body, conversation_of(body), "messages")
     if not body.messages:
         return _loaded(gateway, request, turn, _message)
@@ -50,7 +50,7 @@ async def chat(gateway: Gateway, request: Request, track: Track) -> Response | E
 
 async def generate(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
     body = await read_body(request, OllamaGenerateBody, gateway.widest)
-    gateway = gateway_of(gateway, body.model)
+    gateway = gateway_of(gateway, body.model, track)
     turn = _turn(gateway, request, body, prompt_of(body), "prompt")
     if not body.prompt:
         return _loaded(gateway, request, turn, _response)

@@ -39,7 +39,7 @@ class OllamaEmbeddingsBody(Body):
 
 async def ollama_vectors(gateway: Gateway, request: Request, track: Track) -> Response:
     body = await read_body(request, OllamaEmbedBody, gateway.widest)
-    gateway, begun_s = gateway_of(gateway, body.model), loop_time()
+    gateway, begun_s = gateway_of(gateway, body.model, track), loop_time()
     vectors, usage = await _vectors(gateway, request, track, body.input, "input", dimensions=body.dimensions)
     answer = {
         "model": gateway.card.name,
@@ -53,7 +53,7 @@ async def ollama_vectors(gateway: Gateway, request: Request, track: Track) -> Re
 
 async def ollama_vector(gateway: Gateway, request: Request, track: Track) -> Response:
     body = await read_body(request, OllamaEmbeddingsBody, gateway.widest)
-    gateway = gateway_of(gateway, body.model)
+    gateway = gateway_of(gateway, body.model, track)
     [vector], _ = await _vectors(gateway, request, track, body.prompt, "prompt")
     return json_response({"embedding": vector.tolist()}, headers=_ignored(body))
 

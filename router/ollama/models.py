@@ -11,6 +11,7 @@ from starlette.responses import Response
 from router.gateway import Gateway
 from router.http.body import read_body
 from router.http.errors import json_response
+from router.metrics import Track
 from router.ollama.schema import OllamaShowBody
 from router.openai.models import stored_as
 
@@ -20,9 +21,9 @@ _LATEST = ":latest"
 NEVER = "2318-11-10T23:47:16Z"  # what Ollama has for a model that stays
 
 
-def gateway_of(gateway: Gateway, name: str) -> Gateway:
+def gateway_of(gateway: Gateway, name: str, track: Track | None = None) -> Gateway:
     """The gateway of requests to this model. Clients put a tag behind a name without one. Raises UnknownModel."""
-    return gateway.serving(name if gateway.serves(name) else name.removesuffix(_LATEST))
+    return gateway.serving(name if gateway.serves(name) else name.removesuffix(_LATEST), track)
 
 
 async def tags(gateway: Gateway) -> Response:

@@ -31,7 +31,7 @@ from router.text.text_stream import TextDelta, UsageCounter, collect
 
 async def chat_completions(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
     body = await read_body(request, ChatBody, gateway.widest)
-    gateway = gateway.serving(body.model)
+    gateway = gateway.serving(body.model, track)
     sampling = with_bound(body.asked(), request)
     if body.speculation is not None or body.prediction is not None:
         speculation = await speculation_params(gateway, body.speculation, body.prediction)

@@ -33,7 +33,7 @@ from router.text.tokenizer import Tokenizer
 
 async def completions(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
     body = await read_body(request, CompletionBody, gateway.widest)
-    gateway = gateway.serving(body.model)
+    gateway = gateway.serving(body.model, track)
     sampling = with_bound(body.asked(), request)
     if body.speculation is not None or body.prediction is not None:
         speculation = await speculation_params(gateway, body.speculation, body.prediction)

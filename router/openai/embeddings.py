@@ -64,7 +64,7 @@ class EmbeddingBody(Body):
 
 async def embeddings(gateway: Gateway, request: Request, track: Track) -> Response:
     body = await read_body(request, EmbeddingBody, gateway.widest)
-    gateway = gateway.serving(body.model)
+    gateway = gateway.serving(body.model, track)
     sampling = with_bound(body.asked(gateway.pooling), request)
     work = vectors_of(gateway, request, track, body.input, sampling, dimensions=body.dimensions)
     vectors, usage = await while_connected(request.scope, request.receive, work)

@@ -19,7 +19,7 @@ from router.conversation.functions import function_in
 from router.conversation.parts import Ignored, append_joined, parts_in, text_in, text_part, wrong
 from router.conversation.tooling import AnswerSchema, Tooling, ToolUse, check_callable, tooling_of
 from router.gateway import Gateway
-from router.responses.schema import ResponsesBody, TextFormat
+from router.responses.schema import InputBody, TextFormat
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -29,7 +29,7 @@ _KIND = re.compile(r"[a-z_0-9]{1,64}", re.ASCII)
 Template = dict[str, Any]
 
 
-def conversation_of(body: ResponsesBody, known_roles: Collection[str], ignored: Ignored) -> list[Template]:
+def conversation_of(body: InputBody, known_roles: Collection[str], ignored: Ignored) -> list[Template]:
     """`known_roles` are those of the model's chat template: where "developer" is none of them it becomes "system". A
     system's turn behind another one becomes a part of that. Raises InvalidRequest."""
     messages: list[Template] = []
@@ -125,7 +125,7 @@ def _texts(given: Any, where: str) -> list[str]:
     return texts
 
 
-def responses_tooling(body: ResponsesBody, gateway: Gateway, ignored: Ignored) -> Tooling:
+def responses_tooling(body: InputBody, gateway: Gateway, ignored: Ignored) -> Tooling:
     """Tools that are no functions are skipped. Raises InvalidRequest."""
     functions, shown = [], []
     for where, tool in parts_in(body.tools or [], "tools"):

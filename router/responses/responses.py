@@ -35,7 +35,7 @@ from router.http.response_channel import ResponseChannel
 from router.http.sse import EventStream
 from router.metrics import Track
 from router.responses.items import conversation_of, responses_tooling
-from router.responses.schema import ResponsesBody
+from router.responses.schema import InputBody, ResponsesBody
 from router.text.sampling_request import SamplingRequest, TextRequest
 from router.text.text_stream import TextDelta, Usage, UsageCounter, collect
 from router.tools.calls import CallDelta
@@ -46,7 +46,7 @@ Event = dict[str, Any]
 
 async def responses(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
     body = await read_body(request, ResponsesBody, gateway.widest)
-    gateway = gateway.serving(body.model)
+    gateway = gateway.serving(body.model, track)
     ignored = Ignored()
     turn = _turn(gateway, body, with_bound(body.sampling(), request), ignored)
     ask = await turn.request(gateway, request, gateway.new_id("resp_"))
@@ -56,15 +56,15 @@ async def responses(gateway: Gateway, request: Request, track: Track) -> Respons
 
 
 async def count_input_tokens(gateway: Gateway, request: Request) -> Response:
-    body = await read_body(request, ResponsesBody, gateway.widest)
+    body = await read_body(request, InputBody, gateway.widest)
     gateway = gateway.serving(body.model)
     ignored = Ignored()
-    ids = await _turn(gateway, body, body.sampling(), ignored).prompt(gateway)
+    ids = await _turn(gateway, body, SamplingRequest(names={"prompt": "input"}), ignored).prompt(gateway)
     counted = {"object": "response.input_tokens", "input_tokens": len(ids)}
     return json_response(counted, headers=ignored.headers())
 
 
-def _turn(gateway: Gateway, body: ResponsesBody, sampling: SamplingRequest, ignored: Ignored) -> ConversationTurn:
+def _turn(gateway: Gateway, body: InputBody, sampling: SamplingRequest, ignored: Ignored) -> ConversationTurn:
     roles = gateway.template.roles() if gateway.template is not None else ()
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort is not None and not knows_effort(gateway):

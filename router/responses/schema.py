@@ -110,8 +110,8 @@ def _described(schema: dict[str, Any]) -> None:
     schema["allOf"] = [choice_without_tools(NO_CHOICE)]
 
 
-class ResponsesBody(Body):
-    """The last block is Baton's own, as in a chat."""
+class InputBody(Body):
+    """What a prompt is made of; the whole body of `input_tokens`."""
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_described)
     branches: ClassVar[frozenset[str]] = Body.branches | {"list[dict[str,any]]", "dict[str,any]"}
@@ -129,6 +129,17 @@ class ResponsesBody(Body):
     parallel_tool_calls: bool | None = Field(default=None, description="true or false")
     text: AnswerTextConfig | None = Field(default=None, description='an object such as {"format": {"type": "text"}}')
     reasoning: ReasoningConfig | None = Field(default=None, description='an object such as {"effort": "low"}')
+
+    def check_parts(self) -> None:
+        if not self.input and not isinstance(self.input, str):
+            raise InvalidRequest(
+                "'input' is an empty list: it must be a string or a list of at least one item", param="input"
+            )
+
+
+class ResponsesBody(InputBody):
+    """The last block is Baton's own, as in a chat."""
+
     max_output_tokens: int | None = ranged("max_tokens", "an integer")
     temperature: float | None = ranged("temperature", "a number")
     top_p: float | None = ranged("top_p", "a number")
@@ -146,12 +157,6 @@ class ResponsesBody(Body):
     priority: int | None = ranged("priority", "an integer")
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256, description="1 to 256 characters")
     max_ttft_ms: float | None = ranged("max_ttft_ms", "a number of milliseconds")
-
-    def check_parts(self) -> None:
-        if not self.input and not isinstance(self.input, str):
-            raise InvalidRequest(
-                "'input' is an empty list: it must be a string or a list of at least one item", param="input"
-            )
 
     def sampling(self) -> SamplingRequest:
         names = ("temperature", "top_p", "top_k", "min_p", "seed", "priority", "cache_salt", "max_ttft_ms")

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.cluster
 async def names(url: str, **options: Any) -> list[str]:
     """Of what is found there, but for what is found of this host."""
     seen = await asyncio.to_thread(examine, url, **options)
-    return [one.name for one in findings(replace(seen, host=None))]
+    return [one.name for one in findings(replace(seen[0], host=None))]
 
 
 @pytest.fixture

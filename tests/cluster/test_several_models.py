@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import httpx
 import openai
 import pytest
 
+from cluster.doctor.gather import examine
+from cluster.doctor.rules import findings
 from tests.cluster.deployed import DEMO, Deployed
 
 pytestmark = pytest.mark.cluster
@@ -32,6 +36,9 @@ def test_two_models_are_served_at_one_address() -> None:
         for name in said:
             assert f'baton_requests_total{{endpoint="completions",model="{name}",outcome="ok"}} 1.0' in metrics
             assert f'baton_pool_prompt_tokens_total{{model="{name}",pool="colocated"}}' in metrics
+        seen = examine(url)
+        assert [len(one.workers) for one in seen] == [1, 1]
+        assert list(findings(*(replace(one, host=None) for one in seen))) == []
         assert cluster.stop() == 0
         assert cluster.processes() == {}
     finally:

@@ -113,7 +113,7 @@ def test_the_doctor_finds_nothing(up: Deployed) -> None:
     """BATON_DOCTOR_RUNS=20 examines it as often, and this host, too. Else speeds may be those of a busy machine."""
     runs = os.environ.get("BATON_DOCTOR_RUNS", "")
     for _ in range(int(runs or 1)):
-        seen = examine(up.url)
+        [seen] = examine(up.url)
         found = findings(seen if runs else replace(seen, host=None))
         assert [one for one in found if runs or one.name not in ("lane-slow", "lane-not-worth-it")] == []
         [probe] = seen.probes

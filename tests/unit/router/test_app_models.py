@@ -14,6 +14,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from cluster.cli.admin_client import get_json, open_client
+from cluster.doctor.gather import examine
+from cluster.doctor.rules import findings
+from cluster.doctor.verb import summary
 from protos.errors import Misconfigured, NotFound, UnknownModel
 from protos.values import Adapter
 from router.gateway import Gateway
@@ -199,6 +202,19 @@ async def test_a_model_that_is_not_there_is_named_with_those_that_are() -> None:
         assert missing.json()["error"]["message"] == problem
         with pytest.raises(NotFound, match=problem):
             await asyncio.to_thread(_status_of, f"{client.base_url}/models/nope")
+
+
+async def test_the_doctor_looks_at_every_model() -> None:
+    """A lost worker of the second one was not found."""
+    (big, _), (small, crew) = model("big", "hello"), model("org/small", "the")
+    crew.workers = (replace(crew.workers[0], state="lost", reason="it hung up"),)
+    async with two(big, small) as client:
+        seen = await asyncio.to_thread(examine, str(client.base_url), probes=False)
+        found = findings(*(replace(one, host=None) for one in seen))
+        assert [(one.name, one.subject) for one in found] == [("worker-away", "org/small: org/small-decode-0")]
+        assert summary(seen, found) == "2 workers of 2 models, 0 lanes examined: 1 finding"
+        [only] = await asyncio.to_thread(examine, f"{client.base_url}/models/big", probes=False)
+        assert [one["worker_id"] for one in only.workers] == ["big-decode-0"]
 
 
 def _status_of(url: str) -> None:

@@ -156,7 +156,7 @@ def found_at(monkeypatch: pytest.MonkeyPatch, status: int, **content: Any) -> Se
     pages = httpx.MockTransport(lambda _: httpx.Response(status, **content))
     opened = lambda url, _: httpx.Client(transport=pages, base_url=url)  # noqa: E731
     monkeypatch.setattr("cluster.doctor.gather.open_client", opened)
-    return findings(replace(examine("http://other"), host=None))
+    return findings(replace(examine("http://other")[0], host=None))
 
 
 @pytest.mark.parametrize("page", ["<html>Welcome</html>", "[]", '{"status": "ok"}'])
@@ -210,7 +210,10 @@ def test_ports_are_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     closed, untried = _closed(status)
     assert len(closed) + untried == 4
     assert untried, "there is time for one and a half"
-    assert _left_out(replace(HEALTHY, untried=3)) == ["no time for 3 more ports"]
+    assert _left_out([replace(HEALTHY, untried=3, unseen=1)]) == [
+        "no time for 1 more model",
+        "no time for 3 more ports",
+    ]
 
 
 def test_names_that_nobody_resolves_hold_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +228,7 @@ def test_names_that_nobody_resolves_hold_up_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gather, "NAMES_S", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", silent)
     try:
-        seen = examine("http://gateway.example:8000", redis_url="redis://redis.example")
+        [seen] = examine("http://gateway.example:8000", redis_url="redis://redis.example")
         assert seen.no_answer == "the name gateway.example is not resolved in 0.1 s"
         assert seen.redis is not None
         assert seen.redis.error == "the name redis.example is not resolved in 0.1 s"
@@ -258,7 +261,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 async def test_a_cluster_is_examined_and_its_lanes_are_proved(cluster: Cluster) -> None:
     async with operating(cluster) as (client, _):
         url = str(client.base_url)
-        seen = await asyncio.to_thread(examine, url)
+        [seen] = await asyncio.to_thread(examine, url)
         assert [(one.name, one.error) for one in seen.probes] == [("p0 to d0", "")]
         assert seen.probes[0].speeds[0].same
         refused = await client.post("/admin/lanes/probe?source=p0&destination=nobody")
@@ -267,7 +270,7 @@ async def test_a_cluster_is_examined_and_its_lanes_are_proved(cluster: Cluster) 
 
         cluster["d0"].token = lambda request, index: 7  # type: ignore[method-assign]
         cluster["p0"].token = lambda request, index: 8  # type: ignore[method-assign]
-        corrupt = await asyncio.to_thread(examine, url)
+        [corrupt] = await asyncio.to_thread(examine, url)
         assert "lane-corrupt" in [one.name for one in findings(corrupt)]
         answer = await asyncio.to_thread(CliRunner().invoke, make_app(["doctor"]), ["doctor", "--json", "--url", url])
         assert answer.exit_code == 2
@@ -280,7 +283,7 @@ async def test_a_busy_source_is_no_fault_of_its_lane(cluster: Cluster, monkeypat
     monkeypatch.setattr(lane_probe, "COMPUTE_TIMEOUT_S", 0.05)
     cluster["p0"].pause_after = 0
     async with operating(cluster) as (client, _):
-        seen = await asyncio.to_thread(examine, str(client.base_url))
+        [seen] = await asyncio.to_thread(examine, str(client.base_url))
     assert (seen.probes, seen.unprobed) == ((), 1)
     assert "lane-silent" not in [one.name for one in findings(seen)]
 
@@ -289,7 +292,7 @@ async def test_kv_that_does_not_arrive_is_a_fault(cluster: Cluster, monkeypatch:
     monkeypatch.setattr(lane_probe, "MOVE_TIMEOUT_S", 0.05)
     cluster["d0"].pause_after = 0
     async with operating(cluster) as (client, _):
-        seen = await asyncio.to_thread(examine, str(client.base_url))
+        [seen] = await asyncio.to_thread(examine, str(client.base_url))
     [silent] = [one for one in findings(seen) if one.name == "lane-silent"]
     assert "from p0 has not arrived at d0" in silent.text
 
@@ -302,7 +305,7 @@ async def test_a_lane_for_which_little_time_is_left_is_left_out(
     cluster["d0"].pause_after = 0
     async with operating(cluster) as (client, _):
         began = time.monotonic()
-        seen = await asyncio.to_thread(examine, str(client.base_url))
+        [seen] = await asyncio.to_thread(examine, str(client.base_url))
         assert time.monotonic() - began < lane_probe.MOVE_TIMEOUT_S, "it did not wait for the gateway's own limits"
     assert (seen.probes, seen.unprobed) == ((), 1)
     assert "lane-silent" not in [one.name for one in findings(seen)]
@@ -319,7 +322,7 @@ async def test_a_worker_and_an_owner_that_hang_do_not_make_the_gateway_unreachab
 
     monkeypatch.setattr(cluster.fleet, "stats", never)
     async with operating(cluster, fleet_owner=HungOwner()) as (client, _):
-        seen = await asyncio.to_thread(examine, str(client.base_url), probes=False)
+        [seen] = await asyncio.to_thread(examine, str(client.base_url), probes=False)
     assert seen.no_answer == ""
     assert (seen.status["capacity"], seen.status["kv"]) == (None, {"p0": None, "d0": None})
 

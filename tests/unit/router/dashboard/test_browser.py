@@ -34,6 +34,7 @@ from tests.unit.router.dashboard.browser import Browser, Tab
 from tests.unit.router.fake_cluster import Cluster
 from tests.unit.router.operating import ask, operating
 from tests.unit.router.scripted import Scripted, ids_of, make_gateway, saying, serving
+from tests.unit.router.test_app_models import model, two
 
 ADMIN, ACME = "sk-baton-admin", "sk-baton-acme"
 TENANTS = f'admin_keys = ["{hash_of(ADMIN)}"]\n[tenants.acme]\nkeys = ["{hash_of(ACME)}"]\n'
@@ -156,6 +157,22 @@ async def test_a_request_is_drawn_stage_by_stage(browser: Browser, cluster: Clus
             f"document.getElementById('odyssey').append(...Timeline.stages({{timeline: {json.dumps(ODYSSEY)}}}))"
         )
         await picture(tab, "page-timeline.png", "#odyssey")
+
+
+async def test_the_page_of_one_of_several_models_counts_its_own_requests(browser: Browser) -> None:
+    big, small = model("big", "hello")[0], model("small", "the")[0]
+    async with two(big, small) as client:
+        for name in ("big", "small", "small"):
+            asked = {"model": name, "prompt": "hello", "max_tokens": 2}
+            assert (await client.post("/v1/completions", json=asked)).status_code == 200
+        refused = await client.post("/v1/completions", json={"model": "small", "prompt": "hello", "max_tokens": 9999})
+        assert refused.status_code == 400
+        for path, ended in (("/", "1"), ("/models/small/", "3")):
+            async with browser.tab(f"{client.base_url}{path}", width=760) as tab:
+                await tab.until("document.querySelectorAll('#figures div').length === 6")
+                figures = await tab.js("[...document.querySelectorAll('#figures div')].map((one) => one.innerText)")
+                assert figures[-1] == f"requests ended\n{ended}"
+                assert await tab.js("document.getElementById('errors-section').hidden") == (path == "/")
 
 
 async def test_a_vector_is_done_and_not_cut(browser: Browser, cluster: Cluster) -> None:

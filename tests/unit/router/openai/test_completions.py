@@ -217,7 +217,7 @@ async def test_vllms_extras() -> None:
         ({"best_of": 2, "n": 3}, "it must be at least n"),
         ({"logprobs": 30}, "between 0 and 20"),
         ({"prompt": [999]}, "'prompt' has the value 999"),
-        ({"prompt": []}, "0 prompts"),
+        ({"prompt": []}, "'prompt' is an empty list: give at least one prompt"),
         ({"prompt": [[]]}, "'prompt' is empty"),
         ({"prompt": ["x"] * 600}, "at most 512"),
         ({"prompt": "word " * 500}, "maximum context length is 256"),

@@ -41,6 +41,18 @@ async def test_a_vector_is_cut_and_pooled_as_asked() -> None:
                 await client.embeddings.create(**body)
 
 
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [([5] * 300, "your input resulted in 300 tokens"), (["x"] * 600, "'input' has 600 prompts: it must have at most")],
+)
+async def test_too_long_an_input_is_named_as_what_it_is(given: Any, problem: str) -> None:
+    """Token ids were called messages and text parts."""
+    async with talking() as (client, _):
+        with pytest.raises(openai.BadRequestError, match=problem) as refused:
+            await client.embeddings.create(model="tiny", input=given)
+        assert refused.value.param == "input"
+
+
 async def test_a_worker_without_vectors_is_named() -> None:
     def plain(asked: Job) -> list[TokenDelta]:
         return [TokenDelta(token_ids=(5,), finish_reason=FinishReason.LENGTH)]
