@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from protos.errors import InvalidRequest, NotFound, UnknownModel
 from router.batches.asked import page_asked, storage_of
 from router.batches.file_routes import EXPIRY_S, list_body
 from router.batches.line_run import SERVED
-from router.files.records import ENDED, UPLOADED, StoredBatch, new_id
+from router.files.records import ENDED, UPLOADED, WINDOW, WINDOWS, StoredBatch, new_id
 from router.files.storage import BatchStorage
 from router.gateway import Gateway
 from router.http.body import read_body
@@ -25,8 +24,6 @@ from router.http.errors import json_response
 from router.http.middleware import tenant_of
 from router.http.validation import Body
 
-MAX_WINDOW_H = 168
-_WINDOW = re.compile(r"([1-9]|[1-9][0-9]|1[0-5][0-9]|16[0-8])h")
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
 
@@ -44,17 +41,14 @@ class BatchBody(Body):
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"] = Field(
         description=f"one of {', '.join(SERVED)}"
     )
-    completion_window: str = Field(
-        pattern=f"^{_WINDOW.pattern}$", description=f"24h, or other hours from 1h to {MAX_WINDOW_H}h"
-    )
+    completion_window: str = Field(pattern=f"^{WINDOW.pattern}$", description=WINDOWS)
     metadata: dict[str, str] | None = Field(default=None, description="an object of at most 16 strings")
     output_expires_after: OutputExpiry | None = Field(default=None, description="an object with anchor and seconds")
 
     def check_parts(self) -> None:
-        if not _WINDOW.fullmatch(self.completion_window):
+        if not WINDOW.fullmatch(self.completion_window):
             raise InvalidRequest(
-                f"'completion_window' is {self.completion_window[:40]!r}: it must be 24h, or other hours from 1h to "
-                f"{MAX_WINDOW_H}h",
+                f"'completion_window' is {self.completion_window[:40]!r}: it must be {WINDOWS}",
                 param="completion_window",
             )
         for name, value in (self.metadata or {}).items():

@@ -9,6 +9,7 @@ validating ─▶ in_progress ─▶ finalizing ─▶ completed
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +20,9 @@ RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
 ENDED = ("failed", "completed", "expired", "cancelled")
 UPLOADED, RESULTS = "batch", "batch_output"
 """Purposes of files: a client's, and Baton's own."""
+WINDOW = re.compile(r"([1-9]|[1-9][0-9]|1[0-5][0-9]|16[0-8])h")
+WINDOWS = "24h, or other hours from 1h to 168h"
+"""The completion windows that a batch may have."""
 
 
 def new_id(prefix: str) -> str:

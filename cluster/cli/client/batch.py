@@ -1,6 +1,6 @@
 """`baton batch FILE`: hands a file of requests in, shows how far it is, and writes the answers beside it.
 
-upload ─▶ create ─▶ poll ─▶ FILE.output.jsonl, FILE.errors.jsonl          Ctrl-C leaves it running, or cancels it
+upload ─▶ create ─▶ poll ─▶ FILE.output.jsonl, FILE.errors.jsonl          Ctrl-C leaves it running: --follow, --cancel
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import httpx
 import typer
@@ -18,25 +20,29 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cluster.cli.admin_client import DEFAULT_URL, no_answer, open_client, raise_for_error, request_json
-from protos.errors import Misconfigured
+from protos.errors import BatonError, Misconfigured
 from protos.hints import unusable
+from router.files.records import ENDED, WINDOW, WINDOWS
 
 PERIOD_S = 1.0
 UPLOAD_TIMEOUT_S = 600.0
-ENDED = ("completed", "failed", "expired", "cancelled")
 Batch = Mapping[str, Any]
 
 ApiKey = Annotated[str, typer.Option("--api-key", envvar="BATON_API_KEY", help="A tenant's key, where one is needed.")]
 
 
 def batch(
-    file: Annotated[Path, typer.Argument(help="JSON lines of requests: custom_id, method, url, body (docs/api.md).")],
+    file: Annotated[
+        Path | None, typer.Argument(help="JSON lines of requests: custom_id, method, url, body (docs/api.md).")
+    ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="File of the answers; errors go beside it. Default: beside FILE."),
+        typer.Option("--output", "-o", help="File of the answers, errors beside it; default: beside FILE."),
     ] = None,
     window: Annotated[str, typer.Option(help="Hours until it expires, from 1h to 168h.")] = "24h",
     detach: Annotated[bool, typer.Option("--detach", help="Print the batch's id, and do not wait.")] = False,
+    follow: Annotated[str, typer.Option(help="Id of a batch: wait for its end, and write its answers.")] = "",
+    cancel: Annotated[str, typer.Option(help="Id of a batch to cancel. What is answered by then is kept.")] = "",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace answers and errors of an earlier run.")
     ] = False,
@@ -44,27 +50,48 @@ def batch(
     api_key: ApiKey = "",
 ) -> None:
     """Run a file of requests when the workers have room, and write their answers beside it."""
-    endpoint = _endpoint(file)
-    errors = (output or file).with_suffix(".errors.jsonl")
-    output = output or file.with_suffix(".output.jsonl")
+    if cancel:
+        with open_client(url, api_key) as client:
+            ended = request_json(client, f"/v1/batches/{quote(cancel, safe='')}/cancel", "POST")
+        typer.echo(f"{cancel} is {ended['status']}")
+        return
+    if file is None and not follow:
+        raise Misconfigured("give the FILE of requests, or a batch's id with --follow or --cancel", param="file")
+    beside = file or Path(f"{follow}.jsonl")
+    errors = (output or beside).with_suffix(".errors.jsonl")
+    output = output or beside.with_suffix(".output.jsonl")
     if not detach and not overwrite:
         _check_free(output, errors)
     with open_client(url, api_key) as client:
-        made = request_json(
-            client, "/v1/batches", "POST",
-            {"input_file_id": _upload(client, file), "endpoint": endpoint, "completion_window": window},
-        )  # fmt: skip
+        batch_id = follow or _hand_in(client, file or beside, window)
         if detach:
-            typer.echo(made["id"])
+            typer.echo(batch_id)
             return
         try:
-            ended = _follow(client, made["id"])
+            ended = _follow(client, batch_id)
         except KeyboardInterrupt:
-            typer.echo(f"\n{made['id']} goes on: cancel it with POST /v1/batches/{made['id']}/cancel", err=True)
+            typer.echo(
+                f"\n{batch_id} goes on: `baton batch --follow {batch_id}` waits for it, --cancel {batch_id} ends it",
+                err=True,
+            )
             raise typer.Exit(130) from None
         _save(client, ended, output, errors)
         if ended["status"] != "completed" or ended["request_counts"]["failed"]:
             raise typer.Exit(1)
+
+
+def _hand_in(client: httpx.Client, file: Path, window: str) -> str:
+    """The new batch's id. The file does not stay where the batch is refused."""
+    if not WINDOW.fullmatch(window):
+        raise Misconfigured(f"--window {window}: give {WINDOWS}", param="window")
+    asked = {"endpoint": _endpoint(file), "completion_window": window}
+    file_id = _upload(client, file)
+    try:
+        return str(request_json(client, "/v1/batches", "POST", asked | {"input_file_id": file_id})["id"])
+    except BatonError:
+        with suppress(BatonError):
+            request_json(client, f"/v1/files/{file_id}", "DELETE")
+        raise
 
 
 def _endpoint(file: Path) -> str:
@@ -112,7 +139,7 @@ def _follow(client: httpx.Client, batch_id: str) -> Batch:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         shown = progress.add_task(batch_id, total=None)
         while True:
-            found: Batch = request_json(client, f"/v1/batches/{batch_id}")
+            found: Batch = request_json(client, f"/v1/batches/{quote(batch_id, safe='')}")
             counts = found["request_counts"]
             progress.update(
                 shown,

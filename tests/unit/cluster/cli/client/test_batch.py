@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from cluster.cli.client import batch as verb
-from protos.errors import Misconfigured
+from protos.errors import BatonError, Misconfigured
 from tests.unit.router.batches.batching import batching, jsonl, line
 
 
@@ -64,3 +64,41 @@ async def test_answers_of_an_earlier_run_are_overwritten_only_if_asked(
         assert output.read_text() == "kept"
         await asyncio.to_thread(verb.batch, file, url=str(client.base_url), overwrite=True)
     assert "custom_id" in output.read_text()
+
+
+async def test_a_batch_that_was_left_is_followed_and_cancelled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verb, "PERIOD_S", 0.02)
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "requests.jsonl"
+    file.write_bytes(jsonl([line("a")]))
+    async with batching(tmp_path / "store") as (client, _):
+        url = str(client.base_url)
+        await asyncio.to_thread(verb.batch, file, detach=True, url=url)
+        batch_id = capsys.readouterr().out.strip()
+        await asyncio.to_thread(verb.batch, follow=batch_id, url=url)
+        assert "custom_id" in (tmp_path / f"{batch_id}.output.jsonl").read_text()
+        with pytest.raises(BatonError, match="No batch found with id 'no such'"):
+            await asyncio.to_thread(verb.batch, follow="no such", url=url)
+        capsys.readouterr()
+    async with batching(tmp_path / "other", runs=False) as (client, _):
+        url = str(client.base_url)
+        await asyncio.to_thread(verb.batch, file, detach=True, url=url)
+        batch_id = capsys.readouterr().out.strip()
+        await asyncio.to_thread(verb.batch, cancel=batch_id, url=url)
+        assert capsys.readouterr().out == f"{batch_id} is cancelling\n"
+    with pytest.raises(Misconfigured, match="give the FILE of requests"):
+        verb.batch()
+
+
+async def test_a_batch_that_is_refused_leaves_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    file.write_bytes(jsonl([line("a") | {"url": "/v1/nothing"}]))
+    async with batching(tmp_path / "store") as (client, _):
+        url = str(client.base_url)
+        with pytest.raises(Misconfigured, match="--window 5m: give 24h, or other hours from 1h to 168h"):
+            await asyncio.to_thread(verb.batch, file, window="5m", url=url)
+        with pytest.raises(BatonError, match="endpoint"):
+            await asyncio.to_thread(verb.batch, file, url=url)
+        assert (await client.files.list()).data == []
