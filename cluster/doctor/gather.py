@@ -80,7 +80,7 @@ def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = 
 
 
 def _look(url: str, api_key: str, ends_s: float, *, is_first: bool = True) -> Examination:
-    """All but the lanes, the host and Redis. Clock and certificates are the gateway's, whatever the model."""
+    """All but the lanes, the host and Redis. Clock, certificates and troubles are the gateway's, whatever the model."""
     status_s = min(STATUS_S, max(0.1, ends_s - time.monotonic() - NAMES_S - PORTS_S))
     facts: dict[str, Any] = {"url": url, "now_s": time.time()}
     with open_client(url, api_key) as client:
@@ -101,6 +101,8 @@ def _look(url: str, api_key: str, ends_s: float, *, is_first: bool = True) -> Ex
     status = _json_of(answer)
     if "workers" not in status:
         return Examination(**facts, no_answer=f"{url} answers, and not as a gateway: /admin/status is no report")
+    if not is_first:
+        status["troubles"] = []
     ends = {use: float(at) for use, at in _EXPIRY.findall(metrics)}
     closed, untried = _closed(status)
     return Examination(**facts, clock_ahead_s=ahead_s, status=status, certificates=ends, closed=closed, untried=untried)

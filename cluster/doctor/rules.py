@@ -58,6 +58,11 @@ def _gateway(seen: Examination) -> Iterator[Finding]:
         yield _fault("not-ready", seen.url, seen.status["reason"], "mend the workers below; `baton status` shows them")
 
 
+def _troubles(seen: Examination) -> Iterator[Finding]:
+    for text in seen.status.get("troubles", ()):
+        yield _warning("gateway-degraded", seen.url, text, "mend it: the gateway tries again by itself")
+
+
 def _certificates(seen: Examination) -> Iterator[Finding]:
     for use, ends_s in seen.certificates.items():
         left_s = ends_s - seen.now_s
@@ -204,5 +209,5 @@ def _redis(seen: Examination) -> Iterator[Finding]:
 
 
 RULES: Sequence[Rule] = (
-    _gateway, _certificates, _clock, _workers, _digests, _fleet, _ports, _lanes, _probes, _host, _redis,
+    _gateway, _troubles, _certificates, _clock, _workers, _digests, _fleet, _ports, _lanes, _probes, _host, _redis,
 )  # fmt: skip

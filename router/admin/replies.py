@@ -48,13 +48,15 @@ class StatusReply(Reply):
 
     `kv` is null for a worker that does not answer in time, `capacity` for an owner of the fleet that does not.
     `processes`: the gateway's processes; empty if it is one process. `asleep`: what a request waits for while the fleet
-    has no workers; "" while it is awake. `digests`: of the model's files as the gateway reads them, by revision."""
+    has no workers; "" while it is awake. `digests`: of the model's files as the gateway reads them, by revision.
+    `troubles`: of the gateway itself, the part of `degraded` that is of no worker."""
 
     model: str
     digests: dict[str, ModelDigests]
     models: list[str]
     ready: bool
     degraded: str
+    troubles: list[str]
     reason: str
     asleep: str
     workers: list[WorkerStatus]

@@ -36,6 +36,7 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
         summary["digests"] = {revision: card.digests for revision, card in cards.items()}
         workers = gateway.fleet.status()
         summary["degraded"] = degraded(gateway)
+        summary["troubles"] = own_troubles(gateway)
         summary["capacity"], *replies = await asyncio.gather(
             desired_fleet(gateway), *(held(gateway, worker.worker_id) for worker in workers)
         )
@@ -54,11 +55,16 @@ async def desired_fleet(gateway: Gateway) -> Any:
 
 def degraded(gateway: Gateway) -> str:
     """Faults despite which requests may be served; "" if there are none. Of several models, those of each."""
-    shared = (gateway.access.trouble, gateway.processes.trouble)
+    shared = own_troubles(gateway)
     if not gateway.models:
         return "; ".join(filter(None, (gateway.fleet.degraded(), *shared, missing(gateway))))
     own = [f"{one.card.name}: {fault}" for one in gateway.models for fault in _own_faults(one)]
     return "; ".join(filter(None, (*shared, *own)))
+
+
+def own_troubles(gateway: Gateway) -> Sequence[str]:
+    """Of the gateway itself, whatever its models and workers."""
+    return tuple(filter(None, (gateway.access.trouble, gateway.processes.trouble)))
 
 
 def _own_faults(gateway: Gateway) -> Sequence[str]:

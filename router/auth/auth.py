@@ -48,6 +48,7 @@ class AccessControl:
         self._changed = changed
         self._seen = self._stamp()
         self._looked_s = float("-inf")
+        self._file_trouble = ""
         self.roster = read_roster(path) if path is not None else Roster()
         changed(self.roster)
         registry = registry or CollectorRegistry()
@@ -118,7 +119,8 @@ class AccessControl:
 
     @property
     def trouble(self) -> str:
-        return self._limits.trouble
+        """Why limits or tenants are not as they should be; "" where they are."""
+        return "; ".join(filter(None, (self._file_trouble, self._limits.trouble)))
 
     async def close(self) -> None:
         await self._limits.close()
@@ -146,8 +148,12 @@ class AccessControl:
             self.roster = read_roster(self._path)
         except Misconfigured as error:
             self._metrics.file_errors.inc()
-            log.error("the file of tenants was not loaded again, the old one stays in force: %s", error.message)
+            self._file_trouble = (
+                f"the file of tenants was not loaded again, the old one stays in force: {error.message}"
+            )
+            log.error("%s", self._file_trouble)
             return
+        self._file_trouble = ""
         log.info("loaded %s again: %s", self._path.name, counted(len(self.roster.tenants), "tenant"))
         self._changed(self.roster)
 

@@ -32,6 +32,8 @@ def function_in(
             shallow(parameters)
         except ValueError:
             raise wrong(f"{where}.{schema}", parameters, f"a JSON Schema, nested at most {MAX_DEPTH} deep") from None
+        if (kind := parameters.get("type", "object")) != "object":
+            raise wrong(f"{where}.{schema}.type", kind, '"object": arguments have names')
     strict = tool.get("strict")
     fields = {"name": name, "description": tool.get("description"), "parameters": parameters, "strict": strict}
     shown = {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}

@@ -29,7 +29,10 @@ def function_schema(schema: str, *, needs_schema: bool = False) -> dict[str, Any
         "properties": {
             "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,128}$"},
             "description": {"type": ["string", "null"]},
-            schema: {"type": "object" if needs_schema else ["object", "null"]},
+            schema: {
+                "type": "object" if needs_schema else ["object", "null"],
+                "properties": {"type": {"const": "object"}},
+            },
             "strict": {"type": ["boolean", "null"]},
         },
     }

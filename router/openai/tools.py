@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from router.http.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most
 from router.tools.calls import Function
@@ -17,10 +17,20 @@ _NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 _FUNCTION = '"function": no other kind of tool is offered'
 
 
+def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise ValueError("arguments have names")
+    return schema
+
+
 class FunctionSpec(Body):
     name: str = Field(pattern=_NAME, description="1 to 64 letters, digits, underscores, dots and dashes")
     description: str | None = Field(default=None, description="a string")
-    parameters: Schema | None = Field(default=None, description=f"a JSON Schema, nested at most {MAX_DEPTH} deep")
+    parameters: Annotated[Schema, AfterValidator(_of_object)] | None = Field(
+        default=None,
+        description=f"a JSON Schema whose type is object, nested at most {MAX_DEPTH} deep",
+        json_schema_extra={"properties": {"type": {"const": "object"}}},
+    )
     strict: bool | None = Field(default=None, description="true or false")
 
 

@@ -156,6 +156,11 @@ async def test_a_key_that_is_taken_back_lets_nobody_in(tenants: Path, monkeypatc
         write("nonsense")
         assert (await client.get("/v1/models", headers=bearing(GLOBEX))).status_code == 200
         assert "baton_tenants_file_errors_total 1.0" in (await client.get("/metrics")).text
+        degraded = (await client.get("/ready")).json()["degraded"]
+        assert "the file of tenants was not loaded again, the old one stays in force: " in degraded
+        write(TENANTS + "\n\n")
+        assert (await client.get("/v1/models", headers=bearing(ACME))).status_code == 200
+        assert "tenants" not in (await client.get("/ready")).json()["degraded"]
 
 
 async def test_a_head_that_is_too_long_is_refused() -> None:

@@ -50,7 +50,7 @@ def worker(name: str, role: str, port: int) -> dict[str, Any]:
 LANE = {"peer": "d0#1", "transport": "shared memory", "state": "open", "num_bytes": 10**9, "busy_s": 0.5, "reason": ""}
 STATUS: dict[str, Any] = {
     "ready": True, "reason": "", "workers": [worker("p0", "prefill", 1), worker("d0", "decode", 2)],
-    "kv": {"p0": {"lanes": [LANE]}, "d0": None}, "capacity": {"waiting_for": []},
+    "kv": {"p0": {"lanes": [LANE]}, "d0": None}, "capacity": {"waiting_for": []}, "troubles": [],
 }  # fmt: skip
 SPEEDS = (
     LaneSpeed(num_tokens=100, num_bytes=10**6, seconds=0.02, computed_s=0.01, same=True),
@@ -89,6 +89,7 @@ def speeds(**change: Any) -> dict[str, Any]:
 PLANTED: dict[str, dict[str, Any]] = {
     "gateway-unreachable": {"no_answer": "no cluster answers", "status": {}},
     "not-ready": {"status": changed("ready", to=False)},
+    "gateway-degraded": {"status": changed("troubles", to=["the file of tenants was not loaded again"])},
     "tls-expiry": {"certificates": {"clients": NOW + 86_400}},
     "clock-skew": {"clock_ahead_s": -60.0},
     "worker-away": {"status": changed("workers", 1, "state", to="lost")},

@@ -258,6 +258,7 @@ async def test_structured_output_is_bound_by_its_schema() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"stop_sequences": [""]}, "'stop_sequences' has a string of 0 characters"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "'tools[0].input_schema.type' is the string"),
         ({"messages": [{"role": "user", "content": "hello" * 500}]}, "prompt is too long"),
     ],
 )

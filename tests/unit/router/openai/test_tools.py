@@ -180,6 +180,8 @@ def schema(content: Any, **changes: Any) -> dict[str, Any]:
 AT = {"type": "object", "properties": {"at": {"not": {}}}}
 STRICT_NOT = {"type": "function", "function": {"name": "save", "strict": True, "parameters": AT}}
 
+TEXT_TOOL = {"type": "function", "function": {"name": "say", "parameters": {"type": "string"}}}
+
 
 @pytest.mark.parametrize(
     ("options", "param", "told"),
@@ -207,6 +209,7 @@ STRICT_NOT = {"type": "function", "function": {"name": "save", "strict": True, "
         ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs", "unknown name"),
         ({"structured_outputs": {"regex": "a"}, "tools": [NOW]}, "structured_outputs", "exclude each other"),
         ({"tools": [NOW, NOW]}, "tools", "two functions of one name"),
+        ({"tools": [TEXT_TOOL]}, "tools[0].function.parameters", "a JSON Schema whose type is object"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "then"}}}, "tool_choice", "are now"),
     ],
 )
