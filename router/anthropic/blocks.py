@@ -80,7 +80,7 @@ def _append_turn(messages: list[Template], role: str, blocks: list[Any], where: 
                 if texts:
                     append_joined(messages, {"role": role, "content": texts}, role="user")
                 texts = []
-                messages.append(_result(block, place))
+                messages.append(_result(block, place, ignored))
             case kind if _is_foreign(kind):
                 ignored.add(f"{place}: {kind}")
                 continue
@@ -91,7 +91,9 @@ def _append_turn(messages: list[Template], role: str, blocks: list[Any], where: 
         append_joined(messages, {"role": role, "content": texts or ""}, role="user")
 
 
-def _result(block: Mapping[str, Any], where: str) -> Template:
+def _result(block: Mapping[str, Any], where: str, ignored: Ignored) -> Template:
+    if block.get("is_error"):  # its text says so: templates have no place for it
+        ignored.add(f"{where}.is_error")
     content = block.get("content")
     parts: str | list[Template] = ""
     if isinstance(content, str):

@@ -92,7 +92,7 @@ def model_of(gateway: Gateway, storage: BatchStorage, file_id: str) -> str:
     """The model of the file's first line: a batch is one model's. The check of its lines names what is wrong."""
     if not gateway.models:
         return gateway.card.name
-    first = storage.files.contents.read(file_id, 0, gateway.max_body_bytes).partition(b"\n")[0]
+    first = storage.files.contents.read(file_id, 0, gateway.max_body_bytes).lstrip().partition(b"\n")[0]
     try:
         named = str(orjson.loads(first)["body"]["model"])
         card = gateway.serving(named).card

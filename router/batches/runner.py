@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -224,13 +224,7 @@ class _OwnedBatch:
         ends: tuple[asyncio.Future[Any], ...] = (stopped, recording, self._failure)
         try:
             for number in self._remaining(done):
-                entered = asyncio.ensure_future(self._room.enter())
-                await asyncio.wait([entered, *ends], return_when=asyncio.FIRST_COMPLETED)
-                if any(end.done() for end in ends):
-                    entered.cancel()
-                    await asyncio.wait([entered])
-                    if not entered.cancelled():
-                        self._room.leave()
+                if not await self._enters(ends):
                     break
                 task = asyncio.create_task(self._line(number, tenant, recorder), name=f"{self._batch.id}-{number + 1}")
                 self._lines.add(task)
@@ -239,6 +233,24 @@ class _OwnedBatch:
                 await asyncio.wait([*self._lines, *ends], return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopped.cancel()
+
+    async def _enters(self, ends: Sequence[asyncio.Future[Any]]) -> bool:
+        """Waits for room. False if one of `ends` came first: then, and if this is cancelled, no room is taken."""
+        entering, has_entered = asyncio.ensure_future(self._room.enter()), False
+        try:
+            await asyncio.wait([entering, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if not any(end.done() for end in ends):
+                entering.result()
+                has_entered = True
+        finally:
+            if not has_entered:
+                entering.add_done_callback(self._give_back)
+                entering.cancel()
+        return has_entered
+
+    def _give_back(self, entering: asyncio.Future[None]) -> None:
+        if not entering.cancelled() and entering.exception() is None:
+            self._room.leave()
 
     def _line_ended(self, task: asyncio.Task[None]) -> None:
         """An error here is none of the request's: its content cannot be read, or a bug. Without a result of this line

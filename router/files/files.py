@@ -35,10 +35,8 @@ class FileStore:
 
     def page(self, tenant: str, asked: PageAsked) -> tuple[list[StoredFile], bool]:
         """Raises InvalidRequest."""
-        rows, has_more = page_of(self._database, "files", tenant, asked)
-        now = self._clock()
-        found = [_file(row) for row in rows]
-        return [one for one in found if one.expires_s is None or one.expires_s > now], has_more
+        rows, has_more = page_of(self._database, "files", tenant, asked, live_at_s=self._clock())
+        return [_file(row) for row in rows], has_more
 
     def delete(self, tenant: str, file_id: str) -> None:
         """Raises NotFound, and InvalidRequest for the input of a batch that runs."""

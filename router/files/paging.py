@@ -9,9 +9,16 @@ from router.database.database import Database, Row
 from router.files.records import PageAsked
 
 
-def page_of(database: Database, table: str, tenant: str, asked: PageAsked) -> tuple[list[Row], bool]:
-    """The page, and whether more follow. Raises InvalidRequest for a cursor that is no entry of the tenant."""
-    where, values = ["tenant = ?"], [tenant]
+def page_of(
+    database: Database, table: str, tenant: str, asked: PageAsked, *, live_at_s: float | None = None
+) -> tuple[list[Row], bool]:
+    """The page, and whether more follow; with `live_at_s` without what has expired by then. Raises InvalidRequest for a
+    cursor that is no entry of the tenant."""
+    where: list[str] = ["tenant = ?"]
+    values: list[Any] = [tenant]
+    if live_at_s is not None:
+        where.append("(expires_s IS NULL OR expires_s > ?)")
+        values.append(live_at_s)
     for name, value in asked.filters.items():
         where.append(f"{name} = ?")
         values.append(value)

@@ -1,7 +1,8 @@
 """The LoRA adapters of a fleet: which names clients may use, which workers have the files, and orders to change that.
 
 An order goes to every connected worker, and to each that connects later without having what was ordered: a worker that
-is restarted begins with the adapters of its settings. Orders are kept by this process alone, and end with it.
+is restarted begins with the adapters of its settings. Orders are kept in memory. One that another gateway or process
+gave is learnt from the workers, which tell all of them when their adapters change.
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ class FleetAdapters:
                 for name, adapters in sorted(found.items())
             }
 
+    def learn(self, before: Iterable[Adapter], now: Iterable[Adapter]) -> None:
+        """A connected worker has other adapters than before: somebody ordered it."""
+        had, has = ({one.name: one.path for one in adapters} for adapters in (before, now))
+        self._ordered |= {name: path for name, path in has.items() if had.get(name) != path}
+        self._ordered |= dict.fromkeys(had.keys() - has.keys(), "")
+
     def places(self, adapter_id: str, workers: WorkerSet) -> list[int]:
         """The places of the workers that have an adapter."""
         having = self._workers.get(adapter_id, ())
@@ -92,6 +99,8 @@ class FleetAdapters:
         """As `FleetView.unload_adapter`, on these workers."""
         found = await _everywhere({worker_id: host.unload_adapter(name) for worker_id, host in hosts.items()})
         failed = {worker_id: one for worker_id, one in found.items() if isinstance(one, BatonError)}
+        if name in self._ordered:
+            self._ordered[name] = ""  # whatever these say: one that is away must not come back with it
         if len(failed) == len(found):
             raise next((one for one in failed.values() if not isinstance(one, NotFound)), next(iter(failed.values())))
         self._ordered[name] = ""

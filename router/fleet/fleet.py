@@ -450,7 +450,9 @@ class Fleet:
                 client.send_hello(hello)
         if step.role is not None and member.changed_role(step.role):
             log.info("worker %s is a %s worker from now on", member.worker_id, step.role, extra=_of(member))
+        had = member.info.adapters if member.info is not None else ()
         if step.adapters is not None and member.changed_adapters(step.adapters.adapters):
+            self.lora.learn(had, step.adapters.adapters)
             self.lora.update(self._here())
             self._changed.notify()
         before = member.load

@@ -10,7 +10,6 @@ from protos.errors import InvalidRequest
 
 _BEGIN = re.compile(rb'\s*\{\s*"requests"\s*:\s*\[')
 _END = re.compile(rb"\s*\]\s*\}\s*")
-_SEPARATOR = re.compile(rb"[\s,]*")
 _OUTSIDE = re.compile(rb'["{}\[\]]')
 _INSIDE = re.compile(rb'["\\]')
 _SHAPE = 'The body must be an object with one list, {"requests": [...]}'
@@ -28,6 +27,7 @@ class RequestsReader:
         self._depth = 0
         self._in_string = False
         self._has_begun = False
+        self._has_comma = False  # behind the last request
         self.num_requests = 0
 
     def feed(self, data: bytes) -> Iterator[bytes]:
@@ -55,16 +55,25 @@ class RequestsReader:
         if not self.num_requests:
             raise InvalidRequest("'requests' is empty: give a request", param="requests")
 
+    def _begins(self) -> bool:
+        """Whether the buffer begins with the next request, without what stands before it."""
+        del self._buffer[: len(self._buffer) - len(self._buffer.lstrip())]
+        if self.num_requests and not self._has_comma and self._buffer.startswith(b","):
+            self._has_comma = True
+            del self._buffer[: len(self._buffer) - len(self._buffer[1:].lstrip())]
+        if self._buffer.startswith(b"{") and (self._has_comma or not self.num_requests):
+            return True
+        if self._buffer and (self._has_comma or not self._buffer.startswith(b"]")):
+            behind = " behind a comma" if self.num_requests else ""
+            raise InvalidRequest(f"requests.{self.num_requests} is no object{behind}", param="requests")
+        return False
+
     def _next(self) -> bytes | None:
         """The next request; None until more of the body has come, or behind the last one."""
         if not self._depth:
-            if (gap := _SEPARATOR.match(self._buffer)) is not None:
-                del self._buffer[: gap.end()]
-            if not self._buffer.startswith(b"{"):
-                if self._buffer and not self._buffer.startswith(b"]"):
-                    raise InvalidRequest(f"requests.{self.num_requests} is no object", param="requests")
+            if not self._begins():
                 return None
-            self._at = 0
+            self._at, self._has_comma = 0, False
         while (found := (_INSIDE if self._in_string else _OUTSIDE).search(self._buffer, self._at)) is not None:
             sign, self._at = found[0], found.end()
             if sign == b"\\":

@@ -37,7 +37,7 @@ def conversation_of(body: OllamaChatBody) -> list[Template]:
         if not isinstance(calls := message.get("tool_calls"), list | None):
             raise wrong(f"{where}.tool_calls", calls, "a list of objects")
         if not calls or message.get("content"):
-            shown["content"] = "" if message.get("content") == "" else text_in(message, "content", where)
+            shown["content"] = "" if message.get("content") in ("", None) else text_in(message, "content", where)
         if message.get("tool_name") is not None:
             shown["name"] = text_in(message, "tool_name", where)
         if message.get("thinking"):

@@ -27,10 +27,10 @@ _CALLED = {
 }
 _MESSAGE = {
     "type": "object",
-    "required": ["role", "content"],
+    "required": ["role"],
     "properties": {
         "role": {"enum": ["system", "user", "assistant", "tool"]},
-        "content": STRING,
+        "content": {"type": ["string", "null"]},
         "thinking": {"type": ["string", "null"]},
         "tool_name": {"type": ["string", "null"]},
         "tool_calls": {"type": ["array", "null"], "items": _CALLED},

@@ -77,7 +77,12 @@ class MarkedCalls(HeldText):
         if self._marks.suffix:
             name = name.partition(self._marks.suffix)[0]
         name = _NUMBER.sub("", name.strip()) if self._marks.prefix else name.strip()
-        parts.append(CallDelta(index=self.num_calls, name=name.removeprefix(self._marks.prefix)))
+        name = name.removeprefix(self._marks.prefix)
+        if not name:  # no call has begun
+            say(parts, self._marks.begin + self._held[: len(self._held) - len(behind)])
+            self._held, self._state = behind, self._text
+            return True
+        parts.append(CallDelta(index=self.num_calls, name=name))
         self._held, self._state, self._has_arguments = behind, self._arguments, False
         return True
 

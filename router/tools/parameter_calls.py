@@ -94,6 +94,10 @@ class ParameterCalls(HeldText):
             return False
         at, end = min(found)
         name = self._held[:at].strip()
+        if not name:  # no call has begun
+            say(parts, self._tags.begin + self._held[:at] + end)
+            self._held, self._state = self._held[at + len(end) :], self._text
+            return True
         self._held = self._held[at:] if end in (self._tags.key, self._tags.end) else self._held[at + len(end) :]
         self._properties, self._num_parameters, self._state = self._functions.get(name, {}), 0, self._between
         parts.append(CallDelta(index=self.num_calls, name=name))

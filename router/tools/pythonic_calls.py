@@ -23,10 +23,13 @@ class PythonicCalls(HeldText):
         super().__init__()
         self._is_text = False
         self._is_open = False
+        self._dropped = ""  # before the call that is being read: it is text, too, if that is none
 
     def end(self) -> list[Part]:
         parts: list[Part] = []
         held, self._held = self._held, ""
+        if self._is_open and (held.strip() or not self.num_calls):
+            held = self._dropped + held
         is_behind = self.num_calls and not (self._is_open or self._is_text)
         if not self.num_calls or (held.strip() and not is_behind):
             say(parts, held)
@@ -49,13 +52,16 @@ class PythonicCalls(HeldText):
         for tag in _TAGS:
             rest = rest.removeprefix(tag)
         if _BEGIN.match(rest):
-            self._held, self._is_open = rest.lstrip()[1:], True
+            self._drop_to(rest.lstrip()[1:])
+            self._is_open = True
             return True
         self._is_text = _UNDECIDED.fullmatch(rest) is None
         return self._is_text
 
     def _take_call(self, parts: list[Part]) -> bool:
-        self._held = self._held.lstrip().removeprefix(",") if self.num_calls else self._held
+        if self.num_calls:
+            rest = self._held.lstrip()
+            self._drop_to(rest if "," in self._dropped else rest.removeprefix(",").lstrip())
         if self.num_calls and self._held.startswith("]"):
             self._is_open, self._held = False, self._held[1:]
             return True
@@ -65,14 +71,19 @@ class PythonicCalls(HeldText):
         call, self._held = self._held[:size], self._held[size:]
         found = _read(call.strip())
         if found is None:
-            self._is_text, self._held = True, call + self._held
+            self._is_text, self._is_open, self._held = True, False, self._dropped + call + self._held
             return True
+        self._dropped = ""
         parts += [
             CallDelta(index=self.num_calls, name=found[0]),
             CallDelta(index=self.num_calls, arguments=found[1]),
         ]
         self.num_calls += 1
         return True
+
+    def _drop_to(self, rest: str) -> None:
+        self._dropped += self._held[: len(self._held) - len(rest)]
+        self._held = rest
 
 
 def _length(text: str) -> int | None:

@@ -204,6 +204,22 @@ async def test_a_model_that_is_not_there_is_named_with_those_that_are() -> None:
             await asyncio.to_thread(_status_of, f"{client.base_url}/models/nope")
 
 
+async def test_the_first_line_that_is_not_blank_says_whose_a_batch_is(tmp_path: Path) -> None:
+    from router.batches.batch_routes import model_of
+    from router.files.storage import open_storage
+    from router.models.app import front_of
+
+    storage = open_storage(tmp_path, max_file_bytes=1 << 20, max_lines=9)
+    front = front_of([model("small", "the")[0], model("big", "hello")[0]])
+    try:
+        with storage.files.contents.writer("file-1") as writer:
+            writer.write(b'\n  \n{"body": {"model": "big"}}\n')
+            writer.commit()
+        assert model_of(front, storage, "file-1") == "big"
+    finally:
+        storage.close()
+
+
 async def test_the_doctor_looks_at_every_model() -> None:
     """A lost worker of the second one was not found."""
     (big, _), (small, crew) = model("big", "hello"), model("org/small", "the")

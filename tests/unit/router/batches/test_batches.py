@@ -152,6 +152,33 @@ async def test_cancelled_and_expired_batches_keep_what_is_done(tmp_path: Path) -
                     await client.batches.cancel(batch.id)
 
 
+async def test_a_lost_lease_takes_no_place_for_a_line(tmp_path: Path) -> None:
+    """A line that waited for room when its batch stopped kept a place for ever."""
+    gate = asyncio.Event()
+
+    def script(job: Job) -> Any:
+        return [gate, *saying("hi")(job)]
+
+    async with batching(tmp_path, script, runs=False) as (client, made):
+        file_id = await upload(client, [line(str(number)) for number in range(5)])
+        batch: Any = await client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
+        runner = made.runner(max_running=2)
+        for _ in range(4):
+            work = asyncio.create_task(runner.run())
+            while not runner._room._free._waiters:  # noqa: ASYNC110 - a line waits for room
+                await asyncio.sleep(0.01)
+            work.cancel()
+            await asyncio.wait([work])
+            made.clock.now_s += 31.0
+        gate.set()
+        work = asyncio.create_task(runner.run())
+        batch = await ended(client, batch.id)
+        work.cancel()
+        await asyncio.wait([work])
+        assert batch.request_counts.completed == 5
+        assert runner._room._free._value == 2
+
+
 async def test_a_line_waits_for_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal that passes is no result."""
     monkeypatch.setattr("router.batches.runner.FIRST_PAUSE_S", 0.0)

@@ -53,6 +53,17 @@ async def test_a_file_expires(tmp_path: Path) -> None:
         assert not list((tmp_path / "files").iterdir())
 
 
+async def test_expired_files_take_no_place_on_a_page(tmp_path: Path) -> None:
+    """A page of expired files alone was empty, and had more: clients stopped there."""
+    async with batching(tmp_path, runs=False) as (client, made):
+        kept = await client.files.create(file=("kept", b"x"), purpose="batch")
+        after: Any = {"anchor": "created_at", "seconds": 3600}
+        for number in range(3):
+            await client.files.create(file=(str(number), b"x"), purpose="batch", expires_after=after)
+        made.clock.now_s += 4000
+        assert [one.id async for one in client.files.list(limit=2)] == [kept.id]
+
+
 async def test_a_sweep_passes_over_files_that_vanish_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = FolderContents(tmp_path)
     for name in ("a.part", "b"):

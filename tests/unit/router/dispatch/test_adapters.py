@@ -73,6 +73,44 @@ async def test_an_order_reaches_every_worker_and_those_that_are_restarted(make: 
         await cluster.fleet.unload_adapter("sql")
 
 
+async def test_an_order_that_another_process_gave_is_kept_for_workers_that_are_restarted(
+    make: Callable[..., Cluster],
+) -> None:
+    """The process that had loaded an adapter gave it to a restarted worker, although another one had unloaded it."""
+    cluster = make()
+    await cluster.add("c0", "c1")
+    await cluster.fleet.load_adapter("sql", "/adapters/sql")
+    await cluster.until(lambda: "sql" in cluster.fleet.adapters())
+    for worker in ("c0", "c1"):  # as another process's orders do
+        cluster[worker].unload_adapter("sql")
+        cluster[worker].load_adapter("chat", "/adapters/chat")
+    await cluster.until(lambda: set(cluster.fleet.adapters()) == {"chat"})
+    await cluster["c0"].die()
+    cluster["c0"].adapters.clear()
+    await cluster["c0"].restart()
+    await cluster.until(lambda: "chat" in cluster["c0"].adapters)
+    assert set(cluster["c0"].adapters) == {"chat"}
+
+
+async def test_an_adapter_that_no_worker_here_has_is_not_given_to_those_that_come_back(
+    make: Callable[..., Cluster],
+) -> None:
+    cluster = make()
+    await cluster.add("c0", "c1")
+    await cluster.fleet.load_adapter("sql", "/adapters/sql")
+    await cluster.until(lambda: "sql" in cluster.fleet.adapters())
+    await cluster["c0"].die()
+    cluster["c0"].adapters.clear()
+    cluster["c1"].adapters.clear()
+    await cluster.until(lambda: "lost" in [one.state for one in cluster.fleet.status()])
+    with pytest.raises(NotFound, match="no adapter 'sql'"):
+        await cluster.fleet.unload_adapter("sql")
+    await cluster["c0"].restart()
+    await cluster.fleet.load_adapter("chat", "/adapters/chat")
+    await cluster.until(lambda: "chat" in cluster["c0"].adapters)
+    assert "sql" not in cluster["c0"].adapters
+
+
 async def test_a_worker_that_cannot_load_is_reported_and_the_mistake_of_all_is_the_callers(
     make: Callable[..., Cluster],
 ) -> None:

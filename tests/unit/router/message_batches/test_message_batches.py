@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -174,6 +175,15 @@ def test_requests_are_found_however_the_body_is_cut(size: int) -> None:
         found += reader.feed(body[at : at + size])
     reader.end()
     assert [orjson.loads(one) for one in found] == requests
+
+
+@pytest.mark.parametrize("requests", [b"{}{}", b",{}", b"{},,{}", b"{},", b"{} ,\n, {}"])
+@pytest.mark.parametrize("size", [1, 1000])
+def test_requests_stand_behind_one_comma_each(requests: bytes, size: int) -> None:
+    reader, body = RequestsReader(1000), b'{"requests": [' + requests + b"]}"
+    parts = (body[at : at + size] for at in range(0, len(body), size))
+    with pytest.raises(InvalidRequest, match=r"requests\.\d is no object"):
+        deque((list(reader.feed(part)) for part in parts), maxlen=0)
 
 
 def test_a_request_that_is_too_long_is_refused_before_it_is_whole() -> None:

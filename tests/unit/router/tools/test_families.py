@@ -131,6 +131,31 @@ def test_calls_of_each_family_are_read(form: ToolFormat, text: str, content: str
         assert (found, [(name, json.loads(arguments)) for name, arguments in written]) == (content, calls), size
 
 
+@pytest.mark.parametrize("text", ["[f(1)] is how you call f", "[x(y) for y in z]", "[f(a=1", " [f(a=1 + 2"])
+def test_a_list_in_python_that_is_no_call_stays_as_it_is(text: str) -> None:
+    """Its first bracket was lost."""
+    for size in (1, 5, len(text)):
+        assert read(ToolFormat.PYTHONIC, text, size) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (ToolFormat.MISTRAL_ARGS, '[TOOL_CALLS][ARGS]{"a": 1}'),
+        (ToolFormat.GLM45, "<tool_call> \n"),
+        (ToolFormat.DEEPSEEK_V31, f"{_D[1]}{_D[2]}"),
+        (ToolFormat.KIMI_K2, "<|tool_call_begin|>functions.:0<|tool_call_argument_begin|>"),
+    ],
+)
+def test_a_call_without_a_name_is_text(form: ToolFormat, text: str) -> None:
+    """Every API took its beginning for more arguments of a call before it, and ended in a 500."""
+    for size in (1, 5, len(text)):
+        content, calls = read(form, text, size)
+        assert calls == []
+        assert text.strip().startswith(content.strip()[:6])
+        assert content.strip()
+
+
 @pytest.mark.parametrize("form", ToolFormat)
 @pytest.mark.parametrize("text", ["just text, with <, [ and {\n", "the <tool_ and <| end", "[1, 2] (a)", " "])
 def test_text_that_is_no_call_stays_as_it_is(form: ToolFormat, text: str) -> None:
