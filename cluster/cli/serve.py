@@ -236,7 +236,7 @@ def _serve(given: options.GivenSettings, configs: Sequence[ClusterConfig], log_f
 
 
 def _warn_unused(file: Path | None, further: Sequence[str]) -> None:
-    """Drops a model in the file, which may be for another verb; refuses one in `--set`. Raises Misconfigured."""
+    """Drops models in the file, which may be for another verb; refuses those in `--set`. Raises Misconfigured."""
     for one in further:
         if "model" in (table := setting(one)):
             raise Misconfigured(
@@ -244,8 +244,11 @@ def _warn_unused(file: Path | None, further: Sequence[str]) -> None:
                 f"{shlex.quote(str(table['model']))}`",
                 param="model",
             )
+        if TABLE in table:
+            problem = f"--set {shlex.quote(one)}: without --model `baton up` serves the demo model"
+            raise Misconfigured(f"{problem}: use `baton up --model NAME=PATH`, or `baton serve`", param="model")
     in_file = read_file(file) if file is not None else {}
-    if unused := [name for name in DEMO if name in in_file and in_file[name] != DEMO[name]]:
+    if unused := [name for name in (*DEMO, TABLE) if name in in_file and in_file[name] != DEMO.get(name)]:
         log.warning(
             "--config %s: no effect here: %s: `baton up` serves the demo model; `baton serve --config %s` serves the "
             "file's", shlex.quote(str(file)), ", ".join(unused), shlex.quote(str(file)),

@@ -202,6 +202,8 @@ def test_up_serves_the_demo_model_and_says_so_where_another_is_asked_for(
     told = refused(monkeypatch, capsys, "up", "--set", "model=/nope")
     fix = "without --model `baton up` serves the demo model: use `baton up --model /nope`"
     assert told == f"baton: --set model=/nope: {fix}\n"
+    told = refused(monkeypatch, capsys, "up", "--set", "models.a.model=/nope")
+    assert "use `baton up --model NAME=PATH`, or `baton serve`" in told
     file = tmp_path / "baton.toml"
     served: list[str] = []
     monkeypatch.setattr(
@@ -219,8 +221,9 @@ def test_up_serves_the_demo_model_and_says_so_where_another_is_asked_for(
     told = said('model = "/nope"\nserved_name = "big"\nport = 0\n')
     assert f"--config {file}: no effect here: model, served_name: `baton up` serves the demo model" in told
     assert f"`baton serve --config {file}` serves the file's" in told
+    assert "no effect here: models: `baton up` serves the demo" in said('[models.a]\nmodel = "/nope"\n')
     assert "no effect" not in said(run("config")), "the demo's own file"
-    assert served == [DEMO["model"]] * 2
+    assert served == [DEMO["model"]] * 3
 
 
 @pytest.mark.parametrize(
