@@ -197,22 +197,21 @@ class Gateway:
         """The gateway of one of the models behind this address, which knows the others."""
         if not self.models:
             return self
-        own = next(one for one in self.models if one.card.name == model)
-        return replace(own, beside=tuple(one for one in self.models if one is not own))
+        return next(one for one in self.models if one.card.name == model).among(self.models)
 
-    def check_model(self, name: str) -> None:
-        """Raises UnknownModel."""
-        self._named(name)
+    def among(self, models: Sequence[Gateway]) -> Gateway:
+        """Knows these, of which it is one, and answers for its own model only."""
+        return replace(self, beside=tuple(one for one in models if one is not self))
 
     def check_batch_model(self, name: str) -> None:
-        """Raises UnknownModel for a line of a batch that is not of this model."""
+        """Raises UnknownModel for a request of a batch that is not of this model."""
         if not self.serves(name) and any(one.serves(name) for one in self.beside):
             raise UnknownModel(
                 f"a batch is of one model, that of its first request ({self.card.name}): give requests for "
                 f"{name[:100]} a batch of their own",
                 param="model",
             )
-        self.check_model(name)
+        self._named(name)
 
     def check_adapter_name(self, name: str) -> None:
         """Raises InvalidRequest for a name that a model behind this address has, or an adapter of another model."""

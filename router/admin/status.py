@@ -63,7 +63,7 @@ def degraded(gateway: Gateway) -> str:
 
 
 def own_troubles(gateway: Gateway) -> Sequence[str]:
-    """Of the gateway itself, whatever its models and workers."""
+    """Faults of the gateway itself, not of a model or a worker."""
     return tuple(filter(None, (gateway.access.trouble, gateway.processes.trouble)))
 
 

@@ -100,7 +100,7 @@ class FleetAdapters:
         found = await _everywhere({worker_id: host.unload_adapter(name) for worker_id, host in hosts.items()})
         failed = {worker_id: one for worker_id, one in found.items() if isinstance(one, BatonError)}
         if name in self._ordered:
-            self._ordered[name] = ""  # whatever these say: one that is away must not come back with it
+            self._ordered[name] = ""  # a worker that is away must not load it when it connects
         if len(failed) == len(found):
             raise next((one for one in failed.values() if not isinstance(one, NotFound)), next(iter(failed.values())))
         self._ordered[name] = ""

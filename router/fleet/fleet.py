@@ -450,11 +450,12 @@ class Fleet:
                 client.send_hello(hello)
         if step.role is not None and member.changed_role(step.role):
             log.info("worker %s is a %s worker from now on", member.worker_id, step.role, extra=_of(member))
-        had = member.info.adapters if member.info is not None else ()
-        if step.adapters is not None and member.changed_adapters(step.adapters.adapters):
-            self.lora.learn(had, step.adapters.adapters)
-            self.lora.update(self._here())
-            self._changed.notify()
+        if step.adapters is not None:
+            had = member.info.adapters if member.info is not None else ()
+            if member.changed_adapters(step.adapters.adapters):
+                self.lora.learn(had, step.adapters.adapters)
+                self.lora.update(self._here())
+                self._changed.notify()
         before = member.load
         if step.load is not None and member.role is not None:
             self.totals[member.role].note(before, step.load)

@@ -63,7 +63,7 @@ OPENAI = Api(
 )
 """Every path that is no other API's."""
 SHARED = "/v1/models"
-"""Paths of several APIs begin so: the header that marks one's clients tells whose a request is."""
+"""Several APIs have paths that begin so: a request is for the API whose `mark` it carries."""
 
 
 class Apis:

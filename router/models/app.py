@@ -37,7 +37,7 @@ def create_models_app(gateways: Sequence[Gateway], registry: CollectorRegistry |
 
 def beside_each_other(gateways: Sequence[Gateway]) -> list[Gateway]:
     """Each model's gateway, which knows the others, and answers for its own model only."""
-    return [replace(own, beside=tuple(one for one in gateways if one is not own)) for own in gateways]
+    return [own.among(gateways) for own in gateways]
 
 
 def front_of(gateways: Sequence[Gateway], registry: CollectorRegistry | None = None) -> Gateway:

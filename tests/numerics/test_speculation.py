@@ -35,7 +35,7 @@ def drafted(engine: Any, answers: dict[str, list[int]], right: float = HALF_RIGH
 
 
 def grows_to_3_blocks(number: int) -> GenerateRequest:
-    """From one block, whatever is drawn."""
+    """The prompt has one block, and no token but the 40th ends the answer."""
     sampling = SamplingParams(temperature=1.0, seed=number, max_tokens=40, ignore_eos=True)
     return GenerateRequest(request_id=f"grows {number}", prompt_ids=(3 + number, 4, 5, 6), sampling=sampling)
 

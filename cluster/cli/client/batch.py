@@ -52,8 +52,8 @@ def batch(
     """Run a file of requests when the workers have room, and write their answers beside it."""
     if cancel:
         with open_client(url, api_key) as client:
-            ended = request_json(client, f"/v1/batches/{quote(cancel, safe='')}/cancel", "POST")
-        typer.echo(f"{cancel} is {ended['status']}")
+            found = request_json(client, f"/v1/batches/{quote(cancel, safe='')}/cancel", "POST")
+        typer.echo(f"{cancel} is {found['status']}")
         return
     if file is None and not follow:
         raise Misconfigured("give the FILE of requests, or a batch's id with --follow or --cancel", param="file")
@@ -63,7 +63,7 @@ def batch(
     if not detach and not overwrite:
         _check_free(output, errors)
     with open_client(url, api_key) as client:
-        batch_id = follow or _hand_in(client, file or beside, window)
+        batch_id = follow or _hand_in(client, beside, window)
         if detach:
             typer.echo(batch_id)
             return

@@ -73,14 +73,20 @@ async def test_an_order_reaches_every_worker_and_those_that_are_restarted(make: 
         await cluster.fleet.unload_adapter("sql")
 
 
-async def test_an_order_that_another_process_gave_is_kept_for_workers_that_are_restarted(
-    make: Callable[..., Cluster],
-) -> None:
-    """The process that had loaded an adapter gave it to a restarted worker, although another one had unloaded it."""
+async def two_with_sql(make: Callable[..., Cluster]) -> Cluster:
+    """c0 and c1, which were ordered to load "sql"."""
     cluster = make()
     await cluster.add("c0", "c1")
     await cluster.fleet.load_adapter("sql", "/adapters/sql")
     await cluster.until(lambda: "sql" in cluster.fleet.adapters())
+    return cluster
+
+
+async def test_an_order_that_another_process_gave_is_kept_for_workers_that_are_restarted(
+    make: Callable[..., Cluster],
+) -> None:
+    """The process that had loaded an adapter gave it to a restarted worker, although another one had unloaded it."""
+    cluster = await two_with_sql(make)
     for worker in ("c0", "c1"):  # as another process's orders do
         cluster[worker].unload_adapter("sql")
         cluster[worker].load_adapter("chat", "/adapters/chat")
@@ -95,10 +101,7 @@ async def test_an_order_that_another_process_gave_is_kept_for_workers_that_are_r
 async def test_an_adapter_that_no_worker_here_has_is_not_given_to_those_that_come_back(
     make: Callable[..., Cluster],
 ) -> None:
-    cluster = make()
-    await cluster.add("c0", "c1")
-    await cluster.fleet.load_adapter("sql", "/adapters/sql")
-    await cluster.until(lambda: "sql" in cluster.fleet.adapters())
+    cluster = await two_with_sql(make)
     await cluster["c0"].die()
     cluster["c0"].adapters.clear()
     cluster["c1"].adapters.clear()
