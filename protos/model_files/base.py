@@ -33,6 +33,10 @@ class ModelFiles(Protocol):
 
     def text(self, name: str) -> str | None: ...
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token with this text."""
+        ...
+
     def weight_files(self) -> list[Path]:
         """In their order; empty where only the small files are."""
         ...

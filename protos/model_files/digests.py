@@ -18,7 +18,10 @@ from protos.model_files.base import ModelFiles
 from protos.values import ModelDigests
 
 SAMPLES, SAMPLE_BYTES = 16, 4096
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "merges.txt", "vocab.json", "added_tokens.json")
+TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "tiktoken.model", "merges.txt", "vocab.json", "added_tokens.json",
+    "special_tokens_map.json",
+)  # fmt: skip
 
 
 def read_digests(files: ModelFiles) -> ModelDigests:

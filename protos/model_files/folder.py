@@ -13,6 +13,7 @@ from protos.errors import BadCheckpoint
 from protos.hints import lfs_pointer, unusable
 from protos.model_files.text_part import text_part
 from protos.model_files.tokenizers.converted import has_other_tokenizer, other_tokenizer
+from protos.model_files.tokenizers.special_tokens import token_id, with_named
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -41,11 +42,22 @@ class FolderFiles:
         return text_part(found) if name == "config.json" and found is not None else found
 
     def text(self, name: str) -> str | None:
+        text = self._text(name)
+        if name != "tokenizer.json":
+            return text
+        text = other_tokenizer(self.path, self.json) if text is None else text
+        return None if text is None else with_named(text, self.json, self.where(name))
+
+    def token_id(self, text: str) -> int | None:
+        tokenizer = self.text("tokenizer.json")
+        return None if tokenizer is None else token_id(tokenizer, text)
+
+    def _text(self, name: str) -> str | None:
         path = self.path / name
         try:
             return path.read_text(encoding="utf-8")
         except FileNotFoundError:
-            return other_tokenizer(self.path, self.json) if name == "tokenizer.json" else None
+            return None
         except OSError as error:
             raise BadCheckpoint(f"{path}: {unusable(error)}") from error
         except ValueError as error:

@@ -18,7 +18,7 @@ _CLASSES = {
 """By the model_type of text_config. Of another one the model_type names what is not served."""
 _ABSENT = {"gemma3_text": {"max_position_embeddings": 131_072, "vocab_size": 262_208}}
 """What published files leave out, and gateways need."""
-_OF_ALL = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
+_OF_ALL = ("dtype", "quantization_config", "tie_word_embeddings", "torch_dtype")
 """Fields that stand beside text_config, and count unless it has them, too."""
 _NAME_LISTS = ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")
 _RENAMED = {"language_model.model.": "model.", "language_model.lm_head": "lm_head", "model.language_model.": "model."}
@@ -33,6 +33,10 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = str(text.get("model_type"))
     found = _ABSENT.get(kind, {}) | {field: config[field] for field in _OF_ALL if field in config} | text
     found.pop("architectures", None)
+    ends = [config.get("eos_token_id"), text.get("eos_token_id")]
+    found["eos_token_id"] = [
+        one for end in ends if end is not None for one in (end if isinstance(end, list) else [end])
+    ]
     if (name := _CLASSES.get(kind)) is not None:
         found["architectures"] = [name]
     if isinstance(quantised := found.get("quantization_config"), dict):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
 
 from protos.errors import BadCheckpoint
 from protos.model_files.base import ModelFiles
 from protos.model_files.digests import read_digests
+from protos.model_files.ends import end_ids
+from protos.model_files.fields import Fields
 from protos.values import ModelDigests
 
 
@@ -60,7 +61,7 @@ class ModelCard:
             name=name,
             max_model_len=max_model_len or longest,
             vocab_size=vocab_size,
-            eos_token_ids=_ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id")),
+            eos_token_ids=frozenset(end_ids(files, Fields(config, files.where("config.json")), vocab_size)),
             fingerprint=f"fp_{files.fingerprint()}",
             created=files.created_s,
             digests=read_digests(files),
@@ -81,7 +82,3 @@ class ModelCard:
 
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def _ids(value: Any) -> frozenset[int]:
-    return frozenset(value) if isinstance(value, list) else frozenset(() if value is None else (value,))

@@ -15,6 +15,7 @@ import tokenizers
 from protos.errors import BadCheckpoint
 from protos.hints import lfs_pointer
 from protos.model_files.base import ModelFiles
+from protos.model_files.tokenizers.special_tokens import named_tokens
 from router.text.control import ControlTexts, Rendered, Span
 from router.text.plain import PlainTokenizer
 from router.text.vocabulary import Vocabulary
@@ -64,10 +65,7 @@ class Tokenizer:
         except Exception as error:  # the library raises Exception itself
             pointer = lfs_pointer(files.path / "tokenizer.json")
             raise BadCheckpoint(pointer or f"{where} is not a tokenizer: {error}") from error
-        named: dict[str, str] = {}
-        for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            named |= _named_tokens(files.json(name) or {})
-        return cls(backend, named_tokens=named)
+        return cls(backend, named_tokens=named_tokens(files.json))
 
     @cached_property
     def controls(self) -> ControlTexts:
@@ -149,13 +147,6 @@ def _no_tokenizer(files: ModelFiles) -> str:
         f"{folder} has no tokenizer.json, and neither tokenizer.model, tekken.json, nor vocab.json with merges.txt: "
         "download the tokenizer with the model's other files"
     )
-
-
-def _named_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, token in config.items():
-        text = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(text, str):
-            yield name, text
 
 
 def _rewrites(normalizer: Any) -> bool:

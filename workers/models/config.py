@@ -9,6 +9,7 @@ from pathlib import Path
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from protos.model_files.base import ModelFiles
+from protos.model_files.ends import end_ids
 from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
 from protos.values import ITEM_BYTES, KVLayout
@@ -179,7 +180,6 @@ def config_of(config: Fields, files: ModelFiles, quantize: Quantize = "off") -> 
         rotary_dim=rotary_dim, max_position=sizes.max_position, partial="partial_rotary_factor" in family.reads
     )
     ropes = family.ropes(config, windows, turned)
-    generation = Fields(files.json("generation_config.json") or {}, files.where("generation_config.json"))
     has_bias = config.flag(family.attention_bias_field)
     stored = read_format(config, files)
     return ModelConfig(
@@ -205,7 +205,7 @@ def config_of(config: Fields, files: ModelFiles, quantize: Quantize = "off") -> 
         max_position=sizes.max_position,
         max_model_len=_max_model_len(ropes, sizes.max_position),
         dtype=config.text_or("dtype", config.text_or("torch_dtype", "float32")),
-        eos_token_ids=eos_ids_of(config, generation, sizes.vocab_size),
+        eos_token_ids=end_ids(files, config, sizes.vocab_size),
         weight_format=stored if quantize == "off" else rounded_format(quantize, stored),
         experts=family.experts(config, sizes.num_layers) if family.experts else None,
         latent=latent,
@@ -387,12 +387,3 @@ def _max_model_len(ropes: Ropes, max_position: int) -> int:
         case YarnRope() as rope:
             return max(max_position, int(rope.original_max_position * rope.factor))
     return max_position
-
-
-def eos_ids_of(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
-    source = generation if "eos_token_id" in generation else config
-    ids = source.ids("eos_token_id")
-    for token_id in ids:
-        if token_id >= vocab_size:
-            raise BadCheckpoint(f"{source.where}: eos_token_id {token_id} is outside the vocabulary of {vocab_size}")
-    return tuple(dict.fromkeys(ids))

@@ -54,6 +54,9 @@ class GGUFFiles:
             return None
         return tokenizer_of(self.gguf, self._vocabulary)
 
+    def token_id(self, text: str) -> int | None:
+        return self._vocabulary.tokens.find(text)
+
     def weight_files(self) -> list[Path]:
         return list(self.gguf.paths)
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from protos.errors import BadCheckpoint
 from protos.hints import lfs_pointer
 from protos.model_files.tokenizers.byte_level import tekken_tokenizer, tiktoken_tokenizer, vocab_tokenizer
 from protos.model_files.tokenizers.sentencepiece import sentencepiece_tokenizer
-
-Read = Callable[[str], Mapping[str, Any] | None]
-"""The JSON object in a file of the folder; None where there is no such file."""
-
+from protos.model_files.tokenizers.special_tokens import Read
 
 OTHERS = (("tokenizer.model",), ("tekken.json",), ("tiktoken.model",), ("vocab.json", "merges.txt"))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from protos.errors import BadCheckpoint
 
@@ -27,7 +27,7 @@ class TokenTable:
 
     def find(self, named: object) -> int | None:
         """The id of a token by its text, or by the entry of tokenizer_config.json that has it."""
-        text = _text_of(named)
+        text = text_of(named)
         return self.texts.index(text) if text is not None and text in self.texts else None
 
 
@@ -35,13 +35,8 @@ def with_added(tokens: TokenTable, config: Mapping[str, Any], added: Mapping[str
     """The table with the tokens of tokenizer_config.json's `added_tokens_decoder`, or of added_tokens.json, which are
     special where tokenizer_config.json names them. Raises BadCheckpoint where they are malformed, or where their ids
     leave some out."""
-    named = {_text_of(one) for one in (*config.values(), *_listed(config, "additional_special_tokens", list))}
-    found = {_number(index, "added_tokens.json"): (text, text in named) for text, index in added.items()}
-    for number, token in _listed(config, "added_tokens_decoder", dict).items():
-        where = f"tokenizer_config.json: added_tokens_decoder[{number!r}]"
-        if not isinstance(token, dict) or not isinstance(token.get("content"), str):
-            raise BadCheckpoint(f"{where} is {_short(token)}: it must be an object with a string 'content'")
-        found[_number(number, where)] = token["content"], bool(token.get("special"))
+    special = {*map(text_of, config.values()), *listed_texts(config)}
+    found = {token["id"]: (token["content"], token["special"]) for token in numbered_tokens(config, added, special)}
     texts, types = list(tokens.texts), list(tokens.types)
     for index, (text, special) in sorted(found.items()):
         if index > len(texts):
@@ -56,18 +51,47 @@ def with_added(tokens: TokenTable, config: Mapping[str, Any], added: Mapping[str
     return TokenTable(texts=texts, types=types, where=tokens.where)
 
 
-_Listed = TypeVar("_Listed", list[Any], dict[str, Any])
+def numbered_tokens(
+    config: Mapping[str, Any], added: Mapping[str, Any], special: Collection[str | None]
+) -> list[dict[str, Any]]:
+    """Entries of tokenizer.json's `added_tokens`, in their order, from `config` (tokenizer_config.json) and `added`
+    (added_tokens.json), whose tokens are special where `special` has them. Raises BadCheckpoint."""
+    found = {
+        _number(index, "added_tokens.json"): added_token(text, normalized=text not in special, special=text in special)
+        for text, index in added.items()
+    }
+    for number, token in (_field(config, "added_tokens_decoder", (dict,)) or {}).items():
+        where = f"tokenizer_config.json: added_tokens_decoder[{number!r}]"
+        text = text_of(token)
+        if text is None or not isinstance(token, dict):
+            raise BadCheckpoint(f"{where} is {_short(token)}: it must be an object with a string 'content'")
+        found[_number(number, where)] = added_token(text, **{flag: bool(token.get(flag)) for flag in _FLAGS})
+    return [found[number] | {"id": number} for number in sorted(found)]
 
 
-def _listed(config: Mapping[str, Any], name: str, kind: type[_Listed]) -> _Listed:
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def added_token(text: str, **flags: bool) -> dict[str, Any]:
+    return {"content": text, **dict.fromkeys(_FLAGS, False), **flags}
+
+
+def listed_texts(config: Mapping[str, Any]) -> Iterator[str]:
+    """Special tokens in the lists of tokenizer_config.json or special_tokens_map.json. Raises BadCheckpoint."""
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        listed = _field(config, name, (list, dict)) or ()
+        for token in listed.values() if isinstance(listed, dict) else listed:
+            if (text := text_of(token)) is not None:
+                yield text
+
+
+def _field(config: Mapping[str, Any], name: str, kinds: tuple[type, ...]) -> Any:
     """A field of tokenizer_config.json that may be absent or null."""
-    found = config.get(name)
-    if found is None:
-        return kind()
-    if not isinstance(found, kind):
-        expected = "an object" if kind is dict else "a list"
-        raise BadCheckpoint(f"tokenizer_config.json: {name} is {_short(found)}: it must be {expected}")
-    return found
+    value = config.get(name)
+    if value is not None and not isinstance(value, kinds):
+        expected = "a list" if list in kinds else "an object"
+        raise BadCheckpoint(f"tokenizer_config.json: {name} is {_short(value)}: it must be {expected}")
+    return value
 
 
 def _number(given: Any, where: str) -> int:
@@ -81,8 +105,9 @@ def _short(value: Any) -> str:
     return repr(value)[:60]
 
 
-def _text_of(named: object) -> str | None:
-    text = named.get("content") if isinstance(named, dict) else named
+def text_of(token: object) -> str | None:
+    """The text of a token that is a string, or an object with flags."""
+    text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
@@ -154,8 +179,7 @@ def sentencepiece_parts(
 def _added(tokens: TokenTable) -> Iterator[dict[str, Any]]:
     for index, (text, kind) in enumerate(zip(tokens.texts, tokens.types, strict=False)):
         if kind in (UNKNOWN, CONTROL, USER):
-            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            yield {"id": index, "content": text} | flags | {"special": kind != USER}
+            yield {"id": index} | added_token(text, special=kind != USER)
 
 
 def _words(tokens: TokenTable) -> dict[str, int]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.model_files.ends import end_ids
 from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
 from workers.checkpoint.encoding import LayerContext
@@ -18,7 +19,6 @@ from workers.checkpoint.formats.base import WeightFormat
 from workers.checkpoint.formats.rounded import Quantize, rounded_format
 from workers.checkpoint.registry import read_format
 from workers.kernels.base import kernels_for
-from workers.models.config import eos_ids_of
 from workers.models.transformers.config import TransformersConfig
 from workers.models.transformers.meta import build, config_of, named
 from workers.models.transformers.ropes import long_from
@@ -69,7 +69,6 @@ def _read(path: Path, quantize: Quantize, dtype: torch.dtype) -> TracedModel:
     model = build(theirs, made, name, dtype)
     with watched_linears(model) as watched:
         tracing, logits = trace(model, name)
-    generation = Fields(files.json("generation_config.json") or {}, files.where("generation_config.json"))
     vocab_size = logits.shape[-1]
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < vocab_size:
@@ -83,7 +82,7 @@ def _read(path: Path, quantize: Quantize, dtype: torch.dtype) -> TracedModel:
         qkv_bias=any(_has_bias(module) for module in tracing.modules),
         max_position=_max_position(theirs, fields),
         dtype=fields.text_or("dtype", fields.text_or("torch_dtype", "float32")),
-        eos_token_ids=eos_ids_of(fields, generation, vocab_size),
+        eos_token_ids=end_ids(files, fields, vocab_size),
         tp_unit=1,
         why_one_rank="",
         long_from=long_from(theirs, _max_position(theirs, fields)),

@@ -68,13 +68,14 @@ def test_llama_3_1_as_meta_published_it(tmp_path: Path) -> None:
         theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
     )
     assert config.max_model_len == 131072
-    assert config.eos_token_ids == (5, 7)
+    assert config.eos_token_ids == (5, 7, 2)
 
 
 @pytest.mark.parametrize(
-    ("generation", "expected"), [(None, (2,)), ({}, (2,)), ({"eos_token_id": 9}, (9,)), ({"eos_token_id": None}, (2,))]
+    ("generation", "expected"),
+    [(None, (2,)), ({}, (2,)), ({"eos_token_id": 9}, (9, 2)), ({"eos_token_id": None}, (2,))],
 )
-def test_end_tokens_come_from_the_generation_config_if_it_has_any(
+def test_end_tokens_come_from_both_configs(
     generation: dict[str, Any] | None, expected: tuple[int, ...], tmp_path: Path
 ) -> None:
     assert write(tmp_path, LLAMA, generation).eos_token_ids == expected
