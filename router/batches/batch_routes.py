@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
-import orjson
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,7 +21,7 @@ from router.gateway import Gateway
 from router.http.body import read_body
 from router.http.errors import json_response
 from router.http.middleware import tenant_of
-from router.http.validation import Body
+from router.http.validation import Body, read_json
 
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
@@ -94,7 +93,7 @@ def model_of(gateway: Gateway, storage: BatchStorage, file_id: str) -> str:
         return gateway.card.name
     first = storage.files.contents.read(file_id, 0, gateway.max_body_bytes).lstrip().partition(b"\n")[0]
     try:
-        named = str(orjson.loads(first)["body"]["model"])
+        named = str(read_json(first)["body"]["model"])
         card = gateway.serving(named).card
     except (ValueError, LookupError, TypeError, UnknownModel):
         card = gateway.card

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,9 @@ class LineIndex:
 
 
 def _fingerprints(body: dict[str, Any]) -> Iterator[int]:
-    text = b"".join(orjson.dumps(body[name]) for name in _INSTRUCTIONS if body.get(name) is not None)
+    text = b""
+    with suppress(TypeError):  # nested too deeply: no prompt will be made of it
+        text = b"".join(orjson.dumps(body[name]) for name in _INSTRUCTIONS if body.get(name) is not None)
     seen, last = hashlib.blake2b(digest_size=8), 0
     for stop in (*LEVELS, len(text)):
         seen.update(text[last:stop])

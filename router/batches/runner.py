@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from protos.errors import BatonError, NotFound, NoWorkers, Overloaded, WorkerDraining
+from protos.errors import BatonError, Internal, NotFound, NoWorkers, Overloaded, WorkerDraining
 from router.auth.auth import acting_for
 from router.auth.tenants import NOBODY, Tenant
 from router.batches.line_run import InputLine, LineAnswer, answer_line, read_line, result_of, undone
@@ -24,7 +25,7 @@ from router.batches.metrics import BatchMetrics
 from router.batches.room import BatchRoom
 from router.batches.steps import ResultWriter, results_files
 from router.files.batches import LeaseLost
-from router.files.records import LineError, StoredBatch
+from router.files.records import LineError, StoredBatch, StoredFile
 from router.files.storage import BatchStorage
 from router.gateway import Gateway
 
@@ -38,6 +39,8 @@ SWEEP_S = 60.0
 MAX_ATTEMPTS = 8
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 RENEWALS_A_LEASE = 4
+MAX_FAILURES = 3
+"""Internal errors of a batch in one process: the last one fails the batch, and one is enough if it only had to end."""
 
 
 class BatchRunner:
@@ -54,6 +57,7 @@ class BatchRunner:
         self._lease_s = lease_s
         self._running: dict[str, asyncio.Task[None]] = {}
         self._owned: dict[str, _OwnedBatch] = {}
+        self._failures: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Until it is cancelled, which gives its batches back."""
@@ -110,6 +114,10 @@ class BatchRunner:
             log.error("%s stops until its lease ends: %s", batch.id, error.message)
         except Exception:
             log.exception("%s stops until its lease ends: internal error", batch.id)
+            self._failures[batch.id] += 1
+            if owned.is_stopped or self._failures[batch.id] >= MAX_FAILURES:
+                del self._failures[batch.id]
+                await self._fail(batch)
         finally:
             del self._owned[batch.id], self._running[batch.id]
             if not work.done():
@@ -117,6 +125,17 @@ class BatchRunner:
                 await asyncio.wait([work])
                 with suppress(BatonError):
                     await asyncio.to_thread(store.release, batch)
+
+    async def _fail(self, batch: StoredBatch) -> None:
+        """Ends a batch that cannot end otherwise, with the results that it has. Raises nothing."""
+        wrong = LineError(code=Internal.code, message="An internal error, which the server's log has, ended this batch")
+        files: tuple[StoredFile | None, StoredFile | None] = (None, None)
+        try:
+            with suppress(Exception):
+                files = await asyncio.to_thread(results_files, self._storage, batch)
+            await asyncio.to_thread(self._storage.batches.reject, batch, [wrong], *files)
+        except Exception:
+            log.exception("%s cannot be ended", batch.id)
 
 
 class _OwnedBatch:
@@ -147,6 +166,10 @@ class _OwnedBatch:
             self._stop(batch.ends_as)
         elif self._storage.clock() >= batch.expires_s:
             self._stop("expired")
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped.is_set()
 
     def _stop(self, ends_as: str) -> None:
         if not self._stopped.is_set():

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import orjson
-
 from protos.errors import InvalidRequest
 from protos.hints import listed
 from protos.value import Value
 from router.gateway import Gateway
 from router.grammar.structure import inline_json, json_grammar
+from router.http.validation import read_json
 from router.text.text_stream import TextDelta
 from router.tools.calls import CallDelta, Function, Part
 from router.tools.formats import ToolFormat, reader_of
@@ -196,7 +195,7 @@ def _merged(parts: Sequence[Part]) -> list[AnswerPart]:
 def call_input(written: str) -> dict[str, Any]:
     """A call's arguments; what the model wrote that is no object is under `arguments`."""
     try:
-        found = orjson.loads(written or "{}")
-    except orjson.JSONDecodeError:
+        found = read_json(written or "{}")
+    except ValueError:
         found = None
     return found if isinstance(found, dict) else {"arguments": written}

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
-import orjson
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -28,6 +27,7 @@ from router.gateway import Gateway
 from router.grammar.structure import json_grammar, regex_grammar
 from router.http.access_log import is_logged, log_access
 from router.http.middleware import REQUEST_ID, request_name
+from router.http.validation import read_json, shallow
 from router.metrics import Track
 from router.text.sampling_request import SamplingRequest, TextRequest, make_text_request
 from router.text.text_stream import TextDelta, Usage, UsageCounter, collect
@@ -365,8 +365,8 @@ def _grammar(sampling: pb.Sampling, form: str, *, compact: bool) -> str:
     match form:
         case "json_schema":
             try:
-                schema = orjson.loads(sampling.json_schema)
-            except orjson.JSONDecodeError as error:
+                schema = shallow(read_json(sampling.json_schema))
+            except ValueError as error:
                 raise InvalidRequest(f"'json_schema' is not valid JSON: {error}", param=form) from None
             if not isinstance(schema, dict):
                 raise InvalidRequest("'json_schema' must be a JSON object", param=form)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar, get_args
 
-import orjson
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from starlette.requests import Request
@@ -16,7 +15,7 @@ from protos.errors import InvalidRequest, UnsupportedMediaType
 from protos.hints import nearest
 from router.http.middleware import find_header, received_body
 from router.http.size_limits import check_sizes
-from router.http.validation import TOO_DEEP, Body, whole_ids
+from router.http.validation import TOO_DEEP, Body, read_json, whole_ids
 from router.text.model_card import ModelCard
 from router.text.sampling_request import RANGES, SamplingRequest
 
@@ -34,8 +33,8 @@ async def read_body(request: Request, kind: type[_Body], card: ModelCard) -> _Bo
         raise UnsupportedMediaType(f"{problem}: send plain JSON without this header, nothing is decompressed here")
     raw = await received_body(request)
     try:
-        found = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
+        found = read_json(raw)
+    except ValueError as error:
         problem = f"not valid JSON: {error}" if raw else "empty"
         raise InvalidRequest(f"The body is {problem}; send a JSON object in UTF-8") from None
     if not isinstance(found, dict):

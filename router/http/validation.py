@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
+import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from router.http.harmless import Harmless, without_harmless
@@ -23,24 +24,29 @@ def at_most(num_entries: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-MAX_DEPTH = 64
-"""Levels of objects and lists in a JSON Schema."""
+MAX_DEPTH, MAX_JSON_DEPTH = 64, 128
+"""Levels of objects and lists in a JSON Schema, and in any other JSON that a client or a model wrote."""
+_WRITABLE_DEPTH = 254  # orjson's own limit
 
 TOO_DEEP = "nested too deeply"
 
 
-def shallow(value: Any) -> Any:
-    """Raises ValueError for objects and lists that are nested deeper than MAX_DEPTH."""
-    level, depth = [value], 0
-    while level := [part for one in level if isinstance(one, dict | list) for part in _parts(one)]:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise ValueError(TOO_DEEP)
+def read_json(text: bytes | str) -> Any:
+    """All JSON of clients and models is read here, so that it can be written again. Raises ValueError."""
+    return shallow(orjson.loads(text), MAX_JSON_DEPTH)
+
+
+def shallow(value: Any, most: int = MAX_DEPTH) -> Any:
+    """Raises ValueError for objects and lists that are nested more than `most` deep. Writing the value, inside lists
+    that use up the other levels, takes a tenth of the time that a walk takes."""
+    nested = value
+    for _ in range(_WRITABLE_DEPTH - most):
+        nested = [nested]
+    try:
+        orjson.dumps(nested)
+    except TypeError:
+        raise ValueError(f"{TOO_DEEP}: {most} levels are read") from None
     return value
-
-
-def _parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 Schema = Annotated[

@@ -32,7 +32,7 @@ from router.files.storage import BatchStorage
 from router.gateway import Gateway
 from router.http.errors import json_response
 from router.http.middleware import tenant_of
-from router.http.validation import Body
+from router.http.validation import Body, read_json
 from router.message_batches.reader import RequestsReader
 
 PATH = "/v1/messages/batches"
@@ -117,8 +117,8 @@ def _line(raw: bytes, number: int) -> bytes:
     """Raises InvalidRequest."""
     where = f"requests.{number - 1}"
     try:
-        found = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
+        found = read_json(raw)
+    except ValueError as error:
         raise InvalidRequest(f"{where} is not valid JSON: {error}", param=where) from None
     custom_id, params = found.get("custom_id"), found.get("params")
     if not isinstance(custom_id, str) or not _CUSTOM_ID.fullmatch(custom_id):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from protos.errors import InvalidRequest
 from router.conversation.tooling import AnswerSchema
 from router.grammar.structure import MAX_CHOICES, choice_grammar, json_grammar, regex_grammar
-from router.http.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most
+from router.http.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most, read_json
 
 _SCHEMA = f"a JSON Schema: an object nested at most {MAX_DEPTH} deep"
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -21,8 +20,8 @@ def _read(schema: Any) -> Any:
     if not isinstance(schema, str):
         return schema
     try:
-        return orjson.loads(schema)
-    except orjson.JSONDecodeError as error:
+        return read_json(schema)
+    except ValueError as error:
         raise InvalidRequest(
             f"'structured_outputs.json' is a text that is not JSON: {error}; give the JSON Schema itself, or its text",
             param="structured_outputs.json",

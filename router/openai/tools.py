@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import AfterValidator, Field
 
-from router.http.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most
+from router.http.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most, read_json
 from router.tools.calls import Function
 
 MAX_TOOLS = 128
@@ -86,8 +85,8 @@ class ToolCall(Body):
         """A call in the form of chat templates: arguments are an object, or the original text if the model wrote no
         object."""
         try:
-            arguments = orjson.loads(self.function.arguments or "{}")
-        except orjson.JSONDecodeError:
+            arguments = read_json(self.function.arguments or "{}")
+        except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
             arguments = self.function.arguments

@@ -11,14 +11,13 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import orjson
-
 from protos.errors import InvalidRequest, UnsupportedParameter
 from protos.hints import listed
 from router.conversation.functions import function_in
 from router.conversation.parts import Ignored, append_joined, parts_in, text_in, text_part, wrong
 from router.conversation.tooling import AnswerSchema, Tooling, ToolUse, check_callable, tooling_of
 from router.gateway import Gateway
+from router.http.validation import read_json
 from router.responses.schema import InputBody, TextFormat
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -93,8 +92,8 @@ def _call(item: Mapping[str, Any], where: str) -> Template:
     """With arguments as an object, or as the text that the model wrote where it is none."""
     written = text_in(item, "arguments", where)
     try:
-        arguments = orjson.loads(written or "{}")
-    except orjson.JSONDecodeError:
+        arguments = read_json(written or "{}")
+    except ValueError:
         arguments = None
     function = {
         "name": text_in(item, "name", where),

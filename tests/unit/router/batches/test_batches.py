@@ -413,3 +413,40 @@ async def test_a_line_that_had_begun_when_its_batch_was_cancelled_has_a_row_and_
         [row] = sums(database, since_s=0, until_s=10**11, by=["batch", "outcome"])
     assert (row.group, row.requests, row.charged_usd) == ({"batch": "yes", "outcome": "cancelled"}, 1, 0.0)
     assert row.output_tokens > 0
+
+
+@pytest.mark.parametrize("levels", [200, 300, 1000])
+async def test_a_nested_body_is_its_own_lines_error(tmp_path: Path, levels: int) -> None:
+    nested = b"[" * levels + b"]" * levels
+    lines = jsonl([line("a"), line("deep", body={"model": "tiny", "messages": "NESTED"}), line("b")])
+    async with batching(tmp_path) as (client, _):
+        file = await client.files.create(file=("f", lines.replace(b'"NESTED"', nested)), purpose="batch")
+        batch: Any = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        batch = await asyncio.wait_for(ended(client, batch.id), 30)
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 2, 1)
+        [failed] = await results(client, batch.error_file_id)
+        assert (failed["custom_id"], failed["response"]["status_code"]) == ("deep", 400)
+        await client.files.delete(batch.input_file_id)
+
+
+@pytest.mark.parametrize("way", ["completed", "cancelled"])
+async def test_what_always_fails_ends_the_batch_after_a_few_leases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise RecursionError("bug")
+
+    monkeypatch.setattr("router.batches.runner.LOOK_S", 0.01)
+    monkeypatch.setattr("router.batches.lines.InputChecker.read", failing)
+    async with batching(tmp_path, runs=False) as (client, made):
+        file_id = await upload(client, [line("a")])
+        batch: Any = await client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
+        if way == "cancelled":
+            await client.batches.cancel(batch.id)
+        made.run()
+        async with asyncio.timeout(30):
+            while batch.status not in ("failed", "cancelled"):
+                made.clock.now_s += 10
+                await asyncio.sleep(0.01)
+                batch = await client.batches.retrieve(batch.id)
+        assert batch.errors.data[0].code == "internal_error"

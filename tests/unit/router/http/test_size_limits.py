@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -170,3 +172,40 @@ async def test_odd_requests_are_refused_and_the_server_serves_on() -> None:
         assert not generate.jobs, "what is refused starts nothing"
         for path, body in (right["chat"], right["text"]):
             assert (await client.post(path, json=body)).status_code == 200
+
+
+DEEP = "DEEP"  # stands for nested lists
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": DEEP}'}}
+USE = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": DEEP}}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
+DONE = {"role": "tool", "tool_call_id": "1", "content": "x"}
+OF_OLLAMA = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": DEEP}}}]}
+CALLING: dict[str, Body] = {
+    "/v1/chat/completions": {"messages": [SAID, {"role": "assistant", "tool_calls": [CALL]}, DONE]},
+    "/v1/responses": {
+        "input": [
+            SAID,
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": DEEP}'},
+            {"type": "function_call_output", "call_id": "1", "output": "x"},
+        ]
+    },
+    "/v1/messages": {
+        "max_tokens": 4,
+        "messages": [SAID, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT]}],
+    },
+    "/api/chat": {"stream": False, "messages": [SAID, OF_OLLAMA]},
+}
+
+
+@pytest.mark.parametrize("path", CALLING)
+@pytest.mark.parametrize("levels", [100, 200, 300, 1000])
+async def test_nested_arguments_are_served_or_refused(path: str, levels: int) -> None:
+    """Arguments that a client sends as text stay text if they are nested too deeply."""
+    gateway = make_gateway(Scripted(saying("hi")))
+    gateway = replace(gateway, card=replace(gateway.card, max_model_len=8192))
+    body = json.dumps({"model": "tiny"} | CALLING[path]).replace(f'"{DEEP}"', DEEP)
+    body, headers = body.replace(DEEP, "[" * levels + "]" * levels), {"content-type": "application/json"}
+    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False, timeout=60.0) as client:
+        response = await client.post(path, content=body, headers=headers)
+    is_refused = levels > 100 and path in ("/v1/messages", "/api/chat")
+    assert response.status_code == (400 if is_refused else 200), response.text[:300]

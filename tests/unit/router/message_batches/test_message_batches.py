@@ -209,3 +209,13 @@ async def test_a_batch_of_two_models_is_refused_by_the_request_of_the_second(tmp
             assert len((await client.messages.batches.list()).data) == 1
     finally:
         await made.close()
+
+
+@pytest.mark.parametrize("levels", [200, 300, 1000])
+async def test_a_nested_request_is_refused_by_its_number(tmp_path: Path, levels: int) -> None:
+    body = orjson.dumps({"requests": [asking("a"), asking("b", metadata=0)]})
+    body = body.replace(b'"metadata":0', b'"metadata":' + b"[" * levels + b"]" * levels)
+    async with batching(tmp_path) as (_, _made, url), httpx.AsyncClient(base_url=url) as http:
+        refused = await http.post(PATH, content=body)
+    assert refused.status_code == 400
+    assert "requests.1" in refused.json()["error"]["message"]
