@@ -36,6 +36,7 @@ class HttpConfig(CheckedSettings):
 class TextConfig(CheckedSettings):
     """How answers are parsed and prompts are tokenised."""
 
+    chat_template: str = setting("", "File with a Jinja template of conversations, instead of the model's own.")
     tool_parser: ToolParser = setting("auto", "Format of tool calls; auto: as the chat template has it.")
     reasoning_parser: ReasoningParser = setting("auto", "Marks of reasoning; auto: the chat template's.")
     disable_any_whitespace: bool = setting(False, "JSON answers bound to a schema have no white space.")

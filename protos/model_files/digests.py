@@ -3,7 +3,7 @@
 weights      config.json, and of each file with weights its name, its size and SAMPLES pieces: a whole checkpoint
              takes minutes to read, and another training changes all of it
 tokenizer    the files that turn text into tokens
-template     the chat template
+template     the chat templates
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from protos.model_files.base import ModelFiles
+from protos.model_files.templates import chat_templates
 from protos.values import ModelDigests
 
 SAMPLES, SAMPLE_BYTES = 16, 4096
@@ -26,14 +26,8 @@ TOKENIZERS = (
 
 def read_digests(files: ModelFiles) -> ModelDigests:
     """ "" for a part that is not there. Raises BadCheckpoint."""
-    return ModelDigests(weights=_weights(files), tokenizer=_tokenizer(files), template=_digest(_template(files)))
-
-
-def _template(files: ModelFiles) -> list[bytes]:
-    """The first of the places where a chat template may be."""
-    places = [files.json(name) or {} for name in ("tokenizer_config.json", "chat_template.json")]
-    found: list[Any] = [files.text("chat_template.jinja"), *(place.get("chat_template") for place in places)]
-    return next(([json.dumps(one, sort_keys=True).encode()] for one in found if one), [])
+    templates = [text.encode() for pair in sorted(chat_templates(files).items()) for text in pair]
+    return ModelDigests(weights=_weights(files), tokenizer=_tokenizer(files), template=_digest(templates))
 
 
 def _weights(files: ModelFiles) -> str:

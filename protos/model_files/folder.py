@@ -17,6 +17,7 @@ from protos.model_files.tokenizers.special_tokens import token_id, with_named
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+TEMPLATES = "additional_chat_templates"
 _OTHERS = ("output*.safetensors", "gptq_model*.safetensors")  # of exllamav2 and AutoGPTQ, without an index
 
 
@@ -42,7 +43,7 @@ class FolderFiles:
         return text_part(found) if name == "config.json" and found is not None else found
 
     def text(self, name: str) -> str | None:
-        text = self._text(name)
+        text = read_text(self.path / name)
         if name != "tokenizer.json":
             return text
         text = other_tokenizer(self.path, self.json) if text is None else text
@@ -51,17 +52,6 @@ class FolderFiles:
     def token_id(self, text: str) -> int | None:
         tokenizer = self.text("tokenizer.json")
         return None if tokenizer is None else token_id(tokenizer, text)
-
-    def _text(self, name: str) -> str | None:
-        path = self.path / name
-        try:
-            return path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise BadCheckpoint(f"{path}: {unusable(error)}") from error
-        except ValueError as error:
-            raise BadCheckpoint(f"{path} is not UTF-8 ({error}): download it again") from error
 
     def weight_files(self) -> list[Path]:
         """Those that are read: others may lie beside them, such as a copy in one file."""
@@ -78,12 +68,24 @@ class FolderFiles:
 
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=6)
-        others = [self.path / name for name in ("tokenizer.model", "tiktoken.model", "merges.txt")]
-        for path in (*sorted(self.path.glob("*.json")), *(one for one in others if one.is_file())):
+        small = ("*.json", "*.jinja", f"{TEMPLATES}/*.jinja", "tokenizer.model", "tiktoken.model", "merges.txt")
+        for path in (path for pattern in small for path in sorted(self.path.glob(pattern))):
             digest.update(path.read_bytes())
         for path in self.weight_files():
             digest.update(f"{path.name} {path.stat().st_size}".encode())
         return digest.hexdigest()
+
+
+def read_text(path: Path) -> str | None:
+    """None where there is no such file. Raises BadCheckpoint."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise BadCheckpoint(f"{path}: {unusable(error)}") from error
+    except ValueError as error:
+        raise BadCheckpoint(f"{path} is not UTF-8 ({error}): download it again") from error
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

@@ -44,7 +44,7 @@ def open_texts(config: RouterConfig, *, model: Path | None = None, max_model_len
     tokenizer = Tokenizer.load(files)
     if compiled() is not None:
         _ = tokenizer.vocabulary.texts  # before the first request, which would wait for them
-    template = ChatTemplate.load(files, tokenizer.named_tokens, tokenizer.added_tokens)
+    template = ChatTemplate.load(files, tokenizer.named_tokens, tokenizer.added_tokens, file=config.text.chat_template)
     reasoning = _reasoning(config.text.reasoning_parser, template, tokenizer)
     tool_format = _tool_format(config.text.tool_parser, template, reasoning)
     return ModelTexts(

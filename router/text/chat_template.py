@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -21,10 +23,14 @@ import jinja2.ext
 from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from protos.errors import BadCheckpoint, InvalidRequest
+from protos.errors import BadCheckpoint, InvalidRequest, Misconfigured
 from protos.model_files.base import ModelFiles
+from protos.model_files.folder import read_text
+from protos.model_files.templates import DEFAULT, TOOL_USE, chat_templates
 from router.text import reasoning
 from router.text.control import ControlTexts, Marks, Rendered
+
+log = logging.getLogger("baton.router")
 
 Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -105,23 +111,26 @@ class ChatTemplate:
 
     @classmethod
     def load(
-        cls, files: ModelFiles, named_tokens: Mapping[str, str], added_tokens: Mapping[str, bool] | None = None
+        cls,
+        files: ModelFiles,
+        named_tokens: Mapping[str, str],
+        added_tokens: Mapping[str, bool] | None = None,
+        *,
+        file: str = "",
     ) -> ChatTemplate | None:
-        """Reads chat_template.jinja, tokenizer_config.json or, of a model that reads images too, chat_template.json;
-        None if the checkpoint has no template."""
+        """The template in `file`, else the checkpoint's; None if it has none. Raises BadCheckpoint."""
         make = partial(cls, named_tokens=named_tokens, added_tokens=added_tokens)
-        beside = files.text("chat_template.jinja")
-        if beside is not None:
-            return make(beside)
-        places = (files.json(name) or {} for name in ("tokenizer_config.json", "chat_template.json"))
-        found = next((place["chat_template"] for place in places if place.get("chat_template")), None)
-        with_tools = None
-        if isinstance(found, list):
-            named = {one["name"]: one["template"] for one in found}
-            found = named.get("default")
-            if "tool_use" in named:
-                with_tools = make(named["tool_use"])
-        return make(found, with_tools=with_tools) if found else None
+        if file:
+            if (own := read_text(Path(file))) is None:
+                raise Misconfigured(f"there is no chat template {file}: correct the path", param="chat_template")
+            return make(own)
+        named = chat_templates(files)
+        with_tools = make(named[TOOL_USE]) if TOOL_USE in named else None
+        if named and DEFAULT not in named:
+            first = next((name for name in named if name != TOOL_USE), TOOL_USE)
+            log.warning("%s has no chat template 'default', but %s: %r is used", files.path, ", ".join(named), first)
+            named[DEFAULT] = named[first]
+        return make(named[DEFAULT], with_tools=with_tools) if named else None
 
     async def prompt(
         self,

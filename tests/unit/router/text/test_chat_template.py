@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from protos.errors import BadCheckpoint, InvalidRequest
+from protos.errors import BadCheckpoint, InvalidRequest, Misconfigured
 from protos.model_files.folder import FolderFiles
+from protos.model_files.gguf.files import GGUFFiles
 from router.text.chat_template import ChatTemplate
 from router.tools.formats import ToolFormat, format_of
+from tests.gguf_writer import write_gguf
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -192,14 +195,44 @@ def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None
     config.write_text(json.dumps({"chat_template": named}))
     assert rendered(tmp_path) == "<s>named"
     assert rendered(tmp_path, tools=TOOLS) == "tools"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file for tools")
+    assert (rendered(tmp_path), rendered(tmp_path, tools=TOOLS)) == ("<s>named", "file for tools")
     (tmp_path / "chat_template.jinja").write_text("file")
-    assert rendered(tmp_path) == "file"
+    assert (rendered(tmp_path), rendered(tmp_path, tools=TOOLS)) == ("file", "file for tools")
+    (tmp_path / "own").write_text("own")
+    assert rendered(tmp_path, file=str(tmp_path / "own"), tools=TOOLS) == "own"
+    with pytest.raises(Misconfigured, match="absent"):
+        rendered(tmp_path, file=str(tmp_path / "absent"))
 
 
-def rendered(folder: Path, **options: Any) -> str:
-    template = ChatTemplate.load(FolderFiles(folder), TOKENS)
+@pytest.mark.parametrize("names", [["rag", "tool_use"], ["tool_use", "rag"], ["rag"]])
+def test_without_a_default_another_template_is_used(names: list[str], tmp_path: Path) -> None:
+    named = [{"name": name, "template": name} for name in names]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert rendered(tmp_path) == "rag"
+    assert rendered(tmp_path, tools=TOOLS) == ("tool_use" if len(names) > 1 else "rag")
+
+
+@pytest.mark.parametrize("template", [["plain"], [{"name": "default"}], {"default": "x"}, 7])
+def test_templates_of_another_shape_are_refused(template: Any, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(BadCheckpoint, match=r"tokenizer_config\.json.*chat_template"):
+        rendered(tmp_path)
+
+
+def test_a_template_beside_a_gguf_file_is_used(tmp_path: Path) -> None:
+    metadata = {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.model": "llama", "tokenizer.chat_template": "inside"}
+    model = write_gguf(tmp_path / "model.gguf", metadata, {})
+    assert rendered(model) == "inside"
+    (tmp_path / "chat_template.jinja").write_text("beside")
+    assert rendered(model) == "beside"
+
+
+def rendered(path: Path, *, file: str = "", tools: Sequence[Any] = ()) -> str:
+    template = ChatTemplate.load(GGUFFiles.open(path) if path.is_file() else FolderFiles(path), TOKENS, file=file)
     assert template is not None
-    return template.render([USER], **options)
+    return template.render([USER], tools=tools)
 
 
 def test_a_template_that_is_none_is_refused_at_the_start() -> None:
