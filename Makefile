@@ -1,6 +1,7 @@
 # Baton's verbs. Each prepares what it needs; a second call is instant. Settings:
 #   ARGS         more flags for the program: make up ARGS="--port 9000"
 #   PYTHON       the interpreter for .venv, 3.11 or 3.12 (found by itself)
+#   MINUTES      how long `make fuzz` draws; SEED: where it begins, the time of day unless given
 #   TORCH        cpu or cuda: the build of torch; auto takes cuda where there is an NVIDIA driver (CONTRIBUTING.md)
 #   TORCH_INDEX  an index of torch's CPU builds, where neither pip's own nor PyTorch's is to be used
 
@@ -9,6 +10,8 @@ RUNTIME := .venv/.installed
 DEV     := .venv/.installed-dev
 CODE    := cluster router workers prefill_pool decode_pool kvtransfer protos $(wildcard demo benchmarks deploy) tests
 OUT     := .
+MINUTES := 10
+SEED    := $(shell date +%s)
 TORCH   := auto
 
 USABLE  := import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
@@ -32,6 +35,14 @@ check: $(DEV)  ## style, types, import directions, layout: under a minute
 
 test: $(DEV)  ## the whole test suite: make test ARGS="-k router"
 	$(BIN)/pytest --processes=3 $(ARGS)
+
+fuzz: $(DEV)  ## draw new requests and cases for MINUTES (10); each round says its SEED, the first failure ends them
+	@end=$$(($$(date +%s) + 60 * $(MINUTES))); seed=$(SEED); while [ $$(date +%s) -lt $$end ]; do \
+	  echo "make fuzz SEED=$$seed"; \
+	  BATON_FUZZ=$$seed $(BIN)/pytest -q --processes=3 -m hypothesis --hypothesis-seed=$$seed -o timeout=900 \
+	    -o faulthandler_timeout=890 $$(grep -rlE "hypothesis|schemathesis" tests --include="test_*.py") $(ARGS) || exit 1; \
+	  seed=$$((seed + 1)); \
+	done
 
 sdks:  ## clients whose pins differ from ours, for their tests, in .venv-sdks
 	@python3 -m venv .venv-sdks && .venv-sdks/bin/pip install -q openai-agents==0.24.0
@@ -73,4 +84,4 @@ $(DEV): pyproject.toml constraints.txt constraints-cuda.txt | $(BIN)/pip
 	@$(INSTALL) --extra dev
 	@touch $(RUNTIME) $@
 
-.PHONY: help up check test sdks hosts image gpu bench format protos clean
+.PHONY: help up check test fuzz sdks hosts image gpu bench format protos clean

@@ -29,7 +29,6 @@ from router.conditions import OF_TOOLS
 from router.dispatch.lane_probe import PROBE_TIMEOUT_S
 from router.http.body import MAX_TTFT_MS
 from router.http.size_limits import MAX_PIECES
-from router.http.validation import bounds
 from router.ledger.organization import COST_GROUPS, LATEST_S, MAX_COST_DAYS, USAGE_GROUPS, VECTOR_GROUPS, WIDTHS
 from router.ledger.report import GROUPS
 from router.message_batches.operations import MESSAGE_BATCH_OPERATIONS
@@ -49,7 +48,7 @@ from router.operation import Operation, Schema, query_parameter
 from router.responses.replies import InputTokensReply, ResponsesReply
 from router.responses.schema import InputBody, ResponsesBody
 from router.text.model_card import ModelCard
-from router.text.sampling_request import MAX_CHOICES
+from router.text.sampling_request import MAX_CHOICES, RANGES
 
 _REASONS = {
     400: "The request is wrong: `param` names what to mend",
@@ -85,7 +84,7 @@ _MAX_TTFT = {
     "name": MAX_TTFT_MS,
     "in": "header",
     "description": "max_ttft_ms, for clients that cannot put it into the body, whose word counts",
-    "schema": {"type": "number"} | bounds("max_ttft_ms"),
+    "schema": {"type": "number", "minimum": RANGES["max_ttft_ms"][0], "maximum": RANGES["max_ttft_ms"][1]},
 }
 _LIMIT = {
     "name": "limit",

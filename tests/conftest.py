@@ -11,9 +11,12 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 from tests.forked_runner import ForkedRunner
 
@@ -34,9 +37,16 @@ HAS_GPU = shutil.which("nvidia-smi") is not None
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
-settings.register_profile("local", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+FUZZ = "BATON_FUZZ"
+"""The environment's seed of `make fuzz`, which draws new examples. Elsewhere a test draws the same ones every time."""
+
+timeless: dict[str, Any] = {"deadline": None, "print_blob": True}
+timeless["suppress_health_check"] = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("same", derandomize=True, **timeless)
+settings.register_profile("fuzz", max_examples=1000, **timeless)
+settings.load_profile("fuzz" if FUZZ in os.environ else "same")
+if FUZZ not in os.environ:  # Hypothesis draws constants of all modules that the process has imported by then
+    providers._get_local_constants = Constants
 
 
 # A shell starts what it does not wait for (`make test &`) deaf to Ctrl-C, and a process passes that on: neither a
@@ -52,6 +62,13 @@ def _what_is_logged() -> Iterator[None]:
     level = ours.level
     yield
     ours.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """What a test draws from torch's own generator does not depend on the tests before it in its process."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

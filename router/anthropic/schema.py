@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from router.conversation.schema_parts import STRING, TOOLS, Objects, choice_without_tools, function_schema, tools_list
-from router.http.validation import Body, FirstWrong, Schema, at_most, bounds, ranged
+from router.http.validation import Body, FirstWrong, Schema, at_most, ranged
 from router.text.sampling_request import MAX_STOP_CHARS, MAX_STOPS, SamplingRequest
 
 _TEXT = {
@@ -129,7 +129,7 @@ class PromptBody(Body):
 class MessagesBody(PromptBody):
     """The last block is Baton's own, as in a chat."""
 
-    max_tokens: int = Field(ge=1, description="an integer of at least 1", json_schema_extra=dict(bounds("max_tokens")))
+    max_tokens: int = ranged("max_tokens", "an integer", ...)
     metadata: dict[str, Any] | None = Field(default=None, description="an object")
     service_tier: Literal["auto", "standard_only"] | None = Field(default=None, description="auto or standard_only")
     stop_sequences: Annotated[list[str] | None, FirstWrong(), at_most(MAX_STOPS)] = Field(

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, mo
 
 from router.http.harmless import Harmless, without_harmless
 from router.http.size_limits import check_parameters
-from router.text.sampling_request import RANGES
+from router.text.sampling_request import RANGES, allowed
 
 
 def at_most(num_entries: int) -> BeforeValidator:
@@ -54,16 +54,10 @@ Schema = Annotated[
 ]
 
 
-def bounds(name: str) -> dict[str, float]:
-    """A parameter's range as JSON Schema."""
+def ranged(name: str, kind: str, default: Any = None) -> Any:
+    """The field of a parameter with its range."""
     low, high = RANGES[name]
-    return {"minimum": low, "maximum": high}
-
-
-def ranged(name: str, kind: str) -> Any:
-    """The field of a parameter that may be left out, with its range."""
-    low, high = RANGES[name]
-    return Field(default=None, description=f"{kind} between {low} and {high}", json_schema_extra=dict(bounds(name)))
+    return Field(default=default, ge=low, le=high, description=f"{kind} {allowed(name)}")
 
 
 class FirstWrong(FailFast):

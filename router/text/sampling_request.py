@@ -49,6 +49,13 @@ _AS_THE_WORKER = SpeculationParams()
 _OF_TOKENS = ("logprobs", "prompt_logprobs")
 
 
+def allowed(name: str) -> str:
+    """A parameter's range, in words."""
+    low, high = RANGES[name]
+    note = " (-1, vLLM's word for the whole vocabulary, is not offered)" if name in _OF_TOKENS else ""
+    return f"between {low} and {high}{note}"
+
+
 class SamplingRequest(Value, frozen=True, kw_only=True):
     """None: not given. A `silent` request has no answer: its prompt is computed, for logprobs or a vector.
 
@@ -240,10 +247,7 @@ def _check(request: SamplingRequest, prompts: Sequence[tuple[int, ...]], card: M
     for name, (low, high) in RANGES.items():
         value = getattr(request, name)
         if value is not None and not low <= value <= high:
-            allowed = f"between {low} and {high}"
-            if name in _OF_TOKENS and value == -1:
-                allowed += " (-1, vLLM's word for the whole vocabulary, is not offered)"
-            raise _outside(request.names.get(name, name), value, allowed)
+            raise _outside(request.names.get(name, name), value, allowed(name))
     _check_stops(request)
     _check_tokens(request, card)
     _check_speculation(request.speculation, card)

@@ -29,7 +29,7 @@ class Screen:
 
     async def shows(self, text: str) -> None:
         """Returns when it has appeared after what was waited for before."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while text not in self._text:
                 self._changed.clear()
                 await self._changed.wait()
@@ -85,12 +85,12 @@ async def test_ctrl_c_stops_an_answer_and_ctrl_d_ends_the_conversation() -> None
         await screen.shows("hello world")
         screen.type(CTRL_C)
         await screen.shows("(stopped)")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await generate.idle.wait()  # the gateway has ended the work, too
         await screen.shows("> ")
         screen.type(b"again\r")
         await screen.shows("lazy dog")
         await screen.shows("> ")
         screen.type(CTRL_D)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert await process.wait() == 0

@@ -177,7 +177,7 @@ async def test_a_worker_that_is_told_to_leave_ends_after_its_last_word() -> None
         pass
     left = await gateway.stub.Drain(worker_pb2.DrainRequest(exit=True))
     assert left.num_running == 1
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await worker.wait()
         stopping = asyncio.create_task(worker.stop())
         told = [update for message in gateway.messages for update in message.updates]

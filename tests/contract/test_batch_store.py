@@ -155,7 +155,7 @@ async def test_a_batch_runs_in_two_processes_as_clients_see_it(tmp_path: Path, d
         batch = await client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
         made.run(max_running=2)
         made.run(storage=other)
-        done = await asyncio.wait_for(ended(client, batch.id), 30)
+        done = await asyncio.wait_for(ended(client, batch.id), 60)
         answers = await results(client, done.output_file_id)
         assert sorted(one["custom_id"] for one in answers) == sorted(f"r{number}" for number in range(20))
         await client.files.delete(file_id)
@@ -315,7 +315,7 @@ async def test_a_batch_runs_with_its_files_in_a_bucket(s3: str, postgres_url: st
     async with batching(tmp_path, database_url=postgres_url, bucket=s3) as (client, _):
         file_id = await upload(client, [line("a")])
         batch = await client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
-        done = await asyncio.wait_for(ended(client, batch.id), 30)
+        done = await asyncio.wait_for(ended(client, batch.id), 60)
         assert [one["custom_id"] for one in await results(client, done.output_file_id)] == ["a"]
 
 

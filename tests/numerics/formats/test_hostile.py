@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.errors import BatonError
@@ -81,7 +81,7 @@ def spoiled(data: st.DataObject, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(data=st.data())
 def test_no_spoiled_config_does_more_than_raise(name: str, folders: dict[str, Path], data: st.DataObject) -> None:
     file = folders[name] / "config.json"
@@ -96,7 +96,7 @@ def test_no_spoiled_config_does_more_than_raise(name: str, folders: dict[str, Pa
 
 
 @pytest.mark.parametrize("name", ["gptq", "nf4", "exl2", "packed"])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(data=st.data())
 def test_no_spoiled_header_or_tensor_does_more_than_raise(
     name: str, folders: dict[str, Path], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

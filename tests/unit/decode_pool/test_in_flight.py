@@ -25,7 +25,7 @@ def test_prefill_makes_the_first_token_and_decode_the_rest(depth: int, follows_l
     assert computed == len(asked) * (NUM_ANSWER - 1), "decode computed a prompt token, or went beyond a known end"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     depth=st.integers(1, 2),
     follows_layers=st.booleans(),

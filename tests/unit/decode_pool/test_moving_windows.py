@@ -204,7 +204,7 @@ SIZES = st.sampled_from([(4, 4), (8, 2), (2, 8), (1, 4), (16, 4)])
 LONG = tuple(7 * index % VOCAB for index in range(100))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(windows=WINDOWS, sizes=SIZES, length=st.integers(1, 60), seed=st.integers(0, 2**32))
 def test_a_prompt_is_read_elsewhere_with_what_its_windows_need(
     windows: Windows, sizes: tuple[int, int], length: int, seed: int
@@ -218,7 +218,7 @@ def test_a_prompt_is_read_elsewhere_with_what_its_windows_need(
         assert two.disaggregate(name, prompt_ids) == list(answer(prompt_ids, 9))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(windows=WINDOWS, sizes=SIZES, length=st.integers(1, 40), before=st.integers(1, 12), seed=st.integers(0, 2**32))
 def test_a_sequence_moves_while_its_windows_slide(
     windows: Windows, sizes: tuple[int, int], length: int, before: int, seed: int
@@ -228,7 +228,7 @@ def test_a_sequence_moves_while_its_windows_slide(
     assert two.move("b", LONG[: length + 5], before=before, num_tokens=40) == list(answer(LONG[: length + 5], 40))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(windows=WINDOWS, sizes=SIZES, length=st.integers(1, 60), num_pulled=st.integers(1, 60))
 @example(windows=(5,), sizes=(8, 2), length=10, num_pulled=12)
 @example(windows=(9,), sizes=(1, 4), length=10, num_pulled=12)

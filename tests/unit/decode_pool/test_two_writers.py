@@ -149,4 +149,4 @@ def settled(ticket: Ticket, num_blocks: int) -> Ticket | None:
 
 
 TestTwoWriters = TwoWriters.TestCase
-TestTwoWriters.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestTwoWriters.settings = settings(max_examples=25, stateful_step_count=25)

@@ -126,7 +126,7 @@ class Cluster:
     async def until(self, condition: Callable[[], bool]) -> None:
         """Returns once something that the fleet was told has made the condition true."""
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not condition():
                     await self.fleet.heard.wait()
         except TimeoutError:

@@ -148,7 +148,7 @@ class FakeWorker:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Returns once something that happened to this worker has made the condition true."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 await self._turn.wait()
 

@@ -261,7 +261,7 @@ async def serving_app(app: Any) -> AsyncIterator[str]:
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         if state.tasks:  # an answer whose client has gone
-            await asyncio.wait(state.tasks, timeout=10)
+            await asyncio.wait(state.tasks, timeout=60)
     finally:
         server.close()
         for connection in list(state.connections):

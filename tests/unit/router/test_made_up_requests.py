@@ -1,6 +1,6 @@
 """What schemathesis makes up from /openapi.json, within its bounds and beyond them, is answered as described there. Few
 requests, and the same every time (in processes of their own where there are queries, which differ with PYTHONHASHSEED);
-`schemathesis run URL/openapi.json` makes up more (docs/api.md)."""
+`make fuzz` makes up others, and what it finds becomes a test here."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from router.ledger.ledger import RequestLedger
 from router.ledger.prices import PriceList
 from router.ledger.schema import ledger_database
 from router.ledger.store import LedgerStore
+from tests.conftest import FUZZ
 from tests.unit.router.batches.batching import Batching
 from tests.unit.router.fake_cluster import Cluster
 from tests.unit.router.operating import ask, operating
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
 
-NUM_REQUESTS = 8  # of each kind
+pytestmark = pytest.mark.hypothesis  # for `make fuzz`
+NUM_REQUESTS = 200 if FUZZ in os.environ else 8  # of each kind
 COMPLETIONS = "^/v1/(chat/)?completions$"
 ANSWERING = "^/v1/(chat/|completions|embeddings|responses|messages$|messages/count)|^/api/(chat|e|g|show)|tokenize$"
 """The routes whose bodies are made up in this process."""
@@ -64,6 +66,29 @@ async def test_made_up_requests_are_answered_as_described(method: str, path: str
             assert (400 in statuses) or mode is GenerationMode.POSITIVE
 
 
+@pytest.mark.parametrize(
+    ("path", "wrong", "param"),
+    [
+        ("/v1/messages", {"max_tokens": 2**31, "stream": True}, "max_tokens"),
+        ("/v1/messages", {"max_tokens": 2**31}, "max_tokens"),
+        ("/v1/completions", {"n": 0, "best_of": 1}, "n"),
+        ("/v1/completions", {"n": -3, "best_of": 1}, "n"),
+        ("/v1/completions", {"echo": True, "logprobs": 2, "prompt_logprobs": -3}, "prompt_logprobs"),
+        ("/v1/chat/completions", {"max_tokens": -1, "max_completion_tokens": 5}, "max_tokens"),
+    ],
+)
+async def test_no_other_parameter_hides_one_out_of_range(path: str, wrong: dict[str, Any], param: str) -> None:
+    prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    async with (
+        serving(make_gateway(Scripted(saying("hi")))) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        answer = await http.post(path, json={"model": "tiny"} | prompt | wrong)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error.get("param", error["message"].split("'")[1]) == param
+
+
 async def test_whatever_is_described_is_accepted(tmp_path: Path) -> None:
     """Each parameter at its bounds and in all of its forms, one after the other: the phase that schemathesis calls
     coverage, within the bounds."""
@@ -82,7 +107,7 @@ async def test_the_other_routes_answer_as_described(cluster: Cluster, tmp_path: 
         told = await run(
             str(client.base_url).rstrip("/"), tmp_path, "--phases=coverage,fuzzing,stateful",
             f"--exclude-path-regex={ANSWERING}|/drain$", "--exclude-checks=positive_data_acceptance",
-            "--generation-deterministic", f"--max-examples={NUM_REQUESTS // 2}",
+            f"--max-examples={NUM_REQUESTS // 2}",
         )  # fmt: skip
     await asyncio.to_thread(ledger.close)
     await made.close()
@@ -91,8 +116,9 @@ async def test_the_other_routes_answer_as_described(cluster: Cluster, tmp_path: 
 
 
 async def run(url: str, folder: Path, *options: str) -> str:
+    chance = f"--seed={os.environ[FUZZ]}" if FUZZ in os.environ else "--generation-deterministic"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--no-color", *options,
+        sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--no-color", chance, *options,
         cwd=folder, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         env=os.environ | {"PYTHONHASHSEED": "0"},
     )  # fmt: skip
@@ -107,14 +133,7 @@ def made_up(document: dict[str, Any], url: str, method: str, path: str, mode: Ge
     described.config.update(base_url=url)
     statuses: set[int] = set()
 
-    @settings(
-        max_examples=NUM_REQUESTS,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=NUM_REQUESTS, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(case=described[path][method].as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case[Any]) -> None:
         answer = case.call(timeout=60.0)

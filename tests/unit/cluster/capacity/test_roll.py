@@ -35,7 +35,7 @@ def owner_of(fleet: StagedFleet, configured: DesiredFleet = CONFIGURED) -> Fleet
 
 async def begun(fleet: StagedFleet, times: int) -> None:
     """Returns when the actuator has been called so often."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(fleet.begun) < times:  # noqa: ASYNC110 - the staged fleet notifies nobody
             await asyncio.sleep(0)
 
@@ -43,7 +43,7 @@ async def begun(fleet: StagedFleet, times: int) -> None:
 async def ended(owner: FleetController, fleet: StagedFleet, number: int) -> FleetChange:
     """The change, after every step of it has been reached."""
     waiting = asyncio.create_task(owner.ended(number))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not waiting.done():
             if not fleet.begun[-1].done():
                 fleet.arrive()

@@ -55,6 +55,6 @@ async def test_a_worker_at_a_given_address_joins_under_its_own_name_once_it_answ
         return answer
 
     members = Joined()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await StaticDiscovery(["h:1"], identify=identify, period_s=0.0).follow(members)
     assert members.addresses == {"prefill-7": "h:1"}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.errors import BadCheckpoint, UnsupportedModel
@@ -175,7 +175,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write_gguf(tmp_path_factory.mktemp("whole") / "m.gguf", METADATA, TENSORS).read_bytes()
 
 
-@settings(max_examples=400, deadline=2_000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400)
 @given(spoiled=SPOILED, keep=st.one_of(st.none(), st.integers(0, 700)))
 def test_no_spoiled_file_does_more_than_raise(
     spoiled: list[tuple[int, bytes]], keep: int | None, whole: bytes, tmp_path: Path
@@ -187,7 +187,7 @@ def test_no_spoiled_file_does_more_than_raise(
     read_within_bounds(tmp_path / "m.gguf", bytes(data[:keep]))
 
 
-@settings(max_examples=200, deadline=2_000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200)
 @given(tail=st.binary(max_size=400), tensors=st.integers(0, 2**64 - 1), keys=st.integers(0, 2**64 - 1))
 def test_no_made_up_header_does_more_than_raise(tail: bytes, tensors: int, keys: int, tmp_path: Path) -> None:
     read_within_bounds(tmp_path / "m.gguf", b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + tail)

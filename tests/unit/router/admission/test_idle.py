@@ -231,7 +231,7 @@ async def test_after_an_error_of_the_fleet_the_line_goes_on() -> None:
         except ValueError:
             await line.idle._wait_for_room(16)
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await asyncio.gather(stubborn(), stubborn())
         await line.join("third", 2)
     assert line.entered == ["third"]

@@ -141,7 +141,7 @@ async def test_cancelled_and_expired_batches_keep_what_is_done(tmp_path: Path) -
                 assert (await client.batches.cancel(batch.id)).status == "cancelling"
             else:
                 made.clock.now_s += 86_400
-            batch = await asyncio.wait_for(ended(client, batch.id), 30)
+            batch = await asyncio.wait_for(ended(client, batch.id), 60)
             assert batch.status == way
             assert [one["custom_id"] for one in await results(client, batch.output_file_id)] == ["short"]
             [undone] = await results(client, batch.error_file_id)
@@ -226,7 +226,7 @@ async def test_a_new_owner_does_not_reject_what_ran_before(tmp_path: Path, monke
 
         monkeypatch.setattr(Gateway, "_named", gone)
         made.run(storage=replace(made.storage, max_lines=1))
-        batch = await asyncio.wait_for(ended(client, batch.id), 30)
+        batch = await asyncio.wait_for(ended(client, batch.id), 60)
         assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 1, 1)
         assert [one["custom_id"] for one in await results(client, batch.output_file_id)] == ["short"]
         [failed] = await results(client, batch.error_file_id)
@@ -238,7 +238,7 @@ async def test_a_batch_whose_input_is_lost_keeps_its_results(tmp_path: Path) -> 
         batch = await _handed_over(made, client, [line("short"), LONG], 1)
         made.storage.files.contents.delete(batch.input_file_id)
         made.run()
-        batch = await asyncio.wait_for(ended(client, batch.id), 30)
+        batch = await asyncio.wait_for(ended(client, batch.id), 60)
         assert (batch.status, batch.errors.data[0].code) == ("failed", "file_not_found")
         assert [one["custom_id"] for one in await results(client, batch.output_file_id)] == ["short"]
 
@@ -258,7 +258,7 @@ async def test_a_batch_of_a_model_that_is_served_no_more_ends(tmp_path: Path, wa
         else:
             made.clock.now_s += 86_401
         made.run()
-        batch = await asyncio.wait_for(ended(client, "batch_1"), 30)
+        batch = await asyncio.wait_for(ended(client, "batch_1"), 60)
         assert (batch.status, batch.request_counts.failed) == (way, 2)
         assert not made.generate.jobs
 
@@ -283,7 +283,7 @@ async def test_a_line_without_a_result_does_not_end_its_batch(
             await asyncio.sleep(0.01)
         made.clock.now_s += 31
         made.storage.changed.set()
-        batch = await asyncio.wait_for(ended(client, batch.id), 30)
+        batch = await asyncio.wait_for(ended(client, batch.id), 60)
         assert (batch.status, batch.request_counts.completed) == ("completed", 2)
     assert "has no result" in caplog.text
 
@@ -301,14 +301,14 @@ async def test_a_failed_look_is_not_the_last(tmp_path: Path, monkeypatch: pytest
     async with batching(tmp_path) as (client, _):
         file_id = await upload(client, [line("a")])
         batch = await client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
-        assert (await asyncio.wait_for(ended(client, batch.id), 30)).status == "completed"
+        assert (await asyncio.wait_for(ended(client, batch.id), 60)).status == "completed"
 
 
 async def test_a_spent_budget_is_the_answer_of_a_line(tmp_path: Path) -> None:
     async with batching(tmp_path, lambda _: [BudgetExhausted("spent", retry_after_s=1e6)]) as (client, made):
         file_id = await upload(client, [line("a")])
         batch = await client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
-        batch = await asyncio.wait_for(ended(client, batch.id), 30)
+        batch = await asyncio.wait_for(ended(client, batch.id), 60)
         [found] = await results(client, batch.error_file_id)
         assert found["response"]["status_code"] == 429
         assert found["response"]["body"]["error"]["code"] == "insufficient_quota"
@@ -357,7 +357,7 @@ async def test_a_line_that_fails_for_good_has_one_row(
     async with batching(tmp_path, lambda _: [error], ledger=ledger) as (client, made):
         file_id = await upload(client, [line("a")])
         batch = await client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
-        assert (await asyncio.wait_for(ended(client, batch.id), 30)).request_counts.failed == 1
+        assert (await asyncio.wait_for(ended(client, batch.id), 60)).request_counts.failed == 1
         assert len(made.generate.jobs) == tries
     ledger.close()
     with closing(ledger_database(tmp_path / "ledger.db")) as database:

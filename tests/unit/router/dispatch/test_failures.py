@@ -157,7 +157,7 @@ async def test_a_reservation_that_cannot_be_renewed_is_made_elsewhere(make: Call
     asking = asyncio.create_task(collect(cluster, job()))
     await cluster["p0"].until(lambda: len(cluster["p0"].submitted) == 1)
     cluster["d0"].refuse = TransferFailed("the ticket has expired")
-    assert tokens(await asyncio.wait_for(asking, 10)) == expected_tokens(PROMPT, 8)
+    assert tokens(await asyncio.wait_for(asking, 60)) == expected_tokens(PROMPT, 8)
     assert [request.request_id for request in cluster["d1"].submitted] == ["r.2"]
     await cluster["p0"].until(lambda: "r.1" in cluster["p0"].aborted)
     await cluster["d0"].until(lambda: not cluster["d0"].tickets)
@@ -171,7 +171,7 @@ async def test_a_prompt_is_waited_for_only_as_long_as_its_decode_worker_lives(ma
     asking = asyncio.create_task(collect(cluster, job()))
     await cluster["p0"].until(lambda: len(cluster["p0"].submitted) == 1)
     await cluster["d0"].die()
-    assert tokens(await asyncio.wait_for(asking, 10)) == expected_tokens(PROMPT, 8)
+    assert tokens(await asyncio.wait_for(asking, 60)) == expected_tokens(PROMPT, 8)
     await cluster["p0"].until(lambda: not cluster["p0"].running)
     await cluster["d0"].restart()
 

@@ -35,7 +35,7 @@ class Client:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         clock = asyncio.get_running_loop().time
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 await self.cluster.fleet.wait(until=clock() + 0.01)
 
@@ -48,7 +48,7 @@ class Client:
         await self.until(lambda: self.cluster.generate.moves.num_stayed > 0)
 
     async def done(self) -> list[int]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self.reading
         return tokens(self.deltas)
 

@@ -116,7 +116,7 @@ async def test_a_wake_that_fails_is_logged_and_ordered_again(
     monkeypatch.setattr(owner, "order", failing)
     fleet.sleep.wanted.set()
     watching = asyncio.create_task(SleepWatch(fleet, owner).run())  # type: ignore[arg-type]  # what the watch uses of it
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await owner.ordered.wait()
     watching.cancel()
     warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]

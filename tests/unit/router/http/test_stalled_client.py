@@ -66,7 +66,7 @@ async def asking(answer: Answer, stall_s: float) -> AsyncIterator[tuple[socket.s
         client.connect(server.sockets[0].getsockname())
         client.setblocking(False)
         client.sendall(REQUEST)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             yield client, state
 
 

@@ -101,7 +101,7 @@ async def test_a_batch_that_has_ended_without_results_names_the_reason(tmp_path:
             for path in (tmp_path / "files").iterdir():
                 path.unlink()
             made.run()
-            await asyncio.wait_for(ended(client, batch.id), 30)
+            await asyncio.wait_for(ended(client, batch.id), 60)
             late = (await http.get(f"{PATH}/{batch.id}/results")).json()["error"]["message"]
     assert early.endswith("its processing_status is not 'ended'")
     assert "has ended without results: the content of file" in late

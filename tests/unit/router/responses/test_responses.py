@@ -243,8 +243,8 @@ async def test_where_only_a_skipped_tool_is_allowed_none_is_called() -> None:
         ({"tool_choice": ONLY_SEARCH | {"mode": "required"}, "tools": [{"type": "web_search"}, NOW]}, "'tool_choice'"),
         ({"tools": [{"type": "function"}]}, "'tools[0].name'"),
         ({"temperature": 3}, "temperature"),
-        ({"max_output_tokens": 0}, "'max_output_tokens' has the value 0: it must be between 1 and"),
-        ({"max_output_tokens": -1}, "'max_output_tokens' has the value -1: it must be between 1 and"),
+        ({"max_output_tokens": 0}, "'max_output_tokens' is 0: it must be an integer between 1 and"),
+        ({"max_output_tokens": -1}, "'max_output_tokens' is -1: it must be an integer between 1 and"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ],
 )

@@ -51,7 +51,7 @@ class Reader:
             self._more.set()
 
     async def has(self, count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.tokens) < count:
                 self._more.clear()
                 await self._more.wait()

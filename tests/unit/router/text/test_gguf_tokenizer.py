@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -136,7 +136,7 @@ def test_byte_level_ids_and_texts_are_the_originals(pre: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "tekken"])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(text=st.text(max_size=60))
 def test_any_text_has_the_ids_of_the_original(pre: str, text: str, tmp_path: Path) -> None:
     theirs = Tokenizer(tokenizers.Tokenizer.from_str(byte_level(pre)))
@@ -228,7 +228,7 @@ def test_sentencepiece_ids_are_those_of_its_algorithm(tmp_path: Path) -> None:
         assert tokenizer._encode([text], True) == [(1, *ids)], "add_bos_token is true where it is absent"
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 @given(text=st.text(alphabet="abdehilmnorstuw .,'▁\né漢🙂", max_size=40))
 def test_any_text_has_sentencepieces_ids(text: str, tmp_path: Path) -> None:
     assert sentencepiece(tmp_path)._encode([text], False) == [joined_by_score(text)]
@@ -308,7 +308,7 @@ KEYS = (
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6), is_sentencepiece=st.booleans())
 def test_no_made_up_metadata_does_more_than_raise(
     changes: dict[str, Any], is_sentencepiece: bool, tmp_path: Path

@@ -22,7 +22,7 @@ def random_codes(num_rows: int, num_values: int, bits: int, seed: int = 0) -> to
 
 
 @given(bits=BITS, num_rows=st.integers(0, 4), num_values=st.integers(0, 70), seed=st.integers(0, 5))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_what_was_packed_comes_out_again(bits: int, num_rows: int, num_values: int, seed: int) -> None:
     values = random_codes(num_rows, num_values, bits, seed)
     stream = pack_bits(values, bits)
@@ -31,7 +31,7 @@ def test_what_was_packed_comes_out_again(bits: int, num_rows: int, num_values: i
 
 
 @given(bits=BITS, num_values=st.integers(1, 40))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_value_i_is_at_bit_i_times_bits(bits: int, num_values: int) -> None:
     values = random_codes(1, num_values, bits)
     number = sum(int(value) << (place * bits) for place, value in enumerate(values[0]))
@@ -39,7 +39,7 @@ def test_value_i_is_at_bit_i_times_bits(bits: int, num_values: int) -> None:
 
 
 @given(bits=BITS, num_values=st.integers(1, 50), data=st.data())
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_columns_are_selected_wherever_their_bits_are(bits: int, num_values: int, data: st.DataObject) -> None:
     values = random_codes(3, num_values, bits)
     first = data.draw(st.integers(0, num_values))

@@ -88,7 +88,7 @@ def told(answer: Answer) -> Any:
     return answer.token_ids, answer.logprobs, answer.prompt_logprobs, answer.finish_reason
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 3), workload()), min_size=1, max_size=10),
     num_blocks=st.sampled_from([28, 200]),

@@ -208,4 +208,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestPoolMachine.settings = settings(max_examples=50, stateful_step_count=30)

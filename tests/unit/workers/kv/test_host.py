@@ -292,7 +292,7 @@ EVENT = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     happens=st.lists(EVENT, min_size=5, max_size=40),
     num_blocks=st.sampled_from([24, 40]),

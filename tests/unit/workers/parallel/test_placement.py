@@ -33,7 +33,7 @@ def published_imbalance(loads: list[float], num_slots: int, num_ranks: int) -> f
     num_ranks=st.sampled_from([1, 2, 3, 4, 8]),
     more=st.integers(0, 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_expert_has_a_place_and_no_rank_more_than_the_published_rule_gives(
     loads: list[float], num_ranks: int, more: int
 ) -> None:

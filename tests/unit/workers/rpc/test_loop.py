@@ -55,7 +55,7 @@ async def test_a_worker_that_only_waits_for_a_long_prompt_of_another_one_is_heal
     engine_loop.start()
     await engine_loop.call(lambda: None)
     now[0] = 1000.0
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not engine_loop.health(now[0]).healthy:  # once a turn has begun and ended since
             await engine_loop.call(lambda: None)
     await engine_loop.stop()

