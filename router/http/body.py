@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar, get_args
@@ -49,14 +50,11 @@ def with_bound(sampling: SamplingRequest, request: Request) -> SamplingRequest:
     if header is None:
         return sampling
     low, high = RANGES["max_ttft_ms"]
-    try:
-        bound = float(header)
-    except ValueError:
-        raise InvalidRequest(
-            f"The header '{MAX_TTFT_MS}' is {header[:60]!r}: it must be a number of milliseconds from {low} to {high}",
-            param="max_ttft_ms",
-        ) from None
-    return replace(sampling, max_ttft_ms=bound) if sampling.max_ttft_ms is None else sampling
+    with suppress(ValueError):
+        if low <= (bound := float(header)) <= high:
+            return replace(sampling, max_ttft_ms=bound) if sampling.max_ttft_ms is None else sampling
+    problem = f"The header '{MAX_TTFT_MS}' is {header[:60]!r}"
+    raise InvalidRequest(f"{problem}: it must be a number of milliseconds from {low} to {high}", param="max_ttft_ms")
 
 
 def parse_body(found: Mapping[str, Any], kind: type[_Body]) -> _Body:

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.generation.modes import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from router.http.body import MAX_TTFT_MS
 from router.ledger.ledger import RequestLedger
 from router.ledger.prices import PriceList
 from router.ledger.schema import ledger_database
@@ -84,7 +85,10 @@ async def test_no_other_parameter_hides_one_out_of_range(path: str, wrong: dict[
         httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         answer = await http.post(path, json={"model": "tiny"} | prompt | wrong)
-    assert answer.status_code == 400
+        late = await http.post(
+            path, json={"model": "tiny", "max_tokens": 5, "max_ttft_ms": 5.0} | prompt, headers={MAX_TTFT_MS: "0"}
+        )
+    assert (answer.status_code, late.status_code) == (400, 400)
     error = answer.json()["error"]
     assert error.get("param", error["message"].split("'")[1]) == param
 
