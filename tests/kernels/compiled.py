@@ -24,11 +24,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from tests.kernels.launches import LAUNCHES
-from workers.kernels import tile
+from workers.kernels import staging
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);")
 _BRANCH = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
+_MATRIX_UNITS = {"tcgen05": "tcgen05.mma", "wgmma": "wgmma.mma_async", "mma": "mma.sync"}
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)")
 
 
@@ -48,7 +49,7 @@ class _NamesTarget:
         return 0
 
 
-MAX_SHARED = {80: 99 * 1024, 90: 227 * 1024}
+MAX_SHARED = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes a program may have (CUDA C++ Programming Guide, technical specifications by compute capability). 8.0 itself has
 163 KiB; 8.6 and 8.9, which run the same code, have 99."""
 
@@ -58,7 +59,7 @@ COUNTED = {"4 bits, 1 rows"}
 
 def compile_all(capability: int, dtype: str, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     triton.runtime.driver.set_active(_NamesTarget(capability))
-    tile.shared_bytes = lambda: MAX_SHARED[capability]  # type: ignore[assignment]
+    staging.capability = lambda: capability  # type: ignore[assignment]
     kernels: list[Any] = []
     run = JITFunction.run
 
@@ -87,9 +88,9 @@ def _loop_length(code: str) -> int:
 
 
 def _cost(kernel: Any, *, counted: bool) -> dict[str, Any]:
-    """Registers and spilled bytes a thread, bytes of shared memory, which matrix instructions, and how many groups of
-    asynchronous copies may still be under way where the kernel waits for one; instructions of a step's loop, if
-    `counted`."""
+    """Registers and spilled bytes a thread, bytes of shared memory and columns of tensor memory, which matrix
+    instructions, and how many groups of asynchronous copies may still be under way where the kernel waits for one;
+    instructions of a step's loop, if `counted`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -107,7 +108,8 @@ def _cost(kernel: Any, *, counted: bool) -> dict[str, Any]:
         "registers": registers,
         "spilled": stack + local,
         "shared": kernel.metadata.shared,
-        "matrix": "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else "",
+        "matrix": next((unit for unit, text in _MATRIX_UNITS.items() if text in ptx), ""),
+        "columns": getattr(kernel.metadata, "tmem_size", 0) or 0,
         "loop": _loop_length(code),
         "under_way": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
     }

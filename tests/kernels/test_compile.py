@@ -11,27 +11,39 @@ from typing import Any
 import pytest
 
 from tests.kernels.compiled import MAX_SHARED
+from tests.kernels.launches import LAUNCHES
 
-pytestmark = pytest.mark.timeout(900)  # fifty kernels, compiled by the first test: a minute of CPU time
+pytestmark = pytest.mark.timeout(900)  # ninety kernels of four capabilities, compiled: two minutes of CPU time
 
-NEAREST_TO_LIMITS = {
-    80: (
-        "decode",
-        "prefill",
-        "prefill, window",
-        "4 bits, 1 rows",
-        "Q4_K, 512 rows",
-        "Q6_K, 512 rows",
-        "decode, int8 KV",
-        "prefill, int8 KV",
-        "4 bits experts, 64 rows",
-    )
+NEAREST_TO_LIMITS = (
+    "decode",
+    "prefill",
+    "prefill, window",
+    "4 bits, 1 rows",
+    "Q4_K, 512 rows",
+    "Q6_K, 512 rows",
+    "decode, int8 KV",
+    "prefill, int8 KV",
+    "4 bits experts, 64 rows",
+)
+BLACKWELL = ("latent decode", "latent prefill", "8 bits, 512 rows", "fp8, 512 rows", "Q4_K experts, 64 rows")
+REPRESENTATIVES = {
+    80: NEAREST_TO_LIMITS,
+    100: (*NEAREST_TO_LIMITS, *BLACKWELL, "decode, fp8 KV", "4 bits, 512 rows", "int8, 512 rows", "experts, many rows"),
+    120: (*NEAREST_TO_LIMITS, *BLACKWELL, "prefill, short chunk"),
 }
-"""Of 8.0 only the kernels with the largest tiles are compiled: all of them would take as long as those of 9.0."""
+"""All launches are compiled for 9.0. For others the launches of the largest tiles, of each form of matrix product once:
+all of them would take as long as those of 9.0, and `python -m tests.kernels.compiled 100 bfloat16` compiles them."""
 
 MAY_SPILL = {"Q4_K experts, 64 rows": 80, "latent decode": 64, "latent prefill": 64, "prefill, int8 KV": 64}
 """Bytes a thread, on 9.0. Of experts a tile of many rows with scales and minimums in two levels; the others were faster
 on an H200 than tiles that do not spill."""
+
+MOST_SPILLED = {80: 64, 100: 100, 120: 100}
+LEAST_REGISTERS = 16  # a kernel that Triton could not make is one `trap` with four registers
+LITTLE = {"embed"}  # copies rows with 14 registers
+MOST_COLUMNS = 512  # of tensor memory
+WIDE_UNITS = {90: "wgmma", 100: "tcgen05"}
 
 
 @pytest.fixture(scope="module", params=sorted(MAX_SHARED))
@@ -40,7 +52,7 @@ def compiled(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> tup
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     assert pytestconfig.cache
     environment["TRITON_CACHE_DIR"] = str(pytestconfig.cache.mkdir("triton"))
-    names = NEAREST_TO_LIMITS.get(request.param, ())
+    names = REPRESENTATIVES.get(request.param, ())
     program = [sys.executable, "-m", "tests.kernels.compiled", str(request.param), "bfloat16", *names]
     output = subprocess.check_output(program, cwd=pytestconfig.rootpath, env=environment, text=True)
     return request.param, [json.loads(line) for line in output.splitlines()]
@@ -48,13 +60,14 @@ def compiled(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> tup
 
 @pytest.mark.slow
 def test_kernels_fit_and_do_not_spill(compiled: tuple[int, list[dict[str, Any]]]) -> None:
-    """Prefill and Q4_K on 8.x may spill a few addresses; on 9.0, which the tiles were chosen for, one kernel does."""
+    """9.0 is what the tiles were chosen for; elsewhere a few addresses may spill."""
     capability, costs = compiled
-    assert len(costs) >= 6
+    assert {cost["launch"] for cost in costs} == set(REPRESENTATIVES.get(capability, LAUNCHES))
     for cost in costs:
         assert cost["shared"] <= MAX_SHARED[capability], cost
-        allowed = MAY_SPILL.get(cost["launch"], 0) if capability >= 90 else 64
-        assert cost["spilled"] <= allowed, cost
+        assert cost["columns"] <= MOST_COLUMNS, cost
+        assert cost["spilled"] <= MOST_SPILLED.get(capability, MAY_SPILL.get(cost["launch"], 0)), cost
+        assert cost["registers"] >= LEAST_REGISTERS or cost["launch"] in LITTLE, cost
 
 
 @pytest.mark.slow
@@ -62,7 +75,7 @@ def test_attention_multiplies_on_matrix_units_while_it_loads(compiled: tuple[int
     capability, costs = compiled
     attention = {cost["launch"]: cost for cost in costs if cost["kernel"] in ("_decode", "_prefill")}
     for launch, cost in attention.items():
-        assert cost["matrix"] == ("wgmma" if capability >= 90 and "prefill" in launch else "mma"), cost
+        assert cost["matrix"] == (WIDE_UNITS.get(capability, "mma") if "prefill" in launch else "mma"), cost
         assert cost["under_way"] >= 2, f"{cost}: the compiler has given up loading ahead"
     occupancy = 228 * 1024 // (attention["decode"]["shared"] + 1024)
     if capability == 90:
@@ -77,9 +90,10 @@ def test_quantised_products_multiply_on_matrix_units_while_they_load(
     capability, costs = compiled
     names = "_grouped", "_bytes", "_code_experts", "_byte_experts"
     products = [cost for cost in costs if cost["kernel"] in names]
-    assert len({cost["launch"] for cost in products}) == (22 if capability >= 90 else 4)
+    assert len({cost["launch"] for cost in products}) >= (22 if capability == 90 else 4)
     for cost in products:
-        assert cost["matrix"] == ("wgmma" if capability >= 90 else "mma"), cost
+        integers = capability != 90 and "int8" in cost["launch"]  # which Triton leaves to the older units on 10.x
+        assert cost["matrix"] == ("mma" if integers else WIDE_UNITS.get(capability, "mma")), cost
         assert cost["under_way"] >= 2, f"{cost}: the compiler has given up loading ahead"
 
 
@@ -87,7 +101,9 @@ def test_quantised_products_multiply_on_matrix_units_while_they_load(
 def test_a_code_of_four_bits_takes_few_instructions(compiled: tuple[int, list[dict[str, Any]]]) -> None:
     """A multiprocessor of an H100 starts 4.5 instructions of a lane while memory brings it a code of 4 bits
     (132 multiprocessors of 128 lanes at 1.76 GHz, 3.35 TB/s): with more, instructions are the floor, not memory."""
-    _, costs = compiled
+    capability, costs = compiled
+    if capability not in (80, 90):
+        return  # a B200 starts 2.2 while memory brings a code: instructions are the floor there
     [cost] = [cost for cost in costs if cost["launch"] == "4 bits, 1 rows"]
     codes_of_lane = 128 * 128 / (32 * cost["warps"])
     assert cost["loop"] / codes_of_lane < 0.85 * 4.5, cost

@@ -24,7 +24,7 @@ from workers.kernels.latent import (
 from workers.kernels.paged_decode import DecodePlan, paged_decode, plan_decode
 from workers.kernels.prefill import PrefillPlan, plan_prefill, prefill, prefill_tile
 from workers.kernels.rope_kv_write import rope_kv_write
-from workers.kernels.staging import overwrite, to_device
+from workers.kernels.staging import num_multiprocessors, overwrite, to_device
 from workers.kv.storage import KVStorage
 
 
@@ -48,7 +48,7 @@ class PagedAttention:
         self._storage = storage
         self._group = group
         self._device = storage.device
-        self._num_multiprocessors = _num_multiprocessors(self._device)
+        self._num_multiprocessors = num_multiprocessors(self._device)
         self._is_latent = storage.is_latent(storage.layout.groups[group].layers[0])
         self._num_programs = storage.num_heads  # of an item of a decode plan
         self._inputs: AttentionInputs | None = None
@@ -148,10 +148,3 @@ class PagedAttention:
 
     def _move(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self._device)
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    """The number of multiprocessors; 1 if kernels are interpreted."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

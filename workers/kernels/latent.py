@@ -19,7 +19,8 @@ import triton.language as tl
 
 from workers.kernels.paged_decode import DecodePlan, reduce_parts
 from workers.kernels.prefill import PrefillPlan
-from workers.kernels.tile import SoftmaxOptions, Tile, check_indices, softmax_step, takes_large_tiles
+from workers.kernels.staging import has_tensor_memory, takes_large_tiles
+from workers.kernels.tile import SoftmaxOptions, Tile, check_indices, softmax_step
 
 
 @triton.jit
@@ -165,13 +166,14 @@ def head_programs(num_heads: int) -> int:
 
 def latent_tile(dtype: torch.dtype, *, heads: int, prompts: bool) -> Tile:
     """`heads` of a program. On an H200 64 rows of 64 positions took 1.2 ms for a prompt of 4k with 16 heads, 32 of 16
-    positions 5.2; tokens of 128 heads that decode took 0.69 ms, 16 heads at a time 1.46. Other cards: 32 positions in
-    three stages take 91 KiB of shared memory, which the 99 KiB of 8.6 and 8.9 hold; not measured."""
+    positions 5.2; tokens of 128 heads that decode took 0.69 ms, 16 heads at a time 1.46. Not measured: with tensor
+    memory 64 positions take 345 KiB of shared memory, and 32 take 209; on other cards 32 in three stages take 91 of 99.
+    """
     if dtype == torch.float32:
         return Tile(rows=max(16, heads), positions=16, warps=4 if heads <= 16 else 8, stages=1)
     if takes_large_tiles():
         rows = 64 if prompts else max(16, heads)
-        return Tile(rows=rows, positions=64, warps=4 if rows <= 16 else 8, stages=2)
+        return Tile(rows=rows, positions=32 if has_tensor_memory() else 64, warps=4 if rows <= 16 else 8, stages=2)
     return Tile(rows=32, positions=16, warps=8, stages=3) if prompts else Tile(rows=16, positions=32, warps=4, stages=3)
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from workers.kernels.base import KVScales
 from workers.kernels.quantised.kv import FP8, CachedBits, key_factor, value_factor
+from workers.kernels.staging import takes_large_tiles
 from workers.kernels.tile import (
     SoftmaxOptions,
     Tile,
@@ -32,7 +33,6 @@ from workers.kernels.tile import (
     check_paged,
     check_sinks,
     first_state,
-    takes_large_tiles,
 )
 
 _MIN_ITEM = 256

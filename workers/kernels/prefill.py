@@ -21,8 +21,10 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from workers.kernels import staging
 from workers.kernels.base import KVScales
 from workers.kernels.quantised.kv import FP8, CachedBits, key_factor, value_factor
+from workers.kernels.staging import takes_large_tiles
 from workers.kernels.tile import (
     SoftmaxOptions,
     Tile,
@@ -31,7 +33,6 @@ from workers.kernels.tile import (
     check_paged,
     check_sinks,
     first_state,
-    takes_large_tiles,
 )
 
 
@@ -95,8 +96,8 @@ def prefill_tile(dim: int, group: int, dtype: torch.dtype, max_query: int, *, ro
     and value that comes from L2 do 128 multiplications; 64 positions keep scores and accumulator of heads of 128 in
     registers (186 a thread, compiled for 9.0); three stages (128 KiB) load two tiles ahead. Chunks of up to 64 rows
     take half a tile; float32 and longer heads take what fits the 99 KiB of 8.6 and 8.9. Keys and values of 8 bits
-    (`rounded`) pass through registers: 64 positions of them spill on 8.x. Of the tiles that `benchmarks/gpu/kernels.py
-    --sweep` tries this one was the fastest on an H200, at 8k and at 16 times 512.
+    (`rounded`) pass through registers: 64 positions of them spill on 8.x, and 32 on 12.x. Of the tiles that
+    `benchmarks/gpu/kernels.py --sweep` tries this one was the fastest on an H200, at 8k and at 16 times 512.
     """
     smallest = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
@@ -104,7 +105,8 @@ def prefill_tile(dim: int, group: int, dtype: torch.dtype, max_query: int, *, ro
     if triton.next_power_of_2(dim) > 128:
         return Tile(rows=max(64, smallest), positions=32, warps=4, stages=2)
     rows = max(smallest, 64 if max_query * group <= 64 else 128)
-    return Tile(rows=rows, positions=32 if rounded and not takes_large_tiles() else 64, warps=rows // 16, stages=3)
+    positions = 64 if not rounded or takes_large_tiles() else 32 if staging.capability() < 120 else 16
+    return Tile(rows=rows, positions=positions, warps=rows // 16, stages=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Copies of numbers between host and device without waiting: pinned memory, and copies queued on the current stream.
+"""The device of this process: what the kernels ask of it, and copies between it and the host without waiting, by pinned
+memory and on the current stream.
 
 torch reuses pinned memory only after the copy that reads it has ended.
 """
@@ -6,12 +7,42 @@ torch reuses pinned memory only after the copy that reads it has ended.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 _cuda: Any = torch.cuda
+
+
+@cache
+def capability() -> int:
+    """The compute capability of this process's GPU, without its point: 90 for an H100; 80 if there is no GPU."""
+    if not torch.cuda.is_available():
+        return 80
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def takes_large_tiles() -> bool:
+    """Cards of 9.0 to 11.x give a program 227 KiB of shared memory. The others are treated as those with the least, 99
+    KiB: 8.6, 8.9 and 12.x. Large tiles were measured on an H200."""
+    return 90 <= capability() < 120
+
+
+def has_tensor_memory() -> bool:
+    """Products of cards of 10.x and 11.x accumulate in 512 columns of tensor memory. Triton keeps all accumulators of
+    a program there, and makes a kernel that traps of one with more; what it copies back passes through shared memory.
+    Tiles for these cards were chosen by compiling and have run on none."""
+    return 100 <= capability() < 120
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """1 if kernels are interpreted."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def to_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:

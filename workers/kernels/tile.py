@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -28,20 +26,6 @@ class Tile:
     warps: int
     stages: int
     max_registers: int | None = None
-
-
-@cache
-def shared_bytes() -> int:
-    """Shared memory that a program may have on this process's GPU; where there is none, on 8.6 and 8.9, the least."""
-    if not torch.cuda.is_available():
-        return 99 * 1024
-    properties: Any = torch.cuda.get_device_properties()  # whose stub has not all of them
-    return int(properties.shared_memory_per_block_optin)
-
-
-def takes_large_tiles() -> bool:
-    """Of 9.0 and 10.0, which have 227 KiB. Large tiles were measured on an H200."""
-    return shared_bytes() >= 227 * 1024
 
 
 @triton.jit

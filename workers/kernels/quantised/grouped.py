@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from workers.kernels.quantised.splits import BLOCK_N, add_shares, num_splits, work_space
+from workers.kernels.staging import has_tensor_memory
 
 FIELDS = 4
 FEW_ROWS = 16
@@ -301,14 +302,15 @@ def grouped_tile(num_rows: int, dtype: torch.dtype, weight: GroupedCodes) -> Pro
     """Up to 16 rows: 128 outputs and four stages, 24 KiB of codes of 4 bits under way in each of four programs on a
     multiprocessor. Codes in two words, of 8 bits, and minimums take half of it: on an H200 a row by 28,672 x 4,096 took
     33 us (4 bits), 64 (8 bits; 69 with 128 outputs) and 76 (Q4_K; 166), bfloat16 68. More rows: a code that is unpacked
-    serves 64 or 128 rows."""
-    wide = dtype == torch.float32
+    serves 64 or 128 rows. Tensor memory has room for two programs of 64 rows on a multiprocessor, and for none of 128
+    by 128."""
+    wide, few_columns = dtype == torch.float32, has_tensor_memory()
     if num_rows <= FEW_ROWS:
         eight = weight.low_bits == 8
         outputs = BLOCK_N if weight.high_bits or weight.minimum is not None or eight else 2 * BLOCK_N
         return ProductTile(outputs=outputs, rows=FEW_ROWS, warps=4, stages=2 if wide else 3 if eight else 4)
-    if num_rows <= 256 or wide or weight.minimum is not None:
-        return ProductTile(outputs=BLOCK_N, rows=64, warps=4, stages=2 if wide else 4)
+    if num_rows <= 256 or wide or weight.minimum is not None or few_columns:
+        return ProductTile(outputs=BLOCK_N, rows=64, warps=8 if few_columns else 4, stages=2 if wide else 4)
     return ProductTile(outputs=2 * BLOCK_N, rows=128, warps=8, stages=3)
 
 

@@ -14,6 +14,7 @@ from workers.kernels.quantised.grouped import GroupedCodes, grouped_product
 from workers.kernels.quantised.one_byte import STEP, ByteCodes, byte_product
 from workers.kernels.quantised.packing import packed_groups
 from workers.kernels.quantised.splits import BLOCK_N
+from workers.kernels.staging import capability, num_multiprocessors
 
 _INT8_ZERO = 128  # that formats of signed bytes add to make codes
 
@@ -61,9 +62,9 @@ def quantised_product(weight: QuantisedWeight) -> QuantisedProduct | None:
     if 0 in (weight.num_outputs, weight.num_columns) or device.type == "meta":
         return None
     if weight.activations is None:
-        codes = packed_groups(weight, _num_multiprocessors(device))
+        codes = packed_groups(weight, num_multiprocessors(device))
         return None if codes is None else GroupedProduct(codes)
-    packed = packed_bytes(weight, _num_multiprocessors(device), fp8_units=_has_fp8_units(device))
+    packed = packed_bytes(weight, num_multiprocessors(device), fp8_units=_has_fp8_units(device))
     return None if packed is None else ByteProduct(packed, weight.activations)
 
 
@@ -114,11 +115,5 @@ def _fp8_levels(weight: QuantisedWeight, fp8_units: bool) -> torch.Tensor | None
     return codes_OI.view(torch.float8_e4m3fn) if fp8_units else codes_OI
 
 
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def _has_fp8_units(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and capability() >= 89
