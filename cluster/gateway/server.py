@@ -125,7 +125,7 @@ class GatewayServer:
         _register_expiry(self.registry, tls, peers)
         if self._ledger is not None:
             self.registry.register(self._ledger)
-        self._has_prices = self._ledger is not None and bool(config.ledger.prices)
+        self._has_prices = bool(prices.prices)
         self._access = AccessControl(
             Path(config.tenants) if config.tenants else None,
             limits=limits or open_limits(index, model=config.model_name),

@@ -69,12 +69,11 @@ def check_files(config: ClusterConfig) -> None:
     prices; BadCheckpoint or UnsupportedModel for adapters."""
     config.tls.check()
     config.peers.check()
+    prices = read_prices(Path(config.router.ledger.prices)).prices if config.router.ledger.prices else ()
     if config.router.tenants:
         roster = read_roster(Path(config.router.tenants))
-        if not config.router.ledger.prices and any(tenant.has_budget for tenant in roster.tenants.values()):
+        if not prices and any(tenant.has_budget for tenant in roster.tenants.values()):
             raise Misconfigured(NO_PRICES, param="router.ledger.path")
-    if config.router.ledger.prices:
-        read_prices(Path(config.router.ledger.prices))
     _check_adapters(config)
 
 

@@ -120,6 +120,7 @@ class AccessControl:
     @property
     def trouble(self) -> str:
         """Why limits or tenants are not as they should be; "" where they are."""
+        self._look()
         return "; ".join(filter(None, (self._file_trouble, self._limits.trouble)))
 
     async def close(self) -> None:

@@ -97,7 +97,8 @@ NOBODY = Tenant()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """Tenants by name and by the hash of each of their keys. An empty roster gives each request the tenant `NOBODY`."""
+    """Tenants by name and by the hash of each of their keys. An empty roster, which no file has, gives each request the
+    tenant `NOBODY`."""
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     by_key: Mapping[str, Tenant] = field(default_factory=dict)
@@ -168,7 +169,13 @@ def read_roster(path: Path) -> Roster:
         raise Misconfigured(
             f"tenants: an admin key is also a key of {name}: administrators have keys of their own", param="admin_keys"
         )
-    if tenants and not admin_keys:
+    if not tenants:
+        raise Misconfigured(
+            f"tenants: {path} has no table [tenants.NAME], so nobody has a key: `baton key NAME` prints its lines; "
+            "without router.tenants no request needs a key",
+            param="tenants",
+        )
+    if not admin_keys:
         raise Misconfigured(
             "tenants: admin_keys is missing: /admin shows all tenants, so it needs a key of its own "
             "(`baton key --admin` makes one)",

@@ -82,7 +82,7 @@ async def test_a_gateway_that_is_not_there(tmp_path: Path) -> None:
 
 
 async def test_a_gateway_that_wants_another_key(fleet: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "tenants.toml").write_text(f'admin_keys = ["{hash_of("sk-admin")}"]\n')
+    (tmp_path / "tenants.toml").write_text(f'admin_keys = ["{hash_of("sk-admin")}"]\n[tenants.a]\n')
     async with gateway(fleet, access=AccessControl(tmp_path / "tenants.toml")) as url:
         assert await names(url) == ["no-admin-key"]
         assert await names(url, api_key="sk-other") == ["no-admin-key"]

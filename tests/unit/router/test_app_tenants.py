@@ -14,6 +14,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
+from protos.errors import Misconfigured
 from router.auth.auth import LOOK_S, AccessControl
 from router.auth.tenants import hash_of, new_key
 from router.grpc.service import GrpcFace
@@ -161,6 +162,28 @@ async def test_a_key_that_is_taken_back_lets_nobody_in(tenants: Path, monkeypatc
         write(TENANTS + "\n\n")
         assert (await client.get("/v1/models", headers=bearing(ACME))).status_code == 200
         assert "tenants" not in (await client.get("/ready")).json()["degraded"]
+
+
+def _leave(path: Path, text: str | None) -> None:
+    path.unlink() if text is None else path.write_text(text)
+
+
+@pytest.mark.parametrize("left", ["", "[tenants]\n", TENANTS.partition("[tenants")[0], None])
+async def test_a_file_without_tenants_opens_nothing(
+    tenants: Path, monkeypatch: pytest.MonkeyPatch, left: str | None
+) -> None:
+    monkeypatch.setattr("router.auth.auth.LOOK_S", 0.0)
+    async with visiting(tenants) as (client, generate):
+        _leave(tenants, left)
+        degraded = (await client.get("/ready")).json()["degraded"]
+        statuses = [(await client.post("/v1/completions", json=PROMPT)).status_code]
+        statuses += [(await client.get(path)).status_code for path in ("/v1/models", "/admin/status")]
+        statuses += [(await client.get("/v1/models", headers=bearing(ACME))).status_code]
+    assert statuses == [401, 401, 401, 200]
+    assert "tenants" in degraded
+    assert not generate.jobs
+    with pytest.raises(Misconfigured):
+        AccessControl(tenants)
 
 
 async def test_a_head_that_is_too_long_is_refused() -> None:

@@ -163,4 +163,7 @@ def test_prices_and_budgets_are_checked_before_anything_starts(tmp_path: Path) -
     )
     with pytest.raises(Misconfigured, match="tenants have budgets, and there is no ledger with prices"):
         check_files(make_config({"model": DEMO["model"], "router": {"tenants": str(tenants)}}))
+    missing.write_text("device_hour = 2\n")
+    with pytest.raises(Misconfigured, match="tenants have budgets, and there is no ledger with prices"):
+        check_files(make_config({"model": DEMO["model"], "router": {"tenants": str(tenants), "ledger": ledger}}))
     assert not (tmp_path / "l.db").exists()
