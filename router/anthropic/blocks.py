@@ -9,9 +9,10 @@ from protos.errors import InvalidRequest, UnsupportedParameter
 from protos.hints import listed
 from router.anthropic.schema import PromptBody
 from router.conversation.functions import function_in
-from router.conversation.parts import Ignored, append_joined, object_in, parts_in, text_in, text_part, wrong
+from router.conversation.parts import Ignored, object_in, parts_in, text_in, text_part, wrong
 from router.conversation.tooling import AnswerSchema, Tooling, ToolUse, check_callable, tooling_of
 from router.gateway import Gateway
+from router.text.chat_template import joined
 
 _ROLES = ("user", "assistant", "system")
 _NO_TEXT = ("image", "document", "search_result", "video", "audio")
@@ -39,7 +40,7 @@ def conversation_of(body: PromptBody, ignored: Ignored) -> list[Template]:
         if not isinstance(content, str | list):
             raise wrong(f"{where}.content", content, "a string or a list of blocks")
         if isinstance(content, str):
-            append_joined(messages, {"role": role, "content": content}, role="user")
+            _append(messages, {"role": role, "content": content})
         elif role == "assistant":
             messages.append(_assistant(content, f"{where}.content", ignored))
         else:
@@ -68,6 +69,13 @@ def _system(given: str | list[dict[str, Any]] | None, ignored: Ignored) -> str |
     return parts or None
 
 
+def _append(messages: list[Template], message: Template) -> None:
+    if messages and message["role"] == "user" == messages[-1]["role"]:
+        messages[-1] = joined(messages[-1], message)
+    else:
+        messages.append(message)
+
+
 def _append_turn(messages: list[Template], role: str, blocks: list[Any], where: str, ignored: Ignored) -> None:
     """A user's turn: each tool's result is a turn of its own."""
     texts: list[Template] = []
@@ -78,7 +86,7 @@ def _append_turn(messages: list[Template], role: str, blocks: list[Any], where: 
                 texts.append(text_part(_text_of(block, place)))
             case "tool_result" if role == "user":
                 if texts:
-                    append_joined(messages, {"role": role, "content": texts}, role="user")
+                    _append(messages, {"role": role, "content": texts})
                 texts = []
                 messages.append(_result(block, place, ignored))
             case kind if _is_foreign(kind):
@@ -88,7 +96,7 @@ def _append_turn(messages: list[Template], role: str, blocks: list[Any], where: 
                 raise _unknown(block, place, ("text", "tool_result") if role == "user" else ("text",))
         is_empty = False
     if texts or is_empty:
-        append_joined(messages, {"role": role, "content": texts or ""}, role="user")
+        _append(messages, {"role": role, "content": texts or ""})
 
 
 def _result(block: Mapping[str, Any], where: str, ignored: Ignored) -> Template:

@@ -31,7 +31,11 @@ _CALL = {
 _RESULT = {
     "type": "object",
     "required": ["type", "tool_use_id"],
-    "properties": {"type": {"const": "tool_result"}, "tool_use_id": STRING, "content": _TEXTS},
+    "properties": {
+        "type": {"const": "tool_result"},
+        "tool_use_id": STRING,
+        "content": _TEXTS | {"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]},
+    },
 }
 
 

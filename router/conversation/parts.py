@@ -79,18 +79,5 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def text_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [text_part(content)] if isinstance(content, str) else content
-
-
-def append_joined(messages: list[dict[str, Any]], message: dict[str, Any], *, role: str) -> None:
-    """Appends a turn; one of this role becomes a part of the turn before it, if that has the same role."""
-    last = messages[-1] if messages else None
-    if last is None or message["role"] != role or last["role"] != role:
-        messages.append(message)
-        return
-    messages[-1] = {"role": role, "content": text_parts(last["content"]) + text_parts(message["content"])}
-
-
 def wrong(where: str, value: Any, expected: str) -> InvalidRequest:
     return InvalidRequest(f"'{where}' is {shown(value)}: it must be {expected}", param=where)

@@ -51,8 +51,8 @@ def page_query(request: Request, *, groups: Sequence[str], default: str = "1d", 
         raise InvalidRequest(f"bucket_width={width[:20]}: give {', '.join(WIDTHS)}", param="bucket_width")
     width_s, count, largest = WIDTHS[width]
     start = _whole(asked.get("start_time"), "start_time")
-    begin_s = _whole(page, "page") if (page := asked.get("page")) else start
-    end_s = _whole(asked.get("end_time") or str((int(time.time()) // width_s + 1) * width_s), "end_time")
+    begin_s = _whole(asked.get("page", str(start)), "page")
+    end_s = _whole(asked.get("end_time", str((int(time.time()) // width_s + 1) * width_s)), "end_time")
     limit = _whole(asked.get("limit", str(count)), "limit")
     if not 1 <= limit <= (most or largest):
         raise InvalidRequest(f"limit={limit}: give 1 to {most or largest} for buckets of {width}", param="limit")

@@ -232,7 +232,11 @@ class ChatMessage(Body):
 
 class ChatBody(SamplingBody):
     model_config = _described(
-        CHAT_REFUSALS, *TOGETHER, only_with("top_logprobs", {"minimum": 1}, "logprobs", TRUE), *OF_TOOLS, *OF_FORMS
+        CHAT_REFUSALS,
+        *TOGETHER,
+        only_with("top_logprobs", NUMBER | {"minimum": 1}, "logprobs", TRUE),
+        *OF_TOOLS,
+        *OF_FORMS,
     )
     harmless: ClassVar[Mapping[str, Harmless]] = CHAT_REFUSALS
 
@@ -297,7 +301,7 @@ class CompletionBody(SamplingBody):
         *TOGETHER,
         only_with("max_tokens", {"const": 0}, "echo", TRUE),
         only_with("best_of", NUMBER, "n", {"enum": [1, None]}),
-        only_with("best_of", {"minimum": 2}, "stream", FALSE),
+        only_with("best_of", NUMBER | {"minimum": 2}, "stream", FALSE),
     )
     harmless: ClassVar[Mapping[str, Harmless]] = COMPLETION_REFUSALS
 

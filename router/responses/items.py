@@ -8,13 +8,13 @@ function_call ... ┘
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from protos.errors import InvalidRequest, UnsupportedParameter
 from protos.hints import listed
 from router.conversation.functions import function_in
-from router.conversation.parts import Ignored, append_joined, parts_in, text_in, text_part, wrong
+from router.conversation.parts import Ignored, parts_in, text_in, text_part, wrong
 from router.conversation.tooling import AnswerSchema, Tooling, ToolUse, check_callable, tooling_of
 from router.gateway import Gateway
 from router.http.validation import read_json
@@ -28,9 +28,8 @@ _KIND = re.compile(r"[a-z_0-9]{1,64}", re.ASCII)
 Template = dict[str, Any]
 
 
-def conversation_of(body: InputBody, known_roles: Collection[str], ignored: Ignored) -> list[Template]:
-    """`known_roles` are those of the model's chat template: where "developer" is none of them it becomes "system". A
-    system's turn behind another one becomes a part of that. Raises InvalidRequest."""
+def conversation_of(body: InputBody, ignored: Ignored) -> list[Template]:
+    """Raises InvalidRequest."""
     messages: list[Template] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -48,7 +47,7 @@ def conversation_of(body: InputBody, known_roles: Collection[str], ignored: Igno
             output = _content(item.get("output"), f"{where}.output")
             messages.append({"role": "tool", "content": output, "tool_call_id": text_in(item, "call_id", where)})
         elif kind == "message":
-            _append(messages, item, where, known_roles, thoughts)
+            _append(messages, item, where, thoughts)
         elif kind == "item_reference":
             problem = f"'{where}' is an item_reference: nothing is stored here, send the item itself"
             raise UnsupportedParameter(problem, param=where)
@@ -63,19 +62,15 @@ def conversation_of(body: InputBody, known_roles: Collection[str], ignored: Igno
     return messages
 
 
-def _append(
-    messages: list[Template], item: Mapping[str, Any], where: str, known: Collection[str], thoughts: list[str]
-) -> None:
+def _append(messages: list[Template], item: Mapping[str, Any], where: str, thoughts: list[str]) -> None:
     role = item.get("role")
     if role not in _ROLES:
         raise wrong(f"{where}.role", role, listed(_ROLES))
     content = _content(item.get("content"), f"{where}.content")
-    if role == "developer" and role not in known:
-        role = "system"
     message: Template = {"role": role, "content": content}
     if role == "assistant" and thoughts:
         message["reasoning_content"] = "".join(thoughts)
-    append_joined(messages, message, role="system")
+    messages.append(message)
 
 
 def _assistant(messages: list[Template], thoughts: list[str]) -> Template:

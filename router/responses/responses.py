@@ -65,13 +65,12 @@ async def count_input_tokens(gateway: Gateway, request: Request) -> Response:
 
 
 def _turn(gateway: Gateway, body: InputBody, sampling: SamplingRequest, ignored: Ignored) -> ConversationTurn:
-    roles = gateway.template.roles() if gateway.template is not None else ()
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort is not None and not knows_effort(gateway):
         ignored.add("reasoning.effort")
         effort = None
     turn = ConversationTurn(
-        messages=conversation_of(body, roles, ignored),
+        messages=conversation_of(body, ignored),
         sampling=sampling,
         tooling=responses_tooling(body, gateway, ignored),
         options=thinking_options(gateway, Thinking(effort=effort)),

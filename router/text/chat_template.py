@@ -34,6 +34,9 @@ log = logging.getLogger("baton.router")
 
 Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_SYSTEM = ("system", "developer")
+_LATER = ("system", "user", "system", "assistant", "user")
+_AFTER_RESULT = ("user", "calls", "tool", "user")
 
 # About a millisecond of a template's time: longer conversations are written beside the event loop.
 SHORT_MESSAGES = 64
@@ -83,7 +86,7 @@ class ChatTemplate:
             # Jinja's globals are a ChainMap, slow to look up: half of the time that a rendering took.
             self._template.globals = dict(self._template.globals)
             tree = environment.parse(source)
-            self._wants_parts = _reads_parts(tree)
+            self._wants_parts, self._wants_one_part = _reads_parts(tree), _reads_first_part(tree)
         except jinja2.TemplateError as error:
             raise BadCheckpoint(f"the chat template is not valid Jinja: {error}") from error
         self.controls = ControlTexts(
@@ -97,7 +100,7 @@ class ChatTemplate:
         """The name of the model's reasoning format; None if the template shows none."""
         self._reasoning_fields = [name for name in _REASONING_FIELDS if _reads_field(tree, name)]
         self._with_tools = with_tools
-        self._roles: list[str] | None = None  # not looked for yet
+        self._probed: dict[tuple[str, ...], bool] = {}  # conversations that the template shows
         is_shown = any(name.name == "tools" for name in tree.find_all(nodes.Name))
         self._tools_in_system = not is_shown and _reads_field(tree, "tools")
         self._argument_texts = _joins_arguments(tree)
@@ -182,9 +185,19 @@ class ChatTemplate:
                 tools=tools,
             )
 
+        messages = self._placed(messages)
         if tools and self._tools_in_system:
             messages = _with_tools(messages, tools)
+        return self._rendered(messages, tools, add_generation_prompt, continue_final_message, options)
 
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> Rendered:
         def written(marks: Marks) -> Rendered:
             conversation = [_marked(self._fitted(message), marks) for message in messages]
             if continue_final_message:
@@ -213,19 +226,44 @@ class ChatTemplate:
                 f"The model's chat template refuses the messages: {marks.read(str(error)).text}", param="messages"
             ) from error
 
-    def roles(self) -> list[str]:
-        """Those that the model knows: in a conversation of one message, or after a user's."""
-        if self._roles is None:
-            self._roles = [role for role in ROLES if self._knows(role)]
-        return self._roles
+    def _placed(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The conversation with each turn of the system where the template has a place for it. Behind the first turn it
+        becomes a part of the user's turn beside it, or of the tool's result before it: the prompt up to there stays
+        the same, so that it is found in the cache."""
+        placed: list[Message] = []
+        joins = False  # with the last turn, which was the system's
+        for message in messages:
+            role, last, moves = message["role"], placed[-1] if placed else None, False
+            if role == "developer" and not self._shows(0, "developer", "user"):
+                role = "system"
+            if role in _SYSTEM and last is not None and not self._shows(2, *_LATER):
+                role, moves = last["role"] if last["role"] in _SYSTEM else "user", True
+            if role == "user" and last is not None and last["role"] == "tool" and not self._shows(3, *_AFTER_RESULT):
+                role, moves = "tool", True
+            if last is not None and role == last["role"] and (moves or (joins and role == "user")):
+                placed[-1] = joined(last, message)
+            else:
+                placed.append(message if role == message["role"] else {**message, "role": role})
+            joins = moves
+        return placed
 
-    def _knows(self, role: str) -> bool:
-        message = {"role": role, "content": "x"}
-        for conversation in ([message], [{"role": "user", "content": "x"}, message]):
-            with suppress(InvalidRequest):
-                self.render(conversation)
-                return True
-        return False
+    def roles(self) -> list[str]:
+        """Those that the model knows: in a conversation of one message, or after a user's. "developer" is the same as
+        "system" where the template knows that only."""
+        known = {role for role in ROLES if self._shown(role) is not None or self._shown("user", role) is not None}
+        return [role for role in ROLES if role in known or (role == "developer" and "system" in known)]
+
+    def _shows(self, place: int, *roles: str) -> bool:
+        """True if the template takes such a conversation and shows the turn at this place."""
+        if roles not in self._probed:
+            self._probed[roles] = f"turn {place}" in (self._shown(*roles) or "")
+        return self._probed[roles]
+
+    def _shown(self, *roles: str) -> str | None:
+        """Such a conversation's prompt; None if the template refuses it."""
+        with suppress(InvalidRequest):
+            return self._rendered([_turn(role, f"turn {number}") for number, role in enumerate(roles)]).text
+        return None
 
     def _fitted(self, message: Message) -> dict[str, Any]:
         """The message with its content as the template reads it: parts, or one string."""
@@ -234,8 +272,11 @@ class ChatTemplate:
             fitted |= dict.fromkeys(self._reasoning_fields, fitted["reasoning_content"])
         if self._argument_texts and fitted.get("tool_calls"):
             fitted["tool_calls"] = [_with_text(call) for call in fitted["tool_calls"]]
-        if isinstance(content, list) and not self._wants_parts:
-            fitted["content"] = "\n".join(part["text"] for part in content)
+        if isinstance(content, list) and (
+            not self._wants_parts
+            or (self._wants_one_part and len(content) > 1 and message["role"] in ("system", "assistant"))
+        ):
+            fitted["content"] = _text(message)
         return fitted
 
 
@@ -247,6 +288,24 @@ class _Generation(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def joined(turn: Message, other: Message) -> dict[str, Any]:
+    """The turn with the text of another one behind its own, as a paragraph."""
+    return {**turn, "content": "\n\n".join(filter(None, map(_text, (turn, other))))}
+
+
+def _text(turn: Message) -> str:
+    content = turn.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _turn(role: str, text: str) -> Message:
+    """A turn to try a template with; "calls" is the assistant's with a call."""
+    call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
+    if role == "calls":
+        return {"role": "assistant", "tool_calls": [call]}
+    return {"role": role, "content": text} | ({"tool_call_id": call["id"], "name": "f"} if role == "tool" else {})
 
 
 def _tojson(
@@ -277,6 +336,14 @@ def _reads_parts(tree: nodes.Template) -> bool:
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node, {"content"})
     }
     return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+
+
+def _reads_first_part(tree: nodes.Template) -> bool:
+    """Whether there are messages of which the template shows the first part only: `message['content'][0]['text']`."""
+    return any(
+        isinstance(one.arg, nodes.Const) and one.arg.value == 0 and _is_content(one.node, {"content"})
+        for one in tree.find_all(nodes.Getitem)
+    )
 
 
 def _reads_field(tree: nodes.Template, name: str) -> bool:

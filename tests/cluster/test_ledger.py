@@ -179,6 +179,8 @@ async def test_only_administrators_read_it(front: GatewayServer) -> None:
             "/admin/costs?since=tomorrow": "since=tomorrow: give whole seconds",
             "/admin/costs?by=secret": "by=secret: give some of tenant",
             "/v1/organization/costs": "start_time is missing",
+            "/v1/organization/costs?start_time=1&end_time=": "end_time is ''",
+            "/v1/organization/costs?start_time=1&page=": "page is ''",
             "/v1/organization/costs?start_time=1&bucket_width=1y": "bucket_width=1y: give 1m, 1h, 1d",
             "/v1/organization/usage/completions?start_time=1&limit=99": "limit=99: give 1 to 31",
             "/v1/organization/usage/completions?start_time=1&group_by=x": "group_by=x: give some of project_id",

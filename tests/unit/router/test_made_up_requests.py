@@ -31,6 +31,11 @@ from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
 
 pytestmark = pytest.mark.hypothesis  # for `make fuzz`
 NUM_REQUESTS = 200 if FUZZ in os.environ else 8  # of each kind
+LOST_IN_FORMS = """
+[[operations]]  # of a field that no form has schemathesis says that it was accepted, though it has left it out
+include-name = "POST /v1/files"
+checks.negative_data_rejection.enabled = false
+"""
 COMPLETIONS = "^/v1/(chat/)?completions$"
 ANSWERING = "^/v1/(chat/|completions|embeddings|responses|messages$|messages/count)|^/api/(chat|e|g|show)|tokenize$"
 """The routes whose bodies are made up in this process."""
@@ -120,6 +125,7 @@ async def test_the_other_routes_answer_as_described(cluster: Cluster, tmp_path: 
 
 
 async def run(url: str, folder: Path, *options: str) -> str:
+    (folder / "schemathesis.toml").write_text(LOST_IN_FORMS)
     chance = f"--seed={os.environ[FUZZ]}" if FUZZ in os.environ else "--generation-deterministic"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--no-color", chance, *options,

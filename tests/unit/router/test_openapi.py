@@ -281,6 +281,21 @@ WRONG: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+async def test_what_is_accepted_is_described() -> None:
+    """`make fuzz` found each of them."""
+    result = {"type": "tool_result", "tool_use_id": "a", "content": None}
+    async with visiting() as visitor:
+        for path, body in (
+            ("/v1/completions", COMPLETION | {"stream": True, "best_of": None}),
+            ("/v1/chat/completions", CHAT | {"logprobs": False, "top_logprobs": None}),
+            ("/v1/messages", MESSAGES | {"messages": [{"role": "user", "content": [result]}]}),
+        ):
+            kind = OPERATIONS["post", path].body
+            assert kind is not None
+            assert (await visitor.ask("POST", path, json=body)).status_code == 200, body
+            assert visitor.takes(kind.__name__, body), body
+
+
 async def test_what_is_refused_is_not_described() -> None:
     async with visiting() as visitor:
         for path, body in WRONG:

@@ -11,7 +11,9 @@ from protos.errors import InvalidRequest
 from router.auth.auth import AccessControl
 from router.auth.tenants import hash_of
 from router.conversation.parts import IGNORED, Ignored, parts_in
+from router.text.chat_template import ChatTemplate
 from tests.unit.router.anthropic.test_messages import asking
+from tests.unit.router.scripted import byte_level
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -69,6 +71,34 @@ async def test_one_conversation_has_the_same_tokens_bounds_and_usage_everywhere(
     assert len({counted(face, answer.json()) for face, answer in zip(FACES, answers, strict=True)}) == 1
     for endpoint in ("chat.completions", "messages", "responses", "ollama.chat"):
         assert f'baton_requests_total{{endpoint="{endpoint}",model="",outcome="ok"}} 1.0' in metrics
+
+
+async def test_a_later_system_turn_is_read_through_every_api() -> None:
+    """Claude Code puts such turns behind the first user's and behind the results of tools."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
+    )
+    template = ChatTemplate(source + "<|user|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}")
+    turns = [*TURNS[:2], {"role": "system", "content": "Be kind."}, *TURNS[2:]]
+    faces: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": turns}),
+        ("/v1/messages", {"messages": turns[1:], "system": "Be brief.", "max_tokens": 7}),
+        ("/v1/messages", {"messages": turns, "max_tokens": 7}),
+        ("/v1/responses", {"input": turns[1:], "instructions": "Be brief."}),
+        ("/api/chat", {"messages": turns, "stream": False}),
+    ]
+    async with asking(template=template) as (http, generate):
+        answers = [await http.post(face, json={"model": "tiny"} | body) for face, body in faces]
+        both = await http.post(
+            "/v1/messages", json={"model": "tiny", "messages": turns, "system": "Be quick.", "max_tokens": 7}
+        )
+    assert [answer.status_code for answer in (*answers, both)] == [200] * 6
+    *same, last = (byte_level().decode(job.prompt_ids) for job in generate.jobs)
+    assert set(same) == {
+        "<|user|>system: Be brief.<|end|><|user|>user: hello\n\nBe kind.<|end|><|user|>assistant: Well?<|end|>"
+        "<|user|>user: naïve café<|end|>"
+    }
+    assert last.startswith("<|user|>system: Be quick.\n\nBe brief.<|end|><|user|>user: hello")
 
 
 def test_the_header_has_plain_names_and_the_number_of_those_left_out() -> None:

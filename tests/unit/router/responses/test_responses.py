@@ -136,7 +136,7 @@ async def test_the_same_conversation_has_the_same_tokens_as_a_chat() -> None:
     assert usage["input_tokens_details"]["cached_tokens"] == ours["prompt_tokens_details"]["cached_tokens"]
 
 
-async def test_reasoning_between_a_message_and_its_call_is_read_and_system_turns_are_joined() -> None:
+async def test_reasoning_between_a_message_and_its_call_is_read() -> None:
     items = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "hello"},
@@ -149,11 +149,11 @@ async def test_reasoning_between_a_message_and_its_call_is_read_and_system_turns
         await http.post("/v1/responses", json={"model": "tiny", "instructions": "Be brief.", "input": items})
     prompt = byte_level().decode(generate.jobs[0].prompt_ids)
     assert "assistant: Hm.(A city.)c1 weather({})" in prompt
-    assert prompt.count("system") == 1
 
 
 async def test_what_codex_sends_is_accepted_and_what_changes_nothing_is_listed() -> None:
-    source = "{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('no') }}{% endif %}"
+    source = "{% for m in messages %}{% if m.role == 'developer' or (m.role == 'system' and not loop.first) %}"
+    source += "{{ raise_exception('no') }}{% endif %}"
     source += "<|user|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
     said = [{"type": "input_text", "text": "<permissions>"}]
     codex: dict[str, Any] = {
@@ -175,7 +175,7 @@ async def test_what_codex_sends_is_accepted_and_what_changes_nothing_is_listed()
         "client_metadata"
     )
     prompt = byte_level().decode(generate.jobs[0].prompt_ids)
-    assert prompt == "<|user|>system: You are a coding agent.\n<permissions><|end|><|user|>user: hello<|end|>"
+    assert prompt == "<|user|>system: You are a coding agent.\n\n<permissions><|end|><|user|>user: hello<|end|>"
     assert generate.jobs[0].session == "thread-1"
 
 

@@ -163,6 +163,60 @@ def test_a_template_says_no_in_its_own_words() -> None:
     assert refused.value.param == "messages"
 
 
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('must be first') }}"
+    "{% endif %}[{{ m.role }}]{{ m.content }}{{ m.tool_calls | map(attribute='function.name') | join if m.tool_calls }}"
+    "{% endfor %}"
+)
+DROPS = FIRST_ONLY.replace("{{ raise_exception('must be first') }}", "{% continue %}")
+ALTERNATES = (
+    "{% set ns = namespace(index=0) %}{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('must be first') }}{% elif m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}"
+    "{% set ns.index = ns.index + 1 %}{% endif %}[{{ m.role }}]{{ m.content }}{{ 'f' if m.tool_calls }}{% endfor %}"
+)
+CALL = {"id": "000000001", "type": "function", "function": {"name": "f", "arguments": {}}}
+AGENT: list[dict[str, Any]] = [
+    {"role": "system", "content": "S1"}, {"role": "system", "content": [{"type": "text", "text": "S2"}]},
+    {"role": "user", "content": "U1"}, {"role": "system", "content": "S3"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "T1"},
+    {"role": "system", "content": "S4"},
+    {"role": "assistant", "content": "A1"}, {"role": "developer", "content": "S5"}, {"role": "user", "content": "U2"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("source", "prompt"),
+    [
+        (FIRST_ONLY, "[system]S1\n\nS2[user]U1\n\nS3[assistant]f[tool]T1[user]S4[assistant]A1[user]S5\n\nU2"),
+        (DROPS, "[system]S1\n\nS2[user]U1\n\nS3[assistant]f[tool]T1[user]S4[assistant]A1[user]S5\n\nU2"),
+        (ALTERNATES, "[system]S1\n\nS2[user]U1\n\nS3[assistant]f[tool]T1\n\nS4[assistant]A1[user]S5\n\nU2"),
+        (
+            "{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('no') }}{% endif %}"
+            "[{{ m.role }}]{{ m.content }}{% endfor %}",
+            "[system]S1[system]S2[user]U1[system]S3[assistant][tool]T1[system]S4[assistant]A1[system]S5[user]U2",
+        ),
+    ],
+)
+def test_a_system_turn_stands_where_the_template_takes_it(source: str, prompt: str) -> None:
+    template = ChatTemplate(source)
+    assert template.render(AGENT) == prompt
+    for num_turns in (4, 6, 7, 9):
+        assert prompt.startswith(template.render(AGENT[:num_turns])), "what came before stays in the cache"
+
+
+def test_all_parts_of_a_system_turn_are_shown() -> None:
+    """Mistral Small 3.1 shows the first part only, where there are parts; Claude Code sends two."""
+    source = (
+        "{% if messages[0]['content'] is string %}{{ messages[0]['content'] }}{% else %}"
+        "{{ messages[0]['content'][0]['text'] }}{% endif %}"
+        "{% for m in messages[1:] %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    turns = [{"role": "system", "content": parts}, {"role": "user", "content": parts}]
+    assert ChatTemplate(source).render(turns) == "one\ntwoonetwo"
+
+
 @pytest.mark.parametrize("source", ["{{ messages[7].content }}", "{{ messages.a.b }}", "{{ 1 + messages }}"])
 def test_a_template_that_stumbles_over_the_messages_is_the_clients_to_mend(source: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template refuses"):
