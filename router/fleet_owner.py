@@ -18,7 +18,7 @@ RING_SIZE = 64
 """Changes that the owner keeps."""
 
 
-SettingValue = str | int | float | bool
+SettingValue = str | int | float | bool | None
 
 
 class OrderKind(StrEnum):

@@ -142,7 +142,8 @@ class UnderWay:
 
 class FleetController:
     """The `FleetOwner` where the desired fleet lives, on one event loop. `record` is that of an earlier owner, and must
-    be of the same `configured` fleet. `wall_clock`: seconds since 1970."""
+    be of the same `configured` fleet. `cut_off`: its roll, whose workers of two revisions go on. `wall_clock`: seconds
+    since 1970."""
 
     def __init__(
         self,
@@ -152,11 +153,12 @@ class FleetController:
         record: FleetRecord | None = None,
         store: FleetStore | None = None,
         rolls: Rolls | None = None,
+        cut_off: FleetRoll | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._actuator = actuator
         self._rolls = rolls
-        self._rolling: UnderWay | None = None
+        self._rolling = UnderWay(cut_off, 0, is_back=True) if cut_off is not None else None
         origin = rolls.origin if rolls is not None else ""
         self._record = record or FleetRecord(configured=configured, desired=configured, origin=origin)
         assert self._record.configured == configured, "a record of other settings is not continued"
@@ -292,6 +294,7 @@ class FleetController:
             mix=None if stuck is None else stuck.mix_for(to),
         )  # fmt: skip
         await roll.start()
+        self._record = replace(self._record, origin=self._rolls.origin)
         change = self._add(order, replace(before, revision=to))
         self._rolling = UnderWay(roll, change.number)
         self._rolling.task = self._begin_task(self._follow_roll(self._rolling, before), change)
@@ -401,7 +404,12 @@ def continued(record: FleetRecord | None, configured: DesiredFleet, origin: str 
         record = replace(record, desired=latest.before)
     if record.origin != origin:
         record = replace(record, desired=replace(record.desired, revision=Revision()), origin=origin)
-    return replace(record, changes=tuple(map(_cut_off, record.changes)))
+    return replace(record, changes=as_cut_off(record.changes))
+
+
+def as_cut_off(changes: Sequence[FleetChange]) -> tuple[FleetChange, ...]:
+    """The changes, as the next owner records them."""
+    return tuple(map(_cut_off, changes))
 
 
 def _cut_off(change: FleetChange) -> FleetChange:

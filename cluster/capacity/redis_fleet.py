@@ -1,6 +1,7 @@
 """The desired fleet in Redis: its owner's record, and calls of the owner by gateways elsewhere.
 
     baton:fleet              the record of the owner, JSON; outlives the owner
+    baton:fleet:living       the owner's workers, JSON; they and it outlive the owner
     baton:fleet:learned      what the planner has learned of the load, JSON; outlives the planner
     baton:fleet:calls        calls that no owner has taken yet (a list)
     baton:fleet:reply:<id>   the reply to a call (a list of one); expires
@@ -27,6 +28,7 @@ from cluster.capacity.calls import CalledFleetOwner, FleetCall, FleetReply, repl
 from cluster.capacity.controller import FleetRecord
 from cluster.discovery.redis import client_of, root_of
 from cluster.planner.values import LearnedLoad
+from cluster.supervision.living import LivingFleet
 from protos.errors import Unavailable
 from router.fleet_owner import CapacityOwner
 from router.log_throttle import OutageLog
@@ -117,6 +119,10 @@ class RedisKept(Generic[Kept]):
 def record_of(client: Redis, fleet: str = "") -> RedisKept[FleetRecord]:
     """A `FleetStore`."""
     return RedisKept(client, record_key(fleet), FleetRecord, "the fleet's record")
+
+
+def living_of(client: Redis, fleet: str = "") -> RedisKept[LivingFleet]:
+    return RedisKept(client, f"{record_key(fleet)}:living", LivingFleet, "the record of the workers")
 
 
 def learned_of(client: Redis, fleet: str = "") -> RedisKept[LearnedLoad]:

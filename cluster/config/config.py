@@ -101,7 +101,7 @@ class RayConfig(CheckedSettings):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisionConfig:
     """When a worker counts as dead, when it is started again, and how it is stopped. A worker on the machine of its
-    `baton` process ends with that process."""
+    `baton serve` ends with that process."""
 
     initial_backoff_s: float = setting(0.25, "Pause before a dead worker is started again.", least=0)
     backoff_factor: float = setting(2.0, "Each further death makes the pause longer by this factor.", least=1)
@@ -114,7 +114,7 @@ class SupervisionConfig:
     )
     grace_s: float = setting(30.0, "Running requests may finish within this time at a stop.", least=0)
     orphan_timeout_s: float = setting(
-        60.0, "A worker on another machine ends after this time without a supervisor.", least=10
+        60.0, "A worker of `baton pools`, or on another machine, ends after this time without a supervisor.", least=10
     )
 
     def __post_init__(self) -> None:

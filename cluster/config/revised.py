@@ -40,6 +40,15 @@ def next_revision(
     return replace(revision, name=_digest(asdict(revision)))
 
 
+def changed_settings(before: ClusterConfig, after: ClusterConfig) -> dict[str, SettingValue]:
+    """The settings that a roll changes, with their values in `after`, where these differ."""
+    return {
+        path: declared.value(after)
+        for path, declared in declared_settings().items()
+        if _is_rolled(declared) and declared.value(after) != declared.value(before)
+    }
+
+
 def revised(config: ClusterConfig, revision: Revision) -> ClusterConfig:
     """The configuration with which workers of this revision start. Raises Misconfigured."""
     if revision.model:
@@ -56,7 +65,7 @@ def _declared(path: str) -> DeclaredSetting:
         near = nearest(path, declared_settings())
         hint = f"did you mean {near}?" if near else "`baton config` prints all of them"
         raise Misconfigured(f"there is no setting {path}: {hint}", param="settings")
-    if known.attribute.split(".")[0] not in _ROLLED or path in _KEPT:
+    if not _is_rolled(known):
         fix = "`baton scale` changes numbers of workers" if path.startswith("pools.") else "the rest changes at a start"
         raise Misconfigured(
             f"{path} is no setting that a roll changes: give --model, or settings of worker, prefill, decode or lanes; "
@@ -64,6 +73,10 @@ def _declared(path: str) -> DeclaredSetting:
             param="settings",
         )
     return known
+
+
+def _is_rolled(declared: DeclaredSetting) -> bool:
+    return declared.attribute.split(".")[0] in _ROLLED and declared.path not in _KEPT
 
 
 def _with(config: Any, names: list[str], value: SettingValue) -> Any:

@@ -183,7 +183,9 @@ def _checked(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def checked_value(path: str, value: Any) -> Any:
-    """The value of a setting that exists. Raises Misconfigured for a wrong type."""
+    """The value of a setting that exists; None where that is its default. Raises Misconfigured for a wrong type."""
+    if value is None and declared_settings()[path].setting.default is None:
+        return None
     return _typed(path, value, declared_settings()[path].setting)
 
 

@@ -60,6 +60,48 @@ class ClusterAnnouncer(Announcer, Protocol):
         ...
 
 
+class LateAnnouncer:
+    """A `ClusterAnnouncer` that passes on to another one what is announced, from `begin` on. Sends a fault once."""
+
+    def __init__(self) -> None:
+        self.addresses: dict[str, str] = {}
+        self._starting: dict[str, Successor] = {}
+        self._degraded = ""
+        self._to: ClusterAnnouncer | None = None
+
+    async def begin(self, to: ClusterAnnouncer) -> None:
+        self._to = to
+        for worker_id, successor in self._starting.items():
+            await to.starting(worker_id, successor)
+        for worker_id, address in self.addresses.items():
+            await to.announce(worker_id, address)
+
+    async def starting(self, worker_id: str, successor: Successor) -> None:
+        self._starting[worker_id] = successor
+        if self._to is not None:
+            await self._to.starting(worker_id, successor)
+
+    async def announce(self, worker_id: str, address: str) -> None:
+        self.addresses[worker_id] = address
+        self._starting.pop(worker_id, None)
+        if self._to is not None:
+            await self._to.announce(worker_id, address)
+
+    async def withdraw(self, worker_id: str) -> None:
+        self.addresses.pop(worker_id, None)
+        self._starting.pop(worker_id, None)
+        if self._to is not None:
+            await self._to.withdraw(worker_id)
+
+    async def set_degraded(self, reason: str) -> None:
+        if reason != self._degraded and self._to is not None:
+            self._degraded = reason
+            await self._to.set_degraded(reason)
+
+    async def close(self) -> None:
+        pass
+
+
 class Discovery(Protocol):
     """Gives a gateway the list of workers. `trouble` is the reason for which the list may be stale; "" while it is
     current."""

@@ -62,6 +62,7 @@ class FleetKeys:
     def __init__(self, fleet: str = "") -> None:
         root = root_of(fleet)
         self.changes = f"{root}:changes"
+        self.owner = f"{root}:owner"
         self.worker = LeaseKind(f"{root}:worker:", f"{root}:workers")
         self.starting = LeaseKind(f"{root}:starting:", f"{root}:starting")
         self.degraded = LeaseKind(f"{root}:degraded:", f"{root}:degraded")
@@ -75,6 +76,14 @@ if redis.call('get', KEYS[1]) == ARGV[1] then
     redis.call('publish', KEYS[3], ARGV[2])
 end
 """
+# The owner's lease, unless another one has it.
+_OWN = """
+local owner = redis.call('get', KEYS[1])
+if owner and owner ~= ARGV[1] then return 0 end
+redis.call('set', KEYS[1], ARGV[1], 'px', ARGV[2])
+return 1
+"""
+_DISOWN = "if redis.call('get', KEYS[1]) == ARGV[1] then redis.call('del', KEYS[1]) end"
 _TIDY = "if redis.call('exists', KEYS[1]) == 0 then redis.call('srem', KEYS[2], ARGV[1]) end"
 
 
@@ -154,13 +163,19 @@ class _Trouble:
 
 
 class RedisAnnouncer:
-    """Lives on one event loop. Renews every lease three times in its length, so one missed renewal loses no worker."""
+    """Lives on one event loop. Renews every lease three times in its length, so one missed renewal loses no worker.
+    Workers that outlive their supervisor for `orphan_s` are announced for so long."""
 
-    def __init__(self, client: Redis, *, token: str = "", lease_s: float = LEASE_S, fleet: str = "") -> None:
+    def __init__(
+        self, client: Redis, *, token: str = "", lease_s: float = LEASE_S, orphan_s: float = 0.0, fleet: str = ""
+    ) -> None:
         self._client = client
         self._keys = FleetKeys(fleet)
-        self._token = token
+        self.token = token
         self._lease_s = lease_s
+        self._orphan_s = orphan_s
+        self._owns = False
+        self.replaced = asyncio.Event()  # another process owns the fleet
         self._live: dict[str, str] = {}
         self._starting: dict[str, Successor] = {}
         self._gone: dict[str, str] = {}
@@ -170,6 +185,22 @@ class RedisAnnouncer:
         self._news = asyncio.Event()
         self._trouble = _Trouble("gateways that start now will not find the workers")
         self._keeper = asyncio.create_task(self._keep(), name="announcer")
+
+    async def own(self) -> None:
+        """Makes this process the fleet's owner, when the lease of one that has ended is over. Raises Misconfigured
+        while another process renews it, and the errors of Redis."""
+        until_s = loop_time() + 2 * self._lease_s
+        while not await self._renew_ownership():
+            if loop_time() > until_s:
+                raise Misconfigured(
+                    "another `baton pools` runs the workers of this fleet: stop it, or give --fleet a name of its own",
+                    param="fleet",
+                )
+            await asyncio.sleep(self._lease_s / 20)
+        self._owns = True
+
+    async def _renew_ownership(self) -> bool:
+        return bool(await self._client.eval(_OWN, 1, self._keys.owner, self._id, int(self._lease_s * 1000)))
 
     async def starting(self, worker_id: str, successor: Successor) -> None:
         self._starting[worker_id] = successor
@@ -182,7 +213,7 @@ class RedisAnnouncer:
         self._degraded = reason
 
     async def announce(self, worker_id: str, address: str) -> None:
-        self._live[worker_id] = f"{address} {self._token}".rstrip()
+        self._live[worker_id] = f"{address} {self.token}".rstrip()
         self._starting.pop(worker_id, None)
         self._gone.pop(worker_id, None)
         self._news.set()
@@ -194,17 +225,21 @@ class RedisAnnouncer:
         if self._starting.pop(worker_id, None) is not None or address is not None:
             self._news.set()
 
-    async def close(self) -> None:
-        """Withdraws all workers if Redis can be reached."""
+    async def close(self, *, withdraw: bool = True) -> None:
+        """Withdraws all workers if Redis can be reached, or leaves them to the next owner."""
         self._keeper.cancel()
         with suppress(asyncio.CancelledError):
             await self._keeper
-        self._gone |= self._live
-        self._live.clear()
+        if withdraw:
+            self._gone |= self._live
+            self._live.clear()
         self._starting.clear()
         self._degraded = ""
         with suppress(*TROUBLES):
-            await self._write(changed=True)
+            if not self.replaced.is_set():
+                await self._write(changed=True)
+            if self._owns:
+                await self._client.eval(_DISOWN, 1, self._keys.owner, self._id)
         await self._client.aclose()
 
     async def _keep(self) -> None:
@@ -213,6 +248,8 @@ class RedisAnnouncer:
             changed = self._news.is_set()
             self._news.clear()
             try:
+                if self._owns and not await self._renew_ownership():
+                    return self.replaced.set()
                 await self._write(changed=changed)
                 self._trouble.over()
             except TROUBLES as error:
@@ -229,7 +266,8 @@ class RedisAnnouncer:
         gone, leased = dict(self._gone), self._leased()
         async with self._client.pipeline(transaction=True) as pipe:
             for (kind, name), value in leased.items():
-                pipe.set(kind.key + name, value, px=int(self._lease_s * 1000))
+                lease_s = max(self._lease_s, self._orphan_s if kind is self._keys.worker else 0.0)
+                pipe.set(kind.key + name, value, px=int(lease_s * 1000))
                 pipe.sadd(kind.ids, name)
             for kind, name in self._written - leased.keys():
                 if kind is not self._keys.worker:
@@ -311,6 +349,8 @@ class RedisDiscovery:
             await changes.subscribe(self._keys.changes)
             while True:
                 found, starting, degraded = await self._read()
+                if found and not degraded and await self._client.get(self._keys.owner) is None:
+                    degraded = "no `baton pools` runs: its workers serve on for a while, and are not started again"
                 raise_if_cancelled()
                 if degraded != self._degraded:
                     self._degraded = degraded

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 from asyncio.subprocess import Process
 from collections.abc import Coroutine
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 
@@ -26,3 +29,19 @@ async def live(process: Process, follow: Coroutine[Any, Any, None], silent: Coro
                 process.kill()
         await asyncio.gather(ended, following, watching, return_exceptions=True)
     return process.returncode or 0
+
+
+async def spawn(program: str, stderr: Path) -> tuple[Process, socket.socket]:
+    """Starts a Python process that gets a socket's descriptor as its argument, and writes its errors to `stderr`.
+    Returns it with our end of the socket. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs, stderr.open("wb") as errors:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", program, str(theirs.fileno()), pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True,
+            )  # fmt: skip
+    except BaseException:
+        ours.close()
+        raise
+    return process, ours

@@ -29,13 +29,18 @@ log = logging.getLogger("baton.cluster")
 class Scratch:
     """Makes a new folder in `parent`. Folders there whose owners are gone are removed first."""
 
-    def __init__(self, parent: Path) -> None:
+    def __init__(self, parent: Path, shared: str | None = None) -> None:
+        """`shared`: the folder outlives this process while others `share` it; its name, or "" for a new one."""
         _sweep(parent)
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self.path = parent / shared if shared else Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self.lock = ""
+        self._lock: int | None
+        if shared is not None:
+            self._lock = share(self.path)
+            return
         beginning = self.path / f"{OWNED}.new"
         lock = os.open(beginning, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        self._lock: int | None = lock
-        self.lock_file = self.path / OWNED
+        self._lock, self.lock = lock, str(self.path / OWNED)
         fcntl.flock(lock, fcntl.LOCK_EX)
         beginning.rename(self.path / OWNED)  # locked before another process can see it
 

@@ -39,16 +39,18 @@ class StopSignal:
     def __init__(self) -> None:
         self.requested = asyncio.Event()
         self.forced = asyncio.Event()
+        self.is_termination = False  # SIGTERM: an orchestrator ends this process, and may start another
         self._num_signals = 0
         loop = asyncio.get_running_loop()
         for number in INSISTING:
-            loop.add_signal_handler(number, self._signalled)
+            loop.add_signal_handler(number, self._signalled, number)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # keeps nohup's setting
             loop.add_signal_handler(
                 signal.SIGHUP, self.requested.set
             )  # Ctrl-C also ends the reader of the log, in a pipeline
 
-    def _signalled(self) -> None:
+    def _signalled(self, number: int) -> None:
+        self.is_termination = number == signal.SIGTERM
         self._num_signals += 1  # `requested` may have been set by other code, to the same effect
         (self.forced if self._num_signals > 1 else self.requested).set()
 

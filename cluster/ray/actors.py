@@ -17,21 +17,21 @@ from cluster.process.scratch_dir import PREFIX, share
 from cluster.ray.hosts import RankConnection, free_port, ours
 from cluster.ray.session import Machines, short_folder
 from cluster.supervision.rank import Event, RankSpec
-from cluster.supervision.rank_starter import RankLink, end_process, start_process
+from cluster.supervision.rank_starter import CONTACT_S, RankLink, end_process, start_process
 from protos.errors import BatonError, WorkerLost
 from protos.values import ErrorInfo
 from protos.wire import error_info, raised
 
 Result = TypeVar("Result")
 
-CONTACT_S = 5.0
 NICENESS = "RAY_worker_niceness"
 """Without this variable Ray starts its workers with niceness 15, and ranks would starve beside other processes."""
 FIND_S = 1.0  # between two checks whether a lost node is back
 
 
 class NodeActor:
-    """Runs on a node. `run` names the cluster. Errors are returned, as Ray would wrap raised ones."""
+    """Runs on a node, until the supervisor that created it ends. `run` names the cluster. Errors are returned, as Ray
+    would wrap raised ones."""
 
     def __init__(self, run: str, contact_s: float) -> None:
         self._folder = (
@@ -40,7 +40,6 @@ class NodeActor:
         self._lock: int | None = None
         self._contact_s = contact_s
         self._links: dict[str, RankLink] = {}
-        self._contact: asyncio.Task[None] | None = None
         if NICENESS not in os.environ:
             with suppress(PermissionError):  # only root may; ranks inherit it
                 os.setpriority(os.PRIO_PROCESS, 0, 0)
@@ -83,8 +82,6 @@ class NodeActor:
     async def _link(self, name: str, connect: Callable[[], Awaitable[RankLink]]) -> int:
         self._share()
         self._links[name] = link = await connect()
-        if self._contact is None:
-            self._contact = asyncio.create_task(self._keep_contact())
         return link.pid
 
     def _share(self) -> int:
@@ -92,13 +89,6 @@ class NodeActor:
         if self._lock is None:
             self._lock = share(self._folder)
         return self._lock
-
-    async def _keep_contact(self) -> None:
-        """Ray ends this process together with the supervisor that created it: while it runs, so does the cluster."""
-        while True:
-            for link in self._links.values():
-                link.contact()
-            await asyncio.sleep(CONTACT_S)
 
 
 class RayNode:

@@ -7,9 +7,11 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from cluster.process.scratch_dir import share
 from cluster.supervision.rank import Event, RankSpec
 from cluster.supervision.rank_starter import ExitStatus, RankLink, end_process, start_process
 from protos.errors import WorkerLost
@@ -70,22 +72,32 @@ class WorkerPlace:
 
 
 class ThisMachine:
-    """`folder` is the cluster's; `lock` is a file in it that the cluster locks while it lives."""
+    """`folder` is the cluster's; `lock` is a file in it that the cluster locks while it lives. If it is "", ranks live
+    until they have had no contact for `contact_s`, and share the folder."""
 
     address = ""
 
-    def __init__(self, folder: Path, lock: str, exit_status: ExitStatus = lambda pid: None) -> None:
+    def __init__(
+        self, folder: Path, lock: str, exit_status: ExitStatus = lambda pid: None, *, contact_s: float = 0.0
+    ) -> None:
         self._folder = folder
         self._lock = lock
         self._exit_status = exit_status
+        self._contact_s = contact_s
+        self._inherited = [] if lock else [share(folder)]
 
     async def meeting_place(self) -> tuple[str, int]:
         return LOOPBACK, free_port(LOOPBACK)
 
     async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
         own = ours(os.environ) | dict(environment)
+        lock = self._lock or (str(self._folder / f"{leader}.lock") if leader else "")
+        work = partial(
+            start_process, self._folder, name, own, lock=lock, contact_s=0.0 if lock else self._contact_s,
+            inherits=self._inherited,
+        )  # fmt: skip
         try:
-            return await asyncio.to_thread(start_process, self._folder, name, own, lock=self._lock, contact_s=0.0)
+            return await asyncio.to_thread(work)
         except OSError as error:
             raise WorkerLost(f"its process could not be started: {error}") from error
 

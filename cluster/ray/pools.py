@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-import socket
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from cluster.config.config import ClusterConfig
-from cluster.discovery.base import ClusterAnnouncer
+from cluster.discovery.base import ClusterAnnouncer, LateAnnouncer
 from cluster.gateway.messages import Ping, Pong, ProcessFailed, WorkerJoined, WorkerLeft
 from cluster.process.channel import MessageChannel
-from cluster.process.life import live
+from cluster.process.life import live, spawn
 from cluster.process.reaper import Reaper, adopt_orphans
 from cluster.process.scratch_dir import Scratch, kill_users
 from cluster.ray.machine_part import MachinePart
@@ -45,7 +43,7 @@ from cluster.ray.supervisor_messages import (
     WorkerStarting,
 )
 from cluster.supervision.lifecycle import LifeState, delay_s
-from cluster.supervision.living import LivingWorker
+from cluster.supervision.living import LivingFleet, LivingWorker
 from cluster.supervision.placement import FIRST, WorkerPlan, missing
 from cluster.supervision.progress import Bars
 from cluster.supervision.supervisor import SupervisedWorker
@@ -53,7 +51,6 @@ from protos.errors import BatonError, Unavailable
 from protos.event_loop import Changed
 from protos.values import WorkerRole
 from protos.wire import raised
-from router.fleet.successors import Successor
 from router.fleet_owner import Revision
 
 log = logging.getLogger("baton.cluster")
@@ -72,30 +69,36 @@ MAX_SAID_LINES = 20
 
 class Pools:
     """Call `prepare` at any time, then `start`, `ready`, `wait`. `stop` undoes everything, in any state. Workers get a
-    `part` of this machine, or all of it."""
+    `part` of this machine, or all of it. With `keep`, which records the fleet, workers outlive this process; `left`:
+    what an earlier one has recorded."""
 
     def __init__(
-        self, config: ClusterConfig, bars: Bars, part: MachinePart | None = None, *, revision: Revision = FIRST
+        self,
+        config: ClusterConfig,
+        bars: Bars,
+        part: MachinePart | None = None,
+        *,
+        revision: Revision = FIRST,
+        keep: Callable[[LivingFleet], None] | None = None,
+        left: LivingFleet | None = None,
     ) -> None:
         self._config = config
+        self._keep, self._left = keep, left
         self._part = part
         self._revision = revision
         self._bars = bars
         self._scratch: Scratch | None = None
-        self._announcer: ClusterAnnouncer | None = None
+        self._announcer = LateAnnouncer()
         self._channel: MessageChannel | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._reaper = Reaper(self._reaped)
         self._views: dict[str, SupervisedWorker] = {}
         self._living: dict[str, LivingWorker] = {}
-        self._addresses: dict[str, str] = {}
-        self._starting: dict[str, Successor] = {}
         self._have_served: set[str] = set()
         self._statuses: dict[int, int] = {}  # of ranks that ended while there was no supervisor
         self._steps: dict[str, Callable[[], None]] = {}
         self._error: BatonError | None = None
         self._away: tuple[str, float] | None = None  # why a lost worker may not be restarted, and since when
-        self._announced_trouble = ""
         self._changed = Changed()
         self._num_unanswered = 0
         self._has_begun = False
@@ -104,25 +107,30 @@ class Pools:
         self._planned: int = 0  # the number of the latest Resize that the machines can hold
         self._resized: dict[int, Resized] = {}
         self._leaving: dict[str, WorkerPlan] = {}
-        self._stopping = False
+        self._stopping = self._left_alone = False
         self._is_planned = False
         self._starts = StartTimes()
         self.plans: Sequence[WorkerPlan] = ()
+        if left is not None:
+            self._is_planned, self.plans = True, left.plans
+            self._leaving = {plan.worker_id: plan for plan in left.leaving}
+            self._living = {living.worker_id: living for living in left.living}
+            self._announcer.addresses = {one.worker_id: one.info.address for one in left.living if one.info is not None}
+            self._have_served = set(left.have_served)
 
     async def prepare(self) -> None:
         """Starts the supervisor, and with it Ray, in seconds. Raises Misconfigured, Unavailable."""
-        self._scratch = Scratch(short_folder())
+        shared = None if self._keep is None else self._left.folder if self._left is not None else ""
+        self._scratch = Scratch(short_folder(), shared)
         adopt_orphans()
+        if self._left is not None:
+            await asyncio.to_thread(self._end_ray, self._scratch.path)  # of the earlier process
         self._tasks = [asyncio.create_task(self._keep_alive(), name="supervisor"), asyncio.create_task(self._tick())]
         await self._until(lambda: self._is_planned)
 
     async def start(self, announcer: ClusterAnnouncer) -> None:
         """From now on workers are announced."""
-        self._announcer = announcer
-        for worker_id, successor in self._starting.items():
-            await announcer.starting(worker_id, successor)
-        for worker_id, address in self._addresses.items():
-            await announcer.announce(worker_id, address)
+        await self._announcer.begin(announcer)
 
     async def ready(self) -> None:
         """Returns when every worker serves in its role; raises the BatonError of one that never will."""
@@ -228,13 +236,22 @@ class Pools:
                 async with asyncio.timeout(STOP_S):
                     await asyncio.wait(self._tasks[:1])
 
+    async def leave(self) -> None:
+        """Ends the supervisor, and leaves the workers to the next process: `end` comes after it."""
+        self._stopping = self._left_alone = True
+        if self._channel is not None:
+            await self._channel.close()
+            await asyncio.wait(self._tasks[:1], timeout=STOP_S)
+
     async def end(self) -> None:
-        """Must run last: it leaves no process of this cluster on the machine."""
+        """Must run last: it leaves no process of this cluster on the machine, unless `leave` was called."""
         self._stopping = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._scratch is not None:
+        if self._scratch is not None and not self._left_alone:
+            self._living.clear()
+            self._record()
             kill_users(self._scratch.path)
             self._reaper.kill_strays(RAY_TITLE)
             self._reaper.close()
@@ -268,7 +285,7 @@ class Pools:
         assert self._scratch is not None
         folder, stderr = self._scratch.path, self._scratch.path / "supervisor.err"
         try:
-            process, ours = await _spawn(stderr)
+            process, ours = await spawn(PROGRAM, stderr)
         except OSError as error:  # too little memory, or too many processes or open files at the moment
             reason = f"the supervisor could not be started: {error}"
             self._note_away(reason)
@@ -277,7 +294,7 @@ class Pools:
         channel = await MessageChannel.over(ours, SUPERVISOR_MESSAGES)
         channel.send(
             Begin(
-                config=self._config, folder=str(folder), lock=str(self._scratch.lock_file), plans=tuple(self.plans),
+                config=self._config, folder=str(folder), lock=self._scratch.lock, plans=tuple(self.plans),
                 is_planned=self._is_planned, revision=self._revision,
                 leaving=tuple(self._leaving.values()), living=tuple(self._living.values()),
                 have_served=tuple(self._have_served), part=self._part,
@@ -311,7 +328,7 @@ class Pools:
         how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         if self._num_unanswered >= MAX_UNANSWERED:
             how = f"killed: it had not answered for {MAX_UNANSWERED * PING_S:g} s"
-        elif code != -9 and (lines := stderr.read_text(errors="replace").strip().splitlines()):
+        elif code not in (0, -9) and (lines := stderr.read_text(errors="replace").strip().splitlines()):
             log.warning("the last lines of the supervisor's stderr:\n%s", "\n".join(lines[-MAX_SAID_LINES:]))
         reason = f"the supervisor was {how}" if code < 0 else f"the supervisor {how}"
         self._note_away(reason)
@@ -336,7 +353,18 @@ class Pools:
                 await self._handle(message)
             except Exception:  # the supervisor would block on a full socket, seem to hang, and be killed
                 log.exception("a message of the supervisor could not be handled: %s", type(message).__name__)
+            self._record()
             self._changed.notify()
+
+    def _record(self) -> None:
+        if self._keep is not None and self._scratch is not None:
+            config = self._config
+            self._keep(LivingFleet(
+                folder=self._scratch.path.name, ray_address=config.ray.address, peers=config.peers,
+                worker=config.worker, prefill=config.prefill, decode=config.decode,
+                plans=tuple(self.plans), leaving=tuple(self._leaving.values()),
+                living=tuple(self._living.values()), have_served=tuple(self._have_served),
+            ))  # fmt: skip
 
     async def _handle(self, message: object) -> None:
         match message:
@@ -376,20 +404,14 @@ class Pools:
     async def _announce(self, message: object) -> None:
         match message:
             case WorkerStarting(worker_id=worker_id, successor=successor):
-                self._starting[worker_id] = successor
-                if self._announcer is not None:
-                    await self._announcer.starting(worker_id, successor)
+                await self._announcer.starting(worker_id, successor)
             case WorkerJoined(worker_id=worker_id, address=address):
-                self._addresses[worker_id] = address
-                self._starting.pop(worker_id, None)
-                if self._announcer is not None:
-                    await self._announcer.announce(worker_id, address)
+                await self._announcer.announce(worker_id, address)
             case WorkerLeft(worker_id=worker_id):
-                for known in (self._addresses, self._starting, self._views, self._living, self._leaving):
+                for known in (self._views, self._living, self._leaving):
                     known.pop(worker_id, None)
                 self._have_served.discard(worker_id)
-                if self._announcer is not None:
-                    await self._announcer.withdraw(worker_id)
+                await self._announcer.withdraw(worker_id)
             case WorkersStopped():
                 self._stopped = True
 
@@ -431,16 +453,14 @@ class Pools:
         while True:
             try:
                 self._reaper.reap_strays()
+                self._record()  # again, for a Redis that has lost it
                 await self._announce_trouble()
             except Exception:  # the next iteration tries again
                 log.exception("ended processes could not be reaped, or what is wrong could not be announced")
             await asyncio.sleep(TICK_S)
 
     async def _announce_trouble(self) -> None:
-        trouble = self.trouble if self._is_planned else ""
-        if trouble != self._announced_trouble and self._announcer is not None:
-            self._announced_trouble = trouble
-            await self._announcer.set_degraded(trouble)
+        await self._announcer.set_degraded(self.trouble if self._is_planned else "")
 
     def _serving(self) -> list[SupervisedWorker]:
         return [view for view in self._views.values() if view.life.state is LifeState.SERVING]
@@ -454,19 +474,3 @@ class Pools:
             if self._tasks[0].done():
                 self._tasks[0].result()
                 return
-
-
-async def _spawn(stderr: Path) -> tuple[asyncio.subprocess.Process, socket.socket]:
-    """Starts a supervisor's process, which writes its errors to `stderr`. Returns it with our end of the channel.
-    Raises OSError."""
-    ours, theirs = socket.socketpair()
-    try:
-        with theirs, stderr.open("wb") as errors:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", PROGRAM, str(theirs.fileno()), pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True,
-            )  # fmt: skip
-    except BaseException:
-        ours.close()
-        raise
-    return process, ours

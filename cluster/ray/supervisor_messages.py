@@ -25,8 +25,8 @@ from router.fleet_owner import Revision
 class Begin:
     """`plans`, `leaving` and `living` are from a supervisor that ended before its workers; `is_planned`: there was
     one, so that no plans mean a fleet that is asleep. `revision`: of workers that are planned. `folder` is the
-    cluster's on this machine; `lock` is a file in it that the parent locks while it lives. `part`: of this machine,
-    None for all of it."""
+    cluster's on this machine; `lock` is a file in it that the parent locks while it lives, "" if the workers outlive
+    it. `part`: of this machine, None for all of it."""
 
     config: ClusterConfig
     folder: str

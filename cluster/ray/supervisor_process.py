@@ -114,7 +114,10 @@ class SupervisorProcess:
         self._living = {living.worker_id: living for living in begin.living}
         self._places: OneMachine | ManyMachines = ManyMachines()
         if self._machines.is_private:
-            this_machine = ThisMachine(Path(begin.folder), begin.lock, lambda pid: self._ended.pop(pid, None))
+            this_machine = ThisMachine(
+                Path(begin.folder), begin.lock, lambda pid: self._ended.pop(pid, None),
+                contact_s=begin.config.supervision.orphan_timeout_s,
+            )  # fmt: skip
             self._places = OneMachine(this_machine, {one.worker_id: one.devices for one in begin.living})
         self._launcher = RankLauncher(begin.config, self._places, self._record)
         self._plans, self._is_planned = begin.plans, begin.is_planned
@@ -361,8 +364,11 @@ class SupervisorProcess:
         await self._machines.stop()
 
     async def _end_everything(self) -> None:
-        """The parent of this cluster is gone; its ranks end by themselves."""
+        """The parent of this cluster is gone; its ranks end by themselves, or go on with the next parent."""
         folder = Path(self._begin.folder)
+        if not self._begin.lock:
+            await self._machines.stop()
+            return
         kill_users(folder)  # Ray, too: its library may end this process at any time now
         shutil.rmtree(folder, ignore_errors=True)
 

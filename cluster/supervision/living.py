@@ -1,10 +1,15 @@
-"""Records of workers' processes that survive their supervisors."""
+"""Records of workers' processes that survive their supervisors, and of a fleet that survives its `baton pools`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.supervision.placement import WorkerPlan
+from decode_pool.config import DecodeConfig
+from prefill_pool.config import PrefillConfig
+from protos.tls import PeerTls
 from protos.values import WorkerInfo
+from workers.config import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,3 +24,20 @@ class LivingWorker:
     names: tuple[str, ...]
     pids: tuple[int, ...]
     info: WorkerInfo | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LivingFleet:
+    """What a controller leaves to the next one. `folder`: the name of the one with its ranks' sockets. `worker`,
+    `prefill` and `decode`: the settings with which the first revision was started."""
+
+    folder: str
+    ray_address: str
+    peers: PeerTls
+    worker: WorkerConfig
+    prefill: PrefillConfig
+    decode: DecodeConfig
+    plans: tuple[WorkerPlan, ...]
+    leaving: tuple[WorkerPlan, ...]
+    living: tuple[LivingWorker, ...]
+    have_served: tuple[str, ...]

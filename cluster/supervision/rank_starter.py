@@ -24,6 +24,7 @@ from cluster.supervision.rank_messages import RANK_MESSAGES, AttachRank, RankAtt
 from protos.errors import WorkerLost
 
 BACKLOG = 8
+CONTACT_S = 5.0
 PROGRAM = "from cluster.process.detached import main; main()"
 MODULE = "cluster.supervision.rank_process"
 ATTACH_S = 10.0  # a process that listens but does not answer for this long is stopped, or hangs
@@ -116,6 +117,7 @@ class RankLink:
         self._folder = folder
         self._channel = channel
         self._exit_status = exit_status
+        self._contact = asyncio.create_task(self._keep_contact())
 
     @classmethod
     async def start(cls, folder: Path, name: str, pid: int, orders: RankSpec, exit_status: ExitStatus) -> RankLink:
@@ -160,8 +162,11 @@ class RankLink:
             raise WorkerLost(await why_ended(self._folder, self.name, self.pid, self._exit_status))
         return (message,)
 
-    def contact(self) -> None:
-        self._channel.send(RankContact())
+    async def _keep_contact(self) -> None:
+        """While this process runs, so does the cluster."""
+        while True:
+            self._channel.send(RankContact())
+            await asyncio.sleep(CONTACT_S)
 
     async def stop(self) -> None:
         """Requests the process to end, and returns when it has."""
@@ -171,6 +176,7 @@ class RankLink:
 
     async def close(self) -> None:
         """Kills the process if it has not ended yet, and removes its files."""
+        self._contact.cancel()
         kill_process(self._folder, self.name, self.pid)
         await self._channel.close()
         forget(self._folder, self.name)

@@ -182,6 +182,42 @@ async def test_a_lease_is_renewed_and_ends_with_its_announcer(redis: RedisServer
     await supervisor._client.aclose()
 
 
+async def test_workers_that_outlive_their_supervisor_stay_and_its_absence_is_named(redis: RedisServer) -> None:
+    supervisor = RedisAnnouncer(await connect(redis.url), lease_s=LEASE_S, orphan_s=10 * PATIENCE_S)
+    await supervisor.own()
+    await supervisor.announce("decode-0", "h:1")
+    async with gateway(redis) as (members, _):
+        await members.until(lambda: members.addresses == {"decode-0": "h:1"})
+        assert members.degraded == ""
+        supervisor._keeper.cancel()  # it dies without a word
+        await members.until(lambda: "baton pools" in members.degraded)
+        assert members.addresses == {"decode-0": "h:1"}
+        successor = await announcer(redis)
+        await successor.own()
+        await members.until(lambda: members.degraded == "")
+        await successor.close()
+    await asyncio.wait([supervisor._keeper])
+    await supervisor._client.aclose()
+
+
+async def test_a_fleet_has_one_owner_and_the_latest_one_keeps_it(redis: RedisServer) -> None:
+    """A second `baton pools` would take the workers from the first, which would start them again."""
+    first, second = await announcer(redis), await announcer(redis)
+    await first.own()
+    await first.announce("decode-0", "h:1")
+    with pytest.raises(Misconfigured) as refused:
+        await second.own()
+    assert refused.value.param == "fleet"
+    client = await connect(redis.url)
+    await client.set(KEYS.owner, "another")  # while the first stood still
+    async with asyncio.timeout(PATIENCE_S):
+        await first.replaced.wait()
+    await first.close(withdraw=False)
+    assert await client.get(KEYS.owner) == "another"
+    await client.aclose()
+    await second.close()
+
+
 async def test_a_successors_word_is_not_taken_back(redis: RedisServer) -> None:
     old, new = await announcer(redis), await announcer(redis)
     async with gateway(redis) as (members, _):

@@ -14,6 +14,8 @@ from rich.console import Console
 from cluster.config.config import ClusterConfig
 from cluster.ray import pools
 from cluster.ray.pools import Pools
+from cluster.ray.session import short_folder
+from cluster.supervision.living import LivingFleet
 from cluster.supervision.progress import Bars
 from protos.errors import Unavailable
 from router.config import RouterConfig
@@ -221,3 +223,26 @@ async def test_a_supervisor_that_cannot_be_spawned_is_tried_again(
     with pytest.raises(Unavailable, match=r"the supervisor could not be started: .*unavailable; tried 3 times"):
         await parent.prepare()
     assert len([line for line in caplog.messages if "tried again" in line]) == 2
+
+
+async def test_workers_that_are_left_are_on_record_and_those_of_an_ended_cluster_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pools, "PROGRAM", ONCE)
+    monkeypatch.setattr(pools, "adopt_orphans", lambda: False)  # it concerns the whole process
+    records: list[LivingFleet] = []
+    first = Pools(CONFIG, Bars(Console(force_terminal=False)), keep=records.append)
+    await first.prepare()
+    await first._until(lambda: bool(records and records[-1].living))
+    await first.leave()
+    await first.end()
+    left = records[-1]
+    assert [one.worker_id for one in left.living] == ["decode-0"]
+    folder = short_folder() / left.folder
+    assert folder.exists(), "the sockets of the ranks are there"
+
+    second = Pools(CONFIG, Bars(Console(force_terminal=False)), keep=records.append, left=left)
+    await second.prepare()
+    assert (second.plans, records[-1].living) == (left.plans, left.living)
+    await second.end()
+    assert (records[-1].living, folder.exists()) == ((), False)
