@@ -11,6 +11,7 @@ from tests.kernels.conftest import DEVICE, ON_GPU, assert_near, normal
 from workers.checkpoint.activations import ActivationRounding
 from workers.checkpoint.bit_stream import pack_bits
 from workers.checkpoint.quantised import GroupValues, QuantisedWeight
+from workers.kernels.cpu.quantised import PackedQuantised, can_pack
 from workers.kernels.quantised import activations, grouped, one_byte, reference
 from workers.kernels.quantised.activations import round_inputs
 from workers.kernels.quantised.grouped import GroupedCodes, ProductTile, grouped_product
@@ -228,6 +229,39 @@ def test_weights_and_inputs_of_one_byte(name: str, rows: int, inputs: int) -> No
     levels_TI, scale = rounding.rounded(x_TI)
     exact_TO = (levels_TI * scale).double() @ weight.dequantised().double().T + bias_O.double()
     assert_near(product(x_TI, bias_O), exact_TO)
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered")  # numpy's, in the interpreter
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_a_broken_input_breaks_its_whole_row(name: str, number: float) -> None:
+    """In kernel, twin, plain torch and the compiled CPU kernels: a sampler sees it, and no other row has it."""
+    rounding = ROUNDINGS[name]
+    weight = bytes_of(rounding.levels, 64, 256, 1 if rounding.levels == "int8" else 2, rounding)
+    codes = packed_bytes(weight, 2, fp8_units=False)
+    assert codes is not None
+    x_TI = normal(3, 256, dtype=torch.float32)
+    x_TI[1, 200] = number
+    given = None if rounding.scale is None else torch.tensor([rounding.scale], device=DEVICE)
+    form = {"levels": rounding.levels, "group": rounding.group, "scale": given, "zero": rounding.zero}
+    ours, twin = (one(x_TI, fp8_type=torch.float16, **form) for one in (round_inputs, reference.round_inputs))  # type: ignore[arg-type]
+    for one in (ours, twin):
+        assert not one.levels_TI.isnan().any()
+    levels_TI, scale = rounding.rounded(x_TI)
+    products = [
+        one(twin, codes, dtype=torch.float32, zero=rounding.zero) for one in (byte_product, reference.byte_product)
+    ]
+    products += [byte_product(ours, codes, dtype=torch.float32, zero=rounding.zero)]
+    products += [(levels_TI * scale) @ weight.dequantised().T]
+    if not ON_GPU:
+        products += [
+            PackedQuantised(weight, dtype)(x_TI.to(dtype))
+            for dtype in (torch.float32, torch.bfloat16)
+            if can_pack(weight, dtype)
+        ]
+    for product_TO in products:
+        assert product_TO.isfinite().all(1).tolist() == [True, False, True]
+        assert product_TO[1].isnan().all()
 
 
 @pytest.mark.parametrize("levels", ["int8", "fp8"])

@@ -28,18 +28,16 @@ class ActivationRounding:
 
     def rounded(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Levels [T, I] and scales [T, 1], or [T, I] where groups have their own; float32. The input is their product,
-        outliers apart, whose levels are zero."""
+        outliers apart, whose levels are zero. A token, or group, with a number that is not finite has the scale NaN."""
         x_TI = x_TI.float()
         if self.outliers_from is not None:
             x_TI = torch.where(x_TI.abs() < self.outliers_from, x_TI, 0.0)
-        if self.scale is not None:
-            scale = torch.full((x_TI.shape[0], 1), self.scale, device=x_TI.device)
-        elif self.group is None:
-            scale = self._scales(x_TI.abs().amax(dim=1, keepdim=True))
-        else:
-            groups = torch.split(x_TI.abs(), self.group, dim=1)
-            scale = torch.cat([self._scales(part.amax(1, keepdim=True)).expand_as(part) for part in groups], dim=1)
-        return self._levels(x_TI / scale), scale
+        parts = torch.split(x_TI.abs(), self.group or x_TI.shape[1], dim=1)
+        scales = [self._scale(part.amax(1, keepdim=True)) for part in parts]
+        scale = scales[0]
+        if self.group is not None:
+            scale = torch.cat([scale.expand_as(part) for scale, part in zip(scales, parts, strict=True)], dim=1)
+        return self._levels((x_TI / scale).nan_to_num(0.0)), scale
 
     def outliers(self, x_TI: torch.Tensor) -> torch.Tensor | None:
         """Inputs that are multiplied unrounded, zero elsewhere; None where there are none. On other devices than the
@@ -49,9 +47,10 @@ class ActivationRounding:
         found = torch.where(x_TI.abs() >= self.outliers_from, x_TI, 0.0)
         return found if found.device.type != "cpu" or bool(found.any()) else None
 
-    def _scales(self, largest: torch.Tensor) -> torch.Tensor:
+    def _scale(self, largest: torch.Tensor) -> torch.Tensor:
         scale = largest / torch.full_like(largest, _LARGEST[self.levels])  # by a number CUDA multiplies by its inverse
-        return torch.where(scale > 0, scale, 1.0)
+        scale = torch.where(scale > 0, scale, 1.0) if self.scale is None else torch.full_like(scale, self.scale)
+        return torch.where(largest.isfinite(), scale, torch.nan)
 
     def _levels(self, x_TI: torch.Tensor) -> torch.Tensor:
         if self.levels == "fp8":

@@ -98,10 +98,16 @@ class RowWriter {
         return largest > 0.0f ? largest / largest_level : 1.0f;
     }
 
+    // The checkpoint's scale, or NaN as in `scale_of`.
+    float static_scale(const float* row) const {
+        const float scale = scale_of(row, num_positions_, 1.0f);
+        return scale == scale ? by_.activation_scale : scale;
+    }
+
     void write_integers(const float* row, uint8_t* to) const {
         const bool is_static = by_.rounding == int8_static, wide = is_wide(by_);
-        float scale = by_.rounding == int8_of_pieces ? 1.0f : scale_of(row, num_positions_, 127.0f);
-        if (is_static && scale == scale) scale = by_.activation_scale;
+        float scale = is_static ? static_scale(row) : 1.0f;
+        if (by_.rounding == int8_of_tokens) scale = scale_of(row, num_positions_, 127.0f);
         const ints zero = all(is_static ? by_.activation_zero : 0), least = all(is_static ? -128 : -127), most = all(127);
         const int32_t times = by_.zeros == nullptr ? by_.zero : 1;
         const auto level_at = [&](const float* from) {
@@ -123,7 +129,7 @@ class RowWriter {
     }
 
     void write_floats(float* row, uint8_t* to) const {
-        if (by_.rounding == fp8_static) round_fp8(row, num_positions_, by_.activation_scale);
+        if (by_.rounding == fp8_static) round_fp8(row, num_positions_, static_scale(row));
         if (by_.rounding == fp8_of_tokens) round_fp8(row, num_positions_, scale_of(row, num_positions_, 448.0f));
         if (by_.rounding == fp8_of_groups)
             for (int64_t first = 0; first < num_positions_; first += by_.rounding_group) {

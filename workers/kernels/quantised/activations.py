@@ -18,7 +18,7 @@ _ELEMENTS = 4096  # of a program: 32 a thread. Chosen by reasoning, not measured
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedInputs:
-    """x is `levels_TI` times the scale of its group, `scale_TG`; a given scale is [1, 1]."""
+    """x is `levels_TI` times the scale of its group. A group with a number that is not finite has the scale NaN."""
 
     levels_TI: torch.Tensor  # int8; float8_e4m3fn, or float16 with the values of float8_e4m3fn
     scale_TG: torch.Tensor  # float32
@@ -49,13 +49,17 @@ def _round(
     inputs_RX = groups_R[:, None] * GROUP + lanes_X[None, :]
     inside_RX = (lanes_X < GROUP)[None, :] & (inputs_RX < num_inputs)
     x_RX = tl.load(x_ptr + token * x_stride + inputs_RX, mask=inside_RX, other=0.0).to(tl.float32)
+    bits_R = tl.max(x_RX.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # infinity and NaN are above all numbers
+    largest_R = bits_R.to(tl.float32, bitcast=True)
     if GIVEN:
         scale_R = tl.load(given_ptr + tl.zeros([R], tl.int32))
     else:
-        scale_R = tl.div_rn(tl.max(tl.abs(x_RX), axis=1), LARGEST)
+        scale_R = tl.div_rn(largest_R, LARGEST)
         scale_R = tl.where(scale_R > 0, scale_R, 1.0)
-        tl.store(scales_ptr + token * num_groups + groups_R, scale_R, mask=groups_R < num_groups)
+    scale_R = tl.where(largest_R < float("inf"), scale_R, float("nan"))
+    tl.store(scales_ptr + token * num_groups + groups_R, scale_R, mask=groups_R < num_groups)
     level_RX = tl.div_rn(x_RX, tl.broadcast_to(scale_R[:, None], [R, X]))
+    level_RX = tl.where(level_RX == level_RX, level_RX, 0.0)
     if FP8:
         level_RX = nearest_fp8(tl.minimum(tl.maximum(level_RX, -448.0), 448.0))
     else:
@@ -83,13 +87,13 @@ def round_inputs(
     size = min(group or num_inputs, num_inputs)
     num_groups = triton.cdiv(num_inputs, size)
     out_TI = torch.empty(num_tokens, num_inputs, dtype=torch.int8 if levels == "int8" else fp8_type, device=device)
-    scale_TG = torch.empty(num_tokens, num_groups, device=device) if scale is None else scale.view(1, 1)
+    scale_TG = torch.empty(num_tokens, num_groups, device=device)
     if num_tokens:
         padded = triton.next_power_of_2(size)
         at_once = min(max(1, _ELEMENTS // padded), triton.next_power_of_2(num_groups))
         _round[(num_tokens, triton.cdiv(num_groups, at_once))](
             x_TI,
-            scale_TG,
+            scale_TG if scale is None else scale,
             out_TI,
             scale_TG,
             x_TI.stride(0),

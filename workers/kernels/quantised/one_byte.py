@@ -133,6 +133,8 @@ def _check(x: RoundedInputs, weight: ByteCodes) -> None:
     wanted = torch.int8 if integers else torch.float16 if decoded else torch.float8_e4m3fn
     assert levels_TI.dtype == wanted, f"levels of x are {levels_TI.dtype}, of the weight {weight.levels_OI.dtype}"
     assert weight.levels_OI.shape[1] == num_inputs, f"x has {num_inputs} inputs, {tuple(weight.levels_OI.shape)}"
+    assert len(scale_TG) == len(levels_TI), f"{len(scale_TG)} scales of {len(levels_TI)} rows"
+    assert scale_TG.is_contiguous(), f"scales of x have strides {scale_TG.stride()}"
     assert levels_TI.is_contiguous(), f"levels of x have strides {levels_TI.stride()}"
     assert weight.levels_OI.is_contiguous(), f"levels of the weight have strides {weight.levels_OI.stride()}"
     groups = triton.cdiv(num_inputs, STEP)
@@ -181,7 +183,7 @@ def byte_product(
         num_inputs,
         num_outputs,
         per_split,
-        scale_TG.shape[1] if len(scale_TG) > 1 or num_rows == 1 else 0,
+        scale_TG.shape[1],
         1 if scale_TG.shape[1] > 1 else 0,
         num_outputs if len(weight.scale_GO) > 1 else 0,
         zero,

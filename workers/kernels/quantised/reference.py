@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from workers.checkpoint.activations import ActivationRounding
 from workers.kernels.quantised.activations import RoundedInputs
 from workers.kernels.quantised.grouped import FIELDS, GroupedCodes, GroupNumbers
 from workers.kernels.quantised.one_byte import STEP, ByteCodes
@@ -49,22 +50,11 @@ def round_inputs(
     zero: int = 0,
     fp8_type: torch.dtype = torch.float8_e4m3fn,
 ) -> RoundedInputs:
-    """Levels of x divided by the largest magnitude of its group / 127 or / 448, or by a given scale."""
-    largest = 127.0 if levels == "int8" else 448.0
-    if scale is None:
-        parts = torch.split(x_TI.float().abs(), group or x_TI.shape[1], dim=1)
-        largest_TG = torch.stack([part.amax(dim=1) for part in parts], dim=1)
-        scale_TG = largest_TG / torch.full_like(largest_TG, largest)  # by a number CUDA multiplies by its inverse
-        scale_TG = torch.where(scale_TG > 0, scale_TG, 1.0)
-    else:
-        scale_TG = scale.view(1, 1)
-    wide_TI = scale_TG.repeat_interleave(group or x_TI.shape[1], dim=1)[:, : x_TI.shape[1]]
-    level_TI = x_TI.float() / wide_TI
-    if levels == "fp8":
-        level_TI = level_TI.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).to(fp8_type)
-    else:
-        level_TI = (level_TI.round() + zero).clamp(-127 if scale is None else -128, 127).to(torch.int8)
-    return RoundedInputs(levels_TI=level_TI, scale_TG=scale_TG)
+    """`ActivationRounding.rounded`, with a scale for each group, and levels with the zero added."""
+    given = None if scale is None else float(scale)
+    level_TI, scale_TI = ActivationRounding(levels=levels, group=group, scale=given, zero=zero).rounded(x_TI)
+    level_TI = (level_TI + zero).to(torch.int8 if levels == "int8" else fp8_type)
+    return RoundedInputs(levels_TI=level_TI, scale_TG=scale_TI[:, :: group or x_TI.shape[1]].contiguous())
 
 
 def byte_product(
