@@ -29,8 +29,14 @@ def open_model(path: str | Path) -> ModelFiles:
 
 
 def model_name(path: str | Path) -> str:
-    """What clients call a model without a name of its own: its folder's name, or its GGUF file's."""
-    name = Path(path).resolve().name
+    """What clients call a model without a name of its own: its folder's name, or its GGUF file's; in Hugging Face's cache
+    (models--Acme--Tiny/snapshots/HASH, whose files link to blobs/HASH) the repository's."""
+    place = Path(path).resolve()
+    if place.parent.name == "blobs":
+        place = Path(path).absolute()
+    repository = place.parent.parent.name
+    is_cached = place.parent.name == "snapshots" and repository.startswith("models--")
+    name = repository.rpartition("--")[2] if is_cached else place.name
     return _SHARD.sub("", name[: -len(".gguf")]) if name.lower().endswith(".gguf") else name
 
 
@@ -54,6 +60,10 @@ def _in_folder(folder: Path) -> ModelFiles:
     if found:
         names = listed(sorted(file.name for file in found))
         raise BadCheckpoint(f"{folder} holds several GGUF models ({names}): give one of these files")
+    if snapshots := sorted((folder / "snapshots").glob("*")):
+        raise BadCheckpoint(
+            f"{folder} is a repository in Hugging Face's cache: give {listed(list(map(str, snapshots)))}"
+        )
     raise BadCheckpoint(
         f"{folder} has no config.json, so it is no checkpoint's folder: give the one that holds config.json "
         "and the weights (*.safetensors), or a .gguf file"
