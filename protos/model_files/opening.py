@@ -29,8 +29,8 @@ def open_model(path: str | Path) -> ModelFiles:
 
 
 def model_name(path: str | Path) -> str:
-    """What clients call a model without a name of its own: its folder's name, or its GGUF file's; in Hugging Face's cache
-    (models--Acme--Tiny/snapshots/HASH, whose files link to blobs/HASH) the repository's."""
+    """What clients call a model without a name of its own: its folder's name, or its GGUF file's. In Hugging Face's
+    cache, models--Acme--Tiny/snapshots/HASH, a folder has the repository's, and files are links to blobs/HASH."""
     place = Path(path).resolve()
     if place.parent.name == "blobs":
         place = Path(path).absolute()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
 """Of an element, by dtype; 8 where it is not listed."""
+_BARE = "embed_tokens.weight"
 
 
 class SafetensorsSource:
@@ -47,9 +48,10 @@ class SafetensorsSource:
 
 @contextmanager
 def open_safetensors(folder: Path, *, framework: str = "pt", as_stored: bool = False) -> Iterator[WeightSource]:
-    """Reads every file's header; with framework "numpy" without torch, and then nothing else can be read. Experts in
-    one tensor become tensors of their own (`workers.checkpoint.stacked`) unless `as_stored`, and of a model that reads
-    images too only the text part is there.
+    """Reads every file's header; with framework "numpy" without torch, and then nothing else can be read.
+
+    Unless `as_stored`, experts in one tensor become tensors of their own (`workers.checkpoint.stacked`), of a model
+    that reads images too only the text part is there, and names are those of a decoder with a head.
 
     Raises BadCheckpoint for a file that is missing, truncated or damaged.
     """
@@ -59,15 +61,28 @@ def open_safetensors(folder: Path, *, framework: str = "pt", as_stored: bool = F
             file = files.enter_context(_open(folder / name, framework=framework))
             stored: list[str] = file.keys()
             tensors |= {key: file.get_slice(key) for key in stored}
-        source = SafetensorsSource(_of_text(tensors))
-        yield source if as_stored else unstacked(source)
+        if as_stored:
+            yield SafetensorsSource(tensors)
+        else:
+            config = FolderFiles(folder).json("config.json") or {}
+            yield unstacked(SafetensorsSource(_of_decoder(tensors, config.get("tie_word_embeddings") is not False)))
 
 
-def _of_text(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Those of a text part by their names in a model for text; all of a model that has no other part."""
-    if not has_text_part(frozenset(tensors)):
-        return tensors
-    return {text_name(name): tensor for name, tensor in tensors.items() if not is_other_part(name)}
+def is_bare(folder: Path) -> bool:
+    """Whether the tensors are those of a decoder without a head, whose names lack the prefix "model."."""
+    with open_safetensors(folder, framework="numpy", as_stored=True) as stored:
+        return _BARE in stored.names()
+
+
+def _of_decoder(tensors: dict[str, Any], tied: bool) -> dict[str, Any]:
+    """By their names in a model for text. If only the head of a `tied` pair is stored, it is the embedding."""
+    if has_text_part(frozenset(tensors)):
+        tensors = {text_name(name): tensor for name, tensor in tensors.items() if not is_other_part(name)}
+    if _BARE in tensors:
+        tensors = {name if name.startswith("lm_head.") else f"model.{name}": one for name, one in tensors.items()}
+    if tied and f"model.{_BARE}" not in tensors and "lm_head.weight" in tensors:
+        tensors[f"model.{_BARE}"] = tensors.pop("lm_head.weight")
+    return tensors
 
 
 def _open(file: Path, *, framework: str) -> Any:

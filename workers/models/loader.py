@@ -14,6 +14,7 @@ from workers.checkpoint.encoding import LayerContext
 from workers.checkpoint.formats.rounded import Quantize, RoundedFormat
 from workers.checkpoint.kv_scales import is_kv_scale
 from workers.checkpoint.registry import encodings_of, open_source
+from workers.checkpoint.safetensors import is_bare
 from workers.checkpoint.slots import Slot
 from workers.checkpoint.source import FLOATS, WeightSource
 from workers.kernels.base import kernels_for
@@ -27,6 +28,8 @@ from workers.parallel.group import Solo, TensorParallel
 log = logging.getLogger("baton.worker")
 
 _NOT_LINEAR = ("norm.weight", "bias", "embed_tokens.weight")
+
+_COMPARED_ROWS = 8192
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -65,7 +68,8 @@ def load_model(
             encodings=encodings_of(config.weight_format, source),
             expert_parallel=expert_parallel,
         )
-        if config.tied_embeddings and (_has_quantised_head(source) or quantize != "off"):
+        config = with_stored_head(folder, config, source)
+        if quantize != "off":
             config = replace(config, tied_embeddings=False)
         slots = _checked_slots(folder, config, context, source)
         decoder = Decoder(config, context, stored_as=_stored_as(config, slots, source))
@@ -89,11 +93,28 @@ def dtype_named(dtype: str) -> torch.dtype:
     return _DTYPES[dtype]
 
 
-def _has_quantised_head(source: WeightSource) -> bool:
-    """EXL2 quantises the head of a tied model too, and keeps the embedding in floating point."""
-    return any(
-        name.startswith("lm_head.") and name not in ("lm_head.weight", "lm_head.bias") for name in source.names()
-    )
+def with_stored_head(folder: Path, config: ModelConfig, source: WeightSource) -> ModelConfig:
+    """The config, tied as the stored tensors are, as transformers does it. EXL2 quantises the head of a tied model too,
+    and keeps the embedding in floating point."""
+    heads = [name for name in source.names() if name.startswith("lm_head.") and name != "lm_head.bias"]
+    if not heads and not config.tied_embeddings and is_bare(folder):
+        log.warning("%s has no lm_head: embeddings are served, and what it writes has no meaning", folder)
+        return replace(config, tied_embeddings=True)
+    if not heads or not config.tied_embeddings:
+        return config
+    if heads == ["lm_head.weight"]:
+        if same_tensors(source, heads[0], "model.embed_tokens.weight"):
+            return config
+        log.warning("%s: tie_word_embeddings is true, but lm_head.weight differs and is used", folder)
+    return replace(config, tied_embeddings=False)
+
+
+def same_tensors(source: WeightSource, name: str, other: str) -> bool:
+    shape = source.describe(name).shape
+    if source.describe(other).shape != shape:
+        return False
+    parts = (slice(first, first + _COMPARED_ROWS) for first in range(0, shape[0], _COMPARED_ROWS))
+    return all(torch.equal(source.read(name, 0, part), source.read(other, 0, part)) for part in parts)
 
 
 def _stored_as(config: ModelConfig, slots: list[Slot], source: WeightSource) -> str:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from protos.errors import Misconfigured
+from protos.model_files.folder import TEMPLATES
 
 _SHARD_BYTES = 1 << 30
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -68,6 +69,8 @@ class QuantisedFolder:
         for file in sorted(self._source.iterdir()):
             if file.is_file() and file.suffix not in _WEIGHTS and file.name not in _REPLACED:
                 shutil.copyfile(file, self._partial / file.name)
+        if (self._source / TEMPLATES).is_dir():
+            shutil.copytree(self._source / TEMPLATES, self._partial / TEMPLATES)
         self._partial.rename(self._path)
 
     def _write_shard(self) -> None:

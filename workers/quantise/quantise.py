@@ -19,6 +19,7 @@ from workers.checkpoint.registry import encodings_of, open_source
 from workers.checkpoint.rounding import check_finite
 from workers.checkpoint.source import WeightSource
 from workers.models.config import ModelConfig, read_config
+from workers.models.loader import with_stored_head
 from workers.quantise.awq import InputSample, clipped_scales, fold_scales
 from workers.quantise.folder import QuantisedFolder
 from workers.quantise.gptq import SecondMoments, gptq_levels
@@ -88,8 +89,8 @@ def quantise(folder: Path, out: Path, recipe: QuantiseRecipe, calibration: Seque
 @torch.inference_mode()
 def held_out_nats(folder: Path, sequences: Sequences) -> float:
     """Mean cross entropy a token of the model in `folder`, quantised or not, in nats."""
-    config = read_config(folder)
     with open_source(folder) as source:
+        config = with_stored_head(folder, read_config(folder), source)
         encodings = encodings_of(config.weight_format, source)
         walk = LayerWalk(folder, config, source, sequences)
         walk.embed()

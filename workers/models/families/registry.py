@@ -65,8 +65,12 @@ def family_of(config: Fields) -> Family:
 
 
 def _family(config: Fields) -> Family | None:
+    """Also by the class of its decoder without a head, as embedding models are published."""
     named = config.texts("architectures")
     for family in FAMILIES:
-        if named == (family.architecture,) or (not named and config.text_or("model_type", "") == family.name):
+        stem = family.architecture.removesuffix("ForCausalLM")
+        if not named and config.text_or("model_type", "") == family.name:
+            return family
+        if len(named) == 1 and named[0] in (family.architecture, f"{stem}Model", f"{stem}TextModel"):
             return family
     return None

@@ -18,7 +18,7 @@ from workers.checkpoint.slots import Slot
 from workers.kernels.base import kernels_for
 from workers.kernels.cpu.memory import return_freed_memory, trim_freed_memory
 from workers.models.filling import LoadPart, PartLoader, Progress, ignore_progress
-from workers.models.loader import dtype_named
+from workers.models.loader import dtype_named, same_tensors
 from workers.models.transformers.decoder import TransformersDecoder
 from workers.models.transformers.linear import MatrixLinear
 from workers.models.transformers.names import ConvertedSource
@@ -66,6 +66,7 @@ def load_transformers(
             kernels=kernels_for(device),
             encodings=encodings_of(traced.weight_format, source),
         )
+        _tie_as_stored(folder, model, source)
         _make_buffers(model, context.device, traced.config.architecture)
         parts = _checked(folder, traced, context, source)
         if not packed:
@@ -73,11 +74,25 @@ def load_transformers(
         stored_as = _stored_as(traced, source)
         log.info("%s: %s", folder, stored_as)
         PartLoader(folder, source).load(parts, on_progress or ignore_progress, num_threads=1)
-    model.tie_weights()
+    model.tie_weights(recompute_mapping=False)
     _check_complete(folder, model)
     if device == "cpu":
         trim_freed_memory()
     return TransformersDecoder(model, traced.config, context, stored_as=stored_as)
+
+
+def _tie_as_stored(folder: Path, model: Any, source: ConvertedSource) -> None:
+    """Unties weights that differ, as transformers does; of a pair of which only the other is stored, that is read."""
+    names = set(source.names())
+    for tied, shared in list(model.all_tied_weights_keys.items()):
+        if tied in names and shared not in names:
+            source.rename(tied, shared)
+        elif tied in names and not same_tensors(source, tied, shared):
+            log.warning("%s: config.json ties %s to %s, which differs: it is not tied", folder, tied, shared)
+            del model.all_tied_weights_keys[tied]
+            parent, _, attribute = tied.rpartition(".")
+            own = torch.nn.Parameter(torch.empty_like(model.get_parameter(shared)), requires_grad=False)
+            setattr(model.get_submodule(parent), attribute, own)
 
 
 def _make_buffers(model: Any, device: str, name: str) -> None:

@@ -36,7 +36,7 @@ def config_of(folder: Path, fields: Fields) -> tuple[Any, type[Any]]:
     of text, and Misconfigured without transformers."""
     name = named(fields)
     transformers = imported(name)
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -50,7 +50,9 @@ def config_of(folder: Path, fields: Fields) -> tuple[Any, type[Any]]:
     made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if config.get_text_config() is not config or made.__name__.endswith("ForConditionalGeneration"):
         raise refused(name, "it reads more than text")
-    if fields.texts("architectures") not in ((), (made.__name__,)):
+    if fields.texts("architectures") == (MODEL_MAPPING[type(config)].__name__,):
+        config.tie_word_embeddings = True  # an embedding model: nobody needs its head
+    elif fields.texts("architectures") not in ((), (made.__name__,)):
         raise refused(name, f"transformers' causal language model for {config.model_type} is {made.__name__}")
     _refuse_layers(name, config)
     if hasattr(config, "quantization_config"):

@@ -82,6 +82,10 @@ class ConvertedSource:
         whole = self._made.pop(name)
         return whole[(slice(None),) * dim + (part,)]
 
+    def rename(self, old: str, new: str) -> None:
+        """For a tensor that is not converted."""
+        self._renamed[new] = self._renamed.pop(old)
+
     def unnamed(self) -> list[str]:
         """Tensors of the checkpoint that make no parameter."""
         return sorted(set(self.unused) - set(self._renamed.values()))

@@ -161,7 +161,8 @@ def test_unused_tensors_are_reported_and_known_leftovers_are_not(
 ) -> None:
     write_config(tmp_path, tie_word_embeddings=True)
     tensors = expected_tensors(tmp_path)
-    leftovers = {"lm_head.weight": torch.ones(32, 16), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    head = tensors["model.embed_tokens.weight"].clone()
+    leftovers = {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     save_file(tensors | leftovers, tmp_path / "model.safetensors")
     with caplog.at_level(logging.WARNING):
         load_model(tmp_path)
