@@ -31,19 +31,29 @@ from cluster.simulate.run.config import (
     without_effect,
 )
 from cluster.simulate.run.drafters import parse_acceptance
+from cluster.simulate.run.offered import offered, work_of_sessions
 from cluster.simulate.run.progress import warn
 from cluster.simulate.run.simulation import SimulationOutcome
 from cluster.simulate.world.faults import Fault, drawn
 from cluster.simulate.world.lanes import Cards, hosts_of
-from cluster.simulate.world.workload import GeneratedLoad, SessionLimit, UserSession, fitting, generated, recorded
+from cluster.simulate.world.workload import (
+    GeneratedLoad,
+    SessionLimit,
+    UserSession,
+    fitting,
+    generated_at_rate,
+    least_requests,
+    recorded,
+)
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.policies.registry import NAMES
 from router.prefix.registry import MEMORY
 
-DEFAULT_REQUESTS = 1000
 MAX_LANE_GBPS = 1e6
-_AS_GIVEN = ("model", "dtype", "dp_attention", "nvlink", "gateways", "audit_every", "seed")
+_AS_GIVEN = (
+    "model", "dtype", "dp_attention", "nvlink", "gateways", "audit_every", "seed", "workload", "num_requests"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +76,10 @@ class Scene:
     leaping: bool
     audit_every: int
     seed: int
+    num_requests: int | None
     objective: Objective
+    workload: str
+    load: GeneratedLoad | None
     sessions: Sequence[UserSession]
     faults: Sequence[Fault]
     num_faults: int
@@ -169,8 +182,31 @@ class Scene:
             del settings["processes"]  # of a gateway process; the simulator has none
         return settings
 
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether the load is as long as its figures need: generated, without a number of requests, and untroubled."""
+        return self.load is not None and not self.num_requests and not self.is_troubled
+
+    @property
+    def is_troubled(self) -> bool:
+        return bool(self.faults or self.num_faults)
+
+    def longer(self, num_requests: int) -> Scene:
+        assert self.load is not None
+        load = replace(self.load, num_requests=num_requests)
+        return replace(self, load=load, sessions=generated_at_rate(self.workload, load))
+
+    def offered(self, config: SimulationConfig) -> Mapping[WorkerRole, float]:
+        """The share of its capacity that a generated load asks of each pool at least; empty for a trace and in
+        trouble."""
+        if self.load is None or self.is_troubled:
+            return {}
+        return offered(config, work_of_sessions(self.sessions), self.load.num_requests / self.load.rate)
+
     def summary(self, choice: ClusterChoice, outcome: SimulationOutcome, left_out: Sequence[UserSession]) -> Summary:
-        return summarise(outcome, self.objective, cluster=f"{choice}, {self.hardware}", left_out=left_out)
+        cluster = f"{choice}, {self.hardware}"
+        endless = self.load is not None
+        return summarise(outcome, self.objective, cluster=cluster, left_out=left_out, is_endless=endless)
 
     @property
     def hardware(self) -> str:
@@ -205,6 +241,7 @@ class Scene:
 def make_scene(given: Mapping[str, Any]) -> Scene:
     """From the values of `baton simulate`'s flags. Raises Misconfigured."""
     gpu, calibration = given["gpu"], given["calibration"] or ()
+    load = None if given["trace"] is not None else _load(given)
     return Scene(
         **{name: given[name] for name in _AS_GIVEN},
         gpu=gpu,
@@ -216,29 +253,32 @@ def make_scene(given: Mapping[str, Any]) -> Scene:
         usd_per_gpu_hour=_price(gpu, given["usd_per_gpu_hour"]),
         leaping=not given["single_step"],
         objective=Objective(ttft_s=_seconds(given["ttft_ms"]), tpot_s=_seconds(given["tpot_ms"])),
-        sessions=_sessions(given),
+        load=load,
+        sessions=_recorded(given) if load is None else generated_at_rate(given["workload"], load),
         faults=[Fault.parse(text) for text in given["fault"] or ()],
         num_faults=given["faults"],
         acceptance=parse_acceptance(given["acceptance"]),
     )
 
 
-def _sessions(given: Mapping[str, Any]) -> list[UserSession]:
-    """Recorded or generated requests. Raises Misconfigured."""
-    if given["trace"] is not None:
-        limit, speed, scale = given["num_requests"], given["trace_speed"], given["trace_scale"]
-        sessions = recorded(given["trace"], limit=limit, speed=speed, scale=scale)
-        if limit is not None and len(sessions) < limit:
-            warn(f"--requests {limit}: {given['trace']} has only {len(sessions):,}")
-        return sessions
-    load = GeneratedLoad(
-        num_requests=given["num_requests"] or DEFAULT_REQUESTS,
+def _recorded(given: Mapping[str, Any]) -> list[UserSession]:
+    """Raises Misconfigured."""
+    limit, speed, scale = given["num_requests"], given["trace_speed"], given["trace_scale"]
+    sessions = recorded(given["trace"], limit=limit, speed=speed, scale=scale)
+    if limit is not None and len(sessions) < limit:
+        warn(f"--requests {limit}: {given['trace']} has only {len(sessions):,}")
+    return sessions
+
+
+def _load(given: Mapping[str, Any]) -> GeneratedLoad:
+    """Raises Misconfigured."""
+    return GeneratedLoad(
+        num_requests=given["num_requests"] or least_requests(given["workload"], given["rate"]),
         rate=given["rate"],
         seed=given["seed"],
         prompts=Lengths.parse(given["input_len"], param="input-len"),
         outputs=Lengths.parse(given["output_len"], param="output-len"),
     )
-    return generated(given["workload"], load)
 
 
 def _price(gpu: str, usd_per_gpu_hour: float | None) -> float:

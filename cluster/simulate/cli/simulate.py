@@ -6,8 +6,7 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -15,49 +14,34 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
-from rich.text import Text
 
-from cluster.bench.verb import write_json
 from cluster.cli import options
-from cluster.cli.status import PIPED_COLUMNS
 from cluster.config.config import ClusterConfig
 from cluster.planner.planner import PlannerSettings
 from cluster.simulate.cli.scenario import Scene, make_scene
-from cluster.simulate.cli.soak import ending_reported, replay_one, report_interrupted, soak_clusters
+from cluster.simulate.cli.soak import ending_reported, replay_one, soak_clusters
+from cluster.simulate.cli.trials import document_of, keep_json, run_scene, sweep_clusters, until_steady, warn_left_out
 from cluster.simulate.latency.registry import ROOFLINE, SOURCES
 from cluster.simulate.latency.shapes import DTYPES, GPUS, MODELS
 from cluster.simulate.results.files import Log, keep, report_lost, write
 from cluster.simulate.results.files import check as check_files
 from cluster.simulate.results.html import page
-from cluster.simulate.results.report import Summary, figures, summary_table
+from cluster.simulate.results.report import Summary, summary_table
 from cluster.simulate.results.sweep import (
     ClusterChoice,
     SweepTrial,
     asked,
-    cheapest,
-    front,
-    sweep_table,
-    verdict,
     within,
 )
-from cluster.simulate.results.sweep_html import sweep_page
-from cluster.simulate.results.targets import PercentileTarget, targets_of
+from cluster.simulate.results.targets import targets_of
 from cluster.simulate.run.autoscale import MAX_RECORDS, PlannedRun, autoscaling, planner_settings
-from cluster.simulate.run.config import SimulationConfig
-from cluster.simulate.run.fault_injector import check
-from cluster.simulate.run.progress import ProgressWatch, bars, warn
-from cluster.simulate.run.simulation import SimulationOutcome, Steer
-from cluster.simulate.run.simulation import simulate as run_simulation
-from cluster.simulate.world.workload import GENERATED, OF_OWN_LENGTHS, SessionLimit, UserSession, fitting
-from protos.errors import Misconfigured
-from protos.hints import counted
+from cluster.simulate.world.workload import GENERATED, OF_OWN_LENGTHS
 from router.policies.registry import NAMES
 
-FORMAT = "baton-simulation/1"
 MAX_REQUESTS, MAX_GATEWAYS, MAX_FAULTS, MAX_GPUS = 10_000_000, 1_000, 100_000, 1_024
 Requests = Annotated[
-    int | None, typer.Option("--requests", min=1, max=MAX_REQUESTS, help="Default: 1000, or all of a trace.")
+    int | None,
+    typer.Option("--requests", min=1, max=MAX_REQUESTS, help="Default: until figures are steady, or all of a trace."),
 ]
 WeightType = Annotated[
     str | None, typer.Option("--dtype", "--weights", help=f"Weights: {', '.join(DTYPES)}. Default: the model's.")
@@ -163,7 +147,7 @@ def simulate(
         return replay_one(replay, events) if replay is not None else soak_clusters(range(seed, seed + (soak or 0)))
     scene, every = _scene(context.params)
     if sweep_all:
-        return _sweep(scene, every, targets_of(scene.objective, attainment, target or ()), json_file, html_file)
+        return sweep_clusters(scene, every, targets_of(scene.objective, attainment, target or ()), json_file, html_file)
     _once(scene, every[0], json_file, html_file, events, _planning(autoscale, scene, every[0], attainment))
 
 
@@ -251,13 +235,16 @@ def _once(
     errors = Console(stderr=True)
     if scene.latency is not None:
         errors.print(str(scene.latency), soft_wrap=True)
-    _warn_left_out(left_out, scene.room(config))
+    warn_left_out(left_out, scene.room(config))
     start_s = time.perf_counter()
     with Log(events) as log, ending_reported(events, json_file, html_file):
         steer = autoscaling(planning, planned) if planning is not None else None
-        outcome = _run(scene, config, sessions, errors, write=log.write, steer=steer)
+        if scene.is_open_ended and planning is None and events is None:
+            outcome, summary = until_steady(scene, choice, config, errors)
+        else:
+            outcome = run_scene(scene, config, sessions, errors, write=log.write, steer=steer)
+            summary = scene.summary(choice, outcome, left_out)
     took_s = time.perf_counter() - start_s
-    summary = scene.summary(choice, outcome, left_out)
     command, trials = shlex.join(["baton", *sys.argv[1:]]), [_only(scene, choice, summary)]
 
     def write_page() -> None:
@@ -266,10 +253,10 @@ def _once(
             write(html_file, made, "html")
 
     # Files first: the reader of the table may stop early, as in `| head`.
-    document = _document(scene, command, trials)
+    document = document_of(scene, command, trials)
     if planning is not None:
         document["changes"] = [asdict(change) for change in planned.changes]
-    lost = keep(log.check, partial(_write_json, json_file, document), write_page)
+    lost = keep(log.check, partial(keep_json, json_file, document), write_page)
     Console().print(summary_table(summary))
     for change in planned.changes:
         Console().print(f"{change.at_s:,.0f} s: {change.after}, for {change.why}", highlight=False, soft_wrap=True)
@@ -280,164 +267,3 @@ def _once(
 def _only(scene: Scene, choice: ClusterChoice, summary: Summary) -> SweepTrial:
     """The trial of a workload without requests."""
     return SweepTrial(choice=choice, summary=summary, usd_per_hour=choice.num_gpus * scene.usd_per_gpu_hour)
-
-
-def _sweep(
-    scene: Scene,
-    every: Sequence[ClusterChoice],
-    targets: Sequence[PercentileTarget],
-    json_file: Path | None,
-    html_file: Path | None,
-) -> None:
-    """Raises Exit(1) if no cluster meets the objective, Exit(130) after Ctrl-C."""
-    errors = Console(stderr=True)
-    possible, impossible = _possible(scene, every)
-    room = max((scene.room(config) for config in possible.values()), key=lambda one: one.num_tokens)
-    _, left_out = fitting(scene.sessions, room)
-    _warn_left_out(left_out, room)
-    trials = _try_all(scene, possible, targets, errors)
-    if not trials:
-        report_interrupted(0, len(possible))
-    best, command = cheapest(trials), shlex.join(["baton", *sys.argv[1:]])
-    document = _document(scene, command, trials)
-    marks = {
-        "num_done": len(trials),
-        "num_possible": len(possible),
-        "left_out": [{"cluster": scene.cluster(one), "reason": reason} for one, reason in impossible.items()],
-        "front": [scene.cluster(one.choice) for one in front(trials)],
-        "cheapest": best and scene.cluster(best.choice),
-        "targets": [asdict(target) for target in targets],
-        "attainment": targets[0].share if targets[0].objective is not None else None,
-        "verdict": verdict(trials, targets),
-    }
-
-    def write_page() -> None:
-        if html_file is not None:
-            write(html_file, sweep_page(trials, verdict(trials, targets), command=command), "html")
-
-    lost = keep(partial(_write_json, json_file, {**document, **marks}), write_page)
-    console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
-    console.print(sweep_table(trials))
-    console.print(Text(scene.hardware))
-    if impossible:
-        those = f"{len(impossible):,} of {counted(len(every), 'cluster')} left out"
-        console.print(f"{those}: the reasons are on stderr and in --json", style="yellow", highlight=False)
-    if left_out:
-        console.print(f"{room.left_out(left_out)}: all clusters miss them", style="yellow", highlight=False)
-    is_whole = len(trials) == len(possible)
-    of_those = "" if is_whole else f"of the {len(trials):,} of {counted(len(possible), 'cluster')} done, "
-    style = "yellow" if best is None else ""
-    console.print(f"{of_those}{verdict(trials, targets)}", style=style, highlight=False, soft_wrap=True)
-    report_lost(lost)
-    if not is_whole:
-        report_interrupted(len(trials), len(possible))
-    if best is None:
-        raise typer.Exit(1)
-
-
-def _possible(
-    scene: Scene, every: Sequence[ClusterChoice]
-) -> tuple[dict[ClusterChoice, SimulationConfig], dict[ClusterChoice, str]]:
-    """Clusters that are possible, hold some of the sessions and have the targets of faults; prints why others are left
-    out. Raises Misconfigured if none is left."""
-    possible: dict[ClusterChoice, SimulationConfig] = {}
-    reasons: dict[str, Misconfigured] = {}
-    left_out: dict[str, list[ClusterChoice]] = {}
-    for choice in every:
-        try:
-            config = scene.config(choice)
-            scene.fitting(config)
-            check(scene.faults, config)
-            possible[choice] = config
-        except Misconfigured as error:
-            reasons.setdefault(error.message, error)
-            left_out.setdefault(error.message, []).append(choice)
-    if not possible:
-        raise next(iter(reasons.values()))
-    for reason, like in left_out.items():
-        others = f" and {counted(len(like) - 1, 'other')}" if len(like) > 1 else ""
-        warn(f"left out: {reason} ({like[0]}{others})")
-    return possible, {choice: reason for reason, like in left_out.items() for choice in like}
-
-
-def _try_all(
-    scene: Scene,
-    possible: Mapping[ClusterChoice, SimulationConfig],
-    targets: Sequence[PercentileTarget],
-    errors: Console,
-) -> list[SweepTrial]:
-    """Simulates clusters one after the other, until Ctrl-C; then there are fewer trials than clusters."""
-    trials: list[SweepTrial] = []
-    with bars(errors) as bar, suppress(KeyboardInterrupt):
-        row = bar.add_task("", total=len(possible))
-        for choice, config in possible.items():
-            bar.update(row, description=str(choice))
-            trials.append(_try_out(scene, choice, config, targets, bar))
-            bar.update(row, advance=1)
-            if not bar.console.is_interactive:
-                bar.console.print(f"{len(trials)} of {len(possible)}: {choice}", highlight=False, soft_wrap=True)
-    return trials
-
-
-def _try_out(
-    scene: Scene, choice: ClusterChoice, config: SimulationConfig, targets: Sequence[PercentileTarget], bar: Progress
-) -> SweepTrial:
-    """Counts requests that do not fit the cluster as missed."""
-    kept, left_out = scene.fitting(config)
-    outcome = _run(scene, config, kept, bar.console, above=bar)
-    summary = scene.summary(choice, outcome, left_out)
-    num_missed = summary.num_left_out_requests + summary.num_not_asked
-    return SweepTrial(
-        choice=choice,
-        summary=summary,
-        usd_per_hour=choice.num_gpus * scene.usd_per_gpu_hour,
-        reached=[target.reached(outcome.records, num_missed) for target in targets],
-    )
-
-
-def _run(
-    scene: Scene,
-    config: SimulationConfig,
-    sessions: Sequence[UserSession],
-    errors: Console,
-    *,
-    write: Callable[[str], object] | None = None,
-    above: Progress | None = None,
-    steer: Steer | None = None,
-) -> SimulationOutcome:
-    num_requests = sum(len(session.turns) for session in sessions)
-    until_s = max(session.due_s for session in sessions)
-    with ProgressWatch(errors, num_requests=num_requests, until_s=until_s, above=above) as watch:
-        schedule = scene.schedule(config, sessions)
-        return run_simulation(config, sessions, schedule, write=write, watch=watch.begin, steer=steer)
-
-
-def _warn_left_out(left_out: Sequence[UserSession], room: SessionLimit) -> None:
-    if left_out:
-        warn(room.left_out(left_out))
-
-
-def _write_json(path: Path | None, content: Mapping[str, Any]) -> None:
-    if path is not None:
-        write_json(path, content)
-
-
-def _document(scene: Scene, command: str, trials: Sequence[SweepTrial]) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "command": command,
-        "latency": scene.times.source if scene.latency is None else "calibration",
-        "calibration": scene.step_times(),
-        "settings": scene.in_force(),
-        "runs": [
-            {
-                "cluster": scene.cluster(trial.choice),
-                "usd_per_hour": trial.usd_per_hour,
-                "targets": [
-                    {"target": str(one.target), "share": one.share, "is_met": one.is_met} for one in trial.reached
-                ],
-                "figures": figures(trial.summary),
-            }
-            for trial in trials
-        ],
-    }

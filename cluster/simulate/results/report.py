@@ -16,6 +16,7 @@ from cluster.bench.table import report_table
 from cluster.simulate.latency.base import Latency, step_of
 from cluster.simulate.run.deployment import WorkerLife
 from cluster.simulate.run.fault_injector import Happened
+from cluster.simulate.run.offered import grows, offered, requests_until_steady, work_of_records
 from cluster.simulate.run.simulation import SimulationOutcome
 from cluster.simulate.world.workload import UserSession
 from protos.hints import counted, usd_figure
@@ -27,12 +28,14 @@ MAX_FAULTS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSummary:
-    """`busy`: share of GPU time in which devices computed. `imbalance`: tokens of the busiest worker over the mean."""
+    """`busy`: share of GPU time in which devices computed. `imbalance`: tokens of the busiest worker over the mean.
+    `offered`: the work that arrived over what the pool can do in that time; None if nobody can say."""
 
     role: str
     num_workers: int
     busy: float
     imbalance: float
+    offered: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,8 @@ class Summary:
     - `num_not_asked`: requests not sent, since an earlier one of their conversation had failed; not in the report
     - `num_left_out`, `num_left_out_requests`: sessions and requests too long for any worker; not in the report
     - `cluster`: the cluster in one line; empty if a sweep did not choose it
+    - `grew`: the last third of the requests waited longer than the third before
+    - `is_endless`: the load stands for one that never ends
     """
 
     cluster: str
@@ -96,11 +101,52 @@ class Summary:
     num_events: int
     faults: Sequence[Happened] = ()
     drafts: DraftSummary | None = None
+    grew: bool = False
+    is_endless: bool = False
+
+    @property
+    def overloaded(self) -> PoolSummary | None:
+        """The pool that is offered most, if that is more than it can do."""
+        pool = self.busiest
+        return pool if pool is not None and (pool.offered or 0.0) > 1.0 else None
+
+    @property
+    def busiest(self) -> PoolSummary | None:
+        """The pool that is offered the largest share of what it can do."""
+        pools = [pool for pool in self.pools if pool.offered]
+        return max(pools, key=lambda pool: pool.offered or 0.0, default=None)
+
+    @property
+    def num_wanted(self) -> int:
+        """The requests after which an endless load has steady figures; 0 if it has had them."""
+        if not self.is_endless or self.faults or self.overloaded is not None:
+            return 0
+        num_requests = self.report.num_requests
+        wanted = requests_until_steady(self.busiest.offered or 0.0) if self.busiest is not None else 0
+        return wanted if wanted > num_requests else 2 * num_requests if self.grew else 0
+
+    @property
+    def falls_behind(self) -> str:
+        """Why more of an endless load would wait longer; empty if it would not."""
+        if not self.is_endless or self.faults:
+            return ""
+        if (pool := self.overloaded) is not None:
+            return f"{pool.role} is offered {pool.offered:.0%} of what it can do: its queue grows while the load lasts"
+        return "its requests waited longer and longer" if self.grew else ""
+
+    @property
+    def unsteady(self) -> str:
+        """Why the figures are not those of a longer load; empty if they are."""
+        if not self.num_wanted:
+            return self.falls_behind
+        why = self.falls_behind or "a pool that is nearly full settles slowly"
+        return f"{why}: give --requests {self.num_wanted:,} or more"
 
 
 def summarise(
-    outcome: SimulationOutcome, objective: Objective, *, cluster: str = "", left_out: Sequence[UserSession] = ()
-) -> Summary:
+    outcome: SimulationOutcome, objective: Objective, *, cluster: str = "", left_out: Sequence[UserSession] = (),
+    is_endless: bool = False,
+) -> Summary:  # fmt: skip
     """`left_out`: sessions of the load that were too long to simulate."""
     # A message between the first and the last token may have several tokens, so gaps are taken from the workers.
     transfers = outcome.transfers
@@ -112,7 +158,7 @@ def summarise(
         num_left_out_requests=sum(len(session.turns) for session in left_out),
         num_not_asked=outcome.num_not_asked,
         hits=_hits(outcome, report),
-        pools=[_pool(role, lives) for role, lives in _by_role(outcome.served).items()],
+        pools=_pools(outcome),
         costs=_costs(outcome, report),
         handed_over=outcome.num_handed_over / max(1, report.num_completed),
         transfer_bytes=outcome.transfer_bytes,
@@ -122,6 +168,8 @@ def summarise(
         num_events=outcome.num_events,
         faults=outcome.faults,
         drafts=_drafts(outcome.served),
+        grew=grows(outcome.records),
+        is_endless=is_endless,
     )
 
 
@@ -164,7 +212,18 @@ def _by_role(served: Sequence[WorkerLife]) -> Mapping[str, list[WorkerLife]]:
     return dict(sorted(roles.items()))
 
 
-def _pool(role: str, lives: Sequence[WorkerLife]) -> PoolSummary:
+def _pools(outcome: SimulationOutcome) -> list[PoolSummary]:
+    sent_s = [record.sent_s for record in outcome.records if record.sent_s is not None]
+    window_s = (max(sent_s) - min(sent_s)) * len(sent_s) / (len(sent_s) - 1) if len(sent_s) > 1 else 0.0
+    shares = offered(outcome.config, work_of_records(outcome.records), window_s)
+    counts = outcome.config.pools.counts()
+    return [
+        _pool(role, lives, shares.get(WorkerRole(role)) or None if len(lives) == counts[WorkerRole(role)] else None)
+        for role, lives in _by_role(outcome.served).items()
+    ]
+
+
+def _pool(role: str, lives: Sequence[WorkerLife], offered: float | None) -> PoolSummary:
     tokens: dict[str, int] = {}
     for life in lives:
         done = life.work.num_prompt_tokens + life.work.num_answer_tokens
@@ -175,6 +234,7 @@ def _pool(role: str, lives: Sequence[WorkerLife]) -> PoolSummary:
         num_workers=len(tokens),
         busy=sum(life.work.busy_s for life in lives) / sum(life.lived_s for life in lives),
         imbalance=max(tokens.values()) / mean if mean else 1.0,
+        offered=offered,
     )
 
 
@@ -230,16 +290,21 @@ def _looking_s(latency: Latency, record: RequestRecord) -> float:
 
 def summary_table(summary: Summary) -> RenderableType:
     pools = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("pool", "workers", "GPUs busy", "busiest worker / mean"):
+    for name in ("pool", "workers", "GPUs busy", "busiest worker / mean", "offered / capacity"):
         pools.add_column(name, justify="left" if name == "pool" else "right")
     for pool in summary.pools:
-        pools.add_row(pool.role, f"{pool.num_workers:,}", f"{pool.busy:.1%}", f"{pool.imbalance:.2f}")
+        offered_share = Text(
+            "" if pool.offered is None else f"{pool.offered:.0%}", "red" if pool is summary.overloaded else ""
+        )
+        pools.add_row(pool.role, f"{pool.num_workers:,}", f"{pool.busy:.1%}", f"{pool.imbalance:.2f}", offered_share)
     costs = summary.costs
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="dim")
     facts.add_column()
     if summary.cluster:
         facts.add_row("cluster", Text(summary.cluster))
+    if summary.unsteady:
+        facts.add_row("not steady", Text(summary.unsteady, "red"))
     if summary.num_left_out:
         left_out = counted(summary.num_left_out, "session"), counted(summary.num_left_out_requests, "request")
         facts.add_row("left out", Text(f"{left_out[0]} ({left_out[1]}): no worker holds them", "red"))

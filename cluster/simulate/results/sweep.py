@@ -57,7 +57,8 @@ class SweepTrial:
 
     @property
     def is_good(self) -> bool:
-        return all(one.is_met for one in self.reached)
+        """Whether it reaches all targets, and would with a longer load."""
+        return not self.summary.falls_behind and all(one.is_met for one in self.reached)
 
     @property
     def binding(self) -> Reached:
@@ -249,6 +250,10 @@ def verdict(trials: Sequence[SweepTrial], targets: Sequence[PercentileTarget]) -
         return f"no cluster reaches {wanted}; {near}; {_wider(nearest, trials)}"
     found = f"the cheapest that reaches {' and '.join(map(str, targets))}: {best.choice}, "
     found += f"USD {usd_figure(best.usd_per_hour)} an hour"
+    if (busiest := best.summary.busiest) is not None:
+        found += f", whose {busiest.role} pool is offered {busiest.offered:.0%} of what it can do"
+    if best.summary.unsteady:
+        found += f" (not steady: {best.summary.unsteady})"
     cheaper = [trial for trial in trials if trial.usd_per_hour < best.usd_per_hour]
     if not cheaper:
         return f"{found}. No cheaper one was tried"
@@ -257,6 +262,8 @@ def verdict(trials: Sequence[SweepTrial], targets: Sequence[PercentileTarget]) -
 
 
 def _misses(trial: SweepTrial) -> str:
+    if trial.summary.falls_behind:
+        return trial.summary.falls_behind
     binding, target = trial.binding, trial.binding.target
     if target.objective is not None:
         return f"{binding.share:.1%} of its requests meet the objective"
@@ -289,6 +296,12 @@ def _beyond(name: str, num: int, tried: Sequence[int]) -> str:
     return f"give more --{name} than {num}, or a larger --tp"
 
 
+def _busiest(summary: Summary) -> Text:
+    pool = summary.busiest
+    share = "" if pool is None else f"{pool.role} {pool.offered:.0%}"
+    return Text(share or "growing", "red") if summary.falls_behind else Text(share)
+
+
 def sweep_table(trials: Sequence[SweepTrial]) -> Table:
     """All trials by cost, times in ms; those on the front are marked, the cheapest that meets the objective is
     highlighted."""
@@ -297,7 +310,7 @@ def sweep_table(trials: Sequence[SweepTrial]) -> Table:
     table.add_column("cluster", no_wrap=True)
     targets = [one.target.name for one in trials[0].reached] if trials else []
     goodput = ["goodput"] if any(trial.summary.report.goodput is not None for trial in trials) else []
-    for name in ("GPUs", "USD/h", *targets, *goodput, "TTFT p99", "TPOT p99", "front"):
+    for name in ("GPUs", "USD/h", *targets, *goodput, "TTFT p99", "TPOT p99", "busiest pool", "front"):
         table.add_column(name, justify="right", no_wrap=True)
     for trial in sorted(trials, key=lambda one: (one.usd_per_hour, str(one.choice))):
         report = trial.summary.report
@@ -309,6 +322,7 @@ def sweep_table(trials: Sequence[SweepTrial]) -> Table:
             *([f"{report.goodput or 0:,.2f}"] if goodput else []),
             f"{report.ttft_s.p99 * 1000:,.0f}" if report.ttft_s else "",
             f"{report.tpot_s.p99 * 1000:,.1f}" if report.tpot_s else "",
+            _busiest(trial.summary),
             "*" if trial in on_front else "",
         )
     return table

@@ -130,10 +130,10 @@ class ProgressWatch:
         share = min(standing.num_ended / self._num_requests, standing.at_s / self._until_s if self._until_s else 1.0)
         if share < LEAST_TO_FORETELL:
             return ""
-        return f", about {_duration((self._clock() - self._start_s) * (1 / share - 1))} left"
+        return f", about {duration_text((self._clock() - self._start_s) * (1 / share - 1))} left"
 
 
-def _duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     if seconds < 90:
         return f"{max(0.0, seconds):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

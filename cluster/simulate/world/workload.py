@@ -306,6 +306,18 @@ GENERATED: dict[str, Callable[[GeneratedLoad], list[UserSession]]] = {
     "documents": documents,
     "assistant": assistant,
 }
+OF_CONSTANT_RATE = frozenset({"poisson", "conversations", "agents", "documents"})
+PERIODS_S = {"bursts": 60.0, "diurnal": 600.0}
+LEAST_PERIODS = 3
+"""Of a load whose rate varies: one warms up, and two are compared."""
+USUAL_REQUESTS = 1000
+
+
+def least_requests(name: str, rate: float) -> int:
+    """The requests with which a run begins if no number is given."""
+    return max(USUAL_REQUESTS, math.ceil(LEAST_PERIODS * PERIODS_S.get(name, 0.0) * min(rate, MAX_SPAN_S)))
+
+
 OF_OWN_LENGTHS = frozenset({"assistant"})
 """Workloads that take no lengths from a `GeneratedLoad`."""
 
@@ -320,6 +332,16 @@ def generated(name: str, load: GeneratedLoad) -> list[UserSession]:
     num_more = sum(len(session.turns) for session in sessions) - load.num_requests
     last = sessions[-1]
     return [*sessions[:-1], replace(last, turns=last.turns[: len(last.turns) - num_more])]
+
+
+def generated_at_rate(name: str, load: GeneratedLoad) -> list[UserSession]:
+    """The same, with arrivals stretched to the exact rate if it is constant: that of 1,000 random arrivals is off by
+    3 % on average, by 9 % with one seed in 300."""
+    sessions = generated(name, load)
+    if name not in OF_CONSTANT_RATE:
+        return sessions
+    stretch = load.num_requests / load.rate / sessions[-1].due_s
+    return [replace(session, due_s=session.due_s * stretch) for session in sessions]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,7 +146,7 @@ def test_what_a_cluster_cannot_hold_it_has_missed(tmp_path: Path) -> None:
 
 def test_a_cluster_that_holds_none_of_the_sessions_is_left_out_of_a_sweep() -> None:
     result = call(
-        "--requests", "2", "--input-len", "60000:60000", "--output-len", "5:5", "--model", "llama-3-70b",
+        "--requests", "2", "--rate", "0.01", "--input-len", "60000", "--output-len", "5", "--model", "llama-3-70b",
         "--gpu", "h200", "--tp", "2,4", "--prefill", "0", "--sweep", "--ttft-ms", "90000",
         "--set", "worker.memory_fraction=0.55",
     )  # fmt: skip

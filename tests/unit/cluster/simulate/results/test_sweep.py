@@ -83,7 +83,7 @@ def test_clusters_are_ranked_by_what_they_cost_an_hour(tmp_path: Path) -> None:
 
 
 def test_a_target_that_nothing_reaches_says_what_binds_and_where_to_look() -> None:
-    result = call(*SMALL, "--sweep", "--prefill", "1", "--decode", "1,2", "--target", "tpot p50 < 1 ms")
+    result = call(*SMALL, "--rate", "99", "--sweep", "--decode", "1,2", "--target", "tpot p50 < 1 ms")
     assert result.exit_code == 1
     assert "its TPOT p50 is " in result.stdout
     assert "give more --decode than " in result.stdout
