@@ -15,7 +15,8 @@ from router.gateway import Gateway
 from router.text.chat_template import joined
 
 _ROLES = ("user", "assistant", "system")
-_NO_TEXT = ("image", "document", "search_result", "video", "audio")
+_NO_TEXT = ("image", "video", "audio", "base64", "url", "file")
+_READ = ("text", "search_result", "document", "tool_reference")
 _OF_SERVER = ("redacted_thinking", "server_tool_use", "container_upload", "mid_conv_system")
 _BILLING = "x-anthropic-billing-header:"
 """Claude Code puts such a line before its system prompt. It differs with each request: the cached prefix would end
@@ -82,8 +83,6 @@ def _append_turn(messages: list[Template], role: str, blocks: list[Any], where: 
     is_empty = True
     for place, block in parts_in(blocks, where):
         match block.get("type"):
-            case "text":
-                texts.append(text_part(_text_of(block, place)))
             case "tool_result" if role == "user":
                 if texts:
                     _append(messages, {"role": role, "content": texts})
@@ -92,8 +91,12 @@ def _append_turn(messages: list[Template], role: str, blocks: list[Any], where: 
             case kind if _is_foreign(kind):
                 ignored.add(f"{place}: {kind}")
                 continue
+            case "text":
+                texts.append(text_part(_text_of(block, place)))
+            case _ if role == "user":
+                texts.append(text_part(_read(block, place, (*_READ, "tool_result"))))
             case _:
-                raise _unknown(block, place, ("text", "tool_result") if role == "user" else ("text",))
+                raise _unknown(block, place, ("text",))
         is_empty = False
     if texts or is_empty:
         _append(messages, {"role": role, "content": texts or ""})
@@ -109,9 +112,7 @@ def _result(block: Mapping[str, Any], where: str, ignored: Ignored) -> Template:
     elif content is not None:
         parts = []
         for place, part in parts_in(content, f"{where}.content"):
-            if part.get("type") != "text":
-                raise _unknown(part, place, ("text",))
-            parts.append(text_part(_text_of(part, place)))
+            parts.append(text_part(_read(part, place, _READ)))
     return {"role": "tool", "content": parts or "", "tool_call_id": text_in(block, "tool_use_id", where)}
 
 
@@ -141,6 +142,42 @@ def _assistant(blocks: list[Any], where: str, ignored: Ignored) -> Template:
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def _read(block: Mapping[str, Any], where: str, allowed: tuple[str, ...]) -> str:
+    """The text of a block that has one, with its title and source."""
+    match block.get("type"):
+        case "text":
+            return _text_of(block, where)
+        case "tool_reference":
+            return text_in(block, "tool_name", where)
+        case "search_result":
+            heads, content = [text_in(block, name, where) for name in ("title", "source")], block.get("content")
+            return "\n".join([*heads, *_texts_in(content, f"{where}.content")])
+        case "document":
+            heads = [text_in(block, name, where) for name in ("title", "context") if block.get(name) is not None]
+            return "\n".join([*heads, *_source(object_in(block, "source", where), f"{where}.source")])
+    raise _unknown(block, where, allowed)
+
+
+def _source(source: Mapping[str, Any], where: str) -> list[str]:
+    """The texts of a document."""
+    match source.get("type"):
+        case "text":
+            return [text_in(source, "data", where)]
+        case "content":
+            content = source.get("content")
+            return [content] if isinstance(content, str) else _texts_in(content, f"{where}.content")
+    raise _unknown(source, where, ("text", "content"))
+
+
+def _texts_in(content: Any, where: str) -> list[str]:
+    texts = []
+    for place, part in parts_in(content, where):
+        if part.get("type") != "text":
+            raise _unknown(part, place, ("text",))
+        texts.append(_text_of(part, place))
+    return texts
 
 
 def _text_of(block: Mapping[str, Any], where: str) -> str:

@@ -28,13 +28,50 @@ _CALL = {
     "required": ["type", "id", "name", "input"],
     "properties": {"type": {"const": "tool_use"}, "id": STRING, "name": STRING, "input": {"type": "object"}},
 }
+_SEARCHED = {
+    "type": "object",
+    "required": ["type", "source", "title", "content"],
+    "properties": {
+        "type": {"const": "search_result"}, "source": STRING, "title": STRING,
+        "content": {"type": "array", "items": _TEXT},
+    },
+}  # fmt: skip
+_DOCUMENT = {
+    "type": "object",
+    "required": ["type", "source"],
+    "properties": {
+        "type": {"const": "document"},
+        "title": {"type": ["string", "null"]},
+        "context": {"type": ["string", "null"]},
+        "source": {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "required": ["type", "data"],
+                    "properties": {"type": {"const": "text"}, "data": STRING},
+                },
+                {
+                    "type": "object",
+                    "required": ["type", "content"],
+                    "properties": {"type": {"const": "content"}, "content": _TEXTS},
+                },
+            ]
+        },
+    },
+}
+_REFERENCE = {
+    "type": "object",
+    "required": ["type", "tool_name"],
+    "properties": {"type": {"const": "tool_reference"}, "tool_name": STRING},
+}
+_READ = (_TEXT, _SEARCHED, _DOCUMENT, _REFERENCE)
 _RESULT = {
     "type": "object",
     "required": ["type", "tool_use_id"],
     "properties": {
         "type": {"const": "tool_result"},
         "tool_use_id": STRING,
-        "content": _TEXTS | {"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]},
+        "content": {"anyOf": [STRING, {"type": "array", "items": {"anyOf": list(_READ)}}, {"type": "null"}]},
     },
 }
 
@@ -49,7 +86,7 @@ def _turn(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
 
 
 _MESSAGE = {
-    "anyOf": [_turn("user", _TEXT, _RESULT), _turn("assistant", _TEXT, _THOUGHT, _CALL), _turn("system", _TEXT)]
+    "anyOf": [_turn("user", *_READ, _RESULT), _turn("assistant", _TEXT, _THOUGHT, _CALL), _turn("system", _TEXT)]
 }
 _TOOL = function_schema("input_schema", needs_schema=True)
 _TOOL["properties"]["type"] = {"enum": ["custom", None]}

@@ -242,11 +242,39 @@ async def test_structured_output_is_bound_by_its_schema() -> None:
     assert answer.headers["x-baton-ignored"] == "output_config.effort"
 
 
+async def test_blocks_that_hold_a_text_are_read() -> None:
+    text = {"type": "text", "text": "It rains."}
+    blocks = [
+        {"type": "search_result", "title": "Weather", "source": "https://w.example", "content": [text],
+         "citations": {"enabled": True}},
+        {"type": "document", "title": "Notes", "context": "of today",
+         "source": {"type": "text", "media_type": "text/plain", "data": "Cold."}},
+        {"type": "document", "source": {"type": "content", "content": [text]}},
+        {"type": "tool_reference", "tool_name": "weather"},
+    ]  # fmt: skip
+    turns = [
+        {"role": "user", "content": blocks},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "now", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": blocks}]},
+    ]
+    async with asking(**TOOLED) as (http, generate):
+        answer = await send(http, messages=turns, tools=[NOW])
+    assert answer.status_code == 200
+    read = "Weather\nhttps://w.example\nIt rains.\nNotes\nof today\nCold.\nIt rains.\nweather"
+    assert byte_level().decode(generate.jobs[0].prompt_ids).count(read) == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document: this model reads text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image: this model reads text only"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]},
+            "'messages[0].content[0].source' has the type base64: this model reads text only",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].source"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "document"}]}]}, "text, thinking, tool_use"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "'messages[0].content[0].text'"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "user, assistant, system"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
