@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -113,7 +114,7 @@ class Fields:
         return self._data[key]
 
     def _as_number(self, key: str, value: Any, above: float) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= sys.float_info.max:
             raise self._wrong(key, f"a number above {above:g}" if above > -math.inf else "a number")
         return float(value)
 

@@ -24,6 +24,7 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from protos.errors import (
+    AdapterNotLoaded,
     BatonError,
     Internal,
     NoWorkers,
@@ -375,7 +376,7 @@ class Dispatcher:
         refused = _is_refused(error)
         if refused:
             deadline = min(deadline, job_state.first_due_s)
-        waits = refused or isinstance(error, NoWorkers | WorkerDraining)
+        waits = refused or isinstance(error, NoWorkers | WorkerDraining | AdapterNotLoaded)
         if (not waits and not error.retryable) or isinstance(error, RevisionReplaced):
             raise error
         job_state.num_failures += 0 if waits or is_explained else 1
@@ -398,7 +399,7 @@ class Dispatcher:
             await self._wait_for_room(job_state, attempt, deadline)
             return
         job_state.failed.update(attempt.worker_ids)
-        if isinstance(error, WorkerDraining):
+        if isinstance(error, WorkerDraining | AdapterNotLoaded):  # no fault of the worker's
             await self._fleet.wait(until=min(deadline, now + config.dispatch.retry_pause_s))
             return
         self.num_resumed += 1

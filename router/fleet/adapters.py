@@ -39,6 +39,7 @@ class FleetAdapters:
         self.num_jobs: Counter[str] = Counter()
         self.by_name: Mapping[str, Adapter] = {}
         self._workers: dict[str, set[str]] = {}  # by the adapter's id
+        self._replaced: dict[str, str] = {}  # by name the id that it had before
 
     def update(self, workers: Iterable[WorkerInfo]) -> None:
         """Takes over what the connected workers have. Without any worker the names stay: requests wait for one."""
@@ -50,10 +51,16 @@ class FleetAdapters:
                 self._workers.setdefault(adapter.adapter_id, set()).add(info.worker_id)
                 found.setdefault(adapter.name, Counter())[adapter] += 1
         if infos:
+            before = self.by_name
             self.by_name = {
                 name: max(adapters, key=lambda one: (len(self._workers[one.adapter_id]), one.adapter_id))
                 for name, adapters in sorted(found.items())
             }
+            for name, adapter in self.by_name.items():
+                if name in before and before[name].adapter_id != adapter.adapter_id:
+                    self._replaced[name] = before[name].adapter_id
+                if (old := self._replaced.get(name)) is not None:  # where it was, requests for it are still taken
+                    self._workers.setdefault(old, self._workers[adapter.adapter_id])
 
     def learn(self, before: Iterable[Adapter], now: Iterable[Adapter]) -> None:
         """A connected worker has other adapters than before: somebody ordered it."""
@@ -81,8 +88,15 @@ class FleetAdapters:
         self.num_jobs[name] += 1
 
     async def load(self, name: str, path: str, hosts: Mapping[str, AdapterHost]) -> AdapterReport:
-        """As `FleetView.load_adapter`, on these workers."""
-        found = await _everywhere({worker_id: host.load_adapter(name, path) for worker_id, host in hosts.items()})
+        """As `FleetView.load_adapter`, on these workers: one at a time until one has it, because the files may harm
+        their reader."""
+        found = dict[str, Adapter | BatonError | None]()
+        for worker_id, host in hosts.items():
+            found[worker_id] = await _outcome(host.load_adapter(name, path))
+            if isinstance(found[worker_id], Adapter):
+                break
+        others = {one: host.load_adapter(name, path) for one, host in hosts.items() if one not in found}
+        found |= await _everywhere(others) if others or not hosts else {}
         done = {worker_id: one for worker_id, one in found.items() if isinstance(one, Adapter)}
         failed = {worker_id: one for worker_id, one in found.items() if isinstance(one, BatonError)}
         if not done:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from protos.errors import BadCheckpoint
 from tests.numerics.adapters import ALL_LINEAR, ATTENTION, make_adapter, merged_model
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.conftest import assert_close, random_tokens
 from tests.numerics.paged import PagedRun
+from workers.adapters.files import WEIGHTS
 from workers.adapters.linear import AdapterTable
 from workers.adapters.low_rank import AdapterTokens
 from workers.models.decoder import Decoder
@@ -143,3 +145,16 @@ def test_an_adapter_is_loaded_once_and_gone_when_unloaded(tmp_path: Path) -> Non
     assert not adapters.loaded
     after = PagedRun(decoder).step([("x", [5, 6, 7], 3)], [first])[0]
     assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("broken", ["nan", "alpha"])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, broken: str) -> None:
+    make_checkpoint("llama", tmp_path / "model")
+    path = make_adapter(tmp_path / "model", tmp_path / "adapter", lora_alpha=1e308 if broken == "alpha" else 8)
+    if broken == "nan":
+        tensors = load_file(path / WEIGHTS)
+        next(iter(tensors.values()))[0, 0] = float("nan")
+        save_file(tensors, path / WEIGHTS)
+    adapters = table(load_model(tmp_path / "model"))
+    with pytest.raises(BadCheckpoint, match="not finite"):
+        adapters.check(str(path))

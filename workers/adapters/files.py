@@ -137,15 +137,10 @@ def _modules(file: Path, names: list[str], config: PeftConfig) -> dict[str, Adap
     for module, found in halves.items():
         if missing := {"A", "B"} - found.keys():
             raise BadCheckpoint(f"{file}: {module!r} has no lora_{missing.pop()}.weight: download the file again")
+    scales = config.scales(sorted(halves))
     return {
-        module: AdaptedModule(
-            name=module,
-            down=found["A"],
-            up=found["B"],
-            rank=config.rank_of(module),
-            scale=config.scale_of(module),
-        )
-        for module, found in sorted(halves.items())
+        module: AdaptedModule(name=module, down=halves[module]["A"], up=halves[module]["B"], rank=rank, scale=scale)
+        for module, (rank, scale) in scales.items()
     }
 
 

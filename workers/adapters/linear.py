@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from protos.errors import BatonError, Misconfigured
+from protos.errors import BadCheckpoint, BatonError, Misconfigured
 from workers.adapters.files import AdapterFiles, AdapterTensors, ModuleShape, read_adapter
 from workers.adapters.low_rank import LinearAdapters, LowRankPart, LowRankUpdate, StepAdapters
 from workers.checkpoint.encoding import LayerContext, Projection, WeightShare
@@ -65,7 +65,18 @@ class AdapterTable:
 
     def check(self, path: str) -> AdapterFiles:
         """Reads the adapter's files without changing anything. Callable from any thread. Raises as `read_adapter`."""
-        return read_adapter(path, self._shapes, max_rank=self._max_rank)
+        files = read_adapter(path, self._shapes, max_rank=self._max_rank)
+        with files.read() as tensors:
+            for module in files.modules.values():
+                for name, scale in ((module.down, 1.0), (module.up, module.scale)):
+                    scaled = (tensors[name].float() * scale).to(self._decoder.context.dtype)
+                    if not scaled.isfinite().all():
+                        raise BadCheckpoint(
+                            f"{files.folder}: tensor {name!r}, times its scale {scale:g}, has numbers that are not "
+                            "finite: train the adapter again, or correct 'lora_alpha'",
+                            param=name,
+                        )
+        return files
 
     def check_room(self, files: AdapterFiles) -> None:
         """Raises Misconfigured if there are too many adapters or too little memory."""

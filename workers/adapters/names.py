@@ -35,6 +35,8 @@ def check_name(name: str, model: str) -> None:
 
 
 def why_no_name(name: str) -> str:
+    if name.endswith(":latest"):
+        return f"{name!r} cannot name an adapter: Ollama's API reads it as {name.removesuffix(':latest')!r}"
     if _NAME.match(name):
         return ""
     allowed = "begin with a letter or digit, and use up to 127 more of A-Z a-z 0-9 . _ : @ + -"

@@ -6,18 +6,20 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.model_files.fields import Fields
 from protos.model_files.folder import read_object
+from workers.adapters.pattern_matches import bounded_matches
 
 log = logging.getLogger("baton.worker")
 
 CONFIG = "adapter_config.json"
+MAX_CONFIG_BYTES = 2**20
 _MERGE = "merge it into its model with PEFT's merge_and_unload, and serve the merged checkpoint"
 
 _REFUSED: Mapping[str, tuple[str, str]] = {
@@ -45,44 +47,54 @@ _TASKS = ("CAUSAL_LM", "FEATURE_EXTRACTION")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftConfig:
-    """`rank` and `alpha` of modules that no pattern names. A pattern is a regular expression for the end of a module's
-    name, from a dot on."""
+    """`rank` and `alpha` of modules that no pattern names (`workers.adapters.pattern_matches`)."""
 
     where: str
     rank: int
     alpha: float
     rank_stabilised: bool
-    rank_pattern: tuple[tuple[str, int], ...] = ()
-    alpha_pattern: tuple[tuple[str, float], ...] = ()
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
 
-    def rank_of(self, module: str) -> int:
-        return next((rank for pattern, rank in self.rank_pattern if _names(pattern, module)), self.rank)
+    def scales(self, modules: Sequence[str]) -> Mapping[str, tuple[int, float]]:
+        """Each module's rank, and the scale of its B A: alpha / r, or with rank-stabilised scaling alpha / sqrt(r)
+        (https://arxiv.org/abs/2312.03732). Raises BadCheckpoint for patterns."""
+        ranks = self._matched("rank_pattern", self.rank_pattern, modules)
+        alphas = self._matched("alpha_pattern", self.alpha_pattern, modules)
+        found = {}
+        for module in modules:
+            rank, alpha = int(ranks.get(module, self.rank)), alphas.get(module, self.alpha)
+            found[module] = rank, alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+        return found
 
-    def scale_of(self, module: str) -> float:
-        """Of B A: alpha / r, or with rank-stabilised scaling alpha / sqrt(r) (https://arxiv.org/abs/2312.03732)."""
-        alpha = next((alpha for pattern, alpha in self.alpha_pattern if _names(pattern, module)), self.alpha)
-        rank = self.rank_of(module)
-        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+    def _matched(self, field: str, pattern: Mapping[str, float], modules: Sequence[str]) -> Mapping[str, float]:
+        try:
+            matches = bounded_matches(tuple(pattern), modules)
+        except (ValueError, OSError, re.error, subprocess.SubprocessError) as error:
+            raise BadCheckpoint(f"{self.where}: {field!r}: {error}", param=field) from error
+        values = tuple(pattern.values())
+        return {module: values[number] for module, number in matches.items()}
 
 
 def read_peft_config(folder: Path, *, max_rank: int) -> PeftConfig:
     """Raises BadCheckpoint for a file that is missing or damaged, UnsupportedModel for an option that is not served;
     each names file, field and fix."""
     path = folder / CONFIG
-    data = read_object(path)
+    data = read_object(path, MAX_CONFIG_BYTES)
     if data is None:
         raise BadCheckpoint(f"{path} does not exist: give the folder that PEFT's save_pretrained wrote", param=CONFIG)
     config = Fields(data, str(path))
     _refuse(config)
+    ranks, alphas = config.inner("rank_pattern"), config.inner("alpha_pattern")
     found = PeftConfig(
         where=str(path),
         rank=config.integer("r"),
         alpha=config.number("lora_alpha"),
         rank_stabilised=config.flag("use_rslora"),
-        rank_pattern=_pattern(config, "rank_pattern", config.inner("rank_pattern").integer),
-        alpha_pattern=_pattern(config, "alpha_pattern", config.inner("alpha_pattern").number),
+        rank_pattern={name: ranks.integer(name) for name in ranks.names()},
+        alpha_pattern={name: alphas.number(name) for name in alphas.names()},
     )
-    for field, rank in (("r", found.rank), *(("rank_pattern", rank) for _, rank in found.rank_pattern)):
+    for field, rank in (("r", found.rank), *(("rank_pattern", rank) for rank in found.rank_pattern.values())):
         if rank > max_rank:
             raise UnsupportedModel(
                 f"{path}: {field!r} is {rank}, more than worker.max_adapter_rank = {max_rank}: raise the setting, or "
@@ -121,21 +133,3 @@ def _refuse(config: Fields) -> None:
     known = _OF_TRAINING | _REFUSED.keys()
     if unknown := sorted(name for name in config.names() if name not in known and config.raw(name)):
         log.warning("%s: fields that this version does not know have no effect: %s", config.where, ", ".join(unknown))
-
-
-def _pattern(config: Fields, field: str, read: Any) -> tuple[tuple[str, Any], ...]:
-    inner = config.inner(field)
-    for name in inner.names():
-        try:
-            re.compile(name)
-        except re.error as error:
-            raise BadCheckpoint(
-                f"{config.where}: {field!r} has {name!r}, which is no regular expression ({error}): correct it",
-                param=field,
-            ) from error
-    return tuple((name, read(name)) for name in inner.names())
-
-
-def _names(pattern: str, module: str) -> bool:
-    """As PEFT matches keys of its patterns."""
-    return re.match(rf"(.*\.)?({pattern})$", module) is not None

@@ -1,7 +1,8 @@
 """The adapters of an engine by name. Pure: the matrices are the ranks' (`workers.adapters.linear`).
 
-load(name, path) ─▶ served ── unload(name), or load of other files under the name ─▶ retired ── its last request ends
-                                                                                                ─▶ its memory is free
+load(name, path) ─▶ served ── load of other files under the name ─▶ replaced: takes the requests on their way to it
+                      └── unload(name) ─▶ retired ◀── the next order ──┘
+                                             └── its last request ends ─▶ its memory is free
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class ServedAdapters:
         self._ranks = ranks
         self._model = model
         self._by_name: dict[str, Adapter] = {}
+        self._replaced: set[str] = set()
         self._retired: set[str] = set()
         self.listener: Callable[[AdapterList], None] = lambda adapters: None
 
@@ -76,9 +78,10 @@ class ServedAdapters:
             adapter_id=loaded.adapter_id, name=name, path=path, rank=loaded.rank, num_bytes=loaded.num_bytes
         )
         self._by_name[name] = adapter
-        self._retired.discard(adapter.adapter_id)
         if before is not None:
-            self._retire(before.adapter_id)
+            self._replaced.add(before.adapter_id)
+        self._replaced -= self._served_ids()
+        self._retired -= self._served_ids()
         self.listener(self.served)
         return adapter
 
@@ -88,12 +91,13 @@ class ServedAdapters:
         if adapter is None:
             there_are = f"there are {listed(sorted(self._by_name))}" if self._by_name else "there are none"
             raise NotFound(f"no adapter {name!r} is loaded: {there_are}", param="name")
-        self._retire(adapter.adapter_id)
+        self._retired |= {adapter.adapter_id} - self._served_ids()
+        self.retire_replaced()
         self.listener(self.served)
 
     def require(self, adapter_id: str) -> None:
         """Raises AdapterNotLoaded."""
-        if all(adapter.adapter_id != adapter_id for adapter in self._by_name.values()):
+        if adapter_id not in self._served_ids() | self._replaced:
             raise AdapterNotLoaded("the request's adapter is not loaded on this worker, or not any more")
 
     @property
@@ -106,6 +110,10 @@ class ServedAdapters:
             self._retired.discard(adapter_id)
             self._ranks.unload_adapter(adapter_id)
 
-    def _retire(self, adapter_id: str) -> None:
-        if all(adapter.adapter_id != adapter_id for adapter in self._by_name.values()):
-            self._retired.add(adapter_id)
+    def retire_replaced(self) -> None:
+        """The next order has come: no request is on its way to what was replaced before."""
+        self._retired |= self._replaced
+        self._replaced.clear()
+
+    def _served_ids(self) -> set[str]:
+        return {adapter.adapter_id for adapter in self._by_name.values()}

@@ -24,7 +24,13 @@ class AdapterCalls:
         adapters = self._adapters()
         async with self._turn:
             files = await asyncio.to_thread(adapters.check, name, path)
-            return await loop.call(lambda: adapters.load(name, files))
+
+            def order() -> Adapter:
+                adapters.retire_replaced()
+                self._engine.free_adapters()
+                return adapters.load(name, files)
+
+            return await loop.call(order)
 
     async def unload(self, loop: EngineLoop, name: str) -> None:
         """Raises NotFound."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from protos.errors import BadCheckpoint, InvalidRequest, NotFound, NoWorkers
+from protos.errors import AdapterNotLoaded, BadCheckpoint, BatonError, InvalidRequest, NotFound, NoWorkers
 from protos.values import Adapter, AdapterList, StepMessage
+from protos.wire import error_info
+from router.fleet.adapters import FleetAdapters
 from router.policies.registry import NAMES
 from tests.unit.router.dispatch.test_migration import NUM_TOKENS, Client, drain, go
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
@@ -150,6 +153,50 @@ async def test_an_answer_goes_on_where_its_adapter_is(make: Callable[..., Cluste
     assert await client.done() == expected_tokens(PROMPT, NUM_TOKENS)
     assert not cluster["c0"].submitted
     assert [request.adapter for request in cluster[second].submitted] == ["id of /sql"]
+
+
+async def test_a_request_for_what_was_replaced_is_served_by_it(make: Callable[..., Cluster]) -> None:
+    """It was on its way: its worker takes it until the next order, and its refusal is no failure of the worker."""
+    cluster = make(max_queue_s=5.0)
+    await cluster.add("c0")
+    cluster["c0"].load_adapter("sql", "/old")
+    await cluster.until(lambda: "sql" in cluster.fleet.adapters())
+    cluster["c0"].load_adapter("sql", "/new")
+    await cluster.until(lambda: cluster.fleet.adapters()["sql"].path == "/new")
+    cluster["c0"].failed["late.1"] = error_info(AdapterNotLoaded("not any more"))
+    late = replace(job("late"), adapter="id of /old")
+    assert tokens(await collect(cluster, late)) == expected_tokens(PROMPT, 8)
+    assert {request.adapter for request in cluster["c0"].submitted} == {"id of /old"}
+    assert cluster.fleet.member("c0").breaker.failures == 0
+    assert len(cluster["c0"].submitted) == 2
+
+
+class Host:
+    """A worker whose load never ends, or ends at once with an error."""
+
+    def __init__(self, error: BatonError | None = None) -> None:
+        self.error, self.asked = error, asyncio.Event()
+
+    async def load_adapter(self, name: str, path: str) -> Adapter:
+        self.asked.set()
+        if self.error is None:
+            await asyncio.Event().wait()
+            raise AssertionError
+        raise self.error
+
+    async def unload_adapter(self, name: str) -> None:
+        raise AssertionError
+
+
+async def test_one_worker_reads_an_adapter_before_the_others() -> None:
+    """Its files may harm their reader."""
+    hosts = {"w0": Host(BadCheckpoint("harmful")), "w1": Host(), "w2": Host()}
+    loading = asyncio.create_task(FleetAdapters().load("sql", "/sql", hosts))
+    await hosts["w1"].asked.wait()
+    assert not hosts["w2"].asked.is_set()
+    loading.cancel()
+    await asyncio.wait([loading])
+    assert not hosts["w2"].asked.is_set()
 
 
 def announce(cluster: Cluster, worker: str, *adapters: Adapter) -> None:

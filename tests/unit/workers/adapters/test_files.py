@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from protos.errors import BadCheckpoint, BatonError, Misconfigured, UnsupportedModel
 from workers.adapters.files import WEIGHTS, ModuleShape, read_adapter
 from workers.adapters.names import parse_adapters
-from workers.adapters.peft_config import CONFIG, read_peft_config
+from workers.adapters.peft_config import CONFIG, MAX_CONFIG_BYTES, read_peft_config
 
 MODULES = {
     f"model.layers.{layer}.self_attn.{name}": ModuleShape(num_inputs=8, num_outputs=outputs)
@@ -78,7 +79,7 @@ def test_the_id_is_of_the_files(folder: Path, tmp_path_factory: pytest.TempPathF
 )
 def test_the_scale_is_pefts(folder: Path, fields: dict[str, Any], module: str, scale: float) -> None:
     configure(folder, **fields)
-    assert read_peft_config(folder, max_rank=16).scale_of(module) == scale
+    assert read_peft_config(folder, max_rank=16).scales(list(MODULES))[module][1] == scale
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,10 @@ def test_the_scale_is_pefts(folder: Path, fields: dict[str, Any], module: str, s
         ({"init_lora_weights": "pissa_niter_4"}, "'init_lora_weights' is 'pissa_niter_4'.*path_initial_model"),
         ({"lora_alpha": "8"}, "'lora_alpha' is '8': it must be a number"),
         ({"r": 0}, "'r' is 0: it must be a whole number from 1"),
-        ({"alpha_pattern": {"(": 1}}, r"'alpha_pattern' has '\(', which is no regular expression"),
+        ({"alpha_pattern": {"(": 1}}, r"'alpha_pattern': .* regular expression"),
+        ({"rank_pattern": {r"((\w|\.)+)+!": 4}}, r"'rank_pattern': .* simpler"),
+        ({"alpha_pattern": {r"((\w|\.)+)+!": 4}}, r"'alpha_pattern': .* simpler"),
+        ({"lora_alpha": 10**400}, "'lora_alpha' is 1000"),
         ({"fan_in_fan_out": True}, "'fan_in_fan_out' is True"),
         ({"r": 3}, r"lora_A\.weight' is \(4, 8\), the model and adapter_config\.json make it \(3, 8\)"),
     ],
@@ -151,6 +155,20 @@ def test_a_missing_or_damaged_file_is_named(folder: Path, name: str) -> None:
             read_adapter(folder / absent, MODULES, max_rank=4)
 
 
+@pytest.mark.parametrize("kind", ["device", "fifo", "large"])
+def test_a_config_that_has_no_end_is_refused(folder: Path, kind: str) -> None:
+    (folder / CONFIG).unlink()
+    if kind == "device":
+        (folder / CONFIG).symlink_to("/dev/zero")
+    elif kind == "fifo":
+        os.mkfifo(folder / CONFIG)
+    else:
+        with (folder / CONFIG).open("wb") as file:
+            file.truncate(MAX_CONFIG_BYTES + 1)
+    with pytest.raises(BadCheckpoint, match=CONFIG):
+        read_adapter(folder, MODULES, max_rank=4)
+
+
 def test_a_model_of_transformers_takes_none(folder: Path) -> None:
     with pytest.raises(UnsupportedModel, match="transformers computes its layers"):
         read_adapter(folder, {}, max_rank=4)
@@ -163,6 +181,7 @@ def test_names_and_paths_of_a_setting() -> None:
         "a": "as NAME=PATH",
         "a b=/x": "cannot name",
         "a/b=/x": "cannot name",
+        "a:latest=/x": "cannot name",
         "a=/x,a=/y": "given twice",
         "a=": "NAME=PATH",
     }.items():
