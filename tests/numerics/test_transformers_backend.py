@@ -103,7 +103,7 @@ def test_the_cache_is_known_from_the_config(checkpoint: Checkpoint) -> None:
         ({"model_type": "bloom", "architectures": ["BloomForCausalLM"]}, "no position_ids"),
         ({"model_type": "gptj", "architectures": ["GPTJForCausalLM"]}, "does not call the attention interface"),
         ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, "neither causal nor of a sliding window"),
-        ({"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}, "chunks|chunked"),
+        ({"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}, "chunked_attention: (?!.*state)"),
         ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, "more than text"),
         ({"model_type": "novel", "architectures": ["NovelForCausalLM"], "auto_map": {}}, r"\(auto_map\) is not run"),
     ],
@@ -112,6 +112,27 @@ def test_the_cache_is_known_from_the_config(checkpoint: Checkpoint) -> None:
 def test_what_cannot_run_is_refused_by_name(tmp_path: Path, config: dict[str, Any], why: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=f"{config['architectures'][0]} is not served.*{why}"):
+        read_served(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"architectures": ["Qwen3NextForCausalLM"], "linear_conv_kernel_dim": 4}, "state other than keys and values"),
+        ({"architectures": ["Mamba2ForCausalLM"], "state_size": 128}, "state other than keys and values"),
+        ({"architectures": ["NovelForCausalLM"], "layer_types": ["full_attention", "conv"]}, "conv"),
+        ({"architectures": ["Llama4ForConditionalGeneration"], "text_config": {"attention_chunk_size": 8}}, "chunks"),
+        ({"architectures": ["Qwen2VLForConditionalGeneration"]}, "more than text"),
+        ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "an encoder and a decoder"),
+    ],
+    ids=lambda value: value["architectures"][0] if isinstance(value, dict) else "",
+)
+def test_nobody_is_told_to_install_the_package_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], why: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=why):
         read_served(tmp_path)
 
 

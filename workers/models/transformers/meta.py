@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ from workers.models.transformers.ropes import rope_parameters
 from workers.models.transformers.tracing import refused, takes
 
 _LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+_STATE_FIELDS = (
+    "attn_type_list", "conv_L_cache", "linear_attn_config", "linear_conv_kernel_dim", "lru_width", "mamba_d_state",
+    "ssm_state_size", "state_size",
+)  # fmt: skip
+"""Of mixers that are no attention, in published configs without `layer_types`."""
+_ENCODER, _MORE_THAN_TEXT = "it is an encoder and a decoder", "it reads more than text"
 
 
 def imported(name: str) -> Any:
@@ -35,6 +42,7 @@ def config_of(folder: Path, fields: Fields) -> tuple[Any, type[Any]]:
     """transformers' config of a checkpoint and the class of its model. Raises UnsupportedModel for what is no decoder
     of text, and Misconfigured without transformers."""
     name = named(fields)
+    _refuse_fields(name, fields)
     transformers = imported(name)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
@@ -44,12 +52,12 @@ def config_of(folder: Path, fields: Fields) -> tuple[Any, type[Any]]:
         code = " Its code (auto_map) is not run." if "auto_map" in fields else ""
         raise refused(name, f"transformers {transformers.__version__} does not know it.{code}") from error
     if getattr(config, "is_encoder_decoder", False):
-        raise refused(name, "it is an encoder and a decoder")
+        raise refused(name, _ENCODER)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise refused(name, f"transformers {transformers.__version__} has no causal language model of it")
     made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if config.get_text_config() is not config or made.__name__.endswith("ForConditionalGeneration"):
-        raise refused(name, "it reads more than text")
+        raise refused(name, _MORE_THAN_TEXT)
     if fields.texts("architectures") == (MODEL_MAPPING[type(config)].__name__,):
         config.tie_word_embeddings = True  # an embedding model: nobody needs its head
     elif fields.texts("architectures") not in ((), (made.__name__,)):
@@ -65,11 +73,31 @@ def named(fields: Fields) -> str:
     return ", ".join(architectures) or f"model_type {fields.raw('model_type')!r}"
 
 
+def _refuse_fields(name: str, fields: Fields) -> None:
+    """Refuses what config.json shows by itself, so that nobody installs transformers in vain."""
+    if fields.flag("is_encoder_decoder"):
+        raise refused(name, _ENCODER)
+    text = fields.inner("text_config")
+    for one in (fields, text):
+        if "attention_chunk_size" in one:
+            raise refused(name, "its layers attend within chunks (attention_chunk_size)")
+        if "layer_types" in one:
+            _refuse_layer_types(name, one.texts("layer_types"))
+        elif state := next((field for field in _STATE_FIELDS if field in one), None):
+            raise refused(name, f"it keeps a state other than keys and values ({state})")
+    if text.names() or name.endswith("ForConditionalGeneration"):
+        raise refused(name, _MORE_THAN_TEXT)
+
+
+def _refuse_layer_types(name: str, layer_types: Collection[str]) -> None:
+    others = sorted(set(layer_types) - _LAYERS)
+    if others:
+        raise refused(name, f"layer_types has {', '.join(others)}: {', '.join(sorted(_LAYERS))} are served")
+
+
 def _refuse_layers(name: str, config: Any) -> None:
     """Refuses what a pass without numbers cannot show."""
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
-    if others:
-        raise refused(name, f"layer_types has {', '.join(others)}, which keep a state other than keys and values")
+    _refuse_layer_types(name, getattr(config, "layer_types", None) or ())
     if any(one.get("rope_type") == "dynamic" for one in rope_parameters(config)):
         raise refused(name, "its rope (dynamic) depends on the length of all sequences of a batch")
     if getattr(config, "alibi", False):
