@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import secrets
 import ssl
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import grpc
 
 from protos.errors import Misconfigured
 from protos.hints import unusable
+from protos.listening import ANY_IPV4, hold_ipv6, netloc
 from protos.settings import setting
 
 WORKER_NAME = "baton-worker"
@@ -147,11 +149,15 @@ def expiry_s(cert: str) -> float:
         raise Misconfigured(f"{cert} has no certificate (PEM): {error}", param="cert") from error
 
 
-def listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+def listen_grpc(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
     """Opens a port, in the clear without credentials; which one it is. Raises RuntimeError when it is taken."""
-    if credentials is None:
-        return server.add_insecure_port(address)
-    return server.add_secure_port(address, credentials)
+    with ExitStack() as held:
+        if host == ANY_IPV4:
+            port = hold_ipv6(port, held) or port
+        address = netloc(host.strip("[]"), port)
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
 
 
 def _check_pair(table: str, cert: str, key: str) -> None:

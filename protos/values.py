@@ -18,6 +18,7 @@ from protos.kv_layout import KVGroup as KVGroup
 from protos.kv_layout import KVHead as KVHead
 from protos.kv_layout import KVLayout as KVLayout
 from protos.kv_layout import KVPart as KVPart
+from protos.listening import netloc
 from protos.value import Value
 
 BlockHash = bytes
@@ -110,7 +111,7 @@ class LaneAddress(Value, frozen=True, kw_only=True):
     key: str = ""
 
     def __repr__(self) -> str:
-        return f"LaneAddress({self.worker_id!r}, incarnation={self.incarnation}, {self.host}:{self.port})"
+        return f"LaneAddress({self.worker_id!r}, incarnation={self.incarnation}, {netloc(self.host, self.port)})"
 
 
 class Ticket(Value, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from cluster.bench.prompts import Prompts
 from cluster.bench.report import RequestRecord
 from cluster.bench.workload import PrefixSpan, WorkloadItem
 from protos.errors import InvalidRequest, Unavailable
+from protos.listening import netloc
 
 REFUSED = (400, 404, 415, 422, 501)
 
@@ -213,10 +214,9 @@ def _refusal(reply: HttpReply) -> tuple[str, str]:
 
 def _head(endpoint: HttpEndpoint, api_key: str) -> bytes:
     """The request's bytes up to the value of its last header, Content-Length."""
-    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
     lines = [
         f"POST {endpoint.path}/v1/completions HTTP/1.1",
-        f"Host: {host}:{endpoint.port}",
+        f"Host: {netloc(endpoint.host, endpoint.port)}",
         "Content-Type: application/json",
         "Accept: text/event-stream",
         *([f"Authorization: Bearer {api_key}"] if api_key else []),

@@ -33,6 +33,7 @@ from redis.exceptions import AuthenticationError, ResponseError
 from cluster.discovery.base import Members
 from protos.errors import Misconfigured
 from protos.event_loop import loop_time
+from protos.listening import netloc
 from protos.values import WorkerRole
 from router.fleet.successors import Successor
 from router.log_throttle import OutageLog
@@ -126,7 +127,7 @@ async def connect(url: str, *, timeout_s: float = 2.0) -> Redis:
 def _shown(url: str) -> str:
     """The URL without its password."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}{parts.path}"
+    return f"{parts.scheme}://{netloc(parts.hostname or '', parts.port or 6379)}{parts.path}"
 
 
 def _packed(successor: Successor) -> str:

@@ -35,6 +35,7 @@ from cluster.doctor.examination import (
     View,
 )
 from protos.errors import BatonError, Overloaded
+from protos.listening import host_of
 from router.dispatch.lane_probe import PROBE_TIMEOUT_S
 from router.prefix.redis_url import TROUBLES, RedisUrl, close, parse
 
@@ -229,18 +230,14 @@ async def _policy(client: Any) -> str:
 def _closed(status: View) -> tuple[Sequence[ClosedPort], int]:
     """The closed ones among `_ports`, and how many there was no time for."""
     ports = list(_ports(status))
-    unknown = set(_unresolved(_host_of(address) for _, address in ports))
+    unknown = set(_unresolved(host_of(address) for _, address in ports))
     nameless = [
         ClosedPort(what=what, address=address, error=f"its name is not resolved in {NAMES_S:g} s")
         for what, address in ports
-        if _host_of(address) in unknown
+        if host_of(address) in unknown
     ]
-    found, untried = asyncio.run(_try([port for port in ports if _host_of(port[1]) not in unknown]))
+    found, untried = asyncio.run(_try([port for port in ports if host_of(port[1]) not in unknown]))
     return (*nameless, *found), untried
-
-
-def _host_of(address: str) -> str:
-    return address.rpartition(":")[0].strip("[]")
 
 
 async def _try(ports: Sequence[tuple[str, str]]) -> tuple[Sequence[ClosedPort], int]:
@@ -265,7 +262,7 @@ async def _try(ports: Sequence[tuple[str, str]]) -> tuple[Sequence[ClosedPort], 
 async def _connect_error(address: str) -> str:
     try:
         async with asyncio.timeout(CONNECT_S):
-            _, writer = await asyncio.open_connection(_host_of(address), int(address.rpartition(":")[2]))
+            _, writer = await asyncio.open_connection(host_of(address), int(address.rpartition(":")[2]))
     except TimeoutError:
         return "timed out"
     except OSError as error:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from cluster.doctor.examination import Examination, Finding, LaneProbe, Severity
+from protos.listening import host_of
 
 CLOCK_S = 2.0
 EXPIRES_S = 14 * 86_400.0
@@ -136,7 +137,7 @@ def _ports(seen: Examination) -> Iterator[Finding]:
 
 
 def _lanes(seen: Examination) -> Iterator[Finding]:
-    hosts = {one["worker_id"]: one["address"].rpartition(":")[0] for one in seen.workers}
+    hosts = {one["worker_id"]: host_of(one["address"]) for one in seen.workers}
     for worker, lane in seen.lanes:
         peer = lane["peer"].partition("#")[0]
         name, moved, busy_s = f"{worker} to {peer}", lane["num_bytes"], lane["busy_s"]
@@ -182,7 +183,7 @@ def _host(seen: Examination) -> Iterator[Finding]:
     if host.max_open_files < MIN_OPEN_FILES:
         text = f"a process may have {host.max_open_files:,} files open, enough for half as many streams"
         yield _warning("open-files", "this host", text, "raise the hard limit (ulimit -Hn, LimitNOFILE)")
-    here = [one for one in seen.workers if one["address"].rpartition(":")[0] in host.addresses]
+    here = [one for one in seen.workers if host_of(one["address"]) in host.addresses]
     ranks = sum(one["info"]["layout"]["tp"] for one in here if one["info"] and one["info"]["device"] == "cpu")
     if ranks > host.num_cores:
         text = f"{ranks} ranks compute on {host.num_cores} cores"

@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 
 from protos.errors import Misconfigured
+from protos.listening import bound, netloc
 
 BACKLOG = 2048
 LISTENS = "0A"  # the state of a socket in /proc/net/tcp
@@ -18,15 +19,15 @@ LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one. Raises Misconfigured, naming the flag to change."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = bound(host, port)
+        listening.listen(BACKLOG)
     except socket.gaierror as error:
         raise Misconfigured(
             f"--host {host} is not an address of this machine: {error.strerror}", param="host"
         ) from error
-    try:
-        return socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise _unusable(host, port, "--port", error) from error
+    return listening
 
 
 def listen_for_gateway(host: str, port: int, grpc_port: int) -> socket.socket:
@@ -55,8 +56,8 @@ def check_free(host: str, port: int, flag: str) -> None:
     """Raises Misconfigured if the port is taken; another process may still take it before it is bound."""
     if port:
         try:
-            with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-                pass
+            with bound(host, port) as free:
+                free.listen()
         except OSError as error:
             raise _unusable(host, port, flag, error) from error
 
@@ -65,21 +66,17 @@ def reserve(host: str, port: int, flag: str) -> socket.socket:
     """Reserves a port, 0 being any free one, for processes that share it (SO_REUSEPORT), without listening. Raises
     Misconfigured if it is taken."""
     check_free(host, port, flag)
-    keeping = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        keeping.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        keeping.bind((host, port))
+        return bound(host, port, option=socket.SO_REUSEPORT)
     except OSError as error:
-        keeping.close()
         raise _unusable(host, port, flag, error) from error
-    return keeping
 
 
 def url_of(listening: socket.socket, *, is_secure: bool) -> str:
     """The URL for a client on this machine."""
     host, port = listening.getsockname()[:2]
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"{'https' if is_secure else 'http'}://{reachable}:{port}"
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{'https' if is_secure else 'http'}://{netloc(reachable, port)}"
 
 
 def example(url: str, model: str, *, has_chat: bool, asks_for_keys: bool = False) -> str:
@@ -105,7 +102,7 @@ def _unusable(host: str, port: int, flag: str, error: OSError) -> Misconfigured:
     if error.errno == errno.EACCES:
         return Misconfigured(f"port {port} is reserved for root: choose one above 1023 with {flag}", param=flag[2:])
     why = str(error.strerror).partition(" (while")[0]  # asyncio and socket repeat the address
-    return Misconfigured(f"cannot listen on {host}:{port}: {why}; see --host and {flag}", param="host")
+    return Misconfigured(f"cannot listen on {netloc(host, port)}: {why}; see --host and {flag}", param="host")
 
 
 def listener(port: int, proc: Path = Path("/proc")) -> str:

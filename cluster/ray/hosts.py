@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from cluster.process.scratch_dir import share
 from cluster.supervision.rank import Event, RankSpec
 from cluster.supervision.rank_starter import ExitStatus, RankLink, end_process, start_process
 from protos.errors import WorkerLost
+from protos.listening import bound
 from protos.values import LOOPBACK
 
 
@@ -112,8 +112,7 @@ class ThisMachine:
 
 
 def free_port(address: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.bind((address, 0))
+    with bound(address, 0) as probe:
         return int(probe.getsockname()[1])
 
 

@@ -27,6 +27,7 @@ from cluster.supervision.placement import NodeResources
 from cluster.supervision.rank import in_thread
 from cluster.supervision.rank_starter import ended, has_ended
 from protos.errors import Misconfigured, Unavailable
+from protos.listening import netloc
 from protos.values import LOOPBACK
 
 log = logging.getLogger("baton.cluster")
@@ -302,7 +303,7 @@ async def _raylet_answers(node: Mapping[str, Any]) -> None:
     because gRPC gives up a connection attempt after 20 s, also to a raylet that is only slow."""
     import grpc
 
-    address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+    address = netloc(str(node["NodeManagerAddress"]), int(node["NodeManagerPort"]))
     options = (("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", int(1000 * ASK_S)))
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         check = channel.unary_unary(HEALTH_CHECK, request_serializer=bytes, response_deserializer=bytes)

@@ -18,7 +18,7 @@ import struct
 import sys
 import threading
 
-STACK_BYTES = 256 * 2**20  # as in `protos.threads`
+STACK_BYTES = 256 * 2**20  # as in `workers.grammar.deep_threads`
 MAX_MEMORY_BYTES = 2 * 2**30
 MAX_TOLD_CHARS = 1000  # characters of a fault: the library may quote the whole grammar
 NICE = 10  # lower priority than processes that compute tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -18,8 +17,9 @@ from grpc_reflection.v1alpha import reflection
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from protos.errors import ERRORS_BY_CODE, Cancelled, InvalidRequest, Misconfigured, RequestTimeout
+from protos.listening import bound, netloc
 from protos.status import abort_with
-from protos.tls import FaceTls, listen
+from protos.tls import FaceTls, listen_grpc
 from protos.values import Logprobs, SpeculationParams, TokenLogprob
 from router.auth.tenants import Tenant
 from router.conversation.speculating import with_prediction
@@ -52,8 +52,7 @@ class GrpcFace:
     ) -> None:
         """`port` 0 takes a free one; several processes may listen at one that `is_shared`. To be made on the event loop
         it shall run on."""
-        self._address = f"{host}:{port}"
-        self._unshared = (host, port) if port and not is_shared else None
+        self._host, self._port, self._is_shared = host, port, is_shared
         self._credentials = tls.server_credentials() if tls is not None else None
         limits = [("grpc.max_receive_message_length", gateway.max_body_bytes), ("grpc.so_reuseport", int(is_shared))]
         self._server = grpc.aio.server(options=limits, interceptors=[_InTime(gateway.body_timeout_s, gateway.stall_s)])
@@ -65,11 +64,13 @@ class GrpcFace:
     async def start(self) -> int:
         """Listens; returns the port. Raises Misconfigured when the address is taken or not ours."""
         try:
-            if self._unshared is not None:
-                _try(*self._unshared)
-            port = listen(self._server, self._address, self._credentials)
+            if self._port and not self._is_shared:
+                with bound(self._host, self._port) as free:  # gRPC's core would log several lines if it is not
+                    free.listen()
+            port = listen_grpc(self._server, self._host, self._port, self._credentials)
         except (OSError, RuntimeError) as error:
-            raise Misconfigured(f"gRPC cannot listen on {self._address}: {_why(error)}", param="grpc-port") from error
+            where = netloc(self._host, self._port)
+            raise Misconfigured(f"gRPC cannot listen on {where}: {_why(error)}", param="grpc-port") from error
         await self._server.start()
         return port
 
@@ -416,14 +417,8 @@ def _one(one: TokenLogprob) -> pb.TokenLogprob:
 
 
 def _why(error: OSError | RuntimeError) -> str:
-    """And what to do. gRPC's own error says nothing; `_try` has found every reason but the last."""
+    """And what to do. gRPC's own error has no reason; all but the last were found before."""
     if not isinstance(error, OSError) or error.errno == errno.EADDRINUSE:
         return "the port is taken; choose another with --grpc-port (0: any free one)"
     reason = str(error.strerror or error).partition(" (while")[0]  # asyncio and socket repeat the address
     return f"{reason}; see --host and --grpc-port"
-
-
-def _try(host: str, port: int) -> None:
-    """Raises OSError if the port is taken; gRPC's core would log several lines instead."""
-    with socket.create_server((host.strip("[]"), port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-        pass

@@ -15,6 +15,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -26,6 +27,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from protos.errors import Misconfigured
+from protos.listening import netloc
 
 SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 PASSWORD_VARIABLE = "BATON_REDIS_PASSWORD"
@@ -59,7 +61,7 @@ class RedisUrl:
     def shown(self) -> str:
         scheme = f"redis{'s' * self.tls}{'+' * bool(self.kind)}{self.kind}"
         path = f"/{self.service}" * bool(self.service) + f"/{self.db}" * bool(self.db)
-        return f"{scheme}://{','.join(f'{host}:{port}' for host, port in self.hosts)}{path}"
+        return f"{scheme}://{','.join(starmap(netloc, self.hosts))}{path}"
 
     def client(self, *, timeout_s: float) -> Redis | RedisCluster:
         """A client for bytes. It connects on first use; a command takes `timeout_s` at most."""

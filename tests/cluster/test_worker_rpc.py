@@ -78,6 +78,16 @@ async def test_tokens_come_back_one_message_a_step() -> None:
     await worker.stop()
 
 
+async def test_a_worker_at_an_address_of_ipv6_is_found_there() -> None:
+    served = Worker(parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB)))
+    info = await served.start("::1")
+    assert info.address.startswith("[::1]:")
+    async with grpc.aio.insecure_channel(info.address) as channel:
+        described = await worker_pb2_grpc.WorkerStub(channel).Describe(worker_pb2.DescribeRequest())
+    assert described.address == info.address
+    await served.stop()
+
+
 async def test_gateways_hear_of_their_own_requests_and_of_all_blocks(worker: Worker) -> None:
     one, other = Gateway(worker.info.address, "one"), Gateway(worker.info.address, "other")
     assert (await one.read()).events[0].snapshot

@@ -39,10 +39,10 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from protos.errors import BadCheckpoint, InvalidRequest
 from protos.grammars import in_our_words
 from protos.model_files.base import ModelFiles
-from protos.threads import DeepThreads
 from workers.batch import Sample
 from workers.cores import leave_cores
 from workers.grammar.base import Mask, without
+from workers.grammar.deep_threads import DeepThreads
 
 log = logging.getLogger("baton.worker")
 

@@ -22,6 +22,7 @@ from kvtransfer.transports.rendezvous.key import WrongKey
 from kvtransfer.transports.rendezvous.store import RendezvousServer, RendezvousStore
 from protos.codec import Messages
 from protos.errors import BatonError, UnreadableMessage, WorkerLost
+from protos.listening import netloc
 from protos.values import LOOPBACK, LaneAddress, SamplingParams
 from workers.batch import Batch, PendingStep, Pipeline, Row, RowLimits, Sample, row_limits
 from workers.parallel.group import RankGroup, Solo, TensorParallel
@@ -193,10 +194,10 @@ def find_store(host: str, port: int, *, key: bytes, timeout_s: float = 60.0) -> 
         try:
             return RendezvousStore(host, port, "", key=key, wait_s=timeout_s)
         except WrongKey as error:
-            raise WorkerLost(f"{host}:{port} is not where the ranks of this worker meet: {error}") from error
+            raise WorkerLost(f"{netloc(host, port)} is not where the ranks of this worker meet: {error}") from error
         except OSError as error:
             if time.monotonic() > deadline_s:
-                raise WorkerLost(f"no rank 0 at {host}:{port} after {timeout_s:g} s: {error}") from error
+                raise WorkerLost(f"no rank 0 at {netloc(host, port)} after {timeout_s:g} s: {error}") from error
         time.sleep(_RETRY_S)
 
 

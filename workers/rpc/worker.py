@@ -12,7 +12,8 @@ import grpc
 from kvtransfer.lanes import why_unhealthy
 from protos import worker_pb2_grpc
 from protos.errors import Misconfigured, WorkerDraining, WorkerLost
-from protos.tls import PeerTls, listen
+from protos.listening import netloc
+from protos.tls import PeerTls, listen_grpc
 from protos.values import LaneStats, TicketStats, WorkerInfo, WorkerRole, WorkerStats
 from workers.engine.engine import Engine
 from workers.rpc.loop import ThreadedEngineLoop
@@ -93,12 +94,12 @@ class Worker:
         credentials = peers.server_credentials() if peers is not None else None
         server = new_server(peers.token if peers is not None else "")
         try:
-            bound = listen(server, f"{host}:{port}", credentials)
+            bound = listen_grpc(server, host, port, credentials)
         except RuntimeError as error:
             raise Misconfigured(
-                f"cannot listen on {host}:{port}: {error}; choose another port", param="port"
+                f"cannot listen on {netloc(host, port)}: {error}; choose another port", param="port"
             ) from error
-        self.info, self._changed = replace(self._parts.info, address=f"{host}:{bound}"), changed
+        self.info, self._changed = replace(self._parts.info, address=netloc(host, bound)), changed
         servicer = WorkerServicer(
             info=self.info,
             engine=self._parts.engine,

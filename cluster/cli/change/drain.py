@@ -16,6 +16,7 @@ import typer
 from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client, request_json
 from protos.errors import DeadlineExceeded, Misconfigured, NotFound
 from protos.hints import listed
+from protos.listening import host_of
 from router.fleet.worker import SUCCESSOR_S
 
 PERIOD_S = 0.25
@@ -62,7 +63,7 @@ def drain(
 def _workers_at(client: httpx.Client, host: str) -> list[Worker]:
     """Drained workers that may still have work."""
     workers = get_json(client, "/admin/status")["workers"]
-    here = (worker for worker in workers if worker["address"].rpartition(":")[0].strip("[]") == host)
+    here = (worker for worker in workers if host_of(worker["address"]) == host)
     return [worker for worker in here if worker["state"] in ("ready", "draining")]
 
 

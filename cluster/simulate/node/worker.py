@@ -26,6 +26,7 @@ from kvtransfer.transports.inproc import InprocSender
 from prefill_pool.config import PrefillConfig
 from prefill_pool.role import PrefillRole
 from protos.errors import WorkerDraining
+from protos.listening import netloc
 from protos.values import KVLayout, LaneAddress, WorkerInfo, WorkerRole, WorkerStats
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
@@ -274,7 +275,7 @@ class SimulatedWorker:
             incarnation=lane.incarnation,
             role=role,
             model=spec.model,
-            address=f"{lane.host}:{lane.port}",
+            address=netloc(lane.host, lane.port),
             layout=spec.layout,
             lane=lane,
             max_model_len=spec.scheduler.max_model_len,

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import Store
 
 from kvtransfer.transports.rendezvous import key as rendezvous_key
 from kvtransfer.transports.rendezvous.key import WrongKey
+from protos.listening import bound, netloc
 
 log = logging.getLogger("baton.kvtransfer")
 
@@ -61,8 +62,8 @@ class RendezvousServer:
 
     def __init__(self, host: str, port: int = 0, *, key: bytes = b"") -> None:
         self.key = key or rendezvous_key.new_key()
-        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((host, port), family=family)
+        self._listener = bound(host, port)
+        self._listener.listen()
         self.port: int = self._listener.getsockname()[1]
         self._lanes: OrderedDict[bytes, dict[bytes, bytes]] = OrderedDict()  # least recently read first
         self._clients: dict[socket.socket, _Client] = {}
@@ -274,7 +275,7 @@ class RendezvousStore(Store):
         if connection.getsockname() == connection.getpeername():
             connection.close()
             raise ConnectionRefusedError(
-                f"no server listens at {host}:{port}: the kernel connected the socket to itself"
+                f"no server listens at {netloc(host, port)}: the kernel connected the socket to itself"
             )
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
