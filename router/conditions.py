@@ -43,7 +43,7 @@ OF_MESSAGES: tuple[Condition, ...] = (
 
 OF_TOOLS: tuple[Condition, ...] = (
     {
-        "if": {"properties": {"tool_choice": {"not": {"enum": ["none", None]}}}, "required": ["tool_choice"]},
+        "if": {"properties": {"tool_choice": {"not": {"enum": ["none", "auto", None]}}}, "required": ["tool_choice"]},
         "then": {"properties": {"tools": _SOME}, "required": ["tools"]},
     },
     {

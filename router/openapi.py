@@ -401,7 +401,7 @@ def _without_tools(schema: Schema) -> None:
     known = schema["properties"]
     known["tools"] = {"type": ["array", "null"], "maxItems": 0}
     if any(one in OF_TOOLS for one in schema.get("allOf", ())):  # the others' conditions hold without tools, too
-        known["tool_choice"] = {"enum": ["none", None]}
+        known["tool_choice"] = {"enum": ["none", "auto", None]}
         schema["allOf"] = [one for one in schema["allOf"] if one not in OF_TOOLS]
 
 

@@ -12,12 +12,13 @@ from pydantic import ConfigDict, Field
 
 from protos.errors import InvalidRequest
 from router.conditions import FALSE, NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
+from router.conversation.schema_parts import MAX_TOOLS
 from router.conversation.speculating import PredictionBody, SpeculationBody
 from router.http.body import field_of
 from router.http.harmless import Harmless, without_harmless
 from router.http.validation import Body, FirstWrong, at_most, ranged
 from router.openai.structured import JsonSchema, ResponseFormat, StructuredOutputs
-from router.openai.tools import MAX_CALLS, MAX_TOOLS, TOOL_CHOICES, ToolCall, ToolChoice, ToolSpec
+from router.openai.tools import CACHED, MAX_CALLS, TOOL_CHOICES, CacheControl, ToolCall, ToolChoice, ToolSpec
 from router.openai.unsupported_params import (
     CHAT_REFUSALS,
     COMPLETION_REFUSALS,
@@ -179,7 +180,7 @@ _ASKED = (
 class TextPart(Body):
     type: Literal["text"] = Field(description='"text": this model reads no images, audio or files')
     text: str = Field(description="a string")
-    cache_control: dict[str, Any] | None = Field(default=None, exclude=True, description="an object: all is cached")
+    cache_control: CacheControl = CACHED
 
 
 Content = str | Annotated[list[TextPart], FirstWrong()]

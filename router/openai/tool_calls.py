@@ -18,7 +18,7 @@ from router.tools.formats import new_call_id
 def chat_tooling(body: ChatBody, gateway: Gateway) -> Tooling:
     """Raises InvalidRequest for what contradicts itself, and for tools of a model that knows none."""
     choice = "none" if not body.tools else body.tool_choice or "auto"
-    if not body.tools and body.tool_choice not in (None, "none"):
+    if not body.tools and body.tool_choice not in (None, "none", "auto"):
         raise InvalidRequest("'tool_choice' is only allowed with tools: give some", param="tool_choice")
     if body.structured_outputs is not None:
         return _structured(body, gateway, has_tools=choice != "none")

@@ -6,13 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from router.conversation.schema_parts import MAX_TOOLS
 from router.http.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most, read_json
 from router.tools.calls import Function
 
-MAX_TOOLS = 128
 MAX_CALLS = 128  # names in one message
 
-_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+CacheControl = dict[str, Any] | None
+CACHED: Any = Field(default=None, exclude=True, description="an object: all is cached")
+_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 _FUNCTION = '"function": no other kind of tool is offered'
 
 
@@ -23,7 +25,7 @@ def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class FunctionSpec(Body):
-    name: str = Field(pattern=_NAME, description="1 to 64 letters, digits, underscores, dots and dashes")
+    name: str = Field(pattern=_NAME, description="1 to 128 letters, digits, underscores, dots and dashes")
     description: str | None = Field(default=None, description="a string")
     parameters: Annotated[Schema, AfterValidator(_of_object)] | None = Field(
         default=None,
@@ -31,11 +33,13 @@ class FunctionSpec(Body):
         json_schema_extra={"properties": {"type": {"const": "object"}}},
     )
     strict: bool | None = Field(default=None, description="true or false")
+    cache_control: CacheControl = CACHED
 
 
 class ToolSpec(Body):
     type: Literal["function"] = Field(description=_FUNCTION)
     function: FunctionSpec = Field(description="an object with the function's name and parameters")
+    cache_control: CacheControl = CACHED
 
     def to_function(self) -> Function:
         own = self.function

@@ -22,7 +22,7 @@ from router.text.model_card import ModelCard
 from router.text.reasoning import AnswerReasoning
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for completions; a chat may fill its context
-MAX_CHOICES = 512
+MAX_CHOICES = 2048  # as many inputs as OpenAI's embeddings take
 MAX_STOPS = 32
 MAX_STOP_CHARS = 512
 MAX_BIASES = 1024

@@ -249,7 +249,7 @@ CALLED = {"role": "assistant", "tool_calls": [CALL]}
 CHAT_CHANGES: tuple[dict[str, Any], ...] = (
     {"tools": [TOOL]}, {"tools": []}, {"tools": [TOOL], "tool_choice": "required"}, {"tool_choice": "auto"},
     {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, {"tool_choice": "none"},
-    {"tools": [TOOL] * 129}, {"tools": [{"type": "custom"}]}, {"response_format": {"type": "text"}, "ignore_eos": True},
+    {"tools": [TOOL] * 513}, {"tools": [{"type": "custom"}]}, {"response_format": {"type": "text"}, "ignore_eos": True},
     {"response_format": {"type": "json_schema"}}, {"response_format": FORM}, {"response_format": None},
     {"response_format": FORM, "ignore_eos": True}, {"messages": [CALLED]}, {"messages": [CALLED | {"role": "user"}]},
     {"messages": [{"role": "assistant"}]}, {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from router.auth.auth import AccessControl
 from router.auth.tenants import hash_of
 from router.conversation.parts import IGNORED, Ignored, parts_in
 from router.text.chat_template import ChatTemplate
-from tests.unit.router.anthropic.test_messages import asking
+from tests.unit.router.anthropic.test_messages import TOOLED, asking
 from tests.unit.router.scripted import byte_level
 
 TURNS = [
@@ -99,6 +100,23 @@ async def test_a_later_system_turn_is_read_through_every_api() -> None:
         "<|user|>user: naïve café<|end|>"
     }
     assert last.startswith("<|user|>system: Be quick.\n\nBe brief.<|end|><|user|>user: hello")
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("num_tools", [0, 512, 513])
+async def test_tools_have_the_same_limits_everywhere(face: str, num_tools: int) -> None:
+    cached = {"cache_control": {"type": "ephemeral"}}
+    functions = [{"name": f"{number:->128}", "parameters": {"type": "object"}} for number in range(num_tools)]
+    tools = [{"type": "function", "function": one, **cached} for one in functions]
+    if face == "/v1/responses":
+        tools = [{"type": "function", **one, **cached} for one in functions]
+    if face == "/v1/messages":
+        tools = [{"name": one["name"], "input_schema": one["parameters"], **cached} for one in functions]
+    choice = {"type": "auto"} if face == "/v1/messages" else "auto"
+    card = replace(TOOLED["card"], max_model_len=10**6)
+    async with asking(**TOOLED | {"card": card}) as (http, _):
+        answer = await http.post(face, json={"model": "tiny", "tools": tools, "tool_choice": choice} | FACES[face])
+    assert answer.status_code == (200 if num_tools <= 512 else 400)
 
 
 def test_the_header_has_plain_names_and_the_number_of_those_left_out() -> None:

@@ -142,7 +142,7 @@ WRONG: list[tuple[str, Callable[[Body], Body]]] = [
     ("text", lambda body: body | {"prompt": [2**40]}),
     ("text", lambda body: body | {"prompt": [True]}),
     ("text", lambda body: body | {"prompt": [5, "x"]}),
-    ("text", lambda body: body | {"prompt": ["x"] * 100, "n": 6}),
+    ("text", lambda body: body | {"prompt": ["x"] * 400, "n": 6}),
     ("text", lambda body: body | {"echo": True, "max_tokens": -1}),
     ("text", lambda body: body | {"logprobs": True}),
     ("text", lambda body: body | {"min_tokens": 5, "max_tokens": 4}),

@@ -219,7 +219,7 @@ async def test_vllms_extras() -> None:
         ({"prompt": [999]}, "'prompt' has the value 999"),
         ({"prompt": []}, "'prompt' is an empty list: give at least one prompt"),
         ({"prompt": [[]]}, "'prompt' is empty"),
-        ({"prompt": ["x"] * 600}, "at most 512"),
+        ({"prompt": ["x"] * 2100}, "at most 2048"),
         ({"prompt": "word " * 500}, "maximum context length is 256"),
         ({"prompt": "x" * 1_000_000}, "maximum context length is 256"),
         ({"max_tokens": 10**9}, "maximum context length is 256"),

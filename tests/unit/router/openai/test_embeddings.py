@@ -29,6 +29,14 @@ async def test_each_prompt_has_a_vector_of_length_one(given: Any, num_prompts: i
     assert {one.sampling.pooling for one in generate.jobs} == {"last"}
 
 
+async def test_as_many_inputs_as_openai_takes_have_a_vector_each() -> None:
+    async with talking() as (client, generate):
+        reply = await client.embeddings.create(model="tiny", input=["hello"] * 2048)
+        assert (len(reply.data), len(generate.jobs)) == (2048, 2048)
+        with pytest.raises(openai.BadRequestError, match="'input' has 2049 prompts"):
+            await client.embeddings.create(model="tiny", input=["hello"] * 2049)
+
+
 async def test_a_vector_is_cut_and_pooled_as_asked() -> None:
     async with talking(pooling="mean") as (client, generate):
         cut = await client.embeddings.create(model="tiny", input="hello", dimensions=1, encoding_format="float")
@@ -43,7 +51,10 @@ async def test_a_vector_is_cut_and_pooled_as_asked() -> None:
 
 @pytest.mark.parametrize(
     ("given", "problem"),
-    [([5] * 300, "your input resulted in 300 tokens"), (["x"] * 600, "'input' has 600 prompts: it must have at most")],
+    [
+        ([5] * 300, "your input resulted in 300 tokens"),
+        (["x"] * 2100, "'input' has 2100 prompts: it must have at most"),
+    ],
 )
 async def test_too_long_an_input_is_named_as_what_it_is(given: Any, problem: str) -> None:
     """Token ids were called messages and text parts."""
