@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from router.fleet_owner import CapacityOwner
 from router.grpc.service import GrpcFace
 from router.http.pace import Pace
 from router.http.protocol import HttpProtocol
+from router.log_throttle import RareLog
 from router.ledger.prices import NO_PRICES
 from router.models.app import beside_each_other, create_models_app, front_of
 from router.models.metrics import ModelsCollector
@@ -268,9 +270,8 @@ def _free(path: str) -> str:
 
 
 def _settings(app: Any, **further: Any) -> uvicorn.Config:
-    return uvicorn.Config(
-        app, http=HttpProtocol, ws="none", lifespan="off", access_log=False, log_config=None, **further
-    )
+    protocol: Any = partial(HttpProtocol, crowded=RareLog(log))
+    return uvicorn.Config(app, http=protocol, ws="none", lifespan="off", access_log=False, log_config=None, **further)
 
 
 def _register_expiry(registry: CollectorRegistry, tls: FaceTls, peers: PeerTls) -> None:

@@ -13,21 +13,29 @@ the refusal.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
+import resource
 from collections import deque
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from protos.errors import BatonError, HeadersTooLarge, InvalidRequest, RequestTimeout, UriTooLong
+from protos.errors import BatonError, HeadersTooLarge, InvalidRequest, RequestTimeout, Unavailable, UriTooLong
 from router.http.access_log import MAX_PATH, is_logged, log_access
 from router.http.errors import error_response
 from router.http.response_channel import EXTENSION, CorkedTransport, ResponseChannel
+from router.log_throttle import RareLog
 from router.streaming.token_sink import WriteState
+
+log = logging.getLogger("baton.http")
 
 HEAD_S = 30.0
 LINGER_S = 30.0
+CROWDED_LINGER_S = 1.0
+SPARE_FILES = 64
+"""File descriptors that connections leave to workers' channels, databases and files."""
 MAX_UNENDED_HEAD_BYTES = 512 * 1024
 """More bytes than the largest head plus one read: `middleware.HeadLimit` counts heads that are complete exactly."""
 MAX_URI_BYTES = 16 * 1024
@@ -44,10 +52,12 @@ _HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-
 
 class HttpProtocol(HttpToolsProtocol):
     """For uvicorn's `http` setting: its protocol with time limits on everything that a client sends, a refusal of data
-    that is not a request, and a `ResponseChannel` in the scope of each request."""
+    that is not a request, and a `ResponseChannel` in the scope of each request. `crowded` logs connections that are
+    refused because the process has hardly any file descriptors left."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
+    def __init__(self, *args: Any, crowded: RareLog | None = None, **more: Any) -> None:
         super().__init__(*args, **more)
+        self._crowded = crowded or RareLog(log)
         self._num_head_bytes = 0
         self._num_framing_bytes = 0  # extra bytes of the current body, less those that its chunks allow
         self._in_head = True
@@ -64,6 +74,14 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._corked: Any = CorkedTransport(transport, self.loop, self._close)
         self._wait_for_head()
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit != resource.RLIM_INFINITY and transport.get_extra_info("socket").fileno() >= limit - SPARE_FILES:
+            self._crowded.note(
+                f"connections are refused: this process may have {limit} files open, and nearly has: raise the limit "
+                "(ulimit -n, LimitNOFILE)"
+            )
+            self._refuse(Unavailable("This gateway has too many connections: try again later", retry_after_s=1.0))
+            self.loop.call_later(CROWDED_LINGER_S, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_wait()
