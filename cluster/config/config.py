@@ -164,6 +164,8 @@ class ClusterConfig:
             )
         if self.discovery and not self.discovery.startswith(("redis://", "rediss://")):
             raise Misconfigured(f"discovery = {self.discovery!r}: give redis://host:port", param="discovery")
+        if self.discovery:
+            _check_redis(self.discovery, "discovery")
         if self.router.port and self.router.port == self.router.grpc_port:
             raise Misconfigured(
                 f"port and grpc_port are both {self.router.port}: give two, or 0 for any free one", param="grpc_port"
@@ -197,6 +199,10 @@ class ClusterConfig:
 def _check_index(where: str) -> None:
     if "://" not in where:
         raise Misconfigured(f"index: {where!r} is no index: use {MEMORY}, or redis://host:port", param="index")
+    _check_redis(where, "index")
+
+
+def _check_redis(url: str, setting: str) -> None:
     from router.prefix.redis_url import parse  # only used with a Redis URL
 
-    parse(where, setting="index")
+    parse(url, setting=setting)

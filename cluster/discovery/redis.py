@@ -24,7 +24,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import NamedTuple, NoReturn
-from urllib.parse import urlsplit
 from uuid import uuid4
 
 from redis.asyncio import Redis
@@ -33,11 +32,10 @@ from redis.exceptions import AuthenticationError, ResponseError
 from cluster.discovery.base import Members
 from protos.errors import Misconfigured
 from protos.event_loop import loop_time
-from protos.listening import netloc
 from protos.values import WorkerRole
 from router.fleet.successors import Successor
 from router.log_throttle import OutageLog
-from router.prefix.redis_url import PASSWORD_VARIABLE, TROUBLES, raise_if_cancelled
+from router.prefix.redis_url import PASSWORD_VARIABLE, TROUBLES, parse, raise_if_cancelled
 
 log = logging.getLogger("baton.discovery")
 
@@ -106,28 +104,22 @@ async def connect(url: str, *, timeout_s: float = 2.0) -> Redis:
 
     Raises Misconfigured if no Redis answers there, or if it refuses the password.
     """
-    client = client_of(url, timeout_s=timeout_s)
+    client, shown = client_of(url, timeout_s=timeout_s), parse(url, setting="discovery").shown
     try:
         await client.ping()
     except AuthenticationError as error:
         await client.aclose()
         raise Misconfigured(
-            f"Redis at {_shown(url)} refuses the password, or requires one: put it into the URL or into the "
+            f"Redis at {shown} refuses the password, or requires one: put it into the URL or into the "
             f"environment variable {PASSWORD_VARIABLE} ({error})",
             param="discovery",
         ) from error
     except TROUBLES as error:
         await client.aclose()
         raise Misconfigured(
-            f"no Redis answers at {_shown(url)}: {error}; start it, or correct --discovery", param="discovery"
+            f"no Redis answers at {shown}: {error}; start it, or correct --discovery", param="discovery"
         ) from error
     return client
-
-
-def _shown(url: str) -> str:
-    """The URL without its password."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{netloc(parts.hostname or '', parts.port or 6379)}{parts.path}"
 
 
 def _packed(successor: Successor) -> str:

@@ -30,8 +30,8 @@ from router.fleet_owner import CapacityOwner
 from router.grpc.service import GrpcFace
 from router.http.pace import Pace
 from router.http.protocol import HttpProtocol
-from router.log_throttle import RareLog
 from router.ledger.prices import NO_PRICES
+from router.log_throttle import RareLog
 from router.models.app import beside_each_other, create_models_app, front_of
 from router.models.metrics import ModelsCollector
 from router.prefix.registry import MEMORY

@@ -35,6 +35,7 @@ TROUBLES = (RedisError, OSError, TimeoutError)
 """The exceptions of a command when Redis cannot be reached or used."""
 _PORTS = {"": 6379, "sentinel": 26379, "cluster": 6379}
 _FORM = "write it as redis://host:port, redis+sentinel://host:port,host:port/service or redis+cluster://host:port"
+_ENCODED = "a password is percent-encoded: %23 for #, %2F for /, %3F for ?, %40 for @"
 _OPTIONS = (
     "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "sentinel_username", "sentinel_password",
 )  # fmt: skip
@@ -106,7 +107,12 @@ async def close(client: Redis | RedisCluster) -> None:
 
 def parse(url: str, *, setting: str) -> RedisUrl:
     """Parses a URL. Raises Misconfigured, which names the setting and never the password."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:  # an IPv6 address without an end, or such a password
+        raise Misconfigured(f"{setting} is not a URL: {error}; {_ENCODED}", param=setting) from error
+    if parts.fragment or "@" in parts.path + parts.query:
+        raise Misconfigured(f"{setting}: this is not where a host ends; {_ENCODED}", param=setting)
     if parts.scheme not in SCHEMES:
         raise Misconfigured(f"{setting}: {parts.scheme or url!r} is not a Redis URL: {_FORM}", param=setting)
     secure, _, kind = parts.scheme.partition("+")

@@ -59,6 +59,10 @@ def test_a_password_may_be_in_the_environment_and_the_urls_own_goes_first(monkey
         ("redis+sentinel://a", "names its service"),
         ("redis+cluster://a/1", "no numbered databases"),
         ("redis://a?ssl_ca_certs=/ca.pem", "begin the URL with rediss"),
+        ("redis://:p@secret#1@host", "%23 for #"),
+        ("redis://:secret/1@host", "%2F for /"),
+        ("redis://:secret?1@host", r"%3F for \?"),
+        ("redis://:secret[1@host", "percent-encoded"),
         ("redis://:secret@a?colour=red", r"\?colour= is unknown"),
     ],
 )
