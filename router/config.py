@@ -13,8 +13,8 @@ from protos.settings import CheckedSettings, setting
 
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "mistral", "seed_oss", "command_r", "gpt_oss"]
 ToolParser = Literal[
-    "auto", "command_r", "deepseek_v3", "deepseek_v31", "glm45", "gpt_oss", "granite", "hermes", "kimi_k2",
-    "llama3_json", "minimax_m2", "mistral", "mistral_args", "phi4_mini", "pythonic", "qwen3_coder",
+    "auto", "command_r", "deepseek_v3", "deepseek_v31", "glm4", "glm45", "gpt_oss", "granite", "hermes", "kimi_k2",
+    "llama3_json", "minimax_m2", "mistral", "mistral_args", "olmo3", "phi4_mini", "pythonic", "qwen3_coder",
 ]  # fmt: skip
 
 

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import unquote
+
+from protos.value import Value
+from router.text.stop_strings import overlap
+
+MAX_REFERENCES = 16
+
+
+class ParameterType(Value, frozen=True, kw_only=True):
+    """Names of the types that a schema allows (empty: any), and the values if it lists them."""
+
+    types: frozenset[str] = frozenset()
+    values: tuple[Any, ...] | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """True if every value is a string."""
+        return self.types == {"string"}
+
+
+ANY = ParameterType()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +40,57 @@ class Function:
         """Schemas of the parameters, by name."""
         found = (self.parameters or {}).get("properties")
         return found if isinstance(found, Mapping) else {}
+
+    def types(self) -> Mapping[str, ParameterType]:
+        """Types of the parameters, by name."""
+        return {name: _type_of(schema, self.parameters, 0) for name, schema in self.properties().items()}
+
+
+def _type_of(schema: Any, whole: Any, depth: int) -> ParameterType:
+    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
+        return ANY
+    limits = [_type_of(branch, whole, depth + 1) for branch in _listed(schema.get("allOf"))]
+    if isinstance(reference := schema.get("$ref"), str):
+        limits.append(_type_of(_referred(reference, whole), whole, depth + 1))
+    written = schema.get("type")
+    names = [written] if isinstance(written, str) else [name for name in _listed(written) if isinstance(name, str)]
+    limits.append(ParameterType(types=frozenset(names)))
+    values = [schema["const"]] if "const" in schema else _listed(schema.get("enum"))
+    if values:
+        limits.append(ParameterType(types=frozenset(map(_type_name, values)), values=tuple(values)))
+    for keyword in ("anyOf", "oneOf"):
+        branches = [_type_of(branch, whole, depth + 1) for branch in _listed(schema.get(keyword))]
+        if branches and all(branch.types for branch in branches):
+            has_values = all(branch.values is not None for branch in branches)
+            either = tuple(value for branch in branches for value in branch.values or ())
+            types = frozenset[str]().union(*(branch.types for branch in branches))
+            limits.append(ParameterType(types=types, values=either if has_values else None))
+    allowed = ANY
+    for limit in limits:
+        both = (allowed.types & limit.types) or limit.types or allowed.types
+        allowed = ParameterType(types=both, values=allowed.values if limit.values is None else limit.values)
+    return allowed
+
+
+def _listed(found: Any) -> Sequence[Any]:
+    return found if isinstance(found, list) else ()
+
+
+def _type_name(value: Any) -> str:
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
+    return names.get(type(value), "null")
+
+
+def _referred(reference: str, whole: Any) -> Any:
+    """The part of a schema that a JSON Pointer (RFC 6901) in a fragment names; None if there is none."""
+    start, *steps = unquote(reference).split("/")
+    for step in steps if start == "#" else ():
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(whole, list) and name.isdecimal() and int(name) < len(whole):
+            whole = whole[int(name)]
+        else:
+            whole = whole.get(name) if isinstance(whole, Mapping) else None
+    return whole if start == "#" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,35 +111,118 @@ class CallReader(Protocol):
 
     def feed(self, text: str) -> list[Part]: ...
 
-    def end(self) -> list[Part]:
-        """Text that was held back because it might have become a call."""
+    def end(self, *, is_whole: bool = False) -> list[Part]:
+        """Text that was held back because it might have become a call. Of an answer that `is_whole`, which the model
+        ended itself, a call that is not complete is completed; one that was cut off keeps what came."""
         ...
 
     @property
     def num_calls(self) -> int:
-        """The part of it that was sent."""
+        """The number of calls that are complete."""
         ...
 
 
-class HeldText:
-    """The part of an answer that was not sent yet: the base of readers."""
+class TextAndCalls:
+    """Text, and calls behind the marks that `begin` them, which may stand behind an `outer` mark: the base of readers.
+    Marks that stand `behind` calls are dropped, as is white space before a call and after the last one. What begins as
+    a call and is none stays text."""
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Sequence[str], behind: Sequence[str] = (), outer: Sequence[str] = ()) -> None:
+        self._begin = tuple(begin)
+        self._behind = tuple(behind)
+        self._outer = tuple(outer)
+        self._is_inside = False  # an outer mark stands before the call
         self._held = ""
+        self._opening = ""  # what was read of a call that may be none
+        self._state: Callable[[list[Part]], bool] = self._text
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Part]:
         parts: list[Part] = []
         self._held += text
-        while self._held and self._take(parts):
+        while self._held and self._state(parts):
             pass
         return parts
 
-    def _take(self, parts: list[Part]) -> bool:
-        """Consumes a part of the held text. False: it needs more text, or has consumed all."""
+    def end(self, *, is_whole: bool = False) -> list[Part]:
+        parts: list[Part] = []
+        self._end(parts, is_whole)
+        parts += self.feed("")
+        text, self._held, self._opening = self._opening + self._held, "", ""
+        if text.strip() or not self.num_calls:
+            say(parts, text)
+        return parts
+
+    def _end(self, parts: list[Part], is_whole: bool) -> None:
+        """Ends a call that is being read, and takes its text."""
+
+    def _opened(self, mark: str) -> None:
+        """A mark was read: sets the state. The mark is the end of the `_opening`."""
         raise NotImplementedError
+
+    def _text(self, parts: list[Part]) -> bool:
+        """Consumes text up to a mark. False: it needs more text."""
+        marks = (*self._begin, *self._outer, *(self._behind if self.num_calls else ()))
+        at, mark = first_of(self._held, marks)
+        before = self._held[:at].rstrip()
+        say(parts, before)
+        if not mark:
+            self._held = self._held[len(before) :]
+            return False
+        self._opening, self._held = self._held[len(before) : at + len(mark)], self._held[at + len(mark) :]
+        self._is_inside = False
+        if mark in self._begin:
+            self._opened(mark)
+        elif mark in self._outer:
+            self._state = self._inside_outer
+        else:
+            self._opening = ""
+        return True
+
+    def _inside_outer(self, parts: list[Part]) -> bool:
+        """Behind an outer mark."""
+        self._drop_to(self._held.lstrip())
+        begin = next((mark for mark in self._begin if self._held.startswith(mark)), None)
+        if begin is not None:
+            self._drop_to(self._held.removeprefix(begin))
+            self._is_inside = True
+            self._opened(begin)
+        elif may_begin(self._held, self._begin) == len(self._held):
+            return False
+        else:
+            self._end_opening(parts)
+        return True
+
+    def _end_opening(self, parts: list[Part]) -> None:
+        """No call has begun: its opening is text."""
+        say(parts, self._opening)
+        self._opening, self._state = "", self._text
+
+    def _drop_to(self, rest: str) -> None:
+        """The held text before `rest` belongs to the opening."""
+        self._opening += self._held[: len(self._held) - len(rest)]
+        self._held = rest
+
+    def _tell(self, arguments: str, parts: list[Part]) -> None:
+        if arguments:
+            parts.append(CallDelta(index=self.num_calls, arguments=arguments))
 
 
 def say(parts: list[Part], text: str) -> None:
     if text:
         parts.append(text)
+
+
+def first_of(text: str, marks: Sequence[str]) -> tuple[int, str]:
+    """Where the first of the marks stands, and which; of several at one place the longest. Without one: where one may
+    begin at the text's end, and ""."""
+    found = [(at, -len(mark), mark) for mark in marks if (at := text.find(mark)) >= 0]
+    if found:
+        at, _, mark = min(found)
+        return at, mark
+    return len(text) - may_begin(text, marks), ""
+
+
+def may_begin(text: str, marks: Sequence[str]) -> int:
+    """How many characters at the text's end may be the beginning of a mark."""
+    return max((overlap(text, mark) for mark in marks), default=0)

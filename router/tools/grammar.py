@@ -8,7 +8,7 @@ from typing import Any
 
 from protos.value import Value
 from router.grammar.structure import inline_json, literal
-from router.tools.calls import Function
+from router.tools.calls import Function, ParameterType
 from router.tools.formats import PARAMETERS, ToolFormat
 
 
@@ -80,6 +80,7 @@ _WRITTEN: Mapping[ToolFormat, Written] = {
     ToolFormat.GPT_OSS: Written(
         before="<|channel|>commentary to=functions.", middle=" <|constrain|>json<|message|>"
     ),
+    ToolFormat.GLM4: Written(middle="\n", text=r"/\n(?s:.*)/"),
 }  # fmt: skip
 _ANSWER = "<|channel|>final<|message|>"  # gpt-oss's, before a text
 
@@ -105,7 +106,7 @@ def calls_grammar(
     that are tokens of their own; such a grammar is for workers, not for a check."""
     written, names = _WRITTEN[form], [f"call{number}" for number in range(len(functions))]
     lark = _Marks(tokens or {})
-    parallel = parallel and form is not ToolFormat.GPT_OSS  # whose call ends the answer
+    parallel = parallel and form not in (ToolFormat.GPT_OSS, ToolFormat.GLM4)  # whose call ends the answer
     rules = [f"named: {' | '.join(names)}", f"TEXT: {_ANY}"]
     before, more = written.before, f" ({lark(written.between)} named)*" if parallel else ""
     if form is ToolFormat.GPT_OSS:
@@ -177,24 +178,22 @@ def _arguments(form: ToolFormat, name: str, function: Function, lark: _Marks) ->
         lazy = f"{name}_any[lazy]: TEXT {lark(behind)}"
         return [f"{name}: ({lark(before)} {name}_KEY {lark(middle)} {name}_any)*", f'{name}_KEY: /[^<>"\\n]+/', lazy]
     required: Sequence[str] = schema.get("required") or ()
-    rules, parts = list[str](), list[str]()
+    rules, parts, types = list[str](), list[str](), function.types()
     for number, (key, property_schema) in enumerate(function.properties().items()):
         value = f"{name}_{number}"
         parts.append(value if key in required else f"{value}?")
         head = lark(before + key + middle)
         rules.append(f"{value}: {head} {value}_value")
-        rules.append(_value(f"{value}_value", property_schema, schema, function, behind, lark))
+        rules.append(_value(f"{value}_value", property_schema, types[key], function, behind, lark))
     return [f"{name}: {' '.join(parts)}", *rules]
 
 
-def _value(name: str, schema: Any, whole: Mapping[str, Any], function: Function, behind: str, lark: _Marks) -> str:
+def _value(name: str, schema: Any, kind: ParameterType, function: Function, behind: str, lark: _Marks) -> str:
     """A parameter's value with what stands behind it: a string as it is, anything else as JSON."""
-    if isinstance(schema, Mapping):
-        choices = schema.get("enum")
-        if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
-            return f"{name}: ({' | '.join(map(literal, choices))}) {lark(behind)}"
-        if schema.get("type") == "string":
-            return f"{name}[lazy]: TEXT {lark(behind)}"
-        shared = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
-        return f"{name}: {inline_json({**shared, **schema}, lenient=not function.strict)} {lark(behind)}"
-    return f"{name}[lazy]: TEXT {lark(behind)}"
+    if kind.is_text and kind.values:
+        return f"{name}: ({' | '.join(map(literal, kind.values))}) {lark(behind)}"
+    if kind.is_text or not isinstance(schema, Mapping):
+        return f"{name}[lazy]: TEXT {lark(behind)}"
+    whole = function.parameters or {}
+    shared = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
+    return f"{name}: {inline_json({**shared, **schema}, lenient=not function.strict)} {lark(behind)}"

@@ -1,7 +1,7 @@
 """Calls that are objects of JSON, in tags, in a list or alone.
 
-A call is sent as soon as its name is known, and its arguments as they arrive, in the model's own text. Text that looks
-like a call but is not one stays text.
+A call is sent as soon as its name is known, and its arguments as they arrive, in the model's own text where that is
+JSON. Text that looks like a call but is not one stays text.
 """
 
 from __future__ import annotations
@@ -9,333 +9,223 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 
-from router.text.stop_strings import overlap
-from router.tools.calls import CallDelta, HeldText, Part, say
+from protos.value import Value
+from router.tools.calls import CallDelta, Part, TextAndCalls, may_begin
+from router.tools.json_repair import CallArguments, JsonRepair
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_PYTHON_TAGS = ("<|python_tag|>", "<|python_start|>")
-_TOOL_CALLS = "[TOOL_CALLS]"
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 
 
-class _Calls(HeldText):
-    """With the call that is being read. `_closing`: the end of a call is still to come."""
+class ObjectMarks(Value, frozen=True, kw_only=True):
+    """One of `begin` stands before a call or a list of calls, and one of `end` may stand behind it. `bare`: the
+    beginning of an answer that is calls without a mark; "": there are none."""
 
-    _opening = ""
-    """The opening of a call; it is text if no call follows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._call: _Call | None = None
-        self._closing = False
-
-    def end(self) -> list[Part]:
-        parts: list[Part] = []
-        if self._call is not None and not self._call.begun:
-            self._held = self._opening + self._call.raw + self._held
-        elif self._call is not None or self._closing:
-            self._held = ""
-        if self._held.strip() or not self.num_calls:
-            say(parts, self._held)
-        self._held, self._call = "", None
-        return parts
+    begin: Sequence[str]
+    end: Sequence[str] = ()
+    bare: str = ""
 
 
-class TaggedCalls(_Calls):
-    """Text, and calls between tags. White space before a call and after the last one is dropped."""
+class ObjectCalls(TextAndCalls):
+    """Behind a mark any object with a name is a call; without one it must name a function."""
 
-    _opening = _OPEN
+    def __init__(self, marks: ObjectMarks, names: Collection[str]) -> None:
+        super().__init__(marks.begin, marks.end)
+        self._bare = marks.bare
+        self._names: Collection[str] | None = names
+        self._call = _Call()
+        if marks.bare:
+            self._state = self._start
 
-    def _take(self, parts: list[Part]) -> bool:
-        if self._call is not None:
-            return self._take_call(self._call, parts)
-        if self._closing:
-            rest = self._held.lstrip()
-            if not rest.startswith(_CLOSE) and _CLOSE.startswith(rest):
-                return False
-            self._closing, self._held = False, rest.removeprefix(_CLOSE)
-            return True
-        before, tag, behind = self._held.partition(_OPEN)
-        if tag:
-            say(parts, before.rstrip())
-            self._call, self._held = _Call(self.num_calls), behind
-            return True
-        kept = _num_open(self._held)
-        say(parts, self._held[: len(self._held) - kept])
-        self._held = self._held[len(self._held) - kept :]
-        return False
-
-    def _take_call(self, call: _Call, parts: list[Part]) -> bool:
-        self._held = call.feed(self._held, parts)
-        if call.broken and call.begun:  # the rest cannot be parsed: all of it up to the tag becomes arguments
-            inside, tag, behind = self._held.partition(_CLOSE)
-            kept = 0 if tag else overlap(inside, _CLOSE)
-            call.tell(inside[: len(inside) - kept], parts)
-            self._held = behind if tag else inside[len(inside) - kept :]
-            self._call = None if tag else call
-            self.num_calls += bool(tag)
-            return bool(tag)
-        if call.broken or (call.done and not call.begun):
-            say(parts, _OPEN + call.raw)
-            self._call = None
-        elif call.done:
-            self._call, self._closing = None, True
-            self.num_calls += 1
-        return self._call is None
-
-
-class JsonCalls(_Calls):
-    """An answer that begins with an object is calls, as long as they name tools; any other is text."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self._names = names
-        self._is_text = False
-
-    def _take(self, parts: list[Part]) -> bool:
-        if self._is_text:
-            if self.num_calls and not self._held.strip():  # white space after the last call is dropped
-                return False
-            say(parts, self._held)
-            self._held = ""
+    def _start(self, parts: list[Part]) -> bool:
+        """The beginning of an answer, which may be calls without a mark."""
+        begun = "".join(self._held.split())[: len(self._bare)]
+        if begun != self._bare and self._bare.startswith(begun):
             return False
-        if self._call is None:
-            return self._begin()
+        self._state = self._inside if begun == self._bare else self._text
+        return True
+
+    def _opened(self, mark: str) -> None:
+        self._names, self._state = None, self._inside
+
+    def _inside(self, parts: list[Part]) -> bool:
+        """Before an object or a list."""
+        self._drop_to(self._held.lstrip())
+        if self._held.startswith("["):
+            self._drop_to(self._held[1:])
+        elif self._held.startswith("{"):
+            self._begin_call()
+        elif self._held:
+            self._end_opening(parts)
+        return bool(self._held)
+
+    def _begin_call(self) -> None:
+        self._call, self._state = _Call(self.num_calls, self._names, self._behind), self._in_call
+
+    def _in_call(self, parts: list[Part]) -> bool:
         call = self._call
         self._held = call.feed(self._held, parts)
-        if call.broken or (call.done and not call.begun):
-            if call.begun:
-                self.num_calls += 1
-            else:
-                self._held = self._opening + call.raw + self._held
-            self._is_text, self._call = True, None
-        elif call.done:
-            self.num_calls += 1
-            self._call = None
-        return self._call is None
-
-    def _begin(self) -> bool:
-        rest = self._held.lstrip()
-        if not self.num_calls:
-            if rest and any(len(rest) < len(tag) and tag.startswith(rest) for tag in _PYTHON_TAGS):
-                return False
-            for tag in _PYTHON_TAGS:
-                rest = rest.removeprefix(tag).lstrip()
-        else:
-            rest = rest.removeprefix(";").lstrip()
-        if not rest:
+        self._opening = "" if call.begun else self._opening
+        if not call.is_over:
             return False
-        if rest.startswith("{"):
-            self._held, self._call = rest, _Call(self.num_calls, self._names)
+        if call.begun:
+            self._state = self._between
+            self.num_calls += 1
         else:
-            self._is_text = True
+            self._opening += call.raw
+            self._end_opening(parts)
         return True
 
-
-class MistralCalls(JsonCalls):
-    """An answer that is a list of calls, as long as they name tools; any other is text. The tag before it is a special
-    token, which may have been left out."""
-
-    def _begin(self) -> bool:
+    def _between(self, parts: list[Part]) -> bool:
+        """Behind an object, where brackets are dropped."""
         rest = self._held.lstrip()
-        if self.num_calls:
-            rest = rest.removeprefix(",").lstrip()
-            self._opening = ""
-            if not rest:
-                return False
-            self._is_text = not rest.startswith("{")
-            self._held = rest.removeprefix("]") if self._is_text else rest
+        following = rest[1:].lstrip() if rest[:1] in (",", ";") else rest
+        if not following or may_begin(following, self._behind) == len(following):
+            return False
+        if following[0] in "]}":
+            self._held = following[1:]
+        elif following[0] == "{":
+            self._held = following
+            self._begin_call()
         else:
-            if len(rest) < len(_TOOL_CALLS) and _TOOL_CALLS.startswith(rest):
-                return False
-            inside = rest.removeprefix(_TOOL_CALLS).lstrip()
-            if inside == "" or inside.rstrip() == "[":
-                return False
-            inside = inside[1:].lstrip() if inside.startswith("[") else ""
-            self._is_text = not inside.startswith("{")
-            if not self._is_text:
-                self._opening, self._held = self._held[: len(self._held) - len(inside)], inside
-        if not self._is_text:
-            self._call = _Call(self.num_calls, self._names)
+            self._state = self._text
         return True
 
-
-class ListCalls(_Calls):
-    """Text, and behind one of the `tags` a list of calls. White space before the tag, and all behind the list, is
-    dropped."""
-
-    def __init__(self, tags: Sequence[str]) -> None:
-        super().__init__()
-        self._tags = tags
-        self._is_over = False
-
-    def _take(self, parts: list[Part]) -> bool:
-        if self._is_over:
+    def _end(self, parts: list[Part], is_whole: bool) -> None:
+        if self._state == self._in_call and self._call.begun:
+            self._call.end(parts, is_whole=is_whole)
+            self.num_calls += 1
             self._held = ""
-            return False
-        if self._call is not None:
-            return self._take_object(self._call, parts)
-        if self._closing:  # behind an object of the list
-            rest = self._held.lstrip()
-            self._held = rest
-            if not rest:
-                return False
-            self._is_over, self._closing = not rest.startswith(","), False
-            if not self._is_over:
-                self._held, self._call = rest[1:], _Call(self.num_calls)
-            return True
-        return self._begin(parts)
-
-    def _begin(self, parts: list[Part]) -> bool:
-        found = [(at, tag) for tag in self._tags if (at := self._held.find(tag)) >= 0]
-        if not found:
-            kept = max(overlap(self._held, tag) for tag in self._tags)
-            before = self._held[: len(self._held) - kept].rstrip()
-            say(parts, before)
-            self._held = self._held[len(before) :]
-            return False
-        at, tag = min(found)
-        behind = self._held[at + len(tag) :]
-        inside = behind.lstrip()
-        if inside == "[" or not inside:
-            return False
-        say(parts, self._held[:at].rstrip() if inside.startswith("[") else self._held[: at + len(tag)])
-        if inside.startswith("["):
-            self._opening, self._held, self._call = tag + "[", inside[1:], _Call(self.num_calls)
-        else:
-            self._held = behind
-        return True
-
-    def _take_object(self, call: _Call, parts: list[Part]) -> bool:
-        self._held = call.feed(self._held, parts)
-        if call.done and call.begun:
-            self._call, self._closing, self._opening = None, True, ""
-            self.num_calls += 1
-        elif call.broken or call.done:
-            if call.begun:
-                self.num_calls += 1
-            else:
-                say(parts, self._opening + call.raw)
-            self._call, self._opening = None, ""
-        return self._call is None
+        elif self._state == self._in_call:
+            self._opening += self._call.raw
+        elif self._state == self._between:
+            self._held = self._held.strip(",; \t\r\n")
 
 
 class _Call:
-    """One call's object, character by character. Its parts at depth 1 are keys and values; deeper, all is a value."""
+    """One call's object. With `names` it must name one of these; one of the `ends` ends it."""
 
-    def __init__(self, index: int, names: Collection[str] | None = None) -> None:
+    def __init__(self, index: int = 0, names: Collection[str] | None = None, ends: Sequence[str] = ()) -> None:
         self._index = index
         self._names = names
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-        self._key: str | None = None
-        self._token: list[str] = []  # lists of pieces: adding to one long text again and again is quadratic
+        self._ends = tuple(ends)
+        self._expected = "{"  # then "key", ":" and "value"
+        self._key = ""
         self._name = ""
-        self._arguments: list[str] = []  # parsed and not sent
+        self._reader: JsonRepair | CallArguments | None = None  # of the key or the value that is being read
+        self._token: list[str] = []  # what it has read
+        self._arguments: list[str] = []  # read and not sent
         self._has_arguments = False
         self._raw: list[str] = []
         self.begun = False
-        self.done = False
-        self.broken = False
+        self.is_over = False
 
     def feed(self, text: str, parts: list[Part]) -> str:
         """Reads to the object's end; returns the rest."""
-        taken = 0
-        for char in text:
-            if self.done or self.broken:
+        at = 0
+        while not self.is_over:
+            if self._reader is not None:
+                token, count = self._reader.feed(text[at:])
+                at += count
+                self._take(token)
+                if not self._reader.is_done:
+                    break
+                self._end_token()
+                continue
+            at = len(text) - len(text[at:].lstrip())
+            if at == len(text) or any(len(end) > len(text) - at and end.startswith(text[at:]) for end in self._ends):
                 break
-            taken += 1
-            self._read(char)
-        if not self.begun:
-            self._raw.append(text[:taken])
-        if self._name and not self.begun and (self._names is None or self._name in self._names):
-            self.begun = True
-            parts.append(CallDelta(index=self._index, name=self._name))
+            if self._expected == "key":
+                self._begin(parts)
+            at += self._read(text[at], text.startswith(self._ends, at))
         if self.begun:
-            if self.done and not self._has_arguments:
-                self._arguments = ["{}"]
-            self.tell("".join(self._arguments), parts)
-            self._arguments.clear()
-        return text[taken:]
+            self._send(parts)
+        else:
+            self._raw.append(text[:at])
+        return text[at:]
 
     @property
     def raw(self) -> str:
-        """All that was read, up to where it begun."""
+        """All that was read before it begun."""
         return "".join(self._raw)
 
-    def tell(self, arguments: str, parts: list[Part]) -> None:
-        if arguments:
-            parts.append(CallDelta(index=self._index, arguments=arguments))
+    def end(self, parts: list[Part], *, is_whole: bool) -> None:
+        """The answer ends within a call that has begun."""
+        if isinstance(self._reader, CallArguments):
+            self._take(self._reader.end(is_whole=is_whole))
+        self.is_over = True
+        self._send(parts)
 
-    def _read(self, char: str) -> None:
-        if self._in_string:
-            self._keep(char)
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == '"':
-                self._in_string = False
-        elif self._depth == 0:
-            self._depth = int(char == "{")
-            self.broken = char != "{" and not char.isspace()
-        elif self._depth == 1 and char in ":,}]":
-            self._divide(char)
-        elif self._depth > 1 or not char.isspace():
-            self._in_string = char == '"'
-            self._depth += (char in "{[") - (char in "}]")
-            self._keep(char)
+    def _read(self, char: str, is_end: bool) -> bool:
+        """Reads a character between two tokens. False: it is left for the next one, or behind the call."""
+        match self._expected, char:
+            case _ if is_end:
+                self.is_over = True
+                return False
+            case ("{", _) | ("key", "{") if char == "{" and not self._key:
+                self._expected = "key"
+            case "key", "}":
+                self.is_over = True
+            case "key", ",":
+                pass
+            case ("key", "{" | "[" | "]") | ("{", _):
+                self.is_over = True
+                return False
+            case "key", _:
+                self._reader = JsonRepair(self._ends)
+                return False
+            case ":", ":":
+                self._expected = "value"
+            case ":", _:
+                self.is_over = True
+                return False
+            case _:
+                self._reader = (CallArguments if self._key in _ARGUMENTS else JsonRepair)(self._ends)
+                return False
+        return True
 
-    def _keep(self, char: str) -> None:
-        is_first, is_arguments = not self._token, self._key in _ARGUMENTS
-        # Arguments written as a JSON string contain JSON themselves: sent when complete.
-        if is_arguments and (char if is_first else self._token[0]) != '"':
-            self._arguments.append(char)
-            is_arguments = False
-        if is_first or is_arguments or self._key in (None, *_NAMES):  # other values are dropped
-            self._token.append(char)
-
-    def _divide(self, char: str) -> None:
-        """The end of a key, of a value, or of all."""
-        if char == ":" and self._key is None:
-            self._key = _string("".join(self._token))
-            self.broken = self._key is None
-        elif char in ",}" and self._key is not None and self._token:
-            self._set(self._key)
-            self._key = None
-        else:
-            self.broken = char != "}" or bool(self._token)
-        self.done = char == "}" and not self.broken
-        self._token.clear()
-
-    def _set(self, key: str) -> None:
-        if key in _NAMES:
-            self._name = _string("".join(self._token)) or ""
-            self.broken = not self._name
-        elif key in _ARGUMENTS:
+    def _take(self, token: str) -> None:
+        if not token:
+            return
+        if isinstance(self._reader, CallArguments):
+            self._arguments.append(token)
             self._has_arguments = True
-            if self._token[0] == '"':
-                text = "".join(self._token)
-                held = _string(text)
-                self._arguments.append(text if held is None else held)
+        elif self._expected == "key" or self._key in _NAMES:  # other values are dropped
+            self._token.append(token)
+
+    def _end_token(self) -> None:
+        assert self._reader is not None
+        self._take(self._reader.end())
+        token, self._reader = "".join(self._token), None
+        self._token.clear()
+        if self._expected == "key":
+            self._key, self._expected = _string(token), ":"
+        else:
+            self._expected = "key"
+            if self._key in _NAMES and not self._name:
+                self._name = _string(token)
+                self.is_over = not self._name
+
+    def _begin(self, parts: list[Part]) -> None:
+        if self._name and not self.begun and (self._names is None or self._name in self._names):
+            self.begun = True
+            parts.append(CallDelta(index=self._index, name=self._name))
+
+    def _send(self, parts: list[Part]) -> None:
+        if self.is_over and not self._has_arguments:
+            self._arguments = ["{}"]
+        if arguments := "".join(self._arguments):
+            parts.append(CallDelta(index=self._index, arguments=arguments))
+            self._arguments.clear()
 
 
-def _string(token: str) -> str | None:
-    """The text of a JSON string, or None if it is no valid string. Half of a surrogate pair is not valid."""
+def _string(token: str) -> str:
+    """The text of a JSON string; "" if it is none. Half of a surrogate pair is not valid."""
     try:
-        found = json.loads(token, strict=False)
-        if isinstance(found, str):
-            found.encode()
-            return found
+        text = json.loads(token)
+        if isinstance(text, str):
+            text.encode()
+            return text
     except ValueError:
         pass
-    return None
-
-
-def _num_open(text: str) -> int:
-    """How many characters at the text's end may belong to a call that follows: the tag's, and white space before."""
-    begun = overlap(text, _OPEN)
-    before = text[: len(text) - begun]
-    return begun + len(before) - len(before.rstrip())
+    return ""

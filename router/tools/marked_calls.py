@@ -1,8 +1,4 @@
-"""Calls between marks whose arguments are JSON: a name, a separator, the arguments.
-
-The arguments are sent as they come, up to the mark behind them: only as much of the text's end is held back as may be
-the beginning of a mark.
-"""
+"""Calls between marks whose arguments are JSON: a name, a separator, the arguments, which are sent as they come."""
 
 from __future__ import annotations
 
@@ -10,107 +6,88 @@ import re
 from collections.abc import Sequence
 
 from protos.value import Value
-from router.text.stop_strings import overlap
-from router.tools.calls import CallDelta, HeldText, Part, say
+from router.tools.calls import CallDelta, Part, TextAndCalls, first_of
+from router.tools.json_repair import CallArguments
 
 _NUMBER = re.compile(r":\d+$")  # Kimi's, behind a function's name
 
 
 class CallMarks(Value, frozen=True, kw_only=True):
-    """`begin` stands before a name and `separator` behind it; one of `ends` stands behind the arguments, the longest
-    one first; none: the next call, or the end of the answer. `dropped` stand around all calls. `prefix` of a name, and
-    what follows `suffix` in it, are left out."""
+    """`begin` stands before a name and `separator` behind it; one of `ends` stands behind the arguments; none: they end
+    with their object. `outer` and `outer_end` stand around all calls. `prefix` of a name, and what follows `suffix` in
+    it, are left out."""
 
     begin: str
     separator: str
     ends: Sequence[str] = ()
-    dropped: Sequence[str] = ()
+    outer: Sequence[str] = ()
+    outer_end: Sequence[str] = ()
     prefix: str = ""
     suffix: str = ""
 
 
-class MarkedCalls(HeldText):
-    """Text, and calls between marks. White space before a call and after the last one is dropped."""
-
+class MarkedCalls(TextAndCalls):
     def __init__(self, marks: CallMarks) -> None:
-        super().__init__()
+        super().__init__((marks.begin,), (*marks.ends, *marks.outer_end), marks.outer)
         self._marks = marks
-        self._outside = (marks.begin, *marks.dropped)
-        self._behind = tuple(marks.ends) or (marks.begin,)
-        self._state = self._text
-        self._has_arguments = False
+        self._arguments = CallArguments()
 
-    def _take(self, parts: list[Part]) -> bool:
-        return self._state(parts)
-
-    def end(self) -> list[Part]:
-        parts: list[Part] = []
-        held, self._held = self._held, ""
-        if self._state == self._arguments:
-            self._close(held, parts)
-        elif self._state == self._name:
-            say(parts, self._marks.begin + held)
-        elif held.strip() or not self.num_calls:
-            say(parts, held)
-        return parts
-
-    def _text(self, parts: list[Part]) -> bool:
-        found = [(at, mark) for mark in self._outside if (at := self._held.find(mark)) >= 0]
-        if not found:
-            kept = self._num_held(self._outside)
-            before = self._held[: len(self._held) - kept].rstrip()
-            say(parts, before)
-            self._held = self._held[len(before) :]
-            return False
-        at, mark = min(found)
-        before = self._held[:at].rstrip()
-        say(parts, before)
-        self._held = self._held[at + len(mark) :]
-        if mark == self._marks.begin:
-            self._state = self._name
-        return True
+    def _opened(self, mark: str) -> None:
+        self._state = self._name
 
     def _name(self, parts: list[Part]) -> bool:
-        name, separator, behind = self._held.partition(self._marks.separator)
+        name, separator, rest = self._held.partition(self._marks.separator)
         if not separator:
             return False
+        self._drop_to(rest)
         if self._marks.suffix:
             name = name.partition(self._marks.suffix)[0]
         name = _NUMBER.sub("", name.strip()) if self._marks.prefix else name.strip()
         name = name.removeprefix(self._marks.prefix)
-        if not name:  # no call has begun
-            say(parts, self._marks.begin + self._held[: len(self._held) - len(behind)])
-            self._held, self._state = behind, self._text
+        if not name:
+            self._end_opening(parts)
             return True
+        self._begin_call(name, parts)
+        return True
+
+    def _begin_call(self, name: str, parts: list[Part]) -> None:
         parts.append(CallDelta(index=self.num_calls, name=name))
-        self._held, self._state, self._has_arguments = behind, self._arguments, False
-        return True
+        self._opening, self._state, self._arguments = "", self._in_arguments, CallArguments()
 
-    def _arguments(self, parts: list[Part]) -> bool:
-        found = [(at, -len(mark), mark) for mark in self._behind if (at := self._held.find(mark)) >= 0]
-        if not found:
-            kept = self._num_held(self._behind)
-            self._tell(self._held[: len(self._held) - kept], parts)
-            self._held = self._held[len(self._held) - kept :]
-            return False
-        at, _, mark = min(found)
-        written, self._held = self._held[:at], self._held[at + len(mark) :]
-        self._close(written, parts)
-        self._state = self._text if self._marks.ends else self._name
-        return True
+    def _in_arguments(self, parts: list[Part]) -> bool:
+        at, mark = first_of(self._held, (*self._begin, *self._behind))
+        arguments, count = self._arguments.feed(self._held[:at])
+        self._tell(arguments, parts)
+        has_ended = bool(mark) or (self._arguments.is_done and not self._marks.ends)
+        self._held = self._held[count if self._arguments.is_done and not self._marks.ends else at :]
+        if has_ended:
+            self._close(parts)
+        return has_ended
 
-    def _close(self, written: str, parts: list[Part]) -> None:
-        self._tell(written, parts)
-        if not self._has_arguments:
-            self._tell("{}", parts)
+    def _close(self, parts: list[Part], *, is_whole: bool = True) -> None:
+        self._tell(self._arguments.end(is_whole=is_whole), parts)
         self.num_calls += 1
+        self._state = self._text
 
-    def _tell(self, arguments: str, parts: list[Part]) -> None:
-        if not self._has_arguments:
-            arguments = arguments.lstrip()
-        if arguments:
-            self._has_arguments = True
-            parts.append(CallDelta(index=self.num_calls, arguments=arguments))
+    def _end(self, parts: list[Part], is_whole: bool) -> None:
+        if self._state == self._in_arguments:
+            arguments, _ = self._arguments.feed(self._held)
+            self._tell(arguments, parts)
+            self._close(parts, is_whole=is_whole)
+            self._held = ""
 
-    def _num_held(self, marks: Sequence[str]) -> int:
-        return max(overlap(self._held, mark) for mark in marks)
+
+class NamedCalls(MarkedCalls):
+    """Calls that begin with the name of a function on a line of its own, and an object."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(CallMarks(begin="", separator=""))
+        self._begin = tuple(f"{name}{space}\n{{" for name in names for space in ("", " "))
+
+    def _opened(self, mark: str) -> None:
+        self._state = self._named
+
+    def _named(self, parts: list[Part]) -> bool:
+        self._held = "{" + self._held
+        self._begin_call(self._opening[:-1].strip(), parts)
+        return True

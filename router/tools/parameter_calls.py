@@ -10,15 +10,16 @@ complete, as the JSON that it is, or as a string where it is none.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import orjson
 
 from protos.value import Value
-from router.text.stop_strings import overlap
-from router.tools.calls import CallDelta, Function, HeldText, Part, say
+from router.tools.calls import ANY, CallDelta, Function, ParameterType, Part, TextAndCalls, first_of
+from router.tools.json_repair import repaired
 
+_NAME = re.compile(r"[\w.:/-]+")
 _TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,), "integer": (int,), "number": (int, float), "object": (dict,), "array": (list,),
     "null": (type(None),),
@@ -26,119 +27,102 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class ParameterTags(Value, frozen=True, kw_only=True):
-    """`begin` and `end` stand around a call, and `name_ends` behind its name, of which the last two also begin what
-    follows. `key` and `value` stand before a parameter's name and behind it, `close` behind its value. `dropped` stand
-    around calls. With `is_lined` a value has a line's end before it and behind it."""
+    """`begin` and `end` stand around a call, and `name_ends` behind its name. `key` and `key_end` stand around a
+    parameter's name, `value` and `close` around its value. `outer` and `outer_end` stand around calls. With `is_lined`
+    a value has a line's end before it and behind it."""
 
     begin: str
     end: str
     name_ends: Sequence[str]
     key: str
-    value: str
+    key_end: str
     close: str
-    dropped: Sequence[str] = ()
+    value: str = ""
+    outer: Sequence[str] = ()
+    outer_end: Sequence[str] = ()
     is_lined: bool = False
 
 
-class ParameterCalls(HeldText):
-    """Text, and calls between tags. White space before a call and after the last one is dropped."""
+class ParameterCalls(TextAndCalls):
+    """Text, and calls between tags. Outside of the outer tags a call must name a function."""
 
     def __init__(self, tags: ParameterTags, functions: Sequence[Function]) -> None:
-        super().__init__()
+        super().__init__((tags.begin,), (*tags.outer_end, tags.end), tags.outer)
         self._tags = tags
-        self._functions = {one.name: one.properties() for one in functions}
-        self._properties: Mapping[str, Any] = {}
-        self._state = self._text
+        self._functions = {function.name: function.types() for function in functions}
+        self._parameters: Mapping[str, ParameterType] = {}
+        self._keys: Sequence[str] = ()  # openings of the parameters
         self._num_parameters = 0
         self._value: list[str] | None = None  # of a parameter that is sent when it is complete
-        self._types: frozenset[str] = frozenset()
+        self._type = ANY
         self._is_fresh = False
+        self._is_over = False
 
-    def _take(self, parts: list[Part]) -> bool:
-        return self._state(parts)
-
-    def end(self) -> list[Part]:
-        parts: list[Part] = []
-        held, self._held = self._held, ""
-        if self._state == self._inside_value:
-            self._write(held, parts)
-            self._end_value(parts)
-        if self._state in (self._inside_value, self._between):
-            self._tell("}" if self._num_parameters else "{}", parts)
-            self.num_calls += 1
-        elif self._state == self._name:
-            say(parts, self._tags.begin + held)
-        elif held.strip() or not self.num_calls:
-            say(parts, held)
-        return parts
-
-    def _text(self, parts: list[Part]) -> bool:
-        tags = (self._tags.begin, *self._tags.dropped)
-        found = [(at, tag) for tag in tags if (at := self._held.find(tag)) >= 0]
-        if not found:
-            kept = max(overlap(self._held, tag) for tag in tags)
-            before = self._held[: len(self._held) - kept].rstrip()
-            say(parts, before)
-            self._held = self._held[len(before) :]
-            return False
-        at, tag = min(found)
-        say(parts, self._held[:at].rstrip())
-        self._held = self._held[at + len(tag) :]
-        if tag == self._tags.begin:
-            self._state = self._name
-        return True
+    def _opened(self, mark: str) -> None:
+        self._state = self._name
 
     def _name(self, parts: list[Part]) -> bool:
-        found = [(at, end) for end in self._tags.name_ends if (at := self._held.find(end)) > 0]
-        if not found:
-            return False
-        at, end = min(found)
+        at, end = first_of(self._held, self._tags.name_ends)
         name = self._held[:at].strip()
-        if not name:  # no call has begun
-            say(parts, self._tags.begin + self._held[:at] + end)
-            self._held, self._state = self._held[at + len(end) :], self._text
+        if (name or end) and _NAME.fullmatch(name) is None:
+            self._end_opening(parts)
             return True
-        self._held = self._held[at:] if end in (self._tags.key, self._tags.end) else self._held[at + len(end) :]
-        self._properties, self._num_parameters, self._state = self._functions.get(name, {}), 0, self._between
+        if not end:
+            return False
+        is_next = end in (self._tags.key, self._tags.end)
+        self._drop_to(self._held[at if is_next else at + len(end) :])
+        if self._outer and not self._is_inside and name not in self._functions:
+            self._end_opening(parts)
+            return True
+        self._parameters, self._num_parameters = self._functions.get(name, {}), 0
+        self._keys = [f"{self._tags.key}{key}{self._tags.key_end}" for key in self._parameters]
         parts.append(CallDelta(index=self.num_calls, name=name))
+        self._opening, self._state = "", self._between
         return True
 
     def _between(self, parts: list[Part]) -> bool:
         """Between two parameters."""
-        key, end = self._held.find(self._tags.key), self._held.find(self._tags.end)
-        if end >= 0 and not 0 <= key < end:
-            self._held = self._held[end + len(self._tags.end) :]
-            self._tell("}" if self._num_parameters else "{}", parts)
-            self.num_calls += 1
-            self._state = self._text
+        at, mark = first_of(self._held, (self._tags.key, *self._begin, *self._outer, *self._behind))
+        if not mark:
+            return False
+        if mark != self._tags.key:
+            self._held = self._held[at:]
+            self._close(parts)
             return True
-        if key < 0:
+        name, end, behind = self._held[at + len(mark) :].partition(self._tags.key_end)
+        rest = behind.lstrip() if self._tags.value else behind
+        if not end or (not rest.startswith(self._tags.value) and self._tags.value.startswith(rest)):
             return False
-        name, tag, behind = self._held[key + len(self._tags.key) :].partition(self._tags.value)
-        if not tag:
-            return False
-        name = name.strip().removesuffix("</arg_key>").strip()
-        self._types = _types_of(self._properties.get(name))
-        is_text = "string" in self._types and self._types <= {"string"}
-        self._value, self._held, self._state, self._is_fresh = None if is_text else [], behind, self._inside_value, True
+        self._held, name = rest.removeprefix(self._tags.value), name.strip()
+        self._type = self._parameters.get(name, ANY)
+        self._value, self._state, self._is_fresh = None if self._type.is_text else [], self._inside_value, True
         head = ("{" if not self._num_parameters else ", ") + orjson.dumps(name).decode() + ": "
-        self._tell(head + ('"' if is_text else ""), parts)
+        self._tell(head + ('"' if self._type.is_text else ""), parts)
         self._num_parameters += 1
         return True
 
     def _inside_value(self, parts: list[Part]) -> bool:
-        close = ("\n" if self._tags.is_lined else "") + self._tags.close
-        at = self._held.find(self._tags.close)
-        if at < 0:
-            kept = max(overlap(self._held, close), overlap(self._held, self._tags.close))
-            self._write(self._held[: len(self._held) - kept], parts)
-            self._held = self._held[len(self._held) - kept :]
-            return False
-        value, self._held = self._held[:at], self._held[at + len(self._tags.close) :]
-        self._write(value.removesuffix("\n") if self._tags.is_lined else value, parts)
-        self._end_value(parts)
-        self._state = self._between
-        return True
+        """A value ends with its tag, with the opening of a known parameter, and with the call."""
+        close, others = self._tags.close, (*self._keys, *self._behind)
+        lined = ("\n" + end for end in ((close, *others) if self._tags.is_lined else others))
+        at, mark = first_of(self._held, (close, *others, *lined))
+        is_end: bool | None = bool(mark)
+        if mark.lstrip() in self._behind:
+            is_end = self._is_end(self._held[at + len(mark) :].lstrip())
+            at += len(mark) if is_end is False else 0
+        self._write(self._held[:at], parts)
+        self._held = self._held[at:]
+        if is_end:
+            self._held = self._held.removeprefix("\n").removeprefix(close)
+            self._end_value(parts)
+        return bool(mark) and is_end is not None
+
+    def _is_end(self, rest: str) -> bool | None:
+        """Does the call end before the rest, or is that still the value's text? None: more text will tell."""
+        tags = (*self._begin, *self._outer, *self._behind)
+        if rest.startswith(tags):
+            return True
+        return (self._is_over or None) if any(tag.startswith(rest) for tag in tags) else False
 
     def _write(self, text: str, parts: list[Part]) -> None:
         if self._is_fresh and text:
@@ -151,35 +135,45 @@ class ParameterCalls(HeldText):
             self._tell(orjson.dumps(text)[1:-1].decode(), parts)
 
     def _end_value(self, parts: list[Part]) -> None:
-        self._tell('"' if self._value is None else _json("".join(self._value), self._types), parts)
+        self._tell('"' if self._value is None else _json("".join(self._value), self._type.types), parts)
+        self._state = self._between
 
-    def _tell(self, arguments: str, parts: list[Part]) -> None:
-        parts.append(CallDelta(index=self.num_calls, arguments=arguments))
+    def _close(self, parts: list[Part]) -> None:
+        self._tell("}" if self._num_parameters else "{}", parts)
+        self.num_calls += 1
+        self._state = self._text
 
-
-def _types_of(schema: Any) -> frozenset[str]:
-    """Names of the types that a schema allows; empty: any."""
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    found = schema.get("type")
-    if isinstance(found, str):
-        return frozenset((found,))
-    if isinstance(found, list):
-        return frozenset(one for one in found if isinstance(one, str))
-    if isinstance(values := schema.get("enum"), list) and values and all(isinstance(one, str) for one in values):
-        return frozenset(("string",))
-    branches = [_types_of(one) for one in schema.get("anyOf") or schema.get("oneOf") or ()]
-    return frozenset().union(*branches) if all(branches) else frozenset()
+    def _end(self, parts: list[Part], is_whole: bool) -> None:
+        self._is_over = True
+        inside = (self._inside_value, self._between)
+        while self._held and self._state in inside and self._state(parts):
+            pass
+        if self._state == self._inside_value:
+            self._write(self._held, parts)
+            if is_whole:
+                self._end_value(parts)
+        if self._state == self._between and (is_whole or not self._num_parameters):
+            self._close(parts)
+            self._held = ""
+        elif self._state in inside:
+            self.num_calls += 1
+            self._held, self._state = "", self._text
 
 
 def _json(text: str, types: frozenset[str]) -> str:
-    """The text where it is JSON of one of the types, else as a JSON string. Where a string is allowed, too, only a
-    value of another of the types is no string."""
-    text = text.strip() if "string" not in types else text
+    """The text where it is JSON of one of the types, or nearly, else as a JSON string. Where a string is allowed, too,
+    only a value of another of the types is no string, and a text in quotes is what stands between them."""
+    allows_text, others = "string" in types, tuple(kind for name in types for kind in _TYPES.get(name, ()))
     try:
-        value = orjson.loads(text)
+        json, value = text.strip(), orjson.loads(text)
     except orjson.JSONDecodeError:
-        value = {"True": True, "False": False, "None": None}.get(text.strip(), text) if "string" not in types else text
-        return orjson.dumps(value).decode()
-    is_other = isinstance(value, tuple(kind for one in types for kind in _TYPES.get(one, ())))
-    return orjson.dumps(text).decode() if "string" in types and not is_other else text
+        is_open = text.lstrip()[:1] in ("{", "[")
+        tried = repaired(text, is_certain=not types & {"object", "array"}) if is_open or not allows_text else None
+        if tried is None:
+            return orjson.dumps(text if allows_text else text.strip()).decode()
+        json, value = tried
+    if isinstance(value, str) and others and not allows_text:
+        inner = repaired(value)
+        return inner[0] if inner is not None and isinstance(inner[1], others) else json
+    is_text = allows_text and not isinstance(value, (*others, str))
+    return orjson.dumps(text).decode() if is_text else json

@@ -1,89 +1,85 @@
-"""Calls as Python writes them: `[f(city="Paris"), g()]`, of Llama 4 and Llama 3.2. Each is sent when it is complete."""
+"""Calls as Python writes them: `[f(city="Paris"), g()]`, or a line each. A call is sent when it is complete."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 
 import orjson
 
-from router.tools.calls import CallDelta, HeldText, Part, say
+from router.tools.calls import CallDelta, Part, TextAndCalls, may_begin
 
-_TAGS = ("<|python_start|>", "<|python_tag|>")
-_BEGIN = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\(")
-_UNDECIDED = re.compile(r"\s*(\[\s*([A-Za-z_][\w.]*)?)?")
+_CALL = re.compile(r"[A-Za-z_][\w.]*\(")
+_UNDECIDED = re.compile(r"([A-Za-z_][\w.]*)?")
 _OPEN, _CLOSED = "([{", ")]}"
-_END = "<|python_end|>"
 
 
-class PythonicCalls(HeldText):
-    """An answer that is a list of calls; any other is text."""
+class PythonicCalls(TextAndCalls):
+    """Calls behind marks; with `bare` a list of them may be an answer's beginning, too."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_text = False
-        self._is_open = False
-        self._dropped = ""  # before the call that is being read: it is text, too, if that is none
+    def __init__(self, begin: Sequence[str], behind: Sequence[str], *, bare: bool) -> None:
+        super().__init__(begin, behind)
+        if bare:
+            self._state = self._start
 
-    def end(self) -> list[Part]:
-        parts: list[Part] = []
-        held, self._held = self._held, ""
-        if self._is_open and (held.strip() or not self.num_calls):
-            held = self._dropped + held
-        is_behind = self.num_calls and not (self._is_open or self._is_text)
-        if not self.num_calls or (held.strip() and not is_behind):
-            say(parts, held)
-        return parts
-
-    def _take(self, parts: list[Part]) -> bool:
-        if self._is_text:
-            say(parts, self._held)
-            self._held = ""
-            return False
-        return self._take_call(parts) if self._is_open else self._begin()
-
-    def _begin(self) -> bool:
+    def _start(self, parts: list[Part]) -> bool:
         rest = self._held.lstrip()
-        if self.num_calls:
-            self._held = rest.replace(_END, "")
-            return False
-        if any(len(rest) < len(tag) and tag.startswith(rest) for tag in _TAGS):
-            return False
-        for tag in _TAGS:
-            rest = rest.removeprefix(tag)
-        if _BEGIN.match(rest):
-            self._drop_to(rest.lstrip()[1:])
-            self._is_open = True
-            return True
-        self._is_text = _UNDECIDED.fullmatch(rest) is None
-        return self._is_text
+        self._state = self._inside if rest.startswith("[") else self._text
+        return bool(rest)
 
-    def _take_call(self, parts: list[Part]) -> bool:
-        if self.num_calls:
-            rest = self._held.lstrip()
-            self._drop_to(rest if "," in self._dropped else rest.removeprefix(",").lstrip())
-        if self.num_calls and self._held.startswith("]"):
-            self._is_open, self._held = False, self._held[1:]
+    def _opened(self, mark: str) -> None:
+        self._state = self._inside
+
+    def _inside(self, parts: list[Part]) -> bool:
+        """Before a call."""
+        self._drop_to(self._held.lstrip())
+        if self._held.startswith("["):
+            self._drop_to(self._held[1:])
             return True
+        if _CALL.match(self._held):
+            self._state = self._in_call
+        elif _UNDECIDED.fullmatch(self._held):
+            return False
+        else:
+            self._end_opening(parts)
+        return True
+
+    def _in_call(self, parts: list[Part]) -> bool:
         size = _length(self._held)
         if size is None:
             return False
-        call, self._held = self._held[:size], self._held[size:]
-        found = _read(call.strip())
+        call = self._held[:size]
+        found = _read(call)
+        self._drop_to(self._held[size:])
         if found is None:
-            self._is_text, self._is_open, self._held = True, False, self._dropped + call + self._held
+            self._end_opening(parts)
             return True
-        self._dropped = ""
-        parts += [
-            CallDelta(index=self.num_calls, name=found[0]),
-            CallDelta(index=self.num_calls, arguments=found[1]),
-        ]
+        parts.append(CallDelta(index=self.num_calls, name=found[0]))
+        self._tell(found[1], parts)
         self.num_calls += 1
+        self._opening, self._state = "", self._between
         return True
 
-    def _drop_to(self, rest: str) -> None:
-        self._dropped += self._held[: len(self._held) - len(rest)]
-        self._held = rest
+    def _between(self, parts: list[Part]) -> bool:
+        """Behind a call."""
+        rest = self._held.lstrip()
+        following = rest.removeprefix(",").lstrip()
+        if not following or may_begin(following, self._behind) == len(following):
+            return False
+        if following[0] == "]":
+            self._held, self._state = following[1:], self._text
+        elif _CALL.match(following):
+            self._held, self._state = following, self._in_call
+        elif _UNDECIDED.fullmatch(following):
+            return False
+        else:
+            self._state = self._text
+        return True
+
+    def _end(self, parts: list[Part], is_whole: bool) -> None:
+        if self._state == self._between:
+            self._held = self._held.strip(", \t\r\n")
 
 
 def _length(text: str) -> int | None:
@@ -114,14 +110,17 @@ def _read(call: str) -> tuple[str, str] | None:
         tree = ast.parse(call, mode="eval").body
         if not isinstance(tree, ast.Call) or tree.args:
             return None
-        arguments = {one.arg: _literal(one.value) for one in tree.keywords if one.arg is not None}
+        arguments = {
+            one.arg: ast.literal_eval(_Words().visit(one.value)) for one in tree.keywords if one.arg is not None
+        }
         return ast.unparse(tree.func), orjson.dumps(arguments).decode()
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 
 
-def _literal(node: ast.expr) -> object:
+class _Words(ast.NodeTransformer):
     """JSON's names are literals, too."""
-    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
-        return {"true": True, "false": False, "null": None}[node.id]
-    return ast.literal_eval(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        words = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node

@@ -25,13 +25,17 @@ PARIS, NOW = '{"city": "Pa\\"r}is", "days": [1, {"a": 2}]}', "{}"
 HERMES, LLAMA, MISTRAL = ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL
 
 
-def read(form: ToolFormat, text: str, size: int) -> tuple[str, list[tuple[str, str]]]:
-    """The text, and each call's name and arguments."""
+def read(form: ToolFormat, text: str, size: int, *, is_whole: bool = False) -> tuple[str, list[tuple[str, str]]]:
+    """The text, and each call's name and arguments, of an answer that was cut off unless it `is_whole`."""
+    return read_pieces(form, [text[at : at + size] for at in range(0, len(text), size)], is_whole=is_whole)
+
+
+def read_pieces(form: ToolFormat, pieces: list[str], *, is_whole: bool) -> tuple[str, list[tuple[str, str]]]:
     reader = reader_of(form, FUNCTIONS)
     parts: list[Part] = []
-    for at in range(0, len(text), size):
-        parts += reader.feed(text[at : at + size])
-    parts += reader.end()
+    for piece in pieces:
+        parts += reader.feed(piece)
+    parts += reader.end(is_whole=is_whole)
     calls: list[tuple[str, str]] = []
     for part in parts:
         if isinstance(part, CallDelta):
@@ -84,6 +88,10 @@ ANSWERS: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     (MISTRAL, "[1, 2]", "[1, 2]", []),
     (MISTRAL, "[TOOL is text", "[TOOL is text", []),
     (MISTRAL, 'Look: [{"name": "now"}]', 'Look: [{"name": "now"}]', []),
+    (MISTRAL, f'Look.\n[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}}}]', "Look.", [WEATHER]),
+    (MISTRAL, f'Look. [TOOL_CALLS]{{"name": "get_weather", "arguments": {PARIS}}} [{{', "Look. [{", [WEATHER]),
+    (MISTRAL, "Write [TOOL_CALLS] [1]", "Write [TOOL_CALLS] [1]", []),
+    (LLAMA, 'Look. <|python_tag|>{"name": "now", "parameters": {}}', "Look.", [("now", "{}")]),
     (MISTRAL, '[{"nam', '[{"nam', []),
 ]
 
