@@ -14,7 +14,7 @@ from router.grammar.structure import inline_json, json_grammar
 from router.http.validation import read_json
 from router.text.text_stream import TextDelta
 from router.tools.calls import CallDelta, Function, Part
-from router.tools.formats import ToolFormat, reader_of
+from router.tools.formats import ToolFormat
 from router.tools.grammar import calls_grammar, has_grammar
 
 
@@ -157,26 +157,18 @@ class AnswerReader:
     """Reasoning, text and calls of one choice's answer, in the order in which they come."""
 
     def __init__(self, tooling: Tooling) -> None:
-        form = tooling.form
-        self._calls = reader_of(form, tooling.functions) if form is not None else None
+        self._has_tools = tooling.form is not None
         self._required = tooling.required
         self.has_called = False
 
     def read(self, piece: TextDelta) -> list[AnswerPart]:
         """What a piece adds, neighbouring parts of the same text or call joined."""
-        if piece.reasoning:
-            return [ReasoningDelta(text=piece.reasoning), *self._answer(piece)]
-        return self._answer(piece)
-
-    def _answer(self, piece: TextDelta) -> list[AnswerPart]:
-        if self._calls is None:
-            return [piece.text] if piece.text else []
-        parts = self._calls.feed(piece.text)
-        if piece.finish_reason is not None:
-            held = self._calls.end()  # where calls are required: of one that was cut off before its name was whole
-            parts += () if self._required else held
+        parts: Sequence[Part] = piece.parts if self._has_tools else [piece.text]
+        if self._required:  # the text is a call that was cut off before its name was whole
+            parts = [part for part in parts if isinstance(part, CallDelta)]
         self.has_called = self.has_called or any(isinstance(part, CallDelta) for part in parts)
-        return _merged(parts)
+        thoughts: list[AnswerPart] = [ReasoningDelta(text=piece.reasoning)] if piece.reasoning else []
+        return [*thoughts, *_merged(parts)]
 
 
 def _merged(parts: Sequence[Part]) -> list[AnswerPart]:
@@ -187,7 +179,7 @@ def _merged(parts: Sequence[Part]) -> list[AnswerPart]:
             merged[-1] = last + part
         elif isinstance(part, CallDelta) and isinstance(last, CallDelta) and not part.name and last.index == part.index:
             merged[-1] = CallDelta(index=last.index, name=last.name, arguments=last.arguments + part.arguments)
-        else:
+        elif part:
             merged.append(part)
     return merged
 

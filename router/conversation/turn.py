@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -14,7 +15,7 @@ from router.http.middleware import name_of, tenant_of
 from router.text.chat_template import Message
 from router.text.reasoning import AnswerReasoning
 from router.text.sampling_request import SamplingRequest, TextRequest, make_text_request
-from router.tools.formats import ToolFormat
+from router.tools.formats import ToolFormat, reader_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,8 @@ class ConversationTurn:
             )
             if tooling.grammar:
                 has_header, ends = tooling.form is ToolFormat.GPT_OSS, gateway.card.eos_token_ids
+                if tooling.form is not None and not has_header:  # a call inside would not be bound
+                    ends |= frozenset(gateway.tool_tokens.values())
                 bound = gateway.reasoning.grammar(sampling.grammar, phase, ends, has_header=has_header)
                 sampling = replace(sampling, grammar=bound)
         return make_text_request(
@@ -82,4 +85,5 @@ class ConversationTurn:
             default_max_tokens=None,
             reasoning=reasoning,
             visible_tokens=frozenset(gateway.tool_tokens.values()) if tooling.form is not None else frozenset(),
+            new_calls=partial(reader_of, tooling.form, tooling.functions) if tooling.form is not None else None,
         )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvtransfer.hashing import salted
 from protos.errors import ContextLengthExceeded, InvalidRequest
@@ -20,6 +20,9 @@ from router.auth.tenants import NOBODY, Tenant
 from router.jobs import Job
 from router.text.model_card import ModelCard
 from router.text.reasoning import AnswerReasoning
+
+if TYPE_CHECKING:
+    from router.tools.calls import CallReader
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for completions; a chat may fill its context
 MAX_CHOICES = 2048  # as many inputs as OpenAI's embeddings take
@@ -95,7 +98,8 @@ class SamplingRequest(Value, frozen=True, kw_only=True):
 
 class TextRequest(Value, frozen=True, kw_only=True):
     """Choice i is `jobs[i]`; prompt p has the choices p*n ... p*n + n - 1. A `silent` request shows no token. With
-    `reasoning` the answers' reasoning is separated from their text. `visible_tokens` are special ones that are text."""
+    `reasoning` the answers' reasoning is separated from their text. `visible_tokens` are special ones that are text.
+    `new_calls` makes a reader of the calls in one choice's text."""
 
     request_id: str
     jobs: tuple[Job, ...]
@@ -108,6 +112,7 @@ class TextRequest(Value, frozen=True, kw_only=True):
     silent: bool = False
     reasoning: AnswerReasoning | None = None
     visible_tokens: frozenset[int] = frozenset()
+    new_calls: Callable[[], CallReader] | None = None
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:
@@ -125,6 +130,7 @@ def make_text_request(
     tenant: Tenant = NOBODY,
     reasoning: AnswerReasoning | None = None,
     visible_tokens: frozenset[int] = frozenset(),
+    new_calls: Callable[[], CallReader] | None = None,
 ) -> TextRequest:
     """Raises InvalidRequest or ContextLengthExceeded. `default_max_tokens` None: as many as the context holds.
 
@@ -168,6 +174,7 @@ def make_text_request(
         silent=request.silent,
         reasoning=reasoning,
         visible_tokens=visible_tokens,
+        new_calls=new_calls,
     )
 
 

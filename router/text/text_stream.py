@@ -1,6 +1,8 @@
 """Runs the jobs of a request and turns their tokens to text: the one way for chat, completions and gRPC.
 
-TextRequest ──jobs──▶ Generate, one each ──TokenDelta──▶ ChoiceText (detokenise, stop strings) ──TextDelta──▶ merged
+TextRequest ──jobs──▶ Generate, one each ──TokenDelta──▶ ChoiceText ──TextDelta──▶ merged
+
+ChoiceText: tokens ─detokenise─▶ text ─▶ reasoning | answer ─▶ calls | text ─▶ up to the first stop string
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from protos.errors import Unavailable
 from protos.value import Value
@@ -22,19 +25,24 @@ from router.text.sampling_request import TextRequest
 from router.text.stop_strings import StopStrings
 from router.text.vocabulary import Vocabulary
 
+if TYPE_CHECKING:
+    from router.tools.calls import Part
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
     """The part that one delta added to choice `index`. `text_offsets`: where in the choice's text each token begins.
 
     `num_tokens` counts the tokens made, shown or not; the choice's sink already sent `num_taken` of them.
-    `reasoning` comes before the text, and `num_reasoning` of the tokens are its.
+    `reasoning` comes before the text, and `num_reasoning` of the tokens are its. Of a request with tools `parts` are
+    the text and the calls, in their order.
     `finish_reason` ends the choice, and `stop_string` is the one that did, if any. `num_prompt_computed`,
     `embedding`, `num_predicted` and `num_mispredicted`: as in `TokenDelta`.
     """
 
     index: int
     text: str = ""
+    parts: tuple[Part, ...] = ()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
     text_offsets: tuple[int, ...] = ()
@@ -132,6 +140,7 @@ def _joined(index: int, parts: Sequence[TextDelta]) -> TextDelta:
     return TextDelta(
         index=index,
         text="".join(part.text for part in parts),
+        parts=tuple(chain.from_iterable(part.parts for part in parts)),
         token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
         logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
         text_offsets=tuple(chain.from_iterable(part.text_offsets for part in parts)),
@@ -204,7 +213,10 @@ async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 class ChoiceText:
-    """Writes one choice: its tokens to text, up to the first stop string. Reasoning has none."""
+    """Writes one choice: its tokens to text, up to the first stop string. Reasoning and calls have none.
+
+    The beginning of a call ends the reasoning, whatever follows.
+    """
 
     def __init__(self, ask: TextRequest, index: int, vocabulary: Vocabulary, sink: TokenSink | None = None) -> None:
         self._ask = ask
@@ -219,34 +231,38 @@ class ChoiceText:
         self._stops = StopStrings(ask.stop, include=ask.include_stop_str_in_output)
         self._num_tokens = 0
         self._reader = ask.reasoning.reader() if ask.reasoning is not None else None
-        self._thoughts: list[str] = []
+        self._calls = ask.new_calls() if ask.new_calls is not None else None
+        self._is_thinking = self._reader is not None and self._calls is not None
+        self._has_called_inside = False  # the reasoning
+        self._thoughts: list[Part] = []
         self._num_reasoning = 0
 
     def write(self, delta: TokenDelta) -> TextDelta:
         """The piece for a delta; tokens after a stop string are dropped and not counted. Raises Unavailable."""
-        text: list[str] = []
+        parts: list[Part] = []
         offsets: list[int] = []
         sink = self._sink
         num_taken = sink.num_taken_of(len(delta.token_ids)) if sink is not None else 0
         num_written = num_taken if sink is not None and sink.writes else 0
         self._num_tokens += num_written
         reader = self._reader
-        if reader is not None and reader.is_inside:
+        if self._is_inside:
             self._num_reasoning += num_written
         for token_id in delta.token_ids[num_written:]:
             offsets.append(self._detokenizer.num_chars)
             self._num_tokens += 1
             is_last = delta.finish_reason is FinishReason.STOP and num_written + len(offsets) == len(delta.token_ids)
-            text.append(self._shown(token_id, is_last))
+            parts += self._shown(token_id, is_last)
             if self._stops.found is not None:
                 break
         finish = FinishReason.STOP if self._stops.found is not None else delta.finish_reason
         if finish is not None:
             if self._is_vector and not delta.embedding:
                 raise Unavailable("The worker sent no vector: it is of an older version of Baton")
-            if reader is not None and self._stops.found is None:
-                text.append(self._stops.feed(self._answer_of(reader.end())))
-            text.append(self._stops.flush())
+            if self._stops.found is None:
+                rest = self._answer_of(reader.end()) if reader is not None else []
+                parts += self._stopped([*rest, *self._last(is_whole=finish is FinishReason.STOP)])
+            parts.append(self._stops.flush())
         if sink is not None:
             sink.is_clear = self._detokenizer.is_clear and self._stops.is_clear
             if reader is not None:
@@ -254,9 +270,11 @@ class ChoiceText:
         thoughts, num_reasoning = self._take_thoughts() if reader is not None else ("", 0)
         count = num_written + len(offsets)
         shown = 0 if self._ask.silent else count
+        text = "" if self._ask.silent else "".join([part for part in parts if isinstance(part, str)])
         return TextDelta(
             index=self._index,
-            text="" if self._ask.silent else "".join(text),
+            text=text,
+            parts=tuple(parts) if self._calls is not None else (),
             token_ids=delta.token_ids[:shown],
             logprobs=delta.logprobs[:shown],
             text_offsets=tuple(offsets[:shown]),
@@ -275,29 +293,64 @@ class ChoiceText:
             num_mispredicted=delta.num_mispredicted,
         )
 
-    def _shown(self, token_id: int, is_last: bool) -> str:
-        """The text that may be shown once this token is known."""
+    @property
+    def _is_inside(self) -> bool:
+        """True if the next token is reasoning."""
+        return self._reader is not None and self._reader.is_inside and not self._has_called_inside
+
+    def _shown(self, token_id: int, is_last: bool) -> Sequence[Part]:
+        """The parts that may be shown once this token is known."""
         ends_answer = is_last and token_id in self._ask.stop_token_ids
         if ends_answer and not self._ask.include_stop_str_in_output:
-            return ""
-        text = self._detokenizer.feed(token_id)
-        if (reader := self._reader) is not None:
-            was_inside = reader.is_inside
-            text = self._answer_of(reader.feed(token_id, text))
-            self._num_reasoning += was_inside and reader.is_inside
+            return ()
+        text, was_inside = self._detokenizer.feed(token_id), self._is_inside
+        parts = self._answer_of(self._reader.feed(token_id, text) if self._reader is not None else ("", text))
+        self._num_reasoning += was_inside and self._is_inside
         # A stop string counts from the token after `min_tokens` on, as a stop token does.
-        return text if self._num_tokens <= self._min_tokens else self._stops.feed(text)
+        return parts if self._num_tokens <= self._min_tokens else self._stopped(parts)
 
-    def _answer_of(self, parts: tuple[str, str]) -> str:
-        """The part of the answer; that of the reasoning is kept."""
-        thoughts, text = parts
-        if thoughts:
+    def _answer_of(self, read: tuple[str, str]) -> Sequence[Part]:
+        """The parts of the answer; those of the reasoning are kept."""
+        thoughts, text = read
+        if self._calls is None:
+            self._thoughts += [thoughts] if thoughts else []
+            return [text] if text else []
+        if self._has_called_inside:
+            return self._calls.feed(thoughts + text)
+        parts: Sequence[Part] = ()
+        if thoughts and self._is_thinking:
+            parts = self._outside(self._calls.feed(thoughts))
+        elif thoughts:
             self._thoughts.append(thoughts)
-        return text
+        if text and self._is_thinking and self._ask.new_calls is not None:
+            self._outside(self._calls.end())
+            self._calls, self._is_thinking = self._ask.new_calls(), False
+        return [*parts, *self._calls.feed(text)] if text else parts
+
+    def _outside(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """The parts from the first call on; the text before it is reasoning."""
+        num_thoughts = next((i for i, part in enumerate(parts) if not isinstance(part, str)), len(parts))
+        self._thoughts += parts[:num_thoughts]
+        self._has_called_inside = num_thoughts < len(parts)
+        self._is_thinking = not self._has_called_inside
+        return parts[num_thoughts:]
+
+    def _last(self, *, is_whole: bool) -> Sequence[Part]:
+        """What was held back because it might have become a call."""
+        parts = self._calls.end(is_whole=is_whole) if self._calls is not None else ()
+        return self._outside(parts) if self._is_thinking else parts
+
+    def _stopped(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """The parts up to the first stop string in a text."""
+        shown: list[Part] = []
+        for part in parts:
+            if self._stops.found is None:
+                shown += [self._stops.feed(part)] if isinstance(part, str) else [self._stops.flush(), part]
+        return shown
 
     def _take_thoughts(self) -> tuple[str, int]:
         assert self._ask.reasoning is not None
-        thoughts = "".join(self._thoughts) if self._ask.reasoning.is_shown else ""
+        thoughts = "".join(map(str, self._thoughts)) if self._ask.reasoning.is_shown else ""
         self._thoughts.clear()
         num, self._num_reasoning = self._num_reasoning, 0
         return thoughts, num

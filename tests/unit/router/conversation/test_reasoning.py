@@ -186,6 +186,116 @@ async def test_reasoning_goes_back_by_the_name_that_the_template_reads() -> None
     assert "<|channel|>analysis<|message|>deep" in tagged().decode(worker.jobs[0].prompt_ids)
 
 
+# -- calls inside reasoning --------------------------------------------------------------------------------------------
+
+OSLO = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+CODED = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+NAMED = {"name": "weather", "description": "x", "parameters": PARAMETERS}
+SHOWN: dict[str, list[dict[str, Any]]] = {
+    CHAT: [{"type": "function", "function": NAMED}],
+    MESSAGES: [{"name": "weather", "input_schema": PARAMETERS}],
+    RESPONSES: [NAMED | {"type": "function"}],
+    OLLAMA: [{"type": "function", "function": NAMED}],
+}
+
+
+def called(path: str, answer: httpx.Response, *, streamed: bool) -> tuple[str, str, list[Any], str]:
+    """Reasoning, text, calls, and the reason of the end."""
+    body = answer.json() if not streamed else {}
+    events = events_of(answer) if streamed else []
+    match path:
+        case "/v1/chat/completions":
+            choices = [one["choices"][0] for one in events or [body] if one["choices"]]
+            messages = [one.get("delta", one.get("message")) for one in choices]
+            written = [one["function"] for message in messages for one in message.get("tool_calls") or ()]
+            [name] = [one["name"] for one in written if one.get("name")]
+            arguments = orjson.loads("".join(one["arguments"] for one in written))
+            thoughts = "".join(one.get("reasoning_content") or "" for one in messages)
+            said = "".join(one.get("content") or "" for one in messages)
+            return thoughts, said, [(name, arguments)], choices[-1]["finish_reason"]
+        case "/v1/messages":
+            if streamed:
+                kinds = {one["index"]: one["content_block"] for one in events if one["type"] == "content_block_start"}
+                for one in (one for one in events if one["type"] == "content_block_delta"):
+                    for name in ("thinking", "text", "partial_json"):
+                        block = kinds[one["index"]]
+                        block[name] = block.get(name, "") + one["delta"].get(name, "")
+                content = [*kinds.values()]
+                for block in (one for one in content if one["type"] == "tool_use"):
+                    block["input"] = orjson.loads(block["partial_json"])
+                body = {"content": content, "stop_reason": events[-2]["delta"]["stop_reason"]}
+            blocks = {one["type"]: one for one in body["content"]}
+            call = blocks["tool_use"]
+            said = blocks.get("text", {}).get("text", "")
+            thoughts = blocks.get("thinking", {}).get("thinking", "")
+            return thoughts, said, [(call["name"], call["input"])], body["stop_reason"]
+        case "/v1/responses":
+            output = (events[-1]["response"] if streamed else body)["output"]
+            items = {one["type"]: one for one in output}
+            call = items["function_call"]
+            texts = [items[kind]["content"][0]["text"] if kind in items else "" for kind in ("reasoning", "message")]
+            return texts[0], texts[1], [(call["name"], orjson.loads(call["arguments"]))], ""
+        case _:
+            messages = [one["message"] for one in events or [body]]
+            found = [one["function"] for message in messages for one in message.get("tool_calls", ())]
+            texts = ["".join(one.get(kind, "") for one in messages) for kind in ("thinking", "content")]
+            return texts[0], texts[1], [(one["name"], one["arguments"]) for one in found], ""
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("call", [OSLO, CODED])
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_call_ends_the_reasoning(path: str, call: str, opened: bool, streamed: bool) -> None:
+    """No mark closes the reasoning, or only one behind the call."""
+    template = (OPENED if opened else HYBRID).replace(
+        "<tool_call>{{", "<function={{" if call == CODED else "<tool_call>{{"
+    )
+    for end in ("", "\n</think>\n\n"):
+        async with asking(f"{'' if opened else '<think>'}I see <tool_call>.\n{call}{end}", template) as (http, _):
+            asked = {name: value for name, value in ASKED[path].items() if streamed or name != "stream_options"}
+            answer = await http.post(path, json=asked | {"tools": SHOWN[path], "stream": streamed})
+        assert answer.status_code == 200, answer.text
+        thoughts, said, calls, reason = called(path, answer, streamed=streamed)
+        assert (thoughts, said.strip(), calls) == ("I see <tool_call>.", "", [("weather", {"city": "Oslo"})])
+        assert reason in ("tool_calls", "tool_use", "")
+
+
+async def test_tokens_of_a_call_are_none_of_the_reasoning() -> None:
+    async with asking(f"<think>the fox{OSLO}") as (http, _):
+        body = (await http.post(CHAT, json=HELLO | {"tools": SHOWN[CHAT]})).json()
+    num_reasoning = body["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert len(ids_of("the fox", tagged())) <= num_reasoning < len(ids_of(f"the fox{OSLO}", tagged())) // 2
+
+
+async def test_what_only_looks_like_a_call_stays_reasoning() -> None:
+    async with asking("<think>I write <tool_call> and { \n</think>\n\nthe dog") as (http, _):
+        body = (await http.post(CHAT, json=HELLO | {"tools": SHOWN[CHAT]})).json()
+    assert parts_of(CHAT, body) == ("I write <tool_call> and { \n", "the dog")
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_stop_string_is_no_end_of_a_call(path: str, streamed: bool) -> None:
+    """Cut arguments were answered with the finish reason "tool_calls"."""
+    stop = {"stop_sequences" if path == MESSAGES else "stop": ["Os", "dog"]}
+    asked = {name: value for name, value in ASKED[path].items() if streamed or name != "stream_options"}
+    async with asking(f"<think>x</think>the fox\n{OSLO}\nthe dog") as (http, _):
+        answer = await http.post(path, json=asked | stop | {"tools": SHOWN[path], "stream": streamed})
+    _, _, calls, reason = called(path, answer, streamed=streamed)
+    assert calls == [("weather", {"city": "Oslo"})]
+    assert reason == ("stop_sequence" if path == MESSAGES else "tool_calls")
+
+
+async def test_reasoning_before_bound_calls_has_none() -> None:
+    async with asking("x", HYBRID) as (http, worker):
+        await http.post(CHAT, json=HELLO | {"tools": SHOWN[CHAT], "tool_choice": "required"})
+    grammar = worker.jobs[0].sampling.grammar
+    assert accepts(grammar, f"<think>the fox</think>{OSLO}")
+    assert not accepts(grammar, f"<think>the fox{OSLO}</think>{OSLO}")
+
+
 # -- structured output ------------------------------------------------------------------------------------------------
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
