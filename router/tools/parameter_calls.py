@@ -152,6 +152,8 @@ class ParameterCalls(TextAndCalls):
             self._write(self._held, parts)
             if is_whole:
                 self._end_value(parts)
+            else:
+                self._tell("".join(self._value or ()), parts)
         if self._state == self._between and (is_whole or not self._num_parameters):
             self._close(parts)
             self._held = ""

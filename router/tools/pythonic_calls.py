@@ -20,6 +20,7 @@ class PythonicCalls(TextAndCalls):
 
     def __init__(self, begin: Sequence[str], behind: Sequence[str], *, bare: bool) -> None:
         super().__init__(begin, behind)
+        self._brackets = _Brackets()
         if bare:
             self._state = self._start
 
@@ -38,7 +39,7 @@ class PythonicCalls(TextAndCalls):
             self._drop_to(self._held[1:])
             return True
         if _CALL.match(self._held):
-            self._state = self._in_call
+            self._state, self._brackets = self._in_call, _Brackets()
         elif _UNDECIDED.fullmatch(self._held):
             return False
         else:
@@ -46,7 +47,7 @@ class PythonicCalls(TextAndCalls):
         return True
 
     def _in_call(self, parts: list[Part]) -> bool:
-        size = _length(self._held)
+        size = self._brackets.closing(self._held)
         if size is None:
             return False
         call = self._held[:size]
@@ -70,7 +71,7 @@ class PythonicCalls(TextAndCalls):
         if following[0] == "]":
             self._held, self._state = following[1:], self._text
         elif _CALL.match(following):
-            self._held, self._state = following, self._in_call
+            self._held, self._state, self._brackets = following, self._in_call, _Brackets()
         elif _UNDECIDED.fullmatch(following):
             return False
         else:
@@ -82,26 +83,33 @@ class PythonicCalls(TextAndCalls):
             self._held = self._held.strip(", \t\r\n")
 
 
-def _length(text: str) -> int | None:
-    """Characters up to the parenthesis that closes the call; None: it is still to come."""
-    depth, quote, escaped = 0, "", False
-    for at, char in enumerate(text):
-        if quote:
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                escaped = True
-            elif char == quote:
-                quote = ""
-        elif char in "\"'":
-            quote = char
-        elif char in _OPEN:
-            depth += 1
-        elif char in _CLOSED:
-            depth -= 1
-            if depth <= 0:
-                return at + 1
-    return None
+class _Brackets:
+    """Looks for the parenthesis that closes a call, at each character once."""
+
+    def __init__(self) -> None:
+        self._at = self._depth = 0
+        self._quote = ""
+        self._escaped = False
+
+    def closing(self, text: str) -> int | None:
+        """Characters up to it, in a text that grows; None: it is still to come."""
+        while self._at < len(text):
+            char = text[self._at]
+            self._at += 1
+            if self._escaped:
+                self._escaped = False
+            elif self._quote:
+                self._escaped = char == "\\"
+                self._quote = "" if char == self._quote else self._quote
+            elif char in "\"'":
+                self._quote = char
+            elif char in _OPEN:
+                self._depth += 1
+            elif char in _CLOSED:
+                self._depth -= 1
+                if self._depth <= 0:
+                    return self._at
+        return None
 
 
 def _read(call: str) -> tuple[str, str] | None:

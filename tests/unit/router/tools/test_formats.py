@@ -105,7 +105,13 @@ def test_calls_are_read_whatever_the_pieces(
 
 
 @pytest.mark.parametrize(
-    ("form", "begun"), [(HERMES, '<tool_call>{"name": "now", "arguments": '), (LLAMA, '{"other": ')]
+    ("form", "begun"),
+    [
+        (HERMES, '<tool_call>{"name": "now", "arguments": '),
+        (LLAMA, '{"other": '),
+        (ToolFormat.QWEN3_CODER, "<function=now><parameter=a>"),
+        (ToolFormat.MISTRAL_ARGS, '[TOOL_CALLS]now[ARGS]{"a": '),
+    ],
 )
 @pytest.mark.parametrize("size", [4, 10**9])
 def test_long_arguments_cost_what_their_length_does(form: ToolFormat, begun: str, size: int) -> None:
