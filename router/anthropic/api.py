@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from protos.errors import BatonError, ContextLengthExceeded, Overloaded, RateLimited, Unavailable
-from router.http.api import Api
+from router.http.api import Api, retry_after
 from router.http.framing import named_event
 
 OVERLOADED = 529
@@ -41,7 +41,7 @@ ANTHROPIC = Api(
     name="anthropic",
     paths=("/v1/messages",),
     error_body=error_body,
-    error_event=lambda error: named_event(error_body(error)),
+    error_event=lambda error: named_event({"type": "error", "error": error_body(error)["error"] | retry_after(error)}),
     error_status=error_status,
     keep_alive=named_event({"type": "ping"}),
     id_header=b"request-id",

@@ -8,6 +8,7 @@ or in a stream. A request that is not HTTP has no path: `router.http.protocol` r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,12 @@ _TYPES = {429: "rate_limit_error", 499: "cancelled", 504: "timeout_error"}
 
 def _status(error: BatonError) -> int:
     return error.http_status
+
+
+def retry_after(error: BatonError) -> dict[str, int]:
+    """Whole seconds until the client may try again, for an error in a stream, whose headers have been sent; empty
+    without a time."""
+    return {} if error.retry_after_s is None else {"retry_after": max(1, math.ceil(error.retry_after_s))}
 
 
 def _openai_error(error: BatonError) -> dict[str, Any]:
@@ -57,7 +64,7 @@ OPENAI = Api(
     name="openai",
     paths=("/",),
     error_body=_openai_error,
-    error_event=lambda error: event(_openai_error(error)),
+    error_event=lambda error: event({"error": _openai_error(error)["error"] | retry_after(error)}),
     id_header=b"x-request-id",  # its client's `_request_id`
     key_header=b"x-api-key",  # Anthropic's client lists models below OpenAI's paths
 )

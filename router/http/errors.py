@@ -9,7 +9,7 @@ import orjson
 from starlette.responses import Response
 
 from protos.errors import BatonError, BudgetExhausted, Internal, RequestTimeout, Unauthenticated
-from router.http.api import OPENAI, Api
+from router.http.api import OPENAI, Api, retry_after
 
 
 def error_response(error: BatonError, api: Api = OPENAI) -> Response:
@@ -18,7 +18,7 @@ def error_response(error: BatonError, api: Api = OPENAI) -> Response:
     try again what costs more than the budget."""
     headers = {}
     if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after"] = str(retry_after(error)["retry_after"])
         headers["retry-after-ms"] = str(max(1, math.ceil(error.retry_after_s * 1000)))
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"

@@ -13,7 +13,6 @@ Every event has the next sequence number: events are not alike, so that no sink 
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -28,6 +27,7 @@ from router.conversation.thinking import Thinking, knows_effort, thinking_option
 from router.conversation.tooling import AnswerPart, AnswerReader, ReasoningDelta, Tooling
 from router.conversation.turn import ConversationTurn
 from router.gateway import Gateway
+from router.http.api import retry_after
 from router.http.body import read_body, with_bound
 from router.http.errors import json_response
 from router.http.framing import named_event
@@ -280,6 +280,6 @@ def _error(error: BatonError) -> Event:
         code = "context_length_exceeded"
     elif isinstance(error, Overloaded):
         code = "rate_limit_exceeded"
-    if error.retry_after_s is not None:
-        message = f"{message.rstrip('.')}. Please try again in {max(1, math.ceil(error.retry_after_s))}s."
-    return {"code": code, "message": message}
+    if again := retry_after(error):
+        message = f"{message.rstrip('.')}. Please try again in {again['retry_after']}s."
+    return {"code": code, "message": message} | again

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from protos.errors import Overloaded
 from router.jobs import TokenDelta
 from router.metrics import RequestMetrics
 from tests.unit.router.scripted import Crew, Script, Scripted, Worker, ids_of, make_gateway, saying, serving
@@ -316,6 +317,29 @@ async def test_a_stream_ends_with_done_and_a_failed_one_does_not() -> None:
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal_error"
     assert "[DONE]" not in bad.text
     assert "a bug" not in bad.text
+
+
+BEGUN = [TokenDelta(token_ids=tuple(ids_of("hello"))), Overloaded("too busy", retry_after_s=2.2)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        ("/v1/completions", {"prompt": "hello"}, ("error",)),
+        ("/v1/chat/completions", CHAT, ("error",)),
+        ("/v1/messages", CHAT | {"max_tokens": 9}, ("error",)),
+        ("/v1/responses", {"input": "hello"}, ("response", "error")),
+        ("/api/chat", CHAT, ()),
+    ],
+)
+async def test_error_events_of_every_api_say_when_to_retry(path: str, body: Any, place: tuple[str, ...]) -> None:
+    async with visiting(lambda job: BEGUN) as (client, _):
+        answer = await client.post(path, json={"model": "tiny", "stream": True} | body)
+    assert answer.status_code == 200
+    event = json.loads(answer.text.strip().splitlines()[-1].removeprefix("data: "))
+    for name in place:
+        event = event[name]
+    assert event["retry_after"] == 3
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -199,7 +199,7 @@ async def test_a_stream_that_fails_ends_with_a_failed_response() -> None:
         events = events_of(await http.post("/v1/responses", json=HELLO | {"stream": True}))
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["error"] == {
-        "code": "rate_limit_exceeded", "message": "too busy. Please try again in 2s.",
+        "code": "rate_limit_exceeded", "message": "too busy. Please try again in 2s.", "retry_after": 2,
     }  # fmt: skip
 
 
