@@ -4,7 +4,8 @@ late.
     job ─▶ too late already? ─▶ room, empty queue ────────────────────────────▶ dispatch
                 │                   └─▶ queue (fair, bounded) ─▶ its turn, room ─▶ dispatch
                 ▼                              ▼
-             429 + Retry-After         429: its deadline has passed, or others came first and the queue is full
+             429 + Retry-After         429 at once: the queue is full, or too long for its measured rate; later: its
+                                       deadline has passed
 
 Workers are kept supplied, not flooded (`Room`): a job that waits here can still be reordered, refused or given to
 another worker. Lives on one event loop, whose clock it uses; it has no start and no stop.
@@ -32,6 +33,8 @@ from router.prefix.index import Match
 from router.streaming.token_sink import TokenSink
 
 LEAST_RETRY_S = 0.1
+BEGUN_HALF_LIFE_S = 10.0
+LEAST_BEGUN = 8  # prompts that must have begun before their rate refuses others
 HEADROOM = 0.02  # share of a bound: a prediction at the bound itself is late one time in two
 TOO_LATE = "no worker could start this request within its max_ttft_ms"
 
@@ -58,14 +61,16 @@ class Refused:
     deadline_impossible: int = 0  # predicted on arrival, even for idle workers
     queue_timeout: int = 0  # not started in time
     queue_full: int = 0
+    queue_too_long: int = 0  # predicted: the measured rate does not start it within `max_queue_s`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A job in the queue; `came` gets the outcome of its wait."""
+    """A job in the queue until `latest_s`, by the loop's clock; `came` gets the outcome of its wait."""
 
     job: Job
     came: asyncio.Future[None]
+    latest_s: float
 
 
 class Admission:
@@ -86,7 +91,7 @@ class Admission:
         self._line = FairQueue(weights)
         self._overrun = Overrun()
         self._returning = Returning(weights)
-        self._begun = Rate()  # prompt tokens per second, since the queue formed
+        self._begun = Rate(half_life_s=BEGUN_HALF_LIFE_S)  # prompt tokens per second, since the queue formed
         self._waiting_since_s = 0.0
         self._turns: dict[int, Turn] = {}
         self._numbers = count()
@@ -161,12 +166,13 @@ class Admission:
             self._waiting_since_s = now
             self._begun.begin(now)
         self._line.push(entry)
+        latest_s = now + self._config.admission.max_queue_s
+        turn = self._turns[entry.number] = Turn(job, asyncio.get_running_loop().create_future(), latest_s)
         self._bound(entry, now)
-        turn = self._turns[entry.number] = Turn(job, asyncio.get_running_loop().create_future())
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch(), name="admission")
         try:
-            async with asyncio.timeout(self._config.admission.max_queue_s):
+            async with asyncio.timeout_at(turn.latest_s):
                 await turn.came
         except TimeoutError:
             self.refused.queue_timeout += 1
@@ -250,21 +256,33 @@ class Admission:
         return fleet.candidates(fleet.match(job.hashes, now=now), len(job.prompt_ids))
 
     def _bound(self, entry: Entry, now: float) -> None:
-        """Keeps the queue within its bound by refusing the job that would go last. Raises Overloaded if that is
-        `entry`."""
-        if len(self._line) <= self._config.admission.max_queued:
-            return
-        last = self._line.last()
+        """Refuses jobs that would not be served in time, now that `entry` waits: the last one of a queue that is full,
+        and one that the measured rate does not start in time, `entry` or the last one, which `entry` pushes back."""
+        limits, last = self._config.admission, self._line.last()
         assert last is not None
-        error = self._overloaded(
-            f"{self._config.admission.max_queued} requests wait before this one, as many as may",
-            last,
-            least_s=self._measured_s(last),
+        if len(self._line) > limits.max_queued:
+            self.refused.queue_full += 1
+            why = f"{limits.max_queued} requests wait before this one, as many as may"
+            self._answer(last, self._overloaded(why, last, least_s=self._measured_s(last)))
+            return
+        late = entry if self._late_s(entry, now) > 0 else last
+        late_s = self._late_s(late, now)
+        if late_s <= 0:
+            return
+        self.refused.queue_too_long += 1
+        why = (
+            f"at the present rate this request would begin after {limits.max_queue_s + late_s:.3g} s, and a request "
+            f"waits for {limits.max_queue_s:g} s at most: try again later"
         )
-        self.refused.queue_full += 1
-        self._answer(last, error)
-        if last is entry:
-            raise error
+        self._answer(late, Overloaded(why, retry_after_s=self._retry_s(late_s, late, self._fleet.loads())))
+
+    def _late_s(self, entry: Entry, now: float) -> float:
+        """Seconds by which the measured rate misses the end of the entry's wait; 0 while too few prompts have begun to
+        measure it."""
+        rate = self._begun.at(now)
+        if not rate or self._begun.num_observed < LEAST_BEGUN:
+            return 0.0
+        return self._line.tokens_ahead(entry) / rate - (self._turns[entry.number].latest_s - now)
 
     def _overloaded(self, why: str, entry: Entry, *, least_s: float = 0.0) -> Overloaded:
         """An error whose retry time is when the queue has been prefilled, and at least `least_s`."""

@@ -137,8 +137,8 @@ class FairQueue:
         return self._served.get(tenant, 0.0)
 
     def tokens_ahead(self, entry: Entry) -> int:
-        """About how many prompt tokens are prefilled before those of `entry`, which need not wait yet: all of higher
-        priority; of its own tenant those that are due earlier; of each other tenant at most its fair share of that."""
+        """About how many prompt tokens begin before `entry`, which need not wait yet: all of higher priority; of its
+        own tenant those that are due earlier; of each other tenant at most its fair share of that, and one request."""
         higher = sum(
             row.num_tokens
             for priority, tenants in self._waiting.items()
@@ -147,10 +147,11 @@ class FairQueue:
         )
         level = self._waiting.get(entry.priority, {})
         own = level[entry.tenant].before(entry) if entry.tenant in level else 0
-        share = (own + entry.num_tokens) / self._weights.get(entry.tenant, 1.0)
+        share = own / self._weights.get(entry.tenant, 1.0)
         for tenant, row in level.items():
             if tenant != entry.tenant:
-                own += min(row.num_tokens, int(share * self._weights.get(tenant, 1.0)))
+                others = int(share * self._weights.get(tenant, 1.0)) + row.entries[0].num_tokens
+                own += min(row.num_tokens, others)
         return higher + own
 
     def late(self, now: float) -> list[Entry]:

@@ -20,16 +20,19 @@ MAX_REMEMBERED = 512
 
 
 class Rate:
-    """Recent tokens per second, since `begin`."""
+    """Recent tokens per second, since `begin`, and the number of observations since then."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, half_life_s: float = HALF_LIFE_S) -> None:
+        self._half_life_s = half_life_s
         self._begun_s: float | None = None
-        self._num_tokens = Decayed(half_life_s=HALF_LIFE_S)
+        self._num_tokens = Decayed(half_life_s=half_life_s)
+        self.num_observed = 0
 
     def begin(self, now: float) -> None:
-        self._begun_s, self._num_tokens = now, Decayed(half_life_s=HALF_LIFE_S)
+        self._begun_s, self._num_tokens, self.num_observed = now, Decayed(half_life_s=self._half_life_s), 0
 
     def observe(self, num_tokens: int, now: float) -> None:
+        self.num_observed += 1
         self._num_tokens.age(now)
         self._num_tokens.add(num_tokens)
 
@@ -38,8 +41,8 @@ class Rate:
         [num_tokens] = self._num_tokens.at(now)
         if self._begun_s is None or now - self._begun_s < LEAST_MEASURED_S or not num_tokens:
             return None
-        left = float(0.5 ** ((now - self._begun_s) / HALF_LIFE_S))
-        return num_tokens / (HALF_LIFE_S / math.log(2) * (1 - left))
+        left = float(0.5 ** ((now - self._begun_s) / self._half_life_s))
+        return num_tokens / (self._half_life_s / math.log(2) * (1 - left))
 
 
 class Returning:
