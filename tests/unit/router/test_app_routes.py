@@ -319,7 +319,10 @@ async def test_a_stream_ends_with_done_and_a_failed_one_does_not() -> None:
     assert "a bug" not in bad.text
 
 
-BEGUN = [TokenDelta(token_ids=tuple(ids_of("hello"))), Overloaded("too busy", retry_after_s=2.2)]
+BEGUN: list[TokenDelta | BaseException] = [
+    TokenDelta(token_ids=tuple(ids_of("hello"))),
+    Overloaded("too busy", retry_after_s=2.2),
+]
 
 
 @pytest.mark.parametrize(
