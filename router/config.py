@@ -159,8 +159,8 @@ class BatchConfig(CheckedSettings):
 
     folder: str = setting(
         "",
-        "Folder of files and batches, shared by gateways of this host, or s3://BUCKET/PREFIX beside a database; empty: "
-        "off without one.",
+        "Folder of files and batches of this host, or s3://BUCKET/PREFIX beside a database; empty: of the user "
+        "(docs/api.md).",
     )
     max_file_bytes: int = setting(200 * 2**20, "Largest file of a batch's requests.", least=1024, most=2**34)
     max_lines: int = setting(50_000, "Most requests of a batch.", least=1, most=10**6)

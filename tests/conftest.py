@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -20,6 +22,10 @@ from hypothesis.internal.constants_ast import Constants
 
 from tests.forked_runner import ForkedRunner
 
+STATE = Path(tempfile.gettempdir()) / f"baton-tests-{os.getpid()}"
+"""Of `baton up` in tests. Processes that run them are forked from this one, which removes it."""
+atexit.register(lambda: STATE.name.endswith(f"-{os.getpid()}") and shutil.rmtree(STATE, ignore_errors=True))
+
 # Set before anything imports torch, tokenizers or Ray, and inherited by the processes that tests start.
 os.environ.update(
     OMP_NUM_THREADS="1",
@@ -28,6 +34,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     RAY_USAGE_STATS_ENABLED="0",
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+    XDG_STATE_HOME=str(STATE),
     RAY_AUTH_MODE="disabled",  # `ray start --head` would turn it on for a token in the home folder, and its nodes not
 )
 

@@ -176,10 +176,26 @@ def _parts(configs: Sequence[ClusterConfig]) -> Sequence[MachinePart | None]:
     return parts(configs, len(os.sched_getaffinity(0)), visible_gpus())
 
 
+def with_batches(config: ClusterConfig) -> ClusterConfig:
+    """Files and batches of one machine are in the user's state directory, unless the settings name a place."""
+    batch = config.router.batch
+    if batch.folder or config.router.database or config.ray.address:
+        return config
+    folder = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")) / "baton" / "batches"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY))
+    except OSError as error:
+        log.warning("no files are kept and no batches run: %s: %s; router.batch.folder=FOLDER", folder, error.strerror)
+        return config
+    return replace(config, router=replace(config.router, batch=replace(batch, folder=str(folder))))
+
+
 async def run_deployment(
     configs: Sequence[ClusterConfig], console: Console, log_format: LogFormat = LogFormat.TEXT
 ) -> bool:
     """Serves until a signal. Returns whether it was stopped in order. Raises BatonError."""
+    configs = [with_batches(config) for config in configs]
     check_adapter_names(configs)
     for config in configs:
         config.check_model()

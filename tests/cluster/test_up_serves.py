@@ -34,6 +34,16 @@ def test_where_it_serves_is_the_only_line_read_from_stdout(up: Deployed) -> None
     assert "Baton: demo" in httpx.get(url).text
 
 
+def test_a_batch_runs_without_a_setting(up: Deployed) -> None:
+    """Nothing was kept unless a folder was named."""
+    body = {"model": "demo", "prompt": "import", "max_tokens": 3}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0) as client:
+        file = client.files.create(file=("a.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        up.wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+
+
 def test_a_chat_is_answered(up: Deployed) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0}
     answer = httpx.post(f"{up.url}/v1/chat/completions", json=body | {"max_tokens": 32}, timeout=60.0)

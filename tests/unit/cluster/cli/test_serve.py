@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,3 +40,22 @@ async def test_a_gateway_that_cannot_be_opened_leaves_no_error_unretrieved(monke
         await deployment.end()
     gc.collect()
     assert logged == []
+
+
+def test_one_machine_keeps_batches_in_the_users_state_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    folder = tmp_path / "baton" / "batches"
+
+    def kept(**settings: Any) -> str:
+        return serve.with_batches(make_config(serve.DEMO | settings)).router.batch.folder
+
+    assert kept() == str(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert kept(router={"batch": {"folder": "mine"}}) == "mine"
+    assert kept(router={"database": "postgresql://db/baton"}) == ""
+    assert kept(ray={"address": "auto"}) == "", "a cluster names its own"
+    folder.rmdir()
+    folder.touch()
+    assert kept() == "", "a place that cannot be used is no reason not to serve"
