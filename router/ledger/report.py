@@ -217,7 +217,7 @@ def costs(database: Database, prices: PriceList, *, since_s: int, until_s: int, 
     first, last = since_s // 60, -(-until_s // 60)
     with database.reading() as transaction:
         [minutes] = transaction.run(
-            "SELECT CAST(coalesce(sum(devices), 0) AS BIGINT) AS devices FROM fleet_devices "
+            "SELECT CAST(coalesce(sum(devices), 0) AS BIGINT) AS devices FROM model_devices "
             "WHERE minute >= ? AND minute < ?",
             first, last,
         )  # fmt: skip

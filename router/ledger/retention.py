@@ -2,7 +2,7 @@
 
     requests        deleted; days and hours have their sums
     worker_tokens   the last count of each hour stays
-    fleet_devices   minutes become hours: one row with the sum
+    model_devices   minutes become hours: one row with the sum
 
 A report's times before `rows_from` are therefore whole hours, with the sums that they had. `rows_from_s` is the
 beginning of a day (UTC), and is written with the first row that is deleted; `deleted_to_s` follows with the last.
@@ -29,7 +29,7 @@ _OLD_COUNTS = (
 )
 """Those that a later count of the hour says all of."""
 _OLD_MINUTES = (
-    "SELECT {hour} * 60 AS hour, model, CAST(sum(devices) AS BIGINT) AS devices FROM fleet_devices "
+    "SELECT {hour} * 60 AS hour, model, CAST(sum(devices) AS BIGINT) AS devices FROM model_devices "
     "WHERE minute >= ? AND minute < ? GROUP BY 1, 2 HAVING count(*) > 1 OR min(minute) > {hour} * 60 LIMIT ?"
 )
 
@@ -49,11 +49,11 @@ def delete_chunk(transaction: Transaction, rows_from_s: int) -> int:
     )
     hours = transaction.run(_OLD_MINUTES.format(hour=transaction.whole("minute / 60")), since, until, CHUNK // 60 + 1)
     transaction.run_many(
-        "DELETE FROM fleet_devices WHERE minute >= ? AND minute < ? AND model = ?",
+        "DELETE FROM model_devices WHERE minute >= ? AND minute < ? AND model = ?",
         [(one["hour"], one["hour"] + 60, one["model"]) for one in hours],
     )
     transaction.run_many(
-        "INSERT INTO fleet_devices (minute, devices, model) VALUES (?, ?, ?)",
+        "INSERT INTO model_devices (minute, devices, model) VALUES (?, ?, ?)",
         [(one["hour"], one["devices"], one["model"]) for one in hours],
     )
     if not (num_rows := found + len(counts) + len(hours)):

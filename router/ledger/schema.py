@@ -4,7 +4,7 @@ requests        a row each, by its id
 days, hours     their sums by time and group, kept by triggers: a month of a million requests is some thousand rows
 open_requests   what processes are answering, as it was in their last second
 gateways        when each process wrote last
-fleet_devices   devices of each model's fleet by minute
+model_devices   devices of each model's fleet by minute
 worker_tokens   what each start of a worker has computed until a minute, and what it had when a gateway met it
 retention       from when on there are requests: of earlier ones, sums (`router.ledger.retention`)
 """
@@ -38,6 +38,7 @@ _NAMES = ", ".join(_KINDS)
 _MARKS = ", ".join("?" * len(_KINDS))
 _REPLACED = ", ".join(f"{name} = excluded.{name}" for name in _KINDS)
 _ADDED = (*SUMMED, *CHARGED)
+_DEVICES = "minute, model, devices"
 _KEY = ", ".join(("at_s", *GROUPS))
 _KEY_PLACES = ", ".join(map(str, range(1, 2 + len(GROUPS))))
 
@@ -61,9 +62,9 @@ def prepare(transaction: Transaction) -> None:
                 transaction.run(f"ALTER TABLE {table} ADD COLUMN {column}")
     transaction.run("CREATE INDEX IF NOT EXISTS by_time ON requests (at_s, tenant, model, endpoint)")
     transaction.run("CREATE INDEX IF NOT EXISTS worker_tokens_by_minute ON worker_tokens (minute)")
-    if transaction.columns("fleet_minutes"):
-        transaction.run("INSERT OR IGNORE INTO fleet_devices SELECT minute, devices, '' FROM fleet_minutes")
-        transaction.run("DROP TABLE fleet_minutes")
+    if transaction.columns("fleet_devices"):
+        transaction.run(f"INSERT INTO model_devices ({_DEVICES}) SELECT {_DEVICES} FROM fleet_devices")
+        transaction.run("DROP TABLE fleet_devices")
     transaction.run(
         "INSERT INTO retention (number, rows_from_s, deleted_to_s) VALUES (0, 0, 0) ON CONFLICT (number) DO NOTHING"
     )
@@ -72,15 +73,16 @@ def prepare(transaction: Transaction) -> None:
 
 
 def _tables(transaction: Transaction) -> dict[str, str]:
+    """The columns of a key come first: else `integrity_check` of SQLite 3.40 finds NULL in those behind it."""
     rows = ", ".join(_column(transaction, name) for name in _KINDS)
     return {
         "requests": f"{rows}, PRIMARY KEY (request_id)",
-        "fleet_devices": "minute BIGINT NOT NULL, devices BIGINT NOT NULL, model TEXT NOT NULL, "
+        "model_devices": "minute BIGINT NOT NULL, model TEXT NOT NULL, devices BIGINT NOT NULL, "
         "PRIMARY KEY (minute, model)",
         "worker_tokens": "worker TEXT NOT NULL, incarnation BIGINT NOT NULL, minute BIGINT NOT NULL, "
         "prompt_tokens BIGINT NOT NULL, output_tokens BIGINT NOT NULL, prompt_tokens_before BIGINT NOT NULL, "
         "output_tokens_before BIGINT NOT NULL, PRIMARY KEY (worker, incarnation, minute)",
-        "open_requests": f"process TEXT NOT NULL, {rows}, PRIMARY KEY (request_id)",
+        "open_requests": f"{rows}, process TEXT NOT NULL, PRIMARY KEY (request_id)",
         "gateways": "process TEXT PRIMARY KEY, seen_s DOUBLE PRECISION NOT NULL",
         "retention": "number BIGINT PRIMARY KEY, rows_from_s BIGINT NOT NULL, deleted_to_s BIGINT NOT NULL",
     }
@@ -108,10 +110,12 @@ def _prepare_sums(transaction: Transaction, table: str, width_s: int) -> None:
                 "WHERE at_s < (SELECT rows_from_s FROM retention)"
             )
             _drop_sums(transaction, table)
-        kinds = ", ".join(f"{name} {_TYPES[_KINDS[name]]} NOT NULL" for name in (*GROUPS, *_ADDED))
+        groups, sums = (
+            ", ".join(f"{name} {_TYPES[_KINDS[name]]} NOT NULL" for name in names) for names in (GROUPS, _ADDED)
+        )
         transaction.run(
-            f"CREATE TABLE {table} (at_s BIGINT NOT NULL, requests BIGINT NOT NULL, {kinds}, PRIMARY KEY ({_KEY}))"
-            f"{_rowid(transaction)}"
+            f"CREATE TABLE {table} (at_s BIGINT NOT NULL, {groups}, requests BIGINT NOT NULL, {sums}, "
+            f"PRIMARY KEY ({_KEY})){_rowid(transaction)}"
         )
         transaction.run(
             f"INSERT INTO {table} ({_KEY}, requests, {', '.join(_ADDED)}) "
@@ -189,8 +193,8 @@ INSERT_ROW = (
     f"WHERE requests.outcome = '{LOST}'"
 )
 INSERT_DEVICES = (
-    "INSERT INTO fleet_devices (minute, devices, model) VALUES (?, ?, ?) ON CONFLICT (minute, model) "
-    "DO UPDATE SET devices = excluded.devices WHERE excluded.devices > fleet_devices.devices"
+    "INSERT INTO model_devices (minute, devices, model) VALUES (?, ?, ?) ON CONFLICT (minute, model) "
+    "DO UPDATE SET devices = excluded.devices WHERE excluded.devices > model_devices.devices"
 )
 INSERT_COUNT = (
     "INSERT INTO worker_tokens (worker, incarnation, minute, prompt_tokens, output_tokens, prompt_tokens_before, "

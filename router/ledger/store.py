@@ -2,7 +2,7 @@
 
     request ends ─▶ queue ─▶ thread: of 0.25 s, in one transaction     ─▶ requests ─▶ days, hours: their sums
     again        ─▶ queue ─▶                                           ─▶ open_requests: what is being answered
-    every minute ─▶ queue ─▶                                           ─▶ fleet_devices: devices that there were
+    every minute ─▶ queue ─▶                                           ─▶ model_devices: devices that there were
     every 5 s    ─▶ queue ─▶                                           ─▶ worker_tokens: what workers have computed
     every 30 s                                                         ◀─ rows older than they are kept, some at a time
 

@@ -101,7 +101,7 @@ def test_reports_of_whole_hours_are_the_same_without_the_rows(ledger: Where, mon
     assert delete_old(ledger) >= 4 * 48
     assert reports(ledger) == before
     assert count(ledger, "requests") == 2 * 48
-    assert count(ledger, "fleet_devices") <= 4 * 24 + 2 * 206
+    assert count(ledger, "model_devices") <= 4 * 24 + 2 * 206
     assert count(ledger, "worker_tokens") <= 2 * (4 * 24 + 1) + 2 * 2 * 206
     assert delete_old(ledger) == 0
 

@@ -251,8 +251,11 @@ def test_a_database_of_an_earlier_version_is_brought_up_to_date(tmp_path: Path) 
         )
         row = (ROW.request_id, ROW.at_s, 1.5, "acme", "k", "demo", "chat", "ok", 100, 50, 20, 5, 0.25, 0.75, 0.001)
         database.execute(f"INSERT INTO requests VALUES ({', '.join('?' * len(row))})", row)
-        database.execute("CREATE TABLE fleet_minutes (minute INTEGER PRIMARY KEY, devices INTEGER NOT NULL)")
-        database.execute("INSERT INTO fleet_minutes VALUES (?, 3)", (20_000 * 1440,))
+        database.execute(
+            "CREATE TABLE fleet_devices (minute BIGINT NOT NULL, devices BIGINT NOT NULL, model TEXT NOT NULL, "
+            "PRIMARY KEY (minute, model)) WITHOUT ROWID"
+        )
+        database.execute("INSERT INTO fleet_devices VALUES (?, 3, 'demo')", (20_000 * 1440,))
     store = store_at(path)
     store.write(replace(ROW, request_id="new"))
     store.close()
@@ -262,6 +265,8 @@ def test_a_database_of_an_earlier_version_is_brought_up_to_date(tmp_path: Path) 
     assert report.fleet_device_s == 180.0
     with closing(ledger_database(path)) as migrated:
         assert spent_by_tenant(migrated, 20_000 * DAY) == {"acme": pytest.approx(0.002)}
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]  # in SQLite 3.40 it was NULLs
 
 
 def test_a_postgres_of_an_earlier_version_is_brought_up_to_date(postgres_url: str) -> None:
