@@ -13,6 +13,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
 from protos.errors import InvalidRequest
 from protos.model_files.folder import FolderFiles
@@ -372,6 +373,16 @@ def test_an_answer_ends_only_where_its_grammar_is_fulfilled(tmp_path: Path) -> N
         mask_of(grammars, "start: <[2]>")
     [letter] = Tokenizer.load(FolderFiles(tmp_path))._encode(["a"], False)[0]
     assert mask_of(grammars, 'start: "a" | <[0-2]> "b"') == [letter]
+
+
+def test_a_pattern_with_too_many_states_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matcher that gives up allows the end of the answer only, where its grammar may not end."""
+    monkeypatch.setattr(guidance, "_LIMITS", LLParserLimits(verbose_errors=False, max_lexer_states=20))
+    write_tokenizer(tmp_path)
+    grammars = GuidanceGrammars(FolderFiles(tmp_path), vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
+    [letter] = Tokenizer.load(FolderFiles(tmp_path))._encode(["a"], False)[0]
+    with pytest.raises(InvalidRequest, match="max_lexer_states"):
+        mask_of(grammars, regex_grammar(r"\p{L}{0,2000}"), (letter,) * 20)
 
 
 def test_a_tokenizer_whose_merges_have_special_tokens_can_be_read(tmp_path: Path) -> None:

@@ -317,9 +317,10 @@ class GuidanceGrammars:
 
     def _mask_of(self, matcher: LLMatcher) -> Mask:
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32) if not matcher.is_error() else None
-        if mask is not None and self._ends(mask) and not matcher.is_accepting():
+        is_whole = mask is not None and not matcher.is_error()  # the library ends an answer at its own limits
+        if mask is not None and is_whole and self._ends(mask) and not matcher.is_accepting():
             mask = self._without_end(mask)
-        if mask is None or matcher.is_error() or not mask.any():
+        if mask is None or not is_whole or not mask.any():
             raise InvalidRequest(
                 f"the answer cannot follow its grammar: {in_our_words(matcher.get_error())}", param="grammar"
             )
