@@ -34,7 +34,7 @@ from router.dashboard.page import mount_page
 from router.gateway import Gateway
 from router.http.api import Api, api_of
 from router.http.errors import error_response, json_response
-from router.http.middleware import BUDGET, REQUEST_ID, Authenticate, BodyLimit, HeadLimit, RequestId
+from router.http.middleware import BUDGET, REQUEST_ID, Authenticate, BodyLimit, HeadLimit, OwnPages, RequestId
 from router.http.sse import EventStream
 from router.message_batches.routes import PATH as MESSAGE_BATCHES
 from router.message_batches.routes import mount_message_batches
@@ -123,6 +123,7 @@ def _layers(gateway: Gateway) -> list[Middleware]:
     layers = [
         Middleware(RequestId, apis=APIS, arrived=gateway.telemetry.arrived if gateway.telemetry is not None else None),
         Middleware(HeadLimit, max_bytes=MAX_HEAD_BYTES),
+        Middleware(OwnPages, access=gateway.access, origins=gateway.cors_origins, hosts=gateway.hosts),
         Middleware(Authenticate, access=gateway.access),
         Middleware(
             BodyLimit, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s, uploads=_uploads(gateway)

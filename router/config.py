@@ -29,6 +29,7 @@ class HttpConfig(CheckedSettings):
         60.0, "A stream whose client reads nothing for this long is ended.", least=0.01, most=86400
     )
     cors_origins: str = setting("", 'Pages that may call the API from a browser: "https://a.example, ..." or "*".')
+    hosts: str = setting("", "Further names by which clients reach a gateway without tenants: a.example, ...")
     access_log: bool = setting(True, "Log a line for each request.")
 
 

@@ -79,6 +79,7 @@ class Gateway:
     keep_alive_s: float = 15.0
     stall_s: float = 60.0
     cors_origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     tool_format: ToolFormat | None = None
     tool_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -390,6 +391,7 @@ def open_gateway(
         keep_alive_s=config.http.keep_alive_s,
         stall_s=config.http.stall_s,
         cors_origins=_names(config.http.cors_origins),
+        hosts=(config.host, *_names(config.http.hosts)),
         model_aliases=_names(config.model_aliases),
         telemetry=telemetry,
         fleet_owner=fleet_owner or NoFleetOwner(),

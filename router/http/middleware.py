@@ -6,12 +6,23 @@ import asyncio
 import logging
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from ipaddress import ip_address
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from protos.errors import Cancelled, HeadersTooLarge, PayloadTooLarge, RequestTimeout, Unauthenticated
+from protos.errors import (
+    BatonError,
+    Cancelled,
+    Forbidden,
+    HeadersTooLarge,
+    PayloadTooLarge,
+    RequestTimeout,
+    Unauthenticated,
+    UnsupportedMediaType,
+)
 from protos.event_loop import loop_time
 from router.auth.auth import AccessControl
 from router.auth.tenants import Tenant
@@ -27,6 +38,7 @@ BUDGET = "x-baton-budget"
 _REQUEST_ID = REQUEST_ID.encode()
 _POLLED = {"/ready", "/health", "/metrics"}
 _NOT_READY = 503
+_JSON = "application/json"
 _FOR_ADMINS = "/v1/organization/"  # behind the door of /admin
 _WITH_KEY = ("/v1/", "/api/", "/tokenize", "/detokenize")
 NAMES_DRAWN = 64
@@ -171,6 +183,54 @@ class HeadLimit:
                 await error_response(HeadersTooLarge(problem), api_of(scope))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class OwnPages:
+    """Without tenants the address alone protects this gateway, and browsers reach it for every page that they show: a
+    foreign page may send nothing, nor come by a name of its own that leads here (DNS rebinding), which has a dot in it.
+    Requests under /admin have bodies of JSON, which a browser sends to another origin only if that allows it."""
+
+    def __init__(self, app: ASGIApp, *, access: AccessControl, origins: Sequence[str], hosts: Sequence[str]) -> None:
+        self._app = app
+        self._access = access
+        self._origins = frozenset(origins)
+        own = socket.gethostname()
+        self._names = {name.lower() for name in (own, f"{own}.local", *hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_ours = scope["type"] != "http" or scope.get("state", {}).get("other_process")
+        if not is_ours and self._access.roster.is_open and (refusal := self._refusal(scope)) is not None:
+            await error_response(refusal, api_of(scope))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> BatonError | None:
+        host, origin = header_of(scope, b"host").lower(), header_of(scope, b"origin")
+        if host and not self._is_own(host):
+            return Forbidden(
+                f"The header 'Host' is {host[:100]!r}, no address or name of this gateway: use one, or add the name to "
+                "router.http.hosts"
+            )
+        is_foreign = origin and origin.lower().partition("://")[2] != host
+        if is_foreign and not self._origins & {"*", origin}:
+            return Forbidden(
+                f"The header 'Origin' is {origin[:100]!r}: pages of other origins may send nothing to a gateway "
+                "without tenants; add it to router.http.cors_origins if this one may"
+            )
+        kind, has_body = header_of(scope, b"content-type"), header_of(scope, b"content-length") not in ("", "0")
+        has_body = has_body or find_header(scope, b"transfer-encoding") is not None
+        if scope["path"].startswith("/admin") and has_body and kind.partition(";")[0].strip().lower() != _JSON:
+            return UnsupportedMediaType(f"The body's 'Content-Type' is {kind[:100]!r}: send {_JSON}")
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        name = re.sub(r":\d*$", "", host).strip("[]")
+        if "." not in name or name in self._names or name.endswith(".localhost"):
+            return True
+        try:
+            return bool(ip_address(name))
+        except ValueError:
+            return False
 
 
 class Authenticate:

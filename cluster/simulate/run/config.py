@@ -54,9 +54,9 @@ WITHOUT_EFFECT = frozenset({
     "host", "port", "grpc_port", "served_name", "discovery", "lanes", "ray", "tls", "peers", "supervision.grace_s",
     "worker.device", "worker.cuda_graphs", "worker.bind_cores", "worker.collective_timeout_s", "prefill.group_bytes",
     "router.shadow_policy", "router.tenants", "router.http.max_body_bytes", "router.http.body_timeout_s",
-    "router.http.keep_alive_s", "router.http.cors_origins", "router.dispatch.canary_every", "router.text.chat_template",
+    "router.http.keep_alive_s", "router.http.cors_origins", "router.http.hosts", "router.dispatch.canary_every",
     "router.text.tool_parser", "router.text.disable_any_whitespace", "router.text.reasoning_parser",
-    "router.text.pooling",
+    "router.text.chat_template", "router.text.pooling",
 })  # fmt: skip
 """Settings, and whole tables, that change no result of a simulation."""
 OF_A_CLUSTER = frozenset({"model", "pools", "worker.tp", "router.policy"})

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from protos.errors import NoWorkers
+from router.auth.auth import AccessControl
+from router.auth.tenants import hash_of
 from tests.unit.router.scripted import Script, Scripted, make_gateway, saying, serving, talking
 
 PAGE = "https://chat.example"
+JSON = {"content-type": "application/json"}
 PROMPT = {"model": "tiny", "prompt": "hello", "stream": True}
 
 
@@ -48,6 +52,40 @@ async def test_any_other_page_may_not(origins: tuple[str, ...]) -> None:
     async with visiting(cors_origins=origins) as client:
         answer = await client.post("/v1/completions", json=PROMPT, headers={"origin": PAGE})
     assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": PAGE, "content-type": "text/plain"}, 403),
+        ({"origin": PAGE, "content-type": "application/json"}, 403),
+        ({"origin": "null", "content-type": "text/plain"}, 403),
+        ({"host": "evil.example:8000", "content-type": "application/json"}, 403),
+        ({"host": "evil.example", "origin": "http://evil.example", "content-type": "application/json"}, 403),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/json"}, 200),
+        ({"host": "[::1]:8000", "origin": "http://[::1]:8000", "content-type": "application/json; charset=utf-8"}, 200),
+        ({"host": "LOCALHOST", "content-type": "application/json"}, 200),
+        ({"host": "baton.example", "content-type": "application/json"}, 200),
+    ],
+)
+async def test_a_foreign_page_operates_nothing(headers: dict[str, str], status: int) -> None:
+    body = b'{"name": "sql", "path": "/sql"}'
+    async with visiting(hosts=("baton.example",)) as client:
+        operated = await client.post("/admin/adapters", content=body, headers=headers)
+        asked = await client.post("/v1/completions", json=PROMPT | {"stream": False}, headers=headers | JSON)
+        page = await client.get("/", headers={name: headers[name] for name in ("host",) if name in headers})
+    assert operated.status_code == status
+    assert asked.status_code == (403 if status == 403 else 200)
+    assert page.status_code == (403 if "evil" in headers.get("host", "") else 200)
+
+
+async def test_with_keys_a_gateway_has_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(f'admin_keys = ["{hash_of("sk-admin")}"]\n[tenants.acme]\nkeys = ["{hash_of("sk-acme")}"]\n')
+    headers = {"host": "baton.example", "origin": PAGE, "authorization": "Bearer sk-acme"}
+    async with visiting(access=AccessControl(path)) as client:
+        assert (await client.post("/v1/completions", json=PROMPT, headers=headers)).status_code == 200
 
 
 async def test_comments_come_while_a_prompt_is_read_and_the_answer_after_them() -> None:

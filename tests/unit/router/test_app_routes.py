@@ -50,7 +50,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         (b'{"model": "\xff"}', "not valid JSON"),
         (b'{"model": "\\ud800"}', "not valid JSON"),
         (b'{"prompt": ' + b"[" * 100_000, "not valid JSON"),
-        (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", "'"),
+        (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", "nested"),
         (b"[]", "must be a JSON object, not an empty list"),
         (b"null", "must be a JSON object, not null"),
         (b'"text"', "must be a JSON object, not the string 'text'"),

@@ -67,7 +67,7 @@ async def test_a_worker_is_drained_by_its_name() -> None:
 
 async def test_a_profile_refuses_parameters_that_it_would_ignore() -> None:
     async with serving(make_gateway(Scripted(saying("hi")), fleet=crew())) as url, httpx.AsyncClient() as client:
-        for asked in ({"params": {"steps": "many"}}, {"content": b'{"steps": 5}'}):
+        for asked in ({"params": {"steps": "many"}}, {"json": {"steps": 5}}):
             answer = await client.post(f"{url}/admin/profile", **asked)
             assert answer.status_code == 400
             assert answer.json()["error"]["code"] == "unsupported_parameter"
