@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from protos.errors import InvalidRequest
 from router.conditions import FALSE, NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
@@ -47,9 +47,18 @@ Texts = Annotated[list[str], FirstWrong()]
 IdLists = Annotated[list[Ids], FirstWrong()]
 
 
+def _false(value: Any) -> Any:
+    """Equal numbers are no booleans, for pydantic's Literal they are."""
+    if value is not None and value is not False:
+        raise ValueError("not false")
+    return value
+
+
 class StreamOptions(Body):
     include_usage: bool | None = Field(default=None, description="true or false")
-    include_obfuscation: Literal[False] | None = Field(default=None, description="false: nothing is obfuscated")
+    include_obfuscation: Annotated[Literal[False] | None, BeforeValidator(_false)] = Field(
+        default=None, description="false: nothing is obfuscated"
+    )
     include_prefill_progress: bool | None = Field(
         default=None, description="true or false: chunks that say how far the prompt is read"
     )
@@ -75,6 +84,8 @@ class SamplingBody(Body):
     def hint(cls, name: str, known: type[Body]) -> str:
         if (form := name.removeprefix("guided_")) in StructuredOutputs.forms():
             return f" It is 'structured_outputs' now: {{\"{form}\": ...}}."
+        if name == "structural_tag":
+            return ' It is not offered: tools with "strict": true bind calls, and a grammar can have such tags.'
         if name == "disable_any_whitespace":
             instead = " instead of 'response_format'" if known in (ResponseFormat, JsonSchema) else ""
             return f' It belongs in \'structured_outputs\': {{"json": {{...}}, "{name}": true}}{instead}.'
@@ -128,7 +139,7 @@ class SamplingBody(Body):
     priority: int | None = ranged("priority", "an integer")
     max_ttft_ms: float | None = ranged("max_ttft_ms", "a number of milliseconds")
     structured_outputs: StructuredOutputs | None = Field(
-        default=None, description="an object with one of json, regex, choice and grammar"
+        default=None, description="an object with one of json, regex, choice, grammar and json_object"
     )
     speculation: SpeculationBody | None = Field(
         default=None, description='an object such as {"enabled": false} or {"sources": ["ngram"]}'

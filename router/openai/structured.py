@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from protos.errors import InvalidRequest
 from router.conversation.tooling import AnswerSchema
-from router.grammar.structure import MAX_CHOICES, choice_grammar, json_grammar, regex_grammar
+from router.grammar.structure import MAX_CHOICES, choice_grammar, json_grammar, lark_grammar, regex_grammar
 from router.http.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most, read_json
 
 _SCHEMA = f"a JSON Schema: an object nested at most {MAX_DEPTH} deep"
@@ -67,12 +67,15 @@ class ResponseFormat(Body):
         return AnswerSchema(schema=_ANY_OBJECT if schema is None else schema, lenient=lenient)
 
 
-_ONE = ("json", "regex", "choice", "grammar")
+_ONE = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def _exactly_one(schema: dict[str, Any]) -> None:
-    kinds = {"json": ["object", "string"], "regex": "string", "choice": "array", "grammar": "string"}
-    schema["oneOf"] = [{"required": [name], "properties": {name: {"type": kinds[name]}}} for name in _ONE]
+    kinds: dict[str, Any] = {
+        "json": {"type": ["object", "string"]}, "regex": {"type": "string"}, "choice": {"type": "array"},
+        "grammar": {"type": "string"}, "json_object": {"const": True},
+    }  # fmt: skip
+    schema["oneOf"] = [{"required": [name], "properties": {name: kinds[name]}} for name in _ONE]
 
 
 class StructuredOutputs(Body):
@@ -85,7 +88,8 @@ class StructuredOutputs(Body):
     choice: Annotated[list[str] | None, FirstWrong(), at_most(MAX_CHOICES)] = Field(
         default=None, min_length=1, max_length=MAX_CHOICES, description=f"a list of 1 to {MAX_CHOICES} strings"
     )
-    grammar: str | None = Field(default=None, min_length=1, description="a Lark grammar")
+    grammar: str | None = Field(default=None, min_length=1, description="a Lark or EBNF grammar")
+    json_object: bool | None = Field(default=None, description="true or false")
     disable_any_whitespace: bool | None = Field(default=None, description="true or false")
 
     @staticmethod
@@ -94,13 +98,15 @@ class StructuredOutputs(Body):
 
     def to_grammar(self, *, compact: bool) -> str:
         """`compact`: JSON has no white space unless the request allows it. Raises InvalidRequest."""
-        given = [one for one in (self.json_, self.regex, self.choice, self.grammar) if one is not None]
+        forms = (self.json_, self.regex, self.choice, self.grammar, self.json_object or None)
+        given = [form for form in forms if form is not None]
         if len(given) != 1:
             problem = f"'structured_outputs' has {len(given)} of {', '.join(_ONE)}"
             raise InvalidRequest(f"{problem}: give exactly one", param="structured_outputs")
-        if self.json_ is not None:
+        schema = _ANY_OBJECT if self.json_object else self.json_
+        if schema is not None:
             disabled = self.disable_any_whitespace
-            return json_grammar(self.json_, compact=compact if disabled is None else disabled)
+            return json_grammar(schema, compact=compact if disabled is None else disabled)
         if self.regex is not None:
             return regex_grammar(self.regex)
-        return choice_grammar(self.choice) if self.choice is not None else self.grammar or ""
+        return choice_grammar(self.choice) if self.choice is not None else lark_grammar(self.grammar or "")

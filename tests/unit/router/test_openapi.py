@@ -273,6 +273,7 @@ WRONG: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT | {"top_logprobs": 2}),
     ("/v1/chat/completions", CHAT | {"tools": [{}]}),
     ("/v1/chat/completions", CHAT | {"messages": []}),
+    ("/v1/chat/completions", CHAT | {"stream": True, "stream_options": {"include_obfuscation": 0}}),
     ("/v1/completions", COMPLETION | {"prompt": []}),
     ("/v1/completions", COMPLETION | {"prompt": [512]}),
     ("/tokenize", {}),

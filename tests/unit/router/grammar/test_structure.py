@@ -8,6 +8,7 @@ import json
 import re
 import signal
 import threading
+from collections.abc import Callable
 from subprocess import Popen
 from typing import Any
 
@@ -17,7 +18,8 @@ from llguidance import LLMatcher
 from protos.errors import BatonError, InvalidRequest, Overloaded
 from router.grammar import checker
 from router.grammar.checker import GrammarChecks
-from router.grammar.structure import choice_grammar, inline_json, json_grammar, regex_grammar
+from router.grammar.structure import choice_grammar, inline_json, json_grammar, lark_grammar, regex_grammar
+from tests.unit.router.openai.test_tools import fits
 
 
 def test_a_choice_may_have_any_character() -> None:
@@ -59,6 +61,38 @@ async def test_what_is_wrong_with_a_schema_is_told_with_its_place() -> None:
             await checking.check(json_grammar(schema), param="json")
         assert told in failed.value.message
     checking.close()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        ('root ::= "a" | other', "other"),
+        ('top ::= "a"', "root"),
+        ("root ::= " + "(" * 2000 + '"a"' + ")" * 2000, "nested too deeply"),
+        ("\n".join(f"r{number} ::= r{number + 1}" for number in range(400)), "at most 4096"),
+    ],
+)
+def test_an_ebnf_grammar_that_cannot_be_read_is_refused(grammar: str, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why) as refused:
+        lark_grammar(grammar)
+    assert refused.value.param == "structured_outputs.grammar"
+
+
+def test_a_lark_grammar_may_speak_of_ebnf() -> None:
+    assert lark_grammar('start: "a ::= b"') == 'start: "a ::= b"'
+
+
+@pytest.mark.parametrize("grammar_of", [json_grammar, lambda schema: f"start: {inline_json(schema)}"])
+def test_names_and_formats_of_openapi_are_read(grammar_of: Callable[[Any], str]) -> None:
+    named = {name: {"type": "integer", "format": "int64"} for name in ("Foo[int]", "Maß", "a<b>", "x%5By")}
+    properties = {name: {"$ref": f"#/$defs/{name.replace('%', '%25')}"} for name in named} | {
+        "format": {"type": "string", "format": "password"},
+        "of": {"const": {"format": "byte", "$ref": "[1]"}},
+    }
+    schema = {"$defs": named, "type": "object", "properties": properties, "required": list(properties)}
+    grammar = grammar_of(schema)
+    assert LLMatcher.validate_grammar(grammar) == ""
+    assert fits(grammar, '{"Foo[int]":1,"Maß":2,"a<b>":3,"x%5By":4,"format":"x","of":{"format":"byte","$ref":"[1]"}}')
 
 
 def test_a_schema_does_not_say_how_json_is_written() -> None:

@@ -159,6 +159,13 @@ async def test_a_choice_of_tools_binds_the_answer(options: dict[str, Any], good:
             ['{"city": ""}', '{\n"city":""}'],
         ),
         ({"extra_body": {"structured_outputs": {"grammar": 'start: "a" /[0-9]+/'}}}, ["a7"], ["a"]),
+        (
+            {"extra_body": {"structured_outputs": {"grammar": 'root ::= "a" digit+\n  | "b" # or\ndigit ::= [0-9]'}}},
+            ["a7", "a77", "b"],
+            ["a", "bb", "ab"],
+        ),
+        ({"extra_body": {"structured_outputs": {"json_object": True}}}, ['{"city":1}'], ["1", "[]"]),
+        ({"extra_body": {"structured_outputs": {"json_object": False, "regex": "a+"}}}, ["aa"], ["{}"]),
     ],
 )
 async def test_an_answers_form_reaches_the_workers(options: dict[str, Any], good: list[str], bad: list[str]) -> None:
