@@ -67,7 +67,8 @@ class PeerProcesses:
         that answer 404 or not in time. Empty for a request that came from another process."""
         if self.alone or from_other_process(request):
             return {}
-        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        query: bytes = request.scope["query_string"]
+        target = request.scope["raw_path"] + (b"?" + query if query else b"")
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         replies = await asyncio.gather(*(self._ask(number, target, headers) for number in self._clients))
         return {number: reply for number, reply in zip(self._clients, replies, strict=True) if reply is not None}
@@ -76,11 +77,12 @@ class PeerProcesses:
         for client in self._clients.values():
             await client.aclose()
 
-    async def _ask(self, number: int, target: str, headers: Mapping[str, str]) -> Any:
+    async def _ask(self, number: int, target: bytes, headers: Mapping[str, str]) -> Any:
+        """`target` is sent as the client wrote it: httpx refuses some of what a path may have, and shortens dots."""
         try:
-            response = await self._clients[number].get(target, headers=headers)
+            response = await self._clients[number].get("/", headers=headers, extensions={"target": target})
         except httpx.HTTPError as error:
-            log.warning("gateway process %d does not answer %s: %r", number, target.partition("?")[0], error)
+            log.warning("gateway process %d does not answer %r: %r", number, target.partition(b"?")[0], error)
             return None
         return response.json() if response.status_code == 200 else None
 

@@ -79,6 +79,8 @@ async def test_any_process_tells_of_all_of_them(make: Callable[..., Cluster], tm
                 assert len((await client.get(f"/admin/requests/{name}")).json()["jobs"]) == count
                 assert len((await client.get(f"/admin/requests/{name}/cache")).json()["jobs"]) == count
             assert (await client.get("/admin/requests/three")).status_code == 404
+            for odd in ("%2E", "%2E%2E", "x%00", "%3Flimit=1", "%23", "%FF", "%20"):
+                assert (await client.get(f"/admin/requests/{odd}")).status_code == 404, odd
             latest = (await client.get("/admin/requests?limit=3")).json()["requests"]
             assert [one["request_id"] for one in latest] == ["same", "same", "two"]
             assert (await client.get("/admin/shadows")).json()["shadows"][0]["decisions"] == 4

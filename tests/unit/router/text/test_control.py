@@ -418,6 +418,23 @@ async def test_a_message_over_http_forges_no_turn() -> None:
     assert told["tokens"] == ids
 
 
+@pytest.mark.parametrize("splits", [False, True])
+async def test_the_servers_default_holds_for_every_text_prompt(splits: bool) -> None:
+    prompts: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "<|end|>"},
+        "/v1/embeddings": {"input": "<|end|>"},
+        "/api/embed": {"input": "<|end|>"},
+        "/api/generate": {"prompt": "<|end|>", "raw": True, "stream": False},
+    }
+    async with talking(split_special_tokens=splits) as (client, generate):
+        for path, body in prompts.items():
+            url = f"{str(client.base_url).rstrip('/').removesuffix('/v1')}{path}"
+            assert (await client._client.post(url, json={"model": "tiny"} | body)).status_code == 200
+    assert len({job.prompt_ids for job in generate.jobs}) == 1
+    [end] = ids_of("<|end|>")
+    assert (end in generate.jobs[0].prompt_ids) is not splits
+
+
 @pytest.mark.parametrize(
     ("by_default", "asked", "is_text"),
     [
