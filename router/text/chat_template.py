@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
@@ -47,6 +47,7 @@ _REASONING_FIELDS = ("thinking", "reasoning")  # other names of `reasoning_conte
 _TEXTS = ("content", "reasoning_content", *_REASONING_FIELDS, "refusal")  # keys of a message; other strings are names
 
 # Marks the end of the text to be continued, as in transformers: found again even if the template strips around it.
+_RESULT_ROLES = ("observation", "environment")  # of a tool's result, where a template does not know "tool"
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 _NOT_ASCII = re.compile("[^\0-\x7f\udc80-\udfff]+")  # and no mark (`router.text.control`)
@@ -104,6 +105,11 @@ class ChatTemplate:
         is_shown = any(name.name == "tools" for name in tree.find_all(nodes.Name))
         self._tools_in_system = not is_shown and _reads_field(tree, "tools")
         self._argument_texts = _joins_arguments(tree)
+        words = {const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str)}
+        self._result_role = (
+            "tool" if "tool" in words else next((role for role in _RESULT_ROLES if role in words), "tool")
+        )
+        self._calls_in_metadata = "metadata" in words and not _reads_field(tree, "tool_calls")
         self.shows_tools = with_tools is not None or is_shown or self._tools_in_system
         """True if the template shows the model the tools of a request."""
         self.tool_source: str = source if with_tools is None else with_tools.tool_source
@@ -186,6 +192,8 @@ class ChatTemplate:
             )
 
         messages = self._placed(messages)
+        if self._calls_in_metadata:
+            messages = [part for message in messages for part in _with_metadata(message)]
         if tools and self._tools_in_system:
             messages = _with_tools(messages, tools)
         return self._rendered(messages, tools, add_generation_prompt, continue_final_message, options)
@@ -272,6 +280,8 @@ class ChatTemplate:
             fitted |= dict.fromkeys(self._reasoning_fields, fitted["reasoning_content"])
         if self._argument_texts and fitted.get("tool_calls"):
             fitted["tool_calls"] = [_with_text(call) for call in fitted["tool_calls"]]
+        if fitted.get("role") == "tool":
+            fitted["role"] = self._result_role
         if isinstance(content, list) and (
             not self._wants_parts
             or (self._wants_one_part and len(content) > 1 and message["role"] in ("system", "assistant"))
@@ -372,6 +382,15 @@ def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = call["function"]["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**call["function"], "arguments": text}}
+
+
+def _with_metadata(message: Message) -> Iterator[Message]:
+    """The message, and each of its calls as a turn of its own, as GLM-4-0414's template reads them."""
+    if message.get("content") or not message.get("tool_calls"):
+        yield {name: value for name, value in message.items() if name != "tool_calls"}
+    for call in message.get("tool_calls") or ():
+        function = _with_text(call)["function"]
+        yield {"role": "assistant", "metadata": function["name"], "content": function["arguments"]}
 
 
 def _with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Sequence[Message]:

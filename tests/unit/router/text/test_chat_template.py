@@ -130,6 +130,29 @@ async def test_tools_are_shown_as_transformers_shows_them() -> None:
     assert (template.shows_tools, format_of(template.tool_source)) == (True, ToolFormat.HERMES)
 
 
+# As GLM-4-0414's: the name of a called function is metadata, and a result is an observation.
+OBSERVING = (
+    "{% for m in messages %}{% set meta = m.get('metadata', '') %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}"
+    "{% elif m.role == 'assistant' and not meta %}<|assistant|>\n{{ m.content }}"
+    "{% elif m.role == 'assistant' and meta %}<|assistant|>{{ meta }} \n{{ m.content }}"
+    "{% elif m.role == 'observation' %}<|observation|>\n{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", [None, "I look."])
+def test_calls_and_results_are_shown_as_metadata_and_observations(content: str | None) -> None:
+    """Neither was, so the model called the same function again."""
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "7"},
+    ]
+    said = f"<|assistant|>\n{content}" if content else ""
+    called = '<|assistant|>weather \n{"city": "Oslo"}'
+    assert ours(OBSERVING, messages) == f"<|user|>\nhi{said}{called}<|observation|>\n7"
+
+
 @pytest.mark.parametrize("source", [LLAMA_3, MISTRAL, PARTS])
 @pytest.mark.parametrize("last", [ASSISTANT, {"role": "assistant", "content": "The answer is"}])
 def test_a_last_message_is_left_open_as_transformers_leaves_it(source: str, last: dict[str, Any]) -> None:
