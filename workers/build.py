@@ -244,6 +244,9 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
         runner.keep_hidden(drafting.hidden_layers)
         drafting.read_from(runner)
     if device == "cuda":
+        max_tokens = min(config.max_num_batched_tokens, max_model_len, capacity)
+        storage.warm()
+        runner.warm(max_tokens=max_tokens, max_rows=config.max_num_seqs, num_groups=len(layout.groups))
         num_blocks = -(-min(max_model_len, capacity) // config.block_size)
         _capture(config, runner, decoder, max_blocks=num_blocks, num_groups=len(layout.groups))
     return LoadedRank(

@@ -33,7 +33,7 @@ _MATRIX_UNITS = {"tcgen05": "tcgen05.mma", "wgmma": "wgmma.mma_async", "mma": "m
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)")
 
 
-class _NamesTarget:
+class NamesTarget:
     """As much of a Triton driver as compiling asks for."""
 
     def __init__(self, capability: int) -> None:
@@ -58,7 +58,7 @@ COUNTED = {"4 bits, 1 rows"}
 
 
 def compile_all(capability: int, dtype: str, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    triton.runtime.driver.set_active(_NamesTarget(capability))
+    triton.runtime.driver.set_active(NamesTarget(capability))
     staging.capability = lambda: capability  # type: ignore[assignment]
     kernels: list[Any] = []
     run = JITFunction.run

@@ -108,3 +108,23 @@ def test_a_code_of_four_bits_takes_few_instructions(compiled: tuple[int, list[di
     codes_of_lane = 128 * 128 / (32 * cost["warps"])
     assert cost["loop"] / codes_of_lane < 0.85 * 4.5, cost
     assert 65536 // (cost["registers"] * 32 * cost["warps"]) >= 4, "the tile's comment promises four programs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "quantize", "kv_dtype"),
+    [
+        ("mistral", "int4", "int8"),
+        ("qwen3_moe", "int8", "fp8"),
+        ("qwen3_moe", "fp8", "auto"),
+        ("deepseek_v3", "off", "auto"),
+    ],
+)
+def test_a_warm_model_compiles_nothing(family: str, quantize: str, kv_dtype: str, pytestconfig: pytest.Config) -> None:
+    """Whatever the number of rows, tokens and blocks: a request would wait for the compiler, on all ranks."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = [sys.executable, "-m", "tests.kernels.specialised", family, quantize, kv_dtype]
+    output = subprocess.check_output(program, cwd=pytestconfig.rootpath, env=environment, text=True)
+    compilations = json.loads(output)
+    assert {"_rms_norm", "_draw", "_copy_runs"} <= set(compilations["warmed"])
+    assert compilations["later"] == []

@@ -17,7 +17,7 @@ _CHUNK = 4096
 _NUM_WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids"], do_not_specialize_on_alignment=["ids_ptr"])
 def _copy_runs(
     cache_ptr, ids_ptr, payload_ptr, num_blocks, num_ids, RUN: tl.constexpr, CHUNK: tl.constexpr, OUT: tl.constexpr
 ):

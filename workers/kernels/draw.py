@@ -26,6 +26,9 @@ from workers.kernels.staging import to_device
 _BLOCK = 2048
 _NUM_WARPS = 16
 
+_OF_ROWS = ["temperature_ptr", "floor_ptr", "top_k_ptr", "top_p_ptr", "seed_ptr", "index_ptr"]
+"""Rows of two arrays: where each begins depends on the number of rows."""
+
 _LOWEST = tl.constexpr(-(2**31))  # below every key
 _HIGHEST = tl.constexpr(2**31 - 1)  # above every key
 
@@ -135,7 +138,7 @@ def _pick(row_ptr, V, target, key, quota, largest, temperature, floor, BLOCK: tl
     return tl.minimum(passed, last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
 def _draw(
     logits_ptr, ids_ptr, temperature_ptr, floor_ptr, top_k_ptr, top_p_ptr, seed_ptr, index_ptr, V, stride,
     BLOCK: tl.constexpr,

@@ -76,7 +76,7 @@ def _over_context(
     return acc_ML, sum_M, max_M
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _attend_latents(
     q_ptr, cache_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, tables_ptr,
     q_stride, out_stride, block_stride, table_stride, scale_log2,
@@ -111,7 +111,7 @@ def _attend_latents(
         tl.store(lse_ptr + partial_M, max_M + tl.log2(sum_M), mask=inside_M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _write_latents(
     q_ptr,
     latent_ptr,

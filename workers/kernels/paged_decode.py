@@ -49,7 +49,7 @@ _REDUCED = 16
 _WHOLE, _UNUSED = -1, -1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, tables_ptr, sinks_ptr,
     q_stride, out_stride, block_stride, scales_stride, table_stride, scale_log2, cap_scale,

@@ -36,7 +36,7 @@ from workers.kernels.tile import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefill(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, work_ptr, tables_ptr, sinks_ptr,
     q_stride, out_stride, block_stride, scales_stride, table_stride, scale_log2, cap_scale,

@@ -51,7 +51,7 @@ def _write(
         _store(cache_ptr, written_H, pairs_P, inside_HP, rounded_HP[0], rounded_HP[1], PAIRS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _rope_kv_write(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, out_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, slots_ptr,
     q_stride, k_stride, v_stride, k_block_stride, v_block_stride, scales_stride, KIND: tl.constexpr, N: tl.constexpr,

@@ -25,7 +25,7 @@ def _embed(ids_ptr, table_ptr, out_ptr, start, share, SIZE: tl.constexpr, BLOCK:
     tl.store(out_ptr + token * SIZE + columns_E, vector_E, mask=inside_E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _join(parts_ptr, out_ptr, num_rows, share, vocab_size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     ids_V = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

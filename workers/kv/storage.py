@@ -142,6 +142,11 @@ class KVStorage:
         self.touch()
         self._kernels.scatter(data, self._ids(block_ids), payload.to(data.device))
 
+    def warm(self) -> None:
+        """Compiles the copies of blocks, before a transfer waits for them."""
+        for tensor in self.tensors:
+            self.scatter((0,), self.gather((0,), of=tensor), of=tensor)
+
     def read(self, cut: Cut, stage: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """The payload of a cut (`kvtransfer.reshard`), flat, in memory that `stage(num_bytes)` gives."""
         payload = stage(self._num_bytes(cut)).view(self._payload_dtype(cut))

@@ -1,9 +1,12 @@
-"""Pads decode steps to the few sizes that have been captured. No torch: pure functions over host arrays.
+"""Pads decode steps to the few sizes that have been captured, and makes steps of padding alone. No torch: pure
+functions over host arrays.
 
 A padding row is token 0 at position 0, with an empty context; its key and value are not written.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -18,6 +21,27 @@ def captured_sizes(max_rows: int) -> tuple[int, ...]:
     `max_rows` itself. A step of more than 8 rows is padded by less than a half, one of 64 by an eighth at most."""
     steps = (*range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 64))
     return tuple(sorted({size for size in (1, 2, 4, *steps) if size < max_rows} | {max_rows}))
+
+
+def warming_steps(max_tokens: int, max_rows: int, *, block_size: int, num_groups: int) -> Iterator[Packed]:
+    """A step that decodes, and prompts of 2, 3, 5, 9 and so on up to `max_tokens` tokens, written to no block, with
+    logits of at most `max_rows` positions: kernels change their tiles at powers of two."""
+    yield nothing(1, num_groups)
+    lengths = {min(2**power + 1, max_tokens) for power in range(max_tokens.bit_length())}
+    for num_tokens in sorted(lengths):
+        tables_SB = np.zeros((1, -(-num_tokens // block_size)), dtype=np.int32)
+        table = PackedTables(slots_T=np.full(num_tokens, NOWHERE), tables_SB=tables_SB)
+        yield Packed(
+            token_ids_T=np.zeros(num_tokens, dtype=np.int64),
+            follows_T=np.full(num_tokens, KNOWN),
+            positions_T=np.arange(num_tokens),
+            logit_rows_R=np.arange(max(0, num_tokens - max_rows), num_tokens),
+            tables=(table,) * num_groups,
+            query_starts=(0, num_tokens),
+            context_lens=(num_tokens,),
+            prompt_lens=(num_tokens,),
+            max_query=num_tokens,
+        )
 
 
 def size_for(packed: Packed, sizes: tuple[int, ...]) -> int | None:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from protos.errors import InvalidRequest
-from protos.values import MAX_DRAFTS, ErrorInfo, Logprobs
+from protos.values import MAX_DRAFTS, ErrorInfo, Logprobs, SamplingParams
 from protos.wire import error_info
 from workers.adapters.low_rank import AdapterTokens
 from workers.attention.base import AttentionBackend
@@ -43,7 +43,7 @@ from workers.runner.device_clock import DeviceClock, TimedStep
 from workers.runner.fused_layers import fused_layers
 from workers.runner.inputs import model_inputs
 from workers.runner.packing import Packed, num_pooled, num_sampled, pack, sampled_rows
-from workers.runner.padding import padded
+from workers.runner.padding import padded, warming_steps
 from workers.sampling.drafts import drafted_samples, verified
 from workers.sampling.logprobs import TokenScores
 from workers.sampling.penalties import NONE
@@ -137,6 +137,16 @@ class TorchRunner:
     def at(self, layer: int) -> torch.Tensor:
         """[T, E]: as `workers.speculation.base.HiddenStates`."""
         return self._taps.states[layer]
+
+    @torch.inference_mode()
+    def warm(self, *, max_tokens: int, max_rows: int, num_groups: int = 1) -> None:
+        """Runs steps of padding that launch every kernel at each of its tiles, so that none is compiled while requests
+        wait. Call it on all ranks at the same time, before `capture`."""
+        draws = Sample(params=SamplingParams(temperature=1.0), index=0)
+        for packed in warming_steps(max_tokens, max_rows, block_size=self._block_size, num_groups=num_groups):
+            logits_RV, _ = self._forward(packed)
+            if not self._parallel.rank:
+                sample(logits_RV[:1], (draws,))
 
     def capture(self, recorder: Recorder, *, max_rows: int, max_blocks: int, num_groups: int = 1) -> None:
         """Captures decode-only steps, which are replayed from now on. Call it once, on all ranks at the same time."""

@@ -18,7 +18,7 @@ from workers.kernels.quantised.one_byte import STEP, byte_tile, scaled_once, sum
 from workers.kernels.quantised.product import ByteProduct
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _byte_experts(
     x_ptr, x_scales_ptr, weights_ptr, scales_ptr, biases_ptr, pairs_ptr, experts_ptr, like_ptr, out_ptr,
     num_pairs, slots, num_experts, num_inputs, num_outputs, x_scale_token, x_scale_group, scale_group,

@@ -32,7 +32,7 @@ def _tensor(table_ptr, expert, num_experts, like_ptr, ROW: tl.constexpr):
     return tl.multiple_of(tl.load(table_ptr + ROW * num_experts + expert).to(like_ptr.dtype), 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_rows"])
 def _code_experts(
     x_ptr, table_ptr, low_ptr, high_ptr, scales_ptr, scale_factors_ptr, zeros_ptr, minimums_ptr, minimum_factors_ptr,
     levels_ptr, order_ptr, sums_ptr, biases_ptr, pairs_ptr, experts_ptr, out_ptr,

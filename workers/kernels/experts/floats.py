@@ -28,7 +28,7 @@ _FEW = _Tile(outputs=64, inputs=128, warps=4, stages=4)
 _MANY = _Tile(outputs=128, inputs=64, warps=8, stages=3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _expert_product(
     x_ptr, weights_ptr, biases_ptr, pairs_ptr, experts_ptr, out_ptr,
     num_pairs, slots, num_experts, num_inputs, num_outputs, x_stride,

@@ -96,6 +96,7 @@ _PAIR = "{ .reg .b32 shifted; shr.u32 shifted, $1, %d; lop3.b32 $0, shifted, 0x0
 _SIGNED_PAIR = """{ .reg .b32 t, one, less; shr.u32 t, $1, %d; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;
 mov.b32 one, 0x3f803f80; mov.b32 less, 0xc308c308; fma.rn.bf16x2 $0, t, one, less; }"""
 _MIDDLE = 8
+_ROOM = tl.constexpr(16)
 _PAIR_0, _PAIR_1, _PAIR_2, _PAIR_3 = (tl.constexpr(_PAIR % shift) for shift in (0, 4, 8, 12))
 _SIGNED_0, _SIGNED_1, _SIGNED_2, _SIGNED_3 = (tl.constexpr(_SIGNED_PAIR % shift) for shift in (0, 4, 8, 12))
 
@@ -155,7 +156,7 @@ def _numbers(values_ptr, factors_ptr, step, outputs_N, stride, UNIT: tl.constexp
 
 @triton.jit
 def _add_unit(
-    acc_NM, part_NM, sums_NM, step, outputs_N, rows_M, num_rows, padded_outputs, scales_ptr, scale_factors_ptr,
+    acc_NM, part_NM, sums_NM, step, outputs_N, rows_M, sums_stride, padded_outputs, scales_ptr, scale_factors_ptr,
     zeros_ptr, minimums_ptr, minimum_factors_ptr, sums_ptr, UNIT: tl.constexpr, UNITS: tl.constexpr,
     PER_SCALE: tl.constexpr, PER_SCALE_FACTOR: tl.constexpr, PER_ZERO: tl.constexpr, PER_MINIMUM: tl.constexpr,
     PER_MINIMUM_FACTOR: tl.constexpr, OFFSET: tl.constexpr, SCALE_FACTORS: tl.constexpr, ZEROS: tl.constexpr,
@@ -174,8 +175,8 @@ def _add_unit(
             offset_N += _numbers(minimums_ptr, minimum_factors_ptr, step, outputs_N, padded_outputs, UNIT, UNITS,
                                  PER_MINIMUM, PER_MINIMUM_FACTOR, MINIMUM_FACTORS)  # fmt: skip
         if SUMMED:
-            sums_row_ptr = sums_ptr + (step * UNITS + UNIT) * num_rows
-            acc_NM -= tl.load(sums_row_ptr + rows_M, mask=rows_M < num_rows, other=0.0)[None, :] * offset_N[:, None]
+            sums_row_ptr = sums_ptr + (step * UNITS + UNIT) * sums_stride
+            acc_NM -= tl.load(sums_row_ptr + rows_M, mask=rows_M < sums_stride, other=0.0)[None, :] * offset_N[:, None]
         else:
             acc_NM -= sums_NM * offset_N[:, None]
     return acc_NM
@@ -195,6 +196,7 @@ def sum_of_steps(
     """[N, M], float32: of rows of inputs, by address, over the steps [first, last) of a weight. With an `order` a
     position's input is looked up in it; rows of x are in the order of positions otherwise."""
     lanes_H = tl.arange(0, H)
+    sums_stride = tl.cdiv(num_rows, _ROOM) * _ROOM
     UNITS: tl.constexpr = 4 // PER_UNIT
     PLANES: tl.constexpr = 4 if LOW == 8 else 1
     word_N = (outputs_N // BLOCK).to(tl.int64) * num_steps * BLOCK * H
@@ -221,7 +223,7 @@ def sum_of_steps(
                 sums_NM = tl.dot(ones_NH, x_HM, acc=sums_NM, input_precision=PRECISION)
             if field % PER_UNIT == PER_UNIT - 1:
                 acc_NM = _add_unit(
-                    acc_NM, part_NM, sums_NM, step, outputs_N, rows_M, num_rows, padded_outputs, scales_ptr,
+                    acc_NM, part_NM, sums_NM, step, outputs_N, rows_M, sums_stride, padded_outputs, scales_ptr,
                     scale_factors_ptr, zeros_ptr, minimums_ptr, minimum_factors_ptr, sums_ptr, field // PER_UNIT, UNITS,
                     PER_SCALE, PER_SCALE_FACTOR, PER_ZERO, PER_MINIMUM, PER_MINIMUM_FACTOR, OFFSET, SCALE_FACTORS,
                     ZEROS, MINIMUMS, MINIMUM_FACTORS, SUMS, SUMMED)  # fmt: skip
@@ -230,7 +232,7 @@ def sum_of_steps(
     return acc_NM
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _grouped(
     x_ptr, low_ptr, high_ptr, scales_ptr, scale_factors_ptr, zeros_ptr, minimums_ptr, minimum_factors_ptr, table_ptr,
     sums_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, num_rows, num_inputs, num_outputs, padded_outputs, x_stride,
@@ -291,8 +293,9 @@ def _offset(weight: GroupedCodes, dtype: torch.dtype) -> int:
 
 def unit_sums(x_TP: torch.Tensor, weight: GroupedCodes) -> torch.Tensor:
     """[U, T], float32: the sum of each row's inputs over each unit, for tiles of many rows. Those of few rows take it
-    from the matrix units, which have nothing else to do, and so need no second launch."""
-    x_TP = torch.nn.functional.pad(x_TP, (0, weight.num_positions - x_TP.shape[1]))
+    from the matrix units, which have nothing else to do, and so need no second launch. Rows of zeros are added up to a
+    multiple of 16, so that several sums are loaded at once whatever T is."""
+    x_TP = torch.nn.functional.pad(x_TP, (0, weight.num_positions - x_TP.shape[1], 0, -len(x_TP) % _ROOM.value))
     parts_TUX = x_TP.unflatten(1, (-1, weight.fields_per_unit * weight.field))
     sums_TU: torch.Tensor = parts_TUX.sum(dim=2, dtype=torch.float32)
     return sums_TU.T.contiguous()

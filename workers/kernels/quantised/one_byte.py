@@ -84,7 +84,7 @@ def scaled_once(acc_NM, x_scale_M, inside_M, scales_ptr, outputs_N, inside_N, ON
     return sum_NM
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _bytes(
     x_ptr, weight_ptr, x_scales_ptr, scales_ptr, row_sums_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
     num_rows, num_inputs, num_outputs, steps_per_split, x_scale_token, x_scale_group, scale_group, zero,
