@@ -1,6 +1,6 @@
 """Compares `baton simulate`'s step times with measured kernels (NVIDIA's aiconfigurator).
 
-    .venv/bin/pip install -e '.[aiconfigurator]'
+    .venv/bin/pip install aiconfigurator-core==0.12.0
     python -m benchmarks.simulation.step_errors
 
 writes the points to benchmarks/results/step-times.json, and the table into benchmarks/results/simulation.md.
@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 
-from cluster.simulate.latency.aiconfigurator import BACKEND, Aiconfigurator, Tables
+from benchmarks.simulation.measured_kernels import BACKEND, Aiconfigurator, Tables
 from cluster.simulate.latency.base import StepWork, step_of
 from cluster.simulate.latency.roofline import Roofline
 from cluster.simulate.latency.shapes import GPUS, MODELS

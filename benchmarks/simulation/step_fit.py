@@ -1,6 +1,6 @@
 """Fits the roofline of `baton simulate` to the measured kernels of NVIDIA's aiconfigurator.
 
-    .venv/bin/pip install -e '.[aiconfigurator]'
+    .venv/bin/pip install aiconfigurator-core==0.12.0
     python -m benchmarks.simulation.step_fit          # writes cluster/simulate/latency/fitted.json
     python -m benchmarks.simulation.step_errors       # then: the table of errors in benchmarks/results
 
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
+from benchmarks.simulation.measured_kernels import BACKEND, Tables
 from benchmarks.simulation.step_errors import FITTED_ON, MIXTURE
-from cluster.simulate.latency.aiconfigurator import BACKEND, Tables
 from cluster.simulate.latency.base import StepWork, step_of
 from cluster.simulate.latency.fitted import PATH
 from cluster.simulate.latency.kernels import AllReduceTimes, AttentionTimes, KernelTimes, ProductTimes

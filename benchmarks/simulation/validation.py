@@ -4,7 +4,7 @@ python -m benchmarks.simulation.validation                     about four minute
 python -m benchmarks.simulation.validation --json f.json       and figures
 
     live: baton worker, baton gateway
-        ├── baton bench --profile, one at a time ────┬─▶ calibration ──▶ baton simulate --trace
+        ├── baton bench --profile, one at a time ────┬─▶ calibration ──▶ simulated trace
         ├── baton bench --profile, other requests ───┤
         └── baton bench --profile --trace ───────────┴─▶ TTFT, TPOT          against its own
 
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import permutations
@@ -37,8 +37,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.output import JsonFile, write_figures
-from cluster.simulate.latency.base import Calibrated
-from cluster.simulate.latency.calibration import calibrate, read_points
+from benchmarks.simulation.calibration import Calibrated, calibrate, read_points
+from cluster.bench.report import Objective
+from cluster.config.config import PoolsConfig
+from cluster.simulate.results.report import summarise
+from cluster.simulate.run.config import SimulationConfig, hardware_spec, read_settings, simulated_router
+from cluster.simulate.run.simulation import SimulationOutcome, simulate
+from cluster.simulate.world.workload import recorded
 
 FORMAT = "baton-simulator-validation/1"
 BATON = str(Path(sys.executable).with_name("baton"))
@@ -85,9 +90,8 @@ class MeanTimes:
 
     @classmethod
     def of(cls, file: Path) -> MeanTimes:
-        """From the figures of `baton bench` or `baton simulate`."""
-        saved = json.loads(file.read_text())
-        figures = saved["figures"] if "figures" in saved else saved["runs"][0]["figures"]["report"]
+        """From the figures of `baton bench`."""
+        figures = json.loads(file.read_text())["figures"]
         return cls(ttft_s=figures["ttft_s"]["mean"], tpot_s=figures["tpot_s"]["mean"])
 
     @classmethod
@@ -136,12 +140,13 @@ def main(
         with serving(1, policy="prefix_aware") as url:
             baton("bench", "--url", url, *ALONE)  # warms up
             profiles, live = measured(url, rounds, folder)
-        latency = calibrate([point for file in profiles[OTHERS] for point in read_points(file)])
+        latency = calibrated(profiles[OTHERS])
         compared = []
         for load in LOADS:
-            own, others = (simulated(load, rounds, profiles[of], folder) for of in (load.name, OTHERS))
+            own = simulated(load, rounds, calibrated(profiles[load.name]), folder)
+            others = simulated(load, rounds, latency, folder)
             compared.append(Compared(load=load, live=MeanTimes.mean(live[load.name]), simulated=own, foretold=others))
-        same, num = decisions(profiles[OTHERS], folder)
+        same, num = decisions(latency, folder)
     show(latency, compared, same, num)
     write_figures(
         json_file,
@@ -178,7 +183,12 @@ def serving(num_workers: int, *, policy: str) -> Iterator[str]:
     ])  # fmt: skip
     with tempfile.TemporaryFile("w+") as said:
         processes = [
-            subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            subprocess.Popen(
+                command,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "BATON_TOKEN": "of-the-validation"},
+            )
             for command in commands
         ]
         try:
@@ -237,29 +247,37 @@ def measured(
 # -- the same, simulated -----------------------------------------------------------------------------------------------
 
 
-def simulated(load: OpenLoad, rounds: int, profiles: Sequence[Path], folder: Path) -> MeanTimes:
+def calibrated(profiles: Sequence[Path]) -> Calibrated:
+    return calibrate([point for file in profiles for point in read_points(file)])
+
+
+def simulated(load: OpenLoad, rounds: int, latency: Calibrated, folder: Path) -> MeanTimes:
     outcomes = []
     for number in range(rounds):
-        file = folder / "simulated.json"
         asked = trace(load, folder, part=f"measured {number}", parts=rounds)
-        one = ("--decode", "1", "--policy", "prefix_aware", "--seed", str(number))
-        _simulate(asked, profiles, *one, "--json", str(file))
-        outcomes.append(MeanTimes.of(file))
+        report = summarise(_simulate(asked, latency, 1, policy="prefix_aware", seed=number), Objective()).report
+        assert report.ttft_s is not None
+        assert report.tpot_s is not None
+        outcomes.append(MeanTimes(ttft_s=report.ttft_s.mean, tpot_s=report.tpot_s.mean))
     return MeanTimes.mean(outcomes)
 
 
-def _simulate(trace_file: Path, files: Sequence[Path], *more: str) -> None:
-    baton(
-        "simulate", "--trace", str(trace_file), "--prefill", "0", *more,
-        *(part for file in files for part in ("--calibration", str(file))),
-        *(part for one in SETTINGS for part in ("--set", one)),
+def _simulate(
+    trace_file: Path, latency: Calibrated, num_workers: int, *, policy: str, seed: int = 0,
+    write: Callable[[str], object] | None = None,
+) -> SimulationOutcome:  # fmt: skip
+    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=read_settings(None, SETTINGS), latency=latency)
+    config = SimulationConfig(
+        pools=PoolsConfig(colocated=num_workers), spec=spec, router=simulated_router(policy),
+        request_s=latency.request_s, seed=seed,
     )  # fmt: skip
+    return simulate(config, recorded(trace_file), write=write)
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------
 
 
-def decisions(files: Sequence[Path], folder: Path) -> tuple[int, int]:
+def decisions(latency: Calibrated, folder: Path) -> tuple[int, int]:
     """The number of requests, sent one after the other, that went to the same worker live and simulated.
 
     Equal workers take turns, and an earlier request, such as a bench's probe, moves the turn on: names are matched as
@@ -271,9 +289,9 @@ def decisions(files: Sequence[Path], folder: Path) -> tuple[int, int]:
         baton("bench", "--url", url, "--trace", str(asked), "--concurrency", "1")
         recent = httpx.get(f"{url}/admin/requests", params={"limit": str(NUM_DECISIONS)}, timeout=10.0)
     live = [one["decode"] for one in reversed(recent.json()["requests"])]
-    log = folder / "events.log"
-    _simulate(asked, files, "--decode", "2", "--policy", DECIDING, "--events", str(log))
-    ended = (line for line in log.read_text().splitlines() if line.split()[1] == "ended")
+    events: list[str] = []
+    _simulate(asked, latency, 2, policy=DECIDING, write=events.append)
+    ended = (line.rstrip() for line in events if line.split()[1] == "ended")
     there = [line.rpartition(">")[2] for line in ended]
     renamings = (dict(zip(sorted(set(there)), names, strict=True)) for names in permutations(sorted(set(live))))
     return max(sum(a == names[b] for a, b in zip(live, there, strict=True)) for names in renamings), NUM_DECISIONS

@@ -13,10 +13,7 @@ from cluster.bench.report import Objective
 from cluster.bench.workload import Lengths
 from cluster.config.config import ClusterConfig, PoolsConfig
 from cluster.config.settings import Table
-from cluster.simulate.latency.base import Calibrated
-from cluster.simulate.latency.calibration import calibrate, read_points
 from cluster.simulate.latency.hardware import gpu_of, model_of
-from cluster.simulate.latency.registry import ROOFLINE, StepTimes
 from cluster.simulate.latency.shapes import HOST_GPUS
 from cluster.simulate.node.worker import Spec
 from cluster.simulate.results.report import Summary, summarise
@@ -52,7 +49,7 @@ from router.prefix.registry import MEMORY
 
 MAX_LANE_GBPS = 1e6
 _AS_GIVEN = (
-    "model", "dtype", "dp_attention", "nvlink", "gateways", "audit_every", "seed", "workload", "num_requests"
+    "model", "dtype", "nvlink", "gateways", "audit_every", "seed", "workload", "num_requests"
 )  # fmt: skip
 
 
@@ -64,11 +61,7 @@ class Scene:
     gpu: str
     model: str
     dtype: str | None
-    dp_attention: bool
     settings: ClusterConfig
-    latency: Calibrated | None
-    calibration: Sequence[Path]
-    times: StepTimes
     lane_rate: float
     nvlink: bool
     usd_per_gpu_hour: float
@@ -106,7 +99,6 @@ class Scene:
             num_gateways=self.num_gateways,
             siblings=self.siblings,
             shared_index=self.settings.index != MEMORY,
-            request_s=self.latency.request_s if self.latency is not None else 0.0,
             num_gpus=choice.tp,
             usd_per_gpu_hour=self.usd_per_gpu_hour,
             audit_every=self.audit_every,
@@ -120,10 +112,7 @@ class Scene:
             model=self.model,
             tp=tp,
             dtype=self.dtype,
-            spread=self.dp_attention,
             settings=self.settings,
-            latency=self.latency,
-            times=self.times,
             leaping=self.leaping,
             flag=flag,
             acceptance=self.acceptance,
@@ -142,10 +131,10 @@ class Scene:
     def check_hosts(self, every: Iterable[ClusterChoice]) -> None:
         """Warns of mixtures of experts on workers of several hosts that share every layer."""
         most = max(max(one.tp, one.prefill_tp or 0, one.decode_tp or 0) for one in every)
-        if most > HOST_GPUS and not self.dp_attention and model_of(self.model).experts is not None:
+        if most > HOST_GPUS and model_of(self.model).experts is not None:
             warn(
-                f"{most} GPUs on several hosts share every layer of {self.model}, which is slow: --dp-attention "
-                "shares its experts alone, as such models are served"
+                f"{most} GPUs on several hosts share every layer of {self.model}, which is slow: such models are "
+                "served with attention of their own on each GPU, which is not simulated"
             )
 
     def fitting(self, config: SimulationConfig) -> tuple[list[UserSession], list[UserSession]]:
@@ -160,8 +149,6 @@ class Scene:
     def cluster(self, choice: ClusterChoice) -> dict[str, Any]:
         given = {name: value for name, value in asdict(choice).items() if value is not None}
         more: dict[str, Any] = {} if self.dtype is None else {"dtype": self.dtype}
-        if self.dp_attention:
-            more["dp_attention"] = True
         if self.settings.worker.expert_parallel:
             more["expert_parallel"] = True
         if self.acceptance:
@@ -213,19 +200,8 @@ class Scene:
         """The sources of times, sizes and prices, and the number of gateways, in words."""
         model = f"{Path(self.model).name}{'' if self.dtype is None else f' in {self.dtype}'}"
         model += ", whole experts on GPUs" if self.settings.worker.expert_parallel else ""
-        model += ", attention of its own on each GPU" if self.dp_attention else ""
         model += f", drafts by {self.settings.worker.speculate}" if self.acceptance else ""
-        sheet = f"GPU {Path(self.gpu).name}, model {model}{gateways_text(self.num_gateways, siblings=self.siblings)}"
-        if self.latency is not None:
-            files = ", ".join(path.name for path in self.calibration)
-            return f"times calibrated on {files}; sizes and prices of {sheet}"
-        return sheet if self.times.source == ROOFLINE else f"{sheet}, times of {self.times.source}"
-
-    def step_times(self) -> dict[str, Any] | None:
-        """For `--json`: the calibration."""
-        if self.latency is None:
-            return None
-        return {"files": [str(path) for path in self.calibration], **asdict(self.latency)}
+        return f"GPU {Path(self.gpu).name}, model {model}{gateways_text(self.num_gateways, siblings=self.siblings)}"
 
     def schedule(self, config: SimulationConfig, sessions: Sequence[UserSession]) -> list[Fault]:
         """The faults given by --fault, and random ones."""
@@ -240,15 +216,12 @@ class Scene:
 
 def make_scene(given: Mapping[str, Any]) -> Scene:
     """From the values of `baton simulate`'s flags. Raises Misconfigured."""
-    gpu, calibration = given["gpu"], given["calibration"] or ()
+    gpu = given["gpu"]
     load = None if given["trace"] is not None else _load(given)
     return Scene(
         **{name: given[name] for name in _AS_GIVEN},
         gpu=gpu,
         settings=_settings(given),
-        latency=_latency(calibration),
-        calibration=calibration,
-        times=StepTimes(given["latency"]),
         lane_rate=_lane_rate(gpu, given["lane_gbps"]),
         usd_per_gpu_hour=_price(gpu, given["usd_per_gpu_hour"]),
         leaping=not given["single_step"],
@@ -287,11 +260,6 @@ def _price(gpu: str, usd_per_gpu_hour: float | None) -> float:
     if usd_per_gpu_hour == math.inf:
         raise Misconfigured("--usd-per-gpu-hour inf: give a price, 0 or more", param="usd-per-gpu-hour")
     return usual if usd_per_gpu_hour is None else usd_per_gpu_hour
-
-
-def _latency(files: Sequence[Path]) -> Calibrated | None:
-    """Raises Misconfigured."""
-    return calibrate([one for path in files for one in read_points(path)]) if files else None
 
 
 def _lane_rate(gpu: str, gbps: float | None) -> float:

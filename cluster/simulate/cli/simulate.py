@@ -21,7 +21,6 @@ from cluster.planner.planner import PlannerSettings
 from cluster.simulate.cli.scenario import Scene, make_scene
 from cluster.simulate.cli.soak import ending_reported, replay_one, soak_clusters
 from cluster.simulate.cli.trials import document_of, keep_json, run_scene, sweep_clusters, until_steady, warn_left_out
-from cluster.simulate.latency.registry import ROOFLINE, SOURCES
 from cluster.simulate.latency.shapes import DTYPES, GPUS, MODELS
 from cluster.simulate.results.files import Log, keep, report_lost, write
 from cluster.simulate.results.files import check as check_files
@@ -56,14 +55,6 @@ Gateways = Annotated[
         min=1,
         max=MAX_GATEWAYS,
         help="Gateways, which share the requests. Default: one, of as many processes as are set.",
-    ),
-]
-DpAttention = Annotated[
-    bool,
-    typer.Option(
-        "--dp-attention",
-        help="A worker's GPUs share only experts, by an all-to-all; each has its own requests. `baton serve` has no "
-        "such workers.",
     ),
 ]
 PrefillTp = Annotated[str | None, typer.Option(help="GPUs of a prefill worker. Default: --tp.")]
@@ -101,11 +92,9 @@ def simulate(
     gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}, or a TOML file of your own.")] = "h100",
     model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}, or a config.json.")] = "llama-3-8b",
     dtype: WeightType = None,
-    latency: Annotated[str, typer.Option(help=f"Source of step times: {', '.join(SOURCES)}.")] = ROOFLINE,
     lane_gbps: LaneGbps = None,
     nvlink: NvLink = False,
     expert_parallel: Annotated[bool | None, options.option("worker.expert_parallel")] = None,
-    dp_attention: DpAttention = False,
     tp: Tp = None,
     prefill_tp: PrefillTp = None,
     decode_tp: DecodeTp = None,
@@ -121,7 +110,6 @@ def simulate(
     gateways: Gateways = None,
     file: options.ConfigFile = None,
     further: options.Set = None,
-    calibration: Annotated[list[Path] | None, typer.Option(help="Bench profile, figures or steps. Repeatable.")] = None,
     ttft_ms: Annotated[float | None, typer.Option(help="Objective: milliseconds to the first token, above 0.")] = None,
     tpot_ms: Annotated[float | None, typer.Option(help="Objective: milliseconds per further token, above 0.")] = None,
     attainment: Annotated[float, typer.Option(min=0, max=1, help="Share of requests to meet it, to sweep.")] = 0.95,
@@ -210,14 +198,8 @@ def _check(context: typer.Context, written: Mapping[str, Path | None]) -> None:
         asked_by = "--workers N asks" if context.params["workers"] is not None else "--colocated asks"
         why = f"{asked_by} for colocated workers, instead of two pools"
         options.refuse_others(context, why, {*every} - {"prefill", "decode", "prefill_tp", "decode_tp"})
-    if context.params["calibration"]:
-        options.refuse_others(
-            context,
-            "--calibration FILE has the times of steps",
-            {*every} - {"latency", "dtype", "expert_parallel", "dp_attention"},
-        )
     read = {"trace": [context.params["trace"]], "config": [context.params["file"]]}
-    check_files(written, read | {"calibration": context.params["calibration"] or ()})
+    check_files(written, read)
 
 
 def _once(
@@ -233,8 +215,6 @@ def _once(
         config = replace(config, router=replace(config.router, decision_history_size=MAX_RECORDS))
     sessions, left_out = scene.fitting(config)
     errors = Console(stderr=True)
-    if scene.latency is not None:
-        errors.print(str(scene.latency), soft_wrap=True)
     warn_left_out(left_out, scene.room(config))
     start_s = time.perf_counter()
     with Log(events) as log, ending_reported(events, json_file, html_file):
@@ -249,7 +229,7 @@ def _once(
 
     def write_page() -> None:
         if html_file is not None:
-            made = page(outcome, summary, command=command, latency=str(scene.latency or ""), objective=scene.objective)
+            made = page(outcome, summary, command=command, objective=scene.objective)
             write(html_file, made, "html")
 
     # Files first: the reader of the table may stop early, as in `| head`.

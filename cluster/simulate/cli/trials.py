@@ -226,8 +226,6 @@ def document_of(scene: Scene, command: str, trials: Sequence[SweepTrial]) -> dic
     return {
         "format": FORMAT,
         "command": command,
-        "latency": scene.times.source if scene.latency is None else "calibration",
-        "calibration": scene.step_times(),
         "settings": scene.in_force(),
         "runs": [
             {

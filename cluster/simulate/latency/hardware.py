@@ -49,9 +49,9 @@ def gpu_of(name: str) -> Gpu:
     return GPUS[name]
 
 
-def model_of(name: str, dtype: str | None = None, *, spread: bool = False, whole_experts: bool = False) -> ModelShape:
+def model_of(name: str, dtype: str | None = None, *, whole_experts: bool = False) -> ModelShape:
     """The model of this name or file, with weights of `dtype` or of its checkpoint's type. Raises Misconfigured for an
-    unknown model, and for a model without experts if `spread` or `whole_experts` is set."""
+    unknown model, and for a model without experts if `whole_experts` is set."""
     dtype, path = SHORT_NAMES.get(dtype or "", dtype), Path(name)
     if name.endswith(MODEL_SUFFIX) or (name not in MODELS and path.is_dir()):
         model = read_model(path / "config.json" if path.is_dir() else path, dtype)
@@ -62,16 +62,15 @@ def model_of(name: str, dtype: str | None = None, *, spread: bool = False, whole
             f"--model {shlex.quote(name)}: choose one of {', '.join(MODELS)}, or give a checkpoint's config.json",
             param="model",
         )
-    if (spread or whole_experts) and model.experts is None:
-        flag = "dp-attention" if spread else "expert-parallel"
+    if whole_experts and model.experts is None:
         raise Misconfigured(
-            f"--{flag} with --model {shlex.quote(name)}: it has no experts to share: leave it out, or choose a mixture "
-            "of experts",
-            param=flag,
+            f"--expert-parallel with --model {shlex.quote(name)}: it has no experts to share: leave it out, or choose "
+            "a mixture of experts",
+            param="expert-parallel",
         )
     if dtype is not None and dtype not in DTYPES:
         raise Misconfigured(f"--weights {shlex.quote(dtype)}: choose one of {', '.join(DTYPES)}", param="dtype")
-    model = replace(model, spread=spread, whole_experts=whole_experts)
+    model = replace(model, whole_experts=whole_experts)
     return model if dtype is None else replace(model, dtype=dtype, expert_dtype=None)
 
 

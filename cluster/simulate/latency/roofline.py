@@ -93,9 +93,6 @@ class Roofline:
     def parts(self, step: StepWork) -> StepParts:
         return self._without_attention(step.num_tokens, step.num_rows)._replace(attention=self.attention_s(step))
 
-    def chance(self, key: str) -> None:
-        """No variation: all steps of a shape take the same time."""
-
     def attention_s(self, step: StepWork) -> float:
         taken_s = 0.0
         if single := step.num_single:

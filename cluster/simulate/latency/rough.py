@@ -22,6 +22,3 @@ class Rough:
         flops = 2 * PARAMS * step.num_tokens + ATTENTION_FLOPS * step.num_attended
         moved = 2 * PARAMS + step.num_read * KV_BYTES
         return max(flops / (FLOPS * self.compute_share), moved / MEMORY_RATE) + LAUNCH_S
-
-    def chance(self, key: str) -> None:
-        """No variation: all steps of a shape take the same time."""

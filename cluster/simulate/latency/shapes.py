@@ -109,8 +109,7 @@ class Latent:
 class ModelShape:
     """The sizes of a model. Per layer and token, `kv_heads` x `kv_width` numbers are cached as keys, and as many as
     values. The GPUs of a worker share all layers (tensor parallelism), and of each routed expert the columns, or, with
-    `whole_experts`, its experts. If the model is `spread`, they share only the routed experts: each GPU has its own
-    requests and all other weights. `windows` are those of the layers, in turns; 0: none."""
+    `whole_experts`, its experts. `windows` are those of the layers, in turns; 0: none."""
 
     params: float
     layers: int
@@ -128,7 +127,6 @@ class ModelShape:
     latent: Latent | None = None
     windows: tuple[int, ...] = ()
     whole_experts: bool = False
-    spread: bool = False
     kv_dtype: KVDtype = "auto"
     free_windows: bool = True
 
@@ -176,9 +174,8 @@ class ModelShape:
 
     def kept_bytes(self, tp: int) -> float:
         """Bytes of KV per token on all `tp` ranks together. A head cannot be split: with more ranks than key/value
-        heads, several ranks keep the same head. With latent attention, which has one head, all ranks keep it. With
-        spread requests, one rank keeps it."""
-        return self.kv_bytes if self.spread else self.kv_bytes * max(1.0, tp / self.kv_heads)
+        heads, several ranks keep the same head. With latent attention, which has one head, all ranks keep it."""
+        return self.kv_bytes * max(1.0, tp / self.kv_heads)
 
     def stored_bytes(self, tp: int, block_size: int) -> float:
         """Bytes of memory that a block takes on all `tp` ranks together: with groups of layers for windows, also what
@@ -188,16 +185,14 @@ class ModelShape:
 
     def held_bytes(self, tp: int) -> float:
         """Bytes of weights on all `tp` GPUs together, if each has as much as the one with the most."""
-        others = (self.params - self.expert_params) * (tp if self.spread else 1)
+        others = self.params - self.expert_params
         uneven = 1.0
-        if self.experts is not None and (self.whole_experts or self.spread):
+        if self.experts is not None and self.whole_experts:
             uneven = math.ceil(self.experts.num / tp) * tp / self.experts.num
         return others * WEIGHT_BYTES[self.dtype] + self.expert_params * uneven * self.expert_bytes
 
     def splits(self, tp: int) -> bool:
-        """Whether this number of ranks can share its heads, or its experts, evenly."""
-        if self.spread and self.experts is not None:
-            return self.experts.num % tp == 0
+        """Whether this number of ranks can share its heads evenly."""
         return splits_heads(self.heads, self.kv_heads, tp)
 
     def layout(self, block_size: int) -> KVLayout:
@@ -230,9 +225,7 @@ def num_blocks(gpu: Gpu, model: ModelShape, *, tp: int, block_size: int, memory_
 
     if (num := fitting(tp, memory_share)) >= 1:
         return num
-    larger = (
-        one for one in range(tp + 1, max_ranks(model) + 1) if model.splits(one) and fitting(one, memory_share) >= 1
-    )
+    larger = (one for one in range(tp + 1, model.heads + 1) if model.splits(one) and fitting(one, memory_share) >= 1)
     least = next(larger, None)
     fix = f"use {least} GPUs or more" if least is not None else "use GPUs with more memory"
     shares = (hundredths / 100 for hundredths in range(101))
@@ -244,8 +237,3 @@ def num_blocks(gpu: Gpu, model: ModelShape, *, tp: int, block_size: int, memory_
         f"--tp {tp}, and the weights alone need {weights / 1e9:.1f} GB: give {enough:g} or more, or {fix}",
         param="worker.memory_fraction",
     )
-
-
-def max_ranks(model: ModelShape) -> int:
-    """The largest number of ranks with a head, or an expert, for each."""
-    return model.experts.num if model.spread and model.experts is not None else model.heads

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from cluster.simulate.latency.base import (
-    Chance,
     Latency,
     StepWork,
     WindowShares,
@@ -96,7 +95,7 @@ class Device:
     """The pipeline of one engine (`workers.batch.Pipeline`) and its KV cache (`workers.transfer.rank_transfer.Blocks`).
 
     `now_s` is the engine's own time: set before each of its turns, advanced when it waits. `slowness` multiplies the
-    time of steps from now on, `chance` changes that of each. A `thorough` device keeps in `began` the position that was
+    time of steps from now on. A `thorough` device keeps in `began` the position that was
     computed first, by request. `num_pages` are those of all groups; `shares` are the windows that step times depend on.
     `host_s` delays a step that is launched while none is in flight: the host's work, which nothing hides then.
     """
@@ -109,7 +108,6 @@ class Device:
         num_pages: int,
         vocab_size: int,
         thorough: bool = False,
-        chance: Chance | None = None,
         shares: WindowShares = (),
         host_s: float = 0.0,
     ) -> None:
@@ -126,7 +124,6 @@ class Device:
         self._block_size = layout.block_size
         self._vocab_size = vocab_size
         self._thorough = thorough
-        self._chance = chance
         self._shares = shares
         self._host_s = host_s
         windows = layout.windows
@@ -150,7 +147,7 @@ class Device:
         """Launches a batch, which begins when the previous step ends."""
         rows = [((stop := row.stop) - row.start, stop) for row in batch.rows]
         step = windowed_step_of(rows, self._shares) if self._shares else step_of(rows)
-        step_s = self._step_s(self._num_launched, step)
+        step_s = self._step_s(step)
         num_drafted = [len(row.draft_ids) for row in batch.rows if row.draft_ids]
         self.work.count(step, int(step.num_single) + len(num_drafted), sum(num_drafted), step_s)
         self._output = self._compute(batch)
@@ -160,9 +157,8 @@ class Device:
         self.last, self.before_s, self.last_s = batch, self.last_s, step_s
         return Launched(device=self, output=self._output, end_s=self._free_s)
 
-    def _step_s(self, number: int, step: StepWork) -> float:
-        step_s = self._latency.step_s(step) * self.slowness
-        return step_s if self._chance is None else self._chance.step_s(number, step_s)
+    def _step_s(self, step: StepWork) -> float:
+        return self._latency.step_s(step) * self.slowness
 
     @property
     def row_limits(self) -> RowLimits:
@@ -186,7 +182,7 @@ class Device:
             if self._shares:
                 ahead = number + 1 - self._num_launched
                 step = windowed_step_of([(1, stop + ahead) for stop in stops], self._shares)
-            step_s = self._step_s(number, step)
+            step_s = self._step_s(step)
             end_s += step_s
             self._steps_s.append(step_s)
             self._ends_s.append(end_s)

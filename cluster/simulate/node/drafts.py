@@ -183,7 +183,8 @@ def kv_term(token_id: int, position: int) -> int:
 
 
 def _share(key: int, number: int) -> float:
-    """A number from 0 to 1, mixed as `cluster.simulate.latency.base.Chance` does it."""
+    """A number from 0 to 1. Mixed as in Steele, Lea and Flood, "Fast splittable pseudorandom number generators"
+    (2014)."""
     state = (key * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03) & _WORD
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _WORD

@@ -103,7 +103,6 @@ class SimulatedWorker:
             shares=spec.shares,
             vocab_size=spec.scheduler.vocab_size,
             thorough=spec.thorough,
-            chance=spec.latency.chance(f"{seed} {worker_id} {incarnation}"),
             host_s=spec.drafter.host_s if spec.drafter is not None else 0.0,
         )
         self.log = EventLog(incarnation, spec.kept_events)

@@ -59,8 +59,8 @@ NARROW = Size("narrow", 350, 7.7)
 _PAGE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
-def page(outcome: SimulationOutcome, summary: Summary, *, command: str, latency: str = "", objective: Objective) -> str:
-    """One page that needs nothing else. `latency` describes the source of step times, if it is not a roofline."""
+def page(outcome: SimulationOutcome, summary: Summary, *, command: str, objective: Objective) -> str:
+    """One page that needs nothing else."""
     samples, records = outcome.samples, outcome.records
     happened = sorted((fault for fault in summary.faults if not fault.passed_over), key=lambda fault: fault.at_s)
     marks = [Mark(fault.at_s, fault.what, str(number)) for number, fault in enumerate(happened, 1)]
@@ -90,7 +90,7 @@ def page(outcome: SimulationOutcome, summary: Summary, *, command: str, latency:
         plots.append(plot(f"{title}: share of requests, %", "ms", _distribution(records, name), log=True, marks=bounds))
     faults = _listed(marks, [fault for fault in summary.faults if fault.passed_over])
     table = summary_table(replace(summary, faults=()))
-    return document("a simulated run", table, command=command, note=latency, parts=[faults, *plots])
+    return document("a simulated run", table, command=command, note="", parts=[faults, *plots])
 
 
 def document(title: str, table: RenderableType, *, command: str, note: str, parts: Sequence[str]) -> str:

@@ -22,9 +22,8 @@ from cluster.config.settings import (
 )
 from cluster.simulate.latency.base import Latency
 from cluster.simulate.latency.hardware import gpu_of, model_of
-from cluster.simulate.latency.registry import StepTimes
-from cluster.simulate.latency.roofline import HOST_S, check_fitted
-from cluster.simulate.latency.shapes import MODELS, Gpu, ModelShape, max_ranks, num_blocks
+from cluster.simulate.latency.roofline import HOST_S, Roofline, check_fitted
+from cluster.simulate.latency.shapes import MODELS, Gpu, ModelShape, num_blocks
 from cluster.simulate.node.worker import Spec
 from cluster.simulate.run.drafters import DraftingDevice, drafter_of
 from cluster.simulate.world.lanes import Cards
@@ -179,34 +178,32 @@ def hardware_spec(
     model: str,
     tp: int,
     dtype: str | None = None,
-    spread: bool = False,
     settings: ClusterConfig | None = None,
     latency: Latency | None = None,
-    times: StepTimes | None = None,
     leaping: bool = True,
     flag: str = "--tp",
     acceptance: Sequence[float] = (),
 ) -> Spec:
-    """Workers of `tp` GPUs each, with the KV cache that fits beside weights of `dtype`. Step times are calibrated
-    (`latency`), or from `times`, by default the roofline. `flag` set `tp`. `acceptance` is that of drafts, if there are
-    any. Raises Misconfigured."""
+    """Workers of `tp` GPUs each, with the KV cache that fits beside weights of `dtype`. Step times are measured
+    (`latency`) or the roofline's. `flag` set `tp`. `acceptance` is that of drafts, if there are any. Raises
+    Misconfigured."""
     settings = settings or read_settings(None, ())
     worker = settings.worker
     card = gpu_of(gpu)
-    shape = _shape(model, dtype, worker, spread=spread)
+    shape = _shape(model, dtype, worker)
     if latency is None:
         check_fitted(gpu, card, model, shape)
     if tp < 1:
         raise Misconfigured(f"{flag} {tp}: give at least 1", param="tp")
     _check_ranks(model, shape, tp, flag)
     shares = () if latency is not None else shape.window_shares  # measured steps have the windows of their model
-    drafter = drafter_of(worker, acceptance, _drafting(gpu, model, card, shape, tp, latency, times))
+    drafter = drafter_of(worker, acceptance, _drafting(card, shape, tp, latency))
     usual_depth = 0 if drafter is not None and drafter.latency is not None else 1
     depth = usual_depth if worker.steps_in_flight is None else worker.steps_in_flight
     blocks = _num_blocks(worker, card, shape, tp, measured=latency is not None)
     if latency is None:
         host_s = 0.0 if depth or drafter is not None else HOST_S
-        latency = (times or StepTimes()).of(gpu, model, card, shape, tp=tp, host_s=host_s)
+        latency = Roofline(gpu=card, model=shape, tp=tp, host_s=host_s)
     layout = shape.layout(worker.block_size)
     host_blocks = _host_blocks(worker, layout)
     return Spec(
@@ -247,31 +244,24 @@ def _host_blocks(worker: WorkerConfig, layout: KVLayout) -> int:
     return host_blocks
 
 
-def _drafting(
-    gpu: str, model: str, card: Gpu, shape: ModelShape, tp: int, latency: Latency | None, times: StepTimes | None
-) -> DraftingDevice:
-    source = times or StepTimes()
-
-    def step_times(name: str | None, drafting: ModelShape) -> Latency:
-        return source.of(gpu, name or model, card, drafting, tp=tp, host_s=0.0)
+def _drafting(card: Gpu, shape: ModelShape, tp: int, latency: Latency | None) -> DraftingDevice:
+    def step_times(drafting: ModelShape) -> Latency:
+        return Roofline(gpu=card, model=drafting, tp=tp)
 
     return DraftingDevice(shape=shape, step_times=None if latency is not None else step_times)
 
 
-def _shape(model: str, dtype: str | None, worker: WorkerConfig, *, spread: bool) -> ModelShape:
+def _shape(model: str, dtype: str | None, worker: WorkerConfig) -> ModelShape:
     """The model as the worker's settings have it. Raises Misconfigured."""
-    shape = model_of(model, dtype, spread=spread, whole_experts=worker.expert_parallel and not spread)
+    shape = model_of(model, dtype, whole_experts=worker.expert_parallel)
     return replace(shape, kv_dtype=worker.kv_dtype, free_windows=worker.free_windows)
 
 
 def _check_ranks(model: str, shape: ModelShape, tp: int, flag: str) -> None:
-    """Raises Misconfigured for a number of GPUs that heads, or experts, cannot be divided by."""
+    """Raises Misconfigured for a number of GPUs that heads cannot be divided by."""
     if shape.splits(tp):
         return
-    possible = f"give one of {', '.join(str(one) for one in range(1, max_ranks(shape) + 1) if shape.splits(one))}"
-    if shape.spread and shape.experts is not None:
-        why = f"--dp-attention shares the {shape.experts.num} experts of {model}"
-        raise Misconfigured(f"{flag} {tp}: {why}: {possible}", param="tp")
+    possible = f"give one of {', '.join(str(one) for one in range(1, shape.heads + 1) if shape.splits(one))}"
     raise Misconfigured(
         f"{flag} {tp}: it must divide the {shape.heads} heads of {model}, and divide its {shape.kv_heads} key/value "
         f"heads or be a multiple of them: {possible}",
@@ -286,7 +276,7 @@ def _num_blocks(worker: WorkerConfig, card: Gpu, shape: ModelShape, tp: int, *, 
     if num is not None and measured:
         if num > MAX_BLOCKS:
             raise Misconfigured(
-                f"worker.num_blocks = {num:,}: give as many as the calibrated workers had, at most {MAX_BLOCKS:,}",
+                f"worker.num_blocks = {num:,}: give as many as the measured workers had, at most {MAX_BLOCKS:,}",
                 param="worker.num_blocks",
             )
         return num

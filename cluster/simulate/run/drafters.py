@@ -20,11 +20,10 @@ _EXAMPLE = "--acceptance 0.7,0.6,0.5"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftingDevice:
-    """The served model, and the step times of another one, by name, or of a head of it (None), on the worker's GPUs;
-    None where times are calibrated."""
+    """The served model, and the step times of others on the worker's GPUs; None if the worker's are measured."""
 
     shape: ModelShape
-    step_times: Callable[[str | None, ModelShape], Latency] | None
+    step_times: Callable[[ModelShape], Latency] | None
 
 
 def parse_acceptance(text: str | None) -> tuple[float, ...]:
@@ -79,12 +78,11 @@ def _latency(mode: SpeculateMode, device: DraftingDevice) -> Latency:
     Misconfigured."""
     if device.step_times is None:
         raise Misconfigured(
-            f"--speculate {mode.kind}: --calibration has no steps of a draft model or head: choose ngram or "
-            "suffix, or leave --calibration out",
+            f"--speculate {mode.kind}: no steps of a draft model or head were measured: choose ngram or suffix",
             param="speculate",
         )
     if mode.kind == "model":
-        return device.step_times(mode.path, model_of(mode.path))
+        return device.step_times(model_of(mode.path))
     if mode.kind not in HEADS:
         raise Misconfigured(
             f"--speculate {mode.kind}: its heads are not simulated: choose ngram, suffix, model:NAME, eagle:PATH or "
@@ -93,4 +91,4 @@ def _latency(mode: SpeculateMode, device: DraftingDevice) -> Latency:
         )
     shape = device.shape
     experts = None if shape.experts is None else replace(shape.experts, num_dense_layers=0)
-    return device.step_times(None, replace(shape, layers=1, experts=experts, windows=()))
+    return device.step_times(replace(shape, layers=1, experts=experts, windows=()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -71,19 +70,6 @@ def test_no_more_blocks_are_simulated_than_fit_beside_the_weights() -> None:
     assert call(*SMALL, "--set", "worker.num_blocks=6668").exit_code == 0
     assert call(*SMALL, "--set", "worker.num_blocks=6669", "--tp", "2").exit_code == 0
     assert "weights alone need 141 GB" in refused("--set", "worker.num_blocks=100", "--model", "llama-3-70b")
-
-
-def test_a_calibrated_worker_has_the_blocks_that_are_set_whatever_gpu_it_is_priced_as(tmp_path: Path) -> None:
-    """How much memory the measured machine had, nobody told."""
-    file = tmp_path / "steps.json"
-    steps = [{"rows": [[1, context]] * rows, "seconds": 0.01 + 0.001 * rows} for rows in (1, 4) for context in (9, 99)]
-    file.write_text(json.dumps(steps))
-    calibrated = *SMALL, "--calibration", str(file)
-    assert call(*calibrated, "--set", "worker.num_blocks=6669").exit_code == 0
-    error = call(*calibrated, "--set", "worker.num_blocks=100000000").exception
-    assert str(error) == (
-        "worker.num_blocks = 100,000,000: give as many as the calibrated workers had, at most 4,000,000"
-    )
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,8 @@ from workers.kv.blocks import BlockPool
 def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures, page, events = tmp_path / "run.json", tmp_path / "run.html", tmp_path / "events.log"
     monkeypatch.setattr("sys.argv", ["baton", "simulate", "--workload", "tenants"])  # its page names the command
-    steps = [{"rows": [[1, context]] * rows, "seconds": 0.01 + 0.001 * rows} for rows in (1, 4) for context in (9, 99)]
-    (tmp_path / "steps.json").write_text(json.dumps(steps))
     kept = "--json", str(figures), "--html", str(page), "--events", str(events)
-    answer(*SMALL, "--ttft-ms", "50", "--calibration", str(tmp_path / "steps.json"), *kept)
-    assert json.loads(figures.read_text())["calibration"]["num_points"] == 4
+    answer(*SMALL, "--ttft-ms", "50", *kept)
     (run,) = json.loads(figures.read_text())["runs"]
     assert run["cluster"]["decode"] == 1
     assert run["figures"]["report"]["num_completed"] == 30
@@ -43,7 +40,6 @@ def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path, monkeyp
     assert not re.search(r"\de-\d", html), "nobody waits: the axis still has round numbers"
     assert "http" not in html
     assert "ITL" in html
-    assert "calibrated on 4 steps: off by 0.0% on average" in html
     assert not re.search(r"\bnan\b", html)
 
 
@@ -254,7 +250,6 @@ def test_a_soak_goes_on_after_a_bug_and_prints_its_traceback(monkeypatch: pytest
         (("--decode-tp", "1,2"), "--decode-tp 1,2: 2 clusters: give"),
         (("--set", "pools.decode_tp=3"), "--decode-tp 3: it must divide the 32 heads of llama-3-8b"),
         (("--lane-gbps", "0"), "--lane-gbps 0: give the gigabits a second"),
-        (("--latency", "tables"), "--latency tables: choose one of roofline, aiconfigurator"),
         (("--dtype", "int3"), "--weights int3: choose one of bfloat16, fp8, fp8_block, int8, int4"),
         (("--gpu", "a100", "--dtype", "fp8"), "no FP8: give one of h100, h200, b200"),
         (("--set", "worker.dtype=float32"), "worker.dtype = 'float32': simulated KV is bfloat16"),
@@ -282,7 +277,6 @@ def test_a_soak_goes_on_after_a_bug_and_prints_its_traceback(monkeypatch: pytest
         ),
         (("--workload", ""), "--workload '': choose one of poisson"),
         (("--config", "none"), "--config none: No such file or directory: correct the path"),
-        (("--calibration", "none"), "--calibration none: No such file or directory: correct the path"),
         (("--host-kv-gib", "1e-6"), "--host-kv-gib 1e-06"),
         (("--decode", "some"), "--decode some"),
         (("--sweep",), "--ttft-ms"),
@@ -339,8 +333,8 @@ def test_two_flags_do_not_write_one_file(tmp_path: Path) -> None:
     file.write_text("[]")
     said = str(call(*SMALL, "--json", str(file), "--html", str(tmp_path / "." / "run.json")).exception)
     assert said == f"--html {file}: --json writes that file: give another path"
-    said = str(call(*SMALL, "--events", str(file), "--calibration", str(file)).exception)
-    assert said == f"--events {file}: --calibration reads that file: give another path"
+    said = str(call("--events", str(file), "--trace", str(file)).exception)
+    assert said == f"--events {file}: --trace reads that file: give another path"
     assert file.read_text() == "[]"
     answer(*SMALL, "--json", os.devnull, "--html", os.devnull)
 
@@ -422,14 +416,6 @@ def test_paths_that_cannot_be_are_told_with_their_flag(tmp_path: Path) -> None:
         assert str(error).startswith(f"{flag} {path}: ")
 
 
-def test_a_calibration_without_steps_is_told_with_its_file(tmp_path: Path) -> None:
-    (tmp_path / "steps.json").write_text("[]")
-    said = str(call(*SMALL, "--calibration", str(tmp_path / "steps.json")).exception)
-    assert said.startswith(
-        f"--calibration {tmp_path / 'steps.json'}: there is no measured step in it; give a JSON list"
-    )
-
-
 def test_a_file_of_a_real_cluster_can_be_given_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text('model = "/none"\nport = 9\n[worker]\ndevice = "cpu"\ndtype = "bfloat16"\n')
@@ -444,9 +430,9 @@ def test_as_many_requests_are_asked_as_were_asked_for() -> None:
 def test_a_run_that_never_began_leaves_no_files_and_no_empty_ones(tmp_path: Path) -> None:
     kept, lost = tmp_path / "kept.log", tmp_path / "lost.json"
     kept.write_text("what an earlier run wrote")
-    wrong = tmp_path / "run.json"
+    wrong = tmp_path / "trace.jsonl"
     wrong.write_text('{"runs": []}')
-    for flags in (("--calibration", str(wrong)), ("--decode", "1:3")):
+    for flags in (("--trace", str(wrong)), ("--decode", "1:3")):
         result = call(*flags, "--events", str(kept), "--json", str(lost))
         assert isinstance(result.exception, Misconfigured)
         assert "KeyError" not in str(result.exception)

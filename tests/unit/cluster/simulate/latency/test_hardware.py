@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.simulation import published
-from cluster.simulate.latency.aiconfigurator import Aiconfigurator
 from cluster.simulate.latency.base import step_of
 from cluster.simulate.latency.hardware import gpu_of, model_of, read_model
 from cluster.simulate.latency.roofline import Roofline
@@ -19,7 +16,7 @@ from cluster.simulate.latency.shapes import FP8_BLOCK, GPUS, MODELS
 from cluster.simulate.run.config import hardware_spec, read_settings
 from cluster.simulate.world.lanes import Cards, hosts_of
 from protos.errors import Misconfigured, UnsupportedModel
-from tests.unit.cluster.simulate.asking import SMALL, answer, call
+from tests.unit.cluster.simulate.asking import SMALL, answer
 from workers.kv.groups import with_windows
 from workers.models.config import read_config
 
@@ -179,7 +176,7 @@ def test_keys_and_values_of_8_bits_leave_room_for_others_and_are_read_sooner() -
 def test_latents_of_8_bits_are_refused_by_name() -> None:
     settings = read_settings(None, ("worker.kv_dtype=int8",))
     with pytest.raises(UnsupportedModel, match="kv_dtype is int8: this model caches latents"):
-        hardware_spec(gpu="h100", model="deepseek-v3", tp=16, spread=True, settings=settings)
+        hardware_spec(gpu="h100", model="deepseek-v3", tp=16, settings=settings)
 
 
 def test_pools_have_gpus_of_their_own(tmp_path: Path) -> None:
@@ -230,100 +227,11 @@ def test_kv_takes_the_time_of_the_cards_or_of_nvlink(tmp_path: Path) -> None:
     assert linked < usual
 
 
-class LinearTables:
-    """Every product takes a microsecond a token and attention one for each position, so that sums are easy."""
-
-    def __init__(self) -> None:
-        self.num_asked = 0
-        self.context = self.generation = self
-
-    def others_s(self, num_tokens: int, num_rows: int) -> float:
-        self.num_asked += 1
-        return num_tokens * 1e-6
-
-    def attention_s(self, num_rows: int, num_tokens: int, num_before: int = 0) -> float:
-        self.num_asked += 1
-        return num_rows * (num_tokens + num_before) * 1e-6
-
-
-def test_measured_times_are_interpolated_and_each_is_looked_up_once() -> None:
-    tables: Any = LinearTables()
-    latency = Aiconfigurator(tables, host_s=0.5)
-    plain = [step_of([(1, context)] * 13) for context in range(1000, 1100)]
-    assert [latency.step_s(step) for step in plain] == [
-        pytest.approx(0.5 + 13e-6 + 13 * context * 1e-6) for context in range(1000, 1100)
-    ]
-    assert tables.num_asked < 10
-    mixed = step_of([(1, 500), (1, 700), (300, 1300)])
-    assert latency.step_s(mixed) == pytest.approx(0.5 + 302e-6 + 1200e-6 + 1300e-6)
-
-
-def test_without_the_package_its_installation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
-    monkeypatch.setitem(sys.modules, "aiconfigurator_core.sdk", None)
-    result = call(*SMALL, "--latency", "aiconfigurator")
-    assert isinstance(result.exception, Misconfigured)
-    assert ".venv/bin/pip install -e '.[aiconfigurator]' in Baton's checkout" in result.exception.message
-
-
-def test_times_of_measured_kernels_are_near_those_of_the_roofline_in_a_simulation(tmp_path: Path) -> None:
-    pytest.importorskip("aiconfigurator_core", reason="needs the extra: aiconfigurator")
-    file, means = tmp_path / "run.json", []
-    for source in ("roofline", "aiconfigurator"):
-        answer(*SMALL, "--latency", source, "--json", str(file))
-        document = json.loads(file.read_text())
-        assert document["latency"] == source
-        figures = document["runs"][0]["figures"]
-        assert figures["cluster"].endswith("times of aiconfigurator") is (source == "aiconfigurator")
-        means.append(figures["report"]["tpot_s"]["mean"])
-    assert means[0] == pytest.approx(means[1], rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("--model", "deepseek-v3", "--gpu", "h200", "--tp", "16"), "give at most 8, or --latency roofline"),
-        (("--gpu", "mine.toml"), "mine.toml: --latency aiconfigurator has figures of a100, h100, h200, b200"),
-        (("--model", "config.json"), "config.json: --latency aiconfigurator has figures of llama-3-8b"),
-    ],
-)
-def test_what_was_not_measured_is_refused(
-    arguments: tuple[str, ...], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("aiconfigurator_core", reason="needs the extra: aiconfigurator")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.toml").write_text('like = "h100"')
-    written(tmp_path, LLAMA)
-    result = call(*SMALL, "--latency", "aiconfigurator", *arguments)
-    assert isinstance(result.exception, Misconfigured)
-    assert named in result.exception.message
-
-
 def test_a_rooflines_parts_are_its_whole() -> None:
     roofline = Roofline(gpu=GPUS["h200"], model=MODELS["deepseek-v3"], tp=8)
     step = step_of([(1, 4000)] * 64 + [(512, 2048)])
     assert roofline.step_s(step) == pytest.approx(roofline.parts(step).total())
     assert roofline.model.dtype == FP8_BLOCK
-
-
-def test_experts_in_parallel_reach_what_was_published_where_tensor_parallelism_does_not() -> None:
-    """SGLang on H100 hosts, prompts of 2,000 tokens: 52,300 prompt tokens a second and host of 4, and 22,300 answer
-    tokens a second and host of 9 (lmsys.org/blog/2025-05-05-large-scale-ep). Its experts are not as evenly used."""
-
-    def tokens_per_s(num_gpus: int, rows: int, computed: int, *, spread: bool) -> float:
-        spec = hardware_spec(gpu="h100", model="deepseek-v3", tp=num_gpus, spread=spread)
-        step = step_of([(computed, 2000)] * rows * num_gpus)
-        return computed * rows * 8 / spec.latency.step_s(step)
-
-    assert 52_300 < tokens_per_s(32, 8, 2000, spread=True) < 1.5 * 52_300
-    assert 22_300 < tokens_per_s(64, 256, 1, spread=True) < 1.5 * 22_300
-    assert tokens_per_s(32, 8, 2000, spread=False) < 52_300 / 2
-
-
-def test_experts_in_parallel_decode_as_deepseeks_own_cluster_did() -> None:
-    """Its prefill is a mean over hours of little load, too, and over uneven experts."""
-    assert published.DEEPSEEK_DECODE.simulated() == pytest.approx(14_800, rel=0.05)
-    assert 73_700 < published.DEEPSEEK_PREFILL.simulated() < 2 * 73_700
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
@@ -361,45 +269,6 @@ def test_latents_are_counted_as_the_engine_counts_them(tmp_path: Path) -> None:
     engine = read_config(tmp_path).kv_layout(block_size=16, dtype="bfloat16")
     assert model_of(path).layout(16) == engine
     assert engine.block_bytes == 16 * 61 * 576 * 2
-
-
-def test_requests_that_are_spread_are_kept_once_and_weights_on_every_gpu() -> None:
-    model = model_of("deepseek-v3", spread=True)
-    assert model.kept_bytes(32) == model.kv_bytes
-    assert model.held_bytes(32) == pytest.approx(654e9 + 32 * 17e9, rel=0.01)
-    one, many = (hardware_spec(gpu="h200", model="deepseek-v3", tp=tp, spread=True) for tp in (8, 32))
-    assert many.num_blocks > 5 * one.num_blocks, "the experts take less of each GPU"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("--model", "llama-3-8b"), "--dp-attention with --model llama-3-8b: it has no experts to share"),
-        (
-            ("--model", "deepseek-v3", "--gpu", "h200", "--tp", "24"),
-            "shares the 256 experts of deepseek-v3: give one of 1",
-        ),
-        (
-            ("--model", "deepseek-v3", "--gpu", "h200", "--tp", "8", "--latency", "aiconfigurator"),
-            "leave one of both out",
-        ),
-    ],
-)
-def test_experts_that_cannot_be_shared_are_refused(arguments: tuple[str, ...], named: str) -> None:
-    result = call(*SMALL, "--dp-attention", *arguments)
-    assert isinstance(result.exception, Misconfigured)
-    assert named in result.exception.message
-
-
-def test_a_simulation_with_experts_in_parallel_says_so(tmp_path: Path) -> None:
-    file = tmp_path / "run.json"
-    flags = "--model", "deepseek-v3", "--gpu", "h200", "--tp", "16", "--dp-attention"
-    said = call(*SMALL, *flags, "--json", str(file)).stderr
-    (run,) = json.loads(file.read_text())["runs"]
-    assert run["cluster"]["dp_attention"] is True
-    assert "attention of its own" in run["figures"]["cluster"]
-    assert "--dp-attention" not in said
-    assert "--dp-attention shares its experts alone" in call(*SMALL, *flags[:-1]).stderr
 
 
 @pytest.mark.parametrize(

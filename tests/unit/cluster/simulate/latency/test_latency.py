@@ -1,18 +1,15 @@
-"""The latency models: figures that anybody can check, and a calibration that finds what its points were made from."""
+"""The latency models: figures that anybody can check."""
 
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 from benchmarks.simulation.step_errors import BEGIN, END, NOTES, read, table
-from cluster.simulate.latency.base import Calibrated, StepWork, step_of
-from cluster.simulate.latency.calibration import NOTHING, MeasuredStep, calibrate, read_points
+from cluster.simulate.latency.base import StepWork, step_of
 from cluster.simulate.latency.fitted import FITTED
 from cluster.simulate.latency.roofline import HOST_S, Roofline
 from cluster.simulate.latency.shapes import GPUS, MODELS, num_blocks
@@ -134,131 +131,3 @@ def test_host_work_shows_where_no_step_is_in_flight() -> None:
         ).latency.step_s(DECODE)
 
     assert step_s("worker.steps_in_flight=0") == pytest.approx(step_s() + HOST_S)
-
-
-def test_a_calibration_finds_the_coefficients_and_says_how_well_it_fits() -> None:
-    truth = Calibrated(base_s=0.003, row_s=1e-4, token_s=2e-5, read_s=1e-7, attended_s=0.0, request_s=0.005)
-    shapes = [(tokens, before, rows) for tokens in (1, 64, 500) for before in (0, 900) for rows in (1, 4, 16)]
-    steps = [step_of([(tokens, tokens + before)] * rows) for tokens, before, rows in shapes]
-    points = [MeasuredStep(step=step, seconds=truth.step_s(step)) for step in steps]
-    first_tokens = [
-        MeasuredStep(step=one.step, seconds=one.seconds + truth.request_s, num_requests=1) for one in points
-    ]
-    found = calibrate([*points, *first_tokens])
-    assert found.request_s == pytest.approx(truth.request_s)
-    assert found.error is not None
-    assert found.error < 1e-6
-    assert [found.step_s(step) for step in steps] == pytest.approx([truth.step_s(step) for step in steps])
-
-
-def test_a_calibration_is_right_on_average_whatever_single_steps_scatter_by_and_whatever_stood_still() -> None:
-    """Steps that take half or twice as long, one in a hundred that stalls, and one during which nothing moved for a
-    minute."""
-    truth, draw = Calibrated(base_s=0.003, row_s=2e-4, token_s=3e-5, read_s=0.0, attended_s=0.0), random.Random(0)
-    steps = [step_of([(tokens, tokens)] * rows) for tokens in (1, 1, 1, 200) for rows in range(1, 9)] * 40
-    seconds = [truth.step_s(step) * draw.choice((0.5, 0.75, 0.75, 1.0, 2.0)) for step in steps]
-    seconds[7::100] = [one + 0.2 for one in seconds[7::100]]
-    seconds[7] += 60.0
-    rests = [MeasuredStep(step=NOTHING, seconds=draw.choice((0.004, 0.008)), num_requests=1) for _ in range(200)]
-    found = calibrate([*(MeasuredStep(step=a, seconds=b) for a, b in zip(steps, seconds, strict=True)), *rests])
-    assert [found.step_s(step) for step in steps] == pytest.approx([truth.step_s(step) for step in steps], rel=0.08)
-    assert found.request_s == pytest.approx(0.006, rel=0.05)
-    assert found.error is not None
-    assert found.error < 0.08, "what single steps scatter by is no error"
-    assert found.spread == pytest.approx(0.51, abs=0.05)
-    chance = found.chance("a device")
-    assert chance is not None
-    drawn = [chance.step_s(number, 0.005) for number in range(2000)]
-    assert drawn == [chance.step_s(number, 0.005) for number in range(2000)]
-    usual, stalled = ([one for one in drawn if (one > 0.05) is is_long] for is_long in (False, True))
-    assert fmean(usual) == pytest.approx(0.005, rel=0.05)
-    assert (min(usual), max(usual)) == pytest.approx((0.0025, 0.01), rel=0.1)
-    mean_s = fmean(truth.step_s(step) for step in steps)
-    assert len(stalled) / len(drawn) == pytest.approx(0.01 * 0.005 / mean_s, rel=0.5)
-
-
-def test_no_coefficient_is_negative_however_noisy_the_steps() -> None:
-    steps = [step_of([(1, 100)] * rows) for rows in range(1, 9)]
-    falling = [MeasuredStep(step=step, seconds=0.01 / step.num_rows) for step in steps]
-    found = calibrate(falling)
-    assert min(found.base_s, found.row_s, found.token_s, found.read_s, found.attended_s) >= 0
-    assert found.error is not None
-    assert found.worst is not None
-    assert found.worst > found.error > 0
-
-
-def test_a_fit_that_could_not_miss_does_not_say_that_it_is_right() -> None:
-    one = MeasuredStep(step=step_of([(100, 100)]), seconds=0.01)
-    assert calibrate([one]).error is None
-    assert "too few points to know its error" in str(calibrate([one] * 3))
-    assert "calibrated on 1 step:" in str(calibrate([one]))
-
-
-def test_measured_steps_are_read_from_a_file_and_mistakes_are_named(tmp_path: Path) -> None:
-    file = tmp_path / "steps.json"
-    file.write_text(json.dumps([{"rows": [[1, 10], [8, 8]], "seconds": 0.5}]))
-    (point,) = read_points(file)
-    assert (point.step.num_rows, point.step.num_tokens, point.step.num_read, point.seconds) == (2, 9, 18, 0.5)
-    at_a_rate = {"workload": {"concurrency": None}, "figures": {}}
-    for wrong, told in (
-        ("[{}]", r"steps\.json"),
-        ("a = 1", "it is not JSON"),
-        (json.dumps(at_a_rate), "--concurrency"),
-    ):
-        file.write_text(wrong)
-        with pytest.raises(Misconfigured, match=told):
-            read_points(file)
-    with pytest.raises(Misconfigured, match=r"nowhere\.json: No such file"):
-        read_points(tmp_path / "nowhere.json")
-
-
-def test_figures_of_a_bench_are_steps_too(tmp_path: Path) -> None:
-    def ran(at_once: int) -> list[MeasuredStep]:
-        file = tmp_path / f"{at_once}.json"
-        figures = {
-            "num_completed": 10, "num_prompt_tokens": 1000, "num_output_tokens": 400,
-            "ttft_s": {"mean": 0.2}, "tpot_s": {"mean": 0.01},
-        }  # fmt: skip
-        file.write_text(json.dumps({"figures": figures, "workload": {"concurrency": at_once}}))
-        return read_points(file)
-
-    token, prompt = ran(1)
-    assert (token.step.num_tokens, token.step.num_read, token.seconds) == (1, 120, 0.01)
-    assert (prompt.step.num_tokens, prompt.step.num_rows, prompt.seconds) == (100, 1, 0.2)
-    assert (token.num_requests, prompt.num_requests) == (0, 1)
-    (four,) = ran(4)
-    others_tokens = 3 * 100 / 40  # a step: three prompts are read while one answer of 40 is written
-    assert (four.step.num_rows, four.step.num_tokens) == (4, 4 + others_tokens)
-
-
-def test_a_profile_of_a_bench_is_its_steps(tmp_path: Path) -> None:
-    """Two workers at once; a step is all that its engine did for it; a tick that launched nothing is none's. And what
-    requests that were alone took beside their steps."""
-
-    def spans(pid: int, start: int, rows: int) -> list[dict[str, object]]:
-        told = {"step": 1, "num_rows": rows, "num_tokens": 8 * rows, "num_read": 80 * rows, "num_attended": 600 * rows}
-        parts = [
-            ("tick", 0, 100, {}),
-            ("plan", 100, 50, {}),
-            ("launch", 150, 700, told),
-            ("apply", 900, 80, told),
-            ("tell", 980, 20, {}),
-        ]
-        return [
-            {"name": name, "ph": "X", "ts": start + ts, "dur": dur, "pid": pid, "tid": 0, "args": args}
-            for name, ts, dur, args in parts
-        ]
-
-    idle = {"name": "tick", "ph": "X", "ts": 0, "dur": 100, "pid": 1, "tid": 0, "args": {}}
-    events = [{"name": "process_name", "ph": "M", "pid": 1}, idle, *spans(2, 4500, 3), *spans(1, 4000, 2)]
-    events += spans(1, 10000, 1)
-    for number, (begin, first, end) in enumerate(((3900, 5600, 8000), (4100, 5700, 7000), (9500, 14000, 15000))):
-        times = (("b", begin), ("n", first), ("e", end))
-        events += [{"name": "request", "cat": "request", "id": number, "ph": ph, "ts": ts} for ph, ts in times]
-    (tmp_path / "profile.json").write_text(json.dumps({"traceEvents": events}))
-    assert read_points(tmp_path / "profile.json") == [
-        MeasuredStep(step=StepWork(2, 16, 160, 1200), seconds=0.001),
-        MeasuredStep(step=StepWork(3, 24, 240, 1800), seconds=0.001),
-        MeasuredStep(step=StepWork(1, 8, 80, 600), seconds=0.001),
-        MeasuredStep(step=NOTHING, seconds=0.0035, num_requests=1),
-    ]

@@ -109,21 +109,6 @@ def test_figures_tell_the_settings_that_made_them(tmp_path: Path) -> None:
     assert "processes" not in found["settings"]
 
 
-def test_a_report_says_what_its_times_were_calibrated_on(tmp_path: Path) -> None:
-    """It said GPU and model alone, as if the times were theirs."""
-    file, figures, page = tmp_path / "my [machine].json", tmp_path / "run.json", tmp_path / "run.html"
-    steps = [{"rows": [[1, context]] * rows, "seconds": 0.01 + 0.001 * rows} for rows in (1, 4) for context in (9, 99)]
-    file.write_text(json.dumps(steps))
-    told = answer(*SMALL, "--calibration", str(file), "--json", str(figures), "--html", str(page))
-    said = "times calibrated on my [machine].json; sizes and prices of GPU h100, model llama-3-8b"
-    found = json.loads(figures.read_text())
-    assert found["calibration"]["files"] == [str(file)]
-    for report in (told, page.read_text(), found["runs"][0]["figures"]["cluster"]):
-        assert f"1P+1D tp1 slo, {said}" in " ".join(report.split())
-    swept = answer(*SMALL, "--calibration", str(file), "--sweep", "--decode", "1,2", "--ttft-ms", "90000")
-    assert said in " ".join(swept.split())
-
-
 @pytest.mark.parametrize(
     ("usd", "told"),
     [

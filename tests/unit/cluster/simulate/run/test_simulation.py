@@ -15,12 +15,11 @@ import pytest
 
 from cluster.bench.report import Objective
 from cluster.bench.workload import PrefixSpan
-from cluster.simulate.latency.base import Calibrated
 from cluster.simulate.node.itl import Gaps
 from cluster.simulate.node.worker import SimulatedWorker
 from cluster.simulate.results.report import summarise
 from cluster.simulate.run.config import simulated_router
-from cluster.simulate.run.simulation import SimulationOutcome, simulate
+from cluster.simulate.run.simulation import simulate
 from cluster.simulate.world.clock import VirtualLoop, run_virtually
 from cluster.simulate.world.faults import Fault
 from cluster.simulate.world.lanes import Cards, Lanes
@@ -92,26 +91,6 @@ def test_leaps_change_no_event_where_workers_are_alike_and_decisions_close(
     config = replace(config, router=replace(config.router, policy=policy), spec=replace(config.spec, depth=depth))
     leaping = simulate(replace(config, spec=replace(config.spec, leaping=True)), asked)
     assert leaping.fingerprint == simulate(config, asked).fingerprint
-
-
-def test_leaps_change_nothing_of_steps_that_scatter() -> None:
-    asked = sessions("conversations", num=20, rate=12.0)
-    ratios = (0.5, 0.75, 0.75, 1.0, 2.0)
-    latency = Calibrated(base_s=0.004, row_s=1e-4, token_s=2e-5, read_s=0.0, attended_s=0.0, ratios=ratios)
-    latency = replace(latency, stalls_s=(0.03, 0.09), stalls_per_s=1.0)
-    config = town(prefill=1, decode=1)
-
-    def run(leaping: bool, latency: Calibrated) -> SimulationOutcome:
-        return simulate(replace(config, spec=replace(config.spec, latency=latency, leaping=leaping)), asked)
-
-    leaping, stepping = (run(leaps, latency) for leaps in (True, False))
-    assert leaping.fingerprint == stepping.fingerprint
-    assert leaping.itl_s == stepping.itl_s
-    even = run(True, replace(latency, ratios=(), stalls_s=(), stalls_per_s=0.0))
-    assert leaping.itl_s is not None
-    assert even.itl_s is not None
-    assert leaping.itl_s.mean == pytest.approx(1.06 * even.itl_s.mean, rel=0.1)
-    assert leaping.itl_s.p90 > 1.3 * even.itl_s.p90
 
 
 def test_blocks_come_back_from_host_memory_as_they_were_and_leaps_change_nothing_of_it() -> None:

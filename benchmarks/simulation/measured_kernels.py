@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from cluster.simulate.latency.base import StepWork
 from cluster.simulate.latency.shapes import BFLOAT16, FP8_BLOCK
 from protos.errors import Misconfigured
-from protos.hints import extra_command
 
 BACKEND = "trtllm"
 """The library whose kernels were measured: aiconfigurator's default."""
@@ -27,8 +26,6 @@ CHECKPOINTS = {
     "qwen3-32b": "Qwen/Qwen3-32B",
     "deepseek-v3": "deepseek-ai/DeepSeek-V3",
 }
-MAX_TP = 8
-"""The tables have no all-reduce between hosts: aiconfigurator computes it."""
 ATTENTION = ("context_attention", "context_mla_block", "generation_attention", "generation_mla_block")
 LOGITS = ("context_logits_gemm", "generation_logits_gemm")
 POINTS = sorted({round(2 ** (number / 4)) for number in range(4 * 25)})
@@ -109,9 +106,6 @@ class Aiconfigurator:
             taken_s += self._prefill.at(num_prompts, tokens, before + 1)
         return taken_s
 
-    def chance(self, key: str) -> None:
-        """No variation: all steps of a shape take the same time."""
-
 
 class _Grid:
     """Interpolates `exact` linearly between grid points whose distance is proportional to their size. Caches its
@@ -158,18 +152,8 @@ def _compile(gpu: str, model: str, tp: int, dtype: str, backend: str) -> Any:
         sdk = import_module("aiconfigurator_core.sdk")
     except ImportError as error:
         raise Misconfigured(
-            "--latency aiconfigurator: NVIDIA's package of measured kernels is not installed: "
-            f"{extra_command('aiconfigurator')}, or leave out --latency: the built-in roofline is fitted to it",
-            param="latency",
+            "NVIDIA's package of measured kernels is not installed: .venv/bin/pip install aiconfigurator-core==0.12.0"
         ) from error
-    _check("--gpu", gpu, SYSTEMS)
-    _check("--model", model, CHECKPOINTS)
-    if tp > MAX_TP:
-        raise Misconfigured(
-            f"--tp {tp}: --latency aiconfigurator has no measured all-reduce between hosts: give at most {MAX_TP}, or "
-            "--latency roofline",
-            param="tp",
-        )
     weights = None if dtype == FP8_BLOCK else dtype
     experts = {"moe_tp_size": tp, "moe_ep_size": 1, "moe_quant_mode": weights} if model == "deepseek-v3" else {}
     logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
@@ -182,18 +166,5 @@ def _compile(gpu: str, model: str, tp: int, dtype: str, backend: str) -> Any:
         engine.predict_decode_latency(1, 1024)
     except Exception as error:  # the package has many types of its own
         why = str(error).partition(" at /")[0]
-        raise Misconfigured(
-            f"--latency aiconfigurator: it has no figures of {model} ({dtype}) on {tp} x {gpu}: {why}: give another "
-            "--gpu, --tp or --dtype, or --latency roofline",
-            param="latency",
-        ) from error
+        raise Misconfigured(f"there are no figures of {model} ({dtype}) on {tp} x {gpu}: {why}") from error
     return engine
-
-
-def _check(flag: str, name: str, known: Iterable[str]) -> None:
-    if name not in known:
-        raise Misconfigured(
-            f"{flag} {name}: --latency aiconfigurator has figures of {', '.join(known)}: give one of them, or "
-            "--latency roofline",
-            param=flag.removeprefix("--"),
-        )
