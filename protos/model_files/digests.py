@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from protos.model_files.base import ModelFiles
+from protos.model_files.plain import open_plain, read_plain
 from protos.model_files.templates import chat_templates
 from protos.values import ModelDigests
 
@@ -40,7 +41,7 @@ def _weights(files: ModelFiles) -> str:
 def _sampled(path: Path) -> Iterable[bytes]:
     size = path.stat().st_size
     yield f"{path.name} {size}".encode()
-    with path.open("rb", buffering=0) as file:
+    with open_plain(path) as file:
         for number in range(SAMPLES):
             file.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
             yield file.read(SAMPLE_BYTES)
@@ -53,7 +54,7 @@ def _tokenizer(files: ModelFiles) -> str:
     config = dict(files.json("tokenizer_config.json") or {})
     config.pop("chat_template", None)
     paths = [path for name in TOKENIZERS if (path := files.path / name).is_file()]
-    return _digest([json.dumps(config, sort_keys=True).encode(), *(path.read_bytes() for path in paths)])
+    return _digest([json.dumps(config, sort_keys=True).encode(), *(read_plain(path) for path in paths)])
 
 
 def _digest(parts: Iterable[bytes]) -> str:

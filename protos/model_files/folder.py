@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protos.errors import BadCheckpoint
-from protos.hints import lfs_pointer, unusable
+from protos.model_files.plain import read_object, read_plain, read_text
 from protos.model_files.text_part import text_part
 from protos.model_files.tokenizers.converted import has_other_tokenizer, other_tokenizer
 from protos.model_files.tokenizers.special_tokens import token_id, with_named
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_BYTES = 2**27
-"""Bytes of a file without weights."""
 TEMPLATES = "additional_chat_templates"
 _OTHERS = ("output*.safetensors", "gptq_model*.safetensors")  # of exllamav2 and AutoGPTQ, without an index
 
@@ -78,42 +72,3 @@ class FolderFiles:
         for path in self.weight_files():
             digest.update(f"{path.name} {path.stat().st_size}".encode())
         return digest.hexdigest()
-
-
-def read_plain(path: Path, most: int = MAX_BYTES) -> bytes:
-    """The content of a file of a checkpoint, which is a stranger's: a link to a device would never end, a FIFO would
-    never begin. Raises OSError, and BadCheckpoint for what is no plain file or has more than `most` bytes."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise BadCheckpoint(f"{path} is a device, a FIFO or a socket: put a plain file there, or remove it")
-        if len(content := file.read(most + 1)) > most:
-            raise BadCheckpoint(f"{path} has more than {most:,} bytes, which no such file has: download it again")
-    return content
-
-
-def read_text(path: Path) -> str | None:
-    """None where there is no such file. Raises BadCheckpoint."""
-    try:
-        return read_plain(path).decode()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise BadCheckpoint(f"{path}: {unusable(error)}") from error
-    except ValueError as error:
-        raise BadCheckpoint(f"{path} is not UTF-8 ({error}): download it again") from error
-
-
-def read_object(path: Path, most: int = MAX_BYTES) -> dict[str, Any] | None:
-    """The JSON object in a file, None where there is no file. Raises BadCheckpoint when it is damaged."""
-    try:
-        data = json.loads(read_plain(path, most).decode())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise BadCheckpoint(f"{path}: {unusable(error)}") from error
-    except (ValueError, RecursionError) as error:
-        damage = f"{path} is not valid JSON ({error}): download it again"
-        raise BadCheckpoint(lfs_pointer(path) or damage) from error
-    if not isinstance(data, dict):
-        raise BadCheckpoint(f"{path} must hold a JSON object, it holds a {type(data).__name__}: download it again")
-    return data

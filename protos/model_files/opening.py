@@ -11,6 +11,7 @@ from protos.model_files.base import ModelFiles
 from protos.model_files.folder import FolderFiles
 from protos.model_files.gguf.files import GGUFFiles
 from protos.model_files.gguf.reader import MAGIC, first_shard
+from protos.model_files.plain import open_plain
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)  # meta-llama/Llama-3.1-8B
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
@@ -45,7 +46,7 @@ def is_gguf(path: Path) -> bool:
     if path.suffix.lower() == ".gguf":
         return True
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False

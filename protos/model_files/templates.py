@@ -6,7 +6,8 @@ from typing import Any
 
 from protos.errors import BadCheckpoint
 from protos.model_files.base import ModelFiles
-from protos.model_files.folder import TEMPLATES, read_text
+from protos.model_files.folder import TEMPLATES
+from protos.model_files.plain import read_text
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 

@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from protos.errors import BadCheckpoint, InvalidRequest, Misconfigured
 from protos.model_files.base import ModelFiles
-from protos.model_files.folder import read_text
+from protos.model_files.plain import read_text
 from protos.model_files.templates import DEFAULT, TOOL_USE, chat_templates
 from router.text import reasoning
 from router.text.control import ControlTexts, Marks, Rendered

@@ -17,12 +17,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-
 from protos.errors import BadCheckpoint, UnsupportedModel
-from protos.hints import lfs_pointer, listed, suggested, unusable
+from protos.hints import listed, suggested
+from protos.model_files.plain import open_plain
 from protos.model_files.text_part import text_name
 from workers.adapters.peft_config import CONFIG, PeftConfig, read_peft_config
+from workers.checkpoint.safetensors import open_tensors
 from workers.checkpoint.source import FLOATS
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class AdapterFiles:
 
     @contextmanager
     def read(self) -> Iterator[AdapterTensors]:
-        with _opened(self.folder / WEIGHTS, "pt") as tensors:
+        with open_tensors(self.folder / WEIGHTS, framework="pt") as tensors:
             yield AdapterTensors(tensors)
 
 
@@ -101,7 +101,7 @@ def read_adapter(
             f"{folder}: this model takes no adapters: transformers computes its layers. Merge the adapter into the "
             "model with PEFT's merge_and_unload"
         )
-    with _opened(file, "numpy") as tensors:
+    with open_tensors(file, framework="numpy") as tensors:
         modules = _modules(file, list(tensors.keys()), config)
         num_bytes = 0
         for module in modules.values():
@@ -188,25 +188,11 @@ def _check_shapes(file: Path, module: AdaptedModule, served: Mapping[str, Module
     return total
 
 
-@contextmanager
-def _opened(file: Path, framework: str) -> Iterator[Any]:
-    """Raises BadCheckpoint."""
-    try:
-        opened = safe_open(file, framework=framework, device="cpu")
-    except PermissionError as error:
-        raise BadCheckpoint(f"{file}: {unusable(error)}") from error
-    except (SafetensorError, OSError) as error:
-        damage = f"{file} is truncated or damaged ({error}): download it again"
-        raise BadCheckpoint(lfs_pointer(file) or damage) from error
-    with opened as tensors:
-        yield tensors
-
-
 def _digest(*files: Path) -> str:
     digest = blake2b(digest_size=16, person=b"baton-adapter")
     for path in files:
         digest.update(path.stat().st_size.to_bytes(8, "little"))
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
     return digest.hexdigest()

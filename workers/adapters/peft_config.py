@@ -13,7 +13,7 @@ from pathlib import Path
 
 from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.model_files.fields import Fields
-from protos.model_files.folder import read_object
+from protos.model_files.plain import read_object
 from workers.adapters.pattern_matches import bounded_matches
 
 log = logging.getLogger("baton.worker")

@@ -14,6 +14,7 @@ from protos.errors import BadCheckpoint
 from protos.hints import lfs_pointer, unusable
 from protos.model_files.fields import Fields
 from protos.model_files.folder import INDEX, SINGLE, FolderFiles
+from protos.model_files.plain import open_plain
 from protos.model_files.text_part import has_text_part, is_other_part, text_name
 from workers.checkpoint.source import StoredTensor, WeightSource
 from workers.checkpoint.stacked import unstacked
@@ -58,7 +59,7 @@ def open_safetensors(folder: Path, *, framework: str = "pt", as_stored: bool = F
     with ExitStack() as files:
         tensors: dict[str, Any] = {}
         for name in _weight_files(folder):
-            file = files.enter_context(_open(folder / name, framework=framework))
+            file = files.enter_context(open_tensors(folder / name, framework=framework))
             stored: list[str] = file.keys()
             tensors |= {key: file.get_slice(key) for key in stored}
         if as_stored:
@@ -85,11 +86,13 @@ def _of_decoder(tensors: dict[str, Any], tied: bool) -> dict[str, Any]:
     return tensors
 
 
-def _open(file: Path, *, framework: str) -> Any:
+def open_tensors(file: Path, *, framework: str) -> Any:
+    """The context of an open safetensors file. Raises BadCheckpoint."""
     try:
+        open_plain(file).close()
         return safe_open(file, framework=framework, device="cpu")
     except FileNotFoundError:
-        raise BadCheckpoint(f"{file} is missing: download the checkpoint's shard again") from None
+        raise BadCheckpoint(f"{file} is missing: download it again") from None
     except PermissionError as error:
         raise BadCheckpoint(f"{file}: {unusable(error)}") from error
     except (SafetensorError, OSError) as error:

@@ -14,6 +14,7 @@ from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.hints import lfs_pointer, unusable
 from protos.model_files.gguf.metadata import Cursor, Metadata
 from protos.model_files.gguf.types import TENSOR_TYPES, UNSERVED_TYPES, BlockFormat
+from protos.model_files.plain import open_plain
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -119,7 +120,7 @@ class _Header:
 
 def _mapped(path: Path) -> mmap:
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             return mmap(file.fileno(), 0, access=ACCESS_READ)
     except FileNotFoundError:
         raise BadCheckpoint(f"{path} is missing: download the model's shard again") from None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from protos.errors import BadCheckpoint
 from protos.hints import lfs_pointer
+from protos.model_files.plain import read_plain, read_text
 from protos.model_files.tokenizers.byte_level import tekken_tokenizer, tiktoken_tokenizer, vocab_tokenizer
 from protos.model_files.tokenizers.sentencepiece import sentencepiece_tokenizer
 from protos.model_files.tokenizers.special_tokens import Read
@@ -26,7 +27,7 @@ def other_tokenizer(folder: Path, read: Read) -> str | None:
     if model.is_file():
         if pointer := lfs_pointer(model):
             raise BadCheckpoint(pointer)
-        return sentencepiece_tokenizer(model.read_bytes(), config, added, str(model))
+        return sentencepiece_tokenizer(read_plain(model), config, added, str(model))
     tekken = read("tekken.json")
     if tekken is not None:
         return tekken_tokenizer(tekken, str(folder / "tekken.json"))
@@ -34,6 +35,6 @@ def other_tokenizer(folder: Path, read: Read) -> str | None:
     if ranks.is_file():
         if pointer := lfs_pointer(ranks):
             raise BadCheckpoint(pointer)
-        return tiktoken_tokenizer(ranks.read_bytes().decode("ascii", "replace"), config, str(ranks))
-    merges = (folder / "merges.txt").read_text(encoding="utf-8")
+        return tiktoken_tokenizer(read_plain(ranks).decode("ascii", "replace"), config, str(ranks))
+    merges = read_text(folder / "merges.txt") or ""
     return vocab_tokenizer(read("vocab.json") or {}, merges, config, added, str(folder / "vocab.json"))

@@ -8,10 +8,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-
 from protos.errors import BadCheckpoint
-from workers.checkpoint.safetensors import SafetensorsSource
+from protos.model_files.plain import open_plain
+from workers.checkpoint.safetensors import SafetensorsSource, open_tensors
 from workers.checkpoint.source import StoredTensor, WeightSource
 
 if TYPE_CHECKING:
@@ -52,10 +51,7 @@ def open_head(path: str, rename: Callable[[str], str], *, framework: str = "pt")
     tensors: dict[str, Any] = {}
     with ExitStack() as files:
         for file in found:
-            try:
-                opened = files.enter_context(safe_open(file, framework=framework, device="cpu"))
-            except (SafetensorError, OSError) as error:
-                raise BadCheckpoint(f"{file} is truncated or damaged ({error}): download it again") from error
+            opened = files.enter_context(open_tensors(file, framework=framework))
             tensors |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         yield RenamedSource(SafetensorsSource(tensors), rename)
 
@@ -64,7 +60,7 @@ def digest_of(path: str) -> str:
     """Of config.json and the tensors: heads of which it is equal make the same KV."""
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted([*Path(path).glob("*.safetensors"), Path(path) / "config.json"]):
-        with file.open("rb") as opened:
+        with open_plain(file) as opened:
             while part := opened.read(2**20):
                 digest.update(part)
     return digest.hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -154,6 +155,17 @@ def test_quantised_weights_are_refused(tmp_path: Path, tensors: Tensors) -> None
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModel, match=r"'lm_head\.weight' is stored as F8_E4M3"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
+def test_weights_that_would_never_begin_are_refused(name: str, tmp_path: Path) -> None:
+    write_config(tmp_path)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(BadCheckpoint, match="FIFO"):
+        load_model(tmp_path if name == "model.safetensors" else tmp_path / name)
+    (tmp_path / "linked").symlink_to(tmp_path / name)
+    with pytest.raises(BadCheckpoint, match="FIFO"):
+        load_model(tmp_path / "linked")
 
 
 def test_unused_tensors_are_reported_and_known_leftovers_are_not(
