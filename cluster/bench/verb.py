@@ -40,7 +40,7 @@ from cluster.bench.workload import (
     without_arrivals,
 )
 from cluster.cli import options
-from cluster.cli.admin_client import DEFAULT_URL, ServedModel, find_model, get_json, open_client
+from cluster.cli.admin_client import DEFAULT_URL, GatewayUrl, ServedModel, find_model, get_json, open_client
 from protos.errors import BatonError, Misconfigured
 from protos.hints import counted, unusable
 
@@ -112,7 +112,7 @@ class BenchTarget:
 
 def bench(
     context: typer.Context,
-    url: Annotated[str, typer.Option(help="URL of an OpenAI-compatible server.")] = DEFAULT_URL,
+    url: GatewayUrl = DEFAULT_URL,
     model: Annotated[str, typer.Option(help="A served model. Default: the first one.")] = "",
     rate: Annotated[float | None, typer.Option(help="Requests a second, Poisson arrivals (open loop).")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Requests at once (closed loop). Default: 8.")] = None,

@@ -17,6 +17,7 @@ from protos.errors import BatonError, Misconfigured, NotFound, Unavailable, erro
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT = httpx.Timeout(10.0)
 
+GatewayUrl = Annotated[str, typer.Option("--url", envvar="BATON_URL", help="URL of a gateway.")]
 AdminKey = Annotated[
     str,
     typer.Option("--api-key", envvar="BATON_ADMIN_KEY", help="An administrator's key, where the gateway needs one."),

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from cluster.cli.admin_client import (
     DEFAULT_URL,
+    GatewayUrl,
     ServedModel,
     error_of,
     find_model,
@@ -36,7 +37,7 @@ _TIMEOUT = httpx.Timeout(10.0, read=600.0)
 
 
 def chat(
-    url: Annotated[str, typer.Option(help="URL of a gateway or another OpenAI-compatible server.")] = DEFAULT_URL,
+    url: GatewayUrl = DEFAULT_URL,
     model: Annotated[str, typer.Option(help="A served model. Default: the first one.")] = "",
     system: Annotated[str, typer.Option(metavar="TEXT", help="System message at the start of the conversation.")] = "",
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the model's own.")] = None,

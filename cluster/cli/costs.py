@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client
 from cluster.cli.tables import Sheet
 from protos.errors import Misconfigured
 from protos.hints import usd_figure
@@ -27,7 +27,6 @@ By = Annotated[str, typer.Option(help=f"Groups, comma-separated: {', '.join(GROU
 Since = Annotated[str, typer.Option(help="How far back, as 90m, 24h, 7d or 4w; or a date, as 2026-01-31 (UTC).")]
 Until = Annotated[str, typer.Option(help="The end of the time, as --since; a date is its first second. Default: now.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
-Url = Annotated[str, typer.Option(help="URL of a gateway.")]
 
 
 def usage(
@@ -35,7 +34,7 @@ def usage(
     since: Since = "24h",
     until: Until = "",
     as_csv: AsCsv = False,
-    url: Url = DEFAULT_URL,
+    url: GatewayUrl = DEFAULT_URL,
     api_key: AdminKey = "",
 ) -> None:
     """Show who used how many tokens."""
@@ -50,7 +49,7 @@ def costs(
     since: Since = "24h",
     until: Until = "",
     as_csv: AsCsv = False,
-    url: Url = DEFAULT_URL,
+    url: GatewayUrl = DEFAULT_URL,
     api_key: AdminKey = "",
 ) -> None:
     """Show what is charged, beside what it costs; the idle rest is a row of its own."""

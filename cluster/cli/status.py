@@ -13,7 +13,7 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client
 from cluster.cli.tables import Sheet
 from kvtransfer.reshard import EIGHT_BITS
 from protos.hints import byte_count, counted
@@ -37,7 +37,7 @@ Held = Sequence[tuple[str, Mapping[str, Any] | None]]
 
 
 def status(
-    url: Annotated[str, typer.Option(help="URL of a gateway.")] = DEFAULT_URL,
+    url: GatewayUrl = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="The gateway's whole reply, as JSON.")] = False,
     kv: Annotated[bool, typer.Option("--kv", help="Only KV: every ticket, lane and block tier.")] = False,
     api_key: AdminKey = "",

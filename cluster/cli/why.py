@@ -13,7 +13,7 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client, request_json
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client, request_json
 from cluster.cli.change.decisions import capacity_view
 from cluster.cli.tables import Sheet
 from protos.errors import Misconfigured
@@ -45,7 +45,7 @@ def why(
     request: Annotated[
         str, typer.Argument(metavar="REQUEST", help="The x-baton-request-id of an answer, or its id.")
     ] = "",
-    url: Annotated[str, typer.Option(help="URL of the gateway that gave the answer.")] = DEFAULT_URL,
+    url: GatewayUrl = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="The gateway's whole reply, as JSON.")] = False,
     api_key: AdminKey = "",
     capacity: Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl
 from cluster.doctor.examination import Examination, Finding, LaneProbe, LaneSpeed, Severity
 from cluster.doctor.gather import examine
 from cluster.doctor.rules import findings
@@ -17,7 +17,7 @@ from protos.hints import counted
 
 
 def doctor(
-    url: Annotated[str, typer.Option(help="URL of a gateway.")] = DEFAULT_URL,
+    url: GatewayUrl = DEFAULT_URL,
     redis: Annotated[str, typer.Option(help="Redis to examine, as in --index.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Findings and measurements, as JSON.")] = False,
     probe: Annotated[bool, typer.Option(help="Move KV over the lanes and compare the answers.")] = True,

@@ -144,15 +144,12 @@ def test_members_find_the_certificates_that_settings_name(whole: Rendered) -> No
     for name in ("gateway", "controller", *POOLS):
         mounts = {one["mountPath"] for one in whole.containers[name]["volumeMounts"]}
         assert {str(Path(flag.partition("=")[2]).parent) for flag in named} <= mounts, name
-    for pool in POOLS:
-        variables = {one["name"]: one.get("value") for one in whole.containers[pool]["env"]}
-        assert variables["GATEWAY_URL"] == "https://gateway"
-        assert variables["SSL_CERT_FILE"] == "/etc/baton-tls/ca.crt"
 
 
 def test_a_model_is_fetched_where_it_is_read(whole: Rendered) -> None:
     for name in ("gateway", *POOLS):
         [fetch] = whole.templates[name]["spec"]["initContainers"]
+        assert fetch["image"] == whole.containers[name]["image"], name
         assert "--local-dir /cache/model" in fetch["command"][-1], name
         assert whole.templates[name]["spec"]["securityContext"]["fsGroup"] == 10001, "or it could not write"
         mounts = {one["mountPath"]: one for one in whole.containers[name]["volumeMounts"]}

@@ -109,9 +109,8 @@ class RayHosts:
         command = pool_group(POOLS[number])["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"][
             "command"
         ]
-        own = {"POD_IP": self.hosts.address(number), "GATEWAY_URL": self.gateway.url}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        hook = self._run(number, "env", f"PATH={path}", *(f"{name}={value}" for name, value in own.items()), *command)
+        hook = self._run(number, "env", f"PATH={path}", *command)
         assert hook.wait(GRACE_S) == 0, f"the preStop hook of {POOLS[number]}"
         self.hosts.lose(number, signal.SIGTERM)
         self.hosts.lose(number)

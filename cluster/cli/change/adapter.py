@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client, request_json
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client, request_json
 from protos.errors import Misconfigured, Unavailable
 from protos.hints import byte_count
 
@@ -26,7 +26,7 @@ def adapter(
     verb: Annotated[AdapterVerb, typer.Argument(help="load NAME PATH, unload NAME, or list.")],
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="The model's name in requests.")] = "",
     path: Annotated[str, typer.Argument(metavar="[PATH]", help="The adapter's folder on the workers' machines.")] = "",
-    url: Annotated[str, typer.Option(help="URL of a gateway.")] = DEFAULT_URL,
+    url: GatewayUrl = DEFAULT_URL,
     api_key: AdminKey = "",
 ) -> None:
     """Load, unload or list the LoRA adapters of a running cluster. A loaded one is a model of every API at once;

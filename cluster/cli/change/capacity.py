@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client, request_json
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client, request_json
 from cluster.cli.change.drain import printer
 from cluster.cli.status import fleet_words, planner_words
 from cluster.config.settings import paths_of, setting
@@ -23,7 +23,6 @@ from protos.values import WorkerRole
 PERIOD_S = 0.25
 
 Change = Mapping[str, Any]
-Url = Annotated[str, typer.Option(help="URL of a gateway.")]
 Why = Annotated[str, typer.Option("--why", help="The reason, for the list of changes.")]
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Return when the change is recorded, before it is reached.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait; the change goes on after that.")]
@@ -31,7 +30,7 @@ Timeout = Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to w
 
 def scale(
     counts: Annotated[list[str], typer.Argument(metavar="ROLE=COUNT...", help="As prefill=2 decode=3.")],
-    url: Url = DEFAULT_URL,
+    url: GatewayUrl = DEFAULT_URL,
     why: Why = "",
     no_wait: NoWait = False,
     timeout_s: Timeout = 600.0,
@@ -46,7 +45,7 @@ def scale(
 def flip(
     worker_id: Annotated[str, typer.Argument(metavar="WORKER", help="Its name in `baton status`.")],
     role: Annotated[str, typer.Argument(metavar="ROLE", help="prefill or decode.")],
-    url: Url = DEFAULT_URL,
+    url: GatewayUrl = DEFAULT_URL,
     why: Why = "",
     no_wait: NoWait = False,
     timeout_s: Timeout = 600.0,
@@ -67,7 +66,7 @@ def roll(
     ] = None,
     surge: Annotated[int, typer.Option(min=0, max=64, help="Workers of each pool that start before others end.")] = 1,
     abort: Annotated[bool, typer.Option("--abort", help="Go back from the roll that is under way.")] = False,
-    url: Url = DEFAULT_URL,
+    url: GatewayUrl = DEFAULT_URL,
     why: Why = "",
     no_wait: NoWait = False,
     timeout_s: Timeout = 3600.0,

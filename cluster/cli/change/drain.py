@@ -1,22 +1,26 @@
 """`baton drain WORKER`: a worker takes no new work, its requests migrate or finish, and then its process ends.
 
-`baton drain --host ADDRESS` drains every worker of a host or pod that is about to end.
+`baton drain --here` drains every worker of a machine or pod that is about to end.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import typer
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client, request_json
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client, request_json
+from cluster.supervision.rank_starter import MODULE, has_ended
 from protos.errors import DeadlineExceeded, Misconfigured, NotFound
 from protos.hints import listed
-from protos.listening import host_of
 from router.fleet.worker import SUCCESSOR_S
 
 PERIOD_S = 0.25
@@ -26,13 +30,10 @@ Worker = Mapping[str, Any]
 
 def drain(
     worker_id: Annotated[str, typer.Argument(metavar="[WORKER]", help="Its name in `baton status`.")] = "",
-    host: Annotated[
-        str,
-        typer.Option(
-            "--host", metavar="ADDRESS", help="Drain every worker at this address, before its host or pod ends."
-        ),
-    ] = "",
-    url: Annotated[str, typer.Option(help="URL of a gateway.")] = DEFAULT_URL,
+    here: Annotated[
+        bool, typer.Option("--here", help="Drain every worker of this machine or pod, by a signal and without a key.")
+    ] = False,
+    url: GatewayUrl = DEFAULT_URL,
     replaced: Annotated[
         bool, typer.Option("--replaced", help="Also wait until its successor is ready: one step of a rolling restart.")
     ] = False,
@@ -42,29 +43,41 @@ def drain(
     api_key: AdminKey = "",
 ) -> None:
     """Drain a worker and wait until it has ended. Running requests move with their KV to other workers."""
-    if bool(worker_id) == bool(host):
-        raise Misconfigured("drain: give either a worker, or --host ADDRESS for every worker there")
+    if bool(worker_id) == here:
+        raise Misconfigured("drain: give either a worker, or --here for every worker of this machine")
+    if here:
+        return _drain_here(timeout_s, printer())
     with open_client(url, api_key) as client:
-        if host:
-            leaving = _workers_at(client, host)
-            if not leaving:
-                typer.echo(f"no worker is at {host}")
-        else:
-            leaving = [_named(client, worker_id)]
-        for worker in leaving:
-            request_json(client, f"/admin/workers/{worker['worker_id']}/drain", "POST")
-        for worker in leaving:
-            _wait(
-                client, worker["worker_id"], _incarnation(worker),
-                replaced=replaced, timeout_s=timeout_s, show=printer(),
-            )  # fmt: skip
+        worker = _named(client, worker_id)
+        request_json(client, f"/admin/workers/{worker_id}/drain", "POST")
+        _wait(client, worker_id, _incarnation(worker), replaced=replaced, timeout_s=timeout_s, show=printer())
 
 
-def _workers_at(client: httpx.Client, host: str) -> list[Worker]:
-    """Drained workers that may still have work."""
-    workers = get_json(client, "/admin/status")["workers"]
-    here = (worker for worker in workers if host_of(worker["address"]) == host)
-    return [worker for worker in here if worker["state"] in ("ready", "draining")]
+def _drain_here(timeout_s: float, show: Callable[[str], None]) -> None:
+    """Signals rank 0 of every worker of this machine. Raises DeadlineExceeded."""
+    leaving, deadline = dict(_leaders()), time.monotonic() + timeout_s
+    if not leaving:
+        show("no worker is here")
+    for pid in leaving.values():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    for worker_id, pid in leaving.items():
+        while not has_ended(pid):
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"after {timeout_s:g} s: {worker_id} drains on, in process {pid}")
+            time.sleep(PERIOD_S)
+        show(f"{worker_id} has left")
+
+
+def _leaders() -> Iterator[tuple[str, int]]:
+    """Workers in this network namespace, with the processes of their ranks 0."""
+    here = os.stat("/proc/self/ns/net").st_ino
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended, or belongs to another user
+            command = (entry / "cmdline").read_text().split("\0")
+            worker_id, _, rank = Path(command[-2] if MODULE in command else "").name.rpartition(".")
+            if rank == "0" and (entry / "ns" / "net").stat().st_ino == here:
+                yield worker_id.rpartition(".")[0], int(entry.name)
 
 
 def _named(client: httpx.Client, worker_id: str) -> Worker:

@@ -15,7 +15,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, get_json, open_client
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client
 from cluster.cli.change.decisions import weighed_table
 from cluster.planner.config import limits_of
 from cluster.planner.planner import Planner, PlannerSettings, SightsNow, reported
@@ -42,7 +42,7 @@ def plan(
     ] = None,
     attainment: Annotated[float | None, typer.Option(min=0, max=1, help="Share of requests to meet it.")] = None,
     window_s: Annotated[float, typer.Option("--for", min=5, max=60, help="Seconds of load to decide from.")] = 60.0,
-    url: Annotated[str, typer.Option(help="URL of a gateway.")] = DEFAULT_URL,
+    url: GatewayUrl = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="The decision, as JSON.")] = False,
     api_key: AdminKey = "",
 ) -> None:

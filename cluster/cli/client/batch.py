@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from cluster.cli.admin_client import DEFAULT_URL, no_answer, open_client, raise_for_error, request_json
+from cluster.cli.admin_client import DEFAULT_URL, GatewayUrl, no_answer, open_client, raise_for_error, request_json
 from protos.errors import BatonError, Misconfigured
 from protos.hints import unusable
 from router.files.records import ENDED, WINDOW, WINDOWS
@@ -46,7 +46,7 @@ def batch(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace answers and errors of an earlier run.")
     ] = False,
-    url: Annotated[str, typer.Option(help="URL of a gateway.")] = DEFAULT_URL,
+    url: GatewayUrl = DEFAULT_URL,
     api_key: ApiKey = "",
 ) -> None:
     """Run a file of requests when the workers have room, and write their answers beside it."""

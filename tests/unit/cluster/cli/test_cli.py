@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from cluster import entry
@@ -312,3 +313,14 @@ def test_ctrl_c_while_the_command_is_imported_is_quiet(monkeypatch: pytest.Monke
     with pytest.raises(SystemExit) as ended:
         entry.main()
     assert ended.value.code == 130
+
+
+def test_every_command_that_calls_a_gateway_reads_its_url_from_one_variable() -> None:
+    asking: list[str] = []
+    for name in VERBS:
+        commands: Any = typer.main.get_command(make_app([name]))
+        for option in commands.commands[name].params:
+            if option.name == "url":
+                asking.append(name)
+                assert option.envvar == "BATON_URL", name
+    assert {"status", "scale", "drain", "chat", "bench", "doctor", "batch"} <= set(asking)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from cluster.cli.change import drain as verb
 from cluster.cli.main import make_app
+from cluster.supervision.rank_starter import end_process, has_ended, start_process
 from protos.errors import DeadlineExceeded, Misconfigured, NotFound
 from protos.values import WorkerLoad, WorkerRole
 from tests.unit.cluster.cli.test_status import info
@@ -93,22 +97,25 @@ async def test_a_worker_that_is_not_there_is_named() -> None:
     assert fleet.drained == []
 
 
-async def test_every_worker_of_a_host_that_ends_is_drained_and_no_other() -> None:
-    """What a pod does before it ends: it knows its own address only."""
-    here = Worker(worker_id="prefill-0", address="10.0.0.7:9000", info=INFO)
-    gone = replace(here, worker_id="decode-1", state="drained")
-    fleet = Crew(here, replace(here, worker_id="decode-0", address="10.0.0.71:9000"), gone)
-    result = await drain(fleet, "--host", "10.0.0.7", "--timeout", "0")
-    assert fleet.drained == ["prefill-0"]
-    assert isinstance(result.exception, DeadlineExceeded)  # this fleet's workers never leave
-    fleet = Crew(gone)
-    result = await drain(fleet, "--host", "10.0.0.7")
-    assert (result.exit_code, result.stdout) == (0, "no worker is at 10.0.0.7\n")
-    assert fleet.drained == []
+async def test_every_worker_of_this_machine_is_drained_without_a_gateway_or_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod had the administrator's key for this."""
+    pid = start_process(tmp_path, "decode-0.7.0", os.environ, lock="", contact_s=0.0)
+    follower = start_process(tmp_path, "decode-0.7.1", os.environ, lock="", contact_s=0.0)
+    leaders = dict(verb._leaders())
+    assert leaders["decode-0"] == pid
+    assert follower not in leaders.values()
+    monkeypatch.setattr(verb, "_leaders", lambda: {"decode-0": pid}.items())  # others run on this machine, too
+    result = await asyncio.to_thread(CliRunner().invoke, make_app(["drain"]), ["drain", "--here", "--timeout", "60"])
+    assert result.exit_code == 0, result.output
+    assert "decode-0 has left" in result.stdout.splitlines()
+    assert has_ended(pid)
+    assert not has_ended(follower), "it ends with its rank 0"
+    end_process(tmp_path, "decode-0.7.1", follower)
 
 
-@pytest.mark.parametrize("flags", [(), ("decode-0", "--host", "10.0.0.7")])
-async def test_a_worker_or_a_host_is_named(flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("flags", [(), ("decode-0", "--here")])
+async def test_a_worker_or_this_machine_is_named(flags: tuple[str, ...]) -> None:
     result = await drain(Crew(READY), *flags)
     assert isinstance(result.exception, Misconfigured)
-    assert "--host ADDRESS" in str(result.exception)
