@@ -36,11 +36,11 @@ def conversation_of(body: OllamaChatBody) -> list[Template]:
         shown: Template = {"role": role}
         if not isinstance(calls := message.get("tool_calls"), list | None):
             raise wrong(f"{where}.tool_calls", calls, "a list of objects")
-        if not calls or message.get("content"):
+        if not calls or message.get("content") not in ("", None):
             shown["content"] = "" if message.get("content") in ("", None) else text_in(message, "content", where)
         if message.get("tool_name") is not None:
             shown["name"] = text_in(message, "tool_name", where)
-        if message.get("thinking"):
+        if message.get("thinking") not in ("", None):
             shown["reasoning_content"] = text_in(message, "thinking", where)
         if role == "tool" and waiting:
             shown["tool_call_id"] = waiting.pop(0)

@@ -39,7 +39,7 @@ def conversation_of(body: InputBody, ignored: Ignored) -> list[Template]:
     for where, item in parts_in(body.input, "input"):
         kind = item.get("type", "message")
         if kind == "reasoning":
-            thoughts += _texts(item.get("content") or [], f"{where}.content")
+            thoughts += _texts([] if item.get("content") is None else item["content"], f"{where}.content")
             continue
         if kind == "function_call":
             _assistant(messages, thoughts).setdefault("tool_calls", []).append(_call(item, where))

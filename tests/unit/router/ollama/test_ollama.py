@@ -136,6 +136,16 @@ async def test_a_number_of_tokens_out_of_range_is_refused(num_predict: int, mess
     assert "num_predict" in refused.json()["error"]
 
 
+@pytest.mark.parametrize("name", ["content", "thinking", "tool_name"])
+async def test_a_number_is_no_text(name: str) -> None:
+    call = {"function": {"name": "now", "arguments": {}}}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call], name: 0}]
+    async with asking(**TOOLED) as (http, _):
+        refused = await http.post("/api/chat", json={"model": "tiny", "messages": turns})
+    assert refused.status_code == 400
+    assert f"'messages[1].{name}'" in refused.json()["error"]
+
+
 async def test_a_silent_stream_has_its_head_and_no_other_line() -> None:
     computed = asyncio.Event()
 

@@ -236,6 +236,7 @@ async def test_where_only_a_skipped_tool_is_allowed_none_is_called() -> None:
         ({"input": []}, "'input'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "'input[0]'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image: this model reads text"),
+        ({"input": [{"type": "reasoning", "content": 0}, {"role": "user", "content": "a"}]}, "'input[0].content'"),
         ({"input": [{"role": "robot", "content": ""}]}, "'input[0].role'"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "'input[0].arguments'"),
         ({"tool_choice": "required"}, "'tool_choice' is required and there are no tools"),
