@@ -193,11 +193,11 @@ def num_cores() -> int:
 
 
 def spin_briefly() -> None:
-    """For a rank whose threads share cores with others: its idle threads sleep after polling `NUM_SPINS` times.
+    """Torch's idle threads sleep after polling `NUM_SPINS` times, as those of the CPU kernels do (threads.cpp).
 
-    GNU's OpenMP, which torch and the CPU kernels use, otherwise polls 300,000 times, 8 to 20 ms, at each end of a
-    parallel region, on a core that the awaited thread may need: steps took 23 times as long beside two busy processes.
-    Call it before torch is imported, which reads the variable once; a value set by the user is kept.
+    GNU's OpenMP, which torch uses, otherwise polls 300,000 times, 8 to 20 ms, at each end of a parallel region, on a
+    core that the kernels' threads or another process may need. Call it before torch is imported, which reads the
+    variable once; a value set by the user is kept.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", str(NUM_SPINS))
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.engine.cpu_formats prepare FOLDER --llama-python PY    once
     python -m benchmarks.engine.cpu_formats measure FOLDER --vllm-python PY --llama-python PY --json figures.json
+    python -m benchmarks.engine.cpu_formats measure FOLDER --only bfloat16 --neighbour    beside a busy process
 
 In each round every engine of a group computes every workload once; the median of the rounds counts. Groups follow one
 another, so that one peer at a time is in memory. Baton in bfloat16 is in every group: machines change within minutes.
@@ -12,8 +13,9 @@ from __future__ import annotations
 import os
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -116,6 +118,7 @@ def measure_all(
     only: Annotated[list[str] | None, typer.Option(help="Groups whose name has this.")] = None,
     loads_named: Annotated[list[str] | None, typer.Option("--load", help="Loads of this name.")] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Rounds.")] = 3,
+    neighbour: Annotated[bool, typer.Option(help="Keep the last core busy with another process meanwhile.")] = False,
     tiny: bool = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -146,14 +149,26 @@ def measure_all(
                     name = f"{group.peer.removesuffix('.py')} {peer.version.strip()}"
                     turns[f"{name}, {count} threads"] = some, peer.round
             rounds: dict[str, list[list[EngineRun]]] = {name: [] for name in turns}
-            for _ in range(repeat):
-                for name, (_, turn) in turns.items():
-                    rounds[name].append(turn())
+            with busy_core() if neighbour else nullcontext():
+                for _ in range(repeat):
+                    for name, (_, turn) in turns.items():
+                        rounds[name].append(turn())
             found += [(group, name, turns[name][0], runs) for name, runs in rounds.items()]
         machines.append(measure(num_threads))
         figures = [one for part in found for one in figures_of(*part, folder, machines)]
         show(figures, machines)
         write_figures(json_file, machine=asdict(best_of(machines)), figures=[asdict(one) for one in figures])
+
+
+@contextmanager
+def busy_core() -> Iterator[None]:
+    """Another process computes on the last of this process's cores."""
+    program = f"import os\nos.sched_setaffinity(0, [{max(os.sched_getaffinity(0))}])\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", program]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def peer_process(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | (environment or {}),
+        env={name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"} | dict(environment or {}),
         start_new_session=True,
     ) as process:
         try:

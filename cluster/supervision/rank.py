@@ -213,10 +213,8 @@ def _claim(orders: RankSpec) -> Cores:
         num_threads = os.environ.get("OMP_NUM_THREADS", "")
         if not num_threads.isdigit():
             num_threads = os.environ["OMP_NUM_THREADS"] = str(num_cores())
-        cores = claim_cores(int(num_threads), binding, rank)
-        if not cores.cpus:
-            spin_briefly()
-        return cores
+        spin_briefly()
+        return claim_cores(int(num_threads), binding, rank)
     import torch
 
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):

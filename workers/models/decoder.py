@@ -112,7 +112,8 @@ class Decoder:
             normed_TE, _ = self._norm.add(delta_TE, stream_TE)
             inputs.taps.states[len(self._layers)] = normed_TE
             return self._head.logits(normed_TE[rows])
-        normed_RE, _ = self._norm.add(delta_TE[rows], stream_TE[rows])
+        # `index_select`, as indexing wakes torch's threads for a few rows
+        normed_RE, _ = self._norm.add(delta_TE.index_select(0, rows), stream_TE.index_select(0, rows))
         return self._head.logits(normed_RE)
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:

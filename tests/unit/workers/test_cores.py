@@ -146,13 +146,13 @@ def test_that_cores_do_not_suffice_is_said_once_a_worker(caplog: pytest.LogCaptu
     [
         ("cpu", "1", "off", None, str(NUM_SPINS)),
         ("cpu", "1", "off", "7", "7"),
-        ("cpu", "1", "0", None, None),
+        ("cpu", "1", "0", None, str(NUM_SPINS)),
         ("cpu", None, "off", None, str(NUM_SPINS)),  # as of `baton worker`
         pytest.param("auto", None, "off", None, str(NUM_SPINS), marks=pytest.mark.skipif(HAS_GPU, reason="has a GPU")),
     ],
 )
-def test_threads_without_cores_of_their_own_do_not_spin_on_those_of_others(
-    device: str, threads: str | None, bound: str, said: str | None, spins: str | None
+def test_a_ranks_idle_threads_spin_briefly(
+    device: str, threads: str | None, bound: str, said: str | None, spins: str
 ) -> None:
     """In a process of its own: OpenMP reads how long to spin when torch is imported, so that must come later."""
     program = (

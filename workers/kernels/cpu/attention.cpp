@@ -14,6 +14,7 @@
 
 #include "attention.h"
 #include "attention_rounded.h"
+#include "threads.h"
 
 #ifdef __AVX512BF16__
 #include "transpose.h"
@@ -314,13 +315,10 @@ template <typename T>
 void attend(const T* q, const T* k_cache, const T* v_cache, T* out, const Batch& batch, const Shape& shape,
             int num_threads) {
     const std::vector<Tile> tiles = paged::cut(batch, shape, most_queries, 1);
-    const int64_t num_tiles = int64_t(tiles.size());
-#pragma omp parallel num_threads(num_threads) if (num_tiles > 1)
-    {
+    threads::share(int64_t(tiles.size()), num_threads, [&](threads::Pieces& pieces) {
         Worker<T> worker(shape, paged::most_tokens(tiles) * shape.group());
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_tiles; i++) worker.run(tiles[i], q, k_cache, v_cache, out);
-    }
+        for (int64_t i; (i = pieces.take()) >= 0;) worker.run(tiles[i], q, k_cache, v_cache, out);
+    });
 }
 
 }  // namespace

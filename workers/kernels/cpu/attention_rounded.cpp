@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention_rounded.h"
+#include "threads.h"
 
 namespace {
 
@@ -289,13 +290,10 @@ class RoundedWorker {
 template <typename E, typename T>
 void attend(const T* q, const Cache& cache, T* out, const Batch& batch, const Shape& shape, int num_threads) {
     const std::vector<Tile> tiles = paged::cut(batch, shape, most_queries, 1);
-    const int64_t num_tiles = int64_t(tiles.size());
-#pragma omp parallel num_threads(num_threads) if (num_tiles > 1)
-    {
+    threads::share(int64_t(tiles.size()), num_threads, [&](threads::Pieces& pieces) {
         RoundedWorker<E> worker(shape, paged::most_tokens(tiles) * shape.group());
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_tiles; i++) worker.run(tiles[i], q, cache, out);
-    }
+        for (int64_t i; (i = pieces.take()) >= 0;) worker.run(tiles[i], q, cache, out);
+    });
 }
 
 template <typename T>

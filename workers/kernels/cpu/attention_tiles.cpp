@@ -15,6 +15,7 @@
 #include "attention_decode.h"
 #include "attention_rounded.h"
 #include "softmax.h"
+#include "threads.h"
 #include "transpose.h"
 
 #ifdef HAS_TILES
@@ -278,13 +279,11 @@ void attend(const bfloat16* q, const bfloat16* k_cache, const bfloat16* v_cache,
     int64_t num_blocks = 0;
     for (const Tile& tile : tiles)
         num_blocks = std::max(num_blocks, (tile.num_tokens * shape.group() + columns - 1) / columns * tile.num_kv_heads);
-#pragma omp parallel num_threads(num_threads) if (num_tiles > 1)
-    {
+    threads::share(num_tiles, num_threads, [&](threads::Pieces& pieces) {
         tiles::Registers registers;
         Worker worker(shape, num_blocks);
         paged::Decoder decoder(shape);
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t i = 0; i < num_tiles; i++)
+        for (int64_t i; (i = pieces.take()) >= 0;)
             if (paged::decodes(shape, tiles[i])) {
                 const int64_t later = i + num_threads;
                 registers.shape_for_decoding(decoder.width());
@@ -293,7 +292,7 @@ void attend(const bfloat16* q, const bfloat16* k_cache, const bfloat16* v_cache,
                 registers.shape(tiles::rows, tiles::rows);
                 worker.run(tiles[i], i + 1 < num_tiles ? &tiles[i + 1] : nullptr, q, k_cache, v_cache, out);
             }
-    }
+    });
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-import torch  # before the library: it brings the OpenMP runtime that both then share
+import torch
 
 from kvtransfer import prebuilt
 from kvtransfer.native import cache_folder, fingerprint, made_once, run
@@ -26,7 +26,7 @@ from kvtransfer.prebuilt import InstructionSet
 log = logging.getLogger("baton.worker")
 
 _FOLDER = Path(__file__).parent
-_FLAGS = "-std=c++20 -O3 -fopenmp -fno-math-errno -fno-trapping-math -fPIC -w".split()
+_FLAGS = "-std=c++20 -O3 -fopenmp-simd -pthread -fno-math-errno -fno-trapping-math -fPIC -w".split()
 _SOURCES = {
     "elementwise.cpp": "-ffp-contract=off",  # rounded where torch rounds, to be equal to it
     "attention.cpp": "-ffp-contract=fast",
@@ -42,6 +42,7 @@ _SOURCES = {
     "layers.cpp": "",
     "packing.cpp": "",
     "rounding.cpp": "-ffp-contract=off",
+    "threads.cpp": "",
 }
 
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -205,4 +206,4 @@ def _compile(compiler: str, flags: Sequence[str], made: Path, timeout_s: float) 
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         list(pool.map(compile_one, _SOURCES))
-    run(compiler, "-shared", "-fopenmp", *parts.values(), "-o", str(made), timeout_s=timeout_s)
+    run(compiler, "-shared", "-pthread", *parts.values(), "-o", str(made), timeout_s=timeout_s)

@@ -1,5 +1,6 @@
 // The operations between the matrix products, each in one pass over its tensors. The twins in reference.py define the
 // results and their rounding. T is the dtype of all tensors but cos and sin. Sizes and strides count elements.
+#include <algorithm>
 #include <cstring>
 #include <type_traits>
 #include <vector>
@@ -7,11 +8,14 @@
 #include "norms.h"
 #include "numbers.h"
 #include "rounded.h"
+#include "threads.h"
 
 namespace {
 
 // Below this many elements a second thread costs more than it saves.
 constexpr int64_t worth_a_thread = 1 << 15;
+
+int threads_for(int64_t total, int num_threads) { return total > worth_a_thread ? num_threads : 1; }
 
 // `x` may be `out`.
 template <typename T>
@@ -50,23 +54,21 @@ void normalize(const T* x, const Norm& norm, T* out, int64_t size) {
 template <typename T>
 void normalize_heads(const T* x, const Norm& norm, T* out, int64_t num_tokens, int64_t token_stride, int64_t out_stride,
                      int64_t num_heads, int64_t size, int num_threads) {
-    int64_t total = num_tokens * num_heads * size;
-#pragma omp parallel for collapse(2) num_threads(num_threads) if (total > worth_a_thread)
-    for (int64_t token = 0; token < num_tokens; token++)
+    threads::each(num_tokens, threads_for(num_tokens * num_heads * size, num_threads), [&](int64_t token) {
         for (int64_t head = 0; head < num_heads; head++)
             normalize(x + token * token_stride + head * size, norm, out + token * out_stride + head * size, size);
+    });
 }
 
 template <typename T>
 void add_normalize(const T* x, const T* residual, const Norm& norm, T* normed, T* stream, int64_t num_tokens,
                    int64_t size, int64_t normed_stride, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_tokens * size > worth_a_thread)
-    for (int64_t token = 0; token < num_tokens; token++) {
+    threads::each(num_tokens, threads_for(num_tokens * size, num_threads), [&](int64_t token) {
         const int64_t start = token * size;
 #pragma omp simd
         for (int64_t i = start; i < start + size; i++) stream[i] = narrow<T>(widen(x[i]) + widen(residual[i]));
         normalize(stream + start, norm, normed + token * normed_stride, size);
-    }
+    });
 }
 
 struct Silu {
@@ -84,15 +86,14 @@ struct GeluTanh {
 template <typename T, typename Activate>
 void gate(const T* gate_up, T* out, int64_t num_tokens, int64_t size, int64_t out_stride, int num_threads,
           Activate activate) {
-#pragma omp parallel for num_threads(num_threads) if (num_tokens * size > worth_a_thread)
-    for (int64_t token = 0; token < num_tokens; token++) {
+    threads::each(num_tokens, threads_for(num_tokens * size, num_threads), [&](int64_t token) {
         const T* from = gate_up + token * 2 * size;
         const T* up = from + size;
         T* to = out + token * out_stride;
 #pragma omp simd
         for (int64_t i = 0; i < size; i++)
             to[i] = narrow<T>(widen(narrow<T>(activate(widen(from[i])))) * widen(up[i]));
-    }
+    });
 }
 
 struct Relu2 {
@@ -103,35 +104,41 @@ struct Relu2 {
 template <typename T, typename Activate>
 void activate(const T* x, T* out, int64_t num_tokens, int64_t size, int64_t x_stride, int64_t out_stride, int num_threads,
               Activate activate) {
-#pragma omp parallel for num_threads(num_threads) if (num_tokens * size > worth_a_thread)
-    for (int64_t token = 0; token < num_tokens; token++) {
+    threads::each(num_tokens, threads_for(num_tokens * size, num_threads), [&](int64_t token) {
         const T* from = x + token * x_stride;
         T* to = out + token * out_stride;
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) to[i] = narrow<T>(activate(widen(from[i])));
-    }
+    });
+}
+
+template <typename Body>
+void for_all(int64_t count, int num_threads, Body body) {
+    constexpr int64_t at_once = 4096;
+    threads::each((count + at_once - 1) / at_once, threads_for(count, num_threads), [&](int64_t part) {
+        const int64_t end = std::min(count, (part + 1) * at_once);
+#pragma omp simd
+        for (int64_t i = part * at_once; i < end; i++) body(i);
+    });
 }
 
 template <typename T>
 void add(T* x, const T* y, int64_t count, int num_threads) {
-#pragma omp parallel for simd num_threads(num_threads) if (count > worth_a_thread)
-    for (int64_t i = 0; i < count; i++) x[i] = narrow<T>(widen(x[i]) + widen(y[i]));
+    for_all(count, num_threads, [=](int64_t i) { x[i] = narrow<T>(widen(x[i]) + widen(y[i])); });
 }
 
 template <typename T>
 void scale(T* x, float factor, int64_t count, int num_threads) {
-#pragma omp parallel for simd num_threads(num_threads) if (count > worth_a_thread)
-    for (int64_t i = 0; i < count; i++) x[i] = narrow<T>(widen(x[i]) * factor);
+    for_all(count, num_threads, [=](int64_t i) { x[i] = narrow<T>(widen(x[i]) * factor); });
 }
 
 template <typename T>
 void scale_rows(T* x, const float* factors, int64_t num_tokens, int64_t size, int64_t stride, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_tokens * size > worth_a_thread)
-    for (int64_t token = 0; token < num_tokens; token++) {
+    threads::each(num_tokens, threads_for(num_tokens * size, num_threads), [&](int64_t token) {
         T* row = x + token * stride;
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) row[i] = narrow<T>(widen(row[i]) * factors[token]);
-    }
+    });
 }
 
 template <typename T>
@@ -171,11 +178,9 @@ void rope_kv_write(const T* q, const T* k, const T* v, const int64_t* strides, c
                        : cache.kind == paged::e4m3 ? round_heads<T, E4m3>
                                                    : write_heads<T>;
     int64_t total = num_tokens * (num_heads + 2 * num_kv_heads) * head_dim;
-#pragma omp parallel num_threads(num_threads) if (total > worth_a_thread)
-    {
+    threads::share(num_tokens, threads_for(total, num_threads), [&](threads::Pieces& pieces) {
         std::vector<float> spare(cache.kind == paged::as_queries ? 0 : 2 * head_dim);
-#pragma omp for
-        for (int64_t token = 0; token < num_tokens; token++) {
+        for (int64_t token; (token = pieces.take()) >= 0;) {
             const int64_t num_pairs = head_dim / 2;
             const float *cos_here = cos + token * num_pairs, *sin_here = sin + token * num_pairs;
             for (int64_t head = 0; head < num_heads; head++)
@@ -188,7 +193,7 @@ void rope_kv_write(const T* q, const T* k, const T* v, const int64_t* strides, c
                       cache, place, cache.kind == paged::int8 ? place : head, head_dim, spare.data());
             }
         }
-    }
+    });
 }
 
 // A token's latent, of which the first `rank` numbers are normed and the others turn, in its place of the cache; and the
@@ -198,8 +203,7 @@ void latent_write(const T* q, int64_t q_stride, int64_t head_stride, const T* la
                   const Norm& norm, const float* cos, const float* sin, T* queries, T* cache, const int64_t* slots,
                   int64_t num_tokens, int64_t num_heads, int64_t rank, int64_t num_pairs, int num_threads) {
     const int64_t width = rank + 2 * num_pairs, total = num_tokens * (width + num_heads * num_pairs);
-#pragma omp parallel for num_threads(num_threads) if (total > worth_a_thread)
-    for (int64_t token = 0; token < num_tokens; token++) {
+    threads::each(num_tokens, threads_for(total, num_threads), [&](int64_t token) {
         const float *cos_here = cos + token * num_pairs, *sin_here = sin + token * num_pairs;
         const T* latent = latents + token * latent_stride;
         T* place = cache + slots[token] * width;
@@ -208,7 +212,7 @@ void latent_write(const T* q, int64_t q_stride, int64_t head_stride, const T* la
         for (int64_t head = 0; head < num_heads; head++)
             turn(q + token * q_stride + head * head_stride, cos_here, sin_here,
                  queries + (token * num_heads + head) * width + rank, num_pairs);
-    }
+    });
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 #include "products.h"
 #include "routing.h"
 #include "scratch.h"
+#include "threads.h"
 
 #define OF_DTYPE(T, SUFFIX)                                                                                      \
     extern "C" void silu_mul_##SUFFIX(const T*, T*, int64_t, int64_t, int64_t, int);                             \
@@ -88,7 +89,7 @@ class Mixture {
 
   private:
     int64_t num_slots() const { return by_.rule.num_chosen; }
-    bool is_many(int64_t rows) const { return num_threads_ > 1 && rows * by_.hidden_size > worth_a_thread; }
+    int threads_for(int64_t rows) const { return rows * by_.hidden_size > worth_a_thread ? num_threads_ : 1; }
 
     void choose() {
         static thread_local Scratch<float> logits, widened, weights, room;
@@ -103,20 +104,18 @@ class Mixture {
         } else {
             const int64_t depth = by_.router->num_inputs;
             float* wide = widened.at_least(num_rows_ * depth);
-#pragma omp parallel for num_threads(num_threads_) if (is_many(num_rows_))
-            for (int64_t row = 0; row < num_rows_; row++) {
+            threads::each(num_rows_, threads_for(num_rows_), [&](int64_t row) {
                 for (int64_t i = 0; i < by_.hidden_size; i++) wide[row * depth + i] = widen(x_.at(row)[i]);
                 for (int64_t i = by_.hidden_size; i < depth; i++) wide[row * depth + i] = 0;
-            }
+            });
             by_.router->multiply(by_.router, wide, logits_.data, num_rows_, depth, width, num_threads_);
         }
         float* rooms = room.at_least(num_rows_ * per_token);
-#pragma omp parallel for num_threads(num_threads_) if (num_threads_ > 1 && num_rows_ > 8)
-        for (int64_t row = 0; row < num_rows_; row++) {
+        threads::each(num_rows_, num_rows_ > 8 ? num_threads_ : 1, [&](int64_t row) {
             int32_t* to = chosen_ + row * num_slots();
             if (!routing::route(rule, logits_.at(row), rooms + row * per_token, to, weights_ + row * num_slots()))
                 std::fill_n(to, num_slots(), -1);
-        }
+        });
     }
 
     // `rows_` are the tokens of all experts, one expert behind the other; `place_` has for each slot its place there.
@@ -149,11 +148,10 @@ class Mixture {
         if (count == 0 || expert.down.num_parts == 0) return;
         const int64_t depth = depth_of(expert.gate_up), stride = stride_of<T>(depth);
         const Rows<T> rows{gathered.at_least(count * stride), stride};
-#pragma omp parallel for num_threads(num_threads_) if (is_many(count))
-        for (int64_t row = 0; row < count; row++) {
+        threads::each(count, threads_for(count), [&](int64_t row) {
             std::memcpy(rows.at(row), x_.at(rows_[first + row]), by_.hidden_size * sizeof(T));
             std::fill(rows.at(row) + by_.hidden_size, rows.at(row) + depth, T{});
-        }
+        });
         feed(expert, rows, count, by_.width, made_.at(first), by_.is_clamped != 0);
     }
 
@@ -186,21 +184,20 @@ class Mixture {
     // (up + 1) gate sigmoid(alpha gate) of clamped gate and up. A NaN stays one.
     void clamped_gate(Rows<T> both, int64_t count, int64_t width, Rows<T> out) const {
         const float limit = by_.limit;
-#pragma omp parallel for num_threads(num_threads_) if (is_many(count))
-        for (int64_t row = 0; row < count; row++)
+        threads::each(count, threads_for(count), [&](int64_t row) {
             for (int64_t i = 0; i < width; i++) {
                 float gate = widen(both.at(row)[i]), up = widen(both.at(row)[width + i]);
                 gate = gate > limit ? limit : gate;
                 up = up > limit ? limit : up < -limit ? -limit : up;
                 out.at(row)[i] = narrow<T>((up + 1) * (gate / (1.0f + power_of_two(-by_.alpha * gate * log2e))));
             }
+        });
     }
 
     void add_up() {
         static thread_local Scratch<float> memory;
         float* sums = memory.at_least(num_rows_ * by_.hidden_size);
-#pragma omp parallel for num_threads(num_threads_) if (is_many(num_rows_))
-        for (int64_t row = 0; row < num_rows_; row++) {
+        threads::each(num_rows_, threads_for(num_rows_), [&](int64_t row) {
             float* sum = sums + row * by_.hidden_size;
             if (chosen_[row * num_slots()] < 0) {
                 std::fill_n(sum, by_.hidden_size, std::numeric_limits<float>::quiet_NaN());
@@ -212,7 +209,7 @@ class Mixture {
                 if (by_.shared_width > 0) add(sum, shared_.at(row), weight_of_shared(row));
             }
             for (int64_t i = 0; i < by_.hidden_size; i++) out_.at(row)[i] = narrow<T>(sum[i]);
-        }
+        });
     }
 
     float weight_of_shared(int64_t row) const {

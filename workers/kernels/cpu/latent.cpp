@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "numbers.h"
+#include "threads.h"
 
 namespace {
 
@@ -209,13 +210,10 @@ class Worker {
 
 template <typename T>
 void attend(const T* q, const T* cache, T* out, const std::vector<Tile>& tiles, const Shape& shape, int num_threads) {
-    const int64_t num_tiles = int64_t(tiles.size());
-#pragma omp parallel num_threads(num_threads) if (num_tiles > 1)
-    {
+    threads::share(int64_t(tiles.size()), num_threads, [&](threads::Pieces& pieces) {
         Worker<T> worker(shape);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_tiles; i++) worker.run(tiles[i], q, cache, out);
-    }
+        for (int64_t i; (i = pieces.take()) >= 0;) worker.run(tiles[i], q, cache, out);
+    });
 }
 
 // out[T][N][outputs] of x[T][N][inputs], each with strides of tokens and heads, and a matrix [inputs][outputs] for each head.
@@ -224,11 +222,9 @@ void multiply(const T* x, const T* weight, T* out, int64_t num_tokens, int64_t n
               int64_t token_stride, int64_t head_stride, int64_t out_token_stride, int64_t out_head_stride, int num_threads) {
     const int64_t num_blocks = (num_tokens + most_rows - 1) / most_rows, num_parts = num_blocks * num_heads;
     const int64_t vectors = outputs / lanes * lanes;
-#pragma omp parallel num_threads(num_threads) if (num_parts > 1)
-    {
+    threads::share(num_parts, num_threads, [&](threads::Pieces& pieces) {
         std::vector<float> left(most_rows * inputs), sums(most_rows * outputs);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < num_parts; i++) {
+        for (int64_t i; (i = pieces.take()) >= 0;) {
             const int64_t head = i / num_blocks, first = i % num_blocks * most_rows;
             const int count = int(std::min<int64_t>(most_rows, num_tokens - first));
             const T* right = weight + head * inputs * outputs;
@@ -247,7 +243,7 @@ void multiply(const T* x, const T* weight, T* out, int64_t num_tokens, int64_t n
                 for (int64_t column = 0; column < outputs; column++) to[column] = narrow<T>(here[column]);
             }
         }
-    }
+    });
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "quantised.h"
+#include "threads.h"
 
 namespace {
 
@@ -25,11 +26,11 @@ void transpose(const uint32_t* rows, const int64_t* order, int64_t words, int64_
 void pack_panels(const uint32_t* weight, uint32_t* packed, const int64_t* order, int64_t num_packed, int64_t words,
                  int num_threads) {
     constexpr int64_t panel = 32;
-#pragma omp parallel for num_threads(num_threads)
-    for (int64_t output = 0; output < num_packed; output += panel)
+    threads::each((num_packed + panel - 1) / panel, num_threads, [&](int64_t index) {
         for (int64_t word = 0; word < words; word += at_once)
-            transpose<panel>(weight, order + output, words, word, std::min(at_once, words - word),
-                             packed + output * words + word * panel);
+            transpose<panel>(weight, order + index * panel, words, word, std::min(at_once, words - word),
+                             packed + index * panel * words + word * panel);
+    });
 }
 
 // The first `num_codes` of a dense little-endian stream, one a byte.
@@ -108,12 +109,13 @@ extern "C" void pack_tiles(const uint32_t* weight, uint32_t* packed, const int64
                            int64_t num_inputs, int num_threads) {
     constexpr int64_t rows = 16;
     const int64_t words = num_inputs / 2;
-#pragma omp parallel for num_threads(num_threads)
-    for (int64_t output = 0; output < num_packed; output += 2 * rows)
+    threads::each((num_packed + 2 * rows - 1) / (2 * rows), num_threads, [&](int64_t index) {
+        const int64_t output = index * 2 * rows;
         for (int64_t word = 0; word < words; word += at_once)
             for (int64_t half = 0; half < 2; half++)
                 transpose<rows>(weight, order + output + half * rows, words, word, at_once,
                                 packed + output * words + (2 * word + half * at_once) * rows);
+    });
 }
 
 // Rows of codes, dense streams `stream_bytes` apart, into the planes of panels: of each packed output `order` names the
@@ -125,11 +127,10 @@ extern "C" void pack_codes(const uint8_t* streams, int64_t stream_bytes, uint8_t
     bool in_order = true;
     for (int64_t position = 0; position < num_positions; position++)
         in_order &= columns[position] == (position < num_columns ? position : -1);
-#pragma omp parallel num_threads(num_threads)
-    {
+    threads::share((num_packed + panel - 1) / panel, num_threads, [&](threads::Pieces& pieces) {
         const std::unique_ptr<uint8_t[]> row(new uint8_t[num_columns]), codes(new uint8_t[panel * num_positions]);
-#pragma omp for
-        for (int64_t output = 0; output < num_packed; output += panel) {
+        for (int64_t index; (index = pieces.take()) >= 0;) {
+            const int64_t output = index * panel;
             std::memset(codes.get(), 0, panel * num_positions);
             for (int i = 0; i < panel; i++) {
                 if (order[output + i] < 0) continue;
@@ -151,5 +152,5 @@ extern "C" void pack_codes(const uint8_t* streams, int64_t stream_bytes, uint8_t
                 to += step_bytes;
             }
         }
-    }
+    });
 }

@@ -10,7 +10,6 @@
 // Each output is one sum, one input after the other, whichever way: a row's product does not depend on who else is there.
 // AVX512_BF16 multiplies pairs without widening them. A gated product has 16 of the gate, then their 16 of up in a panel.
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -19,6 +18,7 @@
 #include "numbers.h"
 #include "products.h"
 #include "scratch.h"
+#include "threads.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -211,25 +211,16 @@ class PanelProduct {
         const int64_t num_shares = (num_panels_ + together - 1) / together;
         const bool parallel = num_threads > 1 && num_rows_ * num_panels_ * panel * num_inputs_ > worth_a_thread;
         const bool lay_parallel = parallel && num_rows_ * num_inputs_ > worth_a_thread / 4;
-        if (!lay_parallel)
-            for (int64_t block = 0; block < num_blocks_; block++) lay_block(block, left);
-        const int64_t num_items = num_chunks * num_shares;
-        std::atomic<int64_t> num_taken{0};
-#pragma omp parallel num_threads(num_threads) if (parallel)
-        {
-            int64_t item = num_taken++;
-            if (lay_parallel) {
-#pragma omp for schedule(static)
-                for (int64_t block = 0; block < num_blocks_; block++) lay_block(block, left);
-            }
-            while (item < num_items) {
+        threads::each(num_blocks_, lay_parallel ? num_threads : 1, [&](int64_t block) { lay_block(block, left); });
+        threads::share(num_chunks * num_shares, parallel ? num_threads : 1, [&](threads::Pieces& pieces) {
+            for (int64_t item = pieces.take(); item >= 0;) {
                 const int64_t chunk = item / num_shares, begin = item % num_shares * together;
                 const int64_t first = chunk * num_blocks_ / num_chunks, last = (chunk + 1) * num_blocks_ / num_chunks;
-                item = num_taken++;
-                const Right* following = item < num_items ? panel_at(item % num_shares * together) : nullptr;
+                item = pieces.take();
+                const Right* following = item >= 0 ? panel_at(item % num_shares * together) : nullptr;
                 multiply_chunk(left, first, last, begin, std::min(num_panels_, begin + together), following);
             }
-        }
+        });
     }
 
   private:

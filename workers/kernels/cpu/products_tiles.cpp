@@ -15,6 +15,7 @@
 
 #include "amx.h"
 #include "products.h"
+#include "threads.h"
 
 #ifdef HAS_TILES
 namespace {
@@ -227,11 +228,9 @@ void compute(const TiledProduct& product, int num_threads) {
         by_rows && !is_few ? num_panels : std::clamp<int64_t>(num_panels / (4 * num_threads), 1, is_few ? 16 : 4);
     const int64_t num_shares = (num_panels + together - 1) / together;
     const bool parallel = product.num_rows * num_panels * product.num_steps * panel * panel > worth_a_thread;
-#pragma omp parallel num_threads(num_threads) if (parallel)
-    {
+    threads::share(num_chunks * num_shares, parallel ? num_threads : 1, [&](threads::Pieces& pieces) {
         tiles::Registers registers;
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t item = 0; item < num_chunks * num_shares; item++) {
+        for (int64_t item; (item = pieces.take()) >= 0;) {
             const int64_t first = item / num_shares * chunk, last = std::min(product.num_rows, first + chunk);
             const int64_t begin = item % num_shares * together, end = std::min(num_panels, begin + together);
             for (int64_t index = begin; index < end; index++)
@@ -241,7 +240,7 @@ void compute(const TiledProduct& product, int num_threads) {
                     if (whole < last) few(product, registers, index, whole, last);
                 } else if (first < last) few(product, registers, index, first, last);
         }
-    }
+    });
 }
 
 }  // namespace

@@ -21,6 +21,7 @@
 #include "quantised_rows.h"
 #include "quantised_sums.h"
 #include "scratch.h"
+#include "threads.h"
 
 namespace {
 
@@ -112,27 +113,24 @@ class QuantisedProduct {
         const int64_t num_shares = (num_panels_ + together - 1) / together;
         const RowWriter writer(by_);
         const bool parallel = num_threads > 1 && num_rows_ * num_columns_ * by_.num_inputs > worth_a_thread;
-        const int64_t num_items = num_chunks * num_shares;
-        std::atomic<int64_t> num_taken{0};
-#pragma omp parallel num_threads(num_threads) if (parallel)
-        {
-            int64_t item = num_taken++;
-            if (item < num_items) Ahead{codes_of(item % num_shares * together), codes_end(), first_bytes}.ask();
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < num_rows_; row++)
-                writer.write(x_ + row * x_stride_, rows + row * row_bytes_, outliers + row * outliers_of_row);
-            while (item < num_items) {
+        threads::each(num_rows_, parallel ? num_threads : 1, [&](int64_t row) {
+            writer.write(x_ + row * x_stride_, rows + row * row_bytes_, outliers + row * outliers_of_row);
+        });
+        threads::share(num_chunks * num_shares, parallel ? num_threads : 1, [&](threads::Pieces& pieces) {
+            int64_t item = pieces.take();
+            Ahead{codes_of(item % num_shares * together), codes_end(), first_bytes}.ask();
+            while (item >= 0) {
                 const int64_t first = item / num_shares * rows_of_chunk;
                 const int64_t last = std::min(num_rows_, first + rows_of_chunk);
                 const int64_t begin = item % num_shares * together, end = std::min(num_panels_, begin + together);
-                item = num_taken++;
+                item = pieces.take();
                 for (int64_t index = begin; index < end; index++) {
-                    const int64_t following = item < num_items ? item % num_shares * together : -1;
+                    const int64_t following = item >= 0 ? item % num_shares * together : -1;
                     const int64_t next = index + 1 < end ? index + 1 : following;
                     multiply_panel(rows, outliers, outliers_of_row, first, last, index, next);
                 }
             }
-        }
+        });
     }
 
   private:
@@ -242,12 +240,12 @@ void multiply_terms(const Part& part, const T* x, T* out, int64_t num_rows, int6
         if (i == 0) QuantisedProduct<T, float>(term, x, sums, num_rows, x_stride, width).compute(num_threads);
         else QuantisedProduct<T, float, true>(term, x, sums, num_rows, x_stride, width).compute(num_threads);
     }
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows * width > worth_a_thread)
-    for (int64_t row = 0; row < num_rows; row++)
+    threads::each(num_rows, num_rows * width > worth_a_thread ? num_threads : 1, [&](int64_t row) {
         for (int64_t i = 0; i < width; i++) {
             const float bias = part.bias == nullptr ? 0.0f : part.bias[i];
             out[row * out_stride + i] = narrow<T>(sums[row * width + i] + bias);
         }
+    });
 }
 
 }  // namespace
@@ -271,8 +269,7 @@ FOR_DTYPE(bfloat16, bfloat16)
 // Rows of the weight, [num_rows][num_inputs]: those that `rows` names. Not of a gated one. `out` must be all zeros where an
 // input has no position.
 extern "C" void read_quantised(const Panels* by, const int64_t* rows, float* out, int64_t num_rows, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_rows > 1)
-    for (int64_t i = 0; i < num_rows; i++) {
+    threads::each(num_rows, num_threads, [&](int64_t i) {
         const int64_t index = rows[i] / panel, in_panel = rows[i] % panel;
         const Groups groups = expand(*by, index);
         int64_t group = 0, steps_left = by->by_halves() ? 0 : by->group_steps[0];
@@ -296,5 +293,5 @@ extern "C" void read_quantised(const Panels* by, const int64_t* rows, float* out
             }
             steps_left--;
         }
-    }
+    });
 }

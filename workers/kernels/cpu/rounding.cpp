@@ -8,6 +8,7 @@
 
 #include "numbers.h"
 #include "rounded.h"
+#include "threads.h"
 
 namespace {
 
@@ -16,8 +17,7 @@ template <typename T>
 void largest(const T* weight, int64_t stride, float* largest, int64_t rows, int64_t inputs, int64_t group,
              int num_threads) {
     const int64_t groups = (inputs + group - 1) / group;
-#pragma omp parallel for num_threads(num_threads)
-    for (int64_t row = 0; row < rows; row++)
+    threads::each(rows, num_threads, [&](int64_t row) {
         for (int64_t g = 0; g < groups; g++) {
             const T* x = weight + row * stride + g * group;
             const int64_t count = std::min(group, inputs - g * group);
@@ -26,6 +26,7 @@ void largest(const T* weight, int64_t stride, float* largest, int64_t rows, int6
                 most = std::max(most, std::bit_cast<int32_t>(widen(x[i])) & 0x7fffffff);
             largest[row * groups + g] = std::bit_cast<float>(most);
         }
+    });
 }
 
 template <typename T>
@@ -49,12 +50,10 @@ template <typename T>
 void round_rows(const T* weight, int64_t stride, const float* scale, uint8_t* codes, int64_t rows, int64_t inputs,
                 int64_t group, int bits, int num_threads) {
     const int64_t groups = (inputs + group - 1) / group, row_bytes = bits == 4 ? (inputs + 1) / 2 : inputs;
-#pragma omp parallel num_threads(num_threads)
-    {
+    threads::share(rows, num_threads, [&](threads::Pieces& pieces) {
         const std::unique_ptr<uint8_t[]> single(new uint8_t[inputs + 1]);
         single[inputs] = 0;
-#pragma omp for
-        for (int64_t row = 0; row < rows; row++) {
+        for (int64_t row; (row = pieces.take()) >= 0;) {
             uint8_t *stream = codes + row * row_bytes, *levels = bits == 4 ? single.get() : stream;
             for (int64_t g = 0; g < groups; g++) {
                 const T* x = weight + row * stride + g * group;
@@ -68,7 +67,7 @@ void round_rows(const T* weight, int64_t stride, const float* scale, uint8_t* co
             if (bits == 4)
                 for (int64_t i = 0; i < row_bytes; i++) stream[i] = uint8_t(levels[2 * i] | levels[2 * i + 1] << 4);
         }
-    }
+    });
 }
 
 }  // namespace
