@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from protos.errors import Cancelled, InvalidRequest, PayloadTooLarge
 from router.batches.asked import page_asked, storage_of
-from router.batches.multipart import FormPart, MultipartReader, PartContent, boundary_of
 from router.files.contents import ContentWriter
 from router.files.records import UPLOADED, StoredFile, new_id
 from router.files.storage import BatchStorage
@@ -21,6 +22,7 @@ from router.gateway import Gateway
 from router.http.errors import json_response
 from router.http.middleware import header_of, tenant_of
 
+MAX_BOUNDARY_BYTES = 70
 MAX_FIELD_BYTES = 1024
 MAX_LISTED = 10_000
 KEPT_S = 30 * 86_400.0
@@ -34,76 +36,118 @@ _FIELDS = ("purpose", _ANCHOR, _SECONDS)
 
 async def upload_file(gateway: Gateway, request: Request) -> Response:
     storage = storage_of(gateway)
-    reader = MultipartReader(boundary_of(header_of(request.scope, b"content-type")))
+    boundary = _boundary(header_of(request.scope, b"content-type"))
     file_id = new_id("file-")
     writer = await asyncio.to_thread(storage.files.contents.writer, file_id)
     with writer:
-        form = _UploadForm(writer, storage.max_file_bytes)
+        form = _UploadForm(boundary, writer, storage.max_file_bytes)
         while True:
             message = await request.receive()
             if message["type"] == "http.disconnect":
                 raise Cancelled("the client went away while sending its file")
-            for part in reader.feed(message.get("body", b"")):
-                form.add(part)
+            form.feed(message.get("body", b""))
             if form.is_full:
                 await asyncio.to_thread(form.flush)
             if not message.get("more_body", False):
                 break
-        if not reader.ended:
+        if not form.has_ended:
             raise InvalidRequest("The form's body ends before its last boundary: send all of it")
         lifetime_s = form.check()
         await asyncio.to_thread(form.flush)
         await asyncio.to_thread(writer.commit)
     now = storage.clock()
     file = StoredFile(
-        id=file_id, tenant=tenant_of(request).name, filename=form.filename or "upload", purpose=UPLOADED,
+        id=file_id, tenant=tenant_of(request).name, filename=form.filename, purpose=UPLOADED,
         bytes=form.num_bytes, created_s=now, expires_s=now + lifetime_s,
     )  # fmt: skip
     await asyncio.to_thread(storage.files.add, file)
     return json_response(file_body(file))
 
 
-class _UploadForm:
-    """The fields of an upload, and its file on the way to the disk."""
+def _boundary(content_type: str) -> bytes:
+    kind, options = parse_options_header(content_type)
+    boundary = options.get(b"boundary", b"")
+    if kind != b"multipart/form-data" or not 1 <= len(boundary) <= MAX_BOUNDARY_BYTES:
+        raise InvalidRequest(
+            f"The body comes with 'Content-Type: {content_type[:80]}': send a file as multipart/form-data, "
+            "as `curl -F purpose=batch -F file=@requests.jsonl` does"
+        )
+    return boundary
 
-    def __init__(self, writer: ContentWriter, max_bytes: int) -> None:
+
+class _UploadForm:
+    """The fields of an upload, and its file on the way to the store."""
+
+    def __init__(self, boundary: bytes, writer: ContentWriter, max_bytes: int) -> None:
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
+                "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._begin_content,
+                "on_part_data": self._add_content,
+                "on_end": self._end,
+            },
+        )
+        self._header, self._value, self._disposition = bytearray(), bytearray(), b""
         self._writer = writer
         self._max_bytes = max_bytes
-        self._fields: dict[str, bytearray] = {}
-        self._field: bytearray | None = None
+        self._fields: dict[str, bytearray] = {}  # the file's content is in `_pending`
+        self._part = ""
         self._pending = bytearray()
-        self.filename: str | None = None
+        self.filename = "upload"
         self.num_bytes = 0
+        self.has_ended = False
 
     @property
     def is_full(self) -> bool:
         return len(self._pending) >= _WRITE_BYTES
 
-    def add(self, part: FormPart | PartContent) -> None:
+    def feed(self, data: bytes) -> None:
         """Raises InvalidRequest."""
-        if isinstance(part, PartContent):
-            if self._field is not None:
-                self._field += part.data
-                if len(self._field) > MAX_FIELD_BYTES:
-                    raise InvalidRequest(f"A field of the form has more than {MAX_FIELD_BYTES} bytes: only 'file' may")
-                return
-            self.num_bytes += len(part.data)
-            if self.num_bytes > self._max_bytes:
-                raise PayloadTooLarge(
-                    f"The file is too large: at most {self._max_bytes} bytes are stored", param="file"
-                )
-            self._pending += part.data
-        elif part.name == "file":
-            if self.filename is not None:
-                raise InvalidRequest("The form has two files: send one", param="file")
-            self.filename, self._field = (part.filename or "upload")[:255], None
-        elif part.name in _FIELDS:
-            self._field = self._fields[part.name] = bytearray()
-        else:
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise InvalidRequest(f"The form cannot be read: {error}") from error
+
+    def _end_header(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = bytes(self._value)
+        self._header.clear()
+        self._value.clear()
+
+    def _begin_content(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        self._disposition = b""
+        name = self._part = options.get(b"name", b"").decode("utf-8", "replace")
+        if not name:
+            raise InvalidRequest("A part of the form has no name: give it 'Content-Disposition: form-data; name=...'")
+        if name not in ("file", *_FIELDS):
             raise InvalidRequest(
-                f"Unknown parameter: '{part.name[:60]}': a file has {', '.join(('file', *_FIELDS))}",
-                param=part.name[:60],
+                f"Unknown parameter: '{name[:60]}': a file has {', '.join(('file', *_FIELDS))}", param=name[:60]
             )
+        if name in self._fields:
+            raise InvalidRequest(f"The form has '{name}' twice: send it once", param=name)
+        self._fields[name] = bytearray()
+        if name == "file":
+            self.filename = options.get(b"filename", b"").decode("utf-8", "replace")[:255] or "upload"
+
+    def _add_content(self, data: bytes, start: int, end: int) -> None:
+        if self._part != "file":
+            self._fields[self._part] += data[start:end]
+            if len(self._fields[self._part]) > MAX_FIELD_BYTES:
+                raise InvalidRequest(
+                    f"'{self._part}' has more than {MAX_FIELD_BYTES} bytes: only 'file' may", param=self._part
+                )
+            return
+        self.num_bytes += end - start
+        if self.num_bytes > self._max_bytes:
+            raise PayloadTooLarge(f"The file is too large: at most {self._max_bytes} bytes are stored", param="file")
+        self._pending += data[start:end]
+
+    def _end(self) -> None:
+        self.has_ended = True
 
     def flush(self) -> None:
         self._writer.write(bytes(self._pending))
@@ -112,7 +156,7 @@ class _UploadForm:
     def check(self) -> float:
         """Seconds until it expires. Raises InvalidRequest."""
         given = {name: value.decode("utf-8", "replace") for name, value in self._fields.items()}
-        if self.filename is None:
+        if "file" not in given:
             raise InvalidRequest("Missing required parameter: 'file'.", param="file")
         if "purpose" not in given:
             raise InvalidRequest("Missing required parameter: 'purpose'.", param="purpose")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,9 @@ import httpx
 import openai
 import pytest
 
-from protos.errors import InvalidRequest, Unavailable
+from protos.errors import Unavailable
 from router.auth.auth import AccessControl
 from router.auth.tenants import hash_of
-from router.batches.multipart import FormPart, MultipartReader, PartContent
 from router.files.contents import FolderContents
 from tests.unit.router.batches.batching import CHAT, batching, ended, jsonl, line, upload
 from tests.unit.router.scripted import talking
@@ -148,36 +147,55 @@ async def test_without_a_folder_the_setting_is_named() -> None:
             await client.files.create(file=("f", b""), purpose="batch")
 
 
-def _parts(body: bytes, boundary: bytes, size: int) -> Iterator[tuple[FormPart, bytes]]:
-    reader, content, part = MultipartReader(boundary), b"", None
-    for at in range(0, len(body), size):
-        for found in reader.feed(body[at : at + size]):
-            if isinstance(found, PartContent):
-                content += found.data
-                continue
-            if part is not None:
-                yield part, content
-            part, content = found, b""
-    assert reader.ended
-    assert part is not None
-    yield part, content
+async def posted(tmp_path: Path, body: bytes, *, size: int = 10_000) -> httpx.Response:
+    """The answer to a form that is sent in chunks of `size` bytes."""
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), size):
+            yield body[start : start + size]
+
+    async with batching(tmp_path, runs=False) as (client, _), httpx.AsyncClient(base_url=str(client.base_url)) as http:
+        kind = {"content-type": "multipart/form-data; boundary=boundary"}
+        reply = await http.post("files", content=chunks(), headers=kind)
+        if reply.is_success:
+            stored = await client.files.content(reply.json()["id"])
+            reply.extensions["stored"] = await stored.aread()
+        return reply
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 10_000])
-def test_a_form_may_be_cut_anywhere(size: int) -> None:
+async def test_a_form_may_be_cut_anywhere(tmp_path: Path, size: int) -> None:
     content = jsonl([line("a")]) + b"\r\n--bound not quite\r\n--boundar"
     body = (
-        b'preamble\r\n--boundary\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--boundary\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
         b'--boundary\r\ncontent-disposition: form-data; name=file; filename="a \\"b\\".jsonl"\r\n'
         b"Content-Type: application/json\r\n\r\n" + content + b"\r\n--boundary--\r\nepilogue"
     )
-    assert list(_parts(body, b"boundary", size)) == [
-        (FormPart(name="purpose", filename=None), b"batch"),
-        (FormPart(name="file", filename='a "b".jsonl'), content),
-    ]
+    reply = await posted(tmp_path, body, size=size)
+    assert (reply.status_code, reply.json()["filename"]) == (200, 'a "b".jsonl')
+    assert (reply.json()["bytes"], reply.extensions["stored"]) == (len(content), content)
 
 
-def test_a_form_without_names_or_line_ends_is_refused() -> None:
-    for body in (b"--b\r\nx: y\r\n\r\n", b"--bx\r\n", b"--b\r\n" + b"x" * 9000):
-        with pytest.raises(InvalidRequest):
-            list(MultipartReader(b"b").feed(body))
+def _field(name: str, value: bytes = b"batch") -> bytes:
+    return b'--boundary\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n' % (name.encode(), value)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"--boundary\r\nx: y\r\n\r\n", None),
+        (b"--boundaryx\r\n", None),
+        (b"--boundary\r\n" + b"x" * 9000, None),
+        (b"--boundary\r\n" + b"x: y\r\n" * 9, None),
+        (_field("purpose") + _field("file"), None),
+        (_field("purpose") * 2, "purpose"),
+        (_field("file") * 2, "file"),
+        (_field("purpose", b"x" * 1025), "purpose"),
+    ],
+    ids=["name", "line end", "long header", "headers", "cut", "field twice", "file twice", "long field"],
+)
+async def test_a_bad_form_is_refused_and_leaves_no_file(tmp_path: Path, body: bytes, param: str | None) -> None:
+    reply = await posted(tmp_path, body)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert reply.json()["error"]["param"] == param
+    assert not list((tmp_path / "files").iterdir())
