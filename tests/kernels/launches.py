@@ -184,7 +184,6 @@ def _byte_codes(levels: str, *, outputs: int = 128, inputs: int = 1024) -> ByteC
         levels_OI=torch.zeros(outputs, inputs).to(torch.int8 if levels == "int8" else _fp8_types()[0]),
         scale_GO=torch.zeros(groups, outputs),
         row_sums_O=None,
-        arrived=torch.zeros(-(-outputs // 64), dtype=torch.int32),
         num_multiprocessors=_MULTIPROCESSORS,
     )
 

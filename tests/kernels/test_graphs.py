@@ -95,6 +95,17 @@ def test_replayed_steps_choose_the_same_tokens(
     assert not replayed.storage.data[:, :, -1].any(), "padding was written to the block that nobody has"
 
 
+def test_graphs_of_weights_that_moved_are_not_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint("mistral", tmp_path, num_hidden_layers=1)
+    monkeypatch.setattr(loader, "kernels_for", lambda device: kernels_for("cuda"))
+    trial = Trial(tmp_path)
+    trial.runner.capture(Again(), max_rows=4, max_blocks=BLOCKS_EACH + 2)
+    trial.serve([(1,)])
+    trial.decoder.pack()
+    with pytest.raises(AssertionError, match="weights have moved"):
+        trial.serve([(1,)])
+
+
 def test_a_rope_that_varies_says_why_it_is_not_captured(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
     make_checkpoint("llama", tmp_path, max_position_embeddings=64, rope_parameters=rope)

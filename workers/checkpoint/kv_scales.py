@@ -32,6 +32,10 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 _PATTERN = re.compile(rf"\blayers\.(\d+)\.(?:.+\.)?({'|'.join(map(re.escape, _NAMES))})$")
 
 
+_LEAST = 2.0**-100
+"""Scores times it are no zeros: that of a position which a query does not see is -inf, and times 0 it is NaN."""
+
+
 def is_kv_scale(name: str) -> bool:
     return _PATTERN.search(name) is not None
 
@@ -82,6 +86,8 @@ def _read(path: str | Path, source: WeightSource, name: str, num_kv_heads: int) 
             f"{path}: tensor {name!r} has {scale.numel()} numbers: it must have 1, or one for each of the "
             f"{num_kv_heads} key/value heads"
         )
-    if not bool((scale.isfinite() & (scale > 0)).all()):
-        raise BadCheckpoint(f"{path}: tensor {name!r} has {scale.tolist()}: a scale must be a finite number above 0")
+    if not bool((scale.isfinite() & (scale >= _LEAST)).all()):
+        raise BadCheckpoint(
+            f"{path}: tensor {name!r} has {scale.tolist()}: a scale must be a finite number of at least 2**-100"
+        )
     return scale.expand(num_kv_heads).contiguous()

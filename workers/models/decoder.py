@@ -75,6 +75,7 @@ class Decoder:
         self.config = config
         self.context = context
         self.stored_as = stored_as  # the encoding of its weights and their bits, for people
+        self.generation = 0  # of the weights' addresses
         self.step_adapters = StepAdapters()
         self._embedding = embedding_of(context, config)
         self._rotations = rotations_of(config, context.device)
@@ -125,7 +126,9 @@ class Decoder:
         return self._head.logits(normed_RE)
 
     def pack(self) -> None:
-        """Lays the loaded weights out as this machine multiplies fastest. `slots` cannot show them afterwards."""
+        """Lays the loaded weights out as this machine multiplies fastest. `slots` cannot show them afterwards. Graphs
+        that were captured before hold the addresses of tensors that are gone."""
+        self.generation += 1
         for layer in self._layers:
             layer.pack()
         self._head.pack()

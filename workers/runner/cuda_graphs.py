@@ -85,6 +85,7 @@ class DecodeGraphs:
         self._tables_GPB = torch.zeros((num_groups, max_rows, max_blocks), dtype=torch.int32, device=device)
         self._logits_PV = torch.zeros((max_rows, decoder.config.vocab_size), device=device)
         self._rows_P = torch.arange(max_rows, device=device)
+        self._generation = decoder.generation
         self._replays: dict[int, Callable[[], None]] = {}
         self.num_replayed = 0
         self.num_eager = 0
@@ -118,6 +119,7 @@ class DecodeGraphs:
 
     def replay(self, inputs: ModelInputs, size: int) -> torch.Tensor:
         """The logits [size, V] of a padded step. They are valid until the next replay."""
+        assert self._decoder.generation == self._generation, "the weights have moved since the graphs were captured"
         self._attention.begin(self._put(inputs, size).attention)
         self._replays[size]()
         return self._logits_PV[:size]

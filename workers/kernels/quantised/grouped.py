@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.kernels.quantised.splits import BLOCK_N, add_shares, num_splits, work_space
+from workers.kernels.quantised.splits import BLOCK_N, add_shares, arrivals, num_splits, work_space
 from workers.kernels.staging import has_tensor_memory
 
 FIELDS = 4
@@ -58,7 +58,6 @@ class GroupedCodes:
     minimum: GroupNumbers | None
     table: torch.Tensor | None  # float32 [2**bits]
     inputs_P: torch.Tensor | None  # int64: the input at each position, `num_inputs` in gaps; None: position i has i
-    arrived: torch.Tensor  # int32 [blocks], zeros
     num_multiprocessors: int
 
     @property
@@ -394,7 +393,7 @@ def grouped_product(
         out_TO if bias_O is None else bias_O,
         out_TO,
         work_space(splits, blocks * tile.outputs, tile.rows, out_TO),
-        weight.arrived,
+        arrivals(out_TO.device),
         num_rows,
         x_TI.shape[1],
         weight.num_outputs,

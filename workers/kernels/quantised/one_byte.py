@@ -18,7 +18,7 @@ import triton.language as tl
 
 from workers.kernels.quantised.activations import RoundedInputs
 from workers.kernels.quantised.grouped import FEW_ROWS, ProductTile
-from workers.kernels.quantised.splits import BLOCK_N, add_shares, num_splits, work_space
+from workers.kernels.quantised.splits import BLOCK_N, add_shares, arrivals, num_splits, work_space
 
 STEP = 128  # inputs
 
@@ -30,7 +30,6 @@ class ByteCodes:
     levels_OI: torch.Tensor  # int8 or float8_e4m3fn; uint8 with the bytes of float8_e4m3fn for cards without its units
     scale_GO: torch.Tensor  # float32; G is 1, or one for each 128 inputs
     row_sums_O: torch.Tensor | None  # int32: of int8 levels, where inputs have a zero
-    arrived: torch.Tensor  # int32 [blocks], zeros
     num_multiprocessors: int
 
     @property
@@ -178,7 +177,7 @@ def byte_product(
         out_TO if bias_O is None else bias_O,
         out_TO,
         partial.view(torch.int32) if integers else partial,
-        weight.arrived,
+        arrivals(out_TO.device),
         num_rows,
         num_inputs,
         num_outputs,

@@ -74,7 +74,6 @@ def packed_groups(weight: QuantisedWeight, num_multiprocessors: int) -> GroupedC
         minimum=None if weight.minimum is None else _numbers(weight.minimum, units),
         table=table,
         inputs_P=_inputs(weight, units),
-        arrived=torch.zeros(low.shape[0], dtype=torch.int32, device=low.device),
         num_multiprocessors=num_multiprocessors,
     )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from workers.checkpoint.activations import ActivationRounding
@@ -13,7 +11,6 @@ from workers.kernels.quantised.activations import RoundedInputs, round_inputs
 from workers.kernels.quantised.grouped import GroupedCodes, grouped_product
 from workers.kernels.quantised.one_byte import STEP, ByteCodes, byte_product
 from workers.kernels.quantised.packing import packed_groups
-from workers.kernels.quantised.splits import BLOCK_N
 from workers.kernels.staging import capability, num_multiprocessors
 
 _INT8_ZERO = 128  # that formats of signed bytes add to make codes
@@ -87,7 +84,6 @@ def packed_bytes(weight: QuantisedWeight, num_multiprocessors: int, *, fp8_units
         levels_OI=levels_OI,
         scale_GO=weight.scale.of_groups().T.contiguous(),
         row_sums_O=row_sums_O,
-        arrived=torch.zeros(math.ceil(weight.num_outputs / BLOCK_N), dtype=torch.int32, device=levels_OI.device),
         num_multiprocessors=num_multiprocessors,
     )
 

@@ -5,9 +5,14 @@ Legend: N outputs of a tile, M rows of a tile.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+
+_cuda: Any = torch.cuda
 
 BLOCK_N = 64  # outputs that lie side by side in a packed weight, and the outputs of a tile of few rows
 
@@ -16,11 +21,15 @@ _PROGRAMS = 4
 each are 2.5 times what 3.35 TB/s at a latency of 1 us need of each of 132 multiprocessors, and fit beside one another
 in shared memory. On an H200 eight were no faster."""
 
+_MOST_BLOCKS = 1024  # whose sums are split: two for each multiprocessor
+_GRAPHS = -1
+
 _MIN_STEPS = 4  # of a share: fewer do not pay for its partial sums
 
 
 def num_splits(num_blocks: int, num_steps: int, num_multiprocessors: int) -> int:
     """The number depends on the weight and the card alone, so that every batch is summed in the same order."""
+    assert _PROGRAMS * num_multiprocessors <= 2 * _MOST_BLOCKS, f"{num_multiprocessors} multiprocessors"
     wanted = _PROGRAMS * num_multiprocessors // num_blocks
     return max(1, min(wanted, num_steps // _MIN_STEPS))
 
@@ -29,6 +38,26 @@ def work_space(splits: int, num_outputs: int, num_rows: int, like: torch.Tensor)
     """Partial sums, of four bytes each; [1] where there are none."""
     size = splits * num_outputs * num_rows if splits > 1 else 1
     return torch.empty(size, dtype=torch.float32, device=like.device)
+
+
+def arrivals(device: torch.device) -> torch.Tensor:
+    """The counters of a launch that splits its sums, zero before and after it. The launches of a stream follow one
+    another and share an array; so do CUDA graphs, which are replayed one at a time. The array of graphs must be there
+    before one is recorded: the step that runs eagerly before that makes it."""
+    graphs = _counters(device, _GRAPHS)
+    return graphs if (stream := _stream_of(device)) == _GRAPHS else _counters(device, stream)
+
+
+def _stream_of(device: torch.device) -> int:
+    """`_GRAPHS` while a graph is recorded."""
+    if device.type != "cuda":
+        return 0
+    return _GRAPHS if _cuda.is_current_stream_capturing() else int(_cuda.current_stream(device).cuda_stream)
+
+
+@cache
+def _counters(device: torch.device, stream: int) -> torch.Tensor:
+    return torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
 
 
 @triton.jit

@@ -107,6 +107,7 @@ class TransformersDecoder:
         self.config = config
         self.context = context
         self.stored_as = stored_as
+        self.generation = 0  # no graph is captured of it
         self.step_adapters = StepAdapters()
         self._model = model
         self._step = PagedStep(config, context)
