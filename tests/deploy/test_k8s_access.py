@@ -129,21 +129,30 @@ def test_redis_lets_nobody_in_without_its_password(shape: Rendered, tmp_path: Pa
 # -- ways --------------------------------------------------------------------------------------------------------------
 
 
-def test_network_policies_open_exactly_the_ways_that_are_used(shape: Rendered) -> None:
-    """Who may reach whose pods, at which ports (first and last; none named: all)."""
-    ways: dict[str, dict[str, set[tuple[int, int]]]] = {}
-    policies = shape.of("NetworkPolicy")
-    assert policies.pop("default-deny")["spec"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
-    for policy in policies.values():
-        targets = selected(shape, policy["spec"]["podSelector"])
-        assert targets, policy["metadata"]["name"]
-        for rule in policy["spec"]["ingress"]:
+Ways = dict[str, dict[str, set[tuple[int, int]]]]
+
+
+def ways_of(shape: Rendered, direction: str, side: str) -> Ways:
+    """The other pods that each pod may meet, at which ports (first and last; none named: all)."""
+    ways: Ways = {}
+    for policy in shape.of("NetworkPolicy").values():
+        own = selected(shape, policy["spec"]["podSelector"])
+        assert own, policy["metadata"]["name"]
+        assert (direction in policy["spec"]) <= (direction.title() in policy["spec"]["policyTypes"])
+        for rule in policy["spec"].get(direction, ()):
             ports = {(one["port"], one.get("endPort", one["port"])) for one in rule.get("ports", ())}
-            peers = [selected(shape, peer["podSelector"]) for peer in rule.get("from", ())]
-            assert all(peers), f"{policy['metadata']['name']} lets in labels that nobody has"
-            for target in targets:
-                for source in set().union(*peers) if peers else {"anybody"}:
-                    ways.setdefault(target, {}).setdefault(source, set()).update(ports)
+            peers = [selected(shape, peer["podSelector"]) for peer in rule.get(side, ())]
+            assert all(peers), f"{policy['metadata']['name']} names labels that nobody has"
+            for pod in own:
+                for other in set().union(*peers) if peers else {"anybody"}:
+                    ways.setdefault(pod, {}).setdefault(other, set()).update(ports)
+    return ways
+
+
+def test_network_policies_open_exactly_the_ways_that_are_used(shape: Rendered) -> None:
+    denied = shape.of("NetworkPolicy")["default-deny"]["spec"]
+    assert (denied["podSelector"], denied["policyTypes"]) == ({}, ["Ingress", "Egress"])
+    ways = ways_of(shape, "ingress", "from")
     each_other = {name: set[tuple[int, int]]() for name in ("head", *POOLS)}
     kernels = {(32768, 60999)}
     assert ways == {
@@ -152,6 +161,12 @@ def test_network_policies_open_exactly_the_ways_that_are_used(shape: Rendered) -
         "head": each_other | {"controller": {(10001, 10001)}},
         **dict.fromkeys(POOLS, each_other | {"gateway": kernels, "controller": kernels}),
     }
+    out = ways_of(shape, "egress", "to")
+    assert {name: one.pop("anybody") for name, one in out.items()} == {key: {(53, 53)} for key in shape.templates}
+    from_pods = [(source, target) for target, sources in ways.items() for source in sources if source != "anybody"]
+    assert {(source, target) for source, targets in out.items() for target in targets} == set(from_pods)
+    for source, target in from_pods:
+        assert out[source][target] == ways[target][source], "who is let in gets out"
 
 
 def test_no_port_of_ray_is_among_those_that_gateways_may_reach(shape: Rendered) -> None:
