@@ -17,7 +17,7 @@ from workers.kernels.experts.tables import addresses, aligned
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tile:
     outputs: int
-    inputs: int
+    inputs: int  # of two bytes; half as many of four
     warps: int
     stages: int
 
@@ -81,6 +81,6 @@ class FloatExperts:
         _expert_product[(len(tiles.experts_B), triton.cdiv(self.num_outputs, tile.outputs))](
             x, weights_X, weights_X if biases_X is None else biases_X, tiles.pairs, tiles.experts_B, out_PO,
             len(out_PO), slots, len(weights_X), x.shape[1], self.num_outputs, x.stride(0),
-            BIAS=biases_X is not None, M=tiles.rows, N=tile.outputs, K=tile.inputs,
+            BIAS=biases_X is not None, M=tiles.rows, N=tile.outputs, K=tile.inputs * 2 // x.element_size(),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
