@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
+import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import cast
@@ -17,6 +19,7 @@ from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.reshard import heads_of
 from kvtransfer.transport import Arrived
 from kvtransfer.transports.collective.collective import CollectiveTransport
+from kvtransfer.transports.links.shm import MAX_SLOT_BYTES, ShmListener, connect, prove
 from protos.values import LaneAddress
 from tests.cluster import lane_peer
 from tests.cluster.lane_peer import (
@@ -94,6 +97,33 @@ def test_payloads_in_device_memory_arrive(way: str) -> None:
     assert here.recv() == [TRANSPORTS[way]]
     sender.close()
     process.join()
+
+
+def _map_a_ring(notice: bytes, pipe: Connection) -> None:
+    link = prove(connect(notice, 0), PATIENCE_S, "cuda:0")
+    pipe.send(True)
+    signal.pause()
+    link.close()
+
+
+def test_a_ring_is_freed_after_its_peer_was_killed() -> None:
+    context = multiprocessing.get_context("spawn")
+    torch.zeros(1, device="cuda")
+    before = torch.cuda.mem_get_info()[0]
+    for _ in range(5):
+        listener = ShmListener("cuda:0", MAX_SLOT_BYTES)
+        here, there = context.Pipe()
+        process = context.Process(target=_map_a_ring, args=(listener.notice, there), daemon=True)
+        process.start()
+        (link,) = listener.accept([0], PATIENCE_S).values()
+        here.recv()
+        process.kill()
+        process.join()
+        link.close()
+        del link
+    deadline_s = time.monotonic() + PATIENCE_S
+    while before - torch.cuda.mem_get_info()[0] > MAX_SLOT_BYTES:  # less than a ring
+        assert time.monotonic() < deadline_s, "rings of dead peers are left"
 
 
 SIZE = 4  # tokens of a block, at both ends

@@ -124,7 +124,7 @@ def _send_side(meeting: Meeting, why_not: str) -> dict[int, ShmLink]:
         if why_not:
             raise LinkBroken(why_not)
         for rank in meeting.peer_ranks:
-            links[rank] = prove(connections.pop(rank), meeting.config.stall_s)
+            links[rank] = prove(connections.pop(rank), meeting.config.stall_s, meeting.device)
     except BaseException:
         close_all(links.values())
         raise

@@ -4,14 +4,13 @@
     payload ── memcpy ──▶ [slot][slot][slot][slot] ── memcpy ──▶ payload
             ── "n bytes more" ─────── socket ───────▶        ◀── "a slot is free" ── socket ──
 
-On a CPU the ring is a memfd, on a GPU the destination's device memory behind a CUDA IPC handle. Neither has a name, so
-none can be left behind: the kernel frees a ring with the last process that maps it, however that process ends. Headers
-travel in the socket itself. A peer that dies closes it, which the other end notices at once.
+On a CPU the ring is a memfd, on a GPU the destination's device memory behind a CUDA IPC handle (`device_memory`).
+Neither has a name, so none can be left behind: a ring is freed with the last process that maps it, however that process
+ends. Headers travel in the socket itself. A peer that dies closes it, which the other end notices at once.
 """
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import fcntl
 import mmap
@@ -25,6 +24,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+
+from kvtransfer.transports.links import device_memory
 
 NUM_SLOTS = 4
 MAX_SLOT_BYTES = 4 * 2**20  # smaller ones wait for each other more often: 1 MiB moved 6 GB/s where these moved 9
@@ -60,21 +61,18 @@ class Ring:
     def make(cls, device: str, slot_bytes: int) -> Ring:
         num_bytes = NUM_SLOTS * slot_bytes
         if torch.device(device).type == "cuda":
-            memory_B = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-            storage: Any = memory_B.untyped_storage()
-            return cls(memory_B, slot_bytes, ([], repr(storage._share_cuda_()).encode()))
+            memory_B, handle, fd = device_memory.shared(device, num_bytes)
+            return cls(memory_B, slot_bytes, ([fd], handle))
         fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return cls(_map(fd, num_bytes), slot_bytes, ([fd], b""))
 
     @classmethod
-    def find(cls, fds: Sequence[int], handle: bytes, slot_bytes: int) -> Ring:
+    def find(cls, fds: Sequence[int], handle: bytes, slot_bytes: int, device: str = "cpu") -> Ring:
         """Maps the peer's memory. Takes over the file descriptors. Raises LinkBroken for memory that could shrink."""
         if handle:
-            storage_type: Any = torch.UntypedStorage
-            storage = storage_type._new_shared_cuda(*ast.literal_eval(handle.decode()))
-            memory_B = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: NUM_SLOTS * slot_bytes]
+            memory_B = device_memory.mapped(device, handle, NUM_SLOTS * slot_bytes, fds[0])
             return cls(memory_B, slot_bytes, ([], handle))
         try:
             _require_sealed(fds[0], NUM_SLOTS * slot_bytes)
@@ -338,13 +336,13 @@ def connect(notice: bytes, rank: int) -> socket.socket:
     return connection
 
 
-def prove(connection: socket.socket, timeout_s: float) -> ShmLink:
+def prove(connection: socket.socket, timeout_s: float, device: str = "cpu") -> ShmLink:
     """The source's part of the proof. Takes the connection over. Raises LinkBroken."""
     try:
         connection.settimeout(timeout_s)
         handle, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, 1)
         (slot_bytes,) = _SLOT.unpack_from(handle)
-        ring = Ring.find(fds, handle[_SLOT.size :], slot_bytes)
+        ring = Ring.find(fds, handle[_SLOT.size :], slot_bytes, device)
         number_B = ring.slot(0, TOKEN_BYTES)
         number_B.bitwise_not_()
         link = ShmLink(connection, ring)
