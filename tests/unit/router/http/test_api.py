@@ -99,5 +99,5 @@ async def test_a_stream_that_fails_ends_with_the_error_event_of_its_api(client: 
         )
     assert other.content == b"data: 1\n\n" + named_event({"type": "oops", "words": "too busy"})
     assert ours.content.startswith(b"data: 1\n\ndata: ")
-    error = Overloaded("too busy")
-    assert orjson.loads(ours.content.partition(b"\n\ndata: ")[2]) == OPENAI.error_body(error)
+    error = OPENAI.error_body(Overloaded("too busy"))["error"]
+    assert orjson.loads(ours.content.partition(b"\n\ndata: ")[2]) == {"error": error | {"retry_after": 2}}
