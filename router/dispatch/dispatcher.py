@@ -8,6 +8,7 @@
         │                                                 KV travels p ══▶ d meanwhile
         │   d drains: its sequences migrate, with their KV (`router.dispatch.migration`)
         └── worker lost, KV lost, draining: prompt + emitted tokens go to another pair; the client sees a pause
+            internal error before the first token: the same, and it counts against the worker
             no worker, or no room: wait for the fleet to change, for `max_queue_s` at most; an answer that has begun
             waits for up to `successor_timeout_s` while a worker is being started
 
@@ -377,7 +378,9 @@ class Dispatcher:
         if refused:
             deadline = min(deadline, job_state.first_due_s)
         waits = refused or isinstance(error, NoWorkers | WorkerDraining | AdapterNotLoaded)
-        if (not waits and not error.retryable) or isinstance(error, RevisionReplaced):
+        # A bug, or a worker without memory: another worker may serve the request, unless its client has tokens.
+        is_internal = type(error) is Internal and not job_state.output_ids
+        if not (waits or error.retryable or is_internal) or isinstance(error, RevisionReplaced):
             raise error
         job_state.num_failures += 0 if waits or is_explained else 1
         if now >= deadline or job_state.num_failures >= config.dispatch.max_attempts:

@@ -10,9 +10,10 @@ from contextlib import suppress
 
 import pytest
 
-from protos.errors import Overloaded, TransferFailed, WorkerLost
+from protos.errors import Internal, Overloaded, TransferFailed, WorkerLost
 from protos.wire import error_info
 from router.dispatch.dispatcher import LeaseRenewal
+from router.fleet.circuit_breaker import MAX_FAILURES
 from router.fleet.worker import WorkerState
 from router.policies import prefix_aware
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
@@ -216,6 +217,20 @@ async def test_a_request_that_fails_everywhere_is_given_up(cluster: Cluster) -> 
         await collect(cluster, job())
     assert [request.request_id for request in cluster["p0"].submitted] == ["r.1", "r.2", "r.3"]
     await cluster["d0"].until(lambda: not cluster["d0"].tickets and not cluster["d0"].running)
+
+
+async def test_an_internal_error_before_the_first_token_moves_on_and_counts(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0", "c1")
+    error = error_info(Internal("CUDA out of memory"))
+    for number in range(4 * MAX_FAILURES):
+        cluster["c0"].failed[f"r{number}.1"] = cluster["c0"].failed[f"r{number}.2"] = error
+        asked = job(f"r{number}", prompt_ids=tuple(range(number, number + 30)))
+        assert tokens(await collect(cluster, asked)) == expected_tokens(asked.prompt_ids, 8)
+    assert len(cluster["c0"].submitted) == MAX_FAILURES, "it gets no more for a while"
+    cluster["c1"].failed |= {f"bad.{attempt}": error for attempt in (1, 2, 3)}
+    with pytest.raises(Internal):
+        await collect(cluster, job("bad"))
 
 
 async def test_a_worker_that_leaves_hands_its_requests_on(two_pairs: Cluster) -> None:
