@@ -28,7 +28,7 @@ from router.http.middleware import random_names
 from router.http.pace import Pace
 from router.http.sse import SseWriter
 from router.jobs import FleetView, Generate
-from router.ledger.ledger import RequestLedger
+from router.ledger.ledger import RequestLedger, is_refused
 from router.metrics import RequestMetrics, Track
 from router.replicas.peers import PeerProcesses
 from router.revisions.texts import ModelTexts, RevisionTexts, open_texts
@@ -38,7 +38,7 @@ from router.text.chat_template import ChatTemplate, Message
 from router.text.model_card import ModelCard
 from router.text.reasoning import Reasoning
 from router.text.sampling_request import TextRequest, check_length
-from router.text.text_stream import TextDelta, UsageCounter, answer
+from router.text.text_stream import NO_USAGE, TextDelta, UsageCounter, answer
 from router.text.tokenizer import Tokenizer
 from router.tools.formats import ToolFormat
 from router.traces.request_trace import RequestTrace
@@ -309,7 +309,8 @@ class Gateway:
         track.belongs_to(self.metrics)
         sinks = self._sinks(ask, track, writer) if is_plain and not ask.silent else []
         track.tenant = ask.tenant.name
-        await access.enter(ask.tenant, ask.request_id, sum(map(len, ask.prompts)))
+        most_usd = self.ledger.most_usd(ask, self.card.name) if self.ledger is not None else 0.0
+        await access.enter(ask.tenant, ask.request_id, sum(map(len, ask.prompts)), most_usd=most_usd)
         error: BaseException | None = None
         records: Sequence[RequestTrace] = ()
         try:
@@ -336,13 +337,13 @@ class Gateway:
             access.leave(ask.tenant, ask.request_id)
             self.routing.records.close(ask.jobs, error)
             self.samples.ended(records)
-            usage = counted.usage()
+            usage = NO_USAGE if is_refused(error, records, counted) else counted.usage()
             track.used(usage)
             if self.telemetry is not None:
                 self.telemetry.ended(ask, records, usage, track.endpoint, error)
             if self.ledger is not None:
                 self.ledger.ended(ask, records, usage, track.endpoint, error, access.key_id, self.card.name)
-            if usage.completion_tokens or ask.jobs[0].sampling.pooling:
+            if usage is not NO_USAGE:
                 access.served(
                     ask.tenant,
                     num_prompt=usage.prompt_tokens,

@@ -40,7 +40,9 @@ class RequestMetrics:
         self.queue = self._histogram("queue_seconds", "Wait for a worker", SECONDS)
         self.prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
         self.answer_length = self._histogram("request_generated_tokens", "Tokens generated for a request", _TOKENS)
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of completed requests")
+        self.prompt_tokens = self._counter(
+            "prompt_tokens", "Prompt tokens of requests that a worker had, however they ended"
+        )
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in a prefix cache")
         self._endpoints: dict[str, Endpoint] = {}
@@ -150,14 +152,11 @@ class Track:
             times.came(piece.num_tokens - piece.num_taken, now)
         self._generated.inc(piece.num_tokens)
 
-    def count(self, usage: Usage) -> None:
-        """Notes the prompt's tokens, once the whole answer is there."""
+    def used(self, usage: Usage) -> None:
+        """What the request came to, however it ended. Called once."""
+        self.usage = usage
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
         self._metrics.cached_tokens.inc(usage.cached_tokens)
-
-    def used(self, usage: Usage) -> None:
-        """What the request came to, however it ended."""
-        self.usage = usage
 
     def finish(self, error: BaseException | None = None) -> None:
         """Ends the measurement; later calls change nothing."""

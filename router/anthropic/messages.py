@@ -110,7 +110,6 @@ class _MessageAnswer:
     async def whole(self, track: Track) -> dict[str, Any]:
         pieces = self._gateway.answer(self._ask, track, is_plain=self._form is None)
         [answer], usage = await collect(pieces, self._ask)
-        track.count(usage)
         content: list[dict[str, Any]] = []
         arguments: list[list[str]] = []
         for part in self._reader.read(answer):
@@ -155,7 +154,6 @@ class _MessageAnswer:
                 if events:
                     yield b"".join(map(named_event, events))
         usage = tally.usage()
-        track.count(usage)
         ending = self._ending(last, usage)
         counts = ending.pop("usage")
         yield named_event({"type": "message_delta", "delta": ending, "usage": counts}) + named_event(

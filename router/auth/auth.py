@@ -94,17 +94,20 @@ class AccessControl:
         if self.roster.admin_keys and not self.roster.is_admin(self._key(authorization)):
             raise Forbidden("This key does not open /admin: use one of admin_keys")
 
-    async def enter(self, tenant: Tenant, request_id: str, num_prompt_tokens: int) -> None:
-        """Counts a request against the tenant's limits until it calls `leave`. Raises RateLimited, and what is below
-        it: BudgetExhausted."""
+    async def enter(self, tenant: Tenant, request_id: str, num_prompt_tokens: int, *, most_usd: float = 0.0) -> None:
+        """Counts a request, and what it may cost, against the tenant's limits until it calls `leave`. Raises
+        RateLimited, and what is below it: BudgetExhausted."""
         try:
-            self.budgets.check(tenant)
+            self.budgets.set_aside(tenant, request_id, most_usd)
             await self._limits.enter(tenant, request_id, num_prompt_tokens, loop_time())
-        except RateLimited:
-            self._metrics.refused.labels(tenant.name).inc()
+        except BaseException as error:
+            self.budgets.give_back(tenant, request_id)
+            if isinstance(error, RateLimited):
+                self._metrics.refused.labels(tenant.name).inc()
             raise
 
     def leave(self, tenant: Tenant, request_id: str) -> None:
+        self.budgets.give_back(tenant, request_id)
         self._limits.leave(tenant, request_id)
 
     def wrote(self, tenant: Tenant, num_tokens: int) -> None:

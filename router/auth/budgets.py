@@ -1,7 +1,8 @@
 """What tenants may spend in a month or a day: more than a soft budget is shown, more than a hard one is refused.
 
-The ledger's sums (`know`) come every few seconds; between two of them this process adds what it charged (`add`). So a
-hard budget may be exceeded by the requests that run when it is reached, and by what other processes charged since.
+The ledger's sums (`know`) come every few seconds; between two of them this process adds what it charged (`add`). What
+its running requests may cost at most is set aside. So a hard budget may be exceeded by the last request that begins,
+and by what other processes have running or charged since.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Literal
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from protos.errors import BudgetExhausted
+from protos.errors import BudgetExhausted, RateLimited
 from protos.hints import usd_figure
+from router.auth.limits import CONCURRENCY_RETRY_S
 from router.auth.tenants import Tenant
 
 Period = Literal["month", "day"]
@@ -60,6 +62,7 @@ class TenantBudgets(Collector):
         self._tenants = tenants
         self._clock = clock
         self._spent: dict[tuple[Period, float], dict[str, float]] = {}
+        self._aside: dict[str, dict[str, float]] = {}  # USD by tenant and running request
 
     @property
     def are_set(self) -> bool:
@@ -95,6 +98,25 @@ class TenantBudgets(Collector):
                 f"{_date(state.until_s)} on, or with a higher budget, which the operator gives",
                 retry_after_s=state.until_s - self._clock(),
             )
+
+    def set_aside(self, tenant: Tenant, request_id: str, most_usd: float) -> None:
+        """Counts what a request may cost at most, until `give_back`. Raises BudgetExhausted, and RateLimited while what
+        is left of the hard budget may be spent by requests that run."""
+        self.check(tenant)
+        if tenant.hard_budget_usd is None:
+            return
+        aside = self._aside.setdefault(tenant.name, {})
+        if self.state(tenant).spent_usd + sum(aside.values()) >= tenant.hard_budget_usd:
+            raise RateLimited(
+                f"The requests that tenant {tenant.name} has running may spend what is left of its budget of "
+                f"{usd_figure(tenant.hard_budget_usd)} USD: wait for one of them to end, or give requests a max_tokens",
+                retry_after_s=CONCURRENCY_RETRY_S,
+            )
+        aside[request_id] = most_usd
+
+    def give_back(self, tenant: Tenant, request_id: str) -> None:
+        """The request has ended. An unknown one is no error."""
+        self._aside.get(tenant.name, {}).pop(request_id, None)
 
     def notice(self, tenant: Tenant) -> str:
         """For a tenant that has spent its soft budget; "" for others."""

@@ -28,7 +28,7 @@ from router.openai.chat import chat_completions
 from router.openai.completions import completions
 from router.openai.embeddings import embeddings
 from router.responses.responses import responses
-from router.text.text_stream import Usage
+from router.text.text_stream import NO_USAGE, Usage
 
 log = logging.getLogger("baton.batches")
 
@@ -42,7 +42,6 @@ SERVED: Mapping[str, ServedRoute] = {
 }
 """Endpoints of OpenAI's batches."""
 MESSAGES = "/v1/messages"
-_NO_USAGE = Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +104,7 @@ async def answer_line(
         track.finish()
     if not isinstance(response, Response):
         response = error_response(InvalidRequest("'stream' must be false: a batch has whole answers"), api)
-    return LineAnswer(status=response.status_code, body=bytes(response.body), usage=track.usage or _NO_USAGE)
+    return LineAnswer(status=response.status_code, body=bytes(response.body), usage=track.usage or NO_USAGE)
 
 
 def _names(line: InputLine) -> Iterator[str]:

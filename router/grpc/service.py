@@ -153,7 +153,6 @@ class _Inference(pb_grpc.InferenceServicer):
                         tally.add(piece)
                         yield _chunk(piece)
                 usage = tally.usage()
-                track.count(usage)
                 yield pb.GenerateChunk(usage=_usage(usage))
         except Exception as error:
             await abort_with(context, error)
@@ -165,7 +164,6 @@ class _Inference(pb_grpc.InferenceServicer):
                 ask = await self._ask(request, context, name)
                 gateway = self._gateway.serving(request.model)
                 choices, usage = await collect(gateway.answer(ask, track), ask)
-                track.count(usage)
                 return pb.Completion(
                     request_id=ask.request_id,
                     model=gateway.card.name,

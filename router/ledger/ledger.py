@@ -54,9 +54,9 @@ def is_free(outcome: str, num_output: int, *, is_batch: bool) -> bool:
     return False
 
 
-def is_refused(outcome: str, records: Sequence[RequestTrace], usage: Usage) -> bool:
+def is_refused(error: BaseException | None, records: Sequence[RequestTrace], counted: UsageCounter) -> bool:
     """Whether no worker has had the request."""
-    return outcome in ERRORS_BY_CODE and not usage.completion_tokens and not any(record.choices for record in records)
+    return error is not None and not (counted.num_tokens or any(record.choices for record in records))
 
 
 class BegunRequest(NamedTuple):
@@ -113,6 +113,13 @@ class RequestLedger:
         ledger = copy.copy(self)
         ledger._is_last, ledger._is_stopped = is_last, is_stopped
         return ledger
+
+    def most_usd(self, ask: TextRequest, model: str) -> float:
+        """What a request may be charged at most: all of its prompts computed, and answers of `max_tokens`."""
+        price = self.prices.price(model, self._clock(), parent=self._model)
+        num_output = sum(job.sampling.max_tokens for job in ask.jobs)
+        tokens = {"input": sum(map(len, ask.prompts)), "cached": 0, "output": num_output}
+        return 0.0 if price is None else sum(price.charge(tokens, is_batch=self._batches is not None).values())
 
     def begun(
         self,
@@ -175,8 +182,6 @@ class RequestLedger:
             "cached": usage.cached_tokens,
             "output": usage.completion_tokens,
         }
-        if is_refused(outcome, records, usage):
-            tokens = dict.fromkeys(tokens, 0)
         work = work_of(records, tokens["input"], tokens["cached"], self._rates, loop_now)
         is_batch = self._batches is not None
         price = self.prices.price(model, now - seconds, parent=self._model)

@@ -135,7 +135,6 @@ class _OllamaAnswer:
                     reasoning.append(thoughts)
                 last = piece
         usage = tally.usage()
-        track.count(usage)
         return self._head | self._fields("".join(texts), calls, "".join(reasoning)) | self._ending(last, usage)
 
     def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
@@ -156,7 +155,6 @@ class _OllamaAnswer:
                 if lines := [json_line(self._line(*one)) for one in self._read(piece)]:
                     yield b"".join(lines)
         usage = tally.usage()
-        track.count(usage)
         yield json_line(self._head | self._fields("", [], "") | self._ending(last, usage))
 
     def _line(self, text: str, calls: list[Line], reasoning: str) -> Line:

@@ -82,7 +82,6 @@ class _Chat:
     async def whole(self, track: Track) -> dict[str, Any]:
         pieces = self._gateway.answer(self._ask, track, is_plain=self._is_plain)
         choices, usage = await collect(pieces, self._ask)
-        track.count(usage)
         reply = reply_head(self._gateway, self._ask.request_id, "chat.completion")
         reply |= {"choices": [self._choice(one) for one in choices], "usage": usage_body(usage)}
         if self._body.prompt_logprobs is not None:
@@ -128,7 +127,6 @@ class _Chat:
                 if chunks := [event(head | chunk) for chunk in self._chunks(piece)]:
                     yield b"".join(chunks)
         usage = tally.usage()
-        track.count(usage)
         if self._body.include_usage:
             yield event(head | {"choices": [], "usage": usage_body(usage)})
         yield DONE

@@ -110,7 +110,6 @@ class _Completion:
     async def whole(self, track: Track) -> dict[str, Any]:
         pieces = self._gateway.answer(self._ask, track, is_plain=self._is_plain)
         choices, usage = await collect(pieces, self._ask)
-        track.count(usage)
         if self._ask.n > self._num_returned:
             choices = _best(choices, self._ask.n, self._num_returned)
         reply = reply_head(self._gateway, self._ask.request_id, "text_completion")
@@ -141,7 +140,6 @@ class _Completion:
                 if (choice := self._streamed(piece)) is not None:
                     yield event(head | {"choices": [choice]})
         usage = tally.usage()
-        track.count(usage)
         if self._body.include_usage:
             yield event(head | {"choices": [], "usage": usage_body(usage)})
         yield DONE

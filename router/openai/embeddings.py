@@ -105,7 +105,6 @@ async def vectors_of(
         tenant=tenant_of(request),
     )
     found, usage = await collect(gateway.answer(ask, track), ask)
-    track.count(usage)
     return [_vector(one.embedding, dimensions) for one in found], usage
 
 

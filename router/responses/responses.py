@@ -126,7 +126,6 @@ class _ResponseAnswer:
     async def whole(self, track: Track) -> Event:
         pieces = self._gateway.answer(self._ask, track, is_plain=self._form is None)
         [answer], usage = await collect(pieces, self._ask)
-        track.count(usage)
         self._read(answer)
         return self._response(*_end(answer), usage)
 
@@ -147,7 +146,6 @@ class _ResponseAnswer:
         finally:
             await answer.aclose()
         usage = tally.usage()
-        track.count(usage)
         status, details = _end(last)
         yield self._numbered([{"type": f"response.{status}", "response": self._response(status, details, usage)}])
 

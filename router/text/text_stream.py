@@ -73,6 +73,9 @@ class Usage(Value, frozen=True, kw_only=True):
     rejected_prediction_tokens: int = 0
 
 
+NO_USAGE = Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
+
+
 class UsageCounter:
     """Adds up the usage of a request, piece by piece."""
 
@@ -80,13 +83,13 @@ class UsageCounter:
         self._n = ask.n
         self._prompts = ask.prompts
         self._cached: dict[int, int] = {}
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._num_reasoning = 0
         self._num_predicted = 0
         self._num_mispredicted = 0
 
     def add(self, piece: TextDelta) -> None:
-        self._num_tokens += piece.num_tokens
+        self.num_tokens += piece.num_tokens
         self._num_reasoning += piece.num_reasoning
         self._num_predicted += piece.num_predicted
         self._num_mispredicted += piece.num_mispredicted
@@ -101,7 +104,7 @@ class UsageCounter:
             by_prompt[prompt] = min(cached, by_prompt.get(prompt, cached))
         return Usage(
             prompt_tokens=sum(map(len, self._prompts)),
-            completion_tokens=self._num_tokens,
+            completion_tokens=self.num_tokens,
             cached_tokens=sum(by_prompt.values()),
             reasoning_tokens=self._num_reasoning,
             accepted_prediction_tokens=self._num_predicted,

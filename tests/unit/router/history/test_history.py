@@ -26,7 +26,7 @@ def serve(metrics: RequestMetrics) -> None:
     with metrics.track("chat.completions") as track:
         for _ in range(3):
             track.saw(TextDelta(index=0, text="x", num_tokens=1))
-        track.count(Usage(prompt_tokens=8, completion_tokens=3, cached_tokens=6))
+        track.used(Usage(prompt_tokens=8, completion_tokens=3, cached_tokens=6))
     with pytest.raises(Overloaded), metrics.track("completions"):
         raise Overloaded("full")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 
 from protos.errors import DeadlineExceeded, Internal, Overloaded, WorkerLost
 from protos.values import FinishReason
+from router.auth.auth import AccessControl
+from router.auth.tenants import Roster, Tenant, hash_of
 from router.jobs import Job, TokenDelta
 from router.ledger.ledger import RequestLedger
 from router.ledger.prices import Price, PriceList
 from router.ledger.rows import LedgerRow, Written
+from router.metrics import RequestMetrics
 from tests.unit.router.scripted import Crew, Scripted, make_gateway, saying, serving
 
 PRICES = PriceList(prices=(Price(since_s=0.0, model="*", usd={"input": 1.0, "cached": 1.0, "output": 1.0}),))
@@ -24,9 +28,12 @@ class Rows:
 
     def __init__(self) -> None:
         self.written: list[Written] = []
+        self.ended: asyncio.Queue[LedgerRow] = asyncio.Queue()
 
     def write(self, row: Written) -> None:
         self.written.append(row)
+        if isinstance(row, LedgerRow):
+            self.ended.put_nowait(row)
 
 
 async def row_of(path: str, body: dict[str, Any], script: Any) -> tuple[int, LedgerRow]:
@@ -69,6 +76,64 @@ async def test_a_request_that_was_refused_before_anything_was_sent_is_free(path:
     status, row = await row_of(path, body, lambda job: [Overloaded("no room")])
     assert (status, row.outcome, row.output_tokens, row.charged_usd) == (429, "overloaded", 0, 0.0)
     assert (row.input_tokens, row.cached_tokens) == (0, 0), "no worker had it"
+
+
+async def test_requests_that_run_cannot_spend_a_hard_budget_many_times() -> None:
+    """A request of 20 tokens costs 2.5e-5 USD or so; the budget is half of that."""
+    tenant = Tenant(name="acme", hard_budget_usd=1e-5)
+    access = AccessControl()
+    access.roster = Roster(tenants={"acme": tenant}, by_key={hash_of("key"): tenant})
+    rows, gate = Rows(), asyncio.Event()
+    ledger = RequestLedger(rows, PRICES, Crew(), model="tiny", budgets=access.budgets)  # type: ignore[arg-type]
+    generate = Scripted(lambda job: [gate, *saying("hi")(job)])
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 20}
+    async with (
+        serving(make_gateway(generate, ledger=ledger, access=access)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60, headers={"authorization": "Bearer key"}) as http,
+    ):
+        first = asyncio.create_task(http.post("/v1/completions", json=body))
+        await generate.began.wait()
+        others = [await http.post("/v1/completions", json=body) for _ in range(5)]
+        gate.set()
+        assert (await first).status_code == 200
+        again = await http.post("/v1/completions", json=body)
+    for other in others:
+        assert (other.status_code, other.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert other.headers["retry-after"] == "1"
+    assert again.status_code == 200, "it cost less than was set aside"
+
+
+def hanging(job: Job) -> list[Any]:
+    return [*list(saying("a few tokens", at_once=1)(job))[:2], asyncio.Event()]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "script",
+    [saying("hi"), failing(WorkerLost("gone")), failing(Overloaded("x")), lambda job: [Overloaded("x")], hanging],
+)
+async def test_counters_of_tokens_agree_with_the_ledger_after_any_end(script: Any, stream: bool) -> None:
+    rows, metrics = Rows(), RequestMetrics(model="tiny")
+    ledger = RequestLedger(rows, PRICES, Crew(), model="tiny")  # type: ignore[arg-type]
+    generate = Scripted(script)
+    gateway = make_gateway(generate, ledger=ledger, metrics=metrics, access=AccessControl(registry=metrics.registry))
+    body = {"model": "tiny", "prompt": "hello", "stream": stream}
+    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+        asking = asyncio.create_task(http.post("/v1/completions", json=body))
+        if script is hanging:
+            await generate.began.wait()
+            asking.cancel()  # the client goes away
+        await asyncio.gather(asking, return_exceptions=True)
+        row = await asyncio.wait_for(rows.ended.get(), timeout=30)
+
+    def value(name: str, **labels: str) -> float:
+        return metrics.registry.get_sample_value(f"baton_{name}_tokens_total", labels) or 0.0
+
+    served = {"endpoint": "completions", "model": "tiny"}
+    counted = [value(name, **served) for name in ("prompt", "cached", "generated")]
+    assert counted == [row.input_tokens + row.cached_tokens, row.cached_tokens, row.output_tokens]
+    by_tenant = [value("tenant", tenant="", kind=kind) for kind in ("input", "cached", "output")]
+    assert by_tenant == [row.input_tokens, row.cached_tokens, row.output_tokens]
 
 
 async def test_a_vector_that_did_not_come_is_free() -> None:
