@@ -13,8 +13,8 @@ from protos.value import Value
 from router.tools.calls import CallDelta, Part, TextAndCalls, may_begin
 from router.tools.json_repair import CallArguments, JsonRepair
 
-_NAMES = ("name", "tool_name")
-_ARGUMENTS = ("arguments", "parameters")
+_NAMES = ("name", "tool_name", "function", "tool")
+_ARGUMENTS = ("arguments", "parameters", "args", "input")
 
 
 class ObjectMarks(Value, frozen=True, kw_only=True):
@@ -179,8 +179,11 @@ class _Call:
             case ":", _:
                 self.is_over = True
                 return False
+            case "value", "{" if self._key == "function":  # OpenAI's form, with the call in it
+                self._expected, self._key = "key", ""
             case _:
-                self._reader = (CallArguments if self._key in _ARGUMENTS else JsonRepair)(self._ends)
+                is_first = self._key in _ARGUMENTS and not self._has_arguments
+                self._reader = (CallArguments if is_first else JsonRepair)(self._ends)
                 return False
         return True
 

@@ -1,6 +1,6 @@
 """Nearly right JSON, as models write it, made right while it comes: strings with raw control characters or unknown
-escapes, strings and words of Python, words without quotes, commas that are missing or too many, and brackets. What is
-right stays as it is, to the character."""
+escapes, quotes inside strings, strings and words of Python, words without quotes, commas that are missing or too many,
+and brackets. What is right stays as it is, to the character."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ _DELIMITERS = "{}[],:\"'"
 _PLAIN = {quote: re.compile(rf"[^{quote}\"\\\x00-\x1f]+") for quote in "\"'"}
 _ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _UNDECIDED = re.compile(r"\\(u[0-9a-fA-F]{0,3})?")
-_KEY, _COLON, _VALUE, _NUMBER = "key", "colon", "value", "number"
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+_FOLLOWING = re.compile(r"\s*(\S)")
+_KEY, _COLON, _VALUE = "key", "colon", "value"
 _MISSING = {_KEY: ": null", _COLON: "null"}  # where an entry of an object ends
 
 
 class JsonRepair:
     """Reads one value. `is_done`: it is complete. Outside of strings one of the `ends` ends it, too, and so does `end`.
-    `is_certain`: no word without quotes was read, and nothing was missing."""
+    `is_certain`: no word without quotes was read, and nothing was missing. Inside brackets a quote ends its string if a
+    comma, a colon, a bracket or another string follows, and is unread until something does."""
 
     def __init__(self, ends: Sequence[str] = ()) -> None:
         self._ends = tuple(ends)
@@ -47,8 +50,12 @@ class JsonRepair:
                 if plain is not None:
                     self._json.append(plain[0])
                     at = plain.end()
-                else:
+                elif char != self._quote or self._escape or not self._open:
                     at += self._in_string(char)
+                elif (following := _FOLLOWING.match(text, at + 1)) is None:
+                    break
+                else:
+                    at += self._at_quote(char, following[1])
                 continue
             if char in self._end_firsts:
                 if text.startswith(self._ends, at):
@@ -91,6 +98,13 @@ class JsonRepair:
             self._json.append(orjson.dumps(char)[1:-1].decode())
         return True
 
+    def _at_quote(self, quote: str, following: str) -> bool:
+        if following in (",", "}", "]", quote, *self._end_firsts) or (following == ":" and self._is_key):
+            return self._in_string(quote)
+        self._json.append('\\"' if quote == '"' else quote)
+        self.is_certain = False
+        return True
+
     @property
     def _is_key(self) -> bool:
         return self._last in ("{", ",") and self._open[-1] == "}"
@@ -122,26 +136,27 @@ class JsonRepair:
         elif char == ":":
             self._json.append(char)
             self._last = _COLON
-        elif self._last == _NUMBER and char in "0123456789+-.eE":
-            self._json.append(char)
         else:
             self._begin(char)
         return True
 
     def _begin(self, char: str) -> None:
         """The first character of a value or a key."""
+        if char in _CLOSING and self._last == "{":  # once too often
+            self.is_certain = False
+            return
+        if self._last == _KEY:
+            self._json.append(":")
+            self._last, self.is_certain = _COLON, False
+        self._separate()
         if char in _CLOSING and self._is_key:
             self.is_certain = False
-            if self._last == "{":  # once too often
-                return
             if self._open[-2:-1] == ["]"]:  # the end of the object before is missing
                 self._close()
+                self._separate()
             else:
                 self._json.append(',"":')
                 self._gap, self._last = [], _COLON
-        if self._last in (_VALUE, _NUMBER):  # a comma is missing
-            self._json.append(",")
-            self._last, self.is_certain = ",", False
         self._json += self._gap
         self._gap.clear()
         if char in _CLOSING:
@@ -151,14 +166,15 @@ class JsonRepair:
         elif char in "\"'":
             self._json.append('"')
             self._quote = char
-        elif char in "0123456789-" and not self._is_key:
-            self._json.append(char)
-            self._last = _NUMBER
         else:
             self._word.append(char)
 
+    def _separate(self) -> None:
+        """Adds the comma that is missing behind a value."""
+        if self._last == _VALUE:
+            self._gap, self._last, self.is_certain = [","], ",", False
+
     def _space(self, char: str) -> None:
-        self._last = _VALUE if self._last == _NUMBER else self._last
         if self._gap:
             self._gap.append(char)
         elif self._open:
@@ -170,7 +186,7 @@ class JsonRepair:
         written = "".join(self._word)
         self._word.clear()
         word = written.rstrip()
-        right = None if self._is_key else _WORDS.get(word)
+        right = None if self._is_key else word if _NUMBER.fullmatch(word) else _WORDS.get(word)
         self.is_certain = self.is_certain and right is not None
         self._json.append((right or orjson.dumps(word).decode()) + (written[len(word) :] if self._open else ""))
         self._end_scalar()
@@ -247,7 +263,7 @@ def _object(written: str) -> str:
             json, value = (repaired(value) if value.strip() else None) or (written, value or None)
     except orjson.JSONDecodeError:
         return written
-    return "{}" if value is None else json if isinstance(value, dict) else written
+    return "{}" if value in (None, []) else json if isinstance(value, dict) else written
 
 
 def repaired(text: str, *, is_certain: bool = False) -> tuple[str, Any] | None:
@@ -256,7 +272,7 @@ def repaired(text: str, *, is_certain: bool = False) -> tuple[str, Any] | None:
     repair = JsonRepair()
     json, count = repair.feed(text)
     json += repair.end()
-    if text[count:].strip() or (is_certain and not repair.is_certain):
+    if text[count:].strip(" \t\r\n\"'") or (is_certain and not repair.is_certain):
         return None
     try:
         return json, orjson.loads(json)

@@ -58,8 +58,9 @@ class MarkedCalls(TextAndCalls):
         at, mark = first_of(self._held, (*self._begin, *self._behind))
         arguments, count = self._arguments.feed(self._held[:at])
         self._tell(arguments, parts)
-        has_ended = bool(mark) or (self._arguments.is_done and not self._marks.ends)
-        self._held = self._held[count if self._arguments.is_done and not self._marks.ends else at :]
+        is_over = self._arguments.is_done and not self._marks.ends
+        self._held = self._held[count if is_over or not (mark or self._arguments.is_done) else at :]
+        has_ended = bool(mark) or is_over
         if has_ended:
             self._close(parts)
         return has_ended

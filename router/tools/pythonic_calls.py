@@ -10,8 +10,9 @@ import orjson
 
 from router.tools.calls import CallDelta, Part, TextAndCalls, may_begin
 
-_CALL = re.compile(r"[A-Za-z_][\w.]*\(")
-_UNDECIDED = re.compile(r"([A-Za-z_][\w.]*)?")
+_CALL = re.compile(r"[A-Za-z_][\w.-]*\(")
+_UNDECIDED = re.compile(r"([A-Za-z_][\w.-]*)?")
+_STRING = re.compile(r"""(["'])(?:\\.|(?!\1)[^\\])*\1""", re.DOTALL)
 _OPEN, _CLOSED = "([{", ")]}"
 
 
@@ -114,14 +115,16 @@ class _Brackets:
 
 def _read(call: str) -> tuple[str, str] | None:
     """Name and arguments; None: it is no call with literals by name."""
+    name, _, behind = call.partition("(")
+    behind = _STRING.sub(lambda string: string[0].replace("\n", "\\n"), behind)  # a string may have several lines
     try:
-        tree = ast.parse(call, mode="eval").body
+        tree = ast.parse(f"f({behind}", mode="eval").body
         if not isinstance(tree, ast.Call) or tree.args:
             return None
         arguments = {
             one.arg: ast.literal_eval(_Words().visit(one.value)) for one in tree.keywords if one.arg is not None
         }
-        return ast.unparse(tree.func), orjson.dumps(arguments).decode()
+        return name, orjson.dumps(arguments).decode()
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 

@@ -65,7 +65,7 @@ ANSWERS: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     (HERMES, "<tool_call>no object</tool_call>", "<tool_call>no object</tool_call>", []),
     (HERMES, '<tool_call>{"nome": 1}</tool_call>', '<tool_call>{"nome": 1}</tool_call>', []),
     (HERMES, '<tool_call>\n{"na', '<tool_call>\n{"na', []),
-    (HERMES, '<tool_call>\n{"name": "now", "arguments": {"a": [1', "", [("now", '{"a": [1')]),
+    (HERMES, '<tool_call>\n{"name": "now", "arguments": {"a": [1', "", [("now", '{"a": [')]),
     (HERMES, '<tool_call>{"name": "now"} <tool_call>{"name": "now"}</tool_call>', "", [("now", "{}")] * 2),
     (LLAMA, f' {{"name": "get_weather", "parameters": {PARIS}}}', "", [WEATHER]),
     (LLAMA, f'<|python_tag|>{{"type": "function", "name": "get_weather", "parameters": {PARIS}}}', "", [WEATHER]),
@@ -124,9 +124,9 @@ def test_long_arguments_cost_what_their_length_does(form: ToolFormat, begun: str
 def test_arguments_are_told_while_they_come() -> None:
     reader = reader_of(HERMES, FUNCTIONS)
     assert reader.feed('<tool_call>{"name": "now"') == []
-    assert reader.feed(', "arguments": {"a"') == [CallDelta(index=0, name="now"), CallDelta(index=0, arguments='{"a"')]
-    assert reader.feed(": 1") == [CallDelta(index=0, arguments=": 1")]
-    assert reader.feed("}}") == [CallDelta(index=0, arguments="}")]
+    assert reader.feed(', "arguments": {"a"') == [CallDelta(index=0, name="now"), CallDelta(index=0, arguments='{"a')]
+    assert reader.feed(': "1') == [CallDelta(index=0, arguments='": "1')]
+    assert reader.feed('"}}') == [CallDelta(index=0, arguments='"}')]
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,22 @@ NEARLY: list[tuple[ToolFormat, str, str, list[tuple[str, Any]]]] = [
      [("now", {"a": [1, {"b": 2}]})]),
     (HERMES, '<tool_call>{"name": "now", "arguments": {"a": "</tool_call>", "b": 1}}</tool_call>', "",
      [("now", {"a": "</tool_call>", "b": 1})]),
+    (HERMES, '<tool_call>{"name": "now", "arguments": {"a": "print("hi")", "b": "<a id="c">", "d": 1}}</tool_call>', "",
+     [("now", {"a": 'print("hi")', "b": '<a id="c">', "d": 1})]),
+    (HERMES, '<tool_call>{"name": "now", "arguments": {"a": "x = {"k": 1}"}}</tool_call>', "",
+     [("now", {"a": 'x = {"k": 1}'})]),
+    (HERMES, "<tool_call>{'name': 'now', 'arguments': {'a': 'It's'}}</tool_call>", "", [("now", {"a": "It's"})]),
+    (HERMES, '<tool_call>{"name": "now", "arguments": {"a": 01, "b": 1., "c": [1_0, .5, -2e3], "d" "e"}}', "",
+     [("now", {"a": "01", "b": "1.", "c": ["1_0", ".5", -2000.0], "d": "e"})]),
+    (HERMES, '<tool_call>{"name": "now", "arguments": []}</tool_call>', "", [NOW]),
+    (HERMES, '<tool_call>{"name": "now", "input": {"a": 1}}</tool_call>', "", [("now", {"a": 1})]),
+    (HERMES, '<tool_call>{"name": "now", "arguments": {"a": 1}, "parameters": {}}</tool_call>', "",
+     [("now", {"a": 1})]),
+    (HERMES, f'<tool_call>{{"type": "function", "function": {OSLO}}}</tool_call>', "", [CALL]),
     (ToolFormat.MISTRAL, f"Well. [TOOL_CALLS] [{OSLO[:-1]}, {OSLO[:-1]}]", "Well.", [CALL, CALL]),
     (ToolFormat.LLAMA3_JSON, f"{OSLO}}}", "", [CALL]),
+    (ToolFormat.LLAMA3_JSON, '{"type": "function", "function": "get_weather", "parameters": {"city": "Oslo"}}', "",
+     [CALL]),
     (ToolFormat.GRANITE, f"<|tool_call|>[{OSLO[:-1]}", "", [CALL]),
     (ToolFormat.GRANITE, f"<|tool_call|>{OSLO}", "", [CALL]),
     (ToolFormat.MISTRAL_ARGS, '[TOOL_CALLS]now[ARGS]{"a": "x\ny"}[TOOL_CALLS]now[ARGS]null', "",
@@ -57,6 +71,8 @@ NEARLY: list[tuple[ToolFormat, str, str, list[tuple[str, Any]]]] = [
      [CALL, NOW]),
     (ToolFormat.OLMO3, "<function_calls>now(a=null, b=[true])</function_calls>\n", "",
      [("now", {"a": None, "b": [True]})]),
+    (ToolFormat.OLMO3, "<function_calls>mcp__fs__read-file(path='x')\nnow(a=\"it's\n2\")</function_calls>", "",
+     [("mcp__fs__read-file", {"path": "x"}), ("now", {"a": "it's\n2"})]),
     (ToolFormat.OLMO3, "<function_calls> are calls", "<function_calls> are calls", []),
     (ToolFormat.GLM4, 'get_weather\n{"city": "Oslo"}', "", [CALL]),
     (ToolFormat.GLM4, 'I look.\nget_weather \n{"city": "Oslo"}\nnow\n{}', "I look.", [CALL, NOW]),
@@ -163,6 +179,18 @@ def test_json_with_a_bracket_or_a_comma_too_few_or_too_many_parses() -> None:
             whole = mended(wrong, len(wrong))
             assert isinstance(json.loads(whole), dict), wrong
             assert mended(wrong, 1) == whole
+
+
+def test_whatever_is_written_becomes_json() -> None:
+    rng = random.Random(10)
+    for _ in range(2000):
+        text = "{" + "".join(
+            rng.choice(["{", "}", "[", "]", ",", ":", '"', "'", "\\", "\n", "a", "1", "0", ".", "-", " "])
+            for _ in range(12)
+        )
+        whole = mended(text, len(text))
+        assert mended(text, 1) == whole, text
+        json.loads(whole)
 
 
 def test_json_as_python_writes_it_is_the_same_value() -> None:
