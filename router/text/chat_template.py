@@ -7,6 +7,7 @@ functions and white space, so that the same messages give the same prompt.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import re
@@ -37,6 +38,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _SYSTEM = ("system", "developer")
 _LATER = ("system", "user", "system", "assistant", "user")
 _AFTER_RESULT = ("user", "calls", "tool", "user")
+_REPEATED = {"user": ("user", "user"), "assistant": ("user", "assistant", "assistant")}
 
 # About a millisecond of a template's time: longer conversations are written beside the event loop.
 SHORT_MESSAGES = 64
@@ -192,6 +194,8 @@ class ChatTemplate:
             )
 
         messages = self._placed(messages)
+        if any("tool_calls" in message for message in messages) and self._wants_short_ids():
+            messages = list(map(_with_short_ids, messages))
         if self._calls_in_metadata:
             messages = [part for message in messages for part in _with_metadata(message)]
         if tools and self._tools_in_system:
@@ -237,23 +241,39 @@ class ChatTemplate:
     def _placed(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The conversation with each turn of the system where the template has a place for it. Behind the first turn it
         becomes a part of the user's turn beside it, or of the tool's result before it: the prompt up to there stays
-        the same, so that it is found in the cache."""
-        placed: list[Message] = []
+        the same, so that it is found in the cache. Neighbouring turns of one role become one where they must
+        alternate."""
+        placed: list[list[Message]] = []
         joins = False  # with the last turn, which was the system's
         for message in messages:
-            role, last, moves = message["role"], placed[-1] if placed else None, False
+            role, last, moves = message["role"], placed[-1][0] if placed else None, False
             if role == "developer" and not self._shows(0, "developer", "user"):
                 role = "system"
             if role in _SYSTEM and last is not None and not self._shows(2, *_LATER):
                 role, moves = last["role"] if last["role"] in _SYSTEM else "user", True
             if role == "user" and last is not None and last["role"] == "tool" and not self._shows(3, *_AFTER_RESULT):
                 role, moves = "tool", True
-            if last is not None and role == last["role"] and (moves or (joins and role == "user")):
-                placed[-1] = joined(last, message)
+            repeats = last is not None and role == last["role"]
+            if (
+                last is not None
+                and repeats
+                and (moves or (joins and role == "user") or self._alternates(last, message))
+            ):
+                placed[-1].append(message)
             else:
-                placed.append(message if role == message["role"] else {**message, "role": role})
+                placed.append([message if role == message["role"] else {**message, "role": role}])
             joins = moves
-        return placed
+        return [joined(*turns) for turns in placed]
+
+    def _alternates(self, turn: Message, other: Message) -> bool:
+        """True if the template refuses two such turns of one role, and they are texts."""
+        roles = _REPEATED.get(turn["role"])
+        has_calls = turn.get("tool_calls") or other.get("tool_calls")
+        return roles is not None and not has_calls and not self._shows(len(roles) - 1, *roles)
+
+    def _wants_short_ids(self) -> bool:
+        """True if ids of calls must be nine letters or digits, as Mistral's are: those of other APIs are refused."""
+        return self._shows(0, "user", "calls") and not self._shows(0, "user", "long calls")
 
     def roles(self) -> list[str]:
         """Those that the model knows: in a conversation of one message, or after a user's. "developer" is the same as
@@ -300,9 +320,10 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def joined(turn: Message, other: Message) -> dict[str, Any]:
-    """The turn with the text of another one behind its own, as a paragraph."""
-    return {**turn, "content": "\n\n".join(filter(None, map(_text, (turn, other))))}
+def joined(turn: Message, *others: Message) -> dict[str, Any]:
+    """The turn with the texts of other ones behind its own, as paragraphs."""
+    texts = filter(None, map(_text, (turn, *others)))
+    return dict(turn) | ({"content": "\n\n".join(texts)} if others else {})
 
 
 def _text(turn: Message) -> str:
@@ -310,10 +331,25 @@ def _text(turn: Message) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
+def _with_short_ids(message: Message) -> Message:
+    calls = [call | {"id": _short_id(call["id"])} if "id" in call else call for call in message.get("tool_calls") or ()]
+    result = message.get("tool_call_id")
+    return {
+        **message, **({"tool_calls": calls} if calls else {}), **({"tool_call_id": _short_id(result)} if result else {})
+    }  # fmt: skip
+
+
+def _short_id(text: str) -> str:
+    is_short = len(text) == 9 and text.isascii() and text.isalnum()
+    return text if is_short else hashlib.sha256(text.encode()).hexdigest()[:9]
+
+
 def _turn(role: str, text: str) -> Message:
-    """A turn to try a template with; "calls" is the assistant's with a call."""
+    """A turn to try a template with; "calls" is the assistant's with a call, "long calls" the same with a long id."""
     call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
-    if role == "calls":
+    if role == "long calls":
+        call["id"] = "call_000000000"
+    if role in ("calls", "long calls"):
         return {"role": "assistant", "tool_calls": [call]}
     return {"role": role, "content": text} | ({"tool_call_id": call["id"], "name": "f"} if role == "tool" else {})
 

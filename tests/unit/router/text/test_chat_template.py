@@ -228,6 +228,37 @@ def test_a_system_turn_stands_where_the_template_takes_it(source: str, prompt: s
         assert prompt.startswith(template.render(AGENT[:num_turns])), "what came before stays in the cache"
 
 
+def test_turns_of_one_role_are_joined_where_roles_alternate() -> None:
+    """Codex sends several user turns, frameworks several assistant turns."""
+    turns = [
+        {"role": role, "content": text} for role, text in zip(["user"] * 2 + ["assistant"] * 2, "abcd", strict=True)
+    ]
+    assert ChatTemplate(ALTERNATES).render(turns) == "[user]a\n\nb[assistant]c\n\nd"
+    assert ChatTemplate(FIRST_ONLY).render(turns) == "[user]a[user]b[assistant]c[assistant]d"
+
+
+@pytest.mark.parametrize("call_id", ["call_abcdefghijklmnopqrstuvwx", "c1", "toolu_1", "tool-1-é-"])
+def test_ids_of_other_apis_become_those_that_the_template_takes(call_id: str) -> None:
+    """A conversation that another model began goes on with one of Mistral's."""
+    source = (
+        "{% for m in messages %}"
+        "{% for id in ([m.tool_call_id] if m.tool_call_id else m.tool_calls | map(attribute='id')) %}"
+        "{% if id | length != 9 %}{{ raise_exception('ids are nine letters') }}{% endif %}{{ id }} {% endfor %}"
+        "{{ m.content }} {% endfor %}"
+    )
+
+    def written(name: str) -> list[str]:
+        call = {"id": name, "type": "function", "function": {"name": "f", "arguments": {}}}
+        result = {"role": "tool", "tool_call_id": name, "content": "r"}
+        return ChatTemplate(source).render([USER, {"role": "assistant", "tool_calls": [call]}, result]).split()
+
+    ids = [word for word in written(call_id) if len(word) == 9]
+    assert len(ids) == 2
+    assert len(set(ids)) == 1
+    assert ids[0].isalnum()
+    assert "abcDEF123" in written("abcDEF123")
+
+
 def test_all_parts_of_a_system_turn_are_shown() -> None:
     """Mistral Small 3.1 shows the first part only, where there are parts; Claude Code sends two."""
     source = (
@@ -338,4 +369,4 @@ async def test_what_a_template_says_of_a_long_conversation_is_told_as_of_a_short
     template = ChatTemplate(MISTRAL, named_tokens=TOKENS)
     for times in (2, 1000):
         with pytest.raises(InvalidRequest, match="roles must alternate"):
-            await template.prompt([USER] * times)
+            await template.prompt([ASSISTANT, *[USER, ASSISTANT] * times])
