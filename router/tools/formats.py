@@ -84,19 +84,16 @@ _DEEPSEEK = (
 )  # fmt: skip
 _MARKED: Mapping[ToolFormat, CallMarks] = {
     ToolFormat.MISTRAL_ARGS: CallMarks(begin="[TOOL_CALLS]", separator="[ARGS]", suffix="[CALL_ID]"),
-    ToolFormat.DEEPSEEK_V3: CallMarks(
-        begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        separator="```json",
-        ends=("```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>"),
-        outer=("<｜tool▁calls▁begin｜>",),
-        outer_end=("<｜tool▁calls▁end｜>",),
-    ),
-    ToolFormat.DEEPSEEK_V31: CallMarks(
-        begin="<｜tool▁call▁begin｜>",
-        separator="<｜tool▁sep｜>",
-        ends=("<｜tool▁call▁end｜>",),
-        outer=("<｜tool▁calls▁begin｜>",),
-        outer_end=("<｜tool▁calls▁end｜>",),
+    **dict.fromkeys(
+        (ToolFormat.DEEPSEEK_V3, ToolFormat.DEEPSEEK_V31),
+        CallMarks(
+            begin="<｜tool▁call▁begin｜>",
+            separator="<｜tool▁sep｜>",
+            ends=("```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>"),
+            outer=("<｜tool▁calls▁begin｜>",),
+            outer_end=("<｜tool▁calls▁end｜>",),
+            prefix="function<｜tool▁sep｜>",
+        ),
     ),
     ToolFormat.KIMI_K2: CallMarks(
         begin="<|tool_call_begin|>",

@@ -9,6 +9,8 @@ from protos.value import Value
 from router.tools.calls import CallDelta, Part, TextAndCalls, first_of
 from router.tools.json_repair import CallArguments
 
+_FENCES = ("```json", "```")
+_NAME = re.compile(r"[^\s{}\[\]<>\"`]+")
 _NUMBER = re.compile(r":\d+$")  # Kimi's, behind a function's name
 
 
@@ -36,18 +38,31 @@ class MarkedCalls(TextAndCalls):
         self._state = self._name
 
     def _name(self, parts: list[Part]) -> bool:
-        name, separator, rest = self._held.partition(self._marks.separator)
-        if not separator:
+        """The name ends at the separator, and where the arguments or the call's end come without one."""
+        marks, rest = self._marks, self._held.lstrip()
+        if marks.prefix.startswith(rest):
             return False
-        self._drop_to(rest)
-        if self._marks.suffix:
-            name = name.partition(self._marks.suffix)[0]
-        name = _NUMBER.sub("", name.strip()) if self._marks.prefix else name.strip()
-        name = name.removeprefix(self._marks.prefix)
-        if not name:
+        self._drop_to(rest.removeprefix(marks.prefix))
+        at, mark = first_of(self._held, (marks.separator, "{", *_FENCES, *self._begin, *self._behind))
+        if not mark:
+            return False
+        name = self._held[:at].partition(marks.suffix)[0] if marks.suffix else self._held[:at]
+        name = _NUMBER.sub("", name.strip()) if marks.prefix else name.strip()
+        self._drop_to(self._held[at + len(mark) if mark == marks.separator else at :])
+        if _NAME.fullmatch(name) is None:
             self._end_opening(parts)
             return True
         self._begin_call(name, parts)
+        self._state = self._fence
+        return True
+
+    def _fence(self, parts: list[Part]) -> bool:
+        """Before the arguments, where a fence of Markdown may stand."""
+        self._held = self._held.lstrip()
+        if any(len(fence) > len(self._held) and fence.startswith(self._held) for fence in _FENCES):
+            return False
+        self._held = self._held.removeprefix(_FENCES[0]).removeprefix(_FENCES[1])
+        self._state = self._in_arguments
         return True
 
     def _begin_call(self, name: str, parts: list[Part]) -> None:
@@ -71,7 +86,7 @@ class MarkedCalls(TextAndCalls):
         self._state = self._text
 
     def _end(self, parts: list[Part], is_whole: bool) -> None:
-        if self._state == self._in_arguments:
+        if self._state in (self._fence, self._in_arguments):
             arguments, _ = self._arguments.feed(self._held)
             self._tell(arguments, parts)
             self._close(parts, is_whole=is_whole)

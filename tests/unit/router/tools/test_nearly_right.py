@@ -65,6 +65,21 @@ NEARLY: list[tuple[ToolFormat, str, str, list[tuple[str, Any]]]] = [
     (ToolFormat.MISTRAL_ARGS, '[TOOL_CALLS]now[ARGS]{"a": "[TOOL_CALLS', "", [("now", {"a": "[TOOL_CALLS"})]),
     (ToolFormat.DEEPSEEK_V31, '<｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a": [1}}<｜tool▁call▁end｜>', "",
      [("now", {"a": [1]})]),
+    # Each of the two forms of DeepSeek's, with and without fences.
+    *(
+        (form, f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "", [CALL])
+        for form in (ToolFormat.DEEPSEEK_V3, ToolFormat.DEEPSEEK_V31)
+        for call in (
+            'function<｜tool▁sep｜>get_weather\n{"city": "Oslo"}\n', 'get_weather<｜tool▁sep｜>{"city": "Oslo"}',
+            'function<｜tool▁sep｜>get_weather\n```\n{"city": "Oslo"}\n```',
+            'get_weather\n```json\n{"city": "Oslo"}\n```',
+            'function<｜tool▁sep｜>get_weather\n```json\n{"city": "Oslo"}\n```', 'get_weather{"city": "Oslo"}',
+            'get_weather<｜tool▁sep｜>```json\n{"city": "Oslo"}\n```',
+        )
+    ),
+    (ToolFormat.DEEPSEEK_V31, "<｜tool▁call▁begin｜>now<｜tool▁call▁end｜>", "", [NOW]),
+    (ToolFormat.MISTRAL_ARGS, '[TOOL_CALLS]get_weather{"city": "Oslo"}', "", [CALL]),
+    (ToolFormat.MISTRAL_ARGS, "a [TOOL_CALLS] is a token {", "a [TOOL_CALLS] is a token {", []),
     (ToolFormat.KIMI_K2, "<|tool_call_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{"
      "<|tool_call_end|><|tool_call_section_end|>", "", [NOW]),
     (ToolFormat.OLMO3, 'I look.\n<function_calls>\nget_weather(city="Oslo")\nnow()\n</function_calls>', "I look.",
