@@ -51,8 +51,13 @@ class ObjectCalls(TextAndCalls):
     def _inside(self, parts: list[Part]) -> bool:
         """Before an object or a list."""
         self._drop_to(self._held.lstrip())
-        if self._held.startswith("["):
+        is_fenced = self._names is None and self._opening.rstrip().endswith("`")  # Markdown's, before an object
+        if self._held.startswith("[") or (self._names is None and self._held.startswith("`")):
             self._drop_to(self._held[1:])
+        elif is_fenced and "json".startswith(self._held[:4]):
+            if len(self._held) < 4:
+                return False
+            self._drop_to(self._held[4:])
         elif self._held.startswith("{"):
             self._begin_call()
         elif self._held:
@@ -82,7 +87,7 @@ class ObjectCalls(TextAndCalls):
         following = rest[1:].lstrip() if rest[:1] in (",", ";") else rest
         if not following or may_begin(following, self._behind) == len(following):
             return False
-        if following[0] in "]}":
+        if following[0] in ("]}`" if self._names is None else "]}"):
             self._held = following[1:]
         elif following[0] == "{":
             self._held = following

@@ -17,7 +17,7 @@ _PLAIN = {quote: re.compile(rf"[^{quote}\"\\\x00-\x1f]+") for quote in "\"'"}
 _ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _UNDECIDED = re.compile(r"\\(u[0-9a-fA-F]{0,3})?")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
-_FOLLOWING = re.compile(r"\s*(\S)")
+_FOLLOWING = re.compile(r"\s{64}|\s*(\S)")  # more white space is not looked through
 _KEY, _COLON, _VALUE = "key", "colon", "value"
 _MISSING = {_KEY: ": null", _COLON: "null"}  # where an entry of an object ends
 
@@ -55,7 +55,7 @@ class JsonRepair:
                 elif (following := _FOLLOWING.match(text, at + 1)) is None:
                     break
                 else:
-                    at += self._at_quote(char, following[1])
+                    at += self._at_quote(char, following[1] or ",")
                 continue
             if char in self._end_firsts:
                 if text.startswith(self._ends, at):
