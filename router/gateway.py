@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
@@ -33,7 +33,6 @@ from router.metrics import RequestMetrics, Track
 from router.replicas.peers import PeerProcesses
 from router.revisions.texts import ModelTexts, RevisionTexts, open_texts
 from router.streaming.token_sink import NO_MARKS, TokenSink, compiled
-from router.telemetry.exporter import TraceExporter
 from router.text.chat_template import ChatTemplate, Message
 from router.text.model_card import ModelCard
 from router.text.reasoning import Reasoning
@@ -42,6 +41,9 @@ from router.text.text_stream import NO_USAGE, TextDelta, UsageCounter, answer
 from router.text.tokenizer import Tokenizer
 from router.tools.formats import ToolFormat
 from router.traces.request_trace import RequestTrace
+
+if TYPE_CHECKING:
+    from router.telemetry.exporter import TraceExporter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from opentelemetry.sdk._shared_internal import BatchProcessor
+
 from benchmarks.gateway.router import StreamClient, gateway, worker_process
 from benchmarks.output import write_figures
 from cluster.cli.main import main as baton
@@ -46,16 +48,17 @@ COLLECTORS = ("living", "slow", "silent", "dead")
 
 
 class GatewayPart(NamedTuple):
-    """`calls`: methods of `caller` on the event loop. `runner._run` is the part's thread."""
+    """`calls`: methods of `caller` on the event loop. `runner.run` is the part's thread."""
 
     caller: type
     calls: Sequence[str]
     runner: type
+    run: str
 
 
 PARTS: Mapping[str, GatewayPart] = {
-    "ledger": GatewayPart(RequestLedger, ("begun", "ended", "look", "note_open"), LedgerStore),
-    "traces": GatewayPart(TraceExporter, ("arrived", "ended"), TraceExporter),
+    "ledger": GatewayPart(RequestLedger, ("begun", "ended", "look", "note_open"), LedgerStore, "_run"),
+    "traces": GatewayPart(TraceExporter, ("arrived", "ended"), BatchProcessor, "worker"),
 }
 
 
@@ -71,13 +74,13 @@ class PartClock:
         for name in self._part.calls:
             setattr(self._part.caller, name, self._timed(name, getattr(self._part.caller, name)))
         runner: Any = self._part.runner
-        run = runner._run
+        run = getattr(runner, self._part.run)
 
         def timed_run(owner: Any) -> None:
             self._thread = threading.current_thread()
             run(owner)
 
-        runner._run = timed_run
+        setattr(runner, self._part.run, timed_run)
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:

@@ -10,6 +10,7 @@ import uuid
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
@@ -35,9 +36,11 @@ from router.metrics import RequestMetrics
 from router.prefix.registry import open_index
 from router.replicas.load_gossip import LoadGossip
 from router.replicas.peers import PeerProcesses
-from router.telemetry.exporter import TraceExporter
 
 log = logging.getLogger("baton.gateway")
+
+if TYPE_CHECKING:
+    from router.telemetry.exporter import TraceExporter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +187,8 @@ class ModelBackend:
 def _trace_exporter(config: RouterConfig, gateway_id: str, registry: CollectorRegistry) -> TraceExporter | None:
     if not config.telemetry.endpoint:
         return None
+    from router.telemetry.exporter import TraceExporter  # OpenTelemetry's SDK, only where it is used
+
     exporter = TraceExporter(config.telemetry, model=config.model_name, gateway_id=gateway_id)
     registry.register(exporter)
     return exporter

@@ -1,80 +1,70 @@
-"""Sends the traces of ended requests to a collector, from a thread of its own.
+"""Sends the traces of ended requests to a collector with OpenTelemetry's SDK, from its thread.
 
-    request ends ─▶ queue, bounded ─▶ thread: of 5 s, or 512, in one POST ─▶ collector
-                                        ▲                                      │
-                                        └── the same again after a pause ◀─────┘ away, or busy
+    request ends ─▶ SDK's queue, bounded ─▶ SDK's thread: spans of 5 s, or of 512 requests, in one POST ─▶ collector
 
-A request costs the event loop a few attributes and a place in the queue. While the collector is away nothing is
-encoded, a connection is tried after pauses that grow to half a minute, and what finds the queue full is dropped and
-counted.
+A request costs the event loop a few attributes and a place in the queue. A request that finds the queue full is dropped
+and counted.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-import os
-import queue
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 
-import httpx
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.metrics import NoOpMeterProvider
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlags, get_current_span
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protos.errors import code_of
 from protos.event_loop import loop_time
 from router.config import TelemetryConfig
-from router.telemetry.context import Arrival, TraceParent, arrival, parse_traceparent
-from router.telemetry.otlp import export_request
-from router.telemetry.spans import Attribute, EndedChoice, EndedRequest
+from router.telemetry.spans import Arrival, Attribute, EndedChoice, EndedRequest, arrival, spans_of
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import Usage
 from router.traces.request_trace import RequestTrace
 
-log = logging.getLogger("baton.telemetry")
-
 MAX_QUEUED = 2048
 MAX_BATCH = 512
 FLUSH_S = 5.0
-"""As OpenTelemetry's SDKs have it, with the two above: each POST costs half a millisecond."""
-TIMEOUT_S = 5.0
-PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
-QUIET_S = 60.0  # between two warnings of a collector that is away
-_RETRIED = (429, 502, 503, 504)
-MAX_UNANSWERED = 3
-"""A batch that was sent so often without an answer may have been taken each time."""
+TIMEOUT_S = 10.0  # of a batch, with all its retries
+CLOSE_S = 5.0
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_OK = Status()
+_NO_RESOURCE = Resource.get_empty()
+_SCOPE = InstrumentationScope("baton", version("baton"))
+_PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class TraceExporter(Collector):
     """`close` it at the end. Series: `baton_traces_total{outcome}`: `sent`, `dropped` for want of room, `failed`:
-    refused by the collector, or not taken before the end."""
+    refused by the collector, or not taken in time."""
 
-    def __init__(
-        self, config: TelemetryConfig, *, model: str, gateway_id: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._url = config.traces_url
-        self._headers = {"content-type": "application/json", **config.header_values}
+    def __init__(self, config: TelemetryConfig, *, model: str, gateway_id: str) -> None:
         self._sample = config.sample
         self._model = model
-        self._resource: Mapping[str, Attribute] = {
-            "service.name": config.service_name,
-            "service.instance.id": gateway_id,
-        }
-        self._clock = clock
-        self._warned_s = -math.inf
-        self.outcomes: Counter[str] = Counter(sent=0, dropped=0, failed=0)
-        self._queue: queue.Queue[EndedRequest] = queue.Queue(MAX_QUEUED)
-        self._wall_offset_s = 0.0
-        self._num_unanswered = 0  # of the present batch
-        self._due = threading.Event()  # a batch is complete
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
-        self._thread.start()
+        resource = Resource({"service.name": config.service_name, "service.instance.id": gateway_id})
+        self._exporter = RequestExporter(config, resource)
+        self._processor = BatchSpanProcessor(
+            self._exporter, MAX_QUEUED, FLUSH_S * 1e3, MAX_BATCH, meter_provider=NoOpMeterProvider()
+        )
+        self._num_queued = 0
+        self._num_dropped = 0
+
+    @property
+    def outcomes(self) -> Mapping[str, int]:
+        return {**self._exporter.outcomes, "dropped": self._num_dropped}
 
     def arrived(self, traceparent: str) -> None:
         """A request's head is there; called by the task that answers it."""
@@ -93,14 +83,14 @@ class TraceExporter(Collector):
         parent = came.parent if came is not None else None
         if not records or not self._is_sampled(parent):
             return
-        if self._queue.full():  # it cannot fill up before the put: only the event loop puts
-            self.outcomes["dropped"] += 1
+        if self._num_queued - self._exporter.num_taken >= MAX_QUEUED:
+            self._num_dropped += 1
             return
         now, received_s = loop_time(), records[0].received_s
-        self._wall_offset_s = time.time() - now
         firsts = [one.timestamps.first_s for one in records if one.timestamps.first_s is not None]
         record = EndedRequest(
-            trace_id=parent.trace_id if parent is not None else os.urandom(16).hex(),
+            trace_id=parent.trace_id if parent is not None else random.getrandbits(128) or 1,
+            wall_offset_s=time.time() - now,
             arrival=came or Arrival(at_s=received_s, parent=None),
             received_s=received_s,
             first_s=min(firsts, default=None),
@@ -116,15 +106,16 @@ class TraceExporter(Collector):
             num_output=usage.completion_tokens,
             code="" if error is None else code_of(error),
         )
-        self._queue.put_nowait(record)
-        if self._queue.qsize() >= MAX_BATCH:
-            self._due.set()
+        self._num_queued += 1
+        self._processor.on_end(QueuedRequest(record))
 
     def close(self) -> None:
-        """Sends what is queued, for `TIMEOUT_S` at most."""
-        self._closing.set()
-        self._due.set()
-        self._thread.join(TIMEOUT_S)
+        """Sends what is queued, for `CLOSE_S` at most, and the attempt that runs then."""
+        limit = threading.Timer(CLOSE_S, self._exporter.shutdown)
+        limit.start()
+        self._processor.shutdown()
+        limit.cancel()
+        limit.join()
 
     def collect(self) -> Iterable[Metric]:
         traces = CounterMetricFamily("baton_traces", "Traces of requests for the collector", labels=("outcome",))
@@ -132,71 +123,72 @@ class TraceExporter(Collector):
             traces.add_metric((outcome,), count)
         yield traces
 
-    def _is_sampled(self, parent: TraceParent | None) -> bool:
-        return parent.is_sampled if parent is not None else random.random() < self._sample
+    def _is_sampled(self, parent: SpanContext | None) -> bool:
+        return parent.trace_flags.sampled if parent is not None else random.random() < self._sample
 
-    def _run(self) -> None:
-        with httpx.Client(timeout=TIMEOUT_S, headers=self._headers) as client:
-            closing = False
-            while not closing:
-                self._due.wait(FLUSH_S)
-                self._due.clear()
-                closing = self._closing.is_set()
-                while batch := self._batch():
-                    self._send(client, batch)
 
-    def _batch(self) -> list[EndedRequest]:
-        batch: list[EndedRequest] = []
-        with suppress(queue.Empty):
-            while len(batch) < MAX_BATCH:
-                batch.append(self._queue.get_nowait())
-        return batch
+class QueuedRequest(ReadableSpan):
+    """A request in the SDK's queue. Its spans are made when they are sent."""
 
-    def _send(self, client: httpx.Client, batch: Sequence[EndedRequest]) -> None:
-        """Returns when the collector has taken the batch, or will not. Must not raise: the thread would end, and no
-        later trace be sent."""
+    def __init__(self, record: EndedRequest) -> None:
+        super().__init__("", context=_context(record.trace_id, 1), resource=_NO_RESOURCE)
+        self.record = record
+
+
+class RequestExporter(SpanExporter):
+    """Sends the spans of queued requests."""
+
+    def __init__(self, config: TelemetryConfig, resource: Resource) -> None:
+        self._otlp = OTLPSpanExporter(
+            config.traces_url, headers=config.header_values, timeout=TIMEOUT_S, meter_provider=NoOpMeterProvider()
+        )
+        self._resource = resource
+        self._is_shut = False
+        self.outcomes: Counter[str] = Counter(sent=0, failed=0)
+        self.num_taken = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        requests = [span.record for span in spans if isinstance(span, QueuedRequest)]
+        self.num_taken += len(requests)
+        result = SpanExportResult.FAILURE
         try:
-            body = export_request(batch, resource=self._resource, wall_offset_s=self._wall_offset_s)
-            pause_s, self._num_unanswered = PAUSE_S, 0
-            while not self._is_taken(client, body):
-                if self._closing.wait(pause_s):
-                    self.outcomes["failed"] += len(batch)
-                    return
-                pause_s = min(MAX_PAUSE_S, 2.0 * pause_s)
-        except httpx.HTTPError as error:
-            self.outcomes["failed"] += len(batch)
-            self._warn("%d traces were refused by %s: %s", len(batch), self._url, error)
-        except Exception:
-            self.outcomes["failed"] += len(batch)
-            log.exception("%d traces were not sent: internal error", len(batch))
-        else:
-            self.outcomes["sent"] += len(batch)
+            result = self._otlp.export([span for one in requests for span in readable_spans(one, self._resource)])
+        finally:
+            self.outcomes["sent" if result is SpanExportResult.SUCCESS else "failed"] += len(requests)
+        return result
 
-    def _is_taken(self, client: httpx.Client, body: bytes) -> bool:
-        """False if the same may be taken later. Raises httpx.HTTPError if it never will."""
-        try:
-            answer = client.post(self._url, content=body)
-        except httpx.TransportError as error:
-            self._warn("the collector at %s takes no traces, which wait: %s", self._url, error)
-            self._num_unanswered += not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            if self._num_unanswered == MAX_UNANSWERED:
-                raise
-            return False
-        if answer.status_code in _RETRIED:
-            self._warn("the collector at %s takes no traces, which wait: HTTP %d", self._url, answer.status_code)
-            self._closing.wait(min(MAX_PAUSE_S, _seconds(answer.headers.get("retry-after", ""))))
-            return False
-        answer.raise_for_status()
-        return True
-
-    def _warn(self, text: str, *about: object) -> None:
-        if self._clock() - self._warned_s >= QUIET_S:
-            self._warned_s = self._clock()
-            log.warning(f"{text}; %d were dropped for want of room so far", *about, self.outcomes["dropped"])
+    def shutdown(self) -> None:
+        if not self._is_shut:
+            self._is_shut = True
+            self._otlp.shutdown()
 
 
-def _seconds(retry_after: str) -> float:
-    return float(retry_after) if retry_after.isdecimal() else 0.0
+def parse_traceparent(header: str) -> SpanContext | None:
+    """None for a header that the standard says to ignore (https://www.w3.org/TR/trace-context/)."""
+    span = get_current_span(_PROPAGATOR.extract({"traceparent": header}, Context()))
+    context = span.get_span_context()
+    return context if context.is_valid else None
+
+
+def readable_spans(record: EndedRequest, resource: Resource) -> Iterator[ReadableSpan]:
+    for span in spans_of(record):
+        yield ReadableSpan(
+            span.name,
+            context=_context(record.trace_id, span.span_id),
+            parent=_context(record.trace_id, span.parent_id) if span.parent_id else None,
+            resource=resource,
+            attributes={**span.attributes, "error.type": span.error} if span.error else span.attributes,
+            links=tuple(Link(_context(record.trace_id, other)) for other in span.links),
+            kind=span.kind,
+            status=Status(StatusCode.ERROR, span.error) if span.error else _OK,
+            start_time=int((span.start_s + record.wall_offset_s) * 1e9),
+            end_time=int((span.end_s + record.wall_offset_s) * 1e9),
+            instrumentation_scope=_SCOPE,
+        )
+
+
+def _context(trace_id: int, span_id: int) -> SpanContext:
+    return SpanContext(trace_id, span_id, is_remote=False, trace_flags=_SAMPLED)
 
 
 def _parameters(ask: TextRequest) -> Mapping[str, Attribute]:

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from enum import IntEnum
+from contextvars import ContextVar
+
+from opentelemetry.trace import SpanContext, SpanKind
 
 from protos.value import Value
 from protos.values import FinishReason
-from router.telemetry.context import Arrival
 from router.traces.request_trace import EventKind, Fact, TraceEvent
 
 Attribute = str | int | float | tuple[str, ...]
@@ -37,26 +38,30 @@ OPERATIONS = {
 """`gen_ai.operation.name` by endpoint; all others are `chat`."""
 
 
-class SpanKind(IntEnum):
-    """OTLP's numbers."""
+class Arrival(Value, frozen=True, kw_only=True):
+    """When a request's head came, by the event loop's clock, and its caller's span."""
 
-    INTERNAL = 1
-    SERVER = 2
+    at_s: float
+    parent: SpanContext | None
+
+
+arrival: ContextVar[Arrival | None] = ContextVar("arrival", default=None)
+"""The arrival of the request that this task answers. The faces set it where traces are exported."""
 
 
 class TraceSpan(Value, frozen=True, kw_only=True):
-    """Times are seconds by the event loop's clock. `parent_id` "": none. `error`: its code, "" without. `links` are ids
+    """Times are seconds by the event loop's clock. `parent_id` 0: none. `error`: its code, "" without. `links` are ids
     of spans of the same trace."""
 
-    span_id: str
-    parent_id: str
+    span_id: int
+    parent_id: int
     name: str
     start_s: float
     end_s: float
     kind: SpanKind = SpanKind.INTERNAL
     attributes: Mapping[str, Attribute] = {}
     error: str = ""
-    links: tuple[str, ...] = ()
+    links: tuple[int, ...] = ()
 
 
 class EndedChoice(Value, frozen=True, kw_only=True):
@@ -69,7 +74,8 @@ class EndedChoice(Value, frozen=True, kw_only=True):
 class EndedRequest(Value, frozen=True, kw_only=True):
     """A request that has ended. `code` is an error's, "" without one."""
 
-    trace_id: str
+    trace_id: int
+    wall_offset_s: float  # the wall clock's time less the event loop's
     arrival: Arrival
     received_s: float
     first_s: float | None
@@ -89,8 +95,8 @@ class EndedRequest(Value, frozen=True, kw_only=True):
 FINISHED = frozenset((FinishReason.STOP, FinishReason.LENGTH))
 
 
-def new_span_id() -> str:
-    return f"{random.getrandbits(64):016x}"
+def new_span_id() -> int:
+    return random.getrandbits(64) or 1
 
 
 def spans_of(record: EndedRequest) -> list[TraceSpan]:
@@ -99,7 +105,7 @@ def spans_of(record: EndedRequest) -> list[TraceSpan]:
     spans = [
         TraceSpan(
             span_id=root,
-            parent_id=record.arrival.parent.span_id if record.arrival.parent is not None else "",
+            parent_id=record.arrival.parent.span_id if record.arrival.parent is not None else 0,
             name=f"{_operation(record)} {record.model}",
             start_s=begun_s,
             end_s=record.ended_s,
@@ -159,11 +165,11 @@ class _Stages:
         EventKind.MOVED: ("decode", "decode"),
     }
 
-    def __init__(self, parent_id: str) -> None:
+    def __init__(self, parent_id: int) -> None:
         self._parent_id = parent_id
-        self._open: dict[str, tuple[float, dict[str, Attribute], tuple[str, ...]]] = {}
-        self._last = ""
-        self._links: tuple[str, ...] = ()
+        self._open: dict[str, tuple[float, dict[str, Attribute], tuple[int, ...]]] = {}
+        self._last = 0
+        self._links: tuple[int, ...] = ()
         self._resumes = False
         self._chunks = 0
 

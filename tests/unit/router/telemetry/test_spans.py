@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import httpx
 import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.trace import SpanContext, TraceFlags
 
 from router.config import TelemetryConfig
-from router.telemetry import exporter as exporter_of_traces
-from router.telemetry.context import Arrival, TraceParent, parse_traceparent
-from router.telemetry.exporter import TraceExporter
-from router.telemetry.otlp import export_request
-from router.telemetry.spans import EndedChoice, EndedRequest, TraceSpan, spans_of
+from router.telemetry.exporter import QueuedRequest, RequestExporter, parse_traceparent, readable_spans
+from router.telemetry.spans import Arrival, EndedChoice, EndedRequest, TraceSpan, spans_of
 from router.traces.request_trace import EventKind, TraceEvent
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = "00f067aa0ba902b7"
+PARENT = SpanContext(int(TRACE, 16), int(CALLER, 16), is_remote=True, trace_flags=TraceFlags(1))
 
 
 def record(*choices: list[TraceEvent], finish: str = "stop", code: str = "") -> EndedRequest:
     return EndedRequest(
-        trace_id=TRACE,
-        arrival=Arrival(at_s=0.0, parent=TraceParent(trace_id=TRACE, span_id=CALLER, is_sampled=True)),
+        trace_id=PARENT.trace_id,
+        wall_offset_s=1e9,
+        arrival=Arrival(at_s=0.0, parent=PARENT),
         received_s=1.0,
         first_s=4.0,
         ended_s=20.0,
@@ -96,7 +96,7 @@ def test_a_stage_has_what_its_events_know() -> None:
 def test_stages_follow_one_another(events: list[TraceEvent], expected: list[tuple[str, float, float]]) -> None:
     spans = spans_of(record(events))
     root, receive = spans[:2]
-    assert (root.name, root.parent_id, root.start_s, root.end_s) == ("chat demo", CALLER, 0.0, 20.0)
+    assert (root.name, root.parent_id, root.start_s, root.end_s) == ("chat demo", PARENT.span_id, 0.0, 20.0)
     assert (receive.name, receive.start_s, receive.end_s) == ("receive", 0.0, 1.0)
     assert stages(spans) == expected
     assert {one.parent_id for one in spans[1:]} == {root.span_id}
@@ -125,7 +125,21 @@ def test_choices_are_apart_and_an_error_is_on_the_root() -> None:
 def test_a_request_that_never_began_has_its_queue() -> None:
     events = [at(1, EventKind.RECEIVED), at(5, EventKind.ENDED)]
     assert stages(spans_of(record(events, finish="overloaded", code="overloaded"))) == [("queue", 1, 5)]
-    assert export_request([record([])], resource={"service.name": "baton"}, wall_offset_s=0.0)
+    assert [one.name for one in spans_of(record([]))] == ["chat demo", "receive"]
+
+
+def test_the_sdk_gets_ids_times_links_and_errors() -> None:
+    resource = Resource({"service.name": "baton"})
+    spans = list(readable_spans(record(FAILED, code="worker_lost"), resource))
+    contexts = [one.get_span_context() for one in spans]
+    assert {one.trace_id for one in contexts if one is not None} == {PARENT.trace_id}
+    root, decode, route = spans[0], spans[5], spans[6]
+    assert (root.start_time, root.end_time, root.resource) == (10**18, 10**18 + 20 * 10**9, resource)
+    assert root.parent is not None
+    assert root.parent.span_id == PARENT.span_id
+    assert [link.context for link in route.links] == [contexts[5]]
+    for span in (root, decode):
+        assert (span.status.is_ok, dict(span.attributes or {})["error.type"]) == (False, "worker_lost")
 
 
 @pytest.mark.parametrize(
@@ -145,9 +159,9 @@ def test_a_request_that_never_began_has_its_queue() -> None:
 )
 def test_a_callers_header_is_read_as_the_standard_says(header: str, sampled: bool | None) -> None:
     parent = parse_traceparent(header)
-    assert (None if parent is None else parent.is_sampled) is sampled
+    assert (None if parent is None else parent.trace_flags.sampled) is sampled
     if parent is not None:
-        assert (parent.trace_id, parent.span_id) == (TRACE, CALLER)
+        assert (parent.trace_id, parent.span_id) == (PARENT.trace_id, PARENT.span_id)
 
 
 @pytest.mark.parametrize(
@@ -160,27 +174,10 @@ def test_a_request_is_the_operation_of_its_endpoint(endpoint: str, operation: st
     assert operation in [one.attributes.get("gen_ai.operation.name") for one in spans]
 
 
-def test_a_batch_that_is_never_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector may have taken it each time: the same traces were sent for ever, and later ones dropped."""
-    posted: list[str] = []
-
-    def post(self: httpx.Client, url: str, **_: object) -> httpx.Response:
-        posted.append(url)
-        raise httpx.ReadTimeout("no answer")
-
-    monkeypatch.setattr(httpx.Client, "post", post)
-    monkeypatch.setattr(exporter_of_traces, "PAUSE_S", 0.0)
-    exporter = TraceExporter(TelemetryConfig(endpoint="http://127.0.0.1:9"), model="m", gateway_id="g")
-    with httpx.Client() as client:
-        exporter._send(client, [record(ALONE)])
-    exporter.close()
-    assert (len(posted), exporter.outcomes["failed"]) == (exporter_of_traces.MAX_UNANSWERED, 1)
-
-
-def test_a_value_that_cannot_be_exported_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
-    exporter = TraceExporter(TelemetryConfig(endpoint="http://127.0.0.1:9"), model="m", gateway_id="g")
-    bad = replace(record(ALONE), attributes={"gen_ai.request.max_tokens": None})  # type: ignore[dict-item]
-    exporter._queue.put_nowait(bad)
-    exporter.close()
-    assert exporter.outcomes["failed"] == 1
-    assert "internal error" in caplog.text
+def test_a_request_whose_spans_cannot_be_made_is_counted() -> None:
+    exporter = RequestExporter(TelemetryConfig(endpoint="http://127.0.0.1:9"), Resource.get_empty())
+    bad = record([at(1, EventKind.RECEIVED), at(2, EventKind.FAILED)])
+    with pytest.raises(KeyError):
+        exporter.export([QueuedRequest(bad)])
+    exporter.shutdown()
+    assert exporter.outcomes == {"sent": 0, "failed": 1}
