@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 ANY_IPV4 = "0.0.0.0"
 HOLDING_S = 1.0
@@ -39,17 +39,21 @@ def bound(host: str, port: int, *, option: int = socket.SO_REUSEADDR) -> socket.
 
 
 def hold_ipv6(port: int, held: ExitStack) -> int:
-    """gRPC takes 0.0.0.0 for all addresses of IPv6, too, unless their port is taken: takes it for a moment. Another
-    process that shares the port may do the same just now. 0 without IPv6."""
-    holder = held.enter_context(socket.socket(socket.AF_INET6)) if socket.has_ipv6 else None
+    """Takes the port in IPv6 until `held` closes: gRPC takes 0.0.0.0 for all addresses of IPv6, too, unless their port
+    is taken. Waits for another process that shares the port and does the same just now. Returns the port, 0 without
+    IPv6."""
     until_s = time.monotonic() + HOLDING_S
-    while holder is not None:
-        try:
-            holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            holder.bind(("::", port))
-            return int(holder.getsockname()[1])
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > until_s:
-                break
-            time.sleep(0.01)
+    with suppress(OSError):
+        holder = held.enter_context(socket.socket(socket.AF_INET6))
+        holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        while True:
+            with bound(ANY_IPV4, 0) as free:  # in IPv4: a port that is only free in IPv6 is of no use
+                number = port or int(free.getsockname()[1])
+            try:
+                holder.bind(("::", number))
+                return number
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > until_s:
+                    raise
+                time.sleep(0.01)
     return 0

@@ -43,6 +43,7 @@ from tests.cluster.toy_worker import (
     parts_of,
     tokens,
 )
+from tests.unit.protos.test_listening import needs_ipv6
 from tests.unit.workers.toy import ToyRunner, toy_tokens
 from workers.rpc.loop import ThreadedEngineLoop
 from workers.rpc.server import MAX_BACKLOG_MESSAGES, WorkerServicer
@@ -78,6 +79,7 @@ async def test_tokens_come_back_one_message_a_step() -> None:
     await worker.stop()
 
 
+@needs_ipv6
 async def test_a_worker_at_an_address_of_ipv6_is_found_there() -> None:
     served = Worker(parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB)))
     info = await served.start("::1")
