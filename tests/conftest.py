@@ -23,7 +23,7 @@ from hypothesis.internal.constants_ast import Constants
 from tests.forked_runner import ForkedRunner
 
 STATE = Path(tempfile.gettempdir()) / f"baton-tests-{os.getpid()}"
-"""Of `baton up` in tests. Processes that run them are forked from this one, which removes it."""
+"""The state directory of `baton up` in tests. Processes that run them are forked from this one, which removes it."""
 atexit.register(lambda: STATE.name.endswith(f"-{os.getpid()}") and shutil.rmtree(STATE, ignore_errors=True))
 
 # Set before anything imports torch, tokenizers or Ray, and inherited by the processes that tests start.
@@ -73,7 +73,7 @@ def _what_is_logged() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    """What a test draws from torch's own generator does not depend on the tests before it in its process."""
+    """Makes the numbers of torch's own generator independent of the tests before in the same process."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
 

@@ -52,7 +52,7 @@ def serving(gateway: Deployed) -> dict[str, tuple[int, str]]:
     return {one["worker_id"]: (one["process_id"], one["revision"]) for one in workers}
 
 
-def test_workers_outlive_their_controller_and_the_next_one_rolls_what_has_changed(
+def test_workers_outlive_their_controller_and_the_next_rolls(
     deploy: Callable[..., Deployed], redis: RedisServer
 ) -> None:
     """`kill -9` of `baton pools` ended every worker."""

@@ -46,7 +46,7 @@ def record_of(before: ClusterConfig, *changes: FleetChange, desired: DesiredFlee
     )  # fmt: skip
 
 
-def test_with_the_same_settings_nothing_changes_not_even_the_numbers_that_an_operator_has_ordered() -> None:
+def test_the_same_settings_change_nothing_not_even_ordered_numbers() -> None:
     bigger = DesiredFleet(counts={PREFILL: 1, DECODE: 2})
     plans = plan(config().pools.with_counts(bigger.counts), (NodeResources(cpus=2.0),), tp=1, device="cpu")
     takeover = takeover_of(left_by(config(), *plans), record_of(config(), desired=bigger), config())

@@ -225,7 +225,7 @@ async def test_a_supervisor_that_cannot_be_spawned_is_tried_again(
     assert len([line for line in caplog.messages if "tried again" in line]) == 2
 
 
-async def test_workers_that_are_left_are_on_record_and_those_of_an_ended_cluster_are_not(
+async def test_workers_that_are_left_are_on_record_and_ended_ones_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pools, "PROGRAM", ONCE)

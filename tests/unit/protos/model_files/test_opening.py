@@ -12,7 +12,7 @@ from protos.model_files.opening import model_name, open_model
 
 @pytest.fixture
 def snapshot(tmp_path: Path) -> Path:
-    """As `hf download` writes it."""
+    """A repository in the cache, in the form that `hf download` writes."""
     repository = tmp_path / "models--Acme--Tiny-1.5"
     folder = repository / "snapshots" / "0f3c"
     folder.mkdir(parents=True)

@@ -422,7 +422,7 @@ async def test_a_nested_body_is_its_own_lines_error(tmp_path: Path, levels: int)
     async with batching(tmp_path) as (client, _):
         file = await client.files.create(file=("f", lines.replace(b'"NESTED"', nested)), purpose="batch")
         batch: Any = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        batch = await asyncio.wait_for(ended(client, batch.id), 30)
+        batch = await asyncio.wait_for(ended(client, batch.id), 60)
         assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 2, 1)
         [failed] = await results(client, batch.error_file_id)
         assert (failed["custom_id"], failed["response"]["status_code"]) == ("deep", 400)
@@ -444,7 +444,7 @@ async def test_what_always_fails_ends_the_batch_after_a_few_leases(
         if way == "cancelled":
             await client.batches.cancel(batch.id)
         made.run()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while batch.status not in ("failed", "cancelled"):
                 made.clock.now_s += 10
                 await asyncio.sleep(0.01)

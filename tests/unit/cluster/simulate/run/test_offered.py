@@ -1,4 +1,4 @@
-"""What a load asks of the pools, and runs that last until their figures are steady."""
+"""The share of its capacity that a load asks of each pool, and runs that last until their figures are steady."""
 
 from __future__ import annotations
 
