@@ -1,5 +1,5 @@
-"""How a controller goes on with the workers of an earlier one: with their numbers, revisions and settings, and with
-orders that lead from there to its own configuration.
+"""A controller goes on with the workers of an earlier one: with their numbers, revisions and settings, and with orders
+that lead from there to its own configuration.
 
 workers as they are ─▶ a roll that was cut off: ABORT │ other numbers: SCALE │ other settings of workers: ROLL
 """
@@ -28,7 +28,7 @@ WHO, WHY = "baton pools", "its settings have changed"
 
 
 def takeover_of(left: LivingFleet | None, record: FleetRecord | None, config: ClusterConfig) -> Takeover | None:
-    """None without workers, and for workers that can neither be called nor rolled because such settings differ."""
+    """None without workers, and if settings differ without which workers can be neither called nor rolled."""
     if left is None or not left.living:
         return None
     if not (differing := _differing(left, config)):

@@ -28,8 +28,8 @@ class LivingWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivingFleet:
-    """What a controller leaves to the next one. `folder`: the name of the one with its ranks' sockets. `worker`,
-    `prefill` and `decode`: the settings with which the first revision was started."""
+    """The record that a controller leaves to the next one. `folder`: the name of the folder with the ranks' sockets.
+    `worker`, `prefill` and `decode`: the settings with which the first revision was started."""
 
     folder: str
     ray_address: str

@@ -30,8 +30,8 @@ def open_model(path: str | Path) -> ModelFiles:
 
 
 def model_name(path: str | Path) -> str:
-    """What clients call a model without a name of its own: its folder's name, or its GGUF file's. In Hugging Face's
-    cache, models--Acme--Tiny/snapshots/HASH, a folder has the repository's, and files are links to blobs/HASH."""
+    """The name of a model that was given none: its folder's or its GGUF file's. In Hugging Face's cache, where folders
+    are models--Acme--Tiny/snapshots/HASH and files are links to blobs/HASH, a folder has the repository's name."""
     place = Path(path).resolve()
     if place.parent.name == "blobs":
         place = Path(path).absolute()

@@ -13,8 +13,8 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 
 
 def chat_templates(files: ModelFiles) -> dict[str, str]:
-    """Those of chat_template.jinja and additional_chat_templates/NAME.jinja, which may also lie beside a GGUF file. The
-    former replaces those of tokenizer_config.json and, of a model that reads images too, chat_template.json.
+    """Reads chat_template.jinja and additional_chat_templates/NAME.jinja, in the folder or next to a GGUF file. Without
+    chat_template.jinja, also tokenizer_config.json or, for a model that reads images, chat_template.json.
 
     Raises BadCheckpoint.
     """
@@ -31,9 +31,8 @@ def chat_templates(files: ModelFiles) -> dict[str, str]:
 
 
 def _named(listed: Any, where: str) -> dict[str, str]:
-    """Of one template, or of a list of named ones."""
     try:
-        named = {DEFAULT: listed} if isinstance(listed, str) else {one["name"]: one["template"] for one in listed}
+        named = {DEFAULT: listed} if isinstance(listed, str) else {entry["name"]: entry["template"] for entry in listed}
     except (KeyError, TypeError):
         named = {"": None}
     if not all(isinstance(text, str) for pair in named.items() for text in pair):

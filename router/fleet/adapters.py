@@ -88,14 +88,16 @@ class FleetAdapters:
         self.num_jobs[name] += 1
 
     async def load(self, name: str, path: str, hosts: Mapping[str, AdapterHost]) -> AdapterReport:
-        """As `FleetView.load_adapter`, on these workers: one at a time until one has it, because the files may harm
-        their reader."""
+        """`FleetView.load_adapter` on these workers, one at a time until one has the adapter: its files may harm their
+        reader."""
         found = dict[str, Adapter | BatonError | None]()
         for worker_id, host in hosts.items():
             found[worker_id] = await _outcome(host.load_adapter(name, path))
             if isinstance(found[worker_id], Adapter):
                 break
-        others = {one: host.load_adapter(name, path) for one, host in hosts.items() if one not in found}
+        others = {
+            worker_id: host.load_adapter(name, path) for worker_id, host in hosts.items() if worker_id not in found
+        }
         found |= await _everywhere(others) if others or not hosts else {}
         done = {worker_id: one for worker_id, one in found.items() if isinstance(one, Adapter)}
         failed = {worker_id: one for worker_id, one in found.items() if isinstance(one, BatonError)}

@@ -105,7 +105,7 @@ def _without_options(schema: Mapping[str, Any], lenient: bool) -> Mapping[str, A
 def _readable(schema: Any) -> Any:
     """The schema as the library reads it: references are URIs, and formats that are annotations are left out."""
     if isinstance(schema, list):
-        return [_readable(one) for one in schema]
+        return [_readable(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     read: dict[str, Any] = {}

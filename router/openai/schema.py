@@ -48,7 +48,7 @@ IdLists = Annotated[list[Ids], FirstWrong()]
 
 
 def _false(value: Any) -> Any:
-    """Equal numbers are no booleans, for pydantic's Literal they are."""
+    """Refuses 0, which pydantic's Literal takes for False."""
     if value is not None and value is not False:
         raise ValueError("not false")
     return value

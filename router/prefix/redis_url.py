@@ -112,7 +112,7 @@ def parse(url: str, *, setting: str) -> RedisUrl:
     except ValueError as error:  # an IPv6 address without an end, or such a password
         raise Misconfigured(f"{setting} is not a URL: {error}; {_ENCODED}", param=setting) from error
     if parts.fragment or "@" in parts.path + parts.query:
-        raise Misconfigured(f"{setting}: this is not where a host ends; {_ENCODED}", param=setting)
+        raise Misconfigured(f"{setting} has a '#', '/' or '?' before the end of its host; {_ENCODED}", param=setting)
     if parts.scheme not in SCHEMES:
         raise Misconfigured(f"{setting}: {parts.scheme or url!r} is not a Redis URL: {_FORM}", param=setting)
     secure, _, kind = parts.scheme.partition("+")

@@ -48,8 +48,9 @@ PART_CHARS = 1_000  # a text part costs as much time as this many characters
 _REASONING_FIELDS = ("thinking", "reasoning")  # other names of `reasoning_content`, in templates that read them
 _TEXTS = ("content", "reasoning_content", *_REASONING_FIELDS, "refusal")  # keys of a message; other strings are names
 
-# Marks the end of the text to be continued, as in transformers: found again even if the template strips around it.
 _RESULT_ROLES = ("observation", "environment")  # of a tool's result, where a template does not know "tool"
+
+# Marks the end of the text to be continued, as in transformers: found again even if the template strips around it.
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 _NOT_ASCII = re.compile("[^\0-\x7f\udc80-\udfff]+")  # and no mark (`router.text.control`)
@@ -276,10 +277,10 @@ class ChatTemplate:
         return self._shows(0, "user", "calls") and not self._shows(0, "user", "long calls")
 
     def roles(self) -> list[str]:
-        """Those that the model knows: in a conversation of one message, or after a user's. "developer" is the same as
-        "system" where the template knows that only."""
-        known = {role for role in ROLES if self._shown(role) is not None or self._shown("user", role) is not None}
-        return [role for role in ROLES if role in known or (role == "developer" and "system" in known)]
+        """The roles that the template takes, in a conversation of one message or after a user's. "developer" is one of
+        them if "system" is."""
+        taken = {role for role in ROLES if self._shown(role) is not None or self._shown("user", role) is not None}
+        return [role for role in ROLES if role in taken or (role == "developer" and "system" in taken)]
 
     def _shows(self, place: int, *roles: str) -> bool:
         """True if the template takes such a conversation and shows the turn at this place."""
@@ -385,7 +386,7 @@ def _reads_parts(tree: nodes.Template) -> bool:
 
 
 def _reads_first_part(tree: nodes.Template) -> bool:
-    """Whether there are messages of which the template shows the first part only: `message['content'][0]['text']`."""
+    """True if the template shows only the first part of some messages: `message['content'][0]['text']`."""
     return any(
         isinstance(one.arg, nodes.Const) and one.arg.value == 0 and _is_content(one.node, {"content"})
         for one in tree.find_all(nodes.Getitem)

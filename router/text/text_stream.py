@@ -339,7 +339,7 @@ class ChoiceText:
         return parts[num_thoughts:]
 
     def _last(self, *, is_whole: bool) -> Sequence[Part]:
-        """What was held back because it might have become a call."""
+        """The parts that were held back because they might have become a call."""
         parts = self._calls.end(is_whole=is_whole) if self._calls is not None else ()
         return self._outside(parts) if self._is_thinking else parts
 

@@ -72,8 +72,8 @@ def _type_of(schema: Any, whole: Any, depth: int) -> ParameterType:
     return allowed
 
 
-def _listed(found: Any) -> Sequence[Any]:
-    return found if isinstance(found, list) else ()
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else ()
 
 
 def _type_name(value: Any) -> str:
@@ -216,9 +216,9 @@ def say(parts: list[Part], text: str) -> None:
 def first_of(text: str, marks: Sequence[str]) -> tuple[int, str]:
     """Where the first of the marks stands, and which; of several at one place the longest. Without one: where one may
     begin at the text's end, and ""."""
-    found = [(at, -len(mark), mark) for mark in marks if (at := text.find(mark)) >= 0]
-    if found:
-        at, _, mark = min(found)
+    places = [(at, -len(mark), mark) for mark in marks if (at := text.find(mark)) >= 0]
+    if places:
+        at, _, mark = min(places)
         return at, mark
     return len(text) - may_begin(text, marks), ""
 

@@ -151,7 +151,7 @@ class _Call:
 
     @property
     def raw(self) -> str:
-        """All that was read before it begun."""
+        """The text that was read before the call began."""
         return "".join(self._raw)
 
     def end(self, parts: list[Part], *, is_whole: bool) -> None:

@@ -235,12 +235,12 @@ class CallArguments:
         return self._repair.is_done
 
     def feed(self, text: str) -> tuple[str, int]:
-        """As `JsonRepair.feed`."""
+        """The JSON to send, and how many characters of the text were read."""
         json, count = self._repair.feed(text)
         return self._sent(json), count
 
     def end(self, *, is_whole: bool = True) -> str:
-        """What was not sent. Arguments that are not whole were cut off, and are not completed."""
+        """The rest of the arguments. Those that are not whole were cut off, and are not completed."""
         json = self._sent(self._repair.end()) if is_whole else ""
         if self._is_object:
             return json
@@ -256,7 +256,7 @@ class CallArguments:
 
 
 def _object(written: str) -> str:
-    """Arguments from a value that is no object: that in a string, or the value where there is none."""
+    """The object in a value that is a string, an empty one for null, else the value as it was written."""
     try:
         json, value = written, orjson.loads(written or "null")
         if isinstance(value, str):

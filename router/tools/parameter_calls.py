@@ -118,7 +118,7 @@ class ParameterCalls(TextAndCalls):
         return bool(mark) and is_end is not None
 
     def _is_end(self, rest: str) -> bool | None:
-        """Does the call end before the rest, or is that still the value's text? None: more text will tell."""
+        """True if the call ends before the rest, False if the rest is the value's text; None: more text decides."""
         tags = (*self._begin, *self._outer, *self._behind)
         if rest.startswith(tags):
             return True

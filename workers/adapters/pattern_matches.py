@@ -1,5 +1,5 @@
-"""Which modules the patterns of an adapter's config name. Patterns are a stranger's regular expressions, of which a
-short one can compute for years: those with more than names and dots run in a process of their own, with limits.
+"""Finds the modules that the patterns of an adapter's config name. Patterns are a stranger's regular expressions, and
+a short one can compute for years: those with more than names and dots run in a process of their own, with limits.
 
 That process runs this file as a script, so it imports nothing from this project.
 """
@@ -22,15 +22,15 @@ _NAME = re.compile(r"[\w.\\-]{0,256}")
 def first_matches(patterns: Sequence[str], modules: Sequence[str]) -> dict[str, int]:
     """The number of the first pattern that names a module, as PEFT matches them: the end of a name, from a dot on.
     Raises re.error."""
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for number, pattern in enumerate(patterns):
         compiled = re.compile(rf"(.*\.)?({pattern})$")
-        found |= dict.fromkeys((one for one in modules if one not in found and compiled.match(one)), number)
-    return found
+        numbers |= dict.fromkeys((name for name in modules if name not in numbers and compiled.match(name)), number)
+    return numbers
 
 
 def bounded_matches(patterns: Sequence[str], modules: Sequence[str]) -> dict[str, int]:
-    """The same within `CPU_S`. Raises ValueError with what is wrong with the patterns."""
+    """`first_matches` within `CPU_S` and `MAX_MEMORY_BYTES`. Raises ValueError, which says what is wrong."""
     if len(patterns) < 1024 and all(_NAME.fullmatch(pattern) for pattern in patterns):
         return first_matches(patterns, modules)
     asked = json.dumps([patterns, modules])
@@ -38,21 +38,22 @@ def bounded_matches(patterns: Sequence[str], modules: Sequence[str]) -> dict[str
         [sys.executable, "-P", __file__], input=asked, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     if done.returncode:
-        raise ValueError(f"matching takes more than {CPU_S} s (return code {done.returncode}): make them simpler")
-    found = json.loads(done.stdout)
-    if isinstance(found, str):
-        raise ValueError(found)
-    return dict(found)
+        limits = f"{CPU_S} s or {MAX_MEMORY_BYTES // 2**20} MiB"
+        raise ValueError(f"matching takes more than {limits} (return code {done.returncode}): make them simpler")
+    reply = json.loads(done.stdout)
+    if isinstance(reply, str):
+        raise ValueError(reply)
+    return dict(reply)
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     try:
-        found: dict[str, int] | str = first_matches(*json.load(sys.stdin))
+        reply: dict[str, int] | str = first_matches(*json.load(sys.stdin))
     except (re.error, OverflowError, RecursionError) as error:
-        found = f"not all are regular expressions ({error}): correct them"
-    json.dump(found, sys.stdout)
+        reply = f"not all are regular expressions ({error}): correct them"
+    json.dump(reply, sys.stdout)
 
 
 if __name__ == "__main__":

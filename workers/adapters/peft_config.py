@@ -61,11 +61,11 @@ class PeftConfig:
         (https://arxiv.org/abs/2312.03732). Raises BadCheckpoint for patterns."""
         ranks = self._matched("rank_pattern", self.rank_pattern, modules)
         alphas = self._matched("alpha_pattern", self.alpha_pattern, modules)
-        found = {}
+        scales = {}
         for module in modules:
             rank, alpha = int(ranks.get(module, self.rank)), alphas.get(module, self.alpha)
-            found[module] = rank, alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
-        return found
+            scales[module] = rank, alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+        return scales
 
     def _matched(self, field: str, pattern: Mapping[str, float], modules: Sequence[str]) -> Mapping[str, float]:
         try:

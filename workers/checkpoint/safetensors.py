@@ -70,13 +70,14 @@ def open_safetensors(folder: Path, *, framework: str = "pt", as_stored: bool = F
 
 
 def is_bare(folder: Path) -> bool:
-    """Whether the tensors are those of a decoder without a head, whose names lack the prefix "model."."""
+    """True for the tensors of a decoder without a head, whose names lack the prefix "model."."""
     with open_safetensors(folder, framework="numpy", as_stored=True) as stored:
         return _BARE in stored.names()
 
 
 def _of_decoder(tensors: dict[str, Any], tied: bool) -> dict[str, Any]:
-    """By their names in a model for text. If only the head of a `tied` pair is stored, it is the embedding."""
+    """The tensors by their names in a model for text. If only the head of a `tied` pair is stored, it is the
+    embedding."""
     if has_text_part(frozenset(tensors)):
         tensors = {text_name(name): tensor for name, tensor in tensors.items() if not is_other_part(name)}
     if _BARE in tensors:

@@ -309,7 +309,7 @@ GENERATED: dict[str, Callable[[GeneratedLoad], list[UserSession]]] = {
 OF_CONSTANT_RATE = frozenset({"poisson", "conversations", "agents", "documents"})
 PERIODS_S = {"bursts": 60.0, "diurnal": 600.0}
 LEAST_PERIODS = 3
-"""Of a load whose rate varies: one warms up, and two are compared."""
+"""A load whose rate varies warms up for one period, and two are compared."""
 USUAL_REQUESTS = 1000
 
 
@@ -335,8 +335,8 @@ def generated(name: str, load: GeneratedLoad) -> list[UserSession]:
 
 
 def generated_at_rate(name: str, load: GeneratedLoad) -> list[UserSession]:
-    """The same, with arrivals stretched to the exact rate if it is constant: that of 1,000 random arrivals is off by
-    3 % on average, by 9 % with one seed in 300."""
+    """`generated`, with the arrivals of a constant rate stretched to exactly that rate: the rate of 1,000 random
+    arrivals is off by 3 % on average, by 9 % with one seed in 300."""
     sessions = generated(name, load)
     if name not in OF_CONSTANT_RATE:
         return sessions

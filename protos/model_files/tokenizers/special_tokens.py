@@ -36,7 +36,7 @@ class _Tokenizer(msgspec.Struct):
     added_tokens: list[_Added] = []
 
     def ids(self) -> dict[str, int]:
-        """By text. The vocabulary of a unigram model is a list of words with scores."""
+        """Ids by text. The vocabulary of a unigram model is a list of words with scores."""
         vocab = msgspec.json.decode(self.model.vocab)
         words = vocab if isinstance(vocab, dict) else {word: index for index, (word, *_) in enumerate(vocab)}
         return words | {token.content: token.id for token in self.added_tokens}

@@ -65,7 +65,7 @@ def family_of(config: Fields) -> Family:
 
 
 def _family(config: Fields) -> Family | None:
-    """Also by the class of its decoder without a head, as embedding models are published."""
+    """The family of a decoder, also by the class of one without a head, as embedding models are published."""
     named = config.texts("architectures")
     for family in FAMILIES:
         stem = family.architecture.removesuffix("ForCausalLM")

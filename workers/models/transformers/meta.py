@@ -20,7 +20,7 @@ _STATE_FIELDS = (
     "attn_type_list", "conv_L_cache", "linear_attn_config", "linear_conv_kernel_dim", "lru_width", "mamba_d_state",
     "ssm_state_size", "state_size",
 )  # fmt: skip
-"""Of mixers that are no attention, in published configs without `layer_types`."""
+"""Fields of mixers that are no attention, in published configs without `layer_types`."""
 _ENCODER, _MORE_THAN_TEXT = "it is an encoder and a decoder", "it reads more than text"
 
 
@@ -78,12 +78,12 @@ def _refuse_fields(name: str, fields: Fields) -> None:
     if fields.flag("is_encoder_decoder"):
         raise refused(name, _ENCODER)
     text = fields.inner("text_config")
-    for one in (fields, text):
-        if "attention_chunk_size" in one:
+    for part in (fields, text):
+        if "attention_chunk_size" in part:
             raise refused(name, "its layers attend within chunks (attention_chunk_size)")
-        if "layer_types" in one:
-            _refuse_layer_types(name, one.texts("layer_types"))
-        elif state := next((field for field in _STATE_FIELDS if field in one), None):
+        if "layer_types" in part:
+            _refuse_layer_types(name, part.texts("layer_types"))
+        elif state := next((field for field in _STATE_FIELDS if field in part), None):
             raise refused(name, f"it keeps a state other than keys and values ({state})")
     if text.names() or name.endswith("ForConditionalGeneration"):
         raise refused(name, _MORE_THAN_TEXT)

@@ -83,7 +83,7 @@ class ConvertedSource:
         return whole[(slice(None),) * dim + (part,)]
 
     def rename(self, old: str, new: str) -> None:
-        """For a tensor that is not converted."""
+        """Renames a tensor that is not converted."""
         self._renamed[new] = self._renamed.pop(old)
 
     def unnamed(self) -> list[str]:
