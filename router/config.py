@@ -164,6 +164,7 @@ class BatchConfig(CheckedSettings):
         "(docs/api.md).",
     )
     max_file_bytes: int = setting(200 * 2**20, "Largest file of a batch's requests.", least=1024, most=2**34)
+    max_tenant_bytes: int = setting(100 * 2**30, "Files of batches that are stored for a tenant.", least=0, most=2**60)
     max_lines: int = setting(50_000, "Most requests of a batch.", least=1, most=10**6)
     max_running: int = setting(256, "Requests of batches that run at a time in a gateway process.", least=1, most=4096)
     slowdown: float = setting(

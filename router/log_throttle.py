@@ -68,7 +68,11 @@ class RareLog:
         self._log.warning("%s%s", message, more)
         self._logged_s, self._num_unlogged = now, 0
 
+    def over(self) -> None:
+        """What was noted is no longer so."""
+        self._met_s = -PERIOD_S
+
     @property
     def recent(self) -> str:
-        """The last message, "" when it is older than `PERIOD_S`."""
+        """The last message, "" when it is older than `PERIOD_S`, or `over`."""
         return self._message if self._clock() < self._met_s + PERIOD_S else ""

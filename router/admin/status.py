@@ -64,7 +64,10 @@ def degraded(gateway: Gateway) -> str:
 
 def own_troubles(gateway: Gateway) -> Sequence[str]:
     """Faults of the gateway itself, not of a model or a worker."""
-    return tuple(filter(None, (gateway.access.trouble, gateway.processes.trouble)))
+    ledger = gateway.ledger.store.trouble if gateway.ledger is not None else ""
+    batches = gateway.batches.trouble if gateway.batches is not None else ""
+    failing = [f"{name}: {trouble}" for name, trouble in (("ledger", ledger), ("batches", batches)) if trouble]
+    return tuple(filter(None, (gateway.access.trouble, gateway.processes.trouble, *failing)))
 
 
 def _own_faults(gateway: Gateway) -> Sequence[str]:

@@ -61,6 +61,7 @@ def storage_for(config: RouterConfig) -> BatchStorage | None:
         batch.folder if batch.is_in_bucket else Path(batch.folder) if batch.folder else None,
         max_file_bytes=batch.max_file_bytes,
         max_lines=batch.max_lines,
+        max_tenant_bytes=batch.max_tenant_bytes,
         database_url=config.database,
     )
 

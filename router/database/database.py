@@ -57,6 +57,11 @@ class Database(Protocol):
         """No other writes until it ends. An exception takes all of it back."""
         ...
 
+    @property
+    def trouble(self) -> str:
+        """Why it could not be read or written lately; "" once something was written."""
+        ...
+
     def now_s(self) -> float:
         """Seconds since 1970, the same for all processes that share the database."""
         ...

@@ -7,6 +7,7 @@ A transaction whose process is frozen, or whose host is gone, ends after `BUSY_S
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import zlib
@@ -18,9 +19,12 @@ from urllib.parse import urlsplit
 from protos.errors import Misconfigured, Unavailable
 from protos.hints import extra_command
 from router.database.database import BUSY_S, Dialect, Prepare, RejectedValue, Row, Transaction
+from router.log_throttle import RareLog
 
 if TYPE_CHECKING:
     import psycopg
+
+log = logging.getLogger("baton.router")
 
 SCHEMES = ("postgresql", "postgres")
 SETTING = "router.database"
@@ -68,6 +72,7 @@ class PostgresDatabase:
         self._url = checked(url)
         self._key = zlib.crc32(f"baton.{store}".encode())
         self._lock = threading.Lock()
+        self._failures = RareLog(log)
         self._connection: psycopg.Connection[Row] | None = None
         self._ahead_s = 0.0
         try:
@@ -103,6 +108,10 @@ class PostgresDatabase:
     def writing(self) -> AbstractContextManager[Transaction]:
         return self._transaction(is_writing=True)
 
+    @property
+    def trouble(self) -> str:
+        return self._failures.recent
+
     def now_s(self) -> float:
         """By the server's clock, as the last writing found it: hosts differ."""
         return time.time() + self._ahead_s
@@ -119,11 +128,15 @@ class PostgresDatabase:
                         self._await_others(connection)
                     yield _PostgresTransaction(connection)
                     connection.execute("COMMIT")
+                    if is_writing:
+                        self._failures.over()
                 except BaseException:
                     self._roll_back(connection)
                     raise
             except psycopg.Error as error:
-                raise Unavailable(f"the database cannot be read or written now: {_line(error)}") from error
+                why = f"the database cannot be read or written now: {_line(error)}"
+                self._failures.note(f"{SETTING}: {why}")
+                raise Unavailable(why) from error
 
     def _begun(self, begin: str) -> psycopg.Connection[Row]:
         """A server that was restarted since the last transaction costs no call its error."""

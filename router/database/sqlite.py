@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import threading
 import time
@@ -12,6 +13,9 @@ from typing import Any, Literal
 
 from protos.errors import BatonError, Misconfigured, Unavailable
 from router.database.database import BUSY_S, Dialect, Prepare, RejectedValue, Row, Transaction
+from router.log_throttle import RareLog
+
+log = logging.getLogger("baton.router")
 
 CACHE_KIB = 4096
 RETRY_S = 0.01
@@ -56,12 +60,15 @@ class SqliteDatabase:
     ) -> None:
         """Makes the database if it is missing. Raises Misconfigured for a file that is none: it names the `setting`,
         whose value is a `place` (file, folder)."""
-        self._lock = threading.Lock()
+        self._setting, self._lock = setting, threading.Lock()
+        self._failures = RareLog(log)
         refused = f"give a {place} of this host that this process may write"
         try:
+            path.touch(mode=0o600)  # SQLite gives the files beside it the same mode
             self._connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
-        except sqlite3.Error as error:
-            raise Misconfigured(f"{setting}: {path}: {error}: {refused}", param=setting) from error
+        except (sqlite3.Error, OSError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise Misconfigured(f"{setting}: {path}: {why}: {refused}", param=setting) from error
         try:
             self._connection.row_factory = sqlite3.Row
             self._log_ahead()
@@ -92,6 +99,10 @@ class SqliteDatabase:
     def writing(self) -> AbstractContextManager[Transaction]:
         return self._transaction("BEGIN IMMEDIATE")
 
+    @property
+    def trouble(self) -> str:
+        return self._failures.recent
+
     def now_s(self) -> float:
         return time.time()
 
@@ -100,15 +111,20 @@ class SqliteDatabase:
         try:
             with self._lock:
                 self._connection.execute(begin)
+                before = self._connection.total_changes
                 try:
                     yield _SqliteTransaction(self._connection)
                     self._connection.execute("COMMIT")
+                    if self._connection.total_changes != before:
+                        self._failures.over()
                 except BaseException:
                     if self._connection.in_transaction:
                         self._connection.execute("ROLLBACK")
                     raise
         except sqlite3.Error as error:
-            raise Unavailable(f"the database cannot be read or written now: {error}") from error
+            why = f"the database cannot be read or written now: {error}"
+            self._failures.note(f"{self._setting}: {why}")
+            raise Unavailable(why) from error
 
     def close(self) -> None:
         with self._lock:

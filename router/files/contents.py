@@ -60,7 +60,8 @@ class FolderContents:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            for made in (folder.parent, folder):
+                made.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise Misconfigured(
                 f"router.batch.folder: {folder}: {error.strerror}: give a folder that this process may write",
@@ -104,6 +105,7 @@ class _FolderWriter:
         self._part = path.with_name(f"{path.name}.{os.urandom(4).hex()}{_PART}")
         self._num_bytes = 0
         try:
+            self._part.touch(mode=0o600)
             self._file = self._part.open("wb", buffering=0)
         except OSError as error:
             raise _unwritable(error) from error

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import astuple, fields
 from typing import Any
 
-from protos.errors import InvalidRequest, NotFound
+from protos.errors import InvalidRequest, NotFound, PayloadTooLarge
 from router.database.database import Database, Row, Transaction
 from router.files.contents import FileContents
 from router.files.paging import page_of
@@ -19,14 +19,31 @@ _COLUMNS = ", ".join(one.name for one in fields(StoredFile))
 class FileStore:
     """Called from threads. `clock`: seconds since 1970. A file that has expired is there no more."""
 
-    def __init__(self, database: Database, contents: FileContents, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, database: Database, contents: FileContents, clock: Callable[[], float], *, max_tenant_bytes: int
+    ) -> None:
         self._database = database
         self._clock = clock
+        self._max_tenant_bytes = max_tenant_bytes
         self.contents = contents
 
     def add(self, file: StoredFile) -> None:
+        """Raises PayloadTooLarge, and deletes the content, where a tenant's files have more than `max_tenant_bytes`."""
         with self._database.writing() as transaction:
-            put_file(transaction, file)
+            [row] = transaction.run(
+                "SELECT COALESCE(SUM(bytes), 0) AS bytes FROM files "
+                "WHERE tenant = ? AND (expires_s IS NULL OR expires_s > ?)",
+                file.tenant, self._clock(),
+            )  # fmt: skip
+            if has_room := row["bytes"] + file.bytes <= self._max_tenant_bytes:
+                put_file(transaction, file)
+        if not has_room:
+            self.contents.delete(file.id)
+            raise PayloadTooLarge(
+                f"The file has {file.bytes} bytes, and your files have {row['bytes']} of {self._max_tenant_bytes} that "
+                "may be stored: delete some first",
+                param="file",
+            )
 
     def find(self, tenant: str, file_id: str) -> StoredFile:
         """Raises NotFound, also for another tenant's."""

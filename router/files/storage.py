@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,13 +18,17 @@ from router.files.database_contents import DatabaseContents
 from router.files.files import FileStore
 from router.files.s3_contents import S3Contents
 from router.files.schema import prepare
+from router.log_throttle import RareLog
+
+log = logging.getLogger("baton.batches")
 
 DATABASE, CONTENTS = "batches.db", "files"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStorage:
-    """`changed` is set when a batch was added or cancelled by this process. `close` it at the end."""
+    """`changed` is set when a batch was added or cancelled by this process. `failures`: of running batches. `close`
+    it at the end."""
 
     database: Database
     files: FileStore
@@ -32,6 +37,12 @@ class BatchStorage:
     max_lines: int
     clock: Callable[[], float] = time.time
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    failures: RareLog = field(default_factory=lambda: RareLog(log))
+
+    @property
+    def trouble(self) -> str:
+        """Why batches were not run, or files not stored, lately; "" if they were."""
+        return self.database.trouble or self.failures.recent
 
     def close(self) -> None:
         self.database.close()
@@ -42,6 +53,7 @@ def open_storage(
     *,
     max_file_bytes: int,
     max_lines: int,
+    max_tenant_bytes: int = 100 * 2**30,
     database_url: str = "",
     clock: Callable[[], float] | None = None,
 ) -> BatchStorage:
@@ -59,7 +71,7 @@ def open_storage(
     clock = clock or database.now_s
     return BatchStorage(
         database=database,
-        files=FileStore(database, contents, clock),
+        files=FileStore(database, contents, clock, max_tenant_bytes=max_tenant_bytes),
         batches=BatchStore(database, clock),
         max_file_bytes=max_file_bytes,
         max_lines=max_lines,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from protos.errors import ERRORS_BY_CODE, BatonError, BudgetExhausted, Overloaded, code_of
+from protos.errors import ERRORS_BY_CODE, BatonError, BudgetExhausted, Overloaded, Unavailable, code_of
 from protos.event_loop import loop_time
 from router.auth.budgets import TenantBudgets
 from router.jobs import FleetView
@@ -254,8 +254,8 @@ class RequestLedger:
                     if self._looks % READ_LOOKS == 0:
                         self._write_counts()
                         await asyncio.to_thread(self._read)
-                except BatonError as error:
-                    log.error("the ledger cannot be read: %s", error)
+                except Unavailable:
+                    pass  # the database logs it
                 except Exception:  # a bug in one look: the next one follows
                     log.exception("the ledger misses a look at the fleet: internal error")
                 self._looks += 1

@@ -96,6 +96,11 @@ class LedgerStore(Collector):
         except queue.Full:
             self.outcomes["dropped"] += isinstance(row, LedgerRow)
 
+    @property
+    def trouble(self) -> str:
+        """Why rows are not written; "" while they are."""
+        return self.database.trouble
+
     def close(self) -> None:
         """Returns when all rows are written, or, if they cannot be, after `CLOSE_S`; drops later ones. Idempotent."""
         if self._is_closed:
@@ -146,8 +151,9 @@ class LedgerStore(Collector):
                 with self.database.writing() as transaction:
                     self._write_all(transaction, rows, ended)
             except Unavailable as error:
+                if not self._is_away:  # the database logs the others
+                    log.error("%d rows are not in the ledger yet: %s", len(rows), error)
                 self._is_away = True
-                log.error("%d rows are not in the ledger yet: %s", len(rows), error)
                 if self._gave_up.wait(RETRY_S):
                     log.error("%d rows of requests are not in the ledger: the gateway has ended", len(ended))
                     self.outcomes["dropped"] += len(ended)

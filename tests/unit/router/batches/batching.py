@@ -45,6 +45,7 @@ class Batching:
         max_lines: int = 1000,
         database_url: str = "",
         bucket: str | None = None,
+        max_tenant_bytes: int = 1 << 30,
         **changes: Any,
     ) -> None:
         """With `database_url` nothing is in the folder. `bucket`: an s3:// URL, for contents."""
@@ -52,13 +53,14 @@ class Batching:
         self.generate = Scripted(script or saying("hi"))
         self.folder = bucket if database_url else folder
         self._max_lines, self._database_url, self._changes = max_lines, database_url, changes
+        self._max_tenant_bytes = max_tenant_bytes
         self.storage = self.opened()
         self._tasks: list[asyncio.Task[None]] = []
 
     def opened(self) -> BatchStorage:
         return open_storage(
             self.folder, max_file_bytes=1 << 20, max_lines=self._max_lines, database_url=self._database_url,
-            clock=self.clock,
+            clock=self.clock, max_tenant_bytes=self._max_tenant_bytes,
         )  # fmt: skip
 
     def gateway(self, storage: BatchStorage | None = None) -> Gateway:
