@@ -37,7 +37,7 @@ def read_file(path: Path) -> Table:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise Misconfigured(f"--config {path}: {unusable(error)}", param="config") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Misconfigured(
             f"--config {path} is not TOML: {error}; `baton config` prints one that is", param="config"
         ) from error

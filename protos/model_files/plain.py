@@ -29,7 +29,7 @@ def read_plain(path: Path, most: int = MAX_BYTES) -> bytes:
     """The content of a plain file. Raises OSError, and BadCheckpoint for another one or more than `most` bytes."""
     with open_plain(path) as file:
         if len(content := file.read(most + 1)) > most:
-            raise BadCheckpoint(f"{path} has more than {most:,} bytes, which no such file has: download it again")
+            raise BadCheckpoint(f"{path} has more than {most:,} bytes, which no such file has: put the right one there")
     return content
 
 

@@ -30,11 +30,13 @@ from typing import Any, Literal
 
 from protos.errors import InvalidRequest, Misconfigured
 from protos.hints import suggested, unusable
+from protos.model_files.plain import read_plain
 
 ANONYMOUS = ""
 KEY_PREFIX = "sk-baton-"
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
+_MAX_BYTES = 2**24
 _TOP = {"share_cache", "admin_keys", "tenants"}
 # Setting of a tenant -> least and greatest value.
 _RANGES: Mapping[str, tuple[float, float]] = {
@@ -135,12 +137,12 @@ def is_name(name: str) -> bool:
 def read_roster(path: Path) -> Roster:
     """Raises Misconfigured, which names the setting, its value and what is allowed."""
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = tomllib.loads(read_plain(path, _MAX_BYTES).decode())
     except OSError as error:
         raise Misconfigured(
             f"tenants: {path}: {unusable(error)}; `baton key` prints its lines", param="tenants"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Misconfigured(
             f"tenants: {path} is not TOML: {error}; `baton key` prints its lines", param="tenants"
         ) from error

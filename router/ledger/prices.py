@@ -79,7 +79,7 @@ def read_prices(path: Path) -> PriceList:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise Misconfigured(f"prices: {path}: {unusable(error)}", param="router.ledger.prices") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Misconfigured(f"prices: {path} is not TOML: {error}", param="router.ledger.prices") from error
     _known(found, {"device_hour", "price"}, "at the top")
     entries = found.get("price", [])

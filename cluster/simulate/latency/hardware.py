@@ -82,7 +82,7 @@ def read_gpu(path: Path) -> Gpu:
         described = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise Misconfigured(f"{given}: {unusable(error)}", param="gpu") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Misconfigured(f"{given}: it is not TOML: {error}", param="gpu") from error
     like = described.pop("like", None)
     if like not in GPUS:

@@ -164,13 +164,31 @@ async def test_a_key_that_is_taken_back_lets_nobody_in(tenants: Path, monkeypatc
         assert "tenants" not in (await client.get("/ready")).json()["degraded"]
 
 
-def _leave(path: Path, text: str | None) -> None:
-    path.unlink() if text is None else path.write_text(text)
+def _leave(path: Path, left: str | Path | None) -> None:
+    """`left`: a text, where a link leads (nowhere for itself), or nothing."""
+    if isinstance(left, str):
+        path.write_text(left)
+        return
+    path.unlink()
+    if left is not None:
+        path.symlink_to(left)
 
 
-@pytest.mark.parametrize("left", ["", "[tenants]\n", TENANTS.partition("[tenants")[0], None])
+@pytest.mark.parametrize(
+    "left",
+    [
+        "",
+        "[tenants]\n",
+        TENANTS.partition("[tenants")[0],
+        "a = " + "[" * 5000,
+        None,
+        Path("tenants.toml"),
+        Path("/dev/zero"),
+    ],
+    ids=["empty", "no tenant", "administrators", "deep", "none", "loop", "device"],
+)
 async def test_a_file_without_tenants_opens_nothing(
-    tenants: Path, monkeypatch: pytest.MonkeyPatch, left: str | None
+    tenants: Path, monkeypatch: pytest.MonkeyPatch, left: str | Path | None
 ) -> None:
     monkeypatch.setattr("router.auth.auth.LOOK_S", 0.0)
     async with visiting(tenants) as (client, generate):
