@@ -135,6 +135,6 @@ def test_an_adapter_ends_with_its_last_request(tmp_path: Path) -> None:
         engine.free_adapters()
         with pytest.raises(NotFound, match="no adapter 'b' is loaded: there are a"):
             adapters.unload("b")
-        for name in ("", "a b", "model"):
+        for name in ("", "a b", "a\n", "model"):
             with pytest.raises(InvalidRequest, match=r"cannot name an adapter|name of the model itself"):
                 adapters.check(name, str(first))

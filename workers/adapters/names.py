@@ -6,7 +6,7 @@ import re
 
 from protos.errors import InvalidRequest, Misconfigured
 
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}$")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}")
 
 
 def parse_adapters(text: str, setting: str = "adapters") -> dict[str, str]:
@@ -37,7 +37,7 @@ def check_name(name: str, model: str) -> None:
 def why_no_name(name: str) -> str:
     if name.endswith(":latest"):
         return f"{name!r} cannot name an adapter: Ollama's API reads it as {name.removesuffix(':latest')!r}"
-    if _NAME.match(name):
+    if _NAME.fullmatch(name):
         return ""
     allowed = "begin with a letter or digit, and use up to 127 more of A-Z a-z 0-9 . _ : @ + -"
     return f"{name!r} cannot name an adapter: {allowed}"
