@@ -32,6 +32,7 @@
     │   └── IncompatibleWorkers                              layouts, dtypes or models that cannot be paired
     └── Internal                  INTERNAL             500   a bug of ours
         ├── RequestKillsWorkers                              it was on several workers when they died: not tried again
+        ├── NotFinite                                        the model overflowed for this request
         └── UnreadableMessage                                one of our processes got bytes that are no message of ours
 
 An error crosses a process boundary as (code, message, param, retry_after_s): `ErrorInfo` in `protos.values`.
@@ -211,6 +212,10 @@ class Internal(BatonError):
 
 class RequestKillsWorkers(Internal):
     code = "request_kills_workers"
+
+
+class NotFinite(Internal):
+    code = "not_finite"
 
 
 class UnreadableMessage(Internal):

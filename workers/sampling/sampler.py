@@ -18,7 +18,7 @@ from importlib import import_module
 import numpy as np
 import torch
 
-from protos.errors import Internal
+from protos.errors import NotFinite
 from protos.values import SamplingParams
 from protos.wire import error_info
 from workers.batch import RowOutput, Sample, is_penalised
@@ -30,7 +30,7 @@ from workers.sampling.philox import uniforms
 
 _BROKEN = -1  # in place of a token
 _NOT_FINITE = error_info(
-    Internal(
+    NotFinite(
         "the model's numbers are not finite for this prompt: a router of experts or another layer overflowed. Send "
         "another prompt; if all prompts fail, use worker.dtype = float32, or download the checkpoint again"
     )

@@ -10,7 +10,8 @@ from contextlib import suppress
 
 import pytest
 
-from protos.errors import Internal, Overloaded, TransferFailed, WorkerLost
+from protos.errors import Internal, NotFinite, Overloaded, TransferFailed, WorkerLost
+from protos.values import WorkerRole
 from protos.wire import error_info
 from router.dispatch.dispatcher import LeaseRenewal
 from router.fleet.circuit_breaker import MAX_FAILURES
@@ -231,6 +232,17 @@ async def test_an_internal_error_before_the_first_token_moves_on_and_counts(make
     cluster["c1"].failed |= {f"bad.{attempt}": error for attempt in (1, 2, 3)}
     with pytest.raises(Internal):
         await collect(cluster, job("bad"))
+
+
+async def test_a_model_that_overflows_for_a_request_pauses_no_worker(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0", "c1")
+    for number in range(4 * MAX_FAILURES):
+        for worker in ("c0", "c1"):
+            cluster[worker].failed[f"bad{number}.1"] = error_info(NotFinite("the model's numbers are not finite"))
+        with pytest.raises(NotFinite):
+            await collect(cluster, job(f"bad{number}"))
+    assert cluster.fleet.totals[WorkerRole.COLOCATED].num_pauses == 0
 
 
 async def test_a_worker_that_leaves_hands_its_requests_on(two_pairs: Cluster) -> None:
