@@ -239,6 +239,23 @@ def test_keys_and_values_in_8_bits_stand_for_what_they_were_rounded_to(name: str
     torch.testing.assert_close(filled.run(name).double(), filled.expected(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, in the interpreter
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_broken_token_breaks_every_token_that_sees_it(name: str, number: float, kv_dtype: KVDtype) -> None:
+    """In any type of the cache: a sampler sees that a logit is no number, and never a plausible one."""
+    case = Case(rows=((3, 9), (1, 9)), block_size=4, num_heads=2, num_kv_heads=1, head_dim=16, window=None, seed=3)
+    filled = Filled(case, torch.float32, device_of(name), kv_dtype=kv_dtype)
+    caches = filled.storage.keys(1), filled.storage.values(1)
+    broken_TKD = torch.full((1, 1, 16), number, device=filled.device)
+    slots_T = torch.tensor([filled.blocks[0][1] * case.block_size], device=filled.device)
+    reference.kv_write(broken_TKD, broken_TKD, *caches, slots_T, filled.storage.scales(1))
+    out_TND = filled.run(name)
+    assert not out_TND[:3].isfinite().any()
+    assert out_TND[3].isfinite().all()
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_bfloat16_backends_agree_to_its_precision(seed: int) -> None:
     filled = Filled(Case.random(seed), torch.bfloat16)

@@ -75,7 +75,7 @@ def test_a_lesser_processor_attends_alike(library: ctypes.CDLL, dtype: torch.dty
         torch.testing.assert_close(*outputs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_a_lesser_processor_reads_keys_and_values_of_8_bits_alike(library: ctypes.CDLL, kv_dtype: KVDtype) -> None:
     """Of head sizes that fill its vectors, and one that does not."""
     for num_heads, num_kv_heads, head_dim, window in [(4, 2, 64, None), (5, 1, 40, 50), (3, 3, 96, 64)]:
@@ -83,6 +83,8 @@ def test_a_lesser_processor_reads_keys_and_values_of_8_bits_alike(library: ctype
             num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype="float32"
         )
         storage, inputs = filled(with_kv_dtype(layout, kv_dtype), ROWS)
+        if kv_dtype == "fp8":  # NaN is NaN in another test, where only those that see it have it
+            storage.data[storage.data.view(torch.uint8) & 0x7F == 0x7F] = 0
         q_TND = normal(inputs.query_starts[-1], num_heads, head_dim, dtype=torch.float32, seed=7) / 16
         outputs = []
         for backend in (NativeAttention(storage, Native(library, "float32")), TorchAttention(storage)):

@@ -83,9 +83,9 @@ def to_int8(x_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def to_fp8(x_TKD: torch.Tensor, scale_K: torch.Tensor) -> torch.Tensor:
-    """e4m3 [T, K, D] of the quotients: to the nearest, ties to even; beyond 448 they become 448, as NaN does."""
-    quotients_TKD = (x_TKD.float() / scale_K.unsqueeze(-1)).nan_to_num(_FP8_MOST)
-    return quotients_TKD.clamp(-_FP8_MOST, _FP8_MOST).to(torch.float8_e4m3fn)
+    """e4m3 [T, K, D] of the quotients: to the nearest, ties to even, at most 448; NaN of what is not finite."""
+    quotients_TKD = (x_TKD.float() / scale_K.unsqueeze(-1)).clamp(-_FP8_MOST, _FP8_MOST)
+    return quotients_TKD.masked_fill(~x_TKD.isfinite(), torch.nan).to(torch.float8_e4m3fn)
 
 
 def widened(cache: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "vectors.h"
 
@@ -42,8 +43,8 @@ constexpr float least_scale = 0x1p-126f;
 // As floats, divided by `factor`, which the reader multiplies the scale with.
 inline float widen(Int8 x) { return float(x.bits); }
 inline float widen(E4m3 x) {
-    const uint32_t bits = uint32_t(x.bits & 0x80) << 24 | uint32_t(x.bits & 0x7f) << 20;
-    return std::bit_cast<float>(bits) * 0x1p112f;
+    const uint32_t size = x.bits & 0x7f, bits = uint32_t(x.bits & 0x80) << 24 | size << 20;
+    return size == 0x7f ? std::numeric_limits<float>::quiet_NaN() : std::bit_cast<float>(bits) * 0x1p112f;
 }
 inline float widen(float x) { return x; }
 
@@ -54,21 +55,29 @@ inline constexpr float factor<E4m3> = 256.0f;  // half precision has eight more 
 
 inline vectors::Vector load(const float* from) { return vectors::load(from); }
 
+// NaN, all bits below the sign, alone carries into half precision's exponent when a last bit is added.
+
 #if defined(__AVX512F__) && defined(__F16C__)
 inline vectors::Vector load(const Int8* from) {
     return (vectors::Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 }
 inline vectors::Vector load(const E4m3* from) {
-    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from)), 7);
-    return (vectors::Vector)_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16(int16_t(0xbfff))));
+    __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from)), 7);
+    wide = _mm256_and_si256(wide, _mm256_set1_epi16(int16_t(0xbfff)));
+    const __m256i carried = _mm256_add_epi16(wide, _mm256_set1_epi16(0x80));
+    wide = _mm256_or_si256(wide, _mm256_and_si256(carried, _mm256_set1_epi16(0x4000)));
+    return (vectors::Vector)_mm512_cvtph_ps(wide);
 }
 #elif defined(__AVX2__) && defined(__F16C__)
 inline vectors::Vector load(const Int8* from) {
     return (vectors::Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
 }
 inline vectors::Vector load(const E4m3* from) {
-    const __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)from)), 7);
-    return (vectors::Vector)_mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16(int16_t(0xbfff))));
+    __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)from)), 7);
+    wide = _mm_and_si128(wide, _mm_set1_epi16(int16_t(0xbfff)));
+    const __m128i carried = _mm_add_epi16(wide, _mm_set1_epi16(0x80));
+    wide = _mm_or_si128(wide, _mm_and_si128(carried, _mm_set1_epi16(0x4000)));
+    return (vectors::Vector)_mm256_cvtph_ps(wide);
 }
 #else
 template <typename E>
@@ -101,7 +110,10 @@ inline void write(const float* x, Int8* to, float* scale, int64_t size) {
 }
 
 inline void write(const float* x, E4m3* to, const float* scale, int64_t size) {
-    for (int64_t i = 0; i < size; i++) to[i] = to_e4m3(x[i] / *scale);
+    for (int64_t i = 0; i < size; i++) {
+        to[i] = to_e4m3(x[i] / *scale);
+        if (!(std::fabs(x[i]) <= std::numeric_limits<float>::max())) to[i] = {0x7f};
+    }
 }
 
 }  // namespace rounded

@@ -44,9 +44,12 @@ _BFLOAT16_OF_FP8 = tl.constexpr("""{ .reg .b32 a, b, s, t;
 prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;
 and.b32 s, a, 0x80008000; shr.u32 a, a, 4; lop3.b32 a, a, 0x07f007f0, s, 0xea;
 and.b32 t, b, 0x80008000; shr.u32 b, b, 4; lop3.b32 b, b, 0x07f007f0, t, 0xea;
+mad.lo.u32 s, a, 8, 0x00800080; lop3.b32 a, s, 0x40004000, a, 0xea;
+mad.lo.u32 t, b, 8, 0x00800080; lop3.b32 b, t, 0x40004000, b, 0xea;
 mov.b32 s, 0x7b807b80; mov.b32 t, 0x80008000;
 fma.rn.bf16x2 $0, a, s, t; fma.rn.bf16x2 $1, b, s, t; }""")
-"""Four at a time: e4m3's bits are those of a bfloat16 that is 2**120 times smaller, also below the first normal."""
+"""Four at a time: e4m3's bits are those of a bfloat16 that is 2**120 times smaller, also below the first normal. NaN,
+which has all of them, alone carries into the exponent's first bit, and becomes infinite."""
 
 _ROOM = tl.constexpr(64.0)
 """Weights times the scales of int8 values are made larger by it, and the result smaller: in float16 they would lose
@@ -112,15 +115,14 @@ def to_int8(x_HP, scale_H):
 @triton.jit
 def to_fp8(x_HP, scale_H):
     """`reference.to_fp8`, as bytes: the sign, and 8 times the exponent and mantissa of a float32 whose last 20 bits are
-    zero; below 2**-6 multiples of 2**-9."""
+    zero; below 2**-6 multiples of 2**-9. NaN has all bits of both."""
     quotient_HP = tl.div_rn(x_HP.to(tl.float32), tl.broadcast_to(scale_H[:, None], x_HP.shape))
-    quotient_HP = tl.where(quotient_HP != quotient_HP, _LARGEST_FP8, quotient_HP)
     quotient_HP = tl.minimum(tl.maximum(quotient_HP, -_LARGEST_FP8), _LARGEST_FP8)
     size_HP = tl.abs(nearest_fp8(quotient_HP))
     normal_HP = (size_HP.to(tl.int32, bitcast=True) >> 20) - (120 << 3)
     size_HP = tl.where(size_HP < 0.015625, (size_HP * 512.0).to(tl.int32), normal_HP)
     sign_HP = (quotient_HP.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return (size_HP | sign_HP).to(tl.uint8)
+    return tl.where(tl.abs(x_HP.to(tl.float32)) < float("inf"), size_HP | sign_HP, 0x7F).to(tl.uint8)
 
 
 @triton.jit
@@ -137,7 +139,8 @@ def levels(stored_CD, KIND: tl.constexpr, TYPE: tl.constexpr):
         return stored_CD.to(TYPE)
     wide_CD = stored_CD.to(tl.int32)
     bits_CD = ((wide_CD & 0x80) << 24) | ((wide_CD & 0x7F) << 20)
-    return (bits_CD.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(TYPE)
+    wide_CD = tl.where(wide_CD & 0x7F == 0x7F, 0x7FC00000, bits_CD)
+    return (wide_CD.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(TYPE)
 
 
 @triton.jit
