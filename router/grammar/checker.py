@@ -15,23 +15,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 import signal
-import socket
-import subprocess
-import sys
 import threading
-import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from protos.errors import InvalidRequest, Overloaded
+from protos.limited.limited_process import PATIENCE_S, LimitedProcess, ProcessEnded
 from router.grammar import checker_process
 from router.grammar.json_schema_errors import explained
-
-log = logging.getLogger("baton.router")
 
 MAX_GRAMMAR_CHARS = 128 * 1024
 """Characters of a grammar with its schemas: at this size it compiles in about a tenth of a second."""
@@ -41,9 +35,8 @@ MAX_AT_ONCE = 4
 LARGE_CHARS, MAX_LARGE = 8192, 2
 """Grammars small enough not to delay others; this many are compiled at the same time."""
 CPU_S = 1.0
-WAIT_S = 10.0
-"""A request that has waited this long is refused with a time to retry. A process that has not answered for this long is
-killed."""
+WAIT_S = PATIENCE_S
+"""A request that has waited this long is refused with a time to retry."""
 
 
 class GrammarChecks:
@@ -67,7 +60,7 @@ class GrammarChecks:
         except TimeoutError:
             problem = f"'{param}' was not compiled within {WAIT_S:g} s: come again"
             raise Overloaded(problem, param=param, retry_after_s=WAIT_S) from None
-        except _Ended as ended:
+        except ProcessEnded as ended:
             problem = f"'{param}' was not compiled, for what compiles it was ended ({ended}): come again"
             raise Overloaded(problem, param=param, retry_after_s=WAIT_S) from None
         if wrong:
@@ -108,27 +101,27 @@ class GrammarChecks:
         return wrong
 
     def _compiled(self, encoded: bytes) -> str:
-        """On a thread: the fault of the grammar, "" if none. Raises _Ended and TimeoutError if the result is
+        """On a thread: the fault of the grammar, "" if none. Raises ProcessEnded and TimeoutError if the result is
         uncertain."""
-        with contextlib.suppress(_Ended):
+        with contextlib.suppress(ProcessEnded):
             return self._ask(encoded)
         try:
             return self._ask(encoded)  # in a new process, whose death no earlier grammar can have caused
-        except _Ended as ended:
+        except ProcessEnded as ended:
             if ended.is_from_outside:
                 raise
-            return ended.blame()
+            return _blame(ended)
 
     def _ask(self, encoded: bytes) -> str:
-        compiler: _Compiler | None = getattr(self._compilers, "one", None)
+        compiler: LimitedProcess | None = getattr(self._compilers, "one", None)
         if compiler is None:
-            compiler = self._compilers.one = _Compiler()
+            compiler = self._compilers.one = LimitedProcess(Path(checker_process.__file__))
         try:
-            error_text = compiler.ask(encoded)
-        except (_Ended, TimeoutError) as error:
+            error_text = compiler.ask(encoded, CPU_S).decode("utf-8", "replace")
+        except (ProcessEnded, TimeoutError) as error:
             del self._compilers.one
-            if isinstance(error, _Ended) and error.code == -signal.SIGPROF:
-                return error.blame()
+            if isinstance(error, ProcessEnded) and error.took_too_long:
+                return _blame(error)
             raise
         return explained(error_text, encoded.decode("utf-8", "surrogatepass"))
 
@@ -142,81 +135,13 @@ class _Asked:
     has_turn: bool = False
 
 
-class _Ended(Exception):
-    """The process has, with this return code."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"return code {code}")
-        self.code = code
-
-    @property
-    def is_from_outside(self) -> bool:
-        """Killed from outside, for example by the kernel's out-of-memory killer."""
-        return self.code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
-
-    def blame(self) -> str:
-        """What the grammar did to end it."""
-        match -self.code:
-            case signal.SIGPROF:
-                return f"compiling it takes more than {CPU_S:g} s: intersect, nest or repeat fewer patterns"
-            case signal.SIGSEGV | signal.SIGBUS:
-                return "it is nested too deeply to be compiled: nest fewer patterns"
-            case signal.SIGABRT:
-                return "compiling it takes too much memory: intersect, nest or repeat fewer patterns"
-        return f"compiling it ended the process ({self}): make it simpler"
-
-
-class _Compiler:
-    """A process, which ends with this object. Raises RuntimeError if it cannot be started."""
-
-    def __init__(self) -> None:
-        self._ours, theirs = socket.socketpair()
-        self._ours.settimeout(WAIT_S)
-        with theirs:
-            command = [sys.executable, "-P", str(Path(checker_process.__file__))]
-            devnull = subprocess.DEVNULL
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=devnull, stderr=devnull)
-        weakref.finalize(self, _end, self._process, self._ours)
-        try:
-            self._read()
-        except OSError as error:
-            raise RuntimeError(f"the process that checks grammars does not start: {command}") from error
-
-    def ask(self, grammar: bytes) -> str:
-        """Raises _Ended if the process died; TimeoutError if it was killed because it did not answer."""
-        try:
-            self._ours.sendall(checker_process.HEAD.pack(len(grammar), round(CPU_S * 1000)) + grammar)
-            return self._read().decode("utf-8", "replace")
-        except TimeoutError:
-            log.warning("a process has not compiled a grammar of %d bytes in %g s: it is ended", len(grammar), WAIT_S)
-            self._process.kill()
-            _end(self._process, self._ours)
-            raise
-        except OSError:
-            _end(self._process, self._ours)
-            code = self._process.returncode
-            log.warning("the process that compiled a grammar of %d bytes has ended: return code %d", len(grammar), code)
-            raise _Ended(code) from None
-
-    def _read(self) -> bytes:
-        """An answer. Raises OSError when it has died."""
-        parts = bytearray()
-        missing = checker_process.ANSWER.size
-        while len(parts) < missing:
-            part = self._ours.recv(missing - len(parts))
-            if not part:
-                raise ConnectionResetError
-            parts += part
-            if len(parts) == checker_process.ANSWER.size:
-                missing += checker_process.ANSWER.unpack(parts)[0]
-        return bytes(parts[checker_process.ANSWER.size :])
-
-
-def _end(process: subprocess.Popen[bytes], ours: socket.socket) -> None:
-    ours.close()
-    if process.returncode is None:
-        try:
-            process.wait(timeout=0.5)  # a dead process leaves its cause
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def _blame(ended: ProcessEnded) -> str:
+    """What the grammar did to end the process."""
+    match -ended.code:
+        case signal.SIGPROF:
+            return f"compiling it takes more than {CPU_S:g} s: intersect, nest or repeat fewer patterns"
+        case signal.SIGSEGV | signal.SIGBUS:
+            return "it is nested too deeply to be compiled: nest fewer patterns"
+        case signal.SIGABRT:
+            return "compiling it takes too much memory: intersect, nest or repeat fewer patterns"
+    return f"compiling it ended the process ({ended}): make it simpler"

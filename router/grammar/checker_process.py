@@ -1,28 +1,14 @@
-"""A process that checks whether grammars compile, one after the other; a grammar may kill it (`checker`).
+"""Checks whether grammars compile, in a process that a grammar may kill (`checker`): a grammar in, its fault out.
 
-Run as a script without imports from this project: it starts in a tenth of a second. Its standard input is a socket::
-
-    ready         length 0
-    request       length, CPU time that may be taken in ms, grammar
-    answer        length, its fault
+A script of `protos.limited`, without imports from this project.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import resource
-import signal
-import socket
-import struct
-import sys
-import threading
+from collections.abc import Callable
 
-STACK_BYTES = 256 * 2**20  # as in `workers.grammar.deep_threads`
-MAX_MEMORY_BYTES = 2 * 2**30
 MAX_TOLD_CHARS = 1000  # characters of a fault: the library may quote the whole grammar
-NICE = 10  # lower priority than processes that compute tokens
-HEAD, ANSWER = struct.Struct("!II"), struct.Struct("!I")
 
 # Parts of a Lark grammar: texts, patterns and comments, or a token by its number.
 _NUMBERED = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?://|#)[^\n]*|(?P<token><\[[^\]>]*\]>)')
@@ -55,33 +41,16 @@ def numbered_token(grammar: str) -> str:
     return f"token by number: {found}"
 
 
-def main() -> None:
+def make_answer() -> Callable[[bytes], bytes]:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
     known, limits = LLTokenizer(TokenizerWrapper(_Bytes())), LLParserLimits(verbose_errors=False)
-    connection = socket.socket(fileno=0)
-    stream = connection.makefile("rb")
-    connection.sendall(ANSWER.pack(0))
-    while head := stream.read(HEAD.size):
-        num_bytes, cpu_ms = HEAD.unpack(head)
-        grammar = stream.read(num_bytes).decode("utf-8", "surrogatepass")
-        signal.setitimer(signal.ITIMER_PROF, cpu_ms / 1000)  # its signal ends the process
+
+    def answer(request: bytes) -> bytes:
+        grammar = request.decode("utf-8", "surrogatepass")
         matcher = LLMatcher(known, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
-        reply = (matcher.get_error() or numbered_token(grammar))[:MAX_TOLD_CHARS].encode("utf-8", "replace")
-        del matcher
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        connection.sendall(ANSWER.pack(len(reply)) + reply)
+        return (matcher.get_error() or numbered_token(grammar))[:MAX_TOLD_CHARS].encode("utf-8", "replace")
 
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(NICE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    threading.stack_size(STACK_BYTES)
-    deep = threading.Thread(target=main, daemon=True)
-    deep.start()
-    deep.join()
-    sys.exit(0)
+    return answer

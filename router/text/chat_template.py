@@ -10,25 +10,23 @@ import asyncio
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2 import meta, nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import orjson
+from jinja2 import nodes
 
-from protos.errors import BadCheckpoint, InvalidRequest, Misconfigured
+from protos.errors import InvalidRequest, Misconfigured
 from protos.model_files.base import ModelFiles
 from protos.model_files.plain import read_text
 from protos.model_files.templates import DEFAULT, TOOL_USE, chat_templates
 from router.text import reasoning
+from router.text.bounded_template import BoundedTemplate
 from router.text.control import ControlTexts, Marks, Rendered
 
 log = logging.getLogger("baton.router")
@@ -53,13 +51,6 @@ _RESULT_ROLES = ("observation", "environment")  # of a tool's result, where a te
 # Marks the end of the text to be continued, as in transformers: found again even if the template strips around it.
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
-_NOT_ASCII = re.compile("[^\0-\x7f\udc80-\udfff]+")  # and no mark (`router.text.control`)
-
-# A template is a program of the checkpoint's author; these are its ways of failing on messages it did not expect.
-_TEMPLATE_FAILURES = (
-    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
-)  # fmt: skip
-
 
 class ChatTemplate:
     """Thread-safe; its thread ends with it."""
@@ -79,26 +70,15 @@ class ChatTemplate:
 
         Raises BadCheckpoint when it is not a Jinja template.
         """
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: local_time().strftime(form)
-        try:
-            self._template = environment.from_string(source)
-            # Jinja's globals are a ChainMap, slow to look up: half of the time that a rendering took.
-            self._template.globals = dict(self._template.globals)
-            tree = environment.parse(source)
-            self._wants_parts, self._wants_one_part = _reads_parts(tree), _reads_first_part(tree)
-        except jinja2.TemplateError as error:
-            raise BadCheckpoint(f"the chat template is not valid Jinja: {error}") from error
+        self._template = BoundedTemplate(source, local_time)
+        tree = self._template.tree
+        self._wants_parts, self._wants_one_part = _reads_parts(tree), _reads_first_part(tree)
         self.controls = ControlTexts(
             added_tokens or {},
             constants=[one.value for one in tree.find_all(nodes.Const) if isinstance(one.value, str)],
             written=[one.data for one in tree.find_all(nodes.TemplateData)],
         )
-        self.variables = frozenset(meta.find_undeclared_variables(tree))
+        self.variables = self._template.variables
         """Names that a request may set (`enable_thinking`), and those that every rendering has."""
         self.reasoning_format = reasoning.format_of(source)
         """The name of the model's reasoning format; None if the template shows none."""
@@ -163,7 +143,8 @@ class ChatTemplate:
             tools=tools,
         )
         has_tools = bool(tools) or any("tool_calls" in message for message in messages)  # which may be large
-        if not has_tools and len(messages) <= SHORT_MESSAGES and sum(map(_num_chars, messages)) <= SHORT_CHARS:
+        is_quick = self._template.is_quick and not has_tools
+        if is_quick and len(messages) <= SHORT_MESSAGES and sum(map(_num_chars, messages)) <= SHORT_CHARS:
             return render()
         return await asyncio.get_running_loop().run_in_executor(self._thread, render)
 
@@ -220,9 +201,10 @@ class ChatTemplate:
                 "messages": conversation, "tools": marks.json(list(tools)) or None, "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             }  # fmt: skip
-            text = self._written(variables, marks)
+            text = self._written(variables, num_chars, marks)
             return marks.read(_cut(text) if continue_final_message else text)
 
+        num_chars = len(orjson.dumps([messages, tools, options]))
         marks = Marks(self.controls)
         rendered = written(marks)
         if marks.has_suspects:
@@ -231,10 +213,10 @@ class ChatTemplate:
                 return veiled
         return rendered
 
-    def _written(self, variables: Mapping[str, Any], marks: Marks) -> str:
+    def _written(self, variables: Mapping[str, Any], num_chars: int, marks: Marks) -> str:
         try:
-            return self._template.render(variables)
-        except _TEMPLATE_FAILURES as error:
+            return self._template.render(variables, num_chars)
+        except ValueError as error:
             raise InvalidRequest(
                 f"The model's chat template refuses the messages: {marks.read(str(error)).text}", param="messages"
             ) from error
@@ -289,7 +271,9 @@ class ChatTemplate:
         return self._probed[roles]
 
     def _shown(self, *roles: str) -> str | None:
-        """Such a conversation's prompt; None if the template refuses it."""
+        """Such a conversation's prompt; None if the template refuses it, or has computed for too long before."""
+        if self._template.was_ended:
+            return None
         with suppress(InvalidRequest):
             return self._rendered([_turn(role, f"turn {number}") for number, role in enumerate(roles)]).text
         return None
@@ -309,16 +293,6 @@ class ChatTemplate:
         ):
             fitted["content"] = _text(message)
         return fitted
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks an assistant's tokens for training; a server reads through it."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def joined(turn: Message, *others: Message) -> dict[str, Any]:
@@ -353,26 +327,6 @@ def _turn(role: str, text: str) -> Message:
     if role in ("calls", "long calls"):
         return {"role": "assistant", "tool_calls": [call]}
     return {"role": role, "content": text} | ({"tool_call_id": call["id"], "name": "f"} if role == "tool" else {})
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML, which no model was trained on.
-    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
-    return _NOT_ASCII.sub(_escaped, text) if ensure_ascii else text
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return json.dumps(found[0])[1:-1]
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
 
 
 def _reads_parts(tree: nodes.Template) -> bool:

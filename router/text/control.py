@@ -14,13 +14,14 @@ is kept if it has the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import orjson
 
 from protos.value import Value
+from router.text.template_environment import Veiled, folded
 
 _MARKS = range(0xDC80, 0xE000)
 
@@ -28,7 +29,6 @@ _MAX_WHOLE_CHARS = (
     1000  # characters of a suspect message: longer than any control text, with the signs that a template may drop
 )
 _CASED = range(0x20000)  # no character above has an upper or a lower case
-_NO_LETTERS = re.compile(r"[\W_]+")
 
 Span = tuple[int, int]
 
@@ -67,7 +67,7 @@ class ControlTexts:
         chars = sorted(letters | _cases_of(letters), key=lambda char: (char not in letters, char.isalnum(), char))
         self.marks = {char: chr(mark) for char, mark in zip(chars, _MARKS, strict=False)}
         parted = any(_is_parted(text, own) for text in self.texts)
-        insides = {inside for text in self.texts if (inside := _folded(text))} if parted else set()
+        insides = {inside for text in self.texts if (inside := folded(text))} if parted else set()
         self.has_insides = bool(insides)
         self._joined_insides = "\n".join(sorted(insides))
         self._inside = re.compile(_any_of(insides) if insides else "(?!)")
@@ -77,12 +77,12 @@ class ControlTexts:
         """True if a template could make a control text of this one with its own constants around it. Only letters and
         digits count, in any case, as a template may replace other characters (`key | replace('-', '_')`) and change the
         case. A `whole` text is written as it is; of any other a template may take a part."""
-        if not self.has_insides or (whole and len(text) > _MAX_WHOLE_CHARS) or not (inside := _folded(text)):
+        if not self.has_insides or (whole and len(text) > _MAX_WHOLE_CHARS) or not (inside := folded(text)):
             return False
         return inside in self._joined_insides or (not whole and self._inside.search(inside) is not None)
 
     def veiled(self, text: str) -> str:
-        return _Veiled._of(text, self._veils)
+        return Veiled.of(text, self._veils)
 
     def spans(self, text: str) -> tuple[Span, ...]:
         return tuple(found.span() for found in self._pattern.finditer(text))
@@ -110,81 +110,6 @@ class _Rule:
             if sign in text:
                 return True
         return bool(self.words) and any(word in text for word in self.words)
-
-
-class _Veiled(str):
-    """A text with marks in place of its letters. Its methods answer as those of the text, so that templates find keys,
-    compare values and search as ever, and what they return is veiled as well. Joined to another string it becomes an
-    ordinary one, with the marks.
-
-    The text is private: Jinja's sandbox gives no template an attribute that begins with `_`."""
-
-    __slots__ = ("_text", "_veils")
-    _text: str
-    _veils: Mapping[int, str]
-
-    @classmethod
-    def _of(cls, text: str, veils: Mapping[int, str]) -> _Veiled:
-        veiled = cls(text.translate(veils))
-        veiled._text, veiled._veils = text, veils
-        return veiled
-
-    def _hide(self, found: Any) -> Any:
-        match found:
-            case str():
-                return self._of(found, self._veils)
-            case list():
-                return [self._hide(one) for one in found]
-            case tuple():
-                return tuple(self._hide(one) for one in found)
-            case _:
-                return found
-
-    def __str__(self) -> str:
-        return self  # for Jinja's filters and tests, which call `str` first
-
-    def __iter__(self) -> Iterator[str]:
-        return map(self._hide, self._text)
-
-    def replace(self, old: str, new: str, /, count: Any = -1) -> str:
-        """A string of the template stays as it is, and the result of inserting into it is an ordinary string from then
-        on."""
-        old, own = _unveiled(old), _unveiled(new)
-        if old and _folded(own):
-            return str.join(new, self._hide(self._text.split(old, count)))
-        return self._of(self._text.replace(old, own, count), self._veils)
-
-
-_LIKE_THE_TEXT = (
-    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__contains__", "__getitem__",
-    "startswith", "endswith", "find", "rfind", "index", "rindex", "count",
-    "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable",
-    "isspace", "istitle", "isupper",
-    "lower", "upper", "title", "capitalize", "casefold", "swapcase", "strip", "lstrip", "rstrip",
-    "removeprefix", "removesuffix", "split", "rsplit", "splitlines", "partition", "rpartition",
-)  # fmt: skip
-
-
-def _like_the_text(method: Callable[..., Any]) -> Callable[..., Any]:
-    def answer(self: _Veiled, *given: Any, **named: Any) -> Any:
-        named = {name: _unveiled(value) for name, value in named.items()}
-        return self._hide(method(self._text, *map(_unveiled, given), **named))
-
-    return answer
-
-
-for _name in _LIKE_THE_TEXT:
-    setattr(_Veiled, _name, _like_the_text(getattr(str, _name)))
-
-
-def _unveiled(value: Any) -> Any:
-    match value:
-        case _Veiled():
-            return value._text
-        case tuple():  # prefixes or suffixes
-            return tuple(map(_unveiled, value))
-        case _:
-            return value
 
 
 class Marks:
@@ -262,11 +187,6 @@ def _signs(text: str) -> Sequence[str]:
     """A control text's first and last character that is neither a letter, a digit nor white space."""
     found = [char for char in text if not char.isalnum() and not char.isspace()]
     return found[:1] + found[1:][-1:]
-
-
-def _folded(text: str) -> str:
-    """The same for a text in every case. The case of a dotless i is folded in its upper case only."""
-    return _NO_LETTERS.sub("", text.upper().casefold())
 
 
 def _cases_of(letters: Collection[str]) -> set[str]:

@@ -3,23 +3,27 @@ or refused. Pure."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.limited.limited_process import LimitedProcess, ProcessEnded
 from protos.model_files.fields import Fields
 from protos.model_files.plain import read_object
-from workers.adapters.pattern_matches import bounded_matches
+from workers.adapters import pattern_matches
+from workers.adapters.pattern_matches import first_matches
 
 log = logging.getLogger("baton.worker")
 
 CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
+PATTERNS_CPU_S = 1.0
+_PLAIN = re.compile(r"[\w.\\-]{0,256}")
 _MERGE = "merge it into its model with PEFT's merge_and_unload, and serve the merged checkpoint"
 
 _REFUSED: Mapping[str, tuple[str, str]] = {
@@ -69,8 +73,8 @@ class PeftConfig:
 
     def _matched(self, field: str, pattern: Mapping[str, float], modules: Sequence[str]) -> Mapping[str, float]:
         try:
-            matches = bounded_matches(tuple(pattern), modules)
-        except (ValueError, OSError, re.error, subprocess.SubprocessError) as error:
+            matches = _bounded_matches(tuple(pattern), modules)
+        except (ValueError, re.error, ProcessEnded, TimeoutError) as error:
             raise BadCheckpoint(f"{self.where}: {field!r}: {error}", param=field) from error
         values = tuple(pattern.values())
         return {module: values[number] for module, number in matches.items()}
@@ -133,3 +137,20 @@ def _refuse(config: Fields) -> None:
     known = _OF_TRAINING | _REFUSED.keys()
     if unknown := sorted(name for name in config.names() if name not in known and config.raw(name)):
         log.warning("%s: fields that this version does not know have no effect: %s", config.where, ", ".join(unknown))
+
+
+def _bounded_matches(patterns: Sequence[str], modules: Sequence[str]) -> Mapping[str, int]:
+    """Patterns with more than names and dots are matched in a process of their own. Raises ValueError, re.error,
+    ProcessEnded or TimeoutError."""
+    if len(patterns) < 1024 and all(map(_PLAIN.fullmatch, patterns)):
+        return first_matches(patterns, modules)
+    asked = json.dumps([patterns, modules]).encode()
+    try:
+        found = json.loads(LimitedProcess(Path(pattern_matches.__file__)).ask(asked, PATTERNS_CPU_S))
+    except ProcessEnded as ended:
+        if ended.took_too_long:
+            raise ValueError(f"matching takes more than {PATTERNS_CPU_S:g} s: make the patterns simpler") from ended
+        raise
+    if isinstance(found, str):
+        raise ValueError(found)
+    return dict(found)

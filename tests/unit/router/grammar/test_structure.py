@@ -16,6 +16,7 @@ import pytest
 from llguidance import LLMatcher
 
 from protos.errors import BatonError, InvalidRequest, Overloaded
+from protos.limited.limited_process import LimitedProcess
 from router.grammar import checker
 from router.grammar.checker import GrammarChecks
 from router.grammar.structure import choice_grammar, inline_json, json_grammar, lark_grammar, regex_grammar
@@ -179,15 +180,15 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *grammars: str) -> None:
         self.asked: list[str] = []
         self.begun, self.go_on = threading.Event(), threading.Event()
-        compile_it = checker._Compiler.ask
+        compile_it = LimitedProcess.ask
 
-        def ask(compiler: Any, encoded: bytes) -> str:
+        def ask(compiler: Any, encoded: bytes, cpu_s: float) -> bytes:
             self.asked.append(encoded.decode())
             self.begun.set()
             assert encoded.decode() not in grammars or self.go_on.wait(60)
-            return compile_it(compiler, encoded)
+            return compile_it(compiler, encoded, cpu_s)
 
-        monkeypatch.setattr(checker._Compiler, "ask", ask)
+        monkeypatch.setattr(LimitedProcess, "ask", ask)
 
 
 async def test_a_grammar_that_takes_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,15 +266,15 @@ async def test_one_that_ends_every_process_is_refused(
     monkeypatch: pytest.MonkeyPatch, processes: Processes, sent: signal.Signals, error: type[BatonError], told: str
 ) -> None:
     """For good where that was its own doing, for now where it may have been the host's."""
-    checking, ask = GrammarChecks(), checker._Compiler.ask
+    checking, ask = GrammarChecks(), LimitedProcess.ask
 
-    def dying(compiler: Any, encoded: bytes) -> str:
-        compiler._process.send_signal(sent)
-        compiler._process.wait()
-        return ask(compiler, encoded)
+    def dying(compiler: Any, encoded: bytes, cpu_s: float) -> bytes:
+        compiler.process.send_signal(sent)
+        compiler.process.wait()
+        return ask(compiler, encoded, cpu_s)
 
     with monkeypatch.context() as patched:
-        patched.setattr(checker._Compiler, "ask", dying)
+        patched.setattr(LimitedProcess, "ask", dying)
         with pytest.raises(error, match=told):
             await checking.check('start: "a"', param="grammar")
     assert len(processes) == 2
@@ -290,7 +291,7 @@ async def test_a_process_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPa
     await checking.check('start: "a"', param="grammar")
     processes[0].send_signal(signal.SIGSTOP)
     with monkeypatch.context() as patched:
-        patched.setattr(checker._Compiler, "_read", silent)
+        patched.setattr(LimitedProcess, "_read", silent)
         with pytest.raises(Overloaded, match="come again"):
             await checking.check('start: "b"', param="grammar")
     assert processes[0].wait(60) == -signal.SIGKILL

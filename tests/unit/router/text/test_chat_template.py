@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from protos.errors import BadCheckpoint, InvalidRequest, Misconfigured
 from protos.model_files.folder import FolderFiles
 from protos.model_files.gguf.files import GGUFFiles
+from router.text.bounded_template import BoundedTemplate
 from router.text.chat_template import ChatTemplate
 from router.tools.formats import ToolFormat, format_of
 from tests.gguf_writer import write_gguf
@@ -370,3 +371,56 @@ async def test_what_a_template_says_of_a_long_conversation_is_told_as_of_a_short
     for times in (2, 1000):
         with pytest.raises(InvalidRequest, match="roles must alternate"):
             await template.prompt([ASSISTANT, *[USER, ASSISTANT] * times])
+
+
+HOSTILE = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a method": "{{ 'x'.center(10 ** 10) }}",
+    "a filter": "{{ 'x' | center(10 ** 10) }}",
+    "a product": "{{ 'x' * 10 ** 10 }}",
+    "a power": "{{ 7 ** (10 ** 9) }}",
+    "a format": "{{ '%9999999999d' % 1 }}",
+    "a format's method": "{{ '{:>9999999999}'.format(1) }}",
+    "a text that doubles": (
+        "{% set ns = namespace(s='xx') %}{% for a in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}"
+    ),
+    "texts that double": "{% set s = 'xx' %}" + "{% set s = s ~ s %}" * 60 + "{{ s }}",
+    "a block that doubles": "{% set s = 'xx' %}" + "{% set s %}{{ s }}{{ s }}{% endset %}" * 60 + "{{ s }}",
+    "lists in lists": "{% set l = ['x'] %}" + "{% set l = [l, l] %}" * 60 + "{{ l }}",
+    "a list that doubles": "{% set l = ['x'] %}" + "{% set l = l + l %}" * 60 + "{{ l }}",
+    "a macro": "{% macro m(n) %}{{ m(n + 1) }}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
+    "macros": "{% macro m0(s) %}{{ s }}{% endmacro %}"
+    + "".join(f"{{% macro m{i}(s) %}}{{{{ m{i - 1}(s) }}}}{{{{ m{i - 1}(s) }}}}{{% endmacro %}}" for i in range(1, 60))
+    + "{{ m59('x') }}",
+    "replacements": "{% set s = 'xx' %}" + "{% set s = s | replace('x', 'xxxxxxxx') %}" * 40 + "{{ s }}",
+    "escapes": "{% set s = '\"' %}" + "{% set s = s | tojson %}" * 60 + "{{ s }}",
+    "indentation": "{{ messages | tojson(indent=10 ** 10) }}",
+    "words": "{{ lipsum(n=10 ** 7) }}",
+    "a recursive loop": "{% for m in messages recursive %}{{ loop([m, m]) }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+async def test_a_template_that_costs_too_much_is_ended(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.text.bounded_template.CPU_S", 0.3)
+    with pytest.raises(InvalidRequest):
+        await ChatTemplate(HOSTILE[kind]).prompt([{"role": "user", "content": "x"}])
+
+
+def test_what_is_not_counted_gives_the_same_prompt() -> None:
+    source = "{{ '=' * 3 }}{% for m in messages %}{{ m.content.zfill(5) }}{{ m | tojson }}{{ tools }}{% endfor %}"
+    messages = [{"role": "user", "content": "naïve"}, {"role": "assistant", "content": "x"}]
+    counted = source.replace("'=' * 3", "'==='").replace(".zfill(5)", "").replace("{{ m.content }}", "{{ m.content }}")
+    plain = ChatTemplate(counted).render(messages)
+    assert ChatTemplate(source).render(messages) == plain.replace("x{", "0000x{")
+
+
+@pytest.mark.parametrize("source", ["{% if x %}" * 3000 + "{% endif %}" * 3000, "{{ x | nope }}", "{{ x is nope }}"])
+def test_a_template_that_cannot_be_read_is_a_bad_checkpoint(source: str) -> None:
+    with pytest.raises(BadCheckpoint):
+        ChatTemplate(source)
+
+
+@pytest.mark.parametrize("source", [LLAMA_3, MISTRAL, CHATML])
+def test_ordinary_templates_are_rendered_here(source: str) -> None:
+    assert BoundedTemplate(source).is_counted
