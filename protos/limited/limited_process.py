@@ -19,7 +19,7 @@ PATIENCE_S = 10.0
 """A process that has not answered for this long is killed."""
 
 
-class ProcessEnded(Exception):
+class LimitedProcessEnded(Exception):
     """The process has, with this return code."""
 
     def __init__(self, code: int) -> None:
@@ -53,7 +53,7 @@ class LimitedProcess:
             raise RuntimeError(f"the process does not start: {command}") from error
 
     def ask(self, request: bytes, cpu_s: float) -> bytes:
-        """Raises ProcessEnded if the process died; TimeoutError if it was killed because it did not answer."""
+        """Raises LimitedProcessEnded if the process died; TimeoutError if it was killed because it did not answer."""
         try:
             self._ours.sendall(limited_server.HEAD.pack(len(request), round(cpu_s * 1000)) + request)
             return self._read()
@@ -66,7 +66,7 @@ class LimitedProcess:
             _end(self.process, self._ours)
             code = self.process.returncode
             log.warning("a process has ended over a request of %d bytes: return code %d", len(request), code)
-            raise ProcessEnded(code) from None
+            raise LimitedProcessEnded(code) from None
 
     def _read(self) -> bytes:
         """An answer. Raises OSError when it has died."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protos.errors import InvalidRequest, Overloaded
-from protos.limited.limited_process import PATIENCE_S, LimitedProcess, ProcessEnded
+from protos.limited.limited_process import PATIENCE_S, LimitedProcess, LimitedProcessEnded
 from router.grammar import checker_process
 from router.grammar.json_schema_errors import explained
 
@@ -60,7 +60,7 @@ class GrammarChecks:
         except TimeoutError:
             problem = f"'{param}' was not compiled within {WAIT_S:g} s: come again"
             raise Overloaded(problem, param=param, retry_after_s=WAIT_S) from None
-        except ProcessEnded as ended:
+        except LimitedProcessEnded as ended:
             problem = f"'{param}' was not compiled, for what compiles it was ended ({ended}): come again"
             raise Overloaded(problem, param=param, retry_after_s=WAIT_S) from None
         if wrong:
@@ -101,13 +101,13 @@ class GrammarChecks:
         return wrong
 
     def _compiled(self, encoded: bytes) -> str:
-        """On a thread: the fault of the grammar, "" if none. Raises ProcessEnded and TimeoutError if the result is
-        uncertain."""
-        with contextlib.suppress(ProcessEnded):
+        """On a thread: the fault of the grammar, "" if none. Raises LimitedProcessEnded and TimeoutError if the result
+        is uncertain."""
+        with contextlib.suppress(LimitedProcessEnded):
             return self._ask(encoded)
         try:
             return self._ask(encoded)  # in a new process, whose death no earlier grammar can have caused
-        except ProcessEnded as ended:
+        except LimitedProcessEnded as ended:
             if ended.is_from_outside:
                 raise
             return _blame(ended)
@@ -118,9 +118,9 @@ class GrammarChecks:
             compiler = self._compilers.one = LimitedProcess(Path(checker_process.__file__))
         try:
             error_text = compiler.ask(encoded, CPU_S).decode("utf-8", "replace")
-        except (ProcessEnded, TimeoutError) as error:
+        except (LimitedProcessEnded, TimeoutError) as error:
             del self._compilers.one
-            if isinstance(error, ProcessEnded) and error.took_too_long:
+            if isinstance(error, LimitedProcessEnded) and error.took_too_long:
                 return _blame(error)
             raise
         return explained(error_text, encoded.decode("utf-8", "surrogatepass"))
@@ -135,7 +135,7 @@ class _Asked:
     has_turn: bool = False
 
 
-def _blame(ended: ProcessEnded) -> str:
+def _blame(ended: LimitedProcessEnded) -> str:
     """What the grammar did to end the process."""
     match -ended.code:
         case signal.SIGPROF:

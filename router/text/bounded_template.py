@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from protos.errors import BadCheckpoint, InvalidRequest, Overloaded
-from protos.limited.limited_process import PATIENCE_S, LimitedProcess, ProcessEnded
+from protos.limited.limited_process import PATIENCE_S, LimitedProcess, LimitedProcessEnded
 from router.text import template_environment
 from router.text.template_environment import MAX_CHARS, TEMPLATE_FAILURES, complete, written
 
@@ -114,9 +114,9 @@ class BoundedTemplate:
         process = self._process = self._process or LimitedProcess(Path(template_environment.__file__))
         try:
             text, refusal = json.loads(process.ask(request, CPU_S))
-        except (ProcessEnded, TimeoutError) as error:
+        except (LimitedProcessEnded, TimeoutError) as error:
             self._process, self.was_ended = None, True
-            if isinstance(error, ProcessEnded) and not error.is_from_outside:
+            if isinstance(error, LimitedProcessEnded) and not error.is_from_outside:
                 raise InvalidRequest(
                     f"The model's chat template takes more than {CPU_S:g} s or too much memory for these messages: "
                     "send fewer, or give the model another template (router.text.chat_template)",
@@ -127,7 +127,7 @@ class BoundedTemplate:
         return text, refusal
 
 
-class _Counts(threading.local):
+class _Spending(threading.local):
     steps = chars = item_chars = 0
 
     def step(self, num: int) -> None:
@@ -153,7 +153,7 @@ class _CountingEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__()
         self.intercepted_binops = frozenset(self.default_binop_table)  # so that nothing is computed while it is read
-        self.counts = _Counts()
+        self.counts = _Spending()
         self._size = 0
 
     def count_growth(self) -> None:

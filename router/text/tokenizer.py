@@ -17,7 +17,7 @@ from protos.hints import lfs_pointer
 from protos.model_files.base import ModelFiles
 from protos.model_files.tokenizers.special_tokens import named_tokens
 from router.text.control import ControlTexts, Rendered, Span
-from router.text.plain import PlainTokenizer
+from router.text.plain import PlainTokenizer, read_texts
 from router.text.vocabulary import Vocabulary
 
 # Longer texts take a millisecond or more: they are encoded and decoded on a thread.
@@ -30,10 +30,14 @@ _KEEPS_TEXT = {"Sequence", "Prepend", "Replace", "ByteLevel", "Split", "Digits",
 _NFC_CHARS = 4
 
 
+MAX_GROWTH = 256
+"""Times that a tokenizer may make a text longer."""
+
+
 class Tokenizer:
     """Thread-safe; its own threads end with it.
 
-    `named_tokens` are the special tokens by role (bos_token, eos_token, ...), for chat templates.
+    `named_tokens` are the special tokens by role (bos_token, eos_token, ...), for chat templates. Raises BadCheckpoint.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, named_tokens: Mapping[str, str] | None = None) -> None:
@@ -50,6 +54,11 @@ class Tokenizer:
         self.added_tokens = {token.content: token.special for token in added}
         """Texts with a token of their own, and whether that is special."""
         state = json.loads(backend.to_str())
+        if (growth := _growth([state["normalizer"], state["decoder"]])) > MAX_GROWTH:
+            raise BadCheckpoint(
+                f"the tokenizer's Replace steps make a text up to {growth:g} times as long, more than {MAX_GROWTH}: "
+                "download the checkpoint again"
+            )
         self._rewritten = {token.content for token in added if token.normalized and _rewrites(state["normalizer"])}
         self._plain: dict[frozenset[str], PlainTokenizer] = {}
         self._max_token_chars = _max_token_chars(state, self.vocabulary)
@@ -112,8 +121,7 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[tuple[int, ...]]:
-        # The batch call finds no offsets, which is a fifth of the work, and lets go of the interpreter's lock.
-        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        found = read_texts(self._backend, texts, add_special_tokens=add_special_tokens)
         return [tuple(one.ids) for one in found]
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
@@ -176,7 +184,18 @@ def _steps(state: Any) -> Iterator[dict[str, Any]]:
     elif isinstance(state, dict):
         yield state
         yield from _steps(state.get("normalizers", []))
+        yield from _steps(state.get("decoders", []))
         yield from _steps(state.get("pretokenizers", []))
+
+
+def _growth(state: Any) -> float:
+    """How many times as long replacements make a text at most. A regular expression may match nothing, anywhere."""
+    growth = 1.0
+    for step in _steps(state):
+        if step["type"] == "Replace":
+            old, new = step["pattern"].get("String"), len(step["content"])
+            growth *= max(1.0, new / len(old)) if old else 1 + new
+    return growth
 
 
 def _keeps_length(replace: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protos.errors import BadCheckpoint, UnsupportedModel
-from protos.limited.limited_process import LimitedProcess, ProcessEnded
+from protos.limited.limited_process import LimitedProcess, LimitedProcessEnded
 from protos.model_files.fields import Fields
 from protos.model_files.plain import read_object
 from workers.adapters import pattern_matches
@@ -74,7 +74,7 @@ class PeftConfig:
     def _matched(self, field: str, pattern: Mapping[str, float], modules: Sequence[str]) -> Mapping[str, float]:
         try:
             matches = _bounded_matches(tuple(pattern), modules)
-        except (ValueError, re.error, ProcessEnded, TimeoutError) as error:
+        except (ValueError, re.error, LimitedProcessEnded, TimeoutError) as error:
             raise BadCheckpoint(f"{self.where}: {field!r}: {error}", param=field) from error
         values = tuple(pattern.values())
         return {module: values[number] for module, number in matches.items()}
@@ -141,13 +141,13 @@ def _refuse(config: Fields) -> None:
 
 def _bounded_matches(patterns: Sequence[str], modules: Sequence[str]) -> Mapping[str, int]:
     """Patterns with more than names and dots are matched in a process of their own. Raises ValueError, re.error,
-    ProcessEnded or TimeoutError."""
+    LimitedProcessEnded or TimeoutError."""
     if len(patterns) < 1024 and all(map(_PLAIN.fullmatch, patterns)):
         return first_matches(patterns, modules)
     asked = json.dumps([patterns, modules]).encode()
     try:
         found = json.loads(LimitedProcess(Path(pattern_matches.__file__)).ask(asked, PATTERNS_CPU_S))
-    except ProcessEnded as ended:
+    except LimitedProcessEnded as ended:
         if ended.took_too_long:
             raise ValueError(f"matching takes more than {PATTERNS_CPU_S:g} s: make the patterns simpler") from ended
         raise

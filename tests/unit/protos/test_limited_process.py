@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from protos.limited.limited_process import LimitedProcess, ProcessEnded
+from protos.limited.limited_process import LimitedProcess, LimitedProcessEnded
 
 SCRIPT = """
 def make_answer():
@@ -29,7 +29,7 @@ def test_a_request_that_takes_too_long_ends_the_process(tmp_path: Path) -> None:
     process = LimitedProcess(tmp_path / "script.py")
     assert process.ask(b"a", 1.0) == b"A"
     assert process.ask(b"memory", 1.0) == b"no memory"
-    with pytest.raises(ProcessEnded) as ended:
+    with pytest.raises(LimitedProcessEnded) as ended:
         process.ask(b"loop", 0.05)
     assert ended.value.took_too_long
     assert not ended.value.is_from_outside

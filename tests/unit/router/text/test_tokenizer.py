@@ -10,9 +10,9 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.errors import BadCheckpoint, InvalidRequest, UnsupportedModel
 from protos.model_files.folder import FolderFiles
 from router.text.tokenizer import LONG_TEXT_CHARS, LONG_TEXT_TOKENS, Tokenizer
 from tests.unit.router.scripted import Family, byte_level, ids_of, sentencepiece
@@ -115,3 +115,24 @@ def test_named_tokens_are_read_in_both_spellings(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(BadCheckpoint, match="not valid JSON"):
         Tokenizer.load(FolderFiles(tmp_path))
+
+
+def _bytes() -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_str(byte_level()._backend.to_str())
+
+
+async def test_a_text_over_which_the_tokenizer_gives_up_is_refused() -> None:
+    """The library panics, which is no Exception."""
+    backend = _bytes()
+    split = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    with pytest.raises(InvalidRequest):
+        await Tokenizer(backend).encode(["a" * 40 + "b"], add_special_tokens=False)
+
+
+@pytest.mark.parametrize("pattern", ["a", tokenizers.Regex("x*")])
+def test_a_tokenizer_that_makes_texts_much_longer_is_refused(pattern: str | tokenizers.Regex) -> None:
+    backend = _bytes()
+    backend.normalizer = normalizers.Sequence([normalizers.Replace(pattern, "a" * 20)] * 3)
+    with pytest.raises(BadCheckpoint):
+        Tokenizer(backend)
