@@ -233,7 +233,8 @@ class Gateway:
         """Raises InvalidRequest where the model is shown none."""
         if self.template is not None and not self.template.shows_tools:
             raise InvalidRequest(
-                f"The model '{self.card.name}' does not support tools: its chat template has no place for them",
+                f"The model '{self.card.name}' does not support tools: its chat template has no place for them; "
+                "give baton one that has, with --chat-template FILE",
                 param="tools",
             )
 

@@ -117,7 +117,7 @@ def simulate(
     autoscale: Autoscale = None,
     gpus: Gpus = None,
     usd_per_gpu_hour: Annotated[float | None, typer.Option(min=0, help="Default: an example price of the GPU.")] = None,
-    fault: Annotated[list[str] | None, typer.Option(help=r"'AT KIND TARGET \[for S] \[by N]'. Repeatable.")] = None,
+    fault: Annotated[list[str] | None, typer.Option(help="'AT KIND TARGET [for S] [by N]'. Repeatable.")] = None,
     faults: Annotated[int, typer.Option(min=0, max=MAX_FAULTS, help="Number of random faults.")] = 0,
     audit_every: Annotated[int, typer.Option(min=0, help="Events between two audits; 0: at the end.")] = 0,
     single_step: Annotated[bool, typer.Option("--single-step", help="No leaps: same result, slower.")] = False,

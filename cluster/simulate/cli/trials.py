@@ -98,7 +98,9 @@ def sweep_clusters(
     is_whole = len(trials) == len(possible)
     of_those = "" if is_whole else f"of the {len(trials):,} of {counted(len(possible), 'cluster')} done, "
     style = "yellow" if best is None else ""
-    console.print(f"{of_those}{verdict(trials, targets)}", style=style, highlight=False, soft_wrap=True)
+    console.print(
+        f"{of_those}{verdict(trials, targets, is_whole=is_whole)}", style=style, highlight=False, soft_wrap=True
+    )
     report_lost(lost)
     if not is_whole:
         report_interrupted(len(trials), len(possible))
@@ -185,14 +187,21 @@ def _try_out(
 def until_steady(
     scene: Scene, choice: ClusterChoice, config: SimulationConfig, errors: Console, *, above: Progress | None = None
 ) -> tuple[SimulationOutcome, Summary]:
-    """Runs a load that is open-ended for longer until its figures are steady, or for `MAX_STEADY` requests."""
+    """Runs a load that is open-ended for longer until its figures are steady, for at most `MAX_STEADY` requests, those
+    of one cluster of a sweep for a fourth. A load whose requests waited longer and longer twice will not settle."""
+    most = MAX_STEADY if above is None else MAX_STEADY // 4
+    has_grown = False
     while True:
         sessions, left_out = scene.fitting(config)
         outcome = run_scene(scene, config, sessions, errors, above=above)
         summary = scene.summary(choice, outcome, left_out)
-        if not scene.is_open_ended or not summary.num_wanted or summary.report.num_requests >= MAX_STEADY:
+        num_requests, num_wanted = summary.report.num_requests, min(summary.num_wanted, most)
+        if not scene.is_open_ended or num_wanted <= num_requests or (has_grown and summary.grew):
             return outcome, summary
-        scene = scene.longer(min(summary.num_wanted, MAX_STEADY))
+        has_grown = summary.grew
+        again = f"{choice}: not steady after {num_requests:,} requests: again with {num_wanted:,}"
+        errors.print(again, style="dim", highlight=False, soft_wrap=True)
+        scene = scene.longer(num_wanted)
 
 
 def run_scene(

@@ -227,7 +227,7 @@ def num_blocks(gpu: Gpu, model: ModelShape, *, tp: int, block_size: int, memory_
         return num
     larger = (one for one in range(tp + 1, model.heads + 1) if model.splits(one) and fitting(one, memory_share) >= 1)
     least = next(larger, None)
-    fix = f"use {least} GPUs or more" if least is not None else "use GPUs with more memory"
+    fix = f"use {least} GPUs or more (--tp {least})" if least is not None else "use GPUs with more memory"
     shares = (hundredths / 100 for hundredths in range(101))
     enough = next((share for share in shares if share > memory_share and fitting(tp, share) >= 1), None)
     if enough is None:

@@ -238,8 +238,8 @@ def closest(trials: Sequence[SweepTrial]) -> SweepTrial | None:
     return best if best.binding.ratio else None
 
 
-def verdict(trials: Sequence[SweepTrial], targets: Sequence[PercentileTarget]) -> str:
-    """The cheapest cluster, the target that limits it, and what to try next."""
+def verdict(trials: Sequence[SweepTrial], targets: Sequence[PercentileTarget], *, is_whole: bool = True) -> str:
+    """The cheapest cluster, the target that limits it, and what to try next; that only if all clusters were tried."""
     best = cheapest(trials)
     if best is None:
         nearest = closest(trials)
@@ -247,7 +247,7 @@ def verdict(trials: Sequence[SweepTrial], targets: Sequence[PercentileTarget]) -
         if nearest is None:
             return f"no cluster reaches {wanted}; none for a single request"
         near = f"the closest is {nearest.choice}: {_misses(nearest)}"
-        return f"no cluster reaches {wanted}; {near}; {_wider(nearest, trials)}"
+        return f"no cluster reaches {wanted}; {near}" + (f"; {_wider(nearest, trials)}" if is_whole else "")
     found = f"the cheapest that reaches {' and '.join(map(str, targets))}: {best.choice}, "
     found += f"USD {usd_figure(best.usd_per_hour)} an hour"
     if (busiest := best.summary.busiest) is not None:
@@ -299,7 +299,7 @@ def _beyond(name: str, num: int, tried: Sequence[int]) -> str:
 def _busiest(summary: Summary) -> Text:
     pool = summary.busiest
     share = "" if pool is None else f"{pool.role} {pool.offered:.0%}"
-    return Text(share or "growing", "red") if summary.falls_behind else Text(share)
+    return Text(f"{share} growing".lstrip(), "red") if summary.falls_behind else Text(share)
 
 
 def sweep_table(trials: Sequence[SweepTrial]) -> Table:
