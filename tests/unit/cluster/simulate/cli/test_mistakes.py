@@ -52,11 +52,13 @@ def test_a_memory_fraction_that_rules_out_the_weights_is_named() -> None:
     told = refused("--set", "worker.memory_fraction=0.1")
     assert told == (
         "worker.memory_fraction = 0.1: it leaves 8.0 GB of --tp 1, and the weights alone need 16.1 GB: "
-        "give 0.21 or more, or use 4 GPUs or more"
+        "give 0.21 or more, or use 4 GPUs or more (--tp 4)"
     )
     assert call(*SMALL, "--set", "worker.memory_fraction=0.21", "--input-len", "50").exit_code == 0
     large = "--model", "llama-3-70b", "--set", "worker.memory_fraction=0.5"
-    assert refused(*large) == "--tp 1: the weights alone need 141 GB: use 4 GPUs or more", "at no fraction does it fit"
+    assert refused(*large) == "--tp 1: the weights alone need 141 GB: use 4 GPUs or more (--tp 4)", (
+        "at no fraction does it fit"
+    )
 
 
 def test_no_more_blocks_are_simulated_than_fit_beside_the_weights() -> None:
