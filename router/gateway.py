@@ -249,7 +249,7 @@ class Gateway:
         """Token ids of each prompt, with what the tokenizer puts round a text unless `add_special_tokens` is False.
         Raises ContextLengthExceeded before reading a text that cannot fit."""
         for text in texts:
-            check_length(self.tokenizer.min_tokens(text), self.card)
+            check_length(self.tokenizer.min_tokens(text), self.card, is_least=True)
         add_special_tokens = add_special_tokens is not False
         if self.split_special_tokens if split_special_tokens is None else split_special_tokens:
             controls = self.tokenizer.controls if self.template is None else self.template.controls
@@ -293,7 +293,7 @@ class Gateway:
         except InvalidRequest as error:
             error.param = param if error.param == "messages" else error.param
             raise
-        check_length(self.tokenizer.min_tokens(rendered.text), self.card, param=param)
+        check_length(self.tokenizer.min_tokens(rendered.text), self.card, param=param, is_least=True)
         return await self.tokenizer.encode_rendered(rendered)
 
     async def answer(

@@ -185,14 +185,16 @@ def check_length(
     param: str = "prompt",
     num_asked: int | None = None,
     asked_as: str = "max_tokens",
+    is_least: bool = False,
 ) -> None:
     """Raises ContextLengthExceeded, in OpenAI's words, where prompt and answer do not fit; `asked_as` is to be mended
-    where the prompt alone does."""
+    where the prompt alone does. With `is_least` the prompt has `num_tokens` or more."""
     longest, fits = card.max_model_len, num_tokens < card.max_model_len
     if num_tokens + (1 if num_asked is None else num_asked) <= longest:
         return
     if num_asked is None:
-        message = f"your {param} resulted in {num_tokens} tokens, which leaves no room for an answer"
+        least = "at least " if is_least else ""
+        message = f"your {param} resulted in {least}{num_tokens} tokens, which leaves no room for an answer"
     else:
         message = f"you requested {num_tokens + num_asked} ({num_tokens} in the {param}, {num_asked} in the completion)"
     raise ContextLengthExceeded(
