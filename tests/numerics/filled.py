@@ -26,7 +26,8 @@ def filled(layout: KVLayout, rows: tuple[tuple[int, int], ...]) -> tuple[KVStora
     blocks = [[order.pop() for _ in range(count)] for count in counts]
     for tensor in storage.tensors:
         if not tensor.dtype.is_floating_point:
-            tensor.copy_(torch.randint(-127, 127, tensor.shape, generator=generator))
+            drawn = torch.randint(-127, 127, tensor.shape, generator=generator)
+            tensor.copy_(drawn.masked_fill_(drawn == -1, 0))  # the byte 255 is NaN in fp8
             continue
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
         tensor[:, :, order] = float("nan")
