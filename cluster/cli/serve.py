@@ -1,4 +1,4 @@
-"""`baton serve` and `baton up`: a whole cluster in the foreground, supervisor and gateway on one event loop (ADR 5), or
+"""`baton serve` and `baton up`: a whole cluster in the foreground, supervisor and gateway on one event loop, or
 the gateway in processes of its own.
 
 listen ─▶ Ray starts │ router is built ─▶ workers start ─▶ ready: banner ─▶ ... ─▶ Ctrl-C
