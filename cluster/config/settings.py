@@ -77,8 +77,8 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
 def make_config(settings: Mapping[str, Any]) -> ClusterConfig:
     """Raises Misconfigured, which names the setting by its path and the fix."""
     given = dict(_checked(settings))
-    if given.get("port") == 0:
-        given.setdefault("grpc_port", 0)  # a fixed port beside a free one would be a mistake
+    if isinstance(port := given.get("port"), int):  # clusters on one machine differ by their port alone
+        given.setdefault("grpc_port", port + 1 if 0 < port < 65535 else 0)
     if given.get("served_name") == "":
         raise Misconfigured(
             "served_name = '': give what clients call the model, or leave it out for its folder's name",

@@ -39,6 +39,11 @@ def test_any_free_port_is_any_two() -> None:
     assert config_of(port=0, grpc_port=9001).router.grpc_port == 9001
 
 
+@pytest.mark.parametrize(("port", "grpc_port"), [(9000, 9001), (8001, 8002), (65535, 0)])
+def test_grpc_follows_the_port(port: int, grpc_port: int) -> None:
+    assert config_of(port=port).router.grpc_port == grpc_port
+
+
 def test_workers_get_the_settings_of_lanes() -> None:
     config = config_of(lanes={"transport": "collective", "max_lanes": 8})
     assert (config.worker.lanes.transport, config.worker.lanes.max_lanes) == ("collective", 8)
@@ -81,7 +86,7 @@ def test_no_model_is_refused() -> None:
         ({"worker": {"device": "nvidia"}}, "worker.device = 'nvidia': choose one of auto, cpu, cuda"),
         ({"worker": 3}, r"worker = 3: it is a table, write \[worker\]"),
         ({"port": 70000}, "port = 70000: give a number from 0 to 65535"),
-        ({"port": 8001}, "port and grpc_port are both 8001"),
+        ({"port": 8001, "grpc_port": 8001}, "port and grpc_port are both 8001"),
         ({"pools": {"prefill": -1}}, "^pools.prefill = -1: give a number from 0 to"),
         ({"pools": {"prefill_tp": 0}}, "^pools.prefill_tp = 0: give 1 or more"),
         ({"router": {"text": {"tool_parser": "x"}}}, "^router.text.tool_parser = 'x': choose one of"),
@@ -147,7 +152,7 @@ def test_a_mistake_above_the_file_does_not_name_it(tmp_path: Path) -> None:
         ("worker = 3", "worker.tp=2", "{file}: worker = 3: it is a table"),
         ("worker.max_num_batched_tokens = 8", "worker.tp=2", "{file}: worker.max_num_seqs = "),
         ("tls.cert = 'c'", "worker.tp=2", "{file}: tls: key is missing"),
-        ("port = 8001", "worker.tp=2", "{file}: port and grpc_port are both 8001"),
+        ("port = 80\ngrpc_port = 80", "worker.tp=2", "{file}: port and grpc_port are both 80"),
         ("worker.tp = 0", "worker.tp=-1", "worker.tp = -1: "),
         (
             "router.policy = 'slow'",
@@ -157,7 +162,7 @@ def test_a_mistake_above_the_file_does_not_name_it(tmp_path: Path) -> None:
         ("router.shadow_policy = 'slo,x'", "worker.tp=2", "{file}: router.shadow_policy: there is no policy 'x': "),
         ("worker.tp = 2", "router.policy=x", "router.policy: there is no policy 'x': choose one of "),
         ("worker.block_size = 32", "worker.max_num_batched_tokens=8", "worker.max_num_seqs = "),
-        ("host = 'a'", "port=8001", "port and grpc_port are both 8001"),
+        ("grpc_port = 81", "port=81", "{file} with the flags above it: port and grpc_port are both 81"),
         (
             "worker.max_num_seqs = 300",
             "worker.max_num_batched_tokens=100",
