@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import socket
 from pathlib import Path
 
@@ -88,7 +89,8 @@ def example(url: str, model: str, *, has_chat: bool, asks_for_keys: bool = False
     body = f'{{"model": {json.dumps(model)}, {content}}}'
     signed = " --cacert CA.pem" if url.startswith("https:") else ""
     key = " -H 'authorization: Bearer YOUR_KEY'" if asks_for_keys else ""
-    return f"curl{signed} {url}/v1/{path}{key} -H 'content-type: application/json' -d '{body}'"
+    where = shlex.quote(f"{url}/v1/{path}")
+    return f"curl{signed} {where}{key} -H 'content-type: application/json' -d {shlex.quote(body)}"
 
 
 def _unusable(host: str, port: int, flag: str, error: OSError) -> Misconfigured:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import builtins
 import importlib
 import inspect
+import json
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Sequence
@@ -287,6 +289,12 @@ def test_the_request_to_try_leaves_room_for_a_key_and_an_authority() -> None:
     assert example("http://h:1", "m", has_chat=False).startswith("curl http://h:1/v1/completions -H 'content-type")
     told = example("https://h:1", "m", has_chat=True, asks_for_keys=True)
     assert told.startswith("curl --cacert CA.pem https://h:1/v1/chat/completions -H 'authorization: Bearer YOUR_KEY' ")
+
+
+def test_shells_pass_an_ipv6_address_and_an_apostrophe_on() -> None:
+    shown = example("http://[::1]:8000", "it's", has_chat=False)
+    assert "'http://[::1]:8000/v1/completions'" in shown, "zsh takes bare brackets for a pattern"
+    assert json.loads(shlex.split(shown)[-1])["model"] == "it's"
 
 
 def test_a_key_goes_to_stdout_and_what_lets_it_in_to_stderr(tmp_path: Path) -> None:
