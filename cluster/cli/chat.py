@@ -1,4 +1,5 @@
-"""`baton chat`: a conversation in the terminal, streamed. Also reads questions from a pipe, one a line."""
+"""`baton chat`: a conversation in the terminal, streamed. Also answers one message, or questions from a pipe, one a
+line."""
 
 from __future__ import annotations
 
@@ -37,6 +38,7 @@ _TIMEOUT = httpx.Timeout(10.0, read=600.0)
 
 
 def chat(
+    message: Annotated[str, typer.Argument(metavar="[MESSAGE]", help="Print the answer to this alone, and end.")] = "",
     url: GatewayUrl = DEFAULT_URL,
     model: Annotated[str, typer.Option(help="A served model. Default: the first one.")] = "",
     system: Annotated[str, typer.Option(metavar="TEXT", help="System message at the start of the conversation.")] = "",
@@ -54,7 +56,7 @@ def chat(
     with open_client(url, api_key) as client:
         served = find_model(client, model)
         terminal = Terminal(Conversation(system, served.max_model_len), Asker(client, served, sampling), Console())
-        if not terminal.run(sys.stdin):
+        if not (terminal.answer(message) if message.strip() else terminal.run(sys.stdin)):
             raise typer.Exit(1)
 
 
@@ -189,6 +191,11 @@ class Terminal:
             elif question:
                 self._turn(question)
         return self._person or self._whole
+
+    def answer(self, question: str) -> bool:
+        """Answers one question. False if that failed."""
+        self._turn(question.strip())
+        return self._whole
 
     def _turn(self, question: str) -> None:
         try:

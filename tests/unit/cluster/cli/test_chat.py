@@ -234,6 +234,13 @@ async def test_the_command_against_a_gateway() -> None:
     assert result.stdout == "hello world\nhello world\n"
 
 
+async def test_a_message_on_the_command_line_is_answered_alone() -> None:
+    async with serving(make_gateway(Scripted(saying("hello world", byte_level())))) as url:
+        arguments = ["chat", "What is\nthis?", "--url", url]
+        result = await asyncio.to_thread(CliRunner().invoke, make_app(arguments), arguments, input="not asked\n")
+    assert (result.exit_code, result.stdout) == (0, "hello world\n")
+
+
 def test_nobody_there(unused_tcp_port: int) -> None:
     arguments = ["chat", "--url", f"http://127.0.0.1:{unused_tcp_port}"]
     result = CliRunner().invoke(make_app(arguments), arguments, input="hello\n")
