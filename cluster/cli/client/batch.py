@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -25,6 +26,7 @@ from protos.hints import unusable
 from router.files.records import ENDED, WINDOW, WINDOWS
 
 PERIOD_S = 1.0
+MAX_REASONS = 5
 UPLOAD_TIMEOUT_S = 600.0
 Batch = Mapping[str, Any]
 
@@ -164,6 +166,17 @@ def _save(client: httpx.Client, ended: Batch, output: Path, errors: Path) -> Non
         if file_id is not None:
             _download(client, file_id, path)
             typer.echo(str(path))
+            if path is errors:
+                _show_reasons(errors)
+
+
+def _show_reasons(file: Path) -> None:
+    """Prints why the first lines of a file of errors failed."""
+    with file.open("rb") as lines:
+        for line in islice(lines, MAX_REASONS):
+            failed = json.loads(line)
+            error = failed["error"] or failed["response"]["body"]["error"]
+            print(f"{failed['custom_id']}: {error['message']}", file=sys.stderr)
 
 
 def _download(client: httpx.Client, file_id: str, path: Path) -> None:

@@ -33,7 +33,9 @@ async def test_a_file_is_run_and_its_answers_lie_beside_it(
         assert json.loads(answer)["custom_id"] == "a"
     for name in ("requests.errors.jsonl", "own.errors.jsonl"):
         assert "temperature" in (tmp_path / name).read_text()
-    assert "is completed: 1 answered, 1 not" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "is completed: 1 answered, 1 not" in told.out
+    assert told.err.count("b: 'temperature' is 9") == 2, "each run prints why the line failed"
 
 
 async def test_what_is_wrong_is_shown_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
