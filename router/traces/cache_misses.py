@@ -154,11 +154,15 @@ def _findings(
         )
         return
     block = record.chain[found]
-    yield from _not_loaded(choice, found)
-    yield from _behind(choice, found)
-    yield from _elsewhere(choice, found)
-    yield from _evicted(choice, block, found, evictions)
-    yield from _history(record, choice, found, records, evictions)
+    seen = [
+        *_not_loaded(choice, found),
+        *_behind(choice, found),
+        *_elsewhere(choice, found),
+        *_evicted(choice, block, found, evictions),
+    ]
+    past = _history(record, choice, found, records, evictions)
+    yield from seen
+    yield from (one for one in past if not seen or one.reason is not MissKind.NEVER_STORED)
 
 
 def _not_loaded(choice: DecisionRecord, found: int) -> Iterator[MissReason]:

@@ -84,6 +84,12 @@ async def test_a_prompt_that_nobody_has_sent_was_never_stored(past: Past) -> Non
     assert past.why(past.read()).reason is MissKind.NEVER_STORED
 
 
+async def test_a_block_that_was_expected_is_not_never_stored(past: Past) -> None:
+    report = explain(past.read(p0=1), past.records, past.evictions)
+    assert (report.num_expected, report.num_found) == (1, 0)
+    assert [one.reason for one in report.findings] == [MissKind.EVENTS_BEHIND]
+
+
 async def test_where_prompts_part_is_told_with_the_nearest_request(past: Past) -> None:
     past.read()
     past.read((*PROMPT[:4], *[7] * 14))
