@@ -12,12 +12,27 @@ VOCAB_SIZE = 4096
 
 CHAT_TEMPLATE = """\
 {{- bos_token }}
+{%- if tools %}
+  {{- '<|system|>Call functions as <tool_call>{"name": ..., "arguments": {...}}</tool_call>. Functions:' }}
+  {%- for tool in tools %}
+    {{- '\\n' ~ tool['function'] | tojson }}
+  {%- endfor %}
+  {{- '<|end|>' }}
+{%- endif %}
 {%- for message in messages %}
   {%- set role = 'system' if message['role'] == 'developer' else message['role'] %}
-  {%- if role not in ['system', 'user', 'assistant'] %}
-    {{- raise_exception('This model knows the roles system, user and assistant, not ' ~ message['role']) }}
+  {%- if role == 'tool' %}
+    {{- '<|user|><tool_response>' ~ message['content'] ~ '</tool_response><|end|>' }}
+  {%- elif role not in ['system', 'user', 'assistant'] %}
+    {{- raise_exception('This model knows the roles system, user, assistant and tool, not ' ~ message['role']) }}
+  {%- else %}
+    {{- '<|' ~ role ~ '|>' ~ (message['content'] or '') | trim }}
+    {%- for call in message['tool_calls'] or [] %}
+      {{- '<tool_call>' ~ {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}
+      {{- '</tool_call>' }}
+    {%- endfor %}
+    {{- '<|end|>' }}
   {%- endif %}
-  {{- '<|' ~ role ~ '|>' ~ message['content'] | trim ~ '<|end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
   {{- '<|assistant|>' }}

@@ -37,6 +37,21 @@ async def test_a_conversation_becomes_the_tokens_that_transformers_makes_of_it()
     assert (await gateway.encode(["def f(x):"], add_special_tokens=True))[0] == tuple(theirs("def f(x):").input_ids)
 
 
+async def test_the_demo_models_template_shows_tools_and_their_calls() -> None:
+    gateway, theirs = opened(), PreTrainedTokenizerFast.from_pretrained(DEMO)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    asked: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+    ]
+    expected = theirs.apply_chat_template(asked, tools=tools, add_generation_prompt=True, return_dict=False)
+    assert list(await gateway.encode_chat(asked, tools=tools)) == expected
+    gateway.check_tools()
+    assert gateway.tool_format is not None
+
+
 async def test_the_card_tells_the_models_limits_and_defaults() -> None:
     gateway = opened(max_body_bytes=2000)
     card, generation = gateway.card, json.loads((DEMO / "generation_config.json").read_text())
