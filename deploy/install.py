@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0"))
-SIZES = {"torch": "about 190 MB", "cpu": "about 150 MB", "cuda": "about 2.9 GB", "dev": "about 340 MB more"}
+SIZES = {"torch": "about 190 MB", "cpu": "about 160 MB", "cuda": "about 2.9 GB", "dev": "about 325 MB more"}
 CONNECT_TIMEOUT_S = 10
 SHOWN_LINES = 30  # of the log, when a step fails
 DOING = re.compile(r"(?:Collecting|Downloading|Building|Installing|Preparing|Using cached|Processing) \S.*")

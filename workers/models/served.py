@@ -35,7 +35,7 @@ def read_served(path: str | Path, quantize: Quantize = "off") -> ServedConfig:
     """Reads the model at `path`, weights left alone. For transformers this makes its model without memory, in a process
     of its own where torch is not loaded: a gateway need not be larger for it.
 
-    Raises BadCheckpoint, UnsupportedModel, or Misconfigured where transformers would be needed and is not installed.
+    Raises BadCheckpoint or UnsupportedModel.
     """
     if is_ours(Fields.of_file(open_model(path), "config.json")):
         return read_config(path, quantize)

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from protos.errors import Misconfigured
-from protos.hints import extra_command
 from protos.model_files.fields import Fields
 from workers.models.transformers.attention import SERVED, register
 from workers.models.transformers.ropes import rope_parameters
@@ -24,28 +22,15 @@ _STATE_FIELDS = (
 _ENCODER, _MORE_THAN_TEXT = "it is an encoder and a decoder", "it reads more than text"
 
 
-def imported(name: str) -> Any:
-    """transformers. Raises Misconfigured if it is not installed, with the command that does so."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise Misconfigured(
-            f"{name} is none of Baton's own architectures, and the package transformers, which may run it, is not "
-            f"installed: {extra_command('transformers')}",
-            param="model",
-        ) from error
-    transformers.logging.set_verbosity_error()
-    return transformers
-
-
 def config_of(folder: Path, fields: Fields) -> tuple[Any, type[Any]]:
     """transformers' config of a checkpoint and the class of its model. Raises UnsupportedModel for what is no decoder
-    of text, and Misconfigured without transformers."""
+    of text."""
     name = named(fields)
     _refuse_fields(name, fields)
-    transformers = imported(name)
+    import transformers  # seconds: after the refusals that need none of it
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
+    transformers.logging.set_verbosity_error()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
@@ -74,7 +59,7 @@ def named(fields: Fields) -> str:
 
 
 def _refuse_fields(name: str, fields: Fields) -> None:
-    """Refuses what config.json shows by itself, so that nobody installs transformers in vain."""
+    """Refuses what config.json shows by itself, without transformers."""
     if fields.flag("is_encoder_decoder"):
         raise refused(name, _ENCODER)
     text = fields.inner("text_config")

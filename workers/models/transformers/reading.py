@@ -53,7 +53,7 @@ _BUILDING = threading.Lock()
 
 
 def read_traced(path: str | Path, quantize: Quantize = "off", dtype: torch.dtype = torch.float32) -> TracedModel:
-    """Raises BadCheckpoint, UnsupportedModel, or Misconfigured without transformers."""
+    """Raises BadCheckpoint or UnsupportedModel."""
     with _BUILDING:
         return _read(Path(path), quantize, dtype)
 
