@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,10 +19,18 @@ from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.model_files.fields import Fields
 from protos.model_files.gguf.metadata import GGUFArray
 from protos.model_files.gguf.reader import GGUFFile
+from protos.model_files.gguf.types import TENSOR_TYPES, UNSERVED_TYPES
 from tests.gguf_writer import Stored, write_gguf, write_shards
 
 ROOM_BYTES = 2**20
 """What a reader may take beside twice the file: its own modules' and the interpreter's."""
+
+
+def test_types_have_the_names_and_sizes_of_llama_cpp() -> None:
+    names = UNSERVED_TYPES | {number: served.name for number, served in TENSOR_TYPES.items()}
+    assert names == {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
+    for number, served in TENSOR_TYPES.items():
+        assert (served.num_values, served.num_bytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)]
 
 
 def floats(*values: float) -> Stored:
