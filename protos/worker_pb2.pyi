@@ -260,6 +260,7 @@ class ToWorker(_message.Message):
     SUBMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     MOVE_FIELD_NUMBER: _builtins.int
+    UNREAD_FIELD_NUMBER: _builtins.int
     FURTHER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
@@ -269,6 +270,8 @@ class ToWorker(_message.Message):
     def abort(self) -> Global___AbortRequest: ...
     @_builtins.property
     def move(self) -> Global___MoveRequest: ...
+    @_builtins.property
+    def unread(self) -> Global___UnreadRequest: ...
     @_builtins.property
     def further(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToWorker]:
         """further messages, in order; only to a worker that reads_further"""
@@ -280,17 +283,44 @@ class ToWorker(_message.Message):
         submit: Global___GenerateRequest | None = ...,
         abort: Global___AbortRequest | None = ...,
         move: Global___MoveRequest | None = ...,
+        unread: Global___UnreadRequest | None = ...,
         further: _abc.Iterable[Global___ToWorker] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "message", b"message", "move", b"move", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "message", b"message", "move", b"move", "submit", b"submit", "unread", b"unread"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "further", b"further", "hello", b"hello", "message", b"message", "move", b"move", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "further", b"further", "hello", b"hello", "message", b"message", "move", b"move", "submit", b"submit", "unread", b"unread"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "abort", "move"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "abort", "move", "unread"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___ToWorker: _TypeAlias = ToWorker  # noqa: Y015
+
+@_typing.final
+class UnreadRequest(_message.Message):
+    """Whether the client of a request reads nothing now. Such a request makes room for others, and keeps its place in its
+    answer.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    IS_UNREAD_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    is_unread: _builtins.bool
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        is_unread: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_unread", b"is_unread", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnreadRequest: _TypeAlias = UnreadRequest  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):

@@ -311,7 +311,7 @@ class Gateway:
         access, pace, counted = self.access, self.pace, tally or UsageCounter(ask)
         track.belongs_to(self.metrics)
         sinks = self._sinks(ask, track, writer) if is_plain and not ask.silent else []
-        track.tenant = ask.tenant.name
+        track.tenant, track.jobs = ask.tenant.name, ask.jobs
         most_usd = self.ledger.most_usd(ask, self.card.name) if self.ledger is not None else 0.0
         await access.enter(ask.tenant, ask.request_id, sum(map(len, ask.prompts)), most_usd=most_usd)
         error: BaseException | None = None

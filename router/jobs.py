@@ -7,7 +7,7 @@ A request with n > 1 is n jobs that share a prompt. Strings end here: dispatch a
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +19,17 @@ from router.streaming.token_sink import TokenSink
 
 BATCH_PRIORITY = -(2**31)
 """Of the jobs of batches: on a worker each waits behind every request of people."""
+
+
+@dataclass(slots=True, eq=False)
+class UnreadSignal:
+    """Sends to the worker of a job whether its client reads nothing now. `send` is None while no worker decodes it."""
+
+    send: Callable[[bool], None] | None = None
+
+    def __call__(self, is_unread: bool) -> None:
+        if self.send is not None:
+            self.send(is_unread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +60,7 @@ class Job:
     adapter: str = ""
     revision: str = ""
     emitted: tuple[int, ...] = ()
+    unread: UnreadSignal = field(repr=False, compare=False, default_factory=UnreadSignal)
     _hashes: dict[int, Chain] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def hashes(self, block_size: int) -> Chain:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from types import TracebackType
 
@@ -13,6 +13,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protos.errors import code_of
+from router.jobs import Job
 from router.streaming.itl_histogram import ChoiceTimes, ItlHistogram
 from router.text.text_stream import TextDelta, Usage
 
@@ -121,6 +122,7 @@ class Track:
         self.usage: Usage | None = None
         self.tenant = ""
         self.outcome = ""
+        self.jobs: Sequence[Job] = ()
         metrics.in_flight.inc()
 
     def belongs_to(self, metrics: RequestMetrics) -> None:
@@ -151,6 +153,11 @@ class Track:
         elif piece.num_tokens > piece.num_taken:
             times.came(piece.num_tokens - piece.num_taken, now)
         self._generated.inc(piece.num_tokens)
+
+    def set_unread(self, is_unread: bool) -> None:
+        """Tells the workers of the request whether its client reads nothing now."""
+        for job in self.jobs:
+            job.unread(is_unread)
 
     def used(self, usage: Usage) -> None:
         """What the request came to, however it ended. Called once."""

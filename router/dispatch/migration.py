@@ -89,7 +89,7 @@ class Migrations:
         here, again_s = place, 0.0
         left: MigrationTarget | None = None
         move: _Migration | None = None
-
+        job_state.job.unread.send = lambda is_unread: here.worker.set_unread(here.request_id, is_unread)
         try:
             while True:
                 update = await anext(here.updates)
@@ -120,6 +120,7 @@ class Migrations:
                 if move is None and here.worker.drains and loop_time() >= again_s:
                     move = self._begin(job_state, here)
         finally:
+            job_state.job.unread.send = None
             here.updates.attach(None)
             if move is not None:
                 move.end()

@@ -211,6 +211,11 @@ class Member:
         connection."""
         self.connection().move(request)
 
+    def set_unread(self, request_id: str, is_unread: bool) -> None:
+        """Tells the worker whether a request's client reads nothing now."""
+        if self.client is not None:
+            self.client.set_unread(request_id, is_unread)
+
     def release(self, request_id: str) -> None:
         """Drops a request that has ended on the worker."""
         self.drop_routed(request_id)

@@ -283,6 +283,12 @@ class WorkerClient:
         if self._lost is None:
             self._outbox.put_nowait(worker_pb2.ToWorker(move=to_proto(request)))
 
+    def set_unread(self, request_id: str, is_unread: bool) -> None:
+        """Tells the worker whether a request's client reads nothing now: then it makes room for others."""
+        if self._lost is None:
+            unread = worker_pb2.UnreadRequest(request_id=request_id, is_unread=is_unread)
+            self._outbox.put_nowait(worker_pb2.ToWorker(unread=unread))
+
     def lose(self, error: WorkerLost) -> None:
         """Closes the connection: every open request fails with this error immediately."""
         if self._lost is not None:

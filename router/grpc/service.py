@@ -7,6 +7,7 @@ import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import grpc
@@ -27,6 +28,7 @@ from router.gateway import Gateway
 from router.grammar.structure import json_grammar, regex_grammar
 from router.http.access_log import is_logged, log_access
 from router.http.middleware import REQUEST_ID, request_name
+from router.http.sse import StallWatch
 from router.http.validation import read_json, shallow
 from router.metrics import Track
 from router.text.sampling_request import SamplingRequest, TextRequest, make_text_request
@@ -148,10 +150,15 @@ class _Inference(pb_grpc.InferenceServicer):
             with self._measured("grpc.generate", name, context) as track:
                 ask = await self._ask(request, context, name)
                 gateway, tally = self._gateway.serving(request.model), UsageCounter(ask)
+                num_written, is_writing = 0, False
+                watched = StallWatch(inf, track)(lambda: num_written if is_writing else None, lambda: None)
                 async with aclosing(gateway.answer(ask, track)) as pieces:
-                    async for piece in pieces:
-                        tally.add(piece)
-                        yield _chunk(piece)
+                    with watched:
+                        async for piece in pieces:
+                            tally.add(piece)
+                            is_writing = True
+                            yield _chunk(piece)
+                            num_written, is_writing = num_written + 1, False
                 usage = tally.usage()
                 yield pb.GenerateChunk(usage=_usage(usage))
         except Exception as error:

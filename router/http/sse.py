@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from math import inf
 from typing import Any, TypeVar
 
@@ -27,7 +27,8 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),  # proxies of nginx's kind would collect the events otherwise
 ]
 
-_STALL_LOOKS = 4  # so often in `stall_s` a stream's connection is looked at
+_STALL_LOOKS = 4  # so often in `stall_s` a stream's connection is looked at, at least
+_UNREAD_S = 1.0  # a client that takes nothing for so long reads nothing
 
 _T = TypeVar("_T")
 
@@ -153,39 +154,50 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-class _StallWatch:
-    """Ends a connection whose client takes nothing for `stall_s`, however much of the answer the kernel still takes."""
+class StallWatch:
+    """Watches the client of a track: it tells the track's workers while the client takes nothing, and calls `abort`
+    after `stall_s` of that, however much of the answer the kernel still takes."""
 
-    def __init__(self, stall_s: float) -> None:
+    def __init__(self, stall_s: float, track: Track) -> None:
         self._stall_s = stall_s
+        self._period_s = min(stall_s / _STALL_LOOKS, _UNREAD_S)
+        self._track = track
         self._timer: asyncio.TimerHandle | None = None
         self._progress: tuple[int | None, float] = (None, 0.0)  # the last one, and since when
+        self._is_unread = False
         self.has_stalled = False
 
     @contextmanager
-    def __call__(self, channel: ResponseChannel | None) -> Iterator[None]:
+    def __call__(self, progress: Callable[[], int | None], abort: Callable[[], None]) -> Iterator[None]:
+        """`progress` returns a number that changes when the client takes something; None once it has taken all."""
         loop = asyncio.get_running_loop()
-        if channel is not None and self._stall_s < inf:
-            self._timer = loop.call_later(self._stall_s / _STALL_LOOKS, self._look, loop, channel)
+        self._timer = loop.call_later(self._period_s, self._look, loop, progress, abort)
         try:
             yield
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None  # it knows us: no circle is left for the collector
+            self._timer.cancel()
+            self._timer = None  # it knows us: no circle is left for the collector
 
     def error(self) -> Cancelled:
         return Cancelled(f"the client has read nothing for {self._stall_s:g} s")
 
-    def _look(self, loop: asyncio.AbstractEventLoop, channel: ResponseChannel) -> None:
-        (before, since_s), progress, now = self._progress, channel.progress(), loop.time()
-        if progress is None or progress != before:
-            self._progress = (progress, now)
+    def _look(
+        self, loop: asyncio.AbstractEventLoop, progress: Callable[[], int | None], abort: Callable[[], None]
+    ) -> None:
+        (before, since_s), latest, now = self._progress, progress(), loop.time()
+        if latest is None or latest != before:
+            self._progress = (latest, now)
+            if self._is_unread:
+                self._is_unread = False
+                self._track.set_unread(False)
         elif now >= since_s + self._stall_s:
             self.has_stalled = True
-            channel.abort()
+            abort()
             return
-        self._timer = loop.call_later(self._stall_s / _STALL_LOOKS, self._look, loop, channel)
+        else:  # sent at each look: another worker may have the request by now
+            self._is_unread = True
+            self._track.set_unread(True)
+        self._timer = loop.call_later(self._period_s, self._look, loop, progress, abort)
 
 
 class EventStream:
@@ -221,7 +233,7 @@ class EventStream:
         self._failure = failure
         self._api = OPENAI
         self._started = False
-        self._stall_watch = _StallWatch(stall_s)
+        self._stall_watch = StallWatch(stall_s, track)
         self._timer: asyncio.TimerHandle | None = None
         self._commenting: asyncio.Task[None] | None = None
 
@@ -229,7 +241,7 @@ class EventStream:
         error: BaseException | None = None
         self._channel, self._api = channel_of(scope), api_of(scope)
         try:
-            with self._kept_alive(send), self._stall_watch(self._channel):
+            with self._kept_alive(send), self._watched():
                 await while_connected(scope, receive, self._send_all(send))
         except Cancelled as left:
             has_stalled = self._stall_watch.has_stalled
@@ -250,6 +262,10 @@ class EventStream:
             raise
         finally:
             self._track.finish(error)
+
+    def _watched(self) -> AbstractContextManager[None]:
+        channel = self._channel
+        return self._stall_watch(channel.progress, channel.abort) if channel is not None else nullcontext()
 
     async def _send_all(self, send: Send) -> None:
         clock, channel = asyncio.get_running_loop().time, self._channel

@@ -214,6 +214,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._abort(tuple(message.abort.request_ids))
         elif kind == "move":
             self._move(from_proto(MoveRequest, message.move))
+        elif kind == "unread":
+            request_id, is_unread = message.unread.request_id, message.unread.is_unread
+            self.loop.post(lambda: self._engine.scheduler.set_unread(request_id, is_unread, self._clock()))
         elif kind == "hello":
             self._admit(stream, from_proto(Hello, message.hello))
 

@@ -62,6 +62,7 @@ class Request:
     arrival_s: float = 0.0
     since_s: float = 0.0  # when it began to wait or to run
     awaits_slot: bool = False  # waits because `max_num_seqs` other sequences run
+    is_unread: bool = False  # its client reads nothing now
     rank: tuple[float, int] = (0.0, 0)
     output_ids: list[int] = field(default_factory=list)
     state: State = State.WAITING

@@ -55,8 +55,8 @@ from workers.scheduling.pending_blocks import PendingBlocks
 from workers.scheduling.prefix_hits import PrefixHits, num_cacheable
 from workers.scheduling.request import PlannedStep, Request, State
 from workers.scheduling.role import Disposition, Role
-from workers.scheduling.step_rows import decodable, extend, next_row, pooled
-from workers.scheduling.time_slicing import enter_batch, leave_batch, sequences_to_pause
+from workers.scheduling.step_rows import decodable, extend, next_row, update_of
+from workers.scheduling.time_slicing import enter_batch, leave_batch, rank_behind, sequences_to_pause
 from workers.speculation.speculation import Speculation
 
 
@@ -127,8 +127,8 @@ class Scheduler:
 
     @property
     def blocked(self) -> bool:
-        """Whether the last plan left a request waiting for lack of blocks. Then none should be reserved for tickets.
-        False once no request waits: there may be no further plan that would notice it."""
+        """Whether the last plan left a request waiting for lack of blocks whose client reads. Then none should be
+        reserved for tickets. False once no request waits: there may be no further plan that would notice it."""
         return self._blocked and bool(self._waiting)
 
     @property
@@ -177,6 +177,18 @@ class Scheduler:
     def find(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
 
+    def set_unread(self, request_id: str, is_unread: bool, now: float) -> None:
+        """A request whose client reads nothing ranks behind all others until the client reads on: it runs only in slots
+        and blocks that no other request wants. Ignores an unknown request."""
+        request = self._requests.get(request_id)
+        if request is None or request.is_unread == is_unread:
+            return
+        self._unqueue(request)
+        request.is_unread = is_unread
+        request.rank = rank_behind(request, self.config, now)
+        if (queue := self._queue(request)) is not None:
+            insort(queue, request, key=_rank)
+
     def hold(self, request_id: str) -> bool:
         """Takes a running request out of the batch for its role; its blocks stay until `release`. Results of a step in
         flight are dropped. False if the request is not running."""
@@ -200,11 +212,8 @@ class Scheduler:
         """The next batch, or None if nothing can run now. Every batch must be applied, in the order they were planned.
         Requests in `mask_pending` neither begin nor decode."""
         self.onloads.poll()
-        if self._waiting and (leaving := sequences_to_pause(self._running, self._waiting, self.pool, self.config, now)):
-            if self._in_flight:
-                return None  # a step in flight has their rows
-            for request in leaving:
-                self._unseat(request, now)
+        if self._waiting and not self._make_room(now):
+            return None
         if self.pool.has_windows and not self._take_chunk_pages():
             return None
         rows: list[tuple[Request, Row]] = []
@@ -240,6 +249,21 @@ class Scheduler:
         self._in_flight.append(PlannedStep(requests=tuple([request for request, _ in rows]), sampling=sampling))
         return Batch(rows=tuple([row for _, row in rows]))
 
+    def _make_room(self, now: float) -> bool:
+        """From the batch to the end of the queue, with their blocks, go sequences whose time slice is over. False if
+        steps in flight, which have their rows, must end first."""
+        leaving = sequences_to_pause(
+            self._running, self._waiting, self.pool, self.config, now, is_blocked=self._blocked
+        )
+        if leaving and self._in_flight:
+            return False
+        for request in leaving:
+            self._unqueue(request)
+            self._pending.discard(request, request.hashes[request.num_sealed :])
+            leave_batch(request, self.config, now)
+            insort(self._waiting, request, key=_rank)
+        return True
+
     def prolong(self, batch: Batch, num_steps: int) -> Batch:
         """The only planned batch, extended by `num_steps` steps. Every running request decodes in it, no request ends
         before the last step, and there are blocks for all."""
@@ -272,8 +296,9 @@ class Scheduler:
 
     def _admit(self, now: float, budget: int, rows: list[tuple[Request, Row]], mask_pending: Collection[str]) -> None:
         """Admits waiting requests by rank. The first request that lacks blocks holds back all later ones, except those
-        that hold blocks already: only they can free some."""
-        self._blocked = False
+        that hold blocks already: only they can free some. A waiting request whose client reads nothing gives its blocks
+        to it instead."""
+        self._blocked = is_short = False
         for request in self._waiting:
             if request.request_id in mask_pending:
                 continue
@@ -282,23 +307,21 @@ class Scheduler:
                 continue
             if budget == 0:
                 continue
-            if not self._has_batch_slot(request):
-                request.awaits_slot = True
-                continue
-            if self._blocked and not request.block_ids:
+            request.awaits_slot = not self._has_batch_slot(request)
+            if request.awaits_slot or (is_short and not request.block_ids) or (self._blocked and request.is_unread):
                 continue
             matched = self._prefixes.match(request)
             if matched is None:
                 continue
             if not self._provide(request, matched):
-                self._blocked = True
+                is_short, self._blocked = True, self._blocked or not request.is_unread
                 continue
             if request.onload is None or request.onload.done:
                 self._start(request, now)
                 budget -= self._take_chunk(request, budget, rows)
         self._waiting = [request for request in self._waiting if request.state is State.WAITING]
-        if self._blocked and not self._running and not self._in_flight and not len(self.onloads):
-            self._break_tie()
+        if is_short:
+            self._take_back_blocks()
 
     def _has_batch_slot(self, request: Request) -> bool:
         """Whether the batch has room for the request (`max_num_seqs`). A request keeps its slot from its onload on."""
@@ -306,11 +329,13 @@ class Scheduler:
             return request.onload.done
         return len(self._running) + self.onloads.num_batch_slots < self.config.max_num_seqs
 
-    def _break_tie(self) -> None:
-        """Breaks the deadlock of requests that adopted blocks and each lack another block. The last in rank releases
-        its blocks and recomputes them when it is admitted."""
+    def _take_back_blocks(self) -> None:
+        """Takes the blocks of the last waiting request that has some, if its client reads nothing and another one lacks
+        blocks, or if nothing runs: requests that adopted blocks and each lack another one would wait for ever. It
+        recomputes them when it is admitted."""
         adopted = [request for request in self._waiting if request.adopted]
-        if len(adopted) > 1:
+        is_tie = len(adopted) > 1 and not (self._running or self._in_flight or len(self.onloads))
+        if is_tie or (self._blocked and adopted and adopted[-1].is_unread):
             self._unqueue(adopted[-1])
             self._preempt(adopted[-1])
 
@@ -373,13 +398,6 @@ class Scheduler:
         self.num_preemptions += 1
         insort(self._waiting, request, key=_rank)
 
-    def _unseat(self, request: Request, now: float) -> None:
-        """From the batch to the end of the queue, with its blocks."""
-        self._unqueue(request)
-        self._pending.discard(request, request.hashes[request.num_sealed :])
-        leave_batch(request, self.config, now)
-        insort(self._waiting, request, key=_rank)
-
     def _row(self, request: Request, num_tokens: int, draft_ids: tuple[int, ...] = ()) -> Row:
         after = self._in_flight[-1].sampling.get(request) if self._in_flight else None
         return next_row(request, num_tokens, eos_ids=self.config.eos_ids, depends_on_row=after, draft_ids=draft_ids)
@@ -432,28 +450,12 @@ class Scheduler:
         if out.error is not None:
             self._end(request)
             return SequenceUpdate(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=out.error)
-        prompt_logprobs = out.prompt_logprobs[request.num_prompt_reported - row.start :] if row.prompt_targets else ()
-        request.num_prompt_reported += len(prompt_logprobs)
-        embedding = pooled(request, row, out) if row.pooling else b""
-        in_prompt = request.tells_progress and (first or not request.output_ids)
         drafts = draft_counts(self.speculation, request, len(token_ids), is_last=finish_reason is not None)
         if finish_reason is not None:
             self._end(request)
         elif first:
             finish_reason = self._after_prefill(request)
-        elif not token_ids and not prompt_logprobs and not in_prompt:
-            return None
-        return SequenceUpdate(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            logprobs=out.logprobs[: len(token_ids)],
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=finish_reason,
-            num_cached_tokens=request.num_cached if first or in_prompt else 0,
-            num_prompt_computed=min(num_computed, request.num_prompt) if in_prompt else 0,
-            embedding=embedding,
-            **drafts,
-        )
+        return update_of(request, row, out, token_ids, first=first, finish_reason=finish_reason, drafts=drafts)
 
     def _after_prefill(self, request: Request) -> FinishReason | None:
         disposition = self.role.after_prefill(request)
@@ -496,9 +498,11 @@ class Scheduler:
             self.speculation.end(request.request_id)
         del self._requests[request.request_id]
 
+    def _queue(self, request: Request) -> list[Request] | None:
+        return {State.WAITING: self._waiting, State.RUNNING: self._running}.get(request.state)
+
     def _unqueue(self, request: Request) -> None:
-        if request.state in (State.WAITING, State.RUNNING):
-            queue = self._waiting if request.state is State.WAITING else self._running
+        if (queue := self._queue(request)) is not None:
             del queue[bisect_left(queue, request.rank, key=_rank)]
 
     def _free(self, request: Request) -> None:
@@ -515,12 +519,6 @@ class Scheduler:
         return next((step for step in reversed(self._in_flight) if request in step.requests), None)
 
     # -- invariants ----------------------------------------------------------------------------------------------------
-
-    def check_balance(self, num_reserved: int = 0) -> None:
-        """Asserts the numbers of references: the part of `check_integrity` that is cheap enough after every event."""
-        num_held = sum(request.num_held for request in self._requests.values())
-        num_loading = sum(1 for _ in self.onloads.held_ids())
-        self.pool.check_balance(num_reserved + self.num_leaving_blocks + num_held + num_loading)
 
     def check_integrity(self, reserved_ids: Sequence[int] = ()) -> None:
         """Asserts that every reference in the pool belongs to a request, an onload or a ticket (`reserved_ids`)."""

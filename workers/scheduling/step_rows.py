@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from protos.values import FinishReason
+from protos.values import FinishReason, SequenceUpdate
 from workers.batch import MEAN, Row, RowOutput, Sample, is_penalised
 from workers.scheduling.request import Request
 
@@ -132,7 +133,38 @@ def _sample(request: Request, eos_ids: tuple[int, ...]) -> Sample:
     )
 
 
-def pooled(request: Request, row: Row, out: RowOutput) -> bytes:
+def update_of(
+    request: Request,
+    row: Row,
+    out: RowOutput,
+    token_ids: tuple[int, ...],
+    *,
+    first: bool,
+    finish_reason: FinishReason | None,
+    drafts: Mapping[str, Any],
+) -> SequenceUpdate | None:
+    """The update that the row brought, if any. `first`: the prompt is computed with it; `drafts`: fields that count
+    them."""
+    prompt_logprobs = out.prompt_logprobs[request.num_prompt_reported - row.start :] if row.prompt_targets else ()
+    request.num_prompt_reported += len(prompt_logprobs)
+    embedding = _pooled(request, row, out) if row.pooling else b""
+    in_prompt = request.tells_progress and (first or not request.output_ids)
+    if not (token_ids or prompt_logprobs or in_prompt or first or finish_reason):
+        return None
+    return SequenceUpdate(
+        request_id=request.request_id,
+        token_ids=token_ids,
+        logprobs=out.logprobs[: len(token_ids)],
+        prompt_logprobs=prompt_logprobs,
+        finish_reason=finish_reason,
+        num_cached_tokens=request.num_cached if first or in_prompt else 0,
+        num_prompt_computed=min(request.num_computed, request.num_prompt) if in_prompt else 0,
+        embedding=embedding,
+        **drafts,
+    )
+
+
+def _pooled(request: Request, row: Row, out: RowOutput) -> bytes:
     """Adds the row's hidden states to the request's. Returns the vector of the prompt once all of it is computed: the
     last state, or the mean."""
     states_E = np.frombuffer(out.embedding, dtype=np.float32)

@@ -245,9 +245,15 @@ class SimulatedWorker:
         self.turns.on_kv()
 
     def check_balance(self) -> None:
-        """The cheap part of `check`."""
-        ledger, shared = self.role.ledger.reserved_ids(), self.role.outgoing.shared_ids()
-        self.engine.scheduler.check_balance(len(ledger) + len(list(shared)))
+        """The part of `check` that is cheap enough after every event: the numbers of references."""
+        ledger, shared, scheduler = (
+            self.role.ledger.reserved_ids(),
+            self.role.outgoing.shared_ids(),
+            self.engine.scheduler,
+        )
+        num_held = sum(request.num_held for request in scheduler.requests()) + scheduler.num_leaving_blocks
+        num_loading = sum(1 for _ in scheduler.onloads.held_ids())
+        self.engine.pool.check_balance(len(ledger) + len(list(shared)) + num_held + num_loading)
         self._tickets.check(self.turns.ticked_s)
 
     def check(self) -> None:

@@ -92,9 +92,7 @@ class FakeWorker:
         self.stuck_on: tuple[int, ...] | None = None
         self.loses_kv = False
         self.clings = False
-        self.says_when_moving = 0
-        self.skips = 0
-        self.cached = 0
+        self.says_when_moving = self.skips = self.cached = 0
         self.draining = False
         self.healthy = True
         self.load = WorkerLoad(num_blocks=100, num_free_blocks=100)
@@ -102,6 +100,7 @@ class FakeWorker:
         self.reserved: list[ReserveRequest] = []
         self.aborted: list[str] = []
         self.moved: list[MoveRequest] = []
+        self.unread: list[tuple[str, bool]] = []
         self.shared: list[ShareRequest] = []
         self.hellos: list[Hello] = []
         self.num_messages = 0
@@ -443,6 +442,8 @@ class Life(worker_pb2_grpc.WorkerServicer):
             self.worker.submit(from_proto(GenerateRequest, message.submit), gateway)
         elif kind == "move":
             self.worker.move(from_proto(MoveRequest, message.move))
+        elif kind == "unread":
+            self.worker.unread.append((message.unread.request_id, message.unread.is_unread))
         else:
             for request_id in message.abort.request_ids:
                 self.worker.abort(request_id)

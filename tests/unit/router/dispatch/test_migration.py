@@ -23,14 +23,14 @@ class Client:
 
     def __init__(self, cluster: Cluster, *, pause_after: int = 3, adapter: str = "") -> None:
         self.cluster = cluster
-        self._job = replace(job(max_tokens=NUM_TOKENS), adapter=adapter)
+        self.job = replace(job(max_tokens=NUM_TOKENS), adapter=adapter)
         self.deltas: list[TokenDelta] = []
         for worker in cluster.workers.values():
             worker.pause_after = pause_after
         self.reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        async for delta in self.cluster.generate(self._job):
+        async for delta in self.cluster.generate(self.job):
             self.deltas.append(delta)
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -246,3 +246,25 @@ async def test_a_worker_that_dies_with_a_sequence_that_came_to_it_is_the_one_tha
     await cluster[second].die()
     with pytest.raises(RequestKillsWorkers, match=f"the last of them {second}"):
         await client.done()
+
+
+async def test_the_worker_that_has_a_sequence_learns_whether_its_client_reads(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    await cluster.add("c0", "c1")
+    client = Client(cluster)
+    first = await client.paused()
+    second = other(cluster, first)
+    client.job.unread(True)
+    drain(cluster, first)
+    await cluster[first].until(lambda: bool(cluster[first].moved))
+    go(cluster)
+    await client.until(lambda: bool(cluster[second].submitted))
+    cluster[second].pause_after = 2
+    client.job.unread(True)
+    client.job.unread(False)
+    go(cluster)
+    assert await client.done() == EXPECTED
+    moved_to = cluster[first].submitted[0].request_id, cluster[second].submitted[0].request_id
+    assert cluster[first].unread == [(moved_to[0], True)]
+    assert cluster[second].unread == [(moved_to[1], True), (moved_to[1], False)]
+    client.job.unread(True)  # no worker has it any more

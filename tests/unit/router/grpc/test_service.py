@@ -278,6 +278,31 @@ async def test_a_client_that_takes_nothing_is_cut_and_its_jobs_end() -> None:
     assert metrics.registry.get_sample_value("baton_requests_total", outcome) == 1
 
 
+async def test_workers_learn_that_a_client_takes_nothing_and_that_it_reads_on() -> None:
+    told: list[bool] = []
+    has_told = asyncio.Event()
+
+    def send(is_unread: bool) -> None:
+        told.append(is_unread)
+        has_told.set()
+
+    def script(job: Job) -> Iterator[TokenDelta]:
+        job.unread.send = send
+        while True:  # more than the windows and buffers of any connection hold
+            yield TokenDelta(token_ids=tuple(ids_of("x")) * 2_000)
+
+    async with calling(script) as (channel, generate), asyncio.timeout(60):
+        call: Any = pb_grpc.InferenceStub(channel).Generate(request(sampling=pb.Sampling(ignore_eos=True)))
+        await has_told.wait()
+        assert told[-1]
+        has_told.clear()
+        while not has_told.is_set() or told[-1]:
+            await call.read()
+        call.cancel()
+        await generate.idle.wait()
+    assert not told[-1]
+
+
 async def test_texts_models_and_workers_are_told() -> None:
     async with calling() as (channel, _):
         stub = pb_grpc.InferenceStub(channel)

@@ -30,7 +30,9 @@ class Answer:
         self.error: BaseException | None = None
         self.bugs: list[Exception] = []
         self.is_closed = False
+        self.unread: list[bool] = []
         self.ended = asyncio.Event()
+        self.told = asyncio.Event()
 
     async def events(self, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
         try:
@@ -39,6 +41,10 @@ class Answer:
             await asyncio.Event().wait()
         finally:
             self.is_closed = True
+
+    def set_unread(self, is_unread: bool) -> None:
+        self.unread.append(is_unread)
+        self.told.set()
 
     def finish(self, error: BaseException | None) -> None:
         self.error = error
@@ -97,6 +103,23 @@ async def test_a_client_that_takes_little_is_not_cut() -> None:
         while loop.time() < begun_s + 2.0:
             assert await loop.sock_recv(client, 2000)
             await asyncio.sleep(0.01)
+        assert not answer.ended.is_set()
+        client.close()
+        await answer.ended.wait()
+
+
+async def test_workers_learn_that_a_client_takes_nothing_and_that_it_reads_on() -> None:
+    answer = Answer(num_bytes=1000)
+    async with asking(answer, 1000.0) as (client, _):
+        loop = asyncio.get_running_loop()
+        for expected in (True, False):
+            answer.told.clear()
+            while not answer.told.is_set():
+                if not expected:
+                    await loop.sock_recv(client, 2**16)
+                await asyncio.sleep(0)
+            assert answer.unread[-1] is expected
+        assert set(answer.unread[:-1]) == {True}
         assert not answer.ended.is_set()
         client.close()
         await answer.ended.wait()

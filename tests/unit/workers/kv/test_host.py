@@ -289,6 +289,7 @@ EVENT = st.one_of(
     st.tuples(st.just("step"), st.integers(1, 6), st.none()),
     st.tuples(st.just("abort"), st.integers(1, 3), st.none()),
     st.tuples(st.just("clear"), st.none(), st.none()),
+    st.tuples(st.just("unread"), st.integers(1, 4), st.booleans()),
 )
 
 
@@ -320,6 +321,8 @@ def test_whatever_happens_answers_are_right_and_nothing_leaks(
             toy.step(first)
         elif what == "clear":
             toy.pool.clear()
+        elif what == "unread":
+            toy.scheduler.set_unread(f"r{len(asked) - first}", second, toy.now)
         elif (name := f"r{len(asked) - first}") in toy.scheduler:
             toy.engine.abort([name])
             gone.add(name)

@@ -79,6 +79,56 @@ def test_where_blocks_are_short_nobody_steps_back_and_keeps_its_own() -> None:
     assert toy.scheduler.num_preemptions == 0
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_unread_answers_give_their_slots_and_get_them_back(depth: int) -> None:
+    toy = ToyEngine(max_num_seqs=2, depth=depth)
+    toy.submit(*(ask(f"r{n}", [n, 7], max_tokens=LONG) for n in range(2)))
+    toy.step(3)
+    for name in ("r0", "r1", "unknown"):
+        toy.scheduler.set_unread(name, True, toy.now)
+    assert seated(toy) == {"r0", "r1"}, "nobody waits"
+    toy.submit(*(ask(f"new{n}", [n], max_tokens=8) for n in range(3)))
+    toy.step(3 + depth)
+    assert seated(toy) == {"new0", "new1"}
+    toy.scheduler.set_unread("r1", False, toy.now)
+    while toy.answers["new0"].finish_reason is None:
+        toy.step()
+    toy.step(depth)
+    assert seated(toy) == {"new2", "r1"}, "the client of r1 reads on, that of r0 does not"
+    answers = toy.finish()
+    assert {name: answer.token_ids for name, answer in answers.items()} == {
+        **{f"r{n}": by_hand([n, 7], LONG) for n in range(2)},
+        **{f"new{n}": by_hand([n], 8) for n in range(3)},
+    }
+    assert toy.scheduler.num_preemptions == 0, "nothing is computed twice"
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("slots", [2, 8])
+def test_unread_answers_give_blocks_to_requests_that_lack_some(depth: int, slots: int) -> None:
+    toy = ToyEngine(num_blocks=20, max_num_seqs=slots, depth=depth)  # of 4 tokens
+    toy.submit(*(ask(f"r{n}", [n, *range(20)], max_tokens=24) for n in range(2)))
+    toy.step(3)
+    for name in ("r0", "r1"):
+        toy.scheduler.set_unread(name, True, toy.now)
+    toy.submit(ask("new", range(50, 96), max_tokens=8))
+    toy.step(8)
+    assert toy.answers["new"].token_ids, "it waits for blocks that nobody reads from"
+    answers = toy.finish()
+    assert answers["new"].token_ids == by_hand(range(50, 96), 8)
+    assert [answers[f"r{n}"].token_ids for n in range(2)] == [by_hand([n, *range(20)], 24) for n in range(2)]
+
+
+def test_unread_answers_alone_end_where_blocks_are_short() -> None:
+    toy = ToyEngine(num_blocks=16, max_num_seqs=4, time_slice_s=TURN)
+    toy.submit(*(ask(f"r{n}", [n, *range(9)], max_tokens=30) for n in range(4)))
+    toy.step(2)
+    for n in range(4):
+        toy.scheduler.set_unread(f"r{n}", True, toy.now)
+    answers = toy.finish()
+    assert [answers[f"r{n}"].token_ids for n in range(4)] == [by_hand([n, *range(9)], 30) for n in range(4)]
+
+
 def test_a_turn_must_take_some_time() -> None:
     with pytest.raises(Misconfigured, match="time_slice_s = 0"):
         SchedulerConfig(max_model_len=1, vocab_size=1, time_slice_s=0)
