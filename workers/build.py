@@ -23,7 +23,6 @@ from workers.adapters.linear import AdapterTable
 from workers.attention.cpu import has_same_bits
 from workers.attention.registry import attention_for
 from workers.cache import make_storage, num_blocks_of, num_host_blocks_of, with_head
-from workers.checkpoint.kv_scales import read_kv_scales
 from workers.config import SchedulerConfig, WorkerConfig
 from workers.drafting.base import Drafting
 from workers.drafting.opening import open_drafting
@@ -57,6 +56,7 @@ from workers.speculation.registry import AUTO, SpeculateMode, speculation_of
 from workers.speculation.speculation import Speculation
 from workers.timeline import Timeline
 from workers.transfer.rank_transfer import RankTransfer
+from workers.weights.kv_scales import read_kv_scales
 
 log = logging.getLogger("baton.worker")
 

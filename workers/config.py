@@ -11,9 +11,9 @@ from protos.errors import Misconfigured
 from protos.settings import check_settings, setting
 from protos.values import LOOPBACK, MAX_DRAFTS
 from workers.adapters.names import parse_adapters
-from workers.checkpoint.formats.rounded import Quantize
 from workers.cores import parse_cpus
 from workers.speculation.registry import check_mode
+from workers.weights.weight_formats import Quantize
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]

@@ -32,13 +32,13 @@ from benchmarks.engine.random_llama import CONFIG, shapes
 from benchmarks.output import JsonFile, write_figures
 from protos.values import GenerateRequest, SamplingParams
 from workers.build import build_engine, open_rank
-from workers.checkpoint.formats.rounded import Quantize
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine
 from workers.models.config import read_config, weight_bytes
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
 from workers.scheduling.role import Colocated
+from workers.weights.weight_formats import Quantize
 
 SMALL = CONFIG | {"num_hidden_layers": 4, "vocab_size": 8000}
 MODELS: dict[str, dict[str, Any]] = {

@@ -22,11 +22,11 @@ from benchmarks.engine.cpu_engine import DEMO, opened
 from benchmarks.engine.random_llama import write_checkpoint
 from protos.values import GenerateRequest, SamplingParams
 from workers.attention.cpu import NativeAttention
-from workers.checkpoint.encodings.floats import FloatMatrix
 from workers.engine.engine import Engine
 from workers.kernels import cpu
 from workers.runner import runner
 from workers.scheduling.scheduler import Scheduler
+from workers.weights.formats.floats import FloatMatrix
 
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (FloatMatrix, "__call__", "products"),

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.output import JsonFile, PlotFile, write_bars
-from workers.checkpoint.bit_stream import pack_bits
-from workers.checkpoint.quantised import GroupValues, QuantisedWeight
 from workers.kernels.cpu.products import PackedFloats
 from workers.kernels.cpu.quantised import PackedQuantised
+from workers.quantization.bit_stream import pack_bits
+from workers.quantization.quantised_weight import GroupValues, QuantisedWeight
 
 NUM_OUTPUTS, NUM_INPUTS = 4096, 2048
 ROWS = (1, 4, 16, 32, 512)

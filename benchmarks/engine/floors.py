@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from protos.values import ITEM_BYTES
-from workers.checkpoint.encodings.floats import FloatMatrix
-from workers.checkpoint.registry import stored_tensors
-from workers.checkpoint.source import FLOATS
 from workers.models.config import ModelConfig, read_config, weight_bytes
+from workers.weights.formats.floats import FloatMatrix
+from workers.weights.registry import stored_tensors
+from workers.weights.source import FLOATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

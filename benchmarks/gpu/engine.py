@@ -38,8 +38,6 @@ from benchmarks.gpu.machine import GpuRates, measure_machine, name_of, require_g
 from protos.values import GenerateRequest, SamplingParams
 from workers.attention.registry import attention_for
 from workers.build import LoadedRank, build_engine
-from workers.checkpoint.encoding import LayerContext
-from workers.checkpoint.encodings.floats import only_floats
 from workers.config import SchedulerConfig, WorkerConfig
 from workers.engine.engine import Engine
 from workers.kernels.base import kernels_for
@@ -51,6 +49,8 @@ from workers.parallel.ranks import Leader
 from workers.runner.cuda_graphs import CudaRecorder
 from workers.runner.runner import TorchRunner
 from workers.scheduling.role import Colocated
+from workers.weights.encoding import LayerContext
+from workers.weights.formats.floats import only_floats
 
 LLAMA_8B = CONFIG | {
     "hidden_size": 4096,

@@ -8,8 +8,6 @@ from typing import Any, Literal
 import torch
 import triton
 
-from workers.checkpoint.activations import ActivationRounding
-from workers.checkpoint.quantised import GroupValues, QuantisedWeight
 from workers.kernels.base import ExpertWeight, KVScales
 from workers.kernels.blocks import gather, scatter
 from workers.kernels.draw import Draws, draw
@@ -26,6 +24,8 @@ from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rope_kv_write import rope_kv_write
 from workers.kernels.silu_mul import gelu_tanh_mul, silu_mul
 from workers.kernels.vocab import embed, join
+from workers.quantization.activations import ActivationRounding
+from workers.quantization.quantised_weight import GroupValues, QuantisedWeight
 
 _N, _K, _D, _BS = 32, 8, 128, 16
 _MULTIPROCESSORS = 132

@@ -73,7 +73,7 @@ def main(family: str, quantize: Any, kv_dtype: Any) -> None:
     cuda: Any = kernels_for("cuda")
     cuda.quantised_product = product.quantised_product
     patch("workers.models.loader.kernels_for", lambda device: cuda).start()
-    patch("workers.checkpoint.encodings.quantised.can_pack", lambda weight, dtype: False).start()
+    patch("workers.weights.formats.quantised_matrix.can_pack", lambda weight, dtype: False).start()
     patch("workers.sampling.sampler._choose", sampler._choose_on_gpu).start()
     compiled = _count_compilations()
     with tempfile.TemporaryDirectory() as folder:

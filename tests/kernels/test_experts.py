@@ -12,15 +12,15 @@ import torch
 
 from tests.kernels.conftest import DEVICE, assert_near, normal
 from tests.kernels.test_quantised import NARROW, weight_of
-from workers.checkpoint.activations import ActivationRounding
-from workers.checkpoint.encodings.quantised import product
-from workers.checkpoint.quantised import QuantisedWeight
 from workers.kernels.base import QuantisedProduct
 from workers.kernels.experts.alignment import ExpertTiles, aligned_pairs
 from workers.kernels.experts.product import _matrices, grouped_experts
 from workers.kernels.experts.tables import addresses
 from workers.kernels.quantised.product import quantised_product
 from workers.kernels.silu_mul import silu_mul
+from workers.quantization.activations import ActivationRounding
+from workers.quantization.quantised_weight import QuantisedWeight
+from workers.weights.formats.quantised_matrix import product
 
 
 @pytest.mark.parametrize(

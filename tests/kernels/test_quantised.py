@@ -8,9 +8,6 @@ import pytest
 import torch
 
 from tests.kernels.conftest import DEVICE, ON_GPU, assert_near, normal
-from workers.checkpoint.activations import ActivationRounding
-from workers.checkpoint.bit_stream import pack_bits
-from workers.checkpoint.quantised import GroupValues, QuantisedWeight
 from workers.kernels.cpu.quantised import PackedQuantised, can_pack
 from workers.kernels.quantised import activations, grouped, one_byte, reference, splits
 from workers.kernels.quantised.activations import round_inputs
@@ -18,6 +15,9 @@ from workers.kernels.quantised.grouped import GroupedCodes, ProductTile, grouped
 from workers.kernels.quantised.one_byte import byte_product
 from workers.kernels.quantised.packing import packed_groups
 from workers.kernels.quantised.product import packed_bytes, quantised_product
+from workers.quantization.activations import ActivationRounding
+from workers.quantization.bit_stream import pack_bits
+from workers.quantization.quantised_weight import GroupValues, QuantisedWeight
 
 NARROW = torch.bfloat16 if ON_GPU else torch.float16
 """Codes of 4 bits become bfloat16 by instructions that the interpreter does not have."""

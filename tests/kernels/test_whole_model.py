@@ -16,12 +16,12 @@ from tests.numerics.formats.served import write_quantised
 from tests.numerics.formats.test_experts import write_with_oracle
 from workers.attention.registry import attention_for
 from workers.batch import Batch, Row, Sample
-from workers.checkpoint.quantised import QuantisedWeight
 from workers.kernels.base import QuantisedProduct, kernels_for
 from workers.kernels.quantised import product
 from workers.kv.storage import KVStorage
 from workers.models import loader
 from workers.models.decoder import Decoder
+from workers.quantization.quantised_weight import QuantisedWeight
 from workers.runner.runner import TorchRunner
 
 BLOCK_SIZE = 8
@@ -78,7 +78,7 @@ def test_greedy_tokens_of_quantised_layers_are_the_oracles(tmp_path: Path, monke
         return packed[-1]
 
     monkeypatch.setattr(kernels_for("cuda"), "quantised_product", quantised_product)
-    monkeypatch.setattr("workers.checkpoint.encodings.quantised.can_pack", lambda weight, dtype: False)
+    monkeypatch.setattr("workers.weights.formats.quantised_matrix.can_pack", lambda weight, dtype: False)
     assert_greedy_tokens(tmp_path, oracle, monkeypatch)
     assert packed
     assert all(packed)
@@ -89,7 +89,7 @@ def test_greedy_tokens_of_quantised_experts_are_the_oracles(tmp_path: Path, monk
     """All of a layer's experts in one product, so that no step waits for the host to pick them."""
     oracle = write_with_oracle("mixtral", tmp_path, gptq(4, 32), gptq_config(4, 32), num_hidden_layers=1)
     monkeypatch.setattr(kernels_for("cuda"), "quantised_product", product.quantised_product)
-    monkeypatch.setattr("workers.checkpoint.encodings.quantised.can_pack", lambda weight, dtype: False)
+    monkeypatch.setattr("workers.weights.formats.quantised_matrix.can_pack", lambda weight, dtype: False)
     decoder = assert_greedy_tokens(tmp_path, oracle, monkeypatch, packed=True)
     assert not decoder.waits
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from workers.checkpoint.bit_stream import pack_bits
-from workers.checkpoint.quantised import GroupValues, QuantisedWeight
+from workers.quantization.bit_stream import pack_bits
+from workers.quantization.quantised_weight import GroupValues, QuantisedWeight
 
 NF4 = torch.tensor([-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379,
                     0.4407, 0.5626, 0.7230, 1.0])  # fmt: skip

@@ -11,11 +11,11 @@ import torch
 
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.paged import PagedRun
-from workers.checkpoint.encoding import LayerContext, Matrix, SideBySide, WeightShare
-from workers.checkpoint.encodings.floats import FloatEncoding
 from workers.kernels.cpu.build import native
 from workers.models.decoder import Decoder
 from workers.models.loader import load_model
+from workers.weights.encoding import LayerContext, Matrix, SideBySide, WeightShare
+from workers.weights.formats.floats import FloatEncoding
 
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 

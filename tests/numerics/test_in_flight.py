@@ -16,8 +16,6 @@ from tests.numerics.conftest import Checkpoint, random_tokens
 from tests.numerics.engines import answer, colocated, oracle_answers
 from workers.attention.base import AttentionInputs, AttentionOptions, CosSin
 from workers.batch import Batch, Row, Sample
-from workers.checkpoint.encoding import LayerContext
-from workers.checkpoint.encodings.floats import only_floats
 from workers.config import WorkerConfig
 from workers.grammar.base import Mask
 from workers.kernels import reference
@@ -25,6 +23,8 @@ from workers.models.config import read_config
 from workers.models.decoder import Decoder
 from workers.parallel.group import Solo
 from workers.runner.runner import TorchRunner
+from workers.weights.encoding import LayerContext
+from workers.weights.formats.floats import only_floats
 
 PROMPTS = [random_tokens(length, seed=length) for length in (1, 5, 16, 33, 100)]
 NUM_TOKENS = sum(map(len, PROMPTS)) + 64 * len(PROMPTS)

@@ -23,10 +23,10 @@ from tests.numerics.engines import answer, colocated
 from tests.numerics.moving import moved, pulled, two
 from tests.numerics.paged import PagedRun, in_chunks
 from workers.build import open_rank
-from workers.checkpoint.kv_scales import read_kv_scales
 from workers.config import KVDtype, WorkerConfig
 from workers.models.loader import load_model
 from workers.parallel.group import Solo
+from workers.weights.kv_scales import read_kv_scales
 
 FEW = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 KINDS: tuple[KVDtype, ...] = ("int8", "fp8")

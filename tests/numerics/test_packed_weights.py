@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.paged import PagedRun
-from workers.checkpoint.encodings.floats import FloatMatrix
 from workers.models.loader import load_model
+from workers.weights.formats.floats import FloatMatrix
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

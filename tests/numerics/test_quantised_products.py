@@ -25,14 +25,14 @@ from tests.numerics.quantised_weights import (
     two_levels,
     with_zeros,
 )
-from workers.checkpoint.activations import ActivationRounding
-from workers.checkpoint.encodings.quantised import product
-from workers.checkpoint.quantised import GroupValues, QuantisedWeight, sorted_by_group
 from workers.kernels import cpu
 from workers.kernels.cpu import quantised
 from workers.kernels.cpu.build import native
 from workers.kernels.cpu.quantised import PackedQuantised, can_pack
 from workers.kernels.cpu.quantised_terms import PackedTerms
+from workers.quantization.activations import ActivationRounding
+from workers.quantization.quantised_weight import GroupValues, QuantisedWeight, sorted_by_group
+from workers.weights.formats.quantised_matrix import product
 
 pytestmark = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler here")
 

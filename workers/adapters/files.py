@@ -22,8 +22,8 @@ from protos.hints import listed, suggested
 from protos.model_files.plain import open_plain
 from protos.model_files.text_part import text_name
 from workers.adapters.peft_config import CONFIG, PeftConfig, read_peft_config
-from workers.checkpoint.safetensors import open_tensors
-from workers.checkpoint.source import FLOATS
+from workers.weights.safetensors import open_tensors
+from workers.weights.source import FLOATS
 
 if TYPE_CHECKING:
     import torch

@@ -16,10 +16,10 @@ import torch
 from protos.errors import BadCheckpoint, BatonError, Misconfigured
 from workers.adapters.files import AdapterFiles, AdapterTensors, ModuleShape, read_adapter
 from workers.adapters.low_rank import LinearAdapters, LowRankPart, LowRankUpdate, StepAdapters
-from workers.checkpoint.encoding import LayerContext, Projection, WeightShare
-from workers.checkpoint.encodings.floats import FloatMatrix
-from workers.checkpoint.slots import in_order
 from workers.memory import free_ram_bytes
+from workers.weights.encoding import LayerContext, Projection, WeightShare
+from workers.weights.formats.floats import FloatMatrix
+from workers.weights.slots import in_order
 
 log = logging.getLogger("baton.worker")
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.checkpoint.encoding import Matrix
-from workers.checkpoint.encodings.floats import FloatMatrix
+from workers.weights.encoding import Matrix
+from workers.weights.formats.floats import FloatMatrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from protos.values import ITEM_BYTES
-from workers.checkpoint.source import FLOATS, StoredTensor
 from workers.config import WorkerConfig
 from workers.drafting.vocabulary import check_same_vocabulary
 from workers.kv.kinds import layout_of
@@ -19,6 +18,7 @@ from workers.models.heads.files import open_head
 from workers.models.interface import ServedConfig
 from workers.models.served import check_ranks, read_served
 from workers.speculation.registry import SpeculateMode
+from workers.weights.source import FLOATS, StoredTensor
 
 _SETTING = "speculate"
 

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 import torch
 
 from protos.errors import Misconfigured
-from workers.checkpoint.quantised import QuantisedWeight
+from workers.quantization.quantised_weight import QuantisedWeight
 
 _MODULES = {"cpu": "workers.kernels.cpu", "cuda": "workers.kernels.cuda"}
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 
-from workers.checkpoint.quantised import QuantisedWeight
 from workers.kernels.base import ExpertWeight, KVScales
+from workers.quantization.quantised_weight import QuantisedWeight
 
 LEAST_SCALE = 2.0**-126
 """So that a head of zeros has a scale, and a quotient stays within the range."""

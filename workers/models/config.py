@@ -13,10 +13,6 @@ from protos.model_files.ends import end_ids
 from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
 from protos.values import ITEM_BYTES, KVLayout
-from workers.checkpoint.formats.base import WeightFormat
-from workers.checkpoint.formats.rounded import EMBEDDING, HEAD, Quantize, RoundedFormat, rounded_format
-from workers.checkpoint.registry import read_format, stored_tensors
-from workers.checkpoint.source import FLOATS, StoredTensor
 from workers.models.families.base import Family
 from workers.models.families.experts import ExpertsConfig
 from workers.models.families.latent import LatentConfig
@@ -26,6 +22,9 @@ from workers.models.families.traits import Activation, NormKind, QKNorm, Scales,
 from workers.models.families.windows import Windows
 from workers.models.interface import ServedConfig
 from workers.models.rope import DynamicRope, LinearRope, Rope, YarnRope, rope_fields
+from workers.weights.registry import read_format, stored_tensors
+from workers.weights.source import FLOATS, StoredTensor
+from workers.weights.weight_formats import EMBEDDING, HEAD, Quantize, RoundedLayers, WeightFormat, rounded_format
 
 # Fields that would change what the layers compute. Present with another value than these, the model is refused, unless
 # its family reads the field.
@@ -251,7 +250,7 @@ def weight_bytes(path: str | Path, dtype: str, quantize: Quantize = "off") -> in
     tensors = {name: one for name, one in stored_tensors(Path(path)).items() if not name.startswith(left_out)}
     if quantize == "off":
         return sum(_loaded_bytes(name, stored, dtype) for name, stored in tensors.items())
-    rounding, total = RoundedFormat(levels=quantize), 0
+    rounding, total = RoundedLayers(levels=quantize), 0
     for name, stored in tensors.items():
         linear = name.endswith(("_proj.weight", ".c_fc.weight", "_with_mqa.weight")) or _MIXTRAL_EXPERT.search(name)
         if name == f"{HEAD}.weight" or linear:

@@ -13,8 +13,6 @@ import torch
 from workers.adapters.linear import AdaptableLinear
 from workers.adapters.low_rank import AdapterTokens, StepAdapters
 from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
-from workers.checkpoint.encoding import LayerContext
-from workers.checkpoint.slots import Slot
 from workers.kernels.cpu.layers import LayerForm, LayerWeights, NormTensors
 from workers.kernels.cpu.norms import ACTIVATIONS, CompiledNorm
 from workers.models.config import ModelConfig, check_parallel
@@ -26,6 +24,8 @@ from workers.models.layers.growth import StepGrowth
 from workers.models.layers.linear import sums_overlap
 from workers.models.layers.norm import LayerNorm, RMSNorm, norm_of
 from workers.models.layers.rope import Rotations
+from workers.weights.encoding import LayerContext
+from workers.weights.slots import Slot
 
 
 class Taps:

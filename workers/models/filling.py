@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from workers.checkpoint.slots import Slot, in_order
-from workers.checkpoint.source import WeightSource
+from workers.weights.slots import Slot, in_order
+from workers.weights.source import WeightSource
 
 Progress = Callable[[int, int], None]
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from workers.adapters.linear import AdaptableLinear
     from workers.adapters.low_rank import StepAdapters
     from workers.attention.base import AttentionBackend
-    from workers.checkpoint.encoding import LayerContext
     from workers.models.decoder import ModelInputs, Through
+    from workers.weights.encoding import LayerContext
 
 
 class ServedConfig(Protocol):

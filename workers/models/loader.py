@@ -10,13 +10,6 @@ import torch
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from protos.hints import counted
-from workers.checkpoint.encoding import LayerContext
-from workers.checkpoint.formats.rounded import Quantize, RoundedFormat
-from workers.checkpoint.kv_scales import is_kv_scale
-from workers.checkpoint.registry import encodings_of, open_source
-from workers.checkpoint.safetensors import is_bare
-from workers.checkpoint.slots import Slot
-from workers.checkpoint.source import FLOATS, WeightSource
 from workers.kernels.base import kernels_for
 from workers.kernels.cpu.build import native
 from workers.kernels.cpu.memory import return_freed_memory, trim_freed_memory
@@ -24,6 +17,13 @@ from workers.models.config import ModelConfig, read_config
 from workers.models.decoder import Decoder
 from workers.models.filling import LoadPart, PartLoader, Progress, ignore_progress
 from workers.parallel.group import Solo, TensorParallel
+from workers.weights.encoding import LayerContext
+from workers.weights.kv_scales import is_kv_scale
+from workers.weights.registry import encodings_of, open_source
+from workers.weights.safetensors import is_bare
+from workers.weights.slots import Slot
+from workers.weights.source import FLOATS, WeightSource
+from workers.weights.weight_formats import Quantize, RoundedLayers
 
 log = logging.getLogger("baton.worker")
 
@@ -123,11 +123,12 @@ def _stored_as(config: ModelConfig, slots: list[Slot], source: WeightSource) -> 
     stored = [source.describe(name) for name in sorted(linear)]
     label = config.weight_format.label if config.weight_format else "-".join(sorted({one.dtype for one in stored}))
     num_bytes = sum(one.num_bytes for one in stored)
-    if isinstance(config.weight_format, RoundedFormat):
+    rounding = config.weight_format.settings if config.weight_format else None
+    if isinstance(rounding, RoundedLayers):
         rounded = {
             (slot.name.removesuffix(".weight"), slot.shape) for slot in slots if slot.consume and len(slot.shape) == 2
         }
-        num_bytes = sum(config.weight_format.num_bytes(name, *shape) for name, shape in rounded)
+        num_bytes = sum(rounding.num_bytes(name, *shape) for name, shape in rounded)
     return f"{label}, {8 * num_bytes / config.num_linear_weights:.4g} bits a weight"
 
 

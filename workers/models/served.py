@@ -17,11 +17,11 @@ from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
 from protos.values import ErrorInfo
 from protos.wire import raised
-from workers.checkpoint.formats.rounded import Quantize
 from workers.models.config import ModelConfig, check_parallel, read_config
 from workers.models.families.registry import is_ours
 from workers.models.interface import ServedConfig, ServedDecoder
 from workers.models.transformers.config import TransformersConfig
+from workers.weights.weight_formats import Quantize
 
 if TYPE_CHECKING:
     from workers.models.filling import Progress

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from workers.checkpoint.rounding import GroupRounding
+from workers.weights.rounding import GroupRounding
 
 _SAMPLE, _SAMPLE_OF_BATCH = 512, 64
 _EXPONENTS = tuple(step / 20 for step in range(20))

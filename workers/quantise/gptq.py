@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from protos.errors import Misconfigured
-from workers.checkpoint.rounding import GroupRounding
+from workers.weights.rounding import GroupRounding
 
 _BLOCK = 128  # inputs whose errors are compensated in the others by one product
 _DAMPING = (0.01, 0.1, 1.0)  # of the mean second moment, the next where the matrix is still not positive definite

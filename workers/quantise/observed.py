@@ -7,10 +7,10 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from workers.checkpoint.encoding import LayerContext, Matrix, WeightEncoding, WeightShare
-from workers.checkpoint.encodings.floats import FLOAT_ENCODING
-from workers.checkpoint.slots import Slot
 from workers.kernels.cpu.products import PackedWeight
+from workers.weights.encoding import LayerContext, Matrix, WeightEncoding, WeightShare
+from workers.weights.formats.floats import FLOAT_ENCODING
+from workers.weights.slots import Slot
 
 
 class InputObserver(Protocol):

@@ -15,9 +15,6 @@ import torch
 from protos.errors import Misconfigured, UnsupportedModel
 from protos.model_files.folder import FolderFiles
 from protos.model_files.opening import open_model
-from workers.checkpoint.registry import encodings_of, open_source
-from workers.checkpoint.rounding import check_finite
-from workers.checkpoint.source import WeightSource
 from workers.models.config import ModelConfig, read_config
 from workers.models.loader import with_stored_head
 from workers.quantise.awq import InputSample, clipped_scales, fold_scales
@@ -26,6 +23,9 @@ from workers.quantise.gptq import SecondMoments, gptq_levels
 from workers.quantise.observed import ObservedFloats
 from workers.quantise.recipe import QuantiseRecipe
 from workers.quantise.walk import LayerWalk, Sequences
+from workers.weights.registry import encodings_of, open_source
+from workers.weights.rounding import check_finite
+from workers.weights.source import WeightSource
 
 OnLayer = Callable[[int, int], None]
 """Called with the number of layers done, and of all."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from workers.checkpoint.rounding import GroupRounding
+from workers.weights.rounding import GroupRounding
 
 Method = Literal["rtn", "gptq", "awq"]
 

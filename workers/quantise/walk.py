@@ -14,10 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from workers.attention.base import AttentionInputs, AttentionOptions, CosSin
-from workers.checkpoint.encoding import LayerContext, WeightEncodings
-from workers.checkpoint.encodings.floats import only_floats
-from workers.checkpoint.slots import Loadable
-from workers.checkpoint.source import WeightSource
 from workers.kernels import reference
 from workers.kernels.base import kernels_for
 from workers.models.config import ModelConfig
@@ -25,6 +21,10 @@ from workers.models.decoder import DecoderLayer, embedding_of, head_of, last_nor
 from workers.models.filling import LoadPart, PartLoader, ignore_progress
 from workers.models.layers.embedding import Embedding
 from workers.parallel.group import Solo
+from workers.weights.encoding import LayerContext, WeightEncodings
+from workers.weights.formats.floats import only_floats
+from workers.weights.slots import Loadable
+from workers.weights.source import WeightSource
 
 _BATCH = 2048  # tokens of the sequences that go through a layer together
 _LOGIT_ROWS = 512

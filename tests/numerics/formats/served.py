@@ -14,13 +14,13 @@ from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.conftest import assert_close, random_tokens
 from tests.numerics.paged import PagedRun, in_chunks
 from tests.numerics.test_tensor_parallel import on_ranks
-from workers.checkpoint.encoding import LayerContext, Matrix, Projection, WeightShare
-from workers.checkpoint.registry import encodings_of, open_source
 from workers.kernels.base import kernels_for
 from workers.kernels.cpu.build import native
 from workers.models.config import read_config
 from workers.models.loader import load_model
 from workers.parallel.group import Solo, TensorParallel
+from workers.weights.encoding import LayerContext, Matrix, Projection, WeightShare
+from workers.weights.registry import encodings_of, open_source
 
 Encoded = tuple[dict[str, torch.Tensor], torch.Tensor]
 Encode = Callable[[str, torch.Tensor], Encoded | None]

@@ -21,13 +21,13 @@ from tests.numerics.formats.gptq_encoder import gptq, gptq_config
 from tests.numerics.formats.served import Encode, assert_near, assert_served
 from tests.numerics.formats.test_rounded import by_the_rule
 from tests.numerics.paged import PagedRun, in_chunks
-from workers.checkpoint.encodings.mxfp4 import mxfp4_weight
-from workers.checkpoint.formats.rounded import Quantize
-from workers.checkpoint.gguf.blocks import QUANTISED, weight_of_blocks
-from workers.checkpoint.registry import open_source
 from workers.kernels.cpu.build import native
 from workers.models.config import weight_bytes
 from workers.models.loader import load_model
+from workers.weights.formats.gguf_blocks import QUANTISED, weight_of_blocks
+from workers.weights.formats.mxfp4 import mxfp4_weight
+from workers.weights.registry import open_source
+from workers.weights.weight_formats import Quantize
 
 LINEAR = re.compile(r".*(_proj|\.w[123])\.weight")
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}

@@ -17,10 +17,10 @@ from tests.gguf_blocks import SIZES, random_blocks
 from tests.gguf_models import convert
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.formats.served import assert_served
-from workers.checkpoint.gguf.blocks import QUANTISED, weight_of_blocks
-from workers.checkpoint.registry import open_source
 from workers.models.config import read_config
 from workers.models.loader import load_model
+from workers.weights.formats.gguf_blocks import QUANTISED, weight_of_blocks
+from workers.weights.registry import open_source
 
 WIDE: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,

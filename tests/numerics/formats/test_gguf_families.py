@@ -14,8 +14,8 @@ from tests.gguf_models import convert
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.formats.served import assert_served
 from tests.numerics.formats.test_experts import oracle_of
-from workers.checkpoint.gguf.blocks import QUANTISED, weight_of_blocks
-from workers.checkpoint.registry import open_source
+from workers.weights.formats.gguf_blocks import QUANTISED, weight_of_blocks
+from workers.weights.registry import open_source
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LONGROPE = {

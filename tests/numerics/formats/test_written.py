@@ -15,9 +15,9 @@ from protos.errors import Misconfigured, UnsupportedModel
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.conftest import random_tokens
 from tests.numerics.formats.served import assert_served
-from workers.checkpoint.bit_stream import unpack_bits
 from workers.quantise.quantise import held_out_nats, quantise
 from workers.quantise.recipe import QuantiseRecipe
+from workers.quantization.bit_stream import unpack_bits
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 128,

@@ -16,10 +16,10 @@ from enum import IntEnum
 
 import torch
 
-from workers.checkpoint.quantised import GroupValues, QuantisedWeight
 from workers.kernels.cpu.build import Native, address_of, native
 from workers.kernels.cpu.memory import apart, empty_rows, roomy_zeros
 from workers.kernels.cpu.products import ProductPart, places_of
+from workers.quantization.quantised_weight import GroupValues, QuantisedWeight
 
 _PANEL = 16
 _STEP = 32

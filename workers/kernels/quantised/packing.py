@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from workers.checkpoint.bit_stream import unpack_bits
-from workers.checkpoint.quantised import GroupValues, QuantisedWeight
 from workers.kernels.quantised.grouped import FIELDS, GroupedCodes, GroupNumbers
 from workers.kernels.quantised.splits import BLOCK_N
+from workers.quantization.bit_stream import unpack_bits
+from workers.quantization.quantised_weight import GroupValues, QuantisedWeight
 
 PADDED_OUTPUTS = 2 * BLOCK_N  # whole tiles of many rows
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from workers.checkpoint.activations import ActivationRounding
-from workers.checkpoint.quantised import QuantisedWeight
 from workers.kernels.base import QuantisedProduct
 from workers.kernels.quantised.activations import RoundedInputs, round_inputs
 from workers.kernels.quantised.grouped import GroupedCodes, grouped_product
 from workers.kernels.quantised.one_byte import STEP, ByteCodes, byte_product
 from workers.kernels.quantised.packing import packed_groups
 from workers.kernels.staging import capability, num_multiprocessors
+from workers.quantization.activations import ActivationRounding
+from workers.quantization.quantised_weight import QuantisedWeight
 
 _INT8_ZERO = 128  # that formats of signed bytes add to make codes
 

@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from workers.checkpoint.activations import ActivationRounding
 from workers.kernels.quantised.activations import RoundedInputs
 from workers.kernels.quantised.grouped import FIELDS, GroupedCodes, GroupNumbers
 from workers.kernels.quantised.one_byte import STEP, ByteCodes
+from workers.quantization.activations import ActivationRounding
 
 
 def grouped_weight(weight: GroupedCodes) -> torch.Tensor:

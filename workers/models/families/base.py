@@ -26,9 +26,9 @@ from workers.models.families.traits import (
 from workers.models.families.windows import Windows, no_windows
 
 if TYPE_CHECKING:
-    from workers.checkpoint.encoding import LayerContext
     from workers.models.config import ModelConfig
     from workers.models.layers.base import AttentionLayer, FeedForward
+    from workers.weights.encoding import LayerContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

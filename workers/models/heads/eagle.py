@@ -18,9 +18,6 @@ import torch
 from protos.errors import BadCheckpoint
 from protos.values import KVLayout
 from workers.attention.base import AttentionBackend
-from workers.checkpoint.encoding import LayerContext, Projection
-from workers.checkpoint.registry import encodings_of
-from workers.checkpoint.slots import Slot
 from workers.models.config import check_parallel
 from workers.models.decoder import Decoder, ModelInputs, rotations_of
 from workers.models.heads.eagle_config import LAYER, EagleConfig, eagle_name, read_eagle
@@ -33,6 +30,9 @@ from workers.models.layers.mlp import GatedMLP
 from workers.models.layers.norm import norm_of
 from workers.parallel.group import Solo
 from workers.speculation.base import HiddenStates
+from workers.weights.encoding import LayerContext, Projection
+from workers.weights.registry import encodings_of
+from workers.weights.slots import Slot
 
 
 def load_eagle(path: str, target: Decoder) -> EagleHead:

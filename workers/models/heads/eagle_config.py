@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
-from workers.checkpoint.source import WeightSource
 from workers.models.config import ModelConfig, config_of
+from workers.weights.source import WeightSource
 
 LAYER = "layers.0"
 

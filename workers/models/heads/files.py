@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from protos.errors import BadCheckpoint
 from protos.model_files.plain import open_plain
-from workers.checkpoint.safetensors import SafetensorsSource, open_tensors
-from workers.checkpoint.source import StoredTensor, WeightSource
+from workers.weights.safetensors import SafetensorsSource, open_tensors
+from workers.weights.source import StoredTensor, WeightSource
 
 if TYPE_CHECKING:
     import torch

@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
-from workers.checkpoint.encoding import LayerContext, Projection
-from workers.checkpoint.registry import encodings_of
-from workers.checkpoint.slots import Slot
 from workers.models.decoder import Decoder
 from workers.models.heads.files import open_head
 from workers.models.heads.published import fill_head
 from workers.models.layers.linear import ColumnParallel
 from workers.parallel.group import Solo
+from workers.weights.encoding import LayerContext, Projection
+from workers.weights.registry import encodings_of
+from workers.weights.slots import Slot
 
 _LOSSY = ("typical_acceptance", "posterior_threshold", "posterior_alpha")
 

@@ -16,9 +16,6 @@ from msgspec.structs import replace as with_values
 
 from protos.values import KVLayout
 from workers.attention.base import AttentionBackend
-from workers.checkpoint.encoding import LayerContext, Projection
-from workers.checkpoint.registry import encodings_of, open_source
-from workers.checkpoint.slots import Slot
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, DecoderLayer, ModelInputs, rotations_of
 from workers.models.heads.published import fill_head
@@ -26,6 +23,9 @@ from workers.models.layers.linear import ColumnParallel
 from workers.models.layers.norm import norm_of
 from workers.parallel.group import Solo
 from workers.speculation.base import HiddenStates
+from workers.weights.encoding import LayerContext, Projection
+from workers.weights.registry import encodings_of, open_source
+from workers.weights.slots import Slot
 
 
 def load_mtp(path: str, target: Decoder) -> MTPHead:

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 
 from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.hints import listed
-from workers.checkpoint.slots import Slot, in_order
-from workers.checkpoint.source import WeightSource
+from workers.weights.slots import Slot, in_order
+from workers.weights.source import WeightSource
 
 log = logging.getLogger("baton.worker")
 

@@ -11,14 +11,14 @@ import torch
 
 from workers.adapters.linear import AdaptableLinear
 from workers.attention.base import AttentionBackend, AttentionOptions, CosSin
-from workers.checkpoint.encoding import LayerContext
-from workers.checkpoint.slots import Loadable, Slot
 from workers.kernels.cpu.products import PackedProduct
 from workers.models.config import ModelConfig
 from workers.models.layers.growth import StepGrowth
 from workers.models.layers.linear import ColumnParallel, RowParallel, projections_of
 from workers.models.layers.norm import AllHeadsNorm, RMSNorm
 from workers.models.layers.rope import head_order
+from workers.weights.encoding import LayerContext
+from workers.weights.slots import Loadable, Slot
 
 
 class SelfAttention:

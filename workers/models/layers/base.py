@@ -9,9 +9,9 @@ import torch
 
 from workers.adapters.linear import AdaptableLinear
 from workers.attention.base import AttentionBackend, CosSin
-from workers.checkpoint.slots import Slot
 from workers.kernels.cpu.latent_layers import LatentWeights
 from workers.kernels.cpu.products import PackedProduct
+from workers.weights.slots import Slot
 
 
 class AttentionLayer(Protocol):

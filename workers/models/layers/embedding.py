@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from workers.checkpoint.encoding import EmbeddingTable, LayerContext, Matrix, Projection, TableEncoding, WeightShare
-from workers.checkpoint.encodings.floats import FloatMatrix
-from workers.checkpoint.slots import Slot
 from workers.kernels.cpu.products import PackedRows
+from workers.weights.encoding import EmbeddingTable, LayerContext, Matrix, Projection, TableEncoding, WeightShare
+from workers.weights.formats.floats import FloatMatrix
+from workers.weights.slots import Slot
 
 
 class Embedding:

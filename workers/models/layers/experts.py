@@ -15,10 +15,6 @@ from collections.abc import Iterator
 import torch
 
 from workers.adapters.linear import AdaptableLinear
-from workers.checkpoint.encoding import LayerContext, Matrix, Projection, WeightShare
-from workers.checkpoint.encodings.floats import FloatMatrix
-from workers.checkpoint.encodings.quantised import QuantisedMatrix
-from workers.checkpoint.slots import Slot
 from workers.kernels.base import ExpertsSum, ExpertWeight
 from workers.kernels.cpu.experts import ExpertProducts, PackedExperts, RouterRule, RouterScores
 from workers.kernels.cpu.products import PackedProduct, can_pack
@@ -28,6 +24,10 @@ from workers.models.layers.base import FeedForward
 from workers.models.layers.linear import ColumnParallel
 from workers.models.layers.mlp import GatedMLP
 from workers.models.layers.routing import route
+from workers.weights.encoding import LayerContext, Matrix, Projection, WeightShare
+from workers.weights.formats.floats import FloatMatrix
+from workers.weights.formats.quantised_matrix import QuantisedMatrix
+from workers.weights.slots import Slot
 
 _SCORES = {
     "softmax": RouterScores.SOFTMAX,

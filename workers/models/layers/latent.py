@@ -19,14 +19,14 @@ import torch
 
 from workers.adapters.linear import AdaptableLinear
 from workers.attention.base import AttentionBackend, AttentionOptions, CosSin
-from workers.checkpoint.encoding import LayerContext, Projection, WeightShare
-from workers.checkpoint.slots import Loadable, Slot
 from workers.kernels.cpu.latent_layers import LatentWeights
 from workers.kernels.cpu.products import PackedProduct
 from workers.models.config import ModelConfig
 from workers.models.layers.linear import ColumnParallel, RowParallel
 from workers.models.layers.norm import RMSNorm
 from workers.models.layers.rope import head_order
+from workers.weights.encoding import LayerContext, Projection, WeightShare
+from workers.weights.slots import Loadable, Slot
 
 _EPS = 1e-6  # of the norms of latents, in every config
 

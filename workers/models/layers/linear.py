@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from workers.adapters.low_rank import LinearAdapters
-from workers.checkpoint.encoding import LayerContext, Matrix, Projection, WeightShare
-from workers.checkpoint.slots import Slot
 from workers.kernels.cpu.products import PackedProduct
 from workers.parallel.group import TensorParallel
+from workers.weights.encoding import LayerContext, Matrix, Projection, WeightShare
+from workers.weights.slots import Slot
 
 OVERLAPPED_TOKENS = 1024
 """From so many tokens on, partial sums are added up in two halves: below, a product is too short to hide anything

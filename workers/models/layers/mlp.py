@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import torch
 
 from workers.adapters.linear import AdaptableLinear
-from workers.checkpoint.encoding import LayerContext
-from workers.checkpoint.slots import Slot
 from workers.kernels.cpu.products import PackedProduct
 from workers.models.config import ModelConfig
 from workers.models.layers.activation import gate
 from workers.models.layers.linear import ColumnParallel, RowParallel, projections_of
+from workers.weights.encoding import LayerContext
+from workers.weights.slots import Slot
 
 
 class GatedMLP:

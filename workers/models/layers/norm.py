@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from workers.checkpoint.encoding import LayerContext
-from workers.checkpoint.slots import Slot
 from workers.models.families.traits import NormKind
+from workers.weights.encoding import LayerContext
+from workers.weights.slots import Slot
 
 
 def norm_of(context: LayerContext, name: str, size: int, kind: NormKind) -> RMSNorm | LayerNorm:

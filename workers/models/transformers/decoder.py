@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from workers.adapters.linear import AdaptableLinear
 from workers.adapters.low_rank import StepAdapters
 from workers.attention.base import AttentionBackend, AttentionInputs, AttentionOptions, CosSin
-from workers.checkpoint.encoding import LayerContext
 from workers.models.decoder import ModelInputs, Through
 from workers.models.transformers.attention import SERVED
 from workers.models.transformers.config import TransformersConfig
 from workers.models.transformers.linear import MatrixLinear
 from workers.models.transformers.ropes import LongTokens
 from workers.models.transformers.tracing import forward, set_step
+from workers.weights.encoding import LayerContext
 
 
 class PagedStep:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-from workers.checkpoint.encoding import LayerContext, Projection, WeightShare
-from workers.checkpoint.slots import Slot
+from workers.weights.encoding import LayerContext, Projection, WeightShare
+from workers.weights.slots import Slot
 
 COLUMNS, COLUMNS_GATHERED = ("colwise",), ("colwise_gather_output", "colwise_rep")
 PACKED_COLUMNS = ("packed_colwise",)

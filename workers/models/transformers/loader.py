@@ -10,11 +10,6 @@ from typing import Any
 import torch
 
 from protos.errors import BadCheckpoint, UnsupportedModel
-from workers.checkpoint.encoding import LayerContext
-from workers.checkpoint.formats.rounded import Quantize
-from workers.checkpoint.registry import encodings_of
-from workers.checkpoint.safetensors import open_safetensors
-from workers.checkpoint.slots import Slot
 from workers.kernels.base import kernels_for
 from workers.kernels.cpu.memory import return_freed_memory, trim_freed_memory
 from workers.models.filling import LoadPart, PartLoader, Progress, ignore_progress
@@ -33,6 +28,11 @@ from workers.models.transformers.sharing import (
 )
 from workers.models.transformers.tracing import refused
 from workers.parallel.group import Solo, TensorParallel
+from workers.weights.encoding import LayerContext
+from workers.weights.registry import encodings_of
+from workers.weights.safetensors import open_safetensors
+from workers.weights.slots import Slot
+from workers.weights.weight_formats import Quantize
 
 log = logging.getLogger("baton.worker")
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from protos.errors import BadCheckpoint
-from workers.checkpoint.source import StoredTensor, WeightSource
+from workers.weights.source import StoredTensor, WeightSource
 
 Read = Callable[[str], torch.Tensor]
 

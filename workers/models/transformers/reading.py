@@ -13,11 +13,6 @@ from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.model_files.ends import end_ids
 from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
-from workers.checkpoint.encoding import LayerContext
-from workers.checkpoint.encodings.floats import only_floats
-from workers.checkpoint.formats.base import WeightFormat
-from workers.checkpoint.formats.rounded import Quantize, rounded_format
-from workers.checkpoint.registry import read_format
 from workers.kernels.base import kernels_for
 from workers.models.transformers.config import TransformersConfig
 from workers.models.transformers.meta import build, config_of, named
@@ -33,6 +28,10 @@ from workers.models.transformers.sharing import (
 from workers.models.transformers.tracing import Tracing, refused, trace
 from workers.models.transformers.watching import watched_linears
 from workers.parallel.group import Solo
+from workers.weights.encoding import LayerContext
+from workers.weights.formats.floats import only_floats
+from workers.weights.registry import read_format
+from workers.weights.weight_formats import Quantize, WeightFormat, rounded_format
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 

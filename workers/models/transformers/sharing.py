@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from workers.checkpoint.encoding import LayerContext
 from workers.models.transformers.config import AttentionCall
 from workers.models.transformers.linear import (
     COLUMNS,
@@ -26,6 +25,7 @@ from workers.models.transformers.linear import (
     MatrixLinear,
 )
 from workers.parallel.group import TensorParallel
+from workers.weights.encoding import LayerContext
 
 _WHOLE = frozenset({
     "", "embedding_rowwise", "embedding_colwise", "local_params", "mla_kv_a_proj", "replicate",

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from protos.errors import BadCheckpoint, UnsupportedModel
-from workers.checkpoint.formats.fp8 import FP8Format
 from workers.models.config import ModelConfig, read_config
 from workers.models.families.traits import QueryGrowth
 from workers.models.rope import LinearRope, Llama3Rope, Rope, YarnRope
+from workers.weights.weight_formats import FP8Settings
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -318,7 +318,7 @@ def test_ministral_3_as_mistral_published_it(tmp_path: Path) -> None:
     assert config.scales.growth == QueryGrowth(beta=0.1, length=16384)
     assert isinstance(config.rope, YarnRope)
     assert config.rope.magnitude == 1.0
-    assert isinstance(config.weight_format, FP8Format)
-    assert config.weight_format.static
+    assert config.weight_format is not None
+    assert config.weight_format.settings == FP8Settings(block=None, static=True)
     with pytest.raises(UnsupportedModel, match=r"llama_4_scaling_beta is 0\.1, which is not supported for llama"):
         write(tmp_path, LLAMA | {"rope_parameters": rope})

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from protos.errors import BadCheckpoint
-from workers.checkpoint.slots import Slot
-from workers.checkpoint.source import StoredTensor
 from workers.models.filling import LoadPart, PartLoader, ignore_progress, may_start
+from workers.weights.slots import Slot
+from workers.weights.source import StoredTensor
 
 MIB = 1 << 20
 

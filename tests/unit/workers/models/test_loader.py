@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save_file
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
-from workers.checkpoint.encoding import LayerContext
-from workers.checkpoint.encodings.floats import only_floats
 from workers.kernels.base import kernels_for
 from workers.models.config import read_config
 from workers.models.decoder import Decoder
 from workers.models.loader import load_model
 from workers.parallel.group import Solo
+from workers.weights.encoding import LayerContext
+from workers.weights.formats.floats import only_floats
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,0 +1,1 @@
+"""A checkpoint's weights: tensors by name, and the formats of linear weights."""
