@@ -36,8 +36,9 @@ class TicketState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """What was promised. `cached_ids` are blocks of the destination's own cache, before those of the ticket: of each
-    group of layers, one after the other, those from block `num_passed` on. Earlier ones lie behind its window.
+    """A promise to hold blocks for KV. `cached_ids` are blocks of the destination's own cache, before those of the
+    ticket: of each group of layers, one after the other, those from block `num_passed` on. Earlier ones lie behind its
+    window.
 
     `token_ids` are the tokens whose KV the blocks hold in the end; if it `grows` while it moves they are the first of
     them, and there is room for more. `source` is the sender's `peer_name`. `in_smaller_blocks`: the source has them, so
@@ -68,7 +69,7 @@ class Reservation:
 
 
 def ticket_bytes(ticket: Ticket) -> int:
-    """Of its own blocks, in all layers and shares."""
+    """Bytes of the ticket's own blocks, in all layers and shares."""
     layout, tables = ticket.layout, ticket.tables()
     of_heads = len(tables[0]) * layout.head_bytes
     return of_heads + sum([len(table) * layout.page_bytes(group) for group, table in enumerate(tables)])
@@ -196,7 +197,7 @@ class Ledger:
         return tuple([one for table, num in zip(ticket.tables(), num_left, strict=True) for one in table[num:]])
 
     def forgo(self, ticket_id: str, generation: int, num_passed: Sequence[int]) -> None:
-        """Of each group the first blocks of the prompt are not waited for any more: its window has left them."""
+        """Stops waiting for the blocks of each group that its window has passed."""
         entry = self._entry(ticket_id, generation)
         if entry is not None:
             for group, (start, passed) in enumerate(zip(entry.reservation.ticket.starts, num_passed, strict=True)):
@@ -288,7 +289,6 @@ class Ledger:
         return tombstone.state if tombstone else None
 
     def reservation(self, ticket_id: str, generation: int) -> Reservation | None:
-        """Of a live ticket."""
         entry = self._entry(ticket_id, generation)
         return entry.reservation if entry else None
 
@@ -297,7 +297,6 @@ class Ledger:
         return found if found and found.generation == generation else None
 
     def ticket_ids(self) -> Collection[str]:
-        """Of the live tickets."""
         return self._live.keys()
 
     def reserved_ids(self) -> list[int]:

@@ -77,6 +77,6 @@ def full_bytes(layout: KVLayout) -> int:
 
 
 def moved_bytes(layout: KVLayout, num_tokens: int) -> int:
-    """Of the KV of so many tokens that later ones read: of a window no more than its positions."""
+    """Bytes of KV of `num_tokens` tokens that later tokens read: of a window no more than its positions."""
     windows = [min(num_tokens, window) * num_bytes for window, num_bytes in window_bytes(layout)]
     return (num_tokens * full_bytes(layout) + sum(windows)) // layout.block_size

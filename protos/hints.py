@@ -21,7 +21,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def suggested(name: str, known: Iterable[str]) -> str:
-    """What to write for an unknown name: the nearest, or all there are."""
+    """The nearest known name, or all of them."""
     choices = sorted(known)
     near = nearest(name, choices)
     return f"did you mean {near!r}?" if near else f"there are {', '.join(choices)}"

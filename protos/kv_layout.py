@@ -19,7 +19,7 @@ class KVPart(Value, frozen=True, kw_only=True):
 
     @property
     def position_bytes(self) -> int:
-        """Of one position of one layer."""
+        """Bytes of one position of one layer."""
         return self.heads * self.width * ITEM_BYTES[self.dtype]
 
     @property
@@ -42,8 +42,9 @@ class KVGroup(Value, frozen=True, kw_only=True):
 
 
 class KVHead(Value, frozen=True, kw_only=True):
-    """What a head that drafts keeps beside a block of its model, under the block table of the first group. Its parts
-    are cut between ranks as the model's. `name` is its kind, and a hash of its files: KV of two heads differs."""
+    """The part that a drafting head keeps beside a block of its model, under the block table of the first group. Its
+    parts are cut between ranks as the model's. `name` is its kind, and a hash of its files: KV of two heads
+    differs."""
 
     name: str
     num_layers: int
@@ -97,7 +98,7 @@ class KVLayout(Value, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> tuple[KVPart, ...]:
-        """Of all groups, one after the other."""
+        """The parts of all groups, in order."""
         return tuple([part for group in self.groups for part in group.parts])
 
     @property
@@ -117,24 +118,23 @@ class KVLayout(Value, frozen=True, kw_only=True):
 
     @property
     def block_bytes(self) -> int:
-        """Of one block in all parts, layers and shares, and of the head beside it."""
+        """Bytes of one block in all parts, layers and shares, and of the head beside it."""
         return self.head_bytes + self.block_size * sum(
             [len(group.layers) * part.position_bytes for group in self.groups for part in group.parts]
         )
 
     @property
     def head_bytes(self) -> int:
-        """Of one block in the layers of a head; 0 without one."""
+        """Bytes of one block in the layers of a head; 0 without one."""
         return self.block_size * self.head.position_bytes if self.head is not None else 0
 
     def page_bytes(self, group: int) -> int:
-        """Of one block in the layers of one group, over all shares."""
+        """Bytes of one block in the layers of one group, over all shares."""
         layers, parts = self.groups[group].layers, self.groups[group].parts
         return self.block_size * len(layers) * sum([part.position_bytes for part in parts])
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of the groups."""
         return tuple([group.window for group in self.groups])
 
     @property
@@ -153,7 +153,7 @@ SCALE = "_scale"
 """How the names of parts end that multiply the elements of another part: "key_scale" those of "key"."""
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1}
-"""Of an element of a tensor, by its dtype."""
+"""Bytes of a tensor's element, by dtype."""
 
 
 @lru_cache(maxsize=256)

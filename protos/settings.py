@@ -99,7 +99,7 @@ def _settings_of(config: type[Any]) -> Mapping[str, Setting]:
 
 
 def settings_of(config: Any) -> Mapping[str, Setting]:
-    """Those that a configuration class declares, by their names."""
+    """The settings that a configuration class declares, by name."""
     return _settings_of(config)
 
 

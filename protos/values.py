@@ -65,7 +65,7 @@ class SpeculationParams(Value, frozen=True, kw_only=True):
 
 
 SPECULATION_SOURCES = ("ngram", "suffix", "prediction", "model", "eagle", "medusa", "mtp")
-"""What may draft tokens: names of proposers."""
+"""Names of proposers."""
 MAX_DRAFTS = 32
 """Drafted tokens of a sequence that a step verifies."""
 
@@ -243,12 +243,12 @@ class ErrorInfo(Value, frozen=True, kw_only=True):
 
 
 class SequenceUpdate(Value, frozen=True, kw_only=True):
-    """What one engine step did to one request. `num_cached_tokens` is set on the first update that has tokens, and with
-    `num_prompt_computed`: the computed tokens of the prompt, cached ones included, if progress was requested.
-    An `error` without a `finish_reason` is why a move failed: the request continues here. `embedding` is the pooled
-    vector, float32, on the update that ends the prompt. `num_drafted` and `num_accepted`: drafts
-    that were verified, and accepted; `num_predicted` and `num_mispredicted`: those from the client's prediction that
-    were accepted, and rejected. Counts may come with a later update of the request."""
+    """The result of one engine step for one request. `num_cached_tokens` is set on the first update that has tokens,
+    and with `num_prompt_computed`: the computed tokens of the prompt, cached ones included, if progress was
+    requested. An `error` without a `finish_reason` is why a move failed: the request continues here. `embedding`
+    is the pooled vector, float32, on the update that ends the prompt. `num_drafted` and `num_accepted`: drafts
+    that were verified, and accepted; `num_predicted` and `num_mispredicted`: those from the client's prediction
+    that were accepted, and rejected. Counts may come with a later update of the request."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -464,7 +464,7 @@ class Hello(Value, frozen=True, kw_only=True):
 
 
 class ModelDigests(Value, frozen=True, kw_only=True):
-    """Of a model's files (`protos.model_files.digests`); "" where they are not known."""
+    """Digests of a model's files (`protos.model_files.digests`); "" where they are not known."""
 
     weights: str = ""
     tokenizer: str = ""
@@ -472,7 +472,7 @@ class ModelDigests(Value, frozen=True, kw_only=True):
 
 
 class WorkerInfo(Value, frozen=True, kw_only=True):
-    """What a worker reports of itself at the handshake. `address` is host:port of its gRPC service. One that
+    """A worker's report of itself at the handshake. `address` is host:port of its gRPC service. One that
     `reads_further` takes several messages in one. `process_id` is its rank 0's, on its host. `weights` names the
     encoding of its weights and their bits. `revision` names model and settings after a roll, "" before the first;
     `model_path` is where the worker read the model, `digests` are of its files."""
@@ -585,8 +585,8 @@ class Span(Value, frozen=True, kw_only=True):
 
 
 class Profile(Value, frozen=True, kw_only=True):
-    """What a worker has recorded of its steps. `num_dropped` older spans are missing; `wall_offset_s` added to a span's
-    times gives seconds since 1970."""
+    """A worker's record of its steps. `num_dropped` older spans are missing; `wall_offset_s` added to a span's times
+    gives seconds since 1970."""
 
     spans: tuple[Span, ...] = ()
     num_dropped: int = 0

@@ -1,4 +1,5 @@
-"""What the scheduler hands to a runner for one step, and what comes back. Values only: no torch, no engine state.
+"""The seam between scheduler and runner: a batch for one step out, a step's output back. Values only: no torch, no
+engine state.
 
 The seam to the device has two shapes, and an engine accepts either (`pipeline`)::
 
@@ -208,7 +209,7 @@ class Pipeline(Protocol):
 
 
 class RowLimits(Value, frozen=True, kw_only=True):
-    """What a pipeline or runner computes at most: `Batch.num_steps`, and `Row.draft_ids` of a row. By default rows
+    """The most that a pipeline or runner computes: `Batch.num_steps`, and `Row.draft_ids` of a row. By default rows
     bring one token each."""
 
     num_steps: int = 1

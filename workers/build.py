@@ -297,7 +297,8 @@ def _capacity(config: WorkerConfig, storage: KVStorage, max_model_len: int) -> i
 
 
 def _speculation(config: WorkerConfig, decoder: ServedDecoder, storage: KVStorage) -> Speculation | None:
-    """Of rank 0. "auto" speculates where a verified token has the bits of a decoded one (docs/speculation.md)."""
+    """Rank 0's speculation. "auto" speculates where a verified token has the bits of a decoded one
+    (docs/speculation.md)."""
     if config.speculate == AUTO and not (isinstance(decoder, Decoder) and has_same_bits(attention_for(storage))):
         log.info("worker.speculate is auto, and off here: only compiled CPU kernels give a draft's row the same bits")
         return None
@@ -348,7 +349,7 @@ def _fp8_scales(config: WorkerConfig, layout: KVLayout, rank: int) -> Mapping[in
 
 
 def _grammars(config: WorkerConfig, model: ServedConfig) -> Grammars:
-    """Of rank 0, which samples."""
+    """Rank 0's grammars: only rank 0 samples."""
     return GuidanceGrammars(open_model(config.model), vocab_size=model.vocab_size, eos_ids=model.eos_token_ids)
 
 

@@ -37,7 +37,7 @@ class StepLimits:
         return min(self.prefill_chunk, self.max_num_batched_tokens)
 
     def step_limits(self) -> dict[str, Any]:
-        """Of the same values, for another configuration that has them."""
+        """The same values, for another configuration class that has them."""
         return {spec.name: getattr(self, spec.name) for spec in fields(StepLimits)}
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig(StepLimits):
-    """What a worker serves, with what, and how much of the machine it takes.
+    """The model that a worker serves, with which settings, and how much of the machine it takes.
 
     The KV cache has `num_blocks` blocks, by default as many as fit into `memory_fraction` of a GPU's memory, model and
     activations included (0.9), or of the RAM free at the start, the cache alone (0.2: workers share a host).

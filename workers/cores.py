@@ -58,8 +58,8 @@ def read_cores(allowed: Collection[int], sysfs: Path = SYSFS) -> tuple[Core, ...
 def choose(
     cores: Sequence[Core], num_threads: int, take: Callable[[int], bool], leave: Callable[[int], None]
 ) -> list[int]:
-    """As many CPUs as threads, of one memory node if `take` can claim enough there, else of several; [] if there are
-    too few. Cores claimed in vain are released."""
+    """Chooses a CPU for each thread, of one memory node if `take` can claim enough there, else of several; [] if
+    there are too few. Cores claimed in vain are released."""
     if num_threads < 1 or len(cores) < num_threads:
         return []
     of_nodes = [[core.cpu for core in cores if core.node == node] for node in sorted({core.node for core in cores})]

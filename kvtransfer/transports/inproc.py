@@ -130,7 +130,7 @@ class _Lane:
 
 
 class _InprocEnd(Generic[Event]):
-    """What both ends do alike."""
+    """The part that both ends share."""
 
     def __init__(
         self, exchange: InprocExchange, address: LaneAddress, layout: KVLayout, wake: Callable[[], None]

@@ -111,7 +111,7 @@ def read_adapter(
 
 
 def check_folder(folder: Path, *, max_rank: int) -> PeftConfig:
-    """What can be checked without the model. Raises as `read_adapter`."""
+    """Checks what needs no model. Raises what `read_adapter` raises."""
     if not os.path.isdir(folder):  # of a name that is too long Path.is_dir raises OSError
         raise BadCheckpoint(f"the adapter {folder} is no folder: give the one that PEFT's save_pretrained wrote")
     config, file = read_peft_config(folder, max_rank=max_rank), folder / WEIGHTS

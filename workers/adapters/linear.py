@@ -34,7 +34,7 @@ class AdaptableLinear(Protocol):
 
 
 class AdaptableDecoder(Protocol):
-    """What `Decoder` has for adapters. A decoder without such layers serves none."""
+    """The part of `Decoder` that adapters need. A decoder without such layers serves none."""
 
     @property
     def context(self) -> LayerContext: ...

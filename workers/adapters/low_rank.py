@@ -1,4 +1,4 @@
-"""What adapters add to a linear layer: y += s B (A x), for the rows of a step that have one
+"""An adapter's update of a linear layer: y += s B (A x), for the rows of a step that have one
 (https://arxiv.org/abs/2106.09685).
 
     step's rows   base  base  a  a  b             the layer's product: of all rows at once, as without adapters
@@ -68,7 +68,7 @@ class LinearAdapters:
         self.updates: dict[str, LowRankUpdate] = {}
 
     def here(self) -> list[tuple[LowRankUpdate, torch.Tensor | None]]:
-        """What the present step adds, and the places of its tokens."""
+        """The updates of the present step, and the places of their tokens."""
         if not self._step.tokens:
             return []
         found = ((self.updates.get(one.adapter_id), one.places_T) for one in self._step.tokens)

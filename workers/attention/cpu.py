@@ -53,7 +53,7 @@ class NativeAttention:
         self._rows: RowTables | None = None
 
     def kernels_for(self, dtype: torch.dtype) -> Native | Tiles:
-        """Of queries of this dtype."""
+        """The compiled kernels for queries of this dtype."""
         keys = next(iter(self.caches.values())).keys
         kernels, tiles = self._given or native(dtype), native_tiles()
         fits = keys.dtype == torch.bfloat16 and keys.shape[-1] % _TILE_DEPTH == 0
@@ -159,8 +159,8 @@ def _attend(
     *,
     heads: tuple[int, ...],
 ) -> torch.Tensor:
-    """Of [K, G, Q, D], or [S, K, G, D] where the G queries of a head take the place of tokens. No mask: causal.
-    `heads` is the shape in which the sinks of all heads broadcast to the queries."""
+    """Attention of [K, G, Q, D], or of [S, K, G, D] where the G queries of a head take the place of tokens. No mask:
+    causal. `heads` is the shape in which the sinks of all heads broadcast to the queries."""
     scale, softcap, sinks = options.scale, options.softcap, options.sinks_N
     if not softcap and sinks is None:
         return F.scaled_dot_product_attention(

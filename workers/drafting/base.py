@@ -1,4 +1,4 @@
-"""What computes drafts on every rank of a worker (docs/adr/0057)."""
+"""Computes drafts on every rank of a worker (docs/adr/0057)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class Drafting(Protocol):
 
     @property
     def page_bytes(self) -> int:
-        """Of the proposer's own KV on this rank, for each page of the worker's pool; 0 if it keeps none."""
+        """Bytes of the proposer's own KV on this rank, for each page of the worker's pool; 0 if it keeps none."""
         ...
 
     @property
     def scratch_bytes(self) -> int:
-        """Of its pages beside those of the pool."""
+        """Bytes of the proposer's pages beside the pool's."""
         ...
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Of the target, whose inputs it reads; none if it reads tokens only."""
+        """Layers of the target whose inputs the proposer reads; none if it reads tokens only."""
         ...
 
     @property
     def kv_head(self) -> KVHead | None:
-        """What of its KV goes with the model's to other workers and to the host; None if nothing does."""
+        """The KV that goes with the model's to other workers and to the host; None if there is none."""
         ...
 
     def read_from(self, hidden: HiddenStates[torch.Tensor]) -> None:

@@ -19,8 +19,8 @@ _MODULES = {"cpu": "workers.kernels.cpu", "cuda": "workers.kernels.cuda"}
 
 
 KVScales = tuple[torch.Tensor, torch.Tensor]
-"""Of keys and of values in 8 bits. int8: each token's, in the cache, [NB, K, BS] in float32. fp8: each head's, [K] in
-float32."""
+"""Scales of keys and of values in 8 bits. int8: each token's, in the cache, [NB, K, BS] in float32. fp8: each head's,
+[K] in float32."""
 
 
 class QuantisedProduct(Protocol):
@@ -30,7 +30,8 @@ class QuantisedProduct(Protocol):
 
 
 ExpertWeight = torch.Tensor | QuantisedProduct
-"""Of one expert: [O, I] in floating point, or the product that this device's kernels made of a quantised weight."""
+"""One expert's weight: [O, I] in floating point, or the product that this device's kernels made of a quantised
+weight."""
 
 
 class ExpertsSum(Protocol):

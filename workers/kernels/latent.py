@@ -185,7 +185,7 @@ def latent_write(
     cache: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> torch.Tensor:
-    """As `reference.latent_write`. Tokens of a negative slot, which pad a CUDA graph's step, are not written."""
+    """Computes `reference.latent_write`. Tokens of a negative slot, which pad a CUDA graph's step, are not written."""
     num_tokens, num_heads, width = q_TNW.shape
     pairs = cos_TP.shape[1]
     assert q_TNW.stride()[1:] == (width, 1), f"q has strides {q_TNW.stride()}"

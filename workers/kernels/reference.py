@@ -89,7 +89,7 @@ def to_fp8(x_TKD: torch.Tensor, scale_K: torch.Tensor) -> torch.Tensor:
 
 
 def widened(cache: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """What a part [blocks, K, block size, D] of 8 bits stands for, in float32; any other as it is."""
+    """The float32 values of a part [blocks, K, block size, D] in 8 bits; any other part as it is."""
     if scales is None:
         return cache
     if scales.dim() == 1:

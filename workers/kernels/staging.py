@@ -51,7 +51,7 @@ def to_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
 
 
 def overwrite(target: torch.Tensor, array: np.ndarray) -> None:
-    """As `to_device`, into an existing tensor of the array's shape."""
+    """Copies an array into an existing tensor of its shape, as `to_device` does into a new one."""
     target.copy_(_pinned(array, target.device), non_blocking=True)
 
 

@@ -127,7 +127,7 @@ class HostPool:
         return slots
 
     def slot(self, name: BlockHash) -> int:
-        """Of a page that is kept."""
+        """The slot of a page that is on the host."""
         return self._kept[name][0]
 
     def use(self, hashes: Sequence[BlockHash]) -> None:

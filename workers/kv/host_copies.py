@@ -184,7 +184,8 @@ class CudaCopies:
 
 
 class _TensorCopies:
-    """Of one of the cache's tensors: the pinned slots, and staging memory on the device for `num_staged` blocks."""
+    """Copies of one of the cache's tensors: the pinned slots, and staging memory on the device for `num_staged`
+    blocks."""
 
     def __init__(self, storage: KVStorage, data: torch.Tensor, num_slots: int, num_staged: int) -> None:
         self._storage = storage
@@ -217,7 +218,7 @@ class _TensorCopies:
         self._storage.scatter(block_ids, payload, of=self._data)
 
     def _payload(self, room: torch.Tensor, num_blocks: int) -> torch.Tensor:
-        """As `KVStorage.gather` gives it, in the beginning of some memory."""
+        """The payload in the form of `KVStorage.gather`, in the beginning of some memory."""
         shape = (*self._data.shape[:2], num_blocks, *self._data.shape[3:])
         return room[: self._data[:, :, 0].numel() * num_blocks].view(shape)
 

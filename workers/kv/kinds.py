@@ -44,8 +44,8 @@ def refuse_latents(kv_dtype: KVDtype) -> None:
 
 
 def layout_of(model: ServedConfig, kv_dtype: KVDtype, *, block_size: int, dtype: str, tp: int) -> KVLayout:
-    """Of a model's cache in `kv_dtype`, or in `dtype` for "auto". Raises Misconfigured or UnsupportedModel for a model
-    that cannot have it."""
+    """The layout of a model's cache in `kv_dtype`, or in `dtype` for "auto". Raises Misconfigured or UnsupportedModel
+    for a model that cannot have it."""
     if kv_dtype == "fp8" and model.qkv_bias:
         raise Misconfigured(
             f"kv_dtype is fp8, and the key projections of this {model.family} model have biases: its keys are large in "

@@ -116,7 +116,7 @@ class KVStorage:
         return self.part(layer, "value")
 
     def scales(self, layer: int) -> KVScales | None:
-        """Of keys and values in 8 bits; None if they are not rounded."""
+        """Scales of keys and values in 8 bits; None if they are not rounded."""
         if (layer, f"key{SCALE}") in self._views:
             return self.part(layer, f"key{SCALE}").squeeze(-1), self.part(layer, f"value{SCALE}").squeeze(-1)
         if self.layout.kv_dtype != FP8:
@@ -218,7 +218,8 @@ class KVStorage:
         return sum(storage._piece_bytes(of, piece, tensor) for storage, of, piece, tensor in self._owners(cut))
 
     def _owners(self, cut: Cut) -> Iterator[tuple[KVStorage, Cut, range, torch.Tensor]]:
-        """What a payload has, in its order: of each piece all tensors here, then those beside."""
+        """The payload's pieces in order: for each range of heads every tensor here, then those of storages beside
+        this one."""
         beside = self.beside if cut.with_head else None
         per_share = beside.num_heads // self.num_heads if beside is not None else 0
         for piece in cut.pieces:

@@ -101,18 +101,18 @@ class ModelConfig:
 
     @property
     def rope(self) -> Rope:
-        """Of the layers that rotate; where there are several, that of layers without a window."""
+        """The rope of the layers that rotate; of several ropes, that of layers without a window."""
         full = [rope for rope, window in zip(self.ropes, self.windows, strict=True) if rope and window is None]
         return (full or [rope for rope in self.ropes if rope])[0]
 
     @property
     def attention_scale(self) -> float:
-        """Of queries times keys."""
+        """The factor of queries times keys."""
         return self.head_dim**-0.5 if self.scales.attention is None else self.scales.attention
 
     @property
     def num_linear_weights(self) -> int:
-        """Of all linear layers, the head's among them where it has its own."""
+        """Weights of all linear layers, with the head's if it has its own."""
         heads = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         if self.latent is not None:
             heads = self.latent.layer_weights(self.hidden_size, self.num_heads)
@@ -127,7 +127,7 @@ class ModelConfig:
 
     @property
     def mtp_prefixes(self) -> tuple[str, ...]:
-        """Of the names of tensors for multi-token prediction."""
+        """Prefixes of the tensors for multi-token prediction."""
         layers = range(self.num_layers, self.num_layers + self.num_mtp_layers)
         return tuple(f"model.layers.{layer}." for layer in layers)
 
@@ -243,7 +243,7 @@ def longest_sequence(config: ServedConfig, limit: int | None) -> int:
 
 
 def weight_bytes(path: str | Path, dtype: str, quantize: Quantize = "off") -> int:
-    """What the checkpoint's weights take in memory: packed tensors as they are stored, linear weights that are rounded
+    """Bytes of the checkpoint's weights in memory: packed tensors as they are stored, linear weights that are rounded
     as they are loaded as integers with their scales, others converted to `dtype`; none for multi-token prediction."""
     is_known = is_ours(Fields.of_file(open_model(path), "config.json"))
     left_out = read_config(path, quantize).mtp_prefixes if is_known else ()
@@ -289,7 +289,7 @@ def _shares(config: ModelConfig, tp: int, expert_parallel: bool) -> bool:
 
 
 def _widths(config: ModelConfig, expert_parallel: bool) -> dict[str, int]:
-    """What the ranks share by columns, by name."""
+    """Widths that the ranks share by columns, by name."""
     experts, found = config.experts, {}
     if experts is None or not all(experts.sparse):
         found["MLP size"] = config.intermediate_size
@@ -357,7 +357,7 @@ def _norm(config: Fields, family: Family) -> NormKind:
 
 
 def _rotary_dim(config: Fields, family: Family, head_dim: int) -> int:
-    """Of a head: a `partial_rotary_factor` of it where the family has one. Raises BadCheckpoint."""
+    """Rotated dimensions of a head: a `partial_rotary_factor` of it where the family has one. Raises BadCheckpoint."""
     key = "partial_rotary_factor"
     if key not in family.reads:
         return head_dim

@@ -139,7 +139,7 @@ class Decoder:
             yield from layer.linears()
 
     def expert_counts(self) -> list[torch.Tensor]:
-        """Of each layer with experts the tokens that chose each one, int64 [experts]. On a GPU they stay 0."""
+        """For each layer with experts, the tokens that chose each one, int64 [experts]. On a GPU they stay 0."""
         return [counts_X for layer in self._layers if (counts_X := layer.expert_counts) is not None]
 
     @property
@@ -154,7 +154,7 @@ class Decoder:
         return weights if len(weights) == len(found) else None
 
     def layer_form(self) -> LayerForm | None:
-        """What all layers do alike, if compiled code can do it."""
+        """The settings that all layers share; None if compiled code cannot compute them."""
         config, norm = self.config, self.config.norm
         norms_over_ranks = config.qk_norm == "all" and self.context.parallel.size > 1
         activation, gated = ACTIVATIONS.get(config.activation), config.spec.gated
@@ -182,7 +182,7 @@ class Decoder:
             yield from part.slots()
 
     def load_parts(self) -> Iterator[LoadPart]:
-        """What is packed together; a tied head reads the embedding's tensors."""
+        """Parts that are packed together; a tied head reads the embedding's tensors."""
         if self.config.tied_embeddings:
             yield LoadPart(slots=self._embedding.slots, pack=self._head.pack)
         else:

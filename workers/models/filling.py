@@ -31,7 +31,7 @@ def ignore_progress(done_bytes: int, total_bytes: int) -> None:
 
 
 def stay_as_read() -> None:
-    """Of a part that is not packed."""
+    """Packs nothing: the part stays as it was read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

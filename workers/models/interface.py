@@ -1,4 +1,4 @@
-"""What the engine needs of a model: Baton's own (`config`, `decoder`), or transformers' (`transformers`)."""
+"""The model's side of the engine: Baton's own (`config`, `decoder`), or transformers' (`transformers`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ServedConfig(Protocol):
-    """What the engine needs to know of a model, as `ModelConfig` has it."""
+    """The part of a model's configuration that the engine reads; `ModelConfig` has it."""
 
     @property
     def family(self) -> str: ...

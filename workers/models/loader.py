@@ -118,7 +118,7 @@ def same_tensors(source: WeightSource, name: str, other: str) -> bool:
 
 
 def _stored_as(config: ModelConfig, slots: list[Slot], source: WeightSource) -> str:
-    """As "gptq-int4-g128, 4.16 bits a weight": of the linear layers, with their scales."""
+    """The encoding of the linear layers, with the bits of their scales: "gptq-int4-g128, 4.16 bits a weight"."""
     linear = {slot.name for slot in slots if not slot.name.endswith(_NOT_LINEAR)}
     stored = [source.describe(name) for name in sorted(linear)]
     label = config.weight_format.label if config.weight_format else "-".join(sorted({one.dtype for one in stored}))

@@ -128,7 +128,7 @@ def _rounded(
     observers: Mapping[tuple[str, ...], Any],
     stored: Mapping[str, torch.dtype],
 ) -> Tensors:
-    """What is stored of a layer. `tensors`, the layer's own, become what that stands for."""
+    """The tensors that are stored for a layer. `tensors`, the layer's own, become what that stands for."""
     linear = {name: observer for names, observer in observers.items() for name in names}
     for name in linear:
         check_finite(f"{name}.weight", tensors[f"{name}.weight"])
@@ -165,7 +165,7 @@ def _words(stream_OW: torch.Tensor) -> torch.Tensor:
 
 
 class _Nothing:
-    """What rounding to nearest observes of its inputs."""
+    """The observer for rounding to nearest, which needs no inputs."""
 
     def __init__(self, num_inputs: int) -> None:
         pass

@@ -24,8 +24,8 @@ class QuantiseRecipe:
         return self.method != "rtn"
 
     def rounding(self, num_inputs: int) -> GroupRounding:
-        """Of layers with so many inputs: groups that divide them, smaller ones if need be, else one group a row, since
-        vLLM and compressed-tensors read no other."""
+        """The rounding of layers with `num_inputs` inputs: groups that divide them, smaller ones if need be, else one
+        group a row, since vLLM and compressed-tensors read no other."""
         sizes = (self.group_size, *(size for size in _SMALLER_GROUPS if size < self.group_size))
         size = next((size for size in sizes if num_inputs % size == 0), num_inputs)
         return GroupRounding(bits=self.bits, group_size=size)

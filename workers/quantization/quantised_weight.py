@@ -48,7 +48,7 @@ class GroupValues:
         return GroupValues(value_OB=self.value_OB[rows], factor_OG=_rows(self.factor_OG, rows))
 
     def blocks(self, blocks: slice) -> GroupValues:
-        """Of some blocks; without factors a block is a group."""
+        """Values of some blocks; without factors a block is a group."""
         size = self.groups_per_block
         factors = None
         if self.factor_OG is not None:
@@ -134,7 +134,7 @@ class QuantisedWeight:
         return self.outputs(slice(start, start + size))
 
     def outputs(self, rows: slice | torch.Tensor) -> QuantisedWeight:
-        """Those of a slice, or by int64 index."""
+        """The weight of some outputs: a slice, or int64 indices."""
         return replace(
             self,
             codes_OW=self.codes_OW[rows],

@@ -85,8 +85,8 @@ def without_waiting(speculation: Speculation, decoding: Sequence[tuple[Request, 
 def draft_counts(
     speculation: Speculation | None, request: Request, num_tokens: int, *, is_last: bool
 ) -> Mapping[str, Any]:
-    """Of the request's drafts since its last update with counts, as fields of an update. An update of one token has
-    none: it stays plain."""
+    """Counts of the request's drafts since its last update with counts, as fields of an update. An update of one token
+    has none: it stays plain."""
     if speculation is None or (num_tokens <= 1 and not is_last):
         return {}
     counts = speculation.take_counts(request.request_id)

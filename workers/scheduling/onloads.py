@@ -65,7 +65,7 @@ class Onloads:
         return found, slots
 
     def _names(self, hashes: Sequence[BlockHash], found: CachedPrefix) -> list[bytes]:
-        """Of a chain's pages that the host may keep: all of groups without a window, else those of the prefix."""
+        """Names of a chain's pages that the host may keep: all of groups without a window, else those of the prefix."""
         if not self._pool.has_windows and len(found.num_passed) == 1:
             return list(hashes)
         windows = self._pool.windows.windows

@@ -22,11 +22,11 @@ PRIOR_WEIGHT = 4.0
 """Observations that the prior counts for."""
 KEEP_OWN = 0.95
 KEEP_SHARED = 0.98
-"""What is left of an observation after the next draft of the same sequence, or of the same sort."""
+"""Weight of an observation after the next draft of the same sequence or sort."""
 KEEP_IDLE = 0.98
-"""What is left of a sequence's observations after a step in which none of its drafts was verified."""
+"""Weight of a sequence's observations after a step in which none of its drafts was verified."""
 KEEP_PASSED = 0.998
-"""What is left of a sort's observations after a step in which a draft of it was proposed and not chosen."""
+"""Weight of a sort's observations after a step in which one of its drafts was proposed and not chosen."""
 LEAST_RATE, MOST_RATE = 0.02, 0.99
 
 Sort = tuple[str, int]
@@ -54,7 +54,7 @@ class AcceptanceRate:
 
 @dataclass(slots=True)
 class PositionRates:
-    """Of the first position of a draft, and of each one behind an accepted one."""
+    """Rates of the first position of a draft, and of each one after an accepted one."""
 
     first: AcceptanceRate = field(default_factory=AcceptanceRate)
     further: AcceptanceRate = field(default_factory=AcceptanceRate)

@@ -31,8 +31,8 @@ Tensor_co = TypeVar("Tensor_co", covariant=True)
 
 
 class SpeculatedSequence(Protocol):
-    """What a proposer reads of a request. It is the scheduler's own: `output_ids` grows in place with verified tokens,
-    and a proposer changes nothing."""
+    """The part of a request that a proposer reads. It is the scheduler's own: `output_ids` grows in place with
+    verified tokens, and a proposer changes nothing."""
 
     @property
     def request_id(self) -> str: ...
@@ -63,7 +63,7 @@ class SpeculatedSequence(Protocol):
 
     @property
     def hashes(self) -> list[bytes]:
-        """Of the full blocks of its tokens, those that are known. The salt is in them."""
+        """Hashes of the sequence's full blocks, as far as they are known, with the salt in them."""
         ...
 
 
@@ -115,9 +115,9 @@ class HiddenStates(Protocol[Tensor_co]):
 
 
 class ProposerNeeds(Value, frozen=True, kw_only=True):
-    """What a proposer needs besides tokens. Without `every_step`, `computed` is never called. With `every_row` it also
-    gets rows of sequences that do not speculate or have ended: what it keeps of them serves others, with their blocks.
-    """
+    """Inputs that a proposer needs besides tokens. Without `every_step`, `computed` is never called. With `every_row`
+    it also gets rows of sequences that do not speculate or have ended: what it keeps of them serves others, with
+    their blocks."""
 
     every_step: bool = False
     every_row: bool = False
@@ -176,9 +176,10 @@ class TimedProposer(Protocol):
         ...
 
     def seconds(self, num_rows: int, num_drafts: int) -> float:
-        """What `propose` takes for so many sequences and drafts of each; 0 until it was measured."""
+        """Seconds that `propose` takes for `num_rows` sequences with `num_drafts` drafts each; 0 until it was
+        measured."""
         ...
 
     def take_seconds(self) -> float:
-        """What its computation took since the last call, in `computed` and in `propose`."""
+        """Seconds of computation since the last call, in `computed` and in `propose`."""
         ...

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 
 EXACT = 32
 KEEP = 0.9
-"""What is left of a measurement after the next one of the same number of positions."""
+"""Weight of a measurement after the next one of the same number of positions."""
 FADE = 0.995
-"""What is left of it after each of other numbers."""
+"""Weight of a measurement after each one of another number of positions."""
 LINE_WEIGHT = 0.3
 """Measurements that the line counts for."""
 FIRST_SLOPE = 0.03
-"""Of a step of one number of positions, what a further position takes: assumed where little was measured. It is low, so
-that drafts are tried."""
+"""Assumed share of a step's time that one more position takes. It is low, so that drafts are tried."""
 FIRST_SPREAD = 0.1
 """Weighted squares of positions, about their mean, that this assumption counts for: when measurements of other numbers
 have faded, it counts alone."""

@@ -33,8 +33,8 @@ class DraftRunner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLimits:
-    """Of one worker's draft model. Scratch pages, `scratch_pages` for each sequence of a step, from page `num_pages`
-    on, take drafts beyond a block table."""
+    """Limits of one worker's draft model. Scratch pages, `scratch_pages` for each sequence of a step, from page
+    `num_pages` on, take drafts beyond a block table."""
 
     block_size: int
     num_pages: int

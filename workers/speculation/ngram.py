@@ -31,7 +31,7 @@ MAX_MATCH = 16
 MAX_CANDIDATES = 64
 """The latest places of the last tokens in the prompt, and in the answer, that are compared."""
 _BITS = 21
-"""Of a token in a key of three: vocabularies have less than two million."""
+"""Bits of a token in a key of three: vocabularies have less than two million."""
 _PAIR = 1 << 2 * _BITS
 """Tells a key of two tokens from one of one."""
 
@@ -89,8 +89,8 @@ class MatchIndex:
             short[two] = (place, short[two][0] if two in short else 0)
 
     def _long_match(self) -> tuple[int, int]:
-        """Of `KEY` tokens or more: of equally long ones those in the answer first, and the latest first in each. A
-        place is compared only if it matches where the best one so far does not."""
+        """Finds a match of `KEY` tokens or more: of equally long ones those in the answer first, and the latest first
+        in each. A place is compared only if it matches where the best one so far does not."""
         tokens = self._tokens
         stop, best, best_place = len(tokens), 0, 0
         for place in chain(self._in_answer(stop), self._in_prompt(stop)):
@@ -103,7 +103,7 @@ class MatchIndex:
         return best_place, best
 
     def _short_match(self) -> tuple[int, int]:
-        """Of fewer: the latest place in the answer, else in the prompt."""
+        """Finds a shorter match: the latest place in the answer, else in the prompt."""
         tokens, stop = self._tokens, len(self._tokens)
         for length in range(min(KEY, stop) - 1, 0, -1):
             key = tokens[-1] if length == 1 else tokens[-2] << _BITS | tokens[-1]
@@ -189,7 +189,7 @@ class NgramProposer:
 
 
 def _keys(tokens_T: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of the three tokens from each place on."""
+    """Keys of the three tokens from each place on."""
     if len(tokens_T) < KEY:
         return np.zeros(0, dtype=np.int64)
     keys_T: NDArray[np.int64] = (tokens_T[:-2] << _BITS | tokens_T[1:-1]) << _BITS | tokens_T[2:]

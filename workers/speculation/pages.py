@@ -20,8 +20,8 @@ from workers.speculation.base import SpeculatedSequence
 
 @dataclass(slots=True)
 class _Written:
-    """Of one sequence. `pages` hold positions below `num`; the first `num_marked` have the hashes of their blocks as
-    marks. `draft_ids` stand in the pages from position `num` on."""
+    """Pages written for one sequence. `pages` hold positions below `num`; the first `num_marked` have the hashes of
+    their blocks as marks. `draft_ids` stand in the pages from position `num` on."""
 
     pages: list[int] = field(default_factory=list)
     num: int = 0

@@ -20,7 +20,7 @@ EARLY_STEPS = 32
 GREAT_LOSS = 0.25
 """A trial fails after `EARLY_STEPS` if it cost more than this part."""
 KEEP = 0.5
-"""What is left of a trial that did not fail in the next one."""
+"""Weight of a trial that did not fail in the next one."""
 PAUSE_STEPS = 2048
 MOST_PAUSE_STEPS = 32768
 """A pause has twice the steps of the last one if no trial between them succeeded, up to this number."""
@@ -28,7 +28,7 @@ MOST_PAUSE_STEPS = 32768
 
 @dataclass(slots=True)
 class Payoff:
-    """Of one proposer. `num_paused` steps are left of its pause; 0: it drafts."""
+    """The books of one proposer. `num_paused` steps are left of its pause; 0: it drafts."""
 
     spared_s: float = 0.0
     spent_s: float = 0.0

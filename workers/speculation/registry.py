@@ -1,4 +1,4 @@
-"""What `worker.speculate` names."""
+"""The proposers that `worker.speculate` names."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from workers.speculation.prediction import PredictionProposer
 log = logging.getLogger("baton.worker")
 
 RECENT = 0.02
-"""What the latest row counts in the mean of tokens that a row brings."""
+"""Weight of the latest row in the mean of tokens that a row brings."""
 PROBE_CALLS = 64
 """Where drafts of a proposer that takes time do not pay, one sequence gets one in so many calls: rates may have changed
 since."""
@@ -207,9 +207,9 @@ class Speculation:
         return all(num < at_least or num % every == 0 for at_least, every in UNCHOSEN)
 
     def promising(self, request_ids: Sequence[str], *, num_rows: int) -> set[str]:
-        """Those of the sequences that had better sit out a step: drafts after their known tokens, as many as pay in a
-        step of `num_rows` rows, would bring more than the token that a step in flight and the step after it bring
-        without. Such a sequence is due when it is next queried for drafts."""
+        """The sequences that had better sit out a step: drafts after their known tokens, as many as pay in a step of
+        `num_rows` rows, would bring more than the token that a step in flight and the step after it bring without.
+        Such a sequence is due when it is next queried for drafts."""
         due: list[DraftQuery] = []
         for request_id in request_ids:
             sequence = self._sequences.get(request_id)
@@ -329,8 +329,8 @@ class Speculation:
                 sequence.num_unchosen = 0
 
     def take_seconds(self) -> float:
-        """What the proposers' models took since the last call: steps of the engine are longer by it. `observe` counts
-        it with the step that was fetched."""
+        """Seconds of the proposers' models since the last call: engine steps are longer by it. `observe` counts it
+        with the step that was fetched."""
         self._taken_s = {name: proposer.take_seconds() for name, proposer in self._timed.items()}
         spent_s = sum(self._taken_s.values())
         self.counts.spent_s += spent_s

@@ -169,7 +169,7 @@ class RankTransfer(Generic[Payload]):
             sender.offer(ticket, chunk, self.blocks.read(cut, sender.stage))
 
     def _last_layer(self, chunk: Chunk) -> int:
-        """Of the model, in the order in which a step writes them."""
+        """The last layer of a chunk, in the order in which a step writes them."""
         return self.layout.groups[chunk.group].layers[chunk.layers(self.layout).stop - 1]
 
     def show(self, name: str, event: Sent | Arrived, peer: str, hidden_s: float = 0.0) -> None:

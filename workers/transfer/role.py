@@ -24,7 +24,7 @@ NextRole = TypeVar("NextRole", bound="TransferRole")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSettings:
-    """What a role's pool decides about its transfers."""
+    """The settings of a role's pool about its transfers."""
 
     limits: ReservationLimits = field(default_factory=ReservationLimits)
     chunk_bytes: int = CHUNK_BYTES

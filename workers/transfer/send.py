@@ -183,7 +183,7 @@ class Outgoing:
         return stop - session.first_block
 
     def _shared(self, ticket: Ticket, hashes: Sequence[BlockHash], coming: Onload | None) -> Shared:
-        """What is here of the blocks that the ticket's tokens read."""
+        """The blocks that are here of those that the ticket's tokens read."""
         size = self._pool.block_size
         pages = dict(zip(coming.pages, coming.block_ids, strict=True)) if coming is not None and not coming.done else {}
         names = {page_hash(hashes[index], group) for group, index in pages}

@@ -34,7 +34,7 @@ class Projection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightShare:
-    """What one rank holds of a linear layer: outputs of `projections`, side by side, and a range of their inputs."""
+    """One rank's part of a linear layer: outputs of `projections`, side by side, and a range of their inputs."""
 
     projections: tuple[Projection, ...]
     total_inputs: int

@@ -1,4 +1,4 @@
-"""What llama.cpp calls each tensor, by `general.architecture`. Source: llama.cpp, gguf-py/gguf/tensor_mapping.py and
+"""llama.cpp's name of each tensor, by `general.architecture`. Source: llama.cpp, gguf-py/gguf/tensor_mapping.py and
 conversion/*.py."""
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def read_kv_scales(
 
 
 def _check_scheme(path: str | Path) -> None:
-    """Of compressed-tensors; others have no other type."""
+    """Checks compressed-tensors' scheme; other formats have one type."""
     files = open_model(path)
     scheme = Fields.of_file(files, "config.json").inner("quantization_config").inner("kv_cache_scheme")
     kind = scheme.text_or("type", "float"), scheme.integer_or("num_bits", 8)

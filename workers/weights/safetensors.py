@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
-"""Of an element, by dtype; 8 where it is not listed."""
+"""Bits of an element, by dtype; 8 if it is not listed."""
 _BARE = "embed_tokens.weight"
 
 

@@ -65,7 +65,7 @@ class CollectiveTransport:
 
 
 class _LanesEnd(Generic[Event, Parcels]):
-    """What both ends of a worker's lanes do alike. `_lanes` are those in use, by peer name."""
+    """The part that both ends of a worker's lanes share. `_lanes` holds the lanes in use, by peer name."""
 
     def __init__(
         self, transport: CollectiveTransport, address: LaneAddress, layout: KVLayout, wake: Callable[[], None]

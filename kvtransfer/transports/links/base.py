@@ -1,4 +1,4 @@
-"""What a wire moves bytes with: `Links` send to a rank and receive from one, as a process group does."""
+"""`Links` move a wire's bytes: they send to a rank and receive from one, as a process group does."""
 
 from __future__ import annotations
 

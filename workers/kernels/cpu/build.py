@@ -125,7 +125,7 @@ class Tiles:
 
 
 def address_of(function: Callable[..., None]) -> int:
-    """Of a compiled function, for a structure that names it."""
+    """The address of a compiled function, for a structure that names it."""
     address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
     assert address is not None
     return address

@@ -18,8 +18,8 @@ _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentWeights:
-    """Of one layer. `query` has the norm of compressed queries and the product that makes queries of them, or is None
-    where they are not compressed."""
+    """One layer's weights. `query` has the norm of compressed queries and the product that makes queries of them, or
+    is None where they are not compressed."""
 
     query: tuple[torch.Tensor, PackedProduct] | None
     norm_L: torch.Tensor
@@ -39,7 +39,7 @@ class _LayerLatents(ctypes.Structure):
 
 
 class PackedLatents:
-    """Of all layers of a model, which have the same sizes."""
+    """The latent weights of all layers of a model, which have the same sizes."""
 
     def __init__(self, layers: Sequence[LatentWeights]) -> None:
         first = layers[0]
@@ -57,7 +57,7 @@ class PackedLatents:
 
     @property
     def addresses(self) -> list[int]:
-        """Of each layer's structure."""
+        """Addresses of the layers' structures."""
         return [ctypes.addressof(one) for one in self._structures]
 
 

@@ -35,8 +35,8 @@ NormTensors = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Of one layer; norms of each half before and after it, and of queries and keys, where the model has them. `window`
-    counts the token itself."""
+    """One layer's weights: norms of each half before and after it, and of queries and keys, where the model has them.
+    `window` counts the token itself."""
 
     attention_norm: NormTensors | None
     qkv: PackedProduct  # of latent attention what queries are made of, and latents
@@ -54,7 +54,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerForm:
-    """What all layers of a model do alike, beside their weights."""
+    """The settings that all layers of a model share."""
 
     hidden_size: int
     norm: CompiledNorm
@@ -132,7 +132,7 @@ class _RankSums:
         self.function = _Sum(self._sum)
 
     def begin(self, delta_TE: torch.Tensor, second_TE: torch.Tensor | None) -> None:
-        """Of a step, which changes these in place."""
+        """Begins a step, which changes both tensors in place."""
         self._parts = (delta_TE,) if second_TE is None else (delta_TE, second_TE)
 
     def check(self) -> None:
@@ -238,8 +238,8 @@ class CompiledLayers:
         return CompiledStep(self._kernels, self._layers, step, self._sums, kept)
 
     def _buffers(self, num_tokens: int) -> dict[str, torch.Tensor]:
-        """What a step's layers share. Rows that a product reads stand apart as it likes them, and end in as many zeros
-        as it reads beyond them."""
+        """Buffers that a step's layers share. Input rows have the product's stride and are zero-padded to its read
+        width."""
         first, heads = self._first, self._num_heads * self._head_dim
 
         def plain(width: int) -> torch.Tensor:
@@ -301,7 +301,7 @@ _Parts = ctypes.Array[ProductPart]
 
 
 def _products(weights: LayerWeights) -> tuple[_Parts, _Parts, _Parts, _Parts]:
-    """Of queries, keys and values, of the attention's output, of gate and up, and of down."""
+    """Parts of four products: queries, keys and values; the attention's output; gate and up; down."""
     qkv, out, gate_up, down = map(_parts, (weights.qkv, weights.out, weights.gate_up, weights.down))
     return qkv, out, gate_up, down
 

@@ -29,7 +29,7 @@ ACTIVATIONS = {
 
 
 def rms_kind(weight: torch.Tensor, dtype: torch.dtype) -> CompiledNorm | None:
-    """Of an RMS norm with this weight of tensors of a dtype; None: there is no compiled one."""
+    """The compiled RMS norm for this weight and dtype; None if there is none."""
     if weight.dtype == dtype:
         return CompiledNorm.ROUNDED
     return CompiledNorm.WIDE if weight.dtype == torch.float32 else None

@@ -81,7 +81,7 @@ class PackedRows(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedProduct:
-    """What a linear layer computes, for compiled layers."""
+    """A linear layer's product, for compiled layers."""
 
     weight: PackedWeight
     bias_O: torch.Tensor | None = None

@@ -335,7 +335,7 @@ def _rounding(weight: QuantisedWeight, dtype: torch.dtype) -> _Rounding | None:
 
 
 def _shift(weight: QuantisedWeight) -> torch.Tensor | None:
-    """What a static zero of the activations takes from every row, negative: float32 [O]."""
+    """The term that a static zero of the activations adds to every row: float32 [O], negative."""
     rounding = weight.activations
     if rounding is None or rounding.scale is None or not rounding.zero:
         return None
@@ -344,7 +344,7 @@ def _shift(weight: QuantisedWeight) -> torch.Tensor | None:
 
 
 def _small_table(table: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """As integers of 8 bits, and what the numbers were multiplied with; 0 where that cannot be."""
+    """The table as integers of 8 bits, and the factor that made them; 0 if they do not fit."""
     for factor in (1, 2, 4, 8):
         levels = table * factor
         if torch.equal(levels, levels.round()) and levels.min() >= -128 and levels.max() <= 127:

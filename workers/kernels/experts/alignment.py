@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 FEW_ROWS, MANY_ROWS = 16, 64
-"""Of a tile. 16 are the least that matrix units take: experts with few rows are bound by their bytes. Chosen by
+"""Rows of a tile. 16 are the least that matrix units take: experts with few rows are bound by their bytes. Chosen by
 reasoning, not measured yet."""
 
 

@@ -123,7 +123,7 @@ def _all_tensors(weight: GroupedCodes) -> tuple[torch.Tensor, ...]:
 
 
 def _form(weight: GroupedCodes) -> list[object]:
-    """What is compiled in, or given once for all experts."""
+    """Arguments that are compiled in, or given once for all experts."""
     found: list[object] = []
     for field in fields(weight):
         value = getattr(weight, field.name)

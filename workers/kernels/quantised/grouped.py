@@ -62,7 +62,7 @@ class GroupedCodes:
 
     @property
     def num_bytes(self) -> int:
-        """What a product of few rows reads."""
+        """Bytes that a product of few rows reads."""
         numbers = [self.scale, *([self.minimum] if self.minimum else [])]
         tensors = [self.low, self.high, *(t for one in numbers for t in (one.values_VO, one.factors_GO))]
         tensors += [self.zero] if isinstance(self.zero, torch.Tensor) else []
@@ -102,7 +102,7 @@ _SIGNED_0, _SIGNED_1, _SIGNED_2, _SIGNED_3 = (tl.constexpr(_SIGNED_PAIR % shift)
 
 @triton.jit
 def _pairs(low_NH, FIELD: tl.constexpr, SIGNED: tl.constexpr):
-    """As `_level`, two codes of 4 bits at a time: `code & 15 | 0x4300`, which is 128 + the code. SIGNED codes, around
+    """Levels of two codes of 4 bits at a time: `code & 15 | 0x4300`, which is 128 + the code. SIGNED codes, around
     8, have 136 taken off at once, exactly, and need no sums of inputs. Triton's own takes three times as many
     instructions, more than a multiprocessor has while memory gives the codes."""
     if SIGNED:
@@ -278,7 +278,7 @@ def _pairs_of(weight: GroupedCodes, dtype: torch.dtype) -> int:
 
 
 def _offset(weight: GroupedCodes, dtype: torch.dtype) -> int:
-    """What levels in registers have too much, apart from a zero of each group: of the trick that converts them, and
+    """The excess of levels in registers over the codes' own, without a zero of each group: the conversion's 128 and
     the constant zero."""
     if weight.table is not None:
         return 0

@@ -127,7 +127,7 @@ def to_fp8(x_HP, scale_H):
 
 @triton.jit
 def levels(stored_CD, KIND: tl.constexpr, TYPE: tl.constexpr):
-    """What the numbers of a cache stand for but for their scales, exactly. e4m3: its bits, with an exponent that is 120
+    """The values of a cache's numbers but for their scales, exactly. e4m3: its bits, with an exponent that is 120
     less than float32's, also below the first normal."""
     if KIND == PLAIN:
         return stored_CD

@@ -1,4 +1,4 @@
-"""What the kernels of this folder compute, in plain torch, from the same packed weights: their twins.
+"""Twins of this folder's kernels in plain torch, from the same packed weights: their twins.
 
 Legend: T tokens, O outputs, I inputs, P positions of codes, U units, G groups.
 """

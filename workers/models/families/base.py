@@ -1,4 +1,4 @@
-"""What a model family is: which fields of config.json it reads, and what its layers do other than Llama's, as values.
+"""A model family as values: which fields of config.json it reads, and what its layers do other than Llama's, as values.
 Pure: the layers are named, and loaded only when a decoder is made."""
 
 from __future__ import annotations

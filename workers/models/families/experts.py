@@ -1,4 +1,4 @@
-"""What a mixture of experts is, as config.json describes it: one value, and a reader for each family's fields. Pure.
+"""A mixture of experts as config.json describes it: one value, and a reader for each family's fields. Pure.
 
     router logits [num_experts] ── scores ── choice of num_chosen ── weights ──▶ sum of the chosen experts' outputs
 

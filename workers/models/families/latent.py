@@ -37,12 +37,12 @@ class LatentConfig:
 
     @property
     def query_dim(self) -> int:
-        """Of a head."""
+        """Query dimensions of a head."""
         return self.nope_dim + self.rope_dim
 
     @property
     def scale(self) -> float:
-        """Of queries times keys."""
+        """The factor of queries times keys."""
         return float(self.query_dim**-0.5 * self.magnitude**2)
 
     def layer_weights(self, hidden_size: int, num_heads: int) -> int:

@@ -59,7 +59,7 @@ def ropes_by_type(config: Fields, windows: Windows, sizes: RopeSizes) -> Ropes:
 
 
 def ropes_of_one_base(config: Fields, windows: Windows, sizes: RopeSizes) -> Ropes:
-    """As `ropes_by_type`; where layers have no rope of their own, those with a window have the same base, unscaled."""
+    """Ropes by type of layer; layers have no rope of their own, those with a window have the same base, unscaled."""
     return ropes_by_type(config.replaced(rope_local_base_freq=config.number("rope_theta")), windows, sizes)
 
 

@@ -1,4 +1,5 @@
-"""What a decoder may do other than Llama, as values. A family sets them, some from fields of its config.json. Pure."""
+"""Ways in which a decoder may differ from Llama, as values. A family sets them, some from fields of its config.json.
+Pure."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ class NormPlaces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """Of a layer's linear weights. One name where several projections are expected: the checkpoint has them fused, in
-    this order."""
+    """Names of a layer's linear weights. One name where several projections are expected: the checkpoint has them
+    fused, in this order."""
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     out: str = "o_proj"
@@ -90,7 +91,7 @@ NORMS_AFTER = NormPlaces(
     before_mlp=None,
     after_mlp="post_feedforward_layernorm",
 )
-"""Of OLMo 2 and EXAONE 4."""
+"""Norms of OLMo 2 and EXAONE 4."""
 
 
 def no_scales(config: Fields) -> Scales:

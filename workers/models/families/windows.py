@@ -52,7 +52,7 @@ def windows_by_pattern(config: Fields, num_layers: int) -> Windows:
 
 
 def _layer_types(config: Fields, num_layers: int) -> tuple[str, ...]:
-    """As config.json has them, () where it has none."""
+    """The types that config.json names; () if it names none."""
     types = config.texts("layer_types")
     if types and len(types) != num_layers:
         raise BadCheckpoint(f"{config.where}: layer_types has {len(types)} entries for {num_layers} layers")

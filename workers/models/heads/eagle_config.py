@@ -1,4 +1,4 @@
-"""What an EAGLE head is, from its config.json and the names of its tensors. Without torch."""
+"""Reads an EAGLE head's form from its config.json and the names of its tensors. Without torch."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def open_head(path: str, rename: Callable[[str], str], *, framework: str = "pt")
 
 
 def digest_of(path: str) -> str:
-    """Of config.json and the tensors: heads of which it is equal make the same KV."""
+    """A digest of config.json and the tensors: heads with equal digests make the same KV."""
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted([*Path(path).glob("*.safetensors"), Path(path) / "config.json"]):
         with open_plain(file) as opened:

@@ -95,7 +95,7 @@ class SelfAttention:
         return None
 
     def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
-        """Of queries, keys and values, and of the output."""
+        """The products of queries, keys and values, and of the output."""
         return self._qkv.packed_product(), self._out.packed_product()
 
     def linears(self) -> Iterator[AdaptableLinear]:
@@ -115,7 +115,7 @@ class SelfAttention:
 def _head_norm(
     context: LayerContext, name: str, config: ModelConfig, total: int, share: range, order: tuple[int, ...]
 ) -> RMSNorm | AllHeadsNorm:
-    """Of queries or keys, `total` numbers of which this rank has a share."""
+    """The norm of queries or keys: `total` numbers, of which this rank has a share."""
     kind = config.norm
     if config.qk_norm == "head":
         return RMSNorm(context, name, config.head_dim, kind.eps, offset=kind.offset, wide=kind.wide, order=order)

@@ -1,4 +1,4 @@
-"""What a decoder layer is made of: the seam between the decoder stack and the layers that a family chooses."""
+"""The seam between the decoder stack and the layers that a family chooses."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ class AttentionLayer(Protocol):
     def __call__(self, x_TE: torch.Tensor, rotation: CosSin, backend: AttentionBackend) -> torch.Tensor: ...
 
     def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
-        """Of queries, keys and values (or latents), and of the output: what compiled layers can compute instead."""
+        """The products of queries, keys and values (or latents), and of the output: what compiled layers can compute
+        instead."""
         ...
 
     def linears(self) -> Iterator[AdaptableLinear]:
-        """Those that an adapter may change."""
+        """The layers that an adapter may change."""
         ...
 
     def pack(self) -> None: ...
@@ -63,11 +64,12 @@ class FeedForward(Protocol):
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor: ...
 
     def packed_products(self) -> tuple[PackedProduct, PackedProduct | None] | None:
-        """What compiled layers can compute instead: gate and up, and down, or one product that is all of this half."""
+        """The products that compiled layers can compute instead: gate and up, and down, or one product that is all of
+        this half."""
         ...
 
     def linears(self) -> Iterator[AdaptableLinear]:
-        """Those that an adapter may change."""
+        """The layers that an adapter may change."""
         ...
 
     def pack(self) -> None: ...

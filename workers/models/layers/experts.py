@@ -274,13 +274,13 @@ class ExpertShare:
         return self._kernels.silu_mul(wide_TI2) if self._clamped is None else clamped_gate(wide_TI2, self._clamped)
 
     def device_weights(self) -> tuple[ExpertWeight, ExpertWeight] | None:
-        """Of gate and up, and down, as the device's product of all experts takes them."""
+        """The weights of gate and up, and of down, in the form of the device's product of all experts."""
         gate_up, down = _device_weight(self._gate_up.matrix), _device_weight(self._down)
         return None if gate_up is None or down is None else (gate_up, down)
 
     @property
     def biases(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of gate and up, and down: zeros where another share adds the latter."""
+        """The biases of gate and up, and of down: zeros if another share adds the latter."""
         assert self._gate_up.bias_O is not None
         assert self._down_bias_E is not None
         down_E = self._down_bias_E if self._adds_bias else torch.zeros_like(self._down_bias_E)

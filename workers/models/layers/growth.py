@@ -9,7 +9,8 @@ from workers.models.families.traits import QueryGrowth
 
 
 class StepGrowth:
-    """Of all layers of a model. `factors_T`, float32, are those of the current step's tokens, or None if all are 1."""
+    """The growth of queries with their position, for all layers of a model. `factors_T`, float32, are those of the
+    current step's tokens, or None if all are 1."""
 
     def __init__(self, by: QueryGrowth) -> None:
         self._by = by

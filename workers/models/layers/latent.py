@@ -83,7 +83,7 @@ class LatentAttention:
         return self._out(self._kernels.head_products(out_TNL, values_NLP).flatten(1))
 
     def _order(self, num_still: int) -> tuple[int, ...]:
-        """Of the outputs of a head, `num_still` and those that turn."""
+        """The order of a head's outputs: `num_still`, then those that turn."""
         size = self._latent.rope_dim
         turned = head_order(size, size, interleaved=self._latent.interleaved) or tuple(range(size))
         order = (*range(num_still), *(num_still + one for one in turned))
@@ -130,7 +130,7 @@ class LatentAttention:
         )
 
     def packed_products(self) -> tuple[PackedProduct | None, PackedProduct | None]:
-        """Of what queries are made of and latents, and of the output."""
+        """The products that make queries and latents, and that of the output."""
         if self._query is not None and self._query[1].packed_product() is None:
             return None, None
         return self._down.packed_product(), self._out.packed_product()
@@ -152,5 +152,5 @@ class LatentAttention:
 
 
 def _normed(norm: RMSNorm, x_TI: torch.Tensor) -> torch.Tensor:
-    """Of columns cut out of wider rows: kernels take them as a head."""
+    """Normalises columns cut out of wider rows: kernels take them as a head."""
     return norm(x_TI.unsqueeze(1)).squeeze(1)

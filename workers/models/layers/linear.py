@@ -75,7 +75,7 @@ class ColumnParallel:
         return self._weight
 
     def packed_product(self) -> PackedProduct | None:
-        """What a call computes, if compiled layers can."""
+        """The product of a call; None if compiled layers cannot compute it."""
         weight = self._weight.packed_weight
         return None if weight is None else PackedProduct(weight=weight, bias_O=self.bias_O)
 
@@ -119,7 +119,7 @@ class RowParallel:
         return self._summed(x_TI)
 
     def _summed(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Of a long step in two halves: the ranks add up the first while each multiplies the second."""
+        """Computes a long step in two halves: the ranks add up the first while each multiplies the second."""
         if self.adapters is not None and self.adapters.here():
             return self._parallel.all_reduce(self.adapters.product(x_TI, self._weight, self._added_bias_O))
         if not sums_overlap(self._parallel, x_TI.shape[0]):
@@ -133,7 +133,7 @@ class RowParallel:
         return torch.cat(halves)
 
     def packed_product(self) -> PackedProduct | None:
-        """What a call computes, if compiled layers can, but for the sum over ranks."""
+        """The product of a call without the sum over ranks; None if compiled layers cannot compute it."""
         weight = self._weight.packed_weight
         return None if weight is None else PackedProduct(weight=weight, bias_O=self._added_bias_O)
 

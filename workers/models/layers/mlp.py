@@ -46,7 +46,7 @@ class GatedMLP:
         return self._down(inner_TF)
 
     def packed_products(self) -> tuple[PackedProduct, PackedProduct] | None:
-        """Of gate and up, and down."""
+        """The products of gate and up, and of down."""
         gate_up, down = self._gate_up.packed_product(), self._down.packed_product()
         return None if gate_up is None or down is None else (gate_up, down)
 
@@ -84,7 +84,7 @@ class PlainMLP:
         return self._down(self._kernels.activate(self._up(x_TE), self._activation))
 
     def packed_products(self) -> tuple[PackedProduct, PackedProduct] | None:
-        """Of up, and down."""
+        """The products of up and of down."""
         up, down = self._up.packed_product(), self._down.packed_product()
         return None if up is None or down is None else (up, down)
 

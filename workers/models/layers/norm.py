@@ -112,7 +112,7 @@ class AllHeadsNorm:
 
 
 def weight_slot(name: str, weight: torch.Tensor, *, offset: float = 0.0, order: tuple[int, ...] = ()) -> Slot:
-    """Of a norm's whole weight."""
+    """The slot of a norm's whole weight."""
 
     def add_offset(stored: torch.Tensor) -> None:
         weight.copy_(stored.float() + offset)

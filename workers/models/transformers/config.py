@@ -1,4 +1,4 @@
-"""What the engine must know of a decoder that transformers computes. Pure: `tracing` finds it out."""
+"""The sizes of a decoder that transformers computes. Pure: `tracing` finds it out."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TransformersConfig:
 
     @property
     def head_dim(self) -> int:
-        """Of the cache: even, since its kernels turn pairs."""
+        """The cache's head size: even, since its kernels turn pairs."""
         widest = max(max(call.key_dim, call.value_dim) for call in self.calls)
         return widest + widest % 2
 
@@ -82,7 +82,6 @@ class TransformersConfig:
         )
 
     def prefix_key(self, num_prompt_tokens: int) -> bytes:
-        """As `ModelConfig.prefix_key`."""
         if self.long_from is None or num_prompt_tokens <= self.long_from:
             return b""
         return (self.long_from + 1).to_bytes(8, "little")

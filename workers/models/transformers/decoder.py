@@ -90,7 +90,7 @@ class PagedStep:
         return heads.chunk(self._parallel.size, dim=dim)[self._parallel.rank]
 
     def _widened(self, heads_TKD: torch.Tensor) -> torch.Tensor:
-        """As many heads as the cache has, each repeated, and as wide."""
+        """Repeats and widens the heads to the cache's."""
         times = self._num_kv_heads // heads_TKD.shape[1]
         return self._padded(heads_TKD.repeat_interleave(times, dim=1) if times > 1 else heads_TKD)
 

@@ -152,7 +152,7 @@ def _checked(folder: Path, traced: TracedModel, context: LayerContext, source: C
 def _slots_of(
     model: Any, name: str, parameter: torch.Tensor, cut: ParameterCut | None, context: LayerContext
 ) -> list[Slot]:
-    """Of a parameter, which gets memory for this rank's share."""
+    """The slots of a parameter, which gets memory for this rank's share."""
     parallel = context.parallel
     local = parameter if cut is None else cut.of(parameter, parallel.rank, parallel.size)
     target = torch.empty_like(local, device=context.device)
@@ -212,7 +212,7 @@ def _check_complete(folder: Path, model: Any) -> None:
 
 
 def _stored_as(traced: TracedModel, source: ConvertedSource) -> str:
-    """As "BF16, layers by transformers 5.23.0 (GPTNeoXForCausalLM)"."""
+    """The encoding and the class: "BF16, layers by transformers 5.23.0 (GPTNeoXForCausalLM)"."""
     dtypes = sorted({source.describe(name).dtype for name in source.names() if name.endswith("weight")})
     label = traced.weight_format.label if traced.weight_format else "-".join(dtypes)
     config = traced.config

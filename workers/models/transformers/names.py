@@ -91,7 +91,7 @@ class ConvertedSource:
         return sorted(set(self.unused) - set(self._renamed.values()))
 
     def _described(self, one: Conversion) -> list[tuple[str, StoredTensor]]:
-        """What a conversion makes, from tensors without memory."""
+        """Names and shapes that a conversion makes, from tensors without memory."""
         stored = [self._source.describe(name) for name in one.names]
         shapes = dict(zip(one.names, stored, strict=True))
         made = self._convert(one, lambda name: torch.empty(shapes[name].shape, device="meta"))

@@ -121,7 +121,7 @@ def _max_position(config: Any, fields: Fields) -> int:
 
 
 def _has_bias(module: torch.nn.Module) -> bool:
-    """Of a linear layer in an attention module."""
+    """Whether a linear layer of an attention module has a bias."""
     names = [name for name, one in module.named_parameters() if one.dim() == 1]
     return any(name.endswith(".bias") and module.get_parameter(f"{name[:-4]}weight").dim() == 2 for name in names)
 
@@ -140,7 +140,7 @@ def _check_heads(name: str, config: TransformersConfig) -> None:
 def _unit(
     theirs: Any, made: type[Any], name: str, model: Any, config: TransformersConfig, linears: frozenset[str]
 ) -> tuple[int, str]:
-    """What the number of ranks must divide, tried on two ranks' worth of the model; or 1, and why."""
+    """The number that the number of ranks must divide, tried on two ranks' worth of the model; or 1, and why."""
     try:
         unit = unit_of(model, config.calls, linears)
         ranks = next((count for count in range(2, unit + 1) if unit % count == 0), None)

@@ -24,7 +24,7 @@ def long_from(config: Any, max_position: int) -> int | None:
 
 
 def rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """Those of all layers, or of each type of layer."""
+    """The rope parameters of all layers, or of each type of layer."""
     given = getattr(config, "rope_parameters", None) or {}
     parts = [part for part in given.values() if isinstance(part, dict)]
     return parts or [given]

@@ -44,7 +44,7 @@ class ParameterCut:
     halves: int
 
     def size(self, whole: torch.Tensor) -> int:
-        """Of what is divided."""
+        """This rank's part of a size."""
         return whole.shape[self.dim] // self.halves
 
     def of(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ def plan_of(model: Any) -> Mapping[str, str]:
 
 
 def unit_of(model: Any, calls: Collection[AttentionCall], linears: Collection[str]) -> int:
-    """What the number of ranks must divide. `linears` can be cut. Raises CannotShare."""
+    """The number that the number of ranks must divide. `linears` can be cut. Raises CannotShare."""
     plan = plan_of(model)
     unit = gcd(*(call.num_heads for call in calls), *(call.num_kv_heads for call in calls))
     for name, module in model.named_modules():
@@ -93,7 +93,7 @@ def unit_of(model: Any, calls: Collection[AttentionCall], linears: Collection[st
 
 
 def parameter_cuts(model: Any) -> dict[str, ParameterCut]:
-    """Of the parameters that the plan names themselves: those of experts."""
+    """Cuts of the parameters that the plan names itself: those of experts."""
     plan = plan_of(model)
     found = {}
     for name, parameter in model.named_parameters():

@@ -1,4 +1,5 @@
-"""What a transformers model does, found by one forward pass on the meta device: no weight is read, no number computed.
+"""Finds out what a transformers model does by one forward pass on the meta device: no weight is read, no number
+computed.
 
 The pass shows each call of the attention interface with its heads, window and options; a model that attends in its own
 way, or whose tokens reach one another elsewhere, is refused by name.

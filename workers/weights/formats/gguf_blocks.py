@@ -19,11 +19,11 @@ FORMATS = {one.name: one for one in TENSOR_TYPES.values()}
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The levels of IQ4_NL and IQ4_XS."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Those of MXFP4."""
+"""Levels of MXFP4."""
 
 
 def weight_of_blocks(kind: str, stored_OW: torch.Tensor) -> QuantisedWeight:
-    """Of rows of whole blocks, uint8."""
+    """The weight in rows of whole blocks, uint8."""
     blocks_OBN = torch.unflatten(stored_OW, 1, (-1, FORMATS[kind].num_bytes))
     return _CONVERTERS[kind](blocks_OBN)
 
@@ -143,7 +143,7 @@ def _blocked(
     zero: int = 0,
     table: Sequence[float] | None = None,
 ) -> QuantisedWeight:
-    """Of super-blocks."""
+    """The weight in super-blocks."""
     least = None if minimum is None else GroupValues(value_OB=minimum[0], factor_OG=minimum[1].flatten(1).contiguous())
     factors = GroupValues(value_OB=scale[0], factor_OG=scale[1].flatten(1).contiguous())
     return _weight(bits, codes, group_size, scale=factors, minimum=least, zero=zero, table=table)

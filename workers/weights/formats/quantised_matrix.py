@@ -43,7 +43,7 @@ class StoredWeight(Protocol):
     def stored(self) -> StoredTensors: ...
 
     def weights(self) -> Sequence[QuantisedWeight]:
-        """What the filled targets become: one weight, or several of other inputs, whose products are added up."""
+        """The filled targets as one weight, or several of other inputs, whose products are added up."""
         ...
 
 
@@ -112,7 +112,7 @@ class QuantisedMatrix:
 
     @property
     def device_product(self) -> QuantisedProduct | None:
-        """That of this device's kernels with the whole weight, without its gate; once packed, where there is one."""
+        """The packed kernel for the whole weight, before the gate; None if the weight has several parts."""
         if [len(part) for part in self._parts] != [1] or self._padding:
             return None
         [[made]] = self._parts
