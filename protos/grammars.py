@@ -39,11 +39,13 @@ _FIXES = {
         "ambiguous, or nest and repeat fewer of them"
     ),
     "incompatible types": "no value can satisfy it (type, const, enum, allOf): make them agree",
+    "oneOf constraints": "oneOf cannot be enforced where a value may fit two alternatives: write anyOf",
     "NoExtensionBias": "it refers only to itself, so that no text is ever complete: give it an end",
 }
 
 
 _SPECIAL = re.compile(r'unknown special token: "([^"]{1,100})')
+_KEYS = re.compile(r"Unimplemented keys: \[(.{1,200}?)\]")
 _NUMBERED = re.compile(r"token by number: (.{1,100})")
 
 
@@ -59,5 +61,9 @@ def in_our_words(error: str) -> str:
         return (
             f"it names a token by its number, {numbered[1]}: an answer is text. Write the text in double quotes, or "
             "leave the token out"
+        )
+    if (keys := _KEYS.search(error)) is not None:
+        return (
+            f'these keywords of JSON Schema cannot be enforced: {keys[1]}: leave them out, or ask with "strict": false'
         )
     return next((fix for sign, fix in _FIXES.items() if sign in error), error[:MAX_TOLD_CHARS])

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protos.errors import InvalidRequest, Overloaded
+from protos.grammars import in_our_words
 from protos.limited.limited_process import PATIENCE_S, LimitedProcess, LimitedProcessEnded
 from router.grammar import checker_process
-from router.grammar.json_schema_errors import explained
 
 MAX_GRAMMAR_CHARS = 128 * 1024
 """Characters of a grammar with its schemas: at this size it compiles in about a tenth of a second."""
@@ -123,7 +123,7 @@ class GrammarChecks:
             if isinstance(error, LimitedProcessEnded) and error.took_too_long:
                 return _blame(error)
             raise
-        return explained(error_text, encoded.decode("utf-8", "surrogatepass"))
+        return in_our_words(error_text)
 
 
 @dataclass(slots=True, eq=False)
