@@ -37,7 +37,7 @@ def require_room(peer: str, needed: Collection[str], config: LaneConfig) -> None
     if peer not in needed and len(needed) >= config.max_lanes:
         raise Overloaded(
             f"{len(needed)} lanes are in use, of at most {config.max_lanes}: a lane to {peer} would be one too many; "
-            f"try again, or raise lanes.max_lanes",
+            "try again",
             retry_after_s=1.0,
         )
 

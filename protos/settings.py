@@ -1,7 +1,8 @@
 """A setting is declared once, as a field of a frozen dataclass: `name: type = setting(default, help, bounds)`.
 
 Its check and error are made from that here; its TOML key, `--set` path, flag, help text and row in docs/settings.md in
-`cluster.config`.
+`cluster.config`. A field of a configuration without `setting` is a constant: no operator has a reason to change it,
+tests and simulations have.
 """
 
 from __future__ import annotations

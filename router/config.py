@@ -23,11 +23,9 @@ class HttpConfig(CheckedSettings):
     """What every HTTP face shares."""
 
     max_body_bytes: int = setting(16 * 2**20, "Largest body of a request that is read.", least=1024, most=2**30)
-    body_timeout_s: float = setting(60.0, "Time for a body to arrive after its head.", least=0.1, most=3600)
+    body_timeout_s: float = 60.0  # time for a body to arrive after its head
     keep_alive_s: float = setting(15.0, "A silent stream sends a comment this often.", least=0.1, most=3600)
-    stall_s: float = setting(
-        60.0, "A stream whose client reads nothing for this long is ended.", least=0.01, most=86400
-    )
+    stall_s: float = 60.0  # a stream whose client reads nothing for this long is ended
     cors_origins: str = setting("", 'Pages that may call the API from a browser: "https://a.example, ..." or "*".')
     hosts: str = setting("", "Further names by which clients reach a gateway without tenants: a.example, ...")
     access_log: bool = setting(True, "Log a line for each request.")
@@ -53,8 +51,8 @@ class AdmissionConfig(CheckedSettings):
 
     max_queued: int = setting(1024, "Requests that wait at the gateway; more are refused.", least=0, most=10**6)
     max_queue_s: float = setting(30.0, "Longest wait at the gateway.", least=0, most=3600)
-    max_backlog: int = setting(64, "Requests at a worker that have not begun.", least=1, most=10**6)
-    max_backlog_s: float = setting(0.5, "Prefill work queued at a worker.", least=0.001, most=600)
+    max_backlog: int = 64  # requests at a worker that have not begun
+    max_backlog_s: float = 0.5  # prefill work queued at a worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,20 +62,14 @@ class DispatchConfig(CheckedSettings):
     `ticket_lease_s` bounds the silence of a gateway, not the time that a prompt waits for its prefill worker.
     """
 
-    max_attempts: int = setting(3, "Most attempts for a request that fails.", least=1, most=100)
-    max_worker_crashes: int = setting(
-        2, "A request is rejected after this many workers died with it, no token in between.", least=1, most=100
-    )
-    retry_pause_s: float = setting(0.1, "First pause before another attempt; later ones double.", least=0.001, most=60)
+    max_attempts: int = 3  # most attempts for a request that fails
+    max_worker_crashes: int = 2  # a request is rejected after this many workers died with it, no token in between
+    retry_pause_s: float = 0.1  # first pause before another attempt; later ones double
     successor_timeout_s: float = setting(
         600.0, "Longest wait of a running answer for a worker that is starting.", least=0, most=86400
     )
-    ticket_lease_s: float = setting(
-        30.0, "A decode worker frees blocks whose ticket is not renewed for this long.", least=0.1, most=3600
-    )
-    speculative_prefix_ttl_s: float = setting(
-        3.0, "A prompt just routed counts as cached on its workers for this long.", least=0, most=60
-    )
+    ticket_lease_s: float = 30.0  # a decode worker frees blocks whose ticket is not renewed for this long
+    speculative_prefix_ttl_s: float = 3.0  # a prompt just routed counts as cached on its workers for this long
     canary_every: int = setting(
         0, "One in this many greedy requests runs again on one worker and is compared; 0: none.", least=0, most=10**9
     )
@@ -87,11 +79,9 @@ class DispatchConfig(CheckedSettings):
 class FleetConfig(CheckedSettings):
     """Calls to workers."""
 
-    connect_timeout_s: float = setting(10.0, "Timeout for a connection to a worker.", least=0.01, most=600)
-    control_timeout_s: float = setting(
-        10.0, "Timeout for a worker's answer to a call without tokens.", least=0.01, most=600
-    )
-    health_period_s: float = setting(1.0, "Time between two health checks of a worker.", least=0.01, most=600)
+    connect_timeout_s: float = 10.0  # timeout for a connection to a worker
+    control_timeout_s: float = 10.0  # timeout for a worker's answer to a call without tokens
+    health_period_s: float = 1.0  # time between two health checks of a worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,16 +153,14 @@ class BatchConfig(CheckedSettings):
         "Folder of files and batches of this host, or s3://BUCKET/PREFIX beside a database; empty: of the user "
         "(docs/api.md).",
     )
-    max_file_bytes: int = setting(200 * 2**20, "Largest file of a batch's requests.", least=1024, most=2**34)
+    max_file_bytes: int = 200 * 2**20  # largest file of a batch's requests
     max_tenant_bytes: int = setting(100 * 2**30, "Files of batches that are stored for a tenant.", least=0, most=2**60)
-    max_lines: int = setting(50_000, "Most requests of a batch.", least=1, most=10**6)
-    max_running: int = setting(256, "Requests of batches that run at a time in a gateway process.", least=1, most=4096)
+    max_lines: int = 50_000  # most requests of a batch
+    max_running: int = 256  # requests of batches that run at a time in a gateway process
     slowdown: float = setting(
         1.08, "How many times longer steps of people's requests may become by batches beside them.", least=1, most=100
     )
-    lease_s: float = setting(
-        10.0, "Another gateway process goes on with a batch whose owner is silent for this long.", least=0.5, most=3600
-    )
+    lease_s: float = 10.0  # another gateway process goes on with a batch whose owner is silent for this long
 
     @property
     def is_in_bucket(self) -> bool:
@@ -209,10 +197,8 @@ class RouterConfig(CheckedSettings):
     local_prefill_tokens: int = setting(
         64, "An uncached remainder shorter than this stays on the decode worker.", least=0, most=2**20
     )
-    local_prefill_share: float = setting(
-        0.7, "An uncached remainder must also be a smaller share of the prompt to stay there.", least=0, most=1
-    )
-    decision_history_size: int = setting(1024, "Decisions kept for `baton why`.", least=1, most=10**6)
+    local_prefill_share: float = 0.7  # an uncached remainder must also be a smaller share of the prompt to stay there
+    decision_history_size: int = 1024  # decisions kept for `baton why`
     http: HttpConfig = field(default_factory=HttpConfig)
     text: TextConfig = field(default_factory=TextConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)

@@ -266,7 +266,7 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
         expert_imbalance=expert_load(decoder.expert_counts(), config.tp if config.expert_parallel else 1),
         speculation=_speculation(config, decoder, storage) if group.rank == 0 else None,
         drafting=drafting,
-        adapters=AdapterTable(decoder, max_rank=config.max_adapter_rank, max_adapters=config.max_adapters),
+        adapters=AdapterTable(decoder, max_adapters=config.max_adapters),
     )
 
 

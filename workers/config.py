@@ -28,8 +28,8 @@ class StepLimits:
     max_num_batched_tokens: int = setting(2048, "Tokens of one step.", least=1)
     max_num_seqs: int = setting(64, "Sequences in a step; more share time slices.", least=1)
     prefill_chunk: int = setting(512, "Tokens of one prompt in a step.", unit="tokens", least=1)
-    max_waiting: int = setting(1024, "Requests that have not begun; more are refused.", least=1)
-    time_slice_s: float = setting(10.0, "Time slice of a sequence while more than max_num_seqs have begun.", above=0)
+    max_waiting: int = 1024  # requests that have not begun; more are refused
+    time_slice_s: float = 10.0  # time slice of a sequence while more than max_num_seqs have begun
 
     @property
     def largest_chunk(self) -> int:
@@ -76,18 +76,15 @@ class WorkerConfig(StepLimits):
         None, "Share of memory for the KV cache; default: 0.9 on a GPU, 0.2 on a CPU.", above=0, most=1
     )
     host_kv_gib: float = setting(0.0, "Host memory of a worker for KV that its device evicts.", least=0, below=math.inf)
-    free_windows: bool = setting(True, "Free KV behind sliding windows while a sequence runs, and do not transfer it.")
+    free_windows: bool = True  # free KV behind sliding windows while a sequence runs, and do not transfer it
     speculate: str = setting(
         "off",
         "Drafts of next tokens: auto (ngram and suffix), off, ngram, suffix, model:PATH, eagle:PATH, medusa:PATH, mtp.",
     )
     max_drafts: int = setting(8, "Drafts that a step verifies of a sequence.", least=1, most=MAX_DRAFTS)
-    speculation_mib: float = setting(
-        64.0, "Memory of a worker for past answers, which suffix drafts come from.", unit="MiB", least=0, below=math.inf
-    )
+    speculation_mib: float = 64.0  # memory of a worker for past answers, which suffix drafts come from
     adapters: str = setting("", "LoRA adapters of every worker, as NAME=PATH, NAME=PATH.")
     max_adapters: int = setting(16, "LoRA adapters that a worker has at a time.", least=1)
-    max_adapter_rank: int = setting(128, "Largest rank of a LoRA adapter.", least=1)
     max_model_len: int | None = setting(
         None, "Longest prompt with its answer; default: the model's own.", unit="tokens", least=1
     )
@@ -99,7 +96,7 @@ class WorkerConfig(StepLimits):
     )
     cuda_graphs: bool = setting(True, "Capture decode steps on a GPU as CUDA graphs at the start.")
     bind_cores: str = setting("auto", "Compute threads on a CPU: auto (own cores for each rank), off, or as 0-3,8.")
-    collective_timeout_s: float = setting(60.0, "A rank waits this long for another within a step.", above=0)
+    collective_timeout_s: float = 60.0  # a rank waits this long for another within a step
     lanes: LaneConfig = field(default_factory=LaneConfig)
     revision: str = ""
 

@@ -39,14 +39,7 @@ from benchmarks.output import write_figures
 MARK = "BATON_LIVE_KILLS"
 KINDS = {"gateway": "cluster.gateway.process", "supervisor": "cluster.ray.supervisor_process", "worker": ""}
 FLEET = ("--prefill", "1", "--decode", "2", "--processes", "2", "--grpc-port", "0")
-QUICK = (
-    "--set",
-    "supervision.health_period_s=1",
-    "--set",
-    "ray.response_timeout_s=10",
-    "--set",
-    "router.batch.lease_s=5",
-)
+QUICK = ("--set", "supervision.health_period_s=1")
 OVER = ("completed", "failed", "expired", "cancelled")
 HEALED_S = 120.0
 LOST_S = 0.1  # between the last byte of an answer and its row

@@ -2,8 +2,8 @@
 
 Start a cluster that may be planned fast, and then this:
 
-    baton up --workers 1 --autoscale 1:3 --ttft-ms 400 --tpot-ms 40 --set planner.period_s=1 --set planner.window_s=5 \
-        --set planner.settle_s=6 --set planner.rest_s=2 --set planner.manual_s=0
+    baton up --workers 1 --autoscale 1:3 --ttft-ms 400 --tpot-ms 40 --set planner.period_s=1 \
+        --set planner.settle_s=6 --set planner.manual_s=0
 
 It prints the fleet as it changes, the errors of clients, and how long the way up and back took.
 """

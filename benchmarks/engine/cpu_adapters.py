@@ -109,7 +109,7 @@ def main(rank: int = 16, json_file: JsonFile = None) -> None:
         write_checkpoint(Path(folder) / "model")
         decoder = load_model(Path(folder) / "model", dtype="bfloat16")
         decoder.pack()
-        table = AdapterTable(decoder, max_rank=rank, max_adapters=2)
+        table = AdapterTable(decoder, max_adapters=2)
         ids = []
         for seed in (1, 2):
             path = str(write_adapter(decoder, Path(folder) / str(seed), rank=rank, seed=seed))

@@ -95,20 +95,20 @@ class RayConfig(CheckedSettings):
     span_nodes: bool = setting(
         False, "Ranks of one worker may be on several nodes, where no node has room for all of them (--tp)."
     )
-    response_timeout_s: float = setting(15.0, "A Ray that has not answered for this long is given up.", least=2)
+    response_timeout_s: float = 15.0  # a Ray that has not answered for this long is given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisionConfig:
+class SupervisionConfig(CheckedSettings):
     """When a worker counts as dead, when it is started again, and how it is stopped. A worker on the machine of its
     `baton serve` ends with that process."""
 
-    initial_backoff_s: float = setting(0.25, "Pause before a dead worker is started again.", least=0)
-    backoff_factor: float = setting(2.0, "Each further death makes the pause longer by this factor.", least=1)
-    max_backoff_s: float = setting(30.0, "Longest pause.", least=0)
-    backoff_reset_s: float = setting(60.0, "After this time of service earlier deaths do not count.", least=0)
+    initial_backoff_s: float = setting(0.25, "Pause before a dead worker is started again.", least=0, most=30)
+    backoff_factor: float = 2.0  # each further death makes the pause longer by this factor
+    max_backoff_s: float = 30.0  # longest pause
+    backoff_reset_s: float = 60.0  # after this time of service earlier deaths do not count
     health_period_s: float = setting(2.0, "Time between two health checks of a worker.", least=0.1)
-    max_failed_checks: int = setting(5, "A worker that fails as many checks in a row is dead.", least=1)
+    max_failed_checks: int = 5  # a worker that fails as many checks in a row is dead
     roll_patience_s: float = setting(
         600.0, "Running answers of a model that `baton roll` replaces may take this long.", least=0
     )
@@ -116,14 +116,6 @@ class SupervisionConfig:
     orphan_timeout_s: float = setting(
         60.0, "A worker of `baton pools`, or on another machine, ends after this time without a supervisor.", least=10
     )
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-        if self.max_backoff_s < self.initial_backoff_s:
-            raise Misconfigured(
-                f"max_backoff_s = {self.max_backoff_s}: give initial_backoff_s = {self.initial_backoff_s:g} or more",
-                param="max_backoff_s",
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,9 @@ from protos.errors import Misconfigured
 
 TABLE = "models"
 OF_EACH = (
-    "model", "served_name", "fleet", "discovery", "pools", "worker", "prefill", "decode", "planner", "lanes",
+    "model", "served_name", "fleet", "discovery", "pools", "worker", "planner", "lanes",
     "router.policy", "router.shadow_policy", "router.ttft_ms", "router.tpot_ms", "router.local_prefill_tokens",
-    "router.local_prefill_share", "router.decision_history_size", "router.model_aliases", "router.text",
-    "router.admission", "router.dispatch", "router.fleet",
+    "router.model_aliases", "router.text", "router.admission", "router.dispatch", "router.fleet",
 )  # fmt: skip
 """Settings and tables that a model may have of its own. The others are of the address, and the same for all."""
 _NAMED = re.compile(r"([^=\s]+)=(.+)")

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from cluster.config.config import ClusterConfig
 from cluster.config.declared import config_fields, declared_settings, path_of, tables
-from cluster.config.renamed import check_renamed
 from protos.errors import Misconfigured
 from protos.hints import suggested, unusable
 from protos.model_files.opening import model_name
@@ -176,7 +175,6 @@ def _checked(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Values by path. Raises Misconfigured for an unknown name or a value of a wrong type."""
     known = declared_settings()
     for path, value in _leaves(settings, ""):
-        check_renamed(path)
         if path not in known:
             raise Misconfigured(_unknown(path), param=path)
         yield path, _typed(path, value, known[path].setting)

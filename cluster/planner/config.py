@@ -12,6 +12,8 @@ from protos.errors import Misconfigured
 from protos.settings import CheckedSettings, setting
 from protos.values import WorkerRole
 
+WINDOW_PERIODS = 4  # a decision looks at the requests of so many periods
+REST_SETTLES = 3  # at least so many times settle_s pass between two changes that make the fleet smaller
 _BOUNDS = re.compile(r"(?:(?P<role>[a-z]+)=)?(?P<least>\d{1,4}):(?P<most>\d{1,4})")
 
 
@@ -26,9 +28,7 @@ class PlannerConfig(CheckedSettings):
     )  # fmt: skip
     attainment: float = setting(0.95, "Share of requests that shall meet the objective.", above=0, most=1)
     period_s: float = setting(15.0, "Time between two decisions.", least=0.1)
-    window_s: float = setting(60.0, "A decision looks at the requests of this time.", least=1)
     settle_s: float = setting(300.0, "Fewer workers must have sufficed for this long before one goes.", least=1)
-    rest_s: float = setting(900.0, "Time between two changes that make the fleet smaller.", least=0)
     manual_s: float = setting(1800.0, "An operator's change is left alone for this long.", least=0)
 
     def __post_init__(self) -> None:
@@ -44,9 +44,9 @@ class PlannerConfig(CheckedSettings):
         return PlannerSettings(
             objective=FleetObjective(ttft_s=ttft_ms / 1000, tpot_s=tpot_ms / 1000, attainment=self.attainment),
             limits=limits_of(self.autoscale, devices, absent=absent),
-            pace=PlannerPace(settle_s=self.settle_s, rest_s=self.rest_s),
+            pace=PlannerPace(settle_s=self.settle_s, rest_s=REST_SETTLES * self.settle_s),
             period_s=self.period_s,
-            window_s=self.window_s,
+            window_s=WINDOW_PERIODS * self.period_s,
             manual_s=self.manual_s,
         )
 

@@ -104,7 +104,7 @@ def _check_adapters(config: ClusterConfig) -> None:
     """Files on machines of an existing Ray are not checked here."""
     if not config.ray.address:
         for path in parse_adapters(config.worker.adapters).values():
-            check_folder(Path(path), max_rank=config.worker.max_adapter_rank)
+            check_folder(Path(path))
 
 
 def _check_host_tier(config: ClusterConfig, free: int) -> None:

@@ -34,7 +34,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     model = model_flags(os.environ.get("BATON_CHAOS_MODEL", "demo"), tmp_path_factory.mktemp("model"))
     size = ("--prefill", "2", "--decode", "2", "--processes", "2", "--port", "0", "--grpc-port", "0")
     speculating = ("--speculate", "auto")
-    quick = ("--set", "supervision.health_period_s=1", "--set", "ray.response_timeout_s=10")
+    quick = ("--set", "supervision.health_period_s=1")
     deployed = Deployed("up", *size, *PRECISE, *quick, *speculating, *model)
     try:
         deployed.wait_for("^serving ")

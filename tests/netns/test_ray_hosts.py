@@ -33,7 +33,7 @@ GATEWAY, PREFILL, DECODE, REDIS, HEAD = 1, 2, 3, 4, 5
 SECOND_PREFILL, SECOND_DECODE = 6, 7
 POOLS = {PREFILL: "prefill", DECODE: "decode", SECOND_PREFILL: "prefill", SECOND_DECODE: "decode"}
 MODEL = ("--model", str(DEMO), "--served-name", "demo")
-QUICK = ("--set", "supervision.health_period_s=1", "--set", "supervision.max_failed_checks=3")
+QUICK = ("--set", "supervision.health_period_s=1")
 NUM_TOKENS = 150
 START_S = 120.0
 GRACE_S = 120.0  # terminationGracePeriodSeconds
@@ -70,7 +70,7 @@ class RayHosts:
         )  # fmt: skip
         self.gateway = self._deploy(
             "gateway", *MODEL, "--host", self.hosts.address(GATEWAY), "--port", "0", "--grpc-port", "0",
-            "--discovery", redis, "--set", "router.local_prefill_tokens=0", "--set", "router.fleet.control_timeout_s=2",
+            "--discovery", redis, "--set", "router.local_prefill_tokens=0",
         )  # fmt: skip
 
     def head(self) -> None:

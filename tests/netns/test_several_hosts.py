@@ -41,7 +41,7 @@ class FourHosts:
             GATEWAY, "gateway", *MODEL, "--host", self.hosts.address(GATEWAY), "--port", "0", "--grpc-port", "0",
             "--index", f"redis://{self.hosts.address(REDIS)}:6379",
             *(option for number in (PREFILL, DECODE) for option in ("--worker", self.worker_address(number))),
-            "--set", "router.local_prefill_tokens=0", "--set", "router.fleet.control_timeout_s=2",
+            "--set", "router.local_prefill_tokens=0",
             "--set", "router.dispatch.canary_every=1",
         )  # fmt: skip
         for worker in (prefill, self.decode):

@@ -110,9 +110,7 @@ def test_an_adapter_ends_with_its_last_request(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path / "model")
     first = make_adapter(tmp_path / "model", tmp_path / "first", seed=1)
     second = make_adapter(tmp_path / "model", tmp_path / "second", seed=2)
-    config = WorkerConfig(
-        model=str(tmp_path / "model"), num_blocks=64, device="cpu", max_adapters=2, max_adapter_rank=8
-    )
+    config = WorkerConfig(model=str(tmp_path / "model"), num_blocks=64, device="cpu", max_adapters=2)
     with colocated(config) as engine:
         adapters = engine.adapters
         assert adapters is not None

@@ -53,7 +53,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def table(decoder: Decoder) -> AdapterTable:
-    return AdapterTable(decoder, max_rank=64, max_adapters=4)
+    return AdapterTable(decoder, max_adapters=4)
 
 
 def load(adapters: AdapterTable, path: Path) -> str:

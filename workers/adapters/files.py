@@ -84,9 +84,7 @@ class AdapterTensors:
         return tensor
 
 
-def read_adapter(
-    path: str | Path, served: Mapping[str, ModuleShape], *, max_rank: int, adapter_id: str = ""
-) -> AdapterFiles:
+def read_adapter(path: str | Path, served: Mapping[str, ModuleShape], *, adapter_id: str = "") -> AdapterFiles:
     """Checks the adapter in the folder `path` against the linear layers of the model that can have one. An id that is
     known spares reading the files for it.
 
@@ -94,7 +92,7 @@ def read_adapter(
     not served), each naming file, field or tensor, and the fix.
     """
     folder = Path(path)
-    config = check_folder(folder, max_rank=max_rank)
+    config = check_folder(folder)
     file = folder / WEIGHTS
     if not served:
         raise UnsupportedModel(
@@ -110,11 +108,11 @@ def read_adapter(
     return AdapterFiles(folder=folder, adapter_id=digest, config=config, modules=modules, num_bytes=num_bytes)
 
 
-def check_folder(folder: Path, *, max_rank: int) -> PeftConfig:
+def check_folder(folder: Path) -> PeftConfig:
     """Checks what needs no model. Raises what `read_adapter` raises."""
     if not os.path.isdir(folder):  # of a name that is too long Path.is_dir raises OSError
         raise BadCheckpoint(f"the adapter {folder} is no folder: give the one that PEFT's save_pretrained wrote")
-    config, file = read_peft_config(folder, max_rank=max_rank), folder / WEIGHTS
+    config, file = read_peft_config(folder), folder / WEIGHTS
     if file.is_file():
         return config
     if pickles := sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)):

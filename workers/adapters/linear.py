@@ -55,9 +55,8 @@ class LoadedAdapter:
 class AdapterTable:
     """The adapters of one rank. Every rank loads and unloads the same ones, in the order of its steps."""
 
-    def __init__(self, decoder: AdaptableDecoder, *, max_rank: int, max_adapters: int) -> None:
+    def __init__(self, decoder: AdaptableDecoder, *, max_adapters: int) -> None:
         self._decoder = decoder
-        self._max_rank = max_rank
         self._max_adapters = max_adapters
         self._linears = tuple(decoder.linears())
         self._shapes = _shapes_of(self._linears)
@@ -65,7 +64,7 @@ class AdapterTable:
 
     def check(self, path: str) -> AdapterFiles:
         """Reads the adapter's files without changing anything. Callable from any thread. Raises as `read_adapter`."""
-        files = read_adapter(path, self._shapes, max_rank=self._max_rank)
+        files = read_adapter(path, self._shapes)
         with files.read() as tensors:
             for module in files.modules.values():
                 for name, scale in ((module.down, 1.0), (module.up, module.scale)):
@@ -102,7 +101,7 @@ class AdapterTable:
             return known
         start_s = time.perf_counter()
         try:
-            files = read_adapter(path, self._shapes, max_rank=self._max_rank, adapter_id=adapter_id)
+            files = read_adapter(path, self._shapes, adapter_id=adapter_id)
             num_bytes = self._install(files)
         except BatonError as error:
             if self._decoder.context.parallel.rank == 0:

@@ -23,6 +23,7 @@ log = logging.getLogger("baton.worker")
 CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
 PATTERNS_CPU_S = 1.0
+MAX_RANK = 512
 _PLAIN = re.compile(r"[\w.\\-]{0,256}")
 _MERGE = "merge it into its model with PEFT's merge_and_unload, and serve the merged checkpoint"
 
@@ -80,7 +81,7 @@ class PeftConfig:
         return {module: values[number] for module, number in matches.items()}
 
 
-def read_peft_config(folder: Path, *, max_rank: int) -> PeftConfig:
+def read_peft_config(folder: Path) -> PeftConfig:
     """Raises BadCheckpoint for a file that is missing or damaged, UnsupportedModel for an option that is not served;
     each names file, field and fix."""
     path = folder / CONFIG
@@ -99,10 +100,9 @@ def read_peft_config(folder: Path, *, max_rank: int) -> PeftConfig:
         alpha_pattern={name: alphas.number(name) for name in alphas.names()},
     )
     for field, rank in (("r", found.rank), *(("rank_pattern", rank) for rank in found.rank_pattern.values())):
-        if rank > max_rank:
+        if rank > MAX_RANK:
             raise UnsupportedModel(
-                f"{path}: {field!r} is {rank}, more than worker.max_adapter_rank = {max_rank}: raise the setting, or "
-                "train an adapter of a lower rank",
+                f"{path}: {field!r} is {rank}, more than {MAX_RANK}: train an adapter of a lower rank",
                 param=field,
             )
     return found

@@ -30,6 +30,7 @@ from cluster.simulate.world.lanes import Cards
 from cluster.simulate.world.network import NetworkModel
 from cluster.simulate.world.workload import SessionLimit
 from kvtransfer.windows import PageWindows
+from prefill_pool.config import PrefillConfig
 from protos.errors import Misconfigured
 from protos.hints import counted
 from protos.values import KVLayout, WorkerRole
@@ -42,17 +43,17 @@ MEMORY_SHARE = 0.9
 MAX_HOST_GIB = 16_384  # of one worker
 MAX_BLOCKS = 4_000_000  # of one worker: 400 MB and three seconds
 SIMULATED_DTYPES = ("auto", "bfloat16")
+CHUNK_BYTES = 128 * 2**20  # copied in a tenth of a millisecond; larger chunks make fewer events
 HOST_SHARE = 0.8  # share of PCIe's nominal rate, in copies of whole blocks
 GPU_WORKERS: Table = {
     "model": "simulated",
     "worker": {"block_size": 64, "max_num_batched_tokens": 8192, "max_num_seqs": 256, "prefill_chunk": 8192},
-    "prefill": {"chunk_bytes": 128 * 2**20},  # copied in a tenth of a millisecond; larger blocks make fewer events
 }
 """Defaults for large models on GPUs; a file and `--set` override them."""
 WITHOUT_EFFECT = frozenset({
     "host", "port", "grpc_port", "served_name", "discovery", "lanes", "ray", "tls", "peers", "supervision.grace_s",
-    "worker.device", "worker.cuda_graphs", "worker.bind_cores", "worker.collective_timeout_s", "prefill.group_bytes",
-    "router.shadow_policy", "router.tenants", "router.http.max_body_bytes", "router.http.body_timeout_s",
+    "worker.device", "worker.cuda_graphs", "worker.bind_cores",
+    "router.shadow_policy", "router.tenants", "router.http.max_body_bytes",
     "router.http.keep_alive_s", "router.http.cors_origins", "router.http.hosts", "router.dispatch.canary_every",
     "router.text.tool_parser", "router.text.disable_any_whitespace", "router.text.reasoning_parser",
     "router.text.chat_template", "router.text.pooling",
@@ -131,7 +132,7 @@ def read_settings(file: Path | None, further: Sequence[str]) -> ClusterConfig:
 
 
 def _make(tables: Table) -> ClusterConfig:
-    config = make_config(merge(GPU_WORKERS, tables))
+    config = replace(make_config(merge(GPU_WORKERS, tables)), prefill=PrefillConfig(chunk_bytes=CHUNK_BYTES))
     for name in config.router.policy.split(","):  # a sweep tries all of these policies
         check_name(name)
     if config.worker.dtype not in SIMULATED_DTYPES:

@@ -8,8 +8,7 @@ import pytest
 
 from kvtransfer.session import Session
 from kvtransfer.transport import Sent
-from prefill_pool.config import PrefillConfig
-from protos.errors import IncompatibleWorkers, InvalidRequest, Misconfigured, TransferFailed
+from protos.errors import IncompatibleWorkers, InvalidRequest, TransferFailed
 from protos.values import FinishReason, SamplingParams
 from tests.layouts import changed
 from tests.unit.decode_pool.pair import (
@@ -431,8 +430,3 @@ def test_load_counts_what_was_sent() -> None:
     pair.finish()
     assert pair.prefill.engine.load().num_tickets == 0
     assert pair.prefill.engine.load().transfer_bytes == 3 * BLOCK_BYTES
-
-
-def test_settings_are_checked() -> None:
-    with pytest.raises(Misconfigured, match="chunk_bytes = 0"):
-        PrefillConfig(chunk_bytes=0)

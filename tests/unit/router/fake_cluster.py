@@ -12,7 +12,6 @@ from typing import Any, cast
 import httpx
 
 from protos.event_loop import Changed
-from protos.settings import settings_of
 from protos.values import SamplingParams, StepMessage, WorkerRole
 from router.build import Router, build_router
 from router.config import RouterConfig
@@ -69,7 +68,7 @@ def router_config(model_path: Path, model_name: str, **settings: Any) -> RouterC
     for name, value in settings.items():
         for part in ("", "http", "text", "admission", "dispatch", "fleet"):
             owner = getattr(config, part) if part else config
-            if name in settings_of(type(owner)):
+            if hasattr(owner, name):
                 changed = replace(owner, **{name: value})
                 config = replace(config, **{part: changed}) if part else changed
                 break

@@ -30,8 +30,6 @@ def test_the_defaults_serve() -> None:
         ("memory_fraction", float("nan"), "at most 1"),
         ("host_kv_gib", -1.0, "0 or more"),
         ("host_kv_gib", float("nan"), "0 or more"),
-        ("collective_timeout_s", 0.0, "above 0"),
-        ("collective_timeout_s", float("nan"), "above 0"),
         ("max_num_seqs", 4096, "max_num_batched_tokens"),
         ("steps_in_flight", -1, "0 to 4"),
         ("steps_in_flight", 5, "0 to 4"),

@@ -22,10 +22,10 @@ def changed(current: Revision = FIRST, model: str = "", files: str = "", **setti
 
 def test_settings_of_workers_change_and_add_up_over_rolls() -> None:
     one = changed(worker__prefill_chunk=512, lanes__stall_s=3)
-    two = changed(one, model="/models/new", files="f", decode__headroom=0.2)
+    two = changed(one, model="/models/new", files="f", worker__max_num_seqs=9)
     config = revised(CONFIG, two)
     assert (config.worker.model, config.worker.revision) == ("/models/new", two.name)
-    assert (config.worker.prefill_chunk, config.worker.lanes.stall_s, config.decode.headroom) == (512, 3.0, 0.2)
+    assert (config.worker.prefill_chunk, config.worker.lanes.stall_s, config.worker.max_num_seqs) == (512, 3.0, 9)
     assert len({FIRST.name, one.name, two.name}) == 3
     assert revised(CONFIG, FIRST) == CONFIG
 

@@ -19,7 +19,7 @@ from router.fleet_owner import DesiredFleet, FleetOrder, OrderKind, Revision
 from router.planning import GatewaySight, PlannerReport, RequestSample, WorkerSight
 from tests.unit.cluster.capacity.staged_fleet import CONFIGURED, DECODE, PREFILL, StagedFleet, scale
 
-CONFIG = PlannerConfig(autoscale="1:4", window_s=60.0, period_s=10.0, settle_s=120.0, rest_s=30.0, manual_s=300.0)
+CONFIG = PlannerConfig(autoscale="1:4", period_s=15.0, settle_s=120.0, manual_s=300.0)
 SMALL, LARGE = {PREFILL: 1, DECODE: 1}, {PREFILL: 1, DECODE: 2}
 
 
@@ -126,7 +126,7 @@ async def test_a_manual_change_is_left_alone_until_a_stated_time() -> None:
 
 
 async def test_a_fleet_that_a_request_woke_is_planned_at_once() -> None:
-    cluster = PlannedCluster(PlannerConfig(autoscale="0:4", settle_s=60.0, rest_s=30.0))
+    cluster = PlannedCluster(PlannerConfig(autoscale="0:4", settle_s=60.0))
     assert not any((await cluster.quiet("a")).values()), "without requests it sleeps"
     await cluster.owner.order(FleetOrder(kind=OrderKind.WAKE, who="a request"))
     assert (await cluster.report()).manual_until_s == 0.0

@@ -378,8 +378,8 @@ def test_an_unknown_policy_is_refused_with_a_suggestion() -> None:
 
 
 def test_a_setting_out_of_range_is_named() -> None:
-    with pytest.raises(Misconfigured, match=r"local_prefill_share = 1\.5: give a number from 0"):
-        RouterConfig(model_path=Path("m"), model_name="m", local_prefill_share=1.5)
+    with pytest.raises(Misconfigured, match=r"local_prefill_tokens = -1: give a number from 0"):
+        RouterConfig(model_path=Path("m"), model_name="m", local_prefill_tokens=-1)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,13 +17,13 @@ def told(*further: str) -> str:
 
 
 def test_settings_that_change_nothing_are_named_in_one_line() -> None:
-    given = "port=9", 'worker.device="cpu"', "worker.max_num_seqs=8", "lanes={stall_s=9,idle_timeout_s=9}", "port=10"
+    given = "port=9", 'worker.device="cpu"', "worker.max_num_seqs=8", "lanes={stall_s=9,checksum=true}", "port=10"
     lines = [line for line in told(*given).splitlines() if "no effect" in line]
-    assert lines == ["no effect in a simulation: --set port, worker.device, lanes.stall_s, lanes.idle_timeout_s"]
+    assert lines == ["no effect in a simulation: --set port, worker.device, lanes.stall_s, lanes.checksum"]
 
 
 def test_nothing_is_said_of_settings_that_count() -> None:
-    assert "no effect" not in told("worker.max_num_seqs=8", "prefill.chunk_bytes=1048576", 'index="redis://any"')
+    assert "no effect" not in told("worker.max_num_seqs=8", 'index="redis://any"')
 
 
 def test_only_settings_that_exist_are_known_to_have_none() -> None:
