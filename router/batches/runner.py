@@ -77,7 +77,7 @@ class BatchRunner:
                         await asyncio.to_thread(self._storage.files.sweep)
                 except BatonError as error:
                     self._metrics.failed_looks.inc()
-                    self._storage.failures.note(f"batches are not looked at: {error.message}")
+                    self._storage.failed(f"batches are not looked at: {error.message}")
                 except Exception:
                     self._metrics.failed_looks.inc()
                     log.exception("batches are not looked at: internal error")
@@ -112,7 +112,7 @@ class BatchRunner:
         except LeaseLost:
             log.info("%s goes on in another gateway process", batch.id)
         except BatonError as error:
-            self._storage.failures.note(f"{batch.id} stops until its lease ends: {error.message}")
+            self._storage.failed(f"{batch.id} stops until its lease ends: {error.message}")
         except Exception:
             log.exception("%s stops until its lease ends: internal error", batch.id)
             self._failures[batch.id] += 1

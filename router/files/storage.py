@@ -44,6 +44,11 @@ class BatchStorage:
         """Why batches were not run, or files not stored, lately; "" if they were."""
         return self.database.trouble or self.failures.recent
 
+    def failed(self, message: str) -> None:
+        """Notes a failure, unless it is the database's, which notes its own and knows when that is over."""
+        if not self.database.trouble:
+            self.failures.note(message)
+
     def close(self) -> None:
         self.database.close()
 
