@@ -157,14 +157,14 @@ def test_a_missing_or_damaged_file_is_named(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["device", "fifo", "large"])
 def test_a_config_that_has_no_end_is_refused(folder: Path, kind: str) -> None:
+    content = (folder / CONFIG).read_text()
     (folder / CONFIG).unlink()
     if kind == "device":
         (folder / CONFIG).symlink_to("/dev/zero")
     elif kind == "fifo":
         os.mkfifo(folder / CONFIG)
     else:
-        with (folder / CONFIG).open("wb") as file:
-            file.truncate(MAX_CONFIG_BYTES + 1)
+        (folder / CONFIG).write_text(content + " " * MAX_CONFIG_BYTES)
     with pytest.raises(BadCheckpoint, match=CONFIG):
         read_adapter(folder, MODULES)
 
