@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client
-from cluster.cli.tables import Sheet
+from cluster.cli.tables import Sheet, show
 from kvtransfer.reshard import EIGHT_BITS
 from protos.hints import byte_count, counted
 from router.fleet_owner import DesiredFleet, Revision
@@ -27,7 +25,6 @@ STYLES = {
 HERE = ("ready", "draining")
 """States in which a worker reports its load; in other states its last report is stale."""
 
-PIPED_COLUMNS = 160
 SHORT = 40  # a longer reason is printed below the table
 LONG = 240  # longer reasons are cut here: --json has all of them
 
@@ -44,11 +41,7 @@ def status(
 ) -> None:
     """Show pools, workers, load, KV use, lanes and tickets of a running cluster."""
     answer = fetch_status(url, api_key, "/admin/kv" if kv else "/admin/status")
-    if as_json:
-        typer.echo(json.dumps(answer, indent=2))
-    else:
-        shown = kv_tables(answer) if kv else status_tables(answer, url)
-        Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS).print(shown)
+    show(answer, lambda: kv_tables(answer) if kv else status_tables(answer, url), as_json=as_json)
 
 
 def fetch_status(url: str, api_key: str = "", path: str = "/admin/status") -> dict[str, Any]:
@@ -162,18 +155,10 @@ def fleet_of(fleet: Mapping[str, Any]) -> DesiredFleet:
 
 
 def _pools(workers: Sequence[Worker]) -> Sheet:
-    table = _table(
-        "Pools",
-        "pool",
-        "ready",
-        "running",
-        "waiting",
-        "queued",
-        "KV use",
-        "tickets",
-        "moved",
+    table = Sheet(
+        "Pools", "pool", "ready", "running", "waiting", "queued", "KV use", "tickets", "moved",
         spare=("moved", "tickets", "queued"),
-    )
+    )  # fmt: skip
     for pool in sorted({_pool(worker) for worker in workers}, key=_rank):
         members = [worker for worker in workers if _pool(worker) == pool]
         loads = [worker["load"] for worker in members if worker["state"] in HERE]
@@ -201,22 +186,11 @@ def _moved(loads: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _workers(workers: Sequence[Worker]) -> Sheet:
-    columns = (
-        "worker",
-        "state",
-        "address",
-        "process",
-        "on",
-        "running",
-        "waiting",
-        "KV",
-        "cached",
-        "prefill\ntok/s",
-        "step",
-    )
-    table = _table(
-        "Workers", *columns, spare=("process", "cached", "step", "prefill\ntok/s", "address", "on", "waiting", "KV")
-    )
+    table = Sheet(
+        "Workers", "worker", "state", "address", "process", "on", "running", "waiting", "KV", "cached",
+        "prefill\ntok/s", "step", prose=("state",),
+        spare=("process", "cached", "step", "prefill\ntok/s", "address", "on", "waiting", "KV"),
+    )  # fmt: skip
     for worker in workers:
         info = worker["info"] or {}
         reason = worker["reason"] if len(worker["reason"]) <= SHORT else ""
@@ -253,7 +227,7 @@ def _load(worker: Worker) -> list[str]:
 
 def _speculation(workers: Sequence[Worker]) -> Sheet:
     """Drafts of each pool by source. A whole pool's figures stand in its first row."""
-    table = _table(
+    table = Sheet(
         "Speculation", "pool", "drafts of", "drafted", "accepted", "by position", "tokens a step", "saved",
         spare=("by position", "drafted"),
     )  # fmt: skip
@@ -301,9 +275,10 @@ def _cached(worker: Worker) -> str:
 
 
 def _lanes(held: Held) -> Sheet:
-    table = _table(
-        "Lanes", "worker", "peer", "over", "state", "moved", "speed", "idle", spare=("idle", "speed", "moved")
-    )
+    table = Sheet(
+        "Lanes", "worker", "peer", "over", "state", "moved", "speed", "idle", prose=("state", "over"),
+        spare=("idle", "speed", "moved"),
+    )  # fmt: skip
     for worker_id, lane in _each(held, "lanes"):
         speed = f"{byte_count(lane['num_bytes'] / lane['busy_s'])}/s" if lane["busy_s"] else "-"
         moved, idle = byte_count(lane["num_bytes"]), _duration(lane["idle_s"])
@@ -317,7 +292,7 @@ def _lanes(held: Held) -> Sheet:
 
 
 def _tiers(held: Held) -> Sheet:
-    table = _table(
+    table = Sheet(
         "Blocks", "worker", "tier", "in use", "cached", "hits", "evicted", "loaded", spare=("loaded", "evicted")
     )
     for worker_id, tier in _each(held, "tiers"):
@@ -328,7 +303,10 @@ def _tiers(held: Held) -> Sheet:
 
 
 def _tickets(held: Held) -> Sheet:
-    table = _table("Tickets", "worker", "ticket", "state", "way", "with", "age", "size", spare=("way", "size", "age"))
+    table = Sheet(
+        "Tickets", "worker", "ticket", "state", "way", "with", "age", "size", prose=("state",),
+        spare=("way", "size", "age"),
+    )  # fmt: skip
     for worker_id, ticket in _each(held, "tickets"):
         name = f"{ticket['ticket_id']} (try {ticket['generation']})"
         age, size = _duration(ticket["age_s"]), byte_count(ticket["num_bytes"])
@@ -338,11 +316,6 @@ def _tickets(held: Held) -> Sheet:
 
 def _each(held: Held, what: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     return ((worker_id, one) for worker_id, kv in held if kv is not None for one in kv[what])
-
-
-def _table(title: str, *columns: str, spare: Sequence[str] = ()) -> Sheet:
-    words = {"pool", "worker", "state", "address", "on", "peer", "over", "ticket", "way", "with", "tier"}
-    return Sheet(title, *columns, left=[*words], prose=("state", "over"), spare=spare)
 
 
 def _pool(worker: Worker) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
@@ -10,13 +13,32 @@ from rich.text import Text
 
 GAP = 2  # between columns
 PROSE = 16  # a column of prose is not made narrower than this
+PIPED_COLUMNS = 160
+WORDS = frozenset({
+    "pool", "worker", "state", "address", "on", "peer", "over", "ticket", "way", "with", "tier", "request", "prefill",
+    "decode", "role", "what", "fleet", "decision", "by", "from", "to", "outcome",
+})  # fmt: skip
+"""Columns that are aligned left; figures are aligned right."""
+
+
+def result_console() -> Console:
+    """A pipe has room for every column."""
+    return Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
+
+
+def show(answer: Any, shown: Callable[[], RenderableType], *, as_json: bool) -> None:
+    """Prints a gateway's answer as it is, or as people read it."""
+    if as_json:
+        print(json.dumps(answer, indent=2))
+    else:
+        result_console().print(shown())
 
 
 class Sheet:
     """A table that shrinks in this order: headers wrap at spaces; prose wraps; `spare` columns are dropped, the first
     one first; records are printed as a line for each field.
 
-    `left`: columns that are aligned left, not right; `prose`: columns whose text may wrap; `whole`: the option
+    `left`: columns besides `WORDS` that are aligned left; `prose`: columns whose text may wrap; `whole`: the option
     that prints every column.
     """
 
@@ -31,7 +53,7 @@ class Sheet:
     ) -> None:
         self._title, self._whole = title, whole
         self._columns = columns
-        self._left, self._prose = frozenset((*left, *prose)), frozenset(prose)
+        self._left, self._prose = WORDS.union(left, prose), frozenset(prose)
         self._spare = [name for name in spare if name in columns]
         self._rows: list[tuple[Text, ...]] = []
 

@@ -3,23 +3,20 @@ cache misses."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client, request_json
 from cluster.cli.change.decisions import capacity_view
-from cluster.cli.tables import Sheet
+from cluster.cli.tables import Sheet, show
 from protos.errors import Misconfigured
 from router.policies.base import cost_figure, shown_unit
 
-PIPED_COLUMNS = 160
 RECENT = 20
 
 # Terms of slo's costs (docs/routing.md). The lowest total is chosen.
@@ -58,29 +55,22 @@ def why(
     with open_client(url, api_key) as client:
         if capacity:
             report = get_json(client, "/admin/capacity")
-            _say(report, capacity_view(report), as_json=as_json)
+            show(report, lambda: capacity_view(report), as_json=as_json)
             return
         if not request:
             fetched = request_json(client, f"/admin/requests?limit={RECENT}")
-            _say(fetched, recent_table(fetched["requests"]), as_json=as_json)
+            show(fetched, lambda: recent_table(fetched["requests"]), as_json=as_json)
             return
         path = f"/admin/requests/{quote(request, safe='')}"
         fetched = {**request_json(client, path), "cache": request_json(client, f"{path}/cache")["jobs"]}
-    _say(fetched, explanation(fetched), as_json=as_json)
-
-
-def _say(answer: View, shown: RenderableType, *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(answer, indent=2))
-    else:
-        Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS).print(shown)
+    show(fetched, lambda: explanation(fetched), as_json=as_json)
 
 
 def recent_table(requests: Sequence[View]) -> RenderableType:
     """The latest requests, one a line."""
     if not requests:
         return Text("No request has come to this gateway yet.")
-    table = _table(
+    table = Sheet(
         "Requests", "request", "state", "prompt", "cached", "output", "TTFT", "between tokens", "prefill", "decode",
         spare=("between tokens", "cached", "output", "prompt"),
     )  # fmt: skip
@@ -168,7 +158,7 @@ def _costs(choice: View) -> Sheet:
     cached = {one["worker_id"]: _cached(one) for one in choice["candidates"]}
     named, scale = shown_unit(choice["cost_unit"])
     unit = f" ({named})" if named else ""
-    table = _table("", "worker", f"total{unit}", "role", "cached", *(f"{name}{unit}" for name in names))
+    table = Sheet("", "worker", f"total{unit}", "role", "cached", *(f"{name}{unit}" for name in names))
     chosen = (choice["prefill"], choice["decode"])
     for one in sorted(scores, key=lambda one: (one["role"] != "prefill", one["total"])):
         terms = _terms(one)
@@ -212,7 +202,7 @@ def _shadow(one: View) -> str:
 
 
 def _timeline(events: Sequence[View], is_vector: bool) -> Sheet:
-    table = _table("", "at", "what", "")
+    table = Sheet("", "at", "what", "", prose=("",))
     of_answers = {"max_tokens", "tokens", "reason", "decode"} if is_vector else set()
     for event in events:
         facts = {name: value for name, value in event.items() if name not in {"at_s", "what"} | of_answers}
@@ -237,8 +227,3 @@ def _seconds(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
-
-
-def _table(title: str, *columns: str, spare: Sequence[str] = ()) -> Sheet:
-    words = {"request", "state", "prefill", "decode", "worker", "role", "what"}
-    return Sheet(title, *columns, left=[*words], prose=("",), spare=spare)

@@ -32,7 +32,7 @@ def capacity_view(report: View, *, now: float | None = None) -> RenderableType:
 
 def weighed_table(weighed: Sequence[View]) -> RenderableType:
     """The fleets that a decision weighed, the best one first."""
-    table = Sheet("Weighed", "fleet", "in time", "device seconds", left=["fleet"])
+    table = Sheet("Weighed", "fleet", "in time", "device seconds")
     for one in weighed:
         table.add_row(counts_words(one["counts"]), f"{one['attainment']:.1%}", f"{one['cost']:,.0f}")
     return table if table.row_count else Text("")
@@ -59,7 +59,7 @@ def _headline(report: View, now: float) -> Iterator[Text]:
 
 
 def _decisions(decisions: Sequence[View], now: float) -> Sheet:
-    table = Sheet("Decisions", "at", "in time", "requests/s", "in line", "decision", "reason", left=["decision"],
+    table = Sheet("Decisions", "at", "in time", "requests/s", "in line", "decision", "reason",
                   prose=["reason"])  # fmt: skip
     for one in decisions:
         table.add_row(
@@ -80,7 +80,7 @@ def _refused(one: View) -> str:
 
 
 def _changes(changes: Sequence[View], now: float) -> Sheet:
-    table = Sheet("Changes", "number", "at", "by", "from", "to", "outcome", "why", left=["by", "from", "to", "outcome"],
+    table = Sheet("Changes", "number", "at", "by", "from", "to", "outcome", "why",
                   prose=["why"])  # fmt: skip
     for one in changes:
         outcome = one["state"] + (f" after {one['ended_s'] - one['at_s']:.1f} s" if one["state"] == "reached" else "")

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from cluster.bench.verb import write_json
-from cluster.cli.status import PIPED_COLUMNS
+from cluster.cli.tables import result_console
 from cluster.simulate.cli.scenario import Scene
 from cluster.simulate.cli.soak import report_interrupted
 from cluster.simulate.results.files import keep, report_lost, write
@@ -84,7 +84,7 @@ def sweep_clusters(
             write(html_file, sweep_page(trials, verdict(trials, targets), command=command), "html")
 
     lost = keep(partial(keep_json, json_file, {**document, **marks}), write_page)
-    console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
+    console = result_console()
     console.print(sweep_table(trials))
     console.print(Text(scene.hardware))
     if impossible:
