@@ -30,6 +30,7 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_MODULES = 14
+LISTS = {"workers/models/families"}  # folders of like things, which may have any number
 MAX_COLUMNS = 160  # of a document
 CAPPED = (*PACKAGES, "benchmarks")
 
@@ -42,7 +43,9 @@ RUNS_CODE_TOO = {"torch.load", "broadcast_object_list", "all_gather_object", "ga
 PURE = (
     "kvtransfer.events", "kvtransfer.hashing", "kvtransfer.lanes", "kvtransfer.ledger", "kvtransfer.reshard",
     "kvtransfer.session", "kvtransfer.transport", "workers.batch", "workers.scheduling", "workers.kv.blocks",
-    "workers.kv.host", "workers.speculation",
+    "workers.kv.host", "workers.speculation.acceptance", "workers.speculation.cost", "workers.speculation.lengths",
+    "workers.speculation.payoff", "workers.speculation.proposer", "workers.speculation.proposers",
+    "workers.speculation.registry", "workers.speculation.speculation",
 )  # fmt: skip
 HEAVY = ("torch", "triton", "ray", "transformers")
 
@@ -172,7 +175,7 @@ def test_folders_stay_small() -> None:
     report(
         f"{folder}: {count} modules, the cap is {MAX_MODULES}: give what belongs together a folder of its own"
         for folder, count in sorted(modules.items())
-        if count > MAX_MODULES
+        if count > MAX_MODULES and str(folder) not in LISTS
     )
 
 

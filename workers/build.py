@@ -24,8 +24,6 @@ from workers.attention.cpu import has_same_bits
 from workers.attention.registry import attention_for
 from workers.cache import make_storage, num_blocks_of, num_host_blocks_of, with_head
 from workers.config import SchedulerConfig, WorkerConfig
-from workers.drafting.base import Drafting
-from workers.drafting.opening import open_drafting
 from workers.engine.adapters import ServedAdapters
 from workers.engine.engine import Engine
 from workers.engine.expert_load import ExpertLoad, expert_load
@@ -41,10 +39,10 @@ from workers.kv.host_copies import host_copies
 from workers.kv.kinds import FP8, layout_of
 from workers.kv.storage import KVStorage
 from workers.memory import free_ram_bytes
-from workers.models.config import longest_sequence, weight_bytes
 from workers.models.decoder import Decoder
 from workers.models.filling import Progress
 from workers.models.interface import ServedConfig, ServedDecoder
+from workers.models.model_config import longest_sequence, weight_bytes
 from workers.models.served import check_ranks, load_served, read_served
 from workers.parallel.group import TensorParallel
 from workers.parallel.ranks import Leader, LeadingRunner, follow
@@ -52,6 +50,8 @@ from workers.runner.cuda_graphs import CudaRecorder, why_eager
 from workers.runner.runner import TorchRunner
 from workers.scheduling.role import Role
 from workers.scheduling.scheduler import Scheduler
+from workers.speculation.ranks.draft_opening import open_drafting
+from workers.speculation.ranks.drafting import Drafting
 from workers.speculation.registry import AUTO, SpeculateMode, speculation_of
 from workers.speculation.speculation import Speculation
 from workers.timeline import Timeline

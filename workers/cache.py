@@ -15,7 +15,6 @@ from protos.values import KVLayout, SamplingParams
 from workers.attention.registry import attention_for
 from workers.batch import Batch, Row, Sample
 from workers.config import WorkerConfig
-from workers.drafting.base import Drafting
 from workers.kernels.base import KVScales
 from workers.kv.capacity import blocks_in_ram, blocks_on_gpu
 from workers.kv.host_copies import staging_bytes
@@ -23,6 +22,7 @@ from workers.kv.storage import KVStorage
 from workers.models.interface import ServedDecoder
 from workers.parallel.group import TensorParallel
 from workers.runner.runner import TorchRunner
+from workers.speculation.ranks.drafting import Drafting
 
 log = logging.getLogger("baton.worker")
 

@@ -34,7 +34,7 @@ from protos.values import GenerateRequest, SamplingParams
 from workers.build import build_engine, open_rank
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine
-from workers.models.config import read_config, weight_bytes
+from workers.models.model_config import read_config, weight_bytes
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
 from workers.scheduling.role import Colocated

@@ -26,7 +26,7 @@ from workers.engine.engine import Engine
 from workers.kernels import cpu
 from workers.runner import runner
 from workers.scheduling.scheduler import Scheduler
-from workers.weights.formats.floats import FloatMatrix
+from workers.weights.formats.float_matrix import FloatMatrix
 
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (FloatMatrix, "__call__", "products"),

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from protos.values import ITEM_BYTES
-from workers.models.config import ModelConfig, read_config, weight_bytes
-from workers.weights.formats.floats import FloatMatrix
+from workers.models.model_config import ModelConfig, read_config, weight_bytes
+from workers.weights.formats.float_matrix import FloatMatrix
 from workers.weights.registry import stored_tensors
 from workers.weights.source import FLOATS
 

@@ -27,7 +27,7 @@ from tests.numerics.conftest import RELATIVE_TOLERANCE, random_tokens
 from tests.numerics.paged import PagedRun, in_chunks
 from workers.models.families.registry import FAMILIES
 from workers.models.served import read_served
-from workers.models.transformers.loader import load_transformers
+from workers.models.transformers.transformers_loader import load_transformers
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 160,

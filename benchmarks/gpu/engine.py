@@ -42,15 +42,15 @@ from workers.config import SchedulerConfig, WorkerConfig
 from workers.engine.engine import Engine
 from workers.kernels.base import kernels_for
 from workers.kv.storage import DTYPES, KVStorage
-from workers.models.config import ModelConfig, read_config
 from workers.models.decoder import Decoder
+from workers.models.model_config import ModelConfig, read_config
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
 from workers.runner.cuda_graphs import CudaRecorder
 from workers.runner.runner import TorchRunner
 from workers.scheduling.role import Colocated
 from workers.weights.encoding import LayerContext
-from workers.weights.formats.floats import only_floats
+from workers.weights.formats.float_matrix import only_floats
 
 LLAMA_8B = CONFIG | {
     "hidden_size": 4096,

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.engine.floors import Needs
 from benchmarks.gpu.machine import GpuRates, measure_machine, median_s, name_of, require_gpu
-from workers.quantization.activations import ActivationRounding
+from workers.quantization.activation_rounding import ActivationRounding
 from workers.quantization.quantised_weight import GroupValues, QuantisedWeight
 
 WEIGHTS = {"gate and up": (28672, 4096), "down": (4096, 14336), "q, k and v": (6144, 4096)}

@@ -42,7 +42,7 @@ from workers.config import WorkerConfig
 from workers.engine.engine import Engine
 from workers.parallel.ranks import Leader, find_store, join_group, open_store
 from workers.scheduling.role import Colocated
-from workers.speculation.base import Proposer
+from workers.speculation.proposer import Proposer
 from workers.speculation.speculation import Speculation
 
 BATCH = 40

@@ -53,7 +53,7 @@ from kvtransfer.config import LaneConfig, Preference
 from kvtransfer.registry import transport
 from kvtransfer.transport import Chunk, LaneLost
 from protos.values import GenerateRequest, LaneAddress, SamplingParams, Ticket
-from workers.models.config import read_config
+from workers.models.model_config import read_config
 
 NUM_BUFFERS = 4  # memcpy goes round as many, as a lane's staging does
 PROMPTS = (2048, 8192, 32768)

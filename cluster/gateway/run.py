@@ -22,7 +22,7 @@ from cluster.process.signals import StopSignal, stopped, stopping
 from cluster.supervision.preflight import check_adapter_names, check_files
 from protos.errors import Misconfigured
 from protos.hints import listed
-from workers.models.config import longest_sequence
+from workers.models.model_config import longest_sequence
 from workers.models.served import read_served
 
 if TYPE_CHECKING:

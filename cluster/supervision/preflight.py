@@ -15,12 +15,12 @@ from router.auth.tenants import read_roster
 from router.ledger.prices import NO_PRICES, read_prices
 from workers.adapters.files import check_folder
 from workers.adapters.names import parse_adapters
-from workers.drafting.needs import DraftNeeds, needs_of
 from workers.kv.kinds import layout_of
 from workers.memory import free_ram_bytes
-from workers.models.config import longest_sequence, weight_bytes
 from workers.models.interface import ServedConfig
+from workers.models.model_config import longest_sequence, weight_bytes
 from workers.models.served import check_ranks, read_served
+from workers.speculation.ranks.draft_needs import DraftNeeds, needs_of
 from workers.weights.registry import stored_tensors
 
 log = logging.getLogger("baton.cluster")

@@ -12,11 +12,11 @@ import pytest
 from kvtransfer.hashing import chain_hashes
 from protos.values import SamplingParams
 from workers.batch import Batch, Row, RowOutput, StepOutput
-from workers.speculation.base import Draft, DraftQuery, Proposer
-from workers.speculation.draft_model import DraftLimits, DraftModelProposer
-from workers.speculation.ngram import NgramProposer
-from workers.speculation.prediction import PredictionProposer
-from workers.speculation.suffix import SuffixProposer
+from workers.speculation.proposer import Draft, DraftQuery, Proposer
+from workers.speculation.proposers.draft_model_proposer import DraftLimits, DraftModelProposer
+from workers.speculation.proposers.ngram import NgramProposer
+from workers.speculation.proposers.prediction import PredictionProposer
+from workers.speculation.proposers.suffix import SuffixProposer
 
 VOCAB = 40
 BLOCK = 4

@@ -24,7 +24,7 @@ from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rope_kv_write import rope_kv_write
 from workers.kernels.silu_mul import gelu_tanh_mul, silu_mul
 from workers.kernels.vocab import embed, join
-from workers.quantization.activations import ActivationRounding
+from workers.quantization.activation_rounding import ActivationRounding
 from workers.quantization.quantised_weight import GroupValues, QuantisedWeight
 
 _N, _K, _D, _BS = 32, 8, 128, 16

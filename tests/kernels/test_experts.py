@@ -18,7 +18,7 @@ from workers.kernels.experts.product import _matrices, grouped_experts
 from workers.kernels.experts.tables import addresses
 from workers.kernels.quantised.product import quantised_product
 from workers.kernels.silu_mul import silu_mul
-from workers.quantization.activations import ActivationRounding
+from workers.quantization.activation_rounding import ActivationRounding
 from workers.quantization.quantised_weight import QuantisedWeight
 from workers.weights.formats.quantised_matrix import product
 

@@ -15,7 +15,7 @@ from workers.kernels.quantised.grouped import GroupedCodes, ProductTile, grouped
 from workers.kernels.quantised.one_byte import byte_product
 from workers.kernels.quantised.packing import packed_groups
 from workers.kernels.quantised.product import packed_bytes, quantised_product
-from workers.quantization.activations import ActivationRounding
+from workers.quantization.activation_rounding import ActivationRounding
 from workers.quantization.bit_stream import pack_bits
 from workers.quantization.quantised_weight import GroupValues, QuantisedWeight
 

@@ -16,7 +16,7 @@ from benchmarks.engine.peer_process import EngineRun
 from benchmarks.engine.random_llama import CONFIG, shapes, write_checkpoint
 from benchmarks.engine.random_quantised import write_quantised
 from benchmarks.output import write_bars
-from workers.models.config import read_config
+from workers.models.model_config import read_config
 
 SMALL = CONFIG | {
     "hidden_size": 32,

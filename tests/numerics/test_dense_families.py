@@ -18,8 +18,8 @@ from tests.numerics.formats.test_awq import CONFIG as AWQ
 from tests.numerics.formats.test_rounded import by_the_rule
 from tests.numerics.paged import PagedRun
 from tests.numerics.test_tensor_parallel import on_ranks
-from workers.models.config import weight_bytes
 from workers.models.loader import load_model
+from workers.models.model_config import weight_bytes
 from workers.parallel.group import TensorParallel
 from workers.quantise.quantise import check_float_folder
 

@@ -17,9 +17,9 @@ from tests.numerics.moving import moved, two
 from workers import build
 from workers.build import open_rank
 from workers.config import WorkerConfig
-from workers.drafting import opening, vocabulary
 from workers.kernels.cpu.build import native
 from workers.parallel.group import Solo
+from workers.speculation.ranks import draft_opening, draft_vocabulary
 from workers.speculation.speculation import SpeculationCounts
 
 pytestmark = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler")
@@ -150,11 +150,11 @@ def test_a_damaged_tokenizer_of_a_draft_model_is_refused_with_the_file(target: P
     tiny(tmp_path)
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(BadCheckpoint, match=r"tokenizer\.json of .* download it again"):
-        vocabulary._tokens(tmp_path)
+        draft_vocabulary._tokens(tmp_path)
 
 
 def test_a_draft_model_for_which_there_is_no_memory_is_refused(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "free_ram_bytes", lambda: 1000)
+    monkeypatch.setattr(draft_opening, "free_ram_bytes", lambda: 1000)
     with pytest.raises(
         Misconfigured, match=r"speculate is model:.*: its weights take .* choose a smaller one"
     ) as caught:

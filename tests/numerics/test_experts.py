@@ -19,7 +19,7 @@ from tests.numerics.engines import GREEDY, answer, colocated
 from tests.numerics.paged import PagedRun, in_chunks
 from workers.config import WorkerConfig
 from workers.kernels.cpu.build import native
-from workers.models.layers.experts import MixtureOfExperts
+from workers.models.layers.expert_layer import MixtureOfExperts
 from workers.models.loader import load_model
 from workers.quantise.quantise import check_float_folder
 

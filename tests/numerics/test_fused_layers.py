@@ -15,7 +15,7 @@ from workers.kernels.cpu.build import native
 from workers.models.decoder import Decoder
 from workers.models.loader import load_model
 from workers.weights.encoding import LayerContext, Matrix, SideBySide, WeightShare
-from workers.weights.formats.floats import FloatEncoding
+from workers.weights.formats.float_matrix import FloatEncoding
 
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 

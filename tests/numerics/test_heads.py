@@ -20,7 +20,7 @@ from workers.build import open_rank
 from workers.config import WorkerConfig
 from workers.kernels.cpu.build import native
 from workers.parallel.group import Solo
-from workers.speculation.base import Draft, DraftQuery
+from workers.speculation.proposer import Draft, DraftQuery
 
 pytestmark = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler")
 PROMPTS = [list(range(number + 3, number + 3 + length)) for number, length in enumerate((9, 23, 1, 16))]

@@ -19,12 +19,12 @@ from workers.batch import Batch, Row, Sample
 from workers.config import WorkerConfig
 from workers.grammar.base import Mask
 from workers.kernels import reference
-from workers.models.config import read_config
 from workers.models.decoder import Decoder
+from workers.models.model_config import read_config
 from workers.parallel.group import Solo
 from workers.runner.runner import TorchRunner
 from workers.weights.encoding import LayerContext
-from workers.weights.formats.floats import only_floats
+from workers.weights.formats.float_matrix import only_floats
 
 PROMPTS = [random_tokens(length, seed=length) for length in (1, 5, 16, 33, 100)]
 NUM_TOKENS = sum(map(len, PROMPTS)) + 64 * len(PROMPTS)

@@ -21,8 +21,8 @@ from tests.numerics.moving import moved, pulled, two
 from tests.numerics.paged import PagedRun, in_chunks
 from workers.config import WorkerConfig
 from workers.kernels.cpu.build import native
-from workers.models.config import read_config, weight_bytes
 from workers.models.loader import load_model
+from workers.models.model_config import read_config, weight_bytes
 from workers.quantise.quantise import check_float_folder
 
 

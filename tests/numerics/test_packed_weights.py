@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.paged import PagedRun
 from workers.models.loader import load_model
-from workers.weights.formats.floats import FloatMatrix
+from workers.weights.formats.float_matrix import FloatMatrix
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -30,7 +30,7 @@ from workers.kernels.cpu import quantised
 from workers.kernels.cpu.build import native
 from workers.kernels.cpu.quantised import PackedQuantised, can_pack
 from workers.kernels.cpu.quantised_terms import PackedTerms
-from workers.quantization.activations import ActivationRounding
+from workers.quantization.activation_rounding import ActivationRounding
 from workers.quantization.quantised_weight import GroupValues, QuantisedWeight, sorted_by_group
 from workers.weights.formats.quantised_matrix import product
 

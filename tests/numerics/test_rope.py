@@ -13,8 +13,8 @@ import torch
 
 from tests.numerics.conftest import Checkpoint, assert_close, random_tokens
 from tests.numerics.paged import PagedRun, in_chunks
-from workers.models.config import read_config
 from workers.models.loader import load_model
+from workers.models.model_config import read_config
 
 NUM_PAIRS = 8
 MAX_POSITION = 32

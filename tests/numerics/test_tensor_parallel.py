@@ -66,7 +66,7 @@ def test_logits_do_not_depend_on_the_number_of_ranks(
 
 def test_sums_made_in_halves_are_the_same_sums(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of long steps on a GPU: some of these are long enough to overlap, some are not."""
-    monkeypatch.setattr("workers.models.layers.linear.OVERLAPPED_TOKENS", 10)
+    monkeypatch.setattr("workers.models.layers.linear_layers.OVERLAPPED_TOKENS", 10)
     folder, oracle = checkpoint("llama", attention_bias=True)
     tokens = random_tokens(41)
 

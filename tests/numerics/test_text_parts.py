@@ -17,8 +17,8 @@ from router.text.model_card import ModelCard
 from tests.numerics.checkpoints import FAMILIES, SHAPE
 from tests.numerics.conftest import assert_close, random_tokens
 from tests.numerics.paged import PagedRun
-from workers.models.config import read_config, weight_bytes
 from workers.models.loader import load_model
+from workers.models.model_config import read_config, weight_bytes
 
 VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,

@@ -18,7 +18,7 @@ from workers.adapters.files import AdapterFiles, AdapterTensors, ModuleShape, re
 from workers.adapters.low_rank import LinearAdapters, LowRankPart, LowRankUpdate, StepAdapters
 from workers.memory import free_ram_bytes
 from workers.weights.encoding import LayerContext, Projection, WeightShare
-from workers.weights.formats.floats import FloatMatrix
+from workers.weights.formats.float_matrix import FloatMatrix
 from workers.weights.slots import in_order
 
 log = logging.getLogger("baton.worker")

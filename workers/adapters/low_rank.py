@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from workers.weights.encoding import Matrix
-from workers.weights.formats.floats import FloatMatrix
+from workers.weights.formats.float_matrix import FloatMatrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

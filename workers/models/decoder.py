@@ -15,15 +15,15 @@ from workers.adapters.low_rank import AdapterTokens, StepAdapters
 from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
 from workers.kernels.cpu.layers import LayerForm, LayerWeights, NormTensors
 from workers.kernels.cpu.norms import ACTIVATIONS, CompiledNorm
-from workers.models.config import ModelConfig, check_parallel
 from workers.models.filling import LoadPart
-from workers.models.layers.attention import SelfAttention
 from workers.models.layers.embedding import Embedding, Head
-from workers.models.layers.experts import MixtureOfExperts
+from workers.models.layers.expert_layer import MixtureOfExperts
 from workers.models.layers.growth import StepGrowth
-from workers.models.layers.linear import sums_overlap
+from workers.models.layers.linear_layers import sums_overlap
 from workers.models.layers.norm import LayerNorm, RMSNorm, norm_of
 from workers.models.layers.rope import Rotations
+from workers.models.layers.self_attention import SelfAttention
+from workers.models.model_config import ModelConfig, check_parallel
 from workers.weights.encoding import LayerContext
 from workers.weights.slots import Slot
 
@@ -49,9 +49,9 @@ context, with the rotation of each layer, and what to keep on the way. The atten
 class ModelInputs:
     """One step. `token_ids_T` int64; `logit_rows` int64, indices into T, in the order the logits are wanted;
     `prompt_lens` for each row of `attention` the length of its sequence's whole prompt, however much of it this
-    step computes (some rope scalings depend on it: `workers.models.rope`). With `pooled_rows`, int64 indices into T,
-    the decoder puts the output of its last norm there, [P, E], into `hidden`. `adapters` has the tokens of rows that
-    have one; the others' bits do not depend on it. `taps` keeps what enters the layers.
+    step computes (some rope scalings depend on it: `workers.models.rope_kinds`). With `pooled_rows`, int64 indices
+    into T, the decoder puts the output of its last norm there, [P, E], into `hidden`. `adapters` has the tokens of rows
+    that have one; the others' bits do not depend on it. `taps` keeps what enters the layers.
     """
 
     token_ids_T: torch.Tensor

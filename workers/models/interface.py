@@ -1,4 +1,4 @@
-"""The model's side of the engine: Baton's own (`config`, `decoder`), or transformers' (`transformers`)."""
+"""The model's side of the engine: Baton's own (`model_config`, `decoder`), or transformers' (`transformers`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from protos.values import KVLayout
-from workers.models.families.windows import Windows
+from workers.models.families.layer_windows import Windows
 
 if TYPE_CHECKING:
     import torch

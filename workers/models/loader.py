@@ -13,9 +13,9 @@ from protos.hints import counted
 from workers.kernels.base import kernels_for
 from workers.kernels.cpu.build import native
 from workers.kernels.cpu.memory import return_freed_memory, trim_freed_memory
-from workers.models.config import ModelConfig, read_config
 from workers.models.decoder import Decoder
 from workers.models.filling import LoadPart, PartLoader, Progress, ignore_progress
+from workers.models.model_config import ModelConfig, read_config
 from workers.parallel.group import Solo, TensorParallel
 from workers.weights.encoding import LayerContext
 from workers.weights.kv_scales import is_kv_scale

@@ -17,10 +17,10 @@ from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
 from protos.values import ErrorInfo
 from protos.wire import raised
-from workers.models.config import ModelConfig, check_parallel, read_config
 from workers.models.families.registry import is_ours
 from workers.models.interface import ServedConfig, ServedDecoder
-from workers.models.transformers.config import TransformersConfig
+from workers.models.model_config import ModelConfig, check_parallel, read_config
+from workers.models.transformers.transformers_config import TransformersConfig
 from workers.weights.weight_formats import Quantize
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def load_served(
             on_progress=on_progress,
             packed=True,
         )
-    from workers.models.transformers.loader import load_transformers
+    from workers.models.transformers.transformers_loader import load_transformers
 
     return load_transformers(
         path, device=device, dtype=dtype, quantize=quantize, parallel=parallel, on_progress=on_progress, packed=True

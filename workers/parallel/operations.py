@@ -54,7 +54,7 @@ class TransferOperations(Protocol):
 
 
 class DraftOperations(Protocol):
-    """Operations of proposers that compute with a model (`workers.drafting`)."""
+    """Operations of proposers that compute with a model (`workers.speculation.ranks`)."""
 
     def draft(self, batch: Batch) -> Any: ...
     def head_computed(self, batch: Batch, first_hidden: tuple[int, ...]) -> Any: ...

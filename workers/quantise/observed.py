@@ -9,7 +9,7 @@ import torch
 
 from workers.kernels.cpu.products import PackedWeight
 from workers.weights.encoding import LayerContext, Matrix, WeightEncoding, WeightShare
-from workers.weights.formats.floats import FLOAT_ENCODING
+from workers.weights.formats.float_matrix import FLOAT_ENCODING
 from workers.weights.slots import Slot
 
 

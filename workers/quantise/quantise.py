@@ -15,16 +15,16 @@ import torch
 from protos.errors import Misconfigured, UnsupportedModel
 from protos.model_files.folder import FolderFiles
 from protos.model_files.opening import open_model
-from workers.models.config import ModelConfig, read_config
 from workers.models.loader import with_stored_head
-from workers.quantise.awq import InputSample, clipped_scales, fold_scales
-from workers.quantise.folder import QuantisedFolder
-from workers.quantise.gptq import SecondMoments, gptq_levels
+from workers.models.model_config import ModelConfig, read_config
+from workers.quantise.awq_scales import InputSample, clipped_scales, fold_scales
+from workers.quantise.gptq_levels import SecondMoments, gptq_levels
 from workers.quantise.observed import ObservedFloats
+from workers.quantise.quantised_folder import QuantisedFolder
 from workers.quantise.recipe import QuantiseRecipe
 from workers.quantise.walk import LayerWalk, Sequences
+from workers.weights.group_rounding import check_finite
 from workers.weights.registry import encodings_of, open_source
-from workers.weights.rounding import check_finite
 from workers.weights.source import WeightSource
 
 OnLayer = Callable[[int, int], None]

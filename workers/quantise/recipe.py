@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from workers.weights.rounding import GroupRounding
+from workers.weights.group_rounding import GroupRounding
 
 Method = Literal["rtn", "gptq", "awq"]
 

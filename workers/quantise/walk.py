@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from workers.attention.base import AttentionInputs, AttentionOptions, CosSin
 from workers.kernels import reference
 from workers.kernels.base import kernels_for
-from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderLayer, embedding_of, head_of, last_norm_of, rotations_of
 from workers.models.filling import LoadPart, PartLoader, ignore_progress
 from workers.models.layers.embedding import Embedding
+from workers.models.model_config import ModelConfig
 from workers.parallel.group import Solo
 from workers.weights.encoding import LayerContext, WeightEncodings
-from workers.weights.formats.floats import only_floats
+from workers.weights.formats.float_matrix import only_floats
 from workers.weights.slots import Loadable
 from workers.weights.source import WeightSource
 

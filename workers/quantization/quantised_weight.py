@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from workers.quantization.activations import ActivationRounding
+from workers.quantization.activation_rounding import ActivationRounding
 from workers.quantization.bit_stream import select_columns, tiles_of, unpack_bits
 
 

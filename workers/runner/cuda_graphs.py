@@ -22,7 +22,7 @@ import torch
 from workers.attention.base import AttentionBackend, AttentionInputs, AttentionOptions, CosSin, GroupTables
 from workers.models.decoder import Decoder, ModelInputs
 from workers.models.interface import ServedDecoder
-from workers.models.rope import DynamicRope, LongRope
+from workers.models.rope_kinds import DynamicRope, LongRope
 from workers.runner.packing import Packed
 from workers.runner.padding import captured_sizes, nothing, size_for
 

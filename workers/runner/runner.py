@@ -135,7 +135,7 @@ class TorchRunner:
         return bool(self._taps.layers)
 
     def at(self, layer: int) -> torch.Tensor:
-        """[T, E]: as `workers.speculation.base.HiddenStates`."""
+        """[T, E]: as `workers.speculation.proposer.HiddenStates`."""
         return self._taps.states[layer]
 
     @torch.inference_mode()

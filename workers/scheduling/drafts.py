@@ -11,7 +11,7 @@ from workers.kv.blocks import BlockPool
 from workers.scheduling import tables
 from workers.scheduling.request import Request, State
 from workers.scheduling.step_rows import draft_limit, without_stops
-from workers.speculation.base import ComputedRow
+from workers.speculation.proposer import ComputedRow
 from workers.speculation.speculation import Speculation
 
 

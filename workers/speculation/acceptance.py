@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from workers.speculation.base import Draft
+from workers.speculation.proposer import Draft
 
 PRIOR_RATE = 0.6
 PRIOR_WEIGHT = 4.0

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protos.errors import Misconfigured
-from workers.speculation.base import Proposer
-from workers.speculation.ngram import NgramProposer
-from workers.speculation.prediction import PredictionProposer
+from workers.speculation.proposer import Proposer
+from workers.speculation.proposers.ngram import NgramProposer
+from workers.speculation.proposers.prediction import PredictionProposer
+from workers.speculation.proposers.suffix import SuffixProposer
 from workers.speculation.speculation import Speculation
-from workers.speculation.suffix import SuffixProposer
 
 OFF = "off"
 AUTO = "auto"

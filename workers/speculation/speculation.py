@@ -18,7 +18,10 @@ from protos.value import Value
 from protos.values import DraftCounts, PausedProposer, SpeculationLoad, SpeculationParams
 from workers.batch import Batch
 from workers.speculation.acceptance import Acceptance
-from workers.speculation.base import (
+from workers.speculation.cost import StepSeconds
+from workers.speculation.lengths import choose_depth, choose_lengths, may_pay
+from workers.speculation.payoff import Payoff
+from workers.speculation.proposer import (
     NO_DRAFT,
     ComputedRow,
     Draft,
@@ -27,10 +30,7 @@ from workers.speculation.base import (
     SpeculatedSequence,
     TimedProposer,
 )
-from workers.speculation.cost import StepSeconds
-from workers.speculation.lengths import choose_depth, choose_lengths, may_pay
-from workers.speculation.payoff import Payoff
-from workers.speculation.prediction import PredictionProposer
+from workers.speculation.proposers.prediction import PredictionProposer
 
 log = logging.getLogger("baton.worker")
 

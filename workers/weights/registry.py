@@ -82,7 +82,7 @@ def read_format(config: Fields, files: ModelFiles) -> WeightFormat | None:
 def encodings_of(weight_format: WeightFormat | None, source: WeightSource) -> WeightEncodings:
     """The encodings of the checkpoint's linear weights: `source` decides where the config leaves it open."""
     if weight_format is None:
-        from workers.weights.formats.floats import only_floats
+        from workers.weights.formats.float_matrix import only_floats
 
         return only_floats
     make = resolve_name(f"workers.weights.formats.{weight_format.encodings}")

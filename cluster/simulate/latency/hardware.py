@@ -28,7 +28,7 @@ from cluster.simulate.latency.weight_types import stored_type
 from protos.errors import BatonError, Misconfigured
 from protos.hints import unusable
 from protos.model_files.fields import Fields
-from workers.models.families.base import Family
+from workers.models.families.family import Family
 from workers.models.families.registry import FAMILIES
 
 GPU_SUFFIX, MODEL_SUFFIX = ".toml", ".json"

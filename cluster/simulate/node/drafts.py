@@ -16,7 +16,7 @@ from zlib import crc32
 from cluster.simulate.latency.base import Latency, StepWork, step_of
 from workers.batch import Row, RowOutput, Sample
 from workers.sampling.drafts import drafted_samples
-from workers.speculation.base import NO_DRAFT, ComputedRow, Draft, DraftQuery, ProposerNeeds, SpeculatedSequence
+from workers.speculation.proposer import NO_DRAFT, ComputedRow, Draft, DraftQuery, ProposerNeeds, SpeculatedSequence
 from workers.speculation.speculation import Speculation
 from workers.toy import MODULUS, summed_token
 

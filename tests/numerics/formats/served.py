@@ -16,8 +16,8 @@ from tests.numerics.paged import PagedRun, in_chunks
 from tests.numerics.test_tensor_parallel import on_ranks
 from workers.kernels.base import kernels_for
 from workers.kernels.cpu.build import native
-from workers.models.config import read_config
 from workers.models.loader import load_model
+from workers.models.model_config import read_config
 from workers.parallel.group import Solo, TensorParallel
 from workers.weights.encoding import LayerContext, Matrix, Projection, WeightShare
 from workers.weights.registry import encodings_of, open_source

@@ -10,7 +10,7 @@ import pytest
 from protos.errors import BadCheckpoint, UnsupportedModel
 from tests.numerics.formats.awq_encoder import awq
 from tests.numerics.formats.served import assert_served, write_quantised
-from workers.models.config import read_config
+from workers.models.model_config import read_config
 
 CONFIG: dict[str, Any] = {
     "quant_method": "awq",

@@ -18,8 +18,8 @@ from tests.numerics.formats.served import (
     matrix_of,
     write_quantised,
 )
-from workers.models.config import read_config
 from workers.models.loader import load_model
+from workers.models.model_config import read_config
 
 INT8: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
 IN_4 = {"quant_method": "bitsandbytes", "load_in_8bit": False, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}

@@ -12,8 +12,8 @@ from protos.errors import BadCheckpoint, UnsupportedModel
 from tests.numerics.formats.byte_encoder import in_bytes, round_inputs, rounded
 from tests.numerics.formats.compressed_encoder import config_of, floats, integers, packed
 from tests.numerics.formats.served import assert_near, assert_served, dequantised_weight, matrix_of, write_quantised
-from workers.models.config import read_config
 from workers.models.loader import load_model
+from workers.models.model_config import read_config
 
 PACKED, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 BY_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}

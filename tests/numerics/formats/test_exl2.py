@@ -12,8 +12,8 @@ import torch
 from protos.errors import BadCheckpoint, UnsupportedModel
 from tests.numerics.formats.exl2_encoder import exl2
 from tests.numerics.formats.served import assert_served, write_quantised
-from workers.models.config import read_config
 from workers.models.loader import load_model
+from workers.models.model_config import read_config
 
 CONFIG: dict[str, Any] = {"quant_method": "exl2", "version": "0.3.2", "bits": 4.25, "head_bits": 6}
 

@@ -22,8 +22,8 @@ from tests.numerics.formats.served import Encode, assert_near, assert_served
 from tests.numerics.formats.test_rounded import by_the_rule
 from tests.numerics.paged import PagedRun, in_chunks
 from workers.kernels.cpu.build import native
-from workers.models.config import weight_bytes
 from workers.models.loader import load_model
+from workers.models.model_config import weight_bytes
 from workers.weights.formats.gguf_blocks import QUANTISED, weight_of_blocks
 from workers.weights.formats.mxfp4 import mxfp4_weight
 from workers.weights.registry import open_source

@@ -16,8 +16,8 @@ from tests.numerics.formats.served import (
     matrix_of,
     write_quantised,
 )
-from workers.models.config import read_config
 from workers.models.loader import load_model
+from workers.models.model_config import read_config
 
 DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [40, 24]}
 DYNAMIC = {"quant_method": "fp8", "activation_scheme": "dynamic"}

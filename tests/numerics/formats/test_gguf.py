@@ -17,8 +17,8 @@ from tests.gguf_blocks import SIZES, random_blocks
 from tests.gguf_models import convert
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.formats.served import assert_served
-from workers.models.config import read_config
 from workers.models.loader import load_model
+from workers.models.model_config import read_config
 from workers.weights.formats.gguf_blocks import QUANTISED, weight_of_blocks
 from workers.weights.registry import open_source
 

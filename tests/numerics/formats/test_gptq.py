@@ -14,8 +14,8 @@ from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.model_files.folder import FolderFiles
 from tests.numerics.formats.gptq_encoder import gptq, gptq_config
 from tests.numerics.formats.served import Encoded, assert_served, write_quantised
-from workers.models.config import read_config
 from workers.models.loader import load_model
+from workers.models.model_config import read_config
 
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 

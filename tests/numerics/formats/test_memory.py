@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.numerics.formats.gptq_encoder import gptq_config
-from workers.models.config import weight_bytes
 from workers.models.loader import load_model
+from workers.models.model_config import weight_bytes
 
 STATUS = Path("/proc/self/status")
 HIDDEN, INNER, LAYERS, VOCAB = 1024, 4096, 4, 256

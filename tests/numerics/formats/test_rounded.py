@@ -15,12 +15,12 @@ from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.conftest import assert_close, random_tokens
 from tests.numerics.paged import PagedRun
 from tests.numerics.test_tensor_parallel import on_ranks
-from workers.models.config import read_config, weight_bytes
 from workers.models.loader import load_model
+from workers.models.model_config import read_config, weight_bytes
 from workers.parallel.group import TensorParallel
 from workers.quantise.quantise import quantise
 from workers.quantise.recipe import QuantiseRecipe
-from workers.weights.rounding import GroupRounding
+from workers.weights.group_rounding import GroupRounding
 from workers.weights.weight_formats import Quantize
 
 SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 320}  # a group of down_proj is on both of two ranks

@@ -114,7 +114,7 @@ def test_the_folder_is_what_compressed_tensors_writes(tmp_path: Path) -> None:
 
 
 def test_a_large_checkpoint_becomes_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.quantise.folder._SHARD_BYTES", 1 << 16)
+    monkeypatch.setattr("workers.quantise.quantised_folder._SHARD_BYTES", 1 << 16)
     make_checkpoint("llama", tmp_path / "float", **SHAPE)
     recipe = QuantiseRecipe(method="rtn", bits=8, group_size=64)
     quantise(tmp_path / "float", tmp_path / "out", recipe, [], lambda *_: None)

@@ -10,7 +10,7 @@ from workers.kernels.quantised.grouped import GroupedCodes, grouped_product
 from workers.kernels.quantised.one_byte import STEP, ByteCodes, byte_product
 from workers.kernels.quantised.packing import packed_groups
 from workers.kernels.staging import capability, num_multiprocessors
-from workers.quantization.activations import ActivationRounding
+from workers.quantization.activation_rounding import ActivationRounding
 from workers.quantization.quantised_weight import QuantisedWeight
 
 _INT8_ZERO = 128  # that formats of signed bytes add to make codes

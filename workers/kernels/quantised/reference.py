@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from workers.kernels.quantised.activations import RoundedInputs
 from workers.kernels.quantised.grouped import FIELDS, GroupedCodes, GroupNumbers
 from workers.kernels.quantised.one_byte import STEP, ByteCodes
-from workers.quantization.activations import ActivationRounding
+from workers.quantization.activation_rounding import ActivationRounding
 
 
 def grouped_weight(weight: GroupedCodes) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from workers.kernels.cpu.products import PackedRows
 from workers.weights.encoding import EmbeddingTable, LayerContext, Matrix, Projection, TableEncoding, WeightShare
-from workers.weights.formats.floats import FloatMatrix
+from workers.weights.formats.float_matrix import FloatMatrix
 from workers.weights.slots import Slot
 
 

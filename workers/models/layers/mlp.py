@@ -12,9 +12,9 @@ import torch
 
 from workers.adapters.linear import AdaptableLinear
 from workers.kernels.cpu.products import PackedProduct
-from workers.models.config import ModelConfig
 from workers.models.layers.activation import gate
-from workers.models.layers.linear import ColumnParallel, RowParallel, projections_of
+from workers.models.layers.linear_layers import ColumnParallel, RowParallel, projections_of
+from workers.models.model_config import ModelConfig
 from workers.weights.encoding import LayerContext
 from workers.weights.slots import Slot
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from workers.attention.base import AttentionInputs, CosSin
 from workers.kernels.staging import to_device
-from workers.models.rope import (
+from workers.models.rope_kinds import (
     DynamicRope,
     FactorsRope,
     LinearRope,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from workers.models.families.experts import ExpertRouting
+from workers.models.families.experts_config import ExpertRouting
 
 
 def route(

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from protos.model_files.fields import Fields
-from workers.models.transformers.attention import SERVED, register
-from workers.models.transformers.ropes import rope_parameters
+from workers.models.transformers.attention_function import SERVED, register
 from workers.models.transformers.tracing import refused, takes
+from workers.models.transformers.transformers_ropes import rope_parameters
 
 _LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 _STATE_FIELDS = (

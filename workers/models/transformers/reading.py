@@ -14,9 +14,7 @@ from protos.model_files.ends import end_ids
 from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
 from workers.kernels.base import kernels_for
-from workers.models.transformers.config import TransformersConfig
 from workers.models.transformers.meta import build, config_of, named
-from workers.models.transformers.ropes import long_from
 from workers.models.transformers.sharing import (
     CannotShare,
     parameter_cuts,
@@ -26,10 +24,12 @@ from workers.models.transformers.sharing import (
     unit_of,
 )
 from workers.models.transformers.tracing import Tracing, refused, trace
+from workers.models.transformers.transformers_config import TransformersConfig
+from workers.models.transformers.transformers_ropes import long_from
 from workers.models.transformers.watching import watched_linears
 from workers.parallel.group import Solo
 from workers.weights.encoding import LayerContext
-from workers.weights.formats.floats import only_floats
+from workers.weights.formats.float_matrix import only_floats
 from workers.weights.registry import read_format
 from workers.weights.weight_formats import Quantize, WeightFormat, rounded_format
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from workers.models.transformers.config import AttentionCall
-from workers.models.transformers.linear import (
+from workers.models.transformers.transformers_config import AttentionCall
+from workers.models.transformers.transformers_linear import (
     COLUMNS,
     COLUMNS_GATHERED,
     PACKED_COLUMNS,

@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protos.errors import UnsupportedModel
-from workers.models.transformers.attention import SERVED, TRACED, AttentionStep
-from workers.models.transformers.config import AttentionCall
+from workers.models.transformers.attention_function import SERVED, TRACED, AttentionStep
+from workers.models.transformers.transformers_config import AttentionCall
 
 NUM_TOKENS = 13  # no other size of a model is likely to be this
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 
 from protos.errors import BadCheckpoint, UnsupportedModel
-from workers.quantization.activations import ActivationRounding
+from workers.quantization.activation_rounding import ActivationRounding
 from workers.quantization.bit_stream import packed_bytes
 from workers.quantization.quantised_weight import GroupValues, QuantisedWeight
 from workers.weights.encoding import WeightEncodings
-from workers.weights.formats.bytes8 import ByteSettings, ByteWeight
+from workers.weights.formats.byte_weight import ByteSettings, ByteWeight
 from workers.weights.formats.quantised_matrix import encodings_where
 from workers.weights.formats.stored_tensors import StoredTensors
 from workers.weights.source import WeightSource

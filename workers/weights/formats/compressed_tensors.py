@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from protos.errors import BadCheckpoint
-from workers.quantization.activations import ActivationRounding
+from workers.quantization.activation_rounding import ActivationRounding
 from workers.quantization.bit_stream import select_columns, unpack_bits
 from workers.quantization.quantised_weight import GroupValues, QuantisedWeight, sorted_by_group
 from workers.weights.compressed_schemes import ActivationScheme, CompressedLayers, LayerScheme
 from workers.weights.encoding import WeightEncoding, WeightEncodings
-from workers.weights.formats.bytes8 import ByteSettings, ByteWeight
-from workers.weights.formats.floats import FLOAT_ENCODING
+from workers.weights.formats.byte_weight import ByteSettings, ByteWeight
+from workers.weights.formats.float_matrix import FLOAT_ENCODING
 from workers.weights.formats.quantised_matrix import StoredWeight, encodings_where
 from workers.weights.formats.stored_tensors import StoredTensors, bytes_of_words, covering_words
 from workers.weights.source import WeightSource

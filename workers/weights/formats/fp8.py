@@ -3,9 +3,9 @@ multiplied in spite of the first one's name."""
 
 from __future__ import annotations
 
-from workers.quantization.activations import ActivationRounding
+from workers.quantization.activation_rounding import ActivationRounding
 from workers.weights.encoding import WeightEncodings
-from workers.weights.formats.bytes8 import ByteSettings, ByteWeight
+from workers.weights.formats.byte_weight import ByteSettings, ByteWeight
 from workers.weights.formats.quantised_matrix import encodings_where
 from workers.weights.source import WeightSource
 from workers.weights.weight_formats import FP8Settings

@@ -8,7 +8,7 @@ import torch
 
 from workers.quantization.quantised_weight import QuantisedWeight
 from workers.weights.encoding import LayerContext, Matrix, WeightEncoding, WeightEncodings, WeightShare
-from workers.weights.formats.floats import FLOAT_ENCODING
+from workers.weights.formats.float_matrix import FLOAT_ENCODING
 from workers.weights.formats.gguf_blocks import FORMATS, QUANTISED, weight_of_blocks
 from workers.weights.formats.quantised_matrix import QuantisedEncoding, QuantisedMatrix
 from workers.weights.formats.stored_tensors import StoredTensors

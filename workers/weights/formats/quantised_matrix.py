@@ -28,7 +28,7 @@ from workers.weights.encoding import (
     WeightEncodings,
     WeightShare,
 )
-from workers.weights.formats.floats import FLOAT_ENCODING
+from workers.weights.formats.float_matrix import FLOAT_ENCODING
 from workers.weights.formats.stored_tensors import StoredTensors
 from workers.weights.slots import Slot, row_order
 from workers.weights.source import WeightSource

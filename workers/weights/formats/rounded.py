@@ -11,7 +11,7 @@ from workers.quantization.quantised_weight import QuantisedWeight
 from workers.weights.encoding import WeightEncoding, WeightEncodings
 from workers.weights.formats.quantised_matrix import QuantisedEncoding
 from workers.weights.formats.stored_tensors import StoredTensors
-from workers.weights.rounding import GroupRounding, check_finite, fp8_rows
+from workers.weights.group_rounding import GroupRounding, check_finite, fp8_rows
 from workers.weights.slots import Slot
 from workers.weights.source import WeightSource
 from workers.weights.weight_formats import EMBEDDING, GROUP, HEAD, Levels, RoundedLayers

@@ -25,7 +25,7 @@ from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer
 from tests.gguf_models import tokenizer_metadata
 from tests.gguf_writer import Stored, write_gguf
-from workers.models.config import read_config
+from workers.models.model_config import read_config
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"

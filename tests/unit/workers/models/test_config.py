@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from protos.errors import BadCheckpoint, UnsupportedModel
-from workers.models.config import ModelConfig, read_config
 from workers.models.families.traits import QueryGrowth
-from workers.models.rope import LinearRope, Llama3Rope, Rope, YarnRope
+from workers.models.model_config import ModelConfig, read_config
+from workers.models.rope_kinds import LinearRope, Llama3Rope, Rope, YarnRope
 from workers.weights.weight_formats import FP8Settings
 
 LLAMA: dict[str, Any] = {

@@ -10,14 +10,14 @@ import pytest
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from protos.model_files.fields import Fields
-from workers.models.config import ModelConfig, check_parallel, read_config
-from workers.models.families.experts import (
+from workers.models.families.experts_config import (
     ExpertRouting,
     ExpertsConfig,
     deepseek_v2_experts,
     deepseek_v3_experts,
     glm4_experts,
 )
+from workers.models.model_config import ModelConfig, check_parallel, read_config
 
 BASE: dict[str, Any] = {
     "vocab_size": 128,

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from workers.kernels.base import kernels_for
-from workers.models.config import read_config
 from workers.models.decoder import Decoder
 from workers.models.loader import load_model
+from workers.models.model_config import read_config
 from workers.parallel.group import Solo
 from workers.weights.encoding import LayerContext
-from workers.weights.formats.floats import only_floats
+from workers.weights.formats.float_matrix import only_floats
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

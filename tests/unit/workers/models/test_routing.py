@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from workers.models.families.experts import ExpertRouting
+from workers.models.families.experts_config import ExpertRouting
 from workers.models.layers.routing import route
 
 MIXTRAL = ExpertRouting(num_experts=8, num_chosen=2, scoring="softmax", renormalised=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.quantise.awq import InputSample, clipped_scales, fold_scales
-from workers.quantise.gptq import SecondMoments, gptq_levels
+from workers.quantise.awq_scales import InputSample, clipped_scales, fold_scales
+from workers.quantise.gptq_levels import SecondMoments, gptq_levels
 from workers.quantization.quantised_weight import QuantisedWeight
-from workers.weights.rounding import GroupRounding, fp8_rows
+from workers.weights.group_rounding import GroupRounding, fp8_rows
 
 
 def correlated(num_tokens: int, num_inputs: int) -> torch.Tensor:
@@ -62,7 +62,7 @@ def test_compiled_rounding_has_the_bits_of_torchs(
         return [*integers, fp8_rows(weight, torch.bfloat16)]
 
     compiled = made()
-    monkeypatch.setattr("workers.weights.rounding.can_round", lambda _: False)
+    monkeypatch.setattr("workers.weights.group_rounding.can_round", lambda _: False)
     for ours, torchs in zip(compiled, made(), strict=True):
         assert torch.equal(ours.codes_OW, torchs.codes_OW)
         assert torch.equal(ours.scale.value_OB, torchs.scale.value_OB)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.quantization.activations import ActivationRounding
+from workers.quantization.activation_rounding import ActivationRounding
 from workers.quantization.bit_stream import pack_bits, packed_bytes, select_columns, unpack_bits
 from workers.quantization.quantised_weight import GroupValues, QuantisedWeight, joined, sorted_by_group
 

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from workers.speculation.acceptance import LEAST_RATE, MOST_RATE, PRIOR_RATE, Acceptance, sort_of
-from workers.speculation.base import Draft
 from workers.speculation.cost import StepSeconds
 from workers.speculation.lengths import LEAST_GAIN, choose_lengths, may_pay
+from workers.speculation.proposer import Draft
 
 
 def draft(length: int = 4, evidence: int = 5, source: str = "ngram") -> Draft:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from protos.values import SamplingParams
 from workers.batch import Batch, RowOutput, StepOutput
-from workers.speculation.base import ComputedRow, DraftQuery
-from workers.speculation.draft_model import DraftLimits
-from workers.speculation.heads import HeadProposer
+from workers.speculation.proposer import ComputedRow, DraftQuery
+from workers.speculation.proposers.draft_model_proposer import DraftLimits
+from workers.speculation.proposers.head_proposer import HeadProposer
 
 BLOCK = 4
 

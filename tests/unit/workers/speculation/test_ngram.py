@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from workers.speculation.ngram import MAX_MATCH, MatchIndex
+from workers.speculation.proposers.ngram import MAX_MATCH, MatchIndex
 
 
 def longest_by_hand(tokens: tuple[int, ...]) -> int:

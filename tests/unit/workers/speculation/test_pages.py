@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer.hashing import chain_hashes
 from protos.values import SamplingParams
-from workers.speculation.pages import DraftPages, num_tokens
+from workers.speculation.proposers.draft_pages import DraftPages, num_tokens
 
 BLOCK = 4
 

@@ -9,10 +9,10 @@ from tests.contract.test_proposers import Sequence
 from tests.unit.workers.speculation.test_head_proposer import BLOCK, CountingHead
 from tests.unit.workers.speculation.test_queries import Counting
 from workers.batch import Batch, Row, Sample
-from workers.speculation.base import ComputedRow, Draft, DraftQuery, ProposerNeeds
-from workers.speculation.draft_model import DraftLimits
-from workers.speculation.heads import HeadProposer
 from workers.speculation.payoff import EARLY_STEPS, MOST_PAUSE_STEPS, PAUSE_STEPS, TRIAL_STEPS, WARM_UP_STEPS
+from workers.speculation.proposer import ComputedRow, Draft, DraftQuery, ProposerNeeds
+from workers.speculation.proposers.draft_model_proposer import DraftLimits
+from workers.speculation.proposers.head_proposer import HeadProposer
 from workers.speculation.speculation import Speculation
 
 STEP_S = 0.010

@@ -6,8 +6,8 @@ from collections.abc import Sequence as Many
 
 from protos.values import SpeculationParams
 from tests.contract.test_proposers import Sequence
-from workers.speculation.base import NO_DRAFT, ComputedRow, Draft, DraftQuery, ProposerNeeds, SpeculatedSequence
 from workers.speculation.cost import StepSeconds
+from workers.speculation.proposer import NO_DRAFT, ComputedRow, Draft, DraftQuery, ProposerNeeds, SpeculatedSequence
 from workers.speculation.speculation import Speculation
 
 

@@ -11,10 +11,10 @@ from benchmarks.speculation.known_drafter import KnownAnswers
 from protos.values import FinishReason, GenerateRequest, SpeculationParams
 from tests.unit.workers.grammar.test_grammars import EOS, Summing
 from tests.unit.workers.harness import BLOCK, VOCAB, Answer, ToyEngine, ask, by_hand
-from workers.speculation.base import ComputedRow, Draft, DraftQuery
 from workers.speculation.cost import StepSeconds
-from workers.speculation.ngram import NgramProposer
-from workers.speculation.prediction import PredictionProposer
+from workers.speculation.proposer import ComputedRow, Draft, DraftQuery
+from workers.speculation.proposers.ngram import NgramProposer
+from workers.speculation.proposers.prediction import PredictionProposer
 from workers.speculation.speculation import Speculation
 
 

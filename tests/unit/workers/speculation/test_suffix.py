@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from tests.contract.test_proposers import Sequence, draft
-from workers.speculation.suffix import BYTES_A_TOKEN, MIN_MATCH, WAITING_SHARE, SuffixProposer
+from workers.speculation.proposers.suffix import BYTES_A_TOKEN, MIN_MATCH, WAITING_SHARE, SuffixProposer
 
 
 def learnt(proposer: SuffixProposer, *answers: tuple[int, ...], salt: bytes = b"") -> None:

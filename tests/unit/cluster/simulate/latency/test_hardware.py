@@ -18,7 +18,7 @@ from cluster.simulate.world.lanes import Cards, hosts_of
 from protos.errors import Misconfigured, UnsupportedModel
 from tests.unit.cluster.simulate.asking import SMALL, answer
 from workers.kv.groups import with_windows
-from workers.models.config import read_config
+from workers.models.model_config import read_config
 
 LLAMA = {
     "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,

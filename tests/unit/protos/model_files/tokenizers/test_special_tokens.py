@@ -15,7 +15,7 @@ from protos.model_files.folder import FolderFiles
 from protos.model_files.opening import open_model
 from router.text.model_card import ModelCard
 from tests.unit.router.scripted import byte_level
-from workers.models.config import read_config
+from workers.models.model_config import read_config
 
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 410, "hidden_size": 32,

@@ -1,1 +1,0 @@
-"""Dense families whose layers are of two kinds: with a window, and without."""

@@ -1,1 +1,0 @@
-"""Families whose layers are attention and one MLP, one module each: a spec of at most 60 lines."""

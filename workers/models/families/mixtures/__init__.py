@@ -1,1 +1,0 @@
-"""Families with experts."""

@@ -1,0 +1,48 @@
+"""The seam between a head that drafts and what runs it.
+
+Legend: T tokens of a step, E hidden size of the head, R positions whose logits are asked for, V tokens of its own head.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from protos.values import KVLayout
+from workers.attention.base import AttentionBackend
+from workers.models.decoder import ModelInputs
+from workers.speculation.proposer import HiddenStates
+
+
+class DraftHead(Protocol):
+    """A head with attention over its own keys and values. The entry of position p is made of what the target computed
+    there and of the token after it, and predicts the token after that one."""
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs it reads; the number of layers stands for the output of the last norm."""
+        ...
+
+    @property
+    def max_len(self) -> int:
+        """Positions that it can take."""
+        ...
+
+    @property
+    def target_ids_V(self) -> torch.Tensor | None:
+        """int64: the target's id of each of its tokens; None if they are the same."""
+        ...
+
+    def kv_layout(self, block_size: int) -> KVLayout: ...
+
+    def features(self, hidden: HiddenStates[torch.Tensor], places_T: torch.Tensor) -> torch.Tensor:
+        """[T, E]: what it reads of the target's hidden states at these places of the last step."""
+        ...
+
+    def forward(
+        self, inputs: ModelInputs, features_TE: torch.Tensor, attention: AttentionBackend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [R, V] in float32, and features [R, E] for the entry after each of these positions. Every rank must be
+        given the same inputs."""
+        ...

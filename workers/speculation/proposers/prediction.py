@@ -1,0 +1,95 @@
+"""Drafts from the client's prediction of the answer (`prediction` of the OpenAI API): an edit returns most of a text.
+
+    prediction   def area(r):  return 3 * r * r     def volume(r): ...
+    answer       def area(r):  return pi * r▮       ── after the last matching tokens ──▶  * r     def volume(r): ...
+
+An answer begins where the prediction does. Behind a difference it is found again by its last tokens, as an n-gram is;
+of several places the one next to where it was before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workers.speculation.proposer import NO_DRAFT, ComputedRow, Draft, DraftQuery, ProposerNeeds, SpeculatedSequence
+
+MATCH = 2
+"""Tokens of the answer that find its place in the prediction again."""
+FOLLOWED = 16
+"""Evidence does not grow beyond this many tokens that followed the prediction."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """`at` is the token of the prediction that the next one of the answer should be; the answer's first `num_seen`
+    tokens have been compared, and the last `num_followed` of them were as predicted."""
+
+    sequence: SpeculatedSequence
+    places: dict[tuple[int, ...], list[int]] | None = None
+    at: int | None = 0
+    near: int = 0  # where it was last
+    num_seen: int = 0
+    num_followed: int = 0
+
+
+class PredictionProposer:
+    """Proposes what follows in the prediction; nothing for sequences without one."""
+
+    name = "prediction"
+    needs = ProposerNeeds()
+
+    def __init__(self) -> None:
+        self._places: dict[str, _Place] = {}
+
+    def begin(self, sequence: SpeculatedSequence) -> None:
+        self._places[sequence.request_id] = _Place(sequence)
+
+    def computed(self, rows: Sequence[ComputedRow]) -> None: ...
+
+    def propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
+        return [self._draft(query) for query in queries]
+
+    def end(self, request_id: str) -> None:
+        del self._places[request_id]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def _draft(self, query: DraftQuery) -> Draft:
+        place = self._places[query.request_id]
+        predicted = place.sequence.prediction_ids
+        if not predicted:
+            return NO_DRAFT
+        for token_id in place.sequence.output_ids[place.num_seen :]:
+            place.num_seen += 1
+            _follow(place, predicted, token_id)
+        if place.at is None or not query.max_drafts:
+            return NO_DRAFT
+        token_ids = predicted[place.at : place.at + query.max_drafts]
+        evidence = min(place.num_followed, FOLLOWED) + 1
+        return Draft(token_ids=token_ids, source=self.name, evidence=evidence) if token_ids else NO_DRAFT
+
+
+def _follow(place: _Place, predicted: tuple[int, ...], token_id: int) -> None:
+    """Moves the place by one token of the answer."""
+    if place.at is not None and place.at < len(predicted) and predicted[place.at] == token_id:
+        place.at += 1
+        place.near = place.at
+        place.num_followed += 1
+        return
+    place.num_followed = 0
+    last = tuple(place.sequence.output_ids[max(0, place.num_seen - MATCH) : place.num_seen])
+    if place.places is None:
+        place.places = _places(predicted)
+    found = place.places.get(last, ())
+    place.at = min(found, key=lambda at: abs(at - place.near)) if found else None
+    place.near = place.near if place.at is None else place.at
+
+
+def _places(predicted: tuple[int, ...]) -> dict[tuple[int, ...], list[int]]:
+    """After each `MATCH` tokens in a row, the places that follow them."""
+    places: dict[tuple[int, ...], list[int]] = {}
+    for stop in range(MATCH, len(predicted)):
+        places.setdefault(predicted[stop - MATCH : stop], []).append(stop)
+    return places

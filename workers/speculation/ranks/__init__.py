@@ -1,0 +1,1 @@
+"""The part of proposers that computes with a model, on every rank."""

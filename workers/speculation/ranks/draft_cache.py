@@ -1,0 +1,48 @@
+"""The KV cache of a proposer on one rank: a page for each page of the worker's pool, and scratch pages."""
+
+from __future__ import annotations
+
+from kvtransfer.reshard import rank_block_bytes
+from protos.values import KVLayout
+from workers.config import WorkerConfig
+from workers.kv.storage import KVStorage
+from workers.speculation.proposers.draft_model_proposer import DraftLimits
+
+
+class DraftCache:
+    """Scratch pages, some for each sequence of a step, follow those of the pool: they take drafts beyond a block
+    table."""
+
+    def __init__(self, layout: KVLayout, config: WorkerConfig, device: str) -> None:
+        self.layout = layout
+        self._config = config
+        self._device = device
+        self._scratch_pages = 1 - -config.max_drafts // config.block_size
+        self._num_pages = 0
+
+    @property
+    def page_bytes(self) -> int:
+        return rank_block_bytes(self.layout)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._num_scratch * self.page_bytes
+
+    def make(self, num_pages: int) -> KVStorage:
+        """The storage for a pool of so many pages. Raises torch's own error if memory runs out."""
+        self._num_pages = num_pages
+        return KVStorage(self.layout, num_blocks=num_pages + self._num_scratch, device=self._device)
+
+    def limits(self, *, max_len: int, vocab_size: int) -> DraftLimits:
+        return DraftLimits(
+            block_size=self._config.block_size,
+            num_pages=self._num_pages,
+            scratch_pages=self._scratch_pages,
+            chunk=self._config.max_num_batched_tokens,
+            max_len=max_len,
+            vocab_size=vocab_size,
+        )
+
+    @property
+    def _num_scratch(self) -> int:
+        return self._config.max_num_seqs * self._scratch_pages

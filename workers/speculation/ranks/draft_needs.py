@@ -1,0 +1,120 @@
+"""Checks a draft model or head by its files, and what it needs, before anything is loaded. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
+from protos.values import ITEM_BYTES
+from workers.config import WorkerConfig
+from workers.kv.kinds import layout_of
+from workers.models.interface import ServedConfig
+from workers.models.model_config import ModelConfig, mtp_bytes, weight_bytes
+from workers.models.served import check_ranks, read_served
+from workers.speculation.heads.eagle_config import eagle_name, read_eagle
+from workers.speculation.heads.head_files import open_head
+from workers.speculation.ranks.draft_vocabulary import check_same_vocabulary
+from workers.speculation.registry import SpeculateMode
+from workers.weights.source import FLOATS, StoredTensor
+
+_SETTING = "speculate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftNeeds:
+    """Memory of what drafts on one worker, over all ranks, at the least. `block_bytes` are those of its KV for each
+    block of the model's."""
+
+    weight_bytes: int = 0
+    block_bytes: int = 0
+
+
+def needs_of(config: WorkerConfig, target: ServedConfig, dtype: str) -> DraftNeeds:
+    """`dtype` is that of the target. Raises BadCheckpoint, UnsupportedModel or Misconfigured for files with which no
+    draft model or head of this target can be made; tensors are described alone."""
+    mode = SpeculateMode.of(config.speculate)
+    if not mode.is_by_model:
+        return DraftNeeds()
+    _check_path(config.speculate, mode)
+    try:
+        return _needs(mode, config, target, dtype)
+    except (BadCheckpoint, UnsupportedModel) as error:
+        raise type(error)(f"worker.speculate is {config.speculate}: {error.message}", param=_SETTING) from error
+
+
+def _needs(mode: SpeculateMode, config: WorkerConfig, target: ServedConfig, dtype: str) -> DraftNeeds:
+    if mode.kind == "model":
+        return _of_draft_model(config, target, mode.path)
+    if not isinstance(target, ModelConfig):
+        raise Misconfigured(
+            f"worker.speculate is {mode.kind}: heads read hidden states, and a decoder of transformers "
+            f"({target.family}) shows none: choose a draft model (model:PATH), ngram or suffix",
+            param=_SETTING,
+        )
+    if mode.kind == "mtp":
+        check_mtp(config.model, target)
+        layout = layout_of(target, "auto", block_size=config.block_size, dtype=dtype, tp=config.tp)
+        return DraftNeeds(
+            weight_bytes=mtp_bytes(config.model, target, dtype), block_bytes=layout.block_bytes // target.num_layers
+        )
+    with open_head(mode.path, eagle_name, framework="numpy") as source:
+        stored = [source.describe(name) for name in source.names()]
+        block_bytes = 0
+        if mode.kind == "eagle":
+            head = read_eagle(mode.path, target, source).model
+            block_bytes = head.kv_layout(block_size=config.block_size, dtype=dtype, tp=config.tp).block_bytes
+    copies = config.tp if mode.kind == "medusa" else 1  # every rank has all of Medusa's
+    return DraftNeeds(weight_bytes=copies * _converted_bytes(stored, dtype), block_bytes=block_bytes)
+
+
+def check_fits(config: WorkerConfig, needs: DraftNeeds, free_bytes: int) -> None:
+    """Raises Misconfigured unless a rank's share of the weights fits into its free memory."""
+    num_bytes = needs.weight_bytes // config.tp
+    if num_bytes > free_bytes:
+        raise Misconfigured(
+            f"worker.speculate is {config.speculate}: its weights take {num_bytes / 2**30:.2f} GiB on each rank, "
+            f"{free_bytes / 2**30:.2f} GiB are free beside the model: choose a smaller one, or raise tp",
+            param=_SETTING,
+        )
+
+
+def check_mtp(path: str | Path, target: ModelConfig) -> None:
+    """Raises Misconfigured if the checkpoint has no layer for multi-token prediction."""
+    if not target.num_mtp_layers:
+        raise Misconfigured(
+            f"worker.speculate is mtp, and {path} has no layers for multi-token prediction (num_nextn_predict_layers): "
+            "choose another kind of drafts",
+            param=_SETTING,
+        )
+
+
+def draft_dtype(config: WorkerConfig, model: ServedConfig) -> str:
+    """In which a draft model computes."""
+    return "float32" if "float32" in (config.dtype, model.dtype) and config.dtype != "bfloat16" else "bfloat16"
+
+
+def _check_path(given: str, mode: SpeculateMode) -> None:
+    what = "draft model" if mode.kind == "model" else "head"
+    if mode.path and not Path(mode.path).exists():
+        raise BadCheckpoint(
+            f"worker.speculate is {given}, and there is no {mode.path} on this machine: give the folder of a {what}, "
+            f"as --speculate {mode.kind}:/models/{what.replace(' ', '-')}",
+            param=_SETTING,
+        )
+
+
+def _of_draft_model(config: WorkerConfig, target: ServedConfig, path: str) -> DraftNeeds:
+    model = read_served(path)
+    check_same_vocabulary(path, model, config.model, target)
+    check_ranks(model, config.tp, _SETTING, expert_parallel=config.expert_parallel)
+    dtype = draft_dtype(config, model)
+    layout = layout_of(model, "auto", block_size=config.block_size, dtype=dtype, tp=config.tp)
+    return DraftNeeds(weight_bytes=weight_bytes(path, dtype), block_bytes=layout.block_bytes)
+
+
+def _converted_bytes(tensors: Collection[StoredTensor], dtype: str) -> int:
+    item = ITEM_BYTES.get(dtype, 2)
+    return sum([prod(one.shape) * item if one.dtype in FLOATS else one.num_bytes for one in tensors])

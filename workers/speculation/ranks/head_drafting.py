@@ -1,0 +1,150 @@
+"""Heads of the target on one rank: they read its hidden states, and keep KV of their own."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from protos.values import KVHead
+from workers.attention.base import AttentionBackend
+from workers.attention.registry import attention_for
+from workers.batch import Batch, RowOutput, Sample, StepOutput
+from workers.config import WorkerConfig
+from workers.kernels.staging import to_device
+from workers.kv.storage import KVStorage
+from workers.parallel.ranks import Leader
+from workers.runner.inputs import model_inputs
+from workers.runner.packing import pack
+from workers.speculation.heads.draft_head import DraftHead
+from workers.speculation.heads.medusa import MedusaHeads
+from workers.speculation.proposer import HiddenStates, Proposer
+from workers.speculation.proposers.head_proposer import HeadProposer
+from workers.speculation.proposers.medusa_proposer import MedusaProposer
+from workers.speculation.ranks.draft_cache import DraftCache
+from workers.speculation.ranks.draft_choice import drafted_ids
+
+_NONE = -1
+
+
+class HeadDrafting:
+    """`name` is that of the proposer, `identity` names the head's files. Entries of a head stand in the rows of its
+    batches: a row's token is the one after the entry's position, a row's sample chooses the draft after that."""
+
+    def __init__(
+        self, name: str, head: DraftHead, config: WorkerConfig, device: str, vocab_size: int, identity: str
+    ) -> None:
+        self._name, self._head, self._device = name, head, device
+        self._identity = identity
+        self._block_size = config.block_size
+        self._cache = DraftCache(head.kv_layout(config.block_size), config, device)
+        self.storage: KVStorage | None = None
+        self._vocab_size = vocab_size
+        self._attention: AttentionBackend | None = None
+        self._hidden: HiddenStates[torch.Tensor] | None = None
+        self._places: dict[str, int] = {}
+        self._features_RE = torch.zeros(0)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self._head.hidden_layers
+
+    @property
+    def page_bytes(self) -> int:
+        return self._cache.page_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._cache.scratch_bytes
+
+    def make_storage(self, num_pages: int) -> None:
+        self.storage = self._cache.make(num_pages)
+        self._attention = attention_for(self.storage)
+
+    @property
+    def kv_head(self) -> KVHead:
+        (group,) = self._cache.layout.groups
+        return KVHead(name=self._identity, num_layers=len(group.layers), parts=group.parts)
+
+    def read_from(self, hidden: HiddenStates[torch.Tensor]) -> None:
+        self._hidden = hidden
+
+    @torch.inference_mode()
+    def head_computed(self, batch: Batch, first_hidden: tuple[int, ...]) -> StepOutput:
+        """Entries of positions that the target's last step computed; those of a row from `first_hidden` on there."""
+        assert self._hidden is not None, "the head reads the hidden states of no runner"
+        places = [
+            first + place
+            for first, row in zip(first_hidden, batch.rows, strict=True)
+            for place in range(row.num_tokens)
+        ]
+        places_T = to_device(np.array(places), self._device)
+        return self._run(batch, self._head.features(self._hidden, places_T))
+
+    @torch.inference_mode()
+    def head_next(self, batch: Batch) -> StepOutput:
+        """The entry after the last one of each row, which was drafted."""
+        places = [self._places[row.request_id] for row in batch.rows]
+        return self._run(batch, self._features_RE.index_select(0, to_device(np.array(places), self._device)))
+
+    def proposer(self, leader: Leader, headless: set[int]) -> Proposer:
+        limits = self._cache.limits(max_len=self._head.max_len, vocab_size=self._vocab_size)
+        runner = leader.everywhere(self)
+        return HeadProposer(self._name, runner, limits, clock=time.perf_counter, headless=headless)
+
+    def _run(self, batch: Batch, features_TE: torch.Tensor) -> StepOutput:
+        assert self._attention is not None, "the head has no cache yet"
+        packed = pack(batch, block_size=self._block_size, sampled={})
+        inputs = model_inputs(packed, self._device, torch.zeros(0))
+        logits_RV, self._features_RE = self._head.forward(inputs, features_TE, self._attention)
+        sampling = [row for row in batch.rows if row.sample is not None]
+        self._places = {row.request_id: place for place, row in enumerate(sampling)}
+        samples = [row.sample for row in sampling if row.sample is not None]
+        ids = iter(drafted_ids(logits_RV, samples, self._head.target_ids_V, self._vocab_size) if samples else ())
+        return StepOutput(
+            rows=tuple([_drafted(next(ids)) if row.sample is not None else RowOutput() for row in batch.rows])
+        )
+
+
+class MedusaDrafting:
+    """They keep nothing: each draft comes from one hidden state."""
+
+    page_bytes = 0
+    scratch_bytes = 0
+    kv_head = None
+    storage = None
+
+    def __init__(self, heads: MedusaHeads, device: str, vocab_size: int) -> None:
+        self._heads, self._device, self._vocab_size = heads, device, vocab_size
+        self._hidden: HiddenStates[torch.Tensor] | None = None
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self._heads.hidden_layers
+
+    def make_storage(self, num_pages: int) -> None: ...
+
+    def read_from(self, hidden: HiddenStates[torch.Tensor]) -> None:
+        self._hidden = hidden
+
+    @torch.inference_mode()
+    def medusa(self, places: tuple[int, ...], samples: tuple[tuple[Sample, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        """For each head a draft of each sequence, whose hidden states stand at `places` of the last step. `samples`
+        has each head's."""
+        assert self._hidden is not None, "the heads read the hidden states of no runner"
+        (layer,) = self.hidden_layers
+        hidden_RE = self._hidden.at(layer).index_select(0, to_device(np.array(places), self._device))
+        logits = self._heads.logits(hidden_RE, len(samples))
+        drawn = [
+            drafted_ids(one_RV, of_head, None, self._vocab_size)
+            for one_RV, of_head in zip(logits, samples, strict=True)
+        ]
+        return tuple([tuple(ids) for ids in drawn])
+
+    def proposer(self, leader: Leader, headless: set[int]) -> Proposer:
+        return MedusaProposer(leader.everywhere(self), len(self._heads), clock=time.perf_counter)
+
+
+def _drafted(token_id: int) -> RowOutput:
+    return RowOutput(token_ids=(token_id,) if token_id != _NONE else ())

@@ -1,0 +1,86 @@
+"""A draft model on one rank: any model that Baton serves, with a KV cache of its own."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from workers.attention.registry import attention_for
+from workers.batch import Batch, StepOutput
+from workers.config import WorkerConfig
+from workers.kv.kinds import layout_of
+from workers.models.interface import ServedConfig
+from workers.models.served import load_served, read_served
+from workers.parallel.group import TensorParallel
+from workers.parallel.ranks import Leader
+from workers.runner.runner import TorchRunner
+from workers.speculation.proposer import HiddenStates, Proposer
+from workers.speculation.proposers.draft_model_proposer import DraftModelProposer
+from workers.speculation.ranks.draft_cache import DraftCache
+from workers.speculation.ranks.draft_needs import draft_dtype
+
+log = logging.getLogger("baton.worker")
+
+
+class ServedDraftModel:
+    """Loads the checkpoint `path`, which `workers.speculation.ranks.draft_needs` has checked. Raises BadCheckpoint or
+    UnsupportedModel."""
+
+    def __init__(
+        self, path: str, config: WorkerConfig, target: ServedConfig, group: TensorParallel, device: str
+    ) -> None:
+        model = read_served(path)
+        dtype = draft_dtype(config, model)
+        layout = layout_of(model, "auto", block_size=config.block_size, dtype=dtype, tp=config.tp)
+        self._cache = DraftCache(layout, config, device)
+        self._block_size = config.block_size
+        self._vocab_size = min(model.vocab_size, target.vocab_size)
+        self._max_len = model.max_model_len
+        self._decoder = load_served(
+            path,
+            device=device,
+            dtype=dtype,
+            quantize="off",
+            parallel=group,
+            expert_parallel=config.expert_parallel,
+            on_progress=None,
+        )
+        self._runner: TorchRunner | None = None
+        log.info("drafts of next tokens come from %s: %s", path, self._decoder.stored_as)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def kv_head(self) -> None:
+        """A draft model computes what it lacks from the tokens."""
+
+    @property
+    def storage(self) -> None:
+        """Its cache stays where it is."""
+
+    def read_from(self, hidden: HiddenStates[torch.Tensor]) -> None: ...
+
+    @property
+    def page_bytes(self) -> int:
+        return self._cache.page_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._cache.scratch_bytes
+
+    def make_storage(self, num_pages: int) -> None:
+        storage = self._cache.make(num_pages)
+        self._runner = TorchRunner(self._decoder, attention_for(storage), block_size=self._block_size)
+
+    def draft(self, batch: Batch) -> StepOutput:
+        """Computes a step of the draft model. Only rank 0's output has tokens."""
+        assert self._runner is not None, "the draft model has no cache yet"
+        return self._runner.run(batch)
+
+    def proposer(self, leader: Leader, headless: set[int]) -> Proposer:
+        limits = self._cache.limits(max_len=self._max_len, vocab_size=self._vocab_size)
+        return DraftModelProposer(leader.everywhere(self), limits, clock=time.perf_counter)
