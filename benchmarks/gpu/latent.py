@@ -49,7 +49,7 @@ def _decode(shape: str, lens: Sequence[int], num_heads: int, device: str) -> Ker
         range(len(lens) + 1),
         lens,
         window=None,
-        num_kv_heads=head_programs(num_heads),
+        num_kv_heads=head_programs(num_heads, torch.bfloat16),
         num_multiprocessors=num_multiprocessors,
     )
     items_W6, parts_R3 = (torch.from_numpy(array).to(device) for array in arrays)
@@ -67,7 +67,7 @@ def _decode(shape: str, lens: Sequence[int], num_heads: int, device: str) -> Ker
 
 
 def _prompt(shape: str, length: int, num_heads: int, device: str) -> KernelCase:
-    paged, group = _Latents([(length, length)], num_heads, device), heads_of_program(num_heads)
+    paged, group = _Latents([(length, length)], num_heads, device), heads_of_program(num_heads, torch.bfloat16)
     tile = latent_tile(torch.bfloat16, heads=group, prompts=True)
     work_W4 = plan_prefill([0], [0, length], [length], group=group, tile=tile)
     plan = PrefillPlan(work_W4=torch.from_numpy(work_W4).to(device), tile=tile)

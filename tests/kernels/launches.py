@@ -101,7 +101,9 @@ def _latent(dtype: torch.dtype) -> None:
 def _latent_prompt(dtype: torch.dtype) -> None:
     cache = torch.zeros(2, 1, _BS, 576, dtype=dtype)
     q_TNW, out_TNL = torch.zeros(1, 128, 576, dtype=dtype), torch.zeros(1, 128, 512, dtype=dtype)
-    plan = PrefillPlan(work_W4=_INDEX.view(1, 4), tile=latent_tile(dtype, heads=heads_of_program(128), prompts=True))
+    plan = PrefillPlan(
+        work_W4=_INDEX.view(1, 4), tile=latent_tile(dtype, heads=heads_of_program(128, dtype), prompts=True)
+    )
     latent_prefill(q_TNW, cache, out_TNL, _TABLES, plan=plan, scale=1.0)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -48,14 +49,18 @@ WIDE_UNITS = {90: "wgmma", 100: "tcgen05"}
 
 @pytest.fixture(scope="module", params=sorted(MAX_SHARED))
 def compiled(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> tuple[int, list[dict[str, Any]]]:
-    """(capability, what each kernel costs). The interpreter must not be on, hence a process of its own."""
+    """(capability, what each kernel costs)."""
+    return request.param, _costs(pytestconfig, request.param, "bfloat16", REPRESENTATIVES.get(request.param, ()))
+
+
+def _costs(pytestconfig: pytest.Config, capability: int, dtype: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The interpreter must not be on, hence a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     assert pytestconfig.cache
     environment["TRITON_CACHE_DIR"] = str(pytestconfig.cache.mkdir("triton"))
-    names = REPRESENTATIVES.get(request.param, ())
-    program = [sys.executable, "-m", "tests.kernels.compiled", str(request.param), "bfloat16", *names]
+    program = [sys.executable, "-m", "tests.kernels.compiled", str(capability), dtype, *names]
     output = subprocess.check_output(program, cwd=pytestconfig.rootpath, env=environment, text=True)
-    return request.param, [json.loads(line) for line in output.splitlines()]
+    return [json.loads(line) for line in output.splitlines()]
 
 
 @pytest.mark.slow
@@ -68,6 +73,16 @@ def test_kernels_fit_and_do_not_spill(compiled: tuple[int, list[dict[str, Any]]]
         assert cost["columns"] <= MOST_COLUMNS, cost
         assert cost["spilled"] <= MOST_SPILLED.get(capability, MAY_SPILL.get(cost["launch"], 0)), cost
         assert cost["registers"] >= LEAST_REGISTERS or cost["launch"] in LITTLE, cost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", sorted(MAX_SHARED))
+def test_kernels_of_twice_the_bytes_fit_in_float32(capability: int, pytestconfig: pytest.Config) -> None:
+    for cost in _costs(pytestconfig, capability, "float32", ("latent decode", "latent prefill", "experts, many rows")):
+        assert cost["shared"] <= MAX_SHARED[capability], cost
+        assert cost["columns"] <= MOST_COLUMNS, cost
+        assert cost["spilled"] == 0, cost
+        assert cost["registers"] >= LEAST_REGISTERS, cost
 
 
 @pytest.mark.slow

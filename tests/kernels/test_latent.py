@@ -24,7 +24,7 @@ def test_contexts_in_parts(dtype: torch.dtype) -> None:
     q_TNW = normal(4, num_heads, RANK + ROTATED, dtype=dtype, seed=2)
     arrays = plan_decode(
         range(4), range(5), lens,
-        window=None, num_kv_heads=head_programs(num_heads), num_multiprocessors=16, min_item=64,
+        window=None, num_kv_heads=head_programs(num_heads, dtype), num_multiprocessors=16, min_item=64,
     )  # fmt: skip
     items_W6, parts_R3 = (torch.from_numpy(array).to(DEVICE) for array in arrays)
     out_TNL = torch.full((4, num_heads, RANK), float("nan"), dtype=dtype, device=DEVICE)

@@ -75,7 +75,7 @@ class PagedAttention:
     ) -> torch.Tensor:
         assert self._inputs is not None, "write before begin"
         if self._is_latent:
-            self._num_programs = head_programs(q_TND.shape[1])
+            self._num_programs = head_programs(q_TND.shape[1], q_TND.dtype)
             slots_T = self._inputs.tables[self._group].slots_T
             return latent_write(q_TND, k_TKD, *rotation, self._storage.part(layer, LATENT), slots_T)
         caches = self._storage.keys(layer), self._storage.values(layer)
@@ -137,7 +137,7 @@ class PagedAttention:
     def _plan_prefill(self, inputs: AttentionInputs, q_TND: torch.Tensor) -> PrefillPlan:
         """The plan of prefill rows, the same for all layers of the step."""
         if self._is_latent:
-            group = heads_of_program(q_TND.shape[1])
+            group = heads_of_program(q_TND.shape[1], q_TND.dtype)
             tile = latent_tile(q_TND.dtype, heads=group, prompts=True)
         else:
             group = q_TND.shape[1] // self._storage.num_heads

@@ -42,7 +42,7 @@ def _item(items_ptr, PROMPTS: tl.constexpr):
 def _over_context(
     q_ML, q_MR, queries_M, cache_ptr, table_ptr, start, stop, block_stride, scale_log2,
     RANK: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr, PROMPTS: tl.constexpr,
-    PRECISION: tl.constexpr, M: tl.constexpr, C: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
+    M: tl.constexpr, C: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Attention to latents [start, stop) of one row: (result, sum, maximum). Block ids are fetched a tile ahead, as in
     `tile`."""
@@ -64,14 +64,14 @@ def _over_context(
         turned_CR = cache_ptr + offsets_C[:, None] + RANK + dims_R[None, :]
         k_CL = tl.load(latents_CL, mask=inside_CL, other=0.0)
         k_CR = tl.load(turned_CR, mask=loaded_C[:, None] & inside_R[None, :], other=0.0)
-        scores_MC = tl.dot(q_ML, tl.trans(k_CL), input_precision=PRECISION)
-        scores_MC = tl.dot(q_MR, tl.trans(k_CR), acc=scores_MC, input_precision=PRECISION)
+        scores_MC = tl.dot(q_ML, tl.trans(k_CL), input_precision="ieee")
+        scores_MC = tl.dot(q_MR, tl.trans(k_CR), acc=scores_MC, input_precision="ieee")
         seen_MC = loaded_C[None, :]
         if PROMPTS:
             seen_MC = seen_MC & (positions_C[None, :] <= queries_M[:, None])
         scores_MC = tl.where(seen_MC, scores_MC, float("-inf"))
         weights_MC, max_M, sum_M, acc_ML = softmax_step(scores_MC, scale_log2, max_M, sum_M, acc_ML)
-        acc_ML = tl.dot(weights_MC.to(k_CL.dtype), k_CL, acc=acc_ML, input_precision=PRECISION)
+        acc_ML = tl.dot(weights_MC.to(k_CL.dtype), k_CL, acc=acc_ML, input_precision="ieee")
         block_C = next_block_C
     return acc_ML, sum_M, max_M
 
@@ -81,8 +81,7 @@ def _attend_latents(
     q_ptr, cache_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, tables_ptr,
     q_stride, out_stride, block_stride, table_stride, scale_log2,
     N: tl.constexpr, H: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    PROMPTS: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
-    L: tl.constexpr, R: tl.constexpr,
+    PROMPTS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Computes one item for H heads: tokens of a prompt, or a part of the context of a token that decodes, whose result
     goes to the work space with its log2-sum-exp."""
@@ -99,7 +98,7 @@ def _attend_latents(
     q_MR = tl.load(q_ptr + read_M[:, None] + RANK + dims_R[None, :], mask=mask_MR, other=0.0)
     acc_ML, sum_M, max_M = _over_context(
         q_ML, q_MR, position + tokens_M, cache_ptr, tables_ptr + row.to(tl.int64) * table_stride, start, stop,
-        block_stride, scale_log2, RANK, ROTATED, BLOCK_SIZE, PROMPTS, PRECISION, M, C, L, R,
+        block_stride, scale_log2, RANK, ROTATED, BLOCK_SIZE, PROMPTS, M, C, L, R,
     )  # fmt: skip
     out_ML = acc_ML / tl.where(sum_M > 0, sum_M, 1.0)[:, None]  # no context: zeros
     if slot < 0:
@@ -153,24 +152,26 @@ def _write_latents(
     tl.store(to_ptr + STILL + PAIRS + pairs_P, turned_second_P.to(first_P.dtype), mask=inside_P)
 
 
-def heads_of_program(num_heads: int) -> int:
+def heads_of_program(num_heads: int, dtype: torch.dtype) -> int:
     """On cards with 227 KiB of shared memory up to 64, the rows of one instruction of Hopper's matrix units, so that
-    128 heads load a latent twice; on others 16, the least that matrix units multiply."""
-    return min(64 if takes_large_tiles() else 16, int(triton.next_power_of_2(num_heads)))
+    128 heads load a latent twice; on others, and in float32, 16, the least that matrix units multiply."""
+    most = 64 if takes_large_tiles() and dtype != torch.float32 else 16
+    return min(most, int(triton.next_power_of_2(num_heads)))
 
 
-def head_programs(num_heads: int) -> int:
+def head_programs(num_heads: int, dtype: torch.dtype) -> int:
     """Programs of one item."""
-    return -(-num_heads // heads_of_program(num_heads))
+    return -(-num_heads // heads_of_program(num_heads, dtype))
 
 
 def latent_tile(dtype: torch.dtype, *, heads: int, prompts: bool) -> Tile:
     """`heads` of a program. On an H200 64 rows of 64 positions took 1.2 ms for a prompt of 4k with 16 heads, 32 of 16
     positions 5.2; tokens of 128 heads that decode took 0.69 ms, 16 heads at a time 1.46. Not measured: with tensor
     memory 64 positions take 345 KiB of shared memory, and 32 take 209; on other cards 32 in three stages take 91 of 99.
+    float32 takes 72 KiB everywhere, since products are exact: the three of tf32x3 take 104 and spill 2 KB a thread.
     """
     if dtype == torch.float32:
-        return Tile(rows=max(16, heads), positions=16, warps=4 if heads <= 16 else 8, stages=1)
+        return Tile(rows=16, positions=16, warps=4, stages=1)
     if takes_large_tiles():
         rows = 64 if prompts else max(16, heads)
         return Tile(rows=rows, positions=32 if has_tensor_memory() else 64, warps=4 if rows <= 16 else 8, stages=2)
@@ -238,7 +239,8 @@ def latent_decode(
         return
     partial_WNL = torch.empty((num_items, num_heads, rank), dtype=torch.float32, device=q_TNW.device)
     lse_WN = torch.empty((num_items, num_heads), dtype=torch.float32, device=q_TNW.device)
-    tile = tile or latent_tile(q_TNW.dtype, heads=heads_of_program(num_heads), prompts=False)
+    heads = heads_of_program(num_heads, q_TNW.dtype)
+    tile = tile or latent_tile(q_TNW.dtype, heads=heads, prompts=False)
     _launch(q_TNW, cache, out_TNL, block_tables_SB, (partial_WNL, lse_WN), plan.items_W6, scale, tile, prompts=False)
     reduce_parts(partial_WNL, lse_WN, out_TNL, plan.parts_R3)
 
@@ -277,7 +279,7 @@ def _launch(
     assert block_tables_SB.dtype == torch.int32, f"block tables are {block_tables_SB.dtype}"
     assert block_tables_SB.stride(1) == 1, f"block tables have strides {block_tables_SB.stride()}"
     _check_cache(q_TNW, cache)
-    _attend_latents[(len(items), head_programs(num_heads))](
+    _attend_latents[(len(items), head_programs(num_heads, q_TNW.dtype))](
         q_TNW,
         cache,
         out_TNL,
@@ -290,12 +292,11 @@ def _launch(
         block_tables_SB.stride(0),
         SoftmaxOptions.of(scale, 0.0).scale_log2,
         N=num_heads,
-        H=heads_of_program(num_heads),
+        H=heads_of_program(num_heads, q_TNW.dtype),
         RANK=rank,
         ROTATED=width - rank,
         BLOCK_SIZE=cache.shape[2],
         PROMPTS=prompts,
-        PRECISION="tf32x3" if q_TNW.dtype == torch.float32 else "tf32",
         M=tile.rows,
         C=tile.positions,
         L=max(16, triton.next_power_of_2(rank)),
