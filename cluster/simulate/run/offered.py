@@ -118,8 +118,6 @@ def grows(records: Sequence[RequestRecord]) -> bool:
     the whole answer. The first third warms up."""
     sent = sorted((record for record in records if record.sent_s is not None), key=lambda record: record.sent_s or 0.0)
     third = len(sent) // 3
-    if third < LEAST_REQUESTS:
-        return False
     earlier, later = sent[third : 2 * third], sent[2 * third :]
     return any(_is_longer(_times(later, name), _times(earlier, name)) for name in ("ttft_s", "e2e_s"))
 

@@ -52,6 +52,7 @@ def records(waits_s: list[float]) -> list[RequestRecord]:
 def test_only_waits_that_lengthen_grow() -> None:
     assert grows(records([0.1 * k for k in range(300)])), "a queue that lengthens"
     assert not grows(records([0.1 * (300 - k) for k in range(300)])), "caches that warm up"
+    assert not grows(records([0.1 * min(k, 100) for k in range(300)])), "a queue that forms at the beginning"
     assert not grows(records([1.0 + 0.5 * (k % 7) for k in range(300)])), "noise"
     assert not grows(records([0.1 * k for k in range(60)])), "too few to say"
 
