@@ -14,6 +14,7 @@ import pytest
 from protos.errors import BatonError, BudgetExhausted, Internal, NoWorkers, UnknownModel, WorkerLost
 from router.auth.tenants import NOBODY
 from router.batches.replies import BatchesReply, BatchReply, FilesReply
+from router.batches.runner import MAX_FAILURES
 from router.files.batches import BatchStore
 from router.files.contents import FolderContents
 from router.files.records import StoredBatch
@@ -433,7 +434,10 @@ async def test_a_nested_body_is_its_own_lines_error(tmp_path: Path, levels: int)
 async def test_what_always_fails_ends_the_batch_after_a_few_leases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
+    failures: list[str] = []
+
     def failing(*_: Any, **__: Any) -> Any:
+        failures.append("bug")
         raise RecursionError("bug")
 
     monkeypatch.setattr("router.batches.runner.LOOK_S", 0.01)
@@ -450,3 +454,4 @@ async def test_what_always_fails_ends_the_batch_after_a_few_leases(
                 await asyncio.sleep(0.01)
                 batch = await client.batches.retrieve(batch.id)
         assert batch.errors.data[0].code == "internal_error"
+        assert len(failures) == (MAX_FAILURES if way == "completed" else 1)
