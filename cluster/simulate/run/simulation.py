@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.bench.report import Percentiles, RequestRecord
-from cluster.process.gc_tuning import collecting_in_bulk
 from cluster.simulate.run.clients import Clients, Failure, Transfers
 from cluster.simulate.run.config import SimulationConfig
 from cluster.simulate.run.deployment import SimulatedDeployment, WorkerLife
@@ -76,12 +75,11 @@ def simulate(
     that never starts, Misconfigured for a fault with an impossible target, and Interrupted, with which the event log
     ends."""
     check(faults, config)
-    with collecting_in_bulk() as keep:
-        try:
-            return _simulate(config, sessions, faults, write, watch, keep, steer)
-        finally:
-            if watch is not None:
-                watch(None)
+    try:
+        return _simulate(config, sessions, faults, write, watch, steer)
+    finally:
+        if watch is not None:
+            watch(None)
 
 
 def _simulate(
@@ -90,7 +88,6 @@ def _simulate(
     faults: Sequence[Fault],
     write: Callable[[str], object] | None,
     watch: Callable[[Look | None], object] | None,
-    keep: Callable[[], None],
     steer: Steer | None,
 ) -> SimulationOutcome:
     """Runs the simulation. Only this call refers to its objects, so that they are freed when it ends."""
@@ -108,7 +105,6 @@ def _simulate(
             await deployment.start()
         finally:  # also logs the events of a cluster that does not start
             event_log.begin()
-        keep()
         start_s, loop.after = loop.time(), invariants.after_event
         timeline = SimulationTimeline(
             deployment, period_s=max(session.due_s for session in sessions) / NUM_SAMPLES + 0.1

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 
+import pytest
 from rich.console import Console
 
+from cluster.simulate.run.deployment import SimulatedDeployment
 from cluster.simulate.run.progress import Look, ProgressWatch, RunProgress, StartProgress, bars
 from cluster.simulate.run.simulation import simulate
 from tests.unit.cluster.simulate.towns import sessions, town
@@ -90,3 +94,19 @@ def test_a_run_can_be_looked_at_and_is_the_same_for_it() -> None:
     assert isinstance(standing, RunProgress)
     assert standing.num_ended == sum(len(session.turns) for session in asked)
     assert standing.at_s >= outcome.duration_s
+
+
+def test_a_simulation_that_was_watched_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever had watched one kept it: a sweep of 48 clusters ended with all of them in memory."""
+    made: weakref.WeakSet[SimulatedDeployment] = weakref.WeakSet()
+    start = SimulatedDeployment.start
+
+    async def note(deployment: SimulatedDeployment) -> None:
+        made.add(deployment)
+        await start(deployment)
+
+    monkeypatch.setattr(SimulatedDeployment, "start", note)
+    with ProgressWatch(Console(file=io.StringIO()), num_requests=2, until_s=1.0) as watch:
+        simulate(town(prefill=1, decode=1), sessions(num=2), watch=watch.begin)
+        gc.collect()
+        assert not made
