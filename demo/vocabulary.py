@@ -28,8 +28,8 @@ CHAT_TEMPLATE = """\
   {%- else %}
     {{- '<|' ~ role ~ '|>' ~ (message['content'] or '') | trim }}
     {%- for call in message['tool_calls'] or [] %}
-      {{- '<tool_call>' ~ {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}
-      {{- '</tool_call>' }}
+      {{- '<tool_call>{"name": "' ~ call['function']['name'] ~ '", "arguments": ' }}
+      {{- call['function']['arguments'] | tojson ~ '}</tool_call>' }}
     {%- endfor %}
     {{- '<|end|>' }}
   {%- endif %}

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from protos.errors import BadCheckpoint
 from protos.model_files.folder import FolderFiles
 from router.gateway import Gateway, open_gateway
+from router.text.bounded_template import BoundedTemplate
 from router.text.model_card import ModelCard
 from tests.unit.router.fake_cluster import router_config
 from tests.unit.router.scripted import Crew, Scripted, saying
@@ -50,6 +51,7 @@ async def test_the_demo_models_template_shows_tools_and_their_calls() -> None:
     assert list(await gateway.encode_chat(asked, tools=tools)) == expected
     gateway.check_tools()
     assert gateway.tool_format is not None
+    assert BoundedTemplate(json.loads((DEMO / "tokenizer_config.json").read_text())["chat_template"]).is_quick
 
 
 async def test_the_card_tells_the_models_limits_and_defaults() -> None:
