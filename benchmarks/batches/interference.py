@@ -26,7 +26,7 @@ from benchmarks.output import write_figures
 from cluster.bench.report import RequestRecord
 from cluster.bench.workload import Lengths
 from cluster.config.config import PoolsConfig
-from cluster.simulate.run.config import SimulationConfig, hardware_spec, read_settings, simulated_router
+from cluster.simulate.run.config import SimulationConfig, hardware_spec, simulated_router
 from cluster.simulate.run.deployment import SimulatedDeployment
 from cluster.simulate.run.simulation import SimulationOutcome, simulate
 from cluster.simulate.world.workload import GeneratedLoad, UserSession, generated
@@ -160,7 +160,7 @@ def main() -> None:
         pools=PoolsConfig(prefill=args.prefill, decode=args.decode)
         if args.prefill
         else PoolsConfig(colocated=args.decode),
-        spec=hardware_spec(gpu="h100", model=args.model, tp=1, settings=read_settings(None, []), leaping=True),
+        spec=hardware_spec(gpu="h100", model=args.model, tp=1, leaping=True),
         router=replace(router, batch=replace(router.batch, slowdown=args.slowdown)),
         seed=args.seed,
     )

@@ -92,7 +92,7 @@ def _one(number: int, due_s: float, num_prompt: int, num_output: int) -> UserSes
 
 def config_of(prefill: int, decode: int, seed: int) -> SimulationConfig:
     spec = hardware_spec(
-        gpu="h100", model="llama-3-8b", tp=1, settings=read_settings(None, ["worker.block_size=16"]), leaping=True
+        gpu="h100", model="llama-3-8b", tp=1, settings=read_settings("worker.block_size=16"), leaping=True
     )
     return SimulationConfig(
         pools=PoolsConfig(prefill=prefill, decode=decode), spec=spec,

@@ -64,7 +64,7 @@ def _order(rng: random.Random, deployment: SimulatedDeployment) -> FleetOrder:
 
 def config_of(seed: int) -> SimulationConfig:
     rng = random.Random(f"{seed} cluster")
-    settings = read_settings(None, ["worker.block_size=16"])
+    settings = read_settings("worker.block_size=16")
     spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=settings, leaping=rng.random() < 0.5)
     return SimulationConfig(
         pools=PoolsConfig(prefill=1, decode=2),

@@ -177,8 +177,8 @@ def main(
         name = "paced, " * bool(num_paced) + " + ".join(
             f"{roles.count(role)} {role}" for role in dict.fromkeys(sorted(roles, reverse=True))
         )
-        prompts = Lengths.parse(input_len, param="input-len")
-        site = Site(target, prompts, Lengths.parse(output_len, param="output-len"), ttft_ms / 1000)
+        prompts = Lengths.parse(input_len, param="--input-len")
+        site = Site(target, prompts, Lengths.parse(output_len, param="--output-len"), ttft_ms / 1000)
         curve = asyncio.run(
             measure(
                 site,

@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.output import write_figures
 from cluster.bench.workload import Lengths
 from cluster.config.config import PoolsConfig
-from cluster.simulate.run.config import SimulationConfig, hardware_spec, read_settings, simulated_router
+from cluster.simulate.run.config import SimulationConfig, hardware_spec, simulated_router
 from cluster.simulate.run.deployment import SimulatedDeployment, SimulatedGateway
 from cluster.simulate.run.simulation import SimulationOutcome, simulate
 from cluster.simulate.world.workload import GeneratedLoad, generated
@@ -160,7 +160,7 @@ def main() -> None:
     )
     config = SimulationConfig(
         pools=pools,
-        spec=hardware_spec(gpu="h100", model=args.model, tp=1, settings=read_settings(None, []), leaping=True),
+        spec=hardware_spec(gpu="h100", model=args.model, tp=1, leaping=True),
         router=simulated_router("slo"),
         seed=args.seed,
     )

@@ -100,7 +100,7 @@ def measure(
 def _once(
     case: LoadCase, policy: str, *, pools: PoolsConfig, speed: float, num_requests: int, seed: int
 ) -> dict[str, float]:
-    settings = read_settings(None, [f"router.policy={policy}"])
+    settings = read_settings(f"router.policy={policy}")
     spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=settings)
     config = SimulationConfig(pools=pools, spec=spec, router=settings.router, seed=seed)
     sessions, _ = fitting(case.sessions(num_requests, speed, seed), room_of(spec, settings.worker))

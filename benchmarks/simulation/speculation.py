@@ -51,7 +51,7 @@ class SpeculationPoint:
 
 
 def run(gpu: str, model: str, rate: float, num_requests: int, source: str, acceptance: Sequence[float]) -> Summary:
-    settings = read_settings(None, [f"worker.speculate={source}"])
+    settings = read_settings(f"worker.speculate={source}")
     config = SimulationConfig(
         pools=PoolsConfig(colocated=1),
         spec=hardware_spec(gpu=gpu, model=model, tp=1, settings=settings, acceptance=acceptance),

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from pathlib import Path
 from statistics import fmean
@@ -43,14 +43,15 @@ from cluster.config.config import PoolsConfig
 from cluster.simulate.results.report import summarise
 from cluster.simulate.run.config import SimulationConfig, hardware_spec, read_settings, simulated_router
 from cluster.simulate.run.simulation import SimulationOutcome, simulate
-from cluster.simulate.world.workload import recorded
+from cluster.simulate.world.workload import UserSession, recorded
 
 FORMAT = "baton-simulator-validation/1"
 BATON = str(Path(sys.executable).with_name("baton"))
 MODEL = Path(__file__).parents[2] / "demo" / "model"
+NUM_BLOCKS = 8000
 SETTINGS = (
     "worker.block_size=16", "worker.max_num_batched_tokens=2048", "worker.max_num_seqs=64", "worker.prefill_chunk=512",
-    "worker.num_blocks=8000", "worker.max_model_len=2048", "worker.steps_in_flight=0",
+    f"worker.num_blocks={NUM_BLOCKS}", "worker.max_model_len=2048", "worker.steps_in_flight=0",
 )  # fmt: skip
 AIM = 0.15
 PORT = 18420
@@ -266,12 +267,25 @@ def _simulate(
     trace_file: Path, latency: Calibrated, num_workers: int, *, policy: str, seed: int = 0,
     write: Callable[[str], object] | None = None,
 ) -> SimulationOutcome:  # fmt: skip
-    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=read_settings(None, SETTINGS), latency=latency)
+    settings = read_settings(*(one for one in SETTINGS if "num_blocks" not in one))
+    spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=settings)
     config = SimulationConfig(
-        pools=PoolsConfig(colocated=num_workers), spec=spec, router=simulated_router(policy),
-        request_s=latency.request_s, seed=seed,
+        pools=PoolsConfig(colocated=num_workers), spec=replace(spec, latency=latency, num_blocks=NUM_BLOCKS),
+        router=simulated_router(policy), seed=seed,
     )  # fmt: skip
-    return simulate(config, recorded(trace_file), write=write)
+    sessions = recorded(trace_file)
+    outcome = simulate(config, through_gateway(sessions, latency.request_s), write=write)
+    records = [replace(record, sent_s=session.due_s) for record, session in zip(outcome.records, sessions, strict=True)]
+    return replace(outcome, records=records)
+
+
+def through_gateway(sessions: Sequence[UserSession], request_s: float) -> list[UserSession]:
+    """The sessions as they reach the router: the gateway needs `request_s` for each request, one after the other."""
+    free_s, delayed = 0.0, []
+    for session in sessions:
+        free_s = max(free_s, session.due_s) + request_s
+        delayed.append(replace(session, due_s=free_s))
+    return delayed
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------

@@ -91,8 +91,8 @@ class BenchLoad:
         else:
             items = synthetic(
                 self.num_requests or DEFAULT_REQUESTS,
-                prompts=Lengths.parse(self.input_len, param="input-len"),
-                outputs=Lengths.parse(self.output_len, param="output-len"),
+                prompts=Lengths.parse(self.input_len, param="--input-len"),
+                outputs=Lengths.parse(self.output_len, param="--output-len"),
                 seed=self.seed,
             )
         if self.rate is not None:

@@ -65,8 +65,8 @@ class Lengths:
             made = cls(low=0, high=0)
         if not 1 <= made.low <= made.high:
             raise Misconfigured(
-                f"--{param} {shlex.quote(text)}: give a number of tokens, such as 256, or a range, such as 100:200",
-                param=param,
+                f"{param} {shlex.quote(text)}: give a number of tokens, such as 256, or a range, such as 100:200",
+                param=param.lstrip("-"),
             )
         return made
 
@@ -114,7 +114,7 @@ def read_trace(path: Path, *, limit: int | None = None, scale: float = 1.0, spee
             )
     lines = list(_traced(path, limit))
     if not lines:
-        raise Misconfigured(f"--trace {path}: there is no request in it: give a line for each", param="trace")
+        raise Misconfigured(f"trace {path}: there is no request in it: give a line for each", param="trace")
     start = lines[0]["timestamp"]
     return [
         WorkloadItem(
@@ -135,10 +135,10 @@ def _traced(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
             for number, text in enumerate(lines, 1):
                 if limit is not None and number > limit:
                     return
-                line = _checked(text, f"--trace {path}, line {number}")
+                line = _checked(text, f"trace {path}, line {number}")
                 if line["timestamp"] < before:
                     raise Misconfigured(
-                        f"--trace {path}, line {number}: its timestamp {line['timestamp']} is before the last line's "
+                        f"trace {path}, line {number}: its timestamp {line['timestamp']} is before the last line's "
                         f"{before}: sort the lines by time",
                         param="trace",
                     )
@@ -146,7 +146,7 @@ def _traced(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
                 yield line
     except (OSError, UnicodeDecodeError) as error:
         why = unusable(error) if isinstance(error, OSError) else f"it is not UTF-8 text: {error}"
-        raise Misconfigured(f"--trace {path}: {why}", param="trace") from error
+        raise Misconfigured(f"trace {path}: {why}", param="trace") from error
 
 
 def _checked(text: str, where: str) -> dict[str, Any]:

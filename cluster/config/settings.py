@@ -31,15 +31,18 @@ _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true o
 
 
 def read_file(path: Path) -> Table:
+    """The tables of a file of settings. Raises Misconfigured."""
+    return read_toml(path, "--config", "config", "; `baton config` prints one that is")
+
+
+def read_toml(path: Path, given: str, param: str, hint: str = "") -> Table:
     """The tables of a TOML file. Raises Misconfigured if it cannot be read, with the line of a syntax error."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise Misconfigured(f"--config {path}: {unusable(error)}", param="config") from error
+        raise Misconfigured(f"{given} {path}: {unusable(error)}", param=param) from error
     except (ValueError, RecursionError) as error:
-        raise Misconfigured(
-            f"--config {path} is not TOML: {error}; `baton config` prints one that is", param="config"
-        ) from error
+        raise Misconfigured(f"{given} {path} is not TOML: {error}{hint}", param=param) from error
 
 
 def setting(text: str) -> Table:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from cluster.bench.report import Objective
-from cluster.simulate.results.files import Log, keep, report_lost
+from cluster.simulate.results.files import event_log
 from cluster.simulate.results.report import summarise, summary_table
 from cluster.simulate.run import soak as soaking
 from cluster.simulate.run.progress import bars, warn
@@ -72,11 +72,9 @@ def replay_one(seed: int, events: Path | None) -> None:
     console.print(f"cluster: {trial.cluster}", highlight=False, soft_wrap=True)
     for fault in trial.faults:
         console.print(f"fault: {fault}", highlight=False, soft_wrap=True)
-    with Log(events) as log, ending_reported(events):
-        outcome = soaking.run(trial, write=log.write)
-    lost = keep(log.check)
-    console.print(summary_table(summarise(outcome, Objective(), cluster=trial.cluster)))
-    report_lost(lost)
+    with event_log(events) as write, ending_reported(events):
+        outcome = soaking.run(trial, write=write)
+        console.print(summary_table(summarise(outcome, Objective(), cluster=trial.cluster)))
 
 
 @contextmanager

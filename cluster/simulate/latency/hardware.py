@@ -4,7 +4,6 @@ model."""
 from __future__ import annotations
 
 import json
-import shlex
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -43,8 +42,8 @@ def gpu_of(name: str) -> Gpu:
         return read_gpu(Path(name))
     if name not in GPUS:
         raise Misconfigured(
-            f"--gpu {shlex.quote(name)}: choose one of {', '.join(GPUS)}, or give a {GPU_SUFFIX} file of your own",
-            param="gpu",
+            f"hardware.gpu = {name!r}: choose one of {', '.join(GPUS)}, or give a {GPU_SUFFIX} file of your own",
+            param="hardware.gpu",
         )
     return GPUS[name]
 
@@ -59,17 +58,17 @@ def model_of(name: str, dtype: str | None = None, *, whole_experts: bool = False
         model = MODELS[name]
     else:
         raise Misconfigured(
-            f"--model {shlex.quote(name)}: choose one of {', '.join(MODELS)}, or give a checkpoint's config.json",
-            param="model",
+            f"hardware.model = {name!r}: choose one of {', '.join(MODELS)}, or give a checkpoint's config.json",
+            param="hardware.model",
         )
     if whole_experts and model.experts is None:
         raise Misconfigured(
-            f"--expert-parallel with --model {shlex.quote(name)}: it has no experts to share: leave it out, or choose "
-            "a mixture of experts",
-            param="expert-parallel",
+            f"worker.expert_parallel with hardware.model = {name!r}: it has no experts to share: leave it out, or "
+            "choose a mixture of experts",
+            param="worker.expert_parallel",
         )
     if dtype is not None and dtype not in DTYPES:
-        raise Misconfigured(f"--weights {shlex.quote(dtype)}: choose one of {', '.join(DTYPES)}", param="dtype")
+        raise Misconfigured(f"hardware.dtype = {dtype!r}: choose one of {', '.join(DTYPES)}", param="hardware.dtype")
     model = replace(model, whole_experts=whole_experts)
     return model if dtype is None else replace(model, dtype=dtype, expert_dtype=None)
 
@@ -77,42 +76,42 @@ def model_of(name: str, dtype: str | None = None, *, whole_experts: bool = False
 def read_gpu(path: Path) -> Gpu:
     """Reads a GPU's file. `like` names the GPU whose figures replace missing ones, and whose measured shares apply.
     Raises Misconfigured."""
-    given = f"--gpu {shlex.quote(str(path))}"
+    given = f"gpu {path}"
     try:
         described = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise Misconfigured(f"{given}: {unusable(error)}", param="gpu") from error
+        raise Misconfigured(f"{given}: {unusable(error)}", param="hardware.gpu") from error
     except (ValueError, RecursionError) as error:
-        raise Misconfigured(f"{given}: it is not TOML: {error}", param="gpu") from error
+        raise Misconfigured(f"{given}: it is not TOML: {error}", param="hardware.gpu") from error
     like = described.pop("like", None)
     if like not in GPUS:
         raise Misconfigured(
             f"{given}: like = {like!r}: name the GPU of {', '.join(GPUS)} that is most like it: its kernels reach the "
             "same share of their rates",
-            param="gpu",
+            param="hardware.gpu",
         )
     for key, value in described.items():
         if key not in GPU_KEYS:
-            raise Misconfigured(f"{given}: {key}: there are like, {', '.join(GPU_KEYS)}", param="gpu")
+            raise Misconfigured(f"{given}: {key}: there are like, {', '.join(GPU_KEYS)}", param="hardware.gpu")
         least = 0 if key in ("fp8_tflops", "usd_per_hour") else 1e-3
         if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= MAX_GPU_FIGURE:
             limits = f"a number from {least:g} to {MAX_GPU_FIGURE:,.0f}"
-            raise Misconfigured(f"{given}: {key} = {value!r}: give {limits}", param="gpu")
+            raise Misconfigured(f"{given}: {key} = {value!r}: give {limits}", param="hardware.gpu")
     return replace(GPUS[like], **gpu_figures(described))
 
 
 def read_model(path: Path, dtype: str | None = None) -> ModelShape:
     """Reads the config.json of a checkpoint: dense models and mixtures of experts, with grouped or latent attention.
     Weights are of `dtype`, or of the checkpoint's type. Raises Misconfigured."""
-    given = f"--model {shlex.quote(str(path))}"
+    given = f"model {path}"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise Misconfigured(f"{given}: {unusable(error)}", param="model") from error
+        raise Misconfigured(f"{given}: {unusable(error)}", param="hardware.model") from error
     except ValueError as error:
-        raise Misconfigured(f"{given}: it is not JSON: {error}", param="model") from error
+        raise Misconfigured(f"{given}: it is not JSON: {error}", param="hardware.model") from error
     if not isinstance(config, dict):
-        raise Misconfigured(f"{given}: it is not a checkpoint's config.json", param="model")
+        raise Misconfigured(f"{given}: it is not a checkpoint's config.json", param="hardware.model")
     text = config.get("text_config")  # of a multimodal model
     return _Checkpoint(given, {**config, **text} if isinstance(text, dict) else config, dtype).model()
 
@@ -160,7 +159,7 @@ class _Checkpoint:
             raise Misconfigured(
                 f"{self._given}: {name} {found}: give a checkpoint's config.json, in which it is a whole number from "
                 f"{least} to {MAX_MODEL_FIGURE:,}",
-                param="model",
+                param="hardware.model",
             )
         return value
 
@@ -199,7 +198,7 @@ class _Checkpoint:
         try:
             found = family.experts(Fields(self._config, self._given).over(family.defaults), layers)
         except BatonError as error:
-            raise Misconfigured(error.message, param="model") from error
+            raise Misconfigured(error.message, param="hardware.model") from error
         if found is None:
             return None
         return Experts(
@@ -219,7 +218,7 @@ class _Checkpoint:
             config = Fields(self._config, self._given).over(family.defaults)
             windows = family.windows(config, self._number("num_hidden_layers"))
         except BatonError as error:
-            raise Misconfigured(error.message, param="model") from error
+            raise Misconfigured(error.message, param="hardware.model") from error
         return tuple(window or 0 for window in windows) if any(windows) else ()
 
     def _family(self) -> Family | None:

@@ -6,7 +6,6 @@ Host work is not included: the engine plans and packs while the device computes 
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -24,15 +23,15 @@ HOST_S = 0.002
 def check_fitted(gpu_name: str, gpu: Gpu, model_name: str, model: ModelShape) -> None:
     """Raises Misconfigured for a type of weights that the GPU has no products for, or whose products were not
     measured."""
-    given = f"--gpu {shlex.quote(gpu_name)} with --model {shlex.quote(model_name)}, whose weights are {model.dtype}"
+    given = f"hardware.gpu = {gpu_name!r} with model = {model_name!r}, whose weights are {model.dtype}"
     if model.computed_in != BFLOAT16 and gpu.fp8_flops is None:
         able = ", ".join(name for name, one in GPUS.items() if one.fp8_flops is not None)
-        raise Misconfigured(f"{given}: its tensor cores have no FP8: give one of {able}", param="gpu")
+        raise Misconfigured(f"{given}: its tensor cores have no FP8: give one of {able}", param="hardware.gpu")
     kernels = FITTED[gpu.like]
     if model.computed_in not in kernels.products or (
         model.experts is not None and model.experts_computed_in not in kernels.experts
     ):
-        raise Misconfigured(f"{given}: no such kernels were measured: choose another --gpu or model", param="gpu")
+        raise Misconfigured(f"{given}: no such kernels were measured: choose another of both", param="hardware.gpu")
 
 
 def busiest_share(mean: float, num_gpus: int) -> float:

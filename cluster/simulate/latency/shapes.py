@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from protos.errors import Misconfigured
+from protos.hints import counted
 from protos.values import KVLayout
 from workers.config import KVDtype
 from workers.kv.groups import with_windows
@@ -227,13 +228,14 @@ def num_blocks(gpu: Gpu, model: ModelShape, *, tp: int, block_size: int, memory_
         return num
     larger = (one for one in range(tp + 1, model.heads + 1) if model.splits(one) and fitting(one, memory_share) >= 1)
     least = next(larger, None)
-    fix = f"use {least} GPUs or more (--tp {least})" if least is not None else "use GPUs with more memory"
+    fix = f"use {least} GPUs or more (cluster.tp = {least})" if least is not None else "use GPUs with more memory"
     shares = (hundredths / 100 for hundredths in range(101))
     enough = next((share for share in shares if share > memory_share and fitting(tp, share) >= 1), None)
     if enough is None:
-        raise Misconfigured(f"--tp {tp}: the weights alone need {weights / 1e9:.0f} GB: {fix}", param="tp")
+        needed = f"the weights alone need {weights / 1e9:.0f} GB"
+        raise Misconfigured(f"cluster.tp = {tp}: {needed}: {fix}", param="cluster.tp")
     raise Misconfigured(
         f"worker.memory_fraction = {memory_share:g}: it leaves {gpu.memory_bytes * tp * memory_share / 1e9:.1f} GB of "
-        f"--tp {tp}, and the weights alone need {weights / 1e9:.1f} GB: give {enough:g} or more, or {fix}",
+        f"{counted(tp, 'GPU')}, and the weights alone need {weights / 1e9:.1f} GB: give {enough:g} or more, or {fix}",
         param="worker.memory_fraction",
     )

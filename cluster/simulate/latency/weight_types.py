@@ -21,8 +21,8 @@ def stored_type(quantization: object, given: str) -> str:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise Misconfigured(
             f"{given}: quantization_config of {method!r}: simulated weights are {', '.join(DTYPES)}: give the "
-            "nearest as --weights",
-            param="model",
+            "nearest as hardware.dtype",
+            param="hardware.model",
         )
     return found
 

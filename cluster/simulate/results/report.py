@@ -140,7 +140,7 @@ class Summary:
         if not self.num_wanted:
             return self.falls_behind
         why = self.falls_behind or "a pool that is nearly full settles slowly"
-        return f"{why}: give --requests {self.num_wanted:,} or more"
+        return f"{why}: give workload.requests = {self.num_wanted} or more"
 
 
 def summarise(

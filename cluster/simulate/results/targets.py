@@ -34,9 +34,9 @@ class PercentileTarget:
         metric, percent, bound, unit = found.groups() if found else ("", "0", "0", "s")
         if metric not in METRICS or not 0 < float(percent) < 100 or not float(bound) > 0:
             raise Misconfigured(
-                f"--target {text!r}: give a metric of {', '.join(METRICS)}, a percentile between p0 and p100, and a "
-                "time, such as 'ttft p90 < 2 s'",
-                param="target",
+                f"objectives.targets: {text!r}: give a metric of {', '.join(METRICS)}, a percentile between p0 and "
+                "p100, and a time, such as 'ttft p90 < 2 s'",
+                param="objectives.targets",
             )
         return cls(share=float(percent) / 100, metric=metric, bound_s=float(bound) / (1000 if unit == "ms" else 1))
 
@@ -101,7 +101,7 @@ def targets_of(objective: Objective, attainment: float, texts: Sequence[str]) ->
     targets = (*share, *(PercentileTarget.parse(text) for text in texts))
     if not targets:
         raise Misconfigured(
-            "--sweep needs an objective: give --target 'ttft p90 < 2 s', --ttft-ms or --tpot-ms",
-            param="sweep",
+            "objectives: clusters are compared by targets: give targets = ['ttft p90 < 2 s'], ttft_ms or tpot_ms",
+            param="objectives.targets",
         )
     return targets

@@ -40,10 +40,13 @@ def planner_settings(
     limits = limits_of(within, devices)
     if not all(least for role, least in limits.least.items() if role is not WorkerRole.PREFILL):
         raise Misconfigured(
-            f"--autoscale {within}: give 1 or more: a simulated cluster does not sleep", param="autoscale"
+            f"cluster.autoscale = {within!r}: give 1 or more: a simulated cluster does not sleep",
+            param="cluster.autoscale",
         )
     if objective.ttft_s is None or objective.tpot_s is None:
-        raise Misconfigured("--autoscale plans for an objective: give --ttft-ms and --tpot-ms", param="autoscale")
+        raise Misconfigured(
+            "cluster.autoscale plans for objectives: give objectives.ttft_ms and tpot_ms", param="objectives.ttft_ms"
+        )
     return PlannerSettings(
         objective=FleetObjective(ttft_s=objective.ttft_s, tpot_s=objective.tpot_s, attainment=attainment),
         limits=limits,

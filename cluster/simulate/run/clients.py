@@ -221,8 +221,6 @@ class Clients:
     ) -> None:
         answer = Answer(job.prompt_ids, job.sampling)
         ended, num_logprobs = False, 0
-        if self._deployment.config.request_s:
-            await gateway.receive()
         async with gateway.traced(job), aclosing(gateway.admission(job)) as deltas:
             async for delta in deltas:
                 assert not ended, f"{job.request_id} went on after its end"

@@ -1,31 +1,19 @@
-"""A simulated deployment as one frozen value. Impossible settings raise Misconfigured, which names the flag."""
+"""A simulated deployment as one frozen value. Impossible settings raise Misconfigured, which names the key."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cluster.config.config import ClusterConfig, PoolsConfig, SupervisionConfig
-from cluster.config.settings import (
-    Table,
-    make_blaming,
-    make_config,
-    merge,
-    paths_of,
-    read_file,
-    setting,
-    table_of,
-    to_toml,
-)
-from cluster.simulate.latency.base import Latency
+from cluster.config.settings import Table, make_config, merge, paths_of, setting
 from cluster.simulate.latency.hardware import gpu_of, model_of
 from cluster.simulate.latency.roofline import HOST_S, Roofline, check_fitted
-from cluster.simulate.latency.shapes import MODELS, Gpu, ModelShape, num_blocks
+from cluster.simulate.latency.shapes import Gpu, ModelShape, num_blocks
 from cluster.simulate.node.worker import Spec
-from cluster.simulate.run.drafters import DraftingDevice, drafter_of
+from cluster.simulate.run.drafters import drafter_of
 from cluster.simulate.world.lanes import Cards
 from cluster.simulate.world.network import NetworkModel
 from cluster.simulate.world.workload import SessionLimit
@@ -41,7 +29,6 @@ from workers.config import SchedulerConfig, WorkerConfig
 VOCAB_SIZE = 32_768
 MEMORY_SHARE = 0.9
 MAX_HOST_GIB = 16_384  # of one worker
-MAX_BLOCKS = 4_000_000  # of one worker: 400 MB and three seconds
 SIMULATED_DTYPES = ("auto", "bfloat16")
 CHUNK_BYTES = 128 * 2**20  # copied in a tenth of a millisecond; larger chunks make fewer events
 HOST_SHARE = 0.8  # share of PCIe's nominal rate, in copies of whole blocks
@@ -49,18 +36,16 @@ GPU_WORKERS: Table = {
     "model": "simulated",
     "worker": {"block_size": 64, "max_num_batched_tokens": 8192, "max_num_seqs": 256, "prefill_chunk": 8192},
 }
-"""Defaults for large models on GPUs; a file and `--set` override them."""
+"""Defaults for large models on GPUs; settings override them."""
 WITHOUT_EFFECT = frozenset({
-    "host", "port", "grpc_port", "served_name", "discovery", "lanes", "ray", "tls", "peers", "supervision.grace_s",
-    "worker.device", "worker.cuda_graphs", "worker.bind_cores",
-    "router.shadow_policy", "router.tenants", "router.http.max_body_bytes",
-    "router.http.keep_alive_s", "router.http.cors_origins", "router.http.hosts", "router.dispatch.canary_every",
-    "router.text.tool_parser", "router.text.disable_any_whitespace", "router.text.reasoning_parser",
-    "router.text.chat_template", "router.text.pooling",
+    "model", "host", "port", "processes", "grpc_port", "served_name", "discovery", "lanes", "ray", "tls", "peers",
+    "supervision.grace_s", "worker.device", "worker.cuda_graphs", "worker.bind_cores", "router.shadow_policy",
+    "router.tenants", "router.http.max_body_bytes", "router.http.keep_alive_s", "router.http.cors_origins",
+    "router.http.hosts", "router.dispatch.canary_every", "router.text.tool_parser",
+    "router.text.disable_any_whitespace", "router.text.reasoning_parser", "router.text.chat_template",
+    "router.text.pooling",
 })  # fmt: skip
 """Settings, and whole tables, that change no result of a simulation."""
-OF_A_CLUSTER = frozenset({"model", "pools", "worker.tp", "router.policy"})
-"""Settings, and whole tables, that differ between clusters of a sweep, or come from flags only."""
 
 
 def simulated_router(policy: str = "prefix_aware", **settings: Any) -> RouterConfig:
@@ -79,7 +64,6 @@ class SimulationConfig:
     - `max_ttft_s`: of all requests, if given
     - `siblings`: the gateways are processes of one, and publish routed work and failures to each other
     - `shared_index`: the gateways have a Redis
-    - `request_s`: a gateway's time for a request besides routing, one request after the other
     """
 
     pools: PoolsConfig
@@ -99,12 +83,7 @@ class SimulationConfig:
     audit_every: int = 0
     patience_s: float = 600.0
     max_ttft_s: float | None = None
-    request_s: float = 0.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.num_gateways < 1:
-            raise Misconfigured(f"--gateways {self.num_gateways}: give at least 1", param="gateways")
 
     def spec_of(self, role: WorkerRole) -> Spec:
         return self.specs.get(role, self.spec)
@@ -117,24 +96,19 @@ class SimulationConfig:
         return {worker: self.gpus_of(WorkerRole(worker.rpartition("-")[0])) for worker in self.pools.worker_ids()}
 
 
-def read_settings(file: Path | None, further: Sequence[str]) -> ClusterConfig:
-    """The settings that `baton serve` would read, over the defaults of a GPU's worker. Raises Misconfigured, also for a
-    dtype whose memory simulated models do not model."""
-    settings: Table = read_file(file) if file is not None else {}
-    over: Table = {}
-    for one in further:
-        if "model" in (table := setting(one)):
-            raise Misconfigured(
-                f"--set {one}: no checkpoint is read: give --model one of {', '.join(MODELS)}", param="model"
-            )
-        over = merge(over, table)
-    return make_blaming(file, settings, over, _make)
+def read_settings(*texts: str) -> ClusterConfig:
+    """Settings such as worker.block_size=16. Raises Misconfigured."""
+    tables: Table = {}
+    for text in texts:
+        tables = merge(tables, setting(text))
+    return settings_of(tables)
 
 
-def _make(tables: Table) -> ClusterConfig:
-    config = replace(make_config(merge(GPU_WORKERS, tables)), prefill=PrefillConfig(chunk_bytes=CHUNK_BYTES))
-    for name in config.router.policy.split(","):  # a sweep tries all of these policies
-        check_name(name)
+def settings_of(tables: Table) -> ClusterConfig:
+    """The settings of `baton serve` over the defaults of a GPU's worker. Raises Misconfigured, also for a dtype whose
+    memory simulated models do not model."""
+    config = make_config(merge(GPU_WORKERS, tables))
+    check_name(config.router.policy)
     if config.worker.dtype not in SIMULATED_DTYPES:
         raise Misconfigured(
             f"worker.dtype = {config.worker.dtype!r}: simulated KV is bfloat16, and weights are no larger, so "
@@ -144,33 +118,16 @@ def _make(tables: Table) -> ClusterConfig:
     return config
 
 
-def without_effect(further: Sequence[str]) -> list[str]:
-    """The settings of `--set` without effect in a simulation."""
-    given = (path for one in further for path, _ in paths_of(setting(one)))
-    return [path for path in dict.fromkeys(given) if _is_in(path, WITHOUT_EFFECT)]
+def without_effect(tables: Table) -> list[str]:
+    """The settings in these tables that change no result of a simulation."""
+    return [path for path, _ in paths_of(tables) if any(f"{path}.".startswith(f"{one}.") for one in WITHOUT_EFFECT)]
 
 
-def gateways_text(num: int, *, siblings: bool) -> str:
+def gateways_text(num: int, *, siblings: bool = False) -> str:
     """The gateways, for a report's cluster; "" for a single gateway."""
     if num == 1:
         return ""
     return f", {num:,} processes of one gateway" if siblings else f", {num:,} gateways"
-
-
-def in_force(settings: ClusterConfig) -> Table:
-    """The settings, by table, that decide a simulation besides its cluster: from files, flags and defaults, without
-    those that are derived at the start."""
-    kept: Table = {}
-    for path, value in paths_of(tomllib.loads(to_toml(settings))):
-        if not _is_in(path, WITHOUT_EFFECT | OF_A_CLUSTER):
-            kept = merge(kept, table_of(path, value))
-    return kept
-
-
-def _is_in(path: str, listed: frozenset[str]) -> bool:
-    """Whether a setting, or a table around it, is listed."""
-    parts = path.split(".")
-    return any(".".join(parts[:length]) in listed for length in range(1, len(parts) + 1))
 
 
 def hardware_spec(
@@ -180,76 +137,53 @@ def hardware_spec(
     tp: int,
     dtype: str | None = None,
     settings: ClusterConfig | None = None,
-    latency: Latency | None = None,
     leaping: bool = True,
-    flag: str = "--tp",
+    key: str = "tp",
     acceptance: Sequence[float] = (),
 ) -> Spec:
-    """Workers of `tp` GPUs each, with the KV cache that fits beside weights of `dtype`. Step times are measured
-    (`latency`) or the roofline's. `flag` set `tp`. `acceptance` is that of drafts, if there are any. Raises
-    Misconfigured."""
-    settings = settings or read_settings(None, ())
+    """Workers of `tp` GPUs each, with the KV cache that fits beside weights of `dtype`. `key` of [cluster] has `tp`.
+    `acceptance` is that of drafts, if there are any. Raises Misconfigured."""
+    settings = settings or read_settings()
     worker = settings.worker
     card = gpu_of(gpu)
     shape = _shape(model, dtype, worker)
-    if latency is None:
-        check_fitted(gpu, card, model, shape)
-    if tp < 1:
-        raise Misconfigured(f"{flag} {tp}: give at least 1", param="tp")
-    _check_ranks(model, shape, tp, flag)
-    shares = () if latency is not None else shape.window_shares  # measured steps have the windows of their model
-    drafter = drafter_of(worker, acceptance, _drafting(card, shape, tp, latency))
+    check_fitted(gpu, card, model, shape)
+    _check_ranks(model, shape, tp, key)
+    drafter = drafter_of(worker, acceptance, shape, lambda drafting: Roofline(gpu=card, model=drafting, tp=tp))
     usual_depth = 0 if drafter is not None and drafter.latency is not None else 1
     depth = usual_depth if worker.steps_in_flight is None else worker.steps_in_flight
-    blocks = _num_blocks(worker, card, shape, tp, measured=latency is not None)
-    if latency is None:
-        host_s = 0.0 if depth or drafter is not None else HOST_S
-        latency = Roofline(gpu=card, model=shape, tp=tp, host_s=host_s)
     layout = shape.layout(worker.block_size)
-    host_blocks = _host_blocks(worker, layout)
     return Spec(
         model=model,
         layout=layout,
-        num_blocks=blocks,
+        num_blocks=_num_blocks(worker, card, shape, tp),
         scheduler=SchedulerConfig(
             max_model_len=worker.max_model_len or shape.max_len,
             vocab_size=VOCAB_SIZE,
             **worker.step_limits(),
         ),
-        latency=latency,
-        prefill=settings.prefill,
+        latency=Roofline(gpu=card, model=shape, tp=tp, host_s=0.0 if depth or drafter is not None else HOST_S),
+        prefill=PrefillConfig(chunk_bytes=CHUNK_BYTES),
         decode=settings.decode,
         depth=depth,
         leaping=leaping,
-        host_blocks=host_blocks,
+        host_blocks=_host_blocks(worker, layout),
         host_bytes_per_s=card.host_rate * tp * HOST_SHARE,
-        shares=shares,
+        shares=shape.window_shares,
         drafter=drafter,
     )
 
 
 def _host_blocks(worker: WorkerConfig, layout: KVLayout) -> int:
     """Raises Misconfigured."""
-    if worker.host_kv_gib > MAX_HOST_GIB:
+    num = int(min(worker.host_kv_gib, MAX_HOST_GIB + 1) * 2**30) // layout.stored_bytes
+    if worker.host_kv_gib > MAX_HOST_GIB or (worker.host_kv_gib and not num):
         raise Misconfigured(
-            f"--host-kv-gib {worker.host_kv_gib:g} (worker.host_kv_gib): give at most {MAX_HOST_GIB:,}",
-            param="host-kv-gib",
+            f"worker.host_kv_gib = {worker.host_kv_gib:g}: give 0, or from the {layout.stored_bytes / 2**30:.4f} GiB "
+            f"of a block to {MAX_HOST_GIB:,}",
+            param="worker.host_kv_gib",
         )
-    host_blocks = int(worker.host_kv_gib * 2**30) // layout.stored_bytes
-    if worker.host_kv_gib and not host_blocks:
-        raise Misconfigured(
-            f"--host-kv-gib {worker.host_kv_gib:g} (worker.host_kv_gib): give 0, or at least the "
-            f"{layout.stored_bytes / 2**30:.4f} GiB of a block",
-            param="host-kv-gib",
-        )
-    return host_blocks
-
-
-def _drafting(card: Gpu, shape: ModelShape, tp: int, latency: Latency | None) -> DraftingDevice:
-    def step_times(drafting: ModelShape) -> Latency:
-        return Roofline(gpu=card, model=drafting, tp=tp)
-
-    return DraftingDevice(shape=shape, step_times=None if latency is not None else step_times)
+    return num
 
 
 def _shape(model: str, dtype: str | None, worker: WorkerConfig) -> ModelShape:
@@ -258,41 +192,30 @@ def _shape(model: str, dtype: str | None, worker: WorkerConfig) -> ModelShape:
     return replace(shape, kv_dtype=worker.kv_dtype, free_windows=worker.free_windows)
 
 
-def _check_ranks(model: str, shape: ModelShape, tp: int, flag: str) -> None:
+def _check_ranks(model: str, shape: ModelShape, tp: int, key: str) -> None:
     """Raises Misconfigured for a number of GPUs that heads cannot be divided by."""
-    if shape.splits(tp):
-        return
-    possible = f"give one of {', '.join(str(one) for one in range(1, shape.heads + 1) if shape.splits(one))}"
-    raise Misconfigured(
-        f"{flag} {tp}: it must divide the {shape.heads} heads of {model}, and divide its {shape.kv_heads} key/value "
-        f"heads or be a multiple of them: {possible}",
-        param="tp",
-    )
-
-
-def _num_blocks(worker: WorkerConfig, card: Gpu, shape: ModelShape, tp: int, *, measured: bool) -> int:
-    """Configured blocks must fit beside the weights, unless times were `measured`, on a machine of unknown memory.
-    Raises Misconfigured."""
-    num, share = worker.num_blocks, worker.memory_fraction or MEMORY_SHARE
-    if num is not None and measured:
-        if num > MAX_BLOCKS:
-            raise Misconfigured(
-                f"worker.num_blocks = {num:,}: give as many as the measured workers had, at most {MAX_BLOCKS:,}",
-                param="worker.num_blocks",
-            )
-        return num
-    most = num_blocks(card, shape, tp=tp, block_size=worker.block_size, memory_share=share)
-    if num is None:
-        return most
-    if num > most:
-        need = shape.stored_bytes(tp, worker.block_size) * num / 1e9
+    if not shape.splits(tp):
+        possible = ", ".join(str(num) for num in range(1, shape.heads + 1) if shape.splits(num))
         raise Misconfigured(
-            f"worker.num_blocks = {num:,}: they need {need:,.0f} GB, and beside the weights is room for "
-            f"{counted(most, 'block')} in {share:g} (worker.memory_fraction) of the memory of --tp {tp}: give at most "
-            f"{most:,}, give more GPUs, or leave it out",
-            param="worker.num_blocks",
+            f"cluster.{key} = {tp}: it must divide the {shape.heads} heads of {model}, and divide its "
+            f"{shape.kv_heads} key/value heads or be a multiple of them: give one of {possible}",
+            param=f"cluster.{key}",
         )
-    return num
+
+
+def _num_blocks(worker: WorkerConfig, card: Gpu, shape: ModelShape, tp: int) -> int:
+    """Configured blocks must fit beside the weights. Raises Misconfigured."""
+    num, share = worker.num_blocks, worker.memory_fraction or MEMORY_SHARE
+    most = num_blocks(card, shape, tp=tp, block_size=worker.block_size, memory_share=share)
+    if num is None or num <= most:
+        return most if num is None else num
+    need = shape.stored_bytes(tp, worker.block_size) * num / 1e9
+    raise Misconfigured(
+        f"worker.num_blocks = {num:,}: they need {need:,.0f} GB, and beside the weights is room for "
+        f"{counted(most, 'block')} in {share:g} (worker.memory_fraction) of the memory of {counted(tp, 'GPU')}: give "
+        f"at most {most:,}, give more GPUs, or leave it out",
+        param="worker.num_blocks",
+    )
 
 
 def room_of(spec: Spec, worker: WorkerConfig) -> SessionLimit:
@@ -303,9 +226,9 @@ def room_of(spec: Spec, worker: WorkerConfig) -> SessionLimit:
     if blocks < longest and worker.num_blocks is not None:
         return SessionLimit(num_tokens=blocks, limit="worker.num_blocks", more="raise worker.num_blocks")
     if blocks < longest:
-        more = "give workers more GPUs or memory (--tp, --gpu, worker.memory_fraction)"
+        more = "give workers more GPUs or memory (cluster.tp, hardware.gpu, worker.memory_fraction)"
         return SessionLimit(num_tokens=blocks, limit="the memory of its GPUs", more=more)
     if worker.max_model_len is not None:
         return SessionLimit(num_tokens=longest, limit="worker.max_model_len", more="raise worker.max_model_len")
     limit = f"worker.max_model_len, of {spec.model}"
-    return SessionLimit(num_tokens=longest, limit=limit, more="choose a --model that was made for more")
+    return SessionLimit(num_tokens=longest, limit=limit, more="choose a hardware.model that was made for more")

@@ -26,7 +26,6 @@ from cluster.supervision.placement import NodeResources, WorkerPlan, missing, pl
 from cluster.supervision.rank import Event, Loading, Serving
 from cluster.supervision.supervisor import Supervisor
 from protos.errors import BatonError, WorkerLost
-from protos.event_loop import loop_time
 from protos.values import WorkerLoad, WorkerRole
 from router.build import build_router
 from router.fleet.successors import Successor
@@ -65,8 +64,6 @@ class SimulatedGateway:
         self.dispatcher, self.admission, self.idle = router.dispatcher, router.admission, router.idle
         self.requests: dict[asyncio.Task[None], None] = {}
         self.alive = True
-        self._request_s = config.request_s
-        self._free_s = 0.0
 
     async def start(self) -> None:
         """Returns when it has the other gateways' knowledge."""
@@ -105,13 +102,6 @@ class SimulatedGateway:
             raise
         finally:
             self.records.close([job], error)
-
-    async def receive(self) -> None:
-        """Waits for the time that the gateway needs to read a request and write its answer: one process handles all
-        requests, one after the other."""
-        now = loop_time()
-        self._free_s = max(self._free_s, now) + self._request_s
-        await asyncio.sleep(self._free_s - now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

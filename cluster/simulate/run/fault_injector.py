@@ -44,7 +44,7 @@ def check(faults: Sequence[Fault], config: SimulationConfig) -> None:
     for fault in faults:
         takes = _wrong(fault, config, sorted(known))
         if takes:
-            raise Misconfigured(f"--fault {fault}: {fault.kind} takes {takes}", param="fault")
+            raise Misconfigured(f"faults.schedule: {fault}: {fault.kind} takes {takes}", param="faults.schedule")
 
 
 def _wrong(fault: Fault, config: SimulationConfig, known: Sequence[str]) -> str:
@@ -65,7 +65,7 @@ def _wrong(fault: Fault, config: SimulationConfig, known: Sequence[str]) -> str:
             return f"a lane from one worker to another, {such}{workers}"
         case Kind.STORE_AWAY | Kind.STORE_LOST:
             if not config.shared_index:
-                return f"{STORE}, and there is none: give --set index={STORE}://any"
+                return f"{STORE}, and there is none: give settings.index = '{STORE}://any'"
             return "" if fault.target == STORE else f"{STORE}, not {fault.target}"
         case Kind.ABORTS:
             return "" if fault.target == CLIENTS else f"{CLIENTS}, not {fault.target}: a share of them, 'by 0.5'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cluster.bench.report import Percentiles, RequestRecord
@@ -13,7 +14,7 @@ from cluster.simulate.run.config import SimulationConfig
 from cluster.simulate.run.deployment import SimulatedDeployment, WorkerLife
 from cluster.simulate.run.fault_injector import Happened, Trouble, check
 from cluster.simulate.run.invariants import Invariants
-from cluster.simulate.run.progress import Look, RunProgress, StartProgress
+from cluster.simulate.run.progress import Look, RunProgress
 from cluster.simulate.run.timeline import SimulationTimeline, TimelineSample, WorkerSample
 from cluster.simulate.world.clock import VirtualLoop, run_virtually
 from cluster.simulate.world.event_log import SimulationLog
@@ -69,8 +70,8 @@ def simulate(
     watch: Callable[[Look | None], object] | None = None,
     steer: Steer | None = None,
 ) -> SimulationOutcome:
-    """Runs a simulation. `write` gets every line of the event log. `watch` gets an object with the progress of the
-    workers' start, then of the load, and None at the end; keeping it would keep the whole deployment in memory. `steer`
+    """Runs a simulation. `write` gets every line of the event log. `watch` gets a function that tells the progress,
+    and None at the end; keeping it would keep the whole deployment in memory. `steer`
     changes the fleet while the load lasts. Raises AssertionError for a broken invariant, the BatonError of a worker
     that never starts, Misconfigured for a fault with an impossible target, and Interrupted, with which the event log
     ends."""
@@ -92,6 +93,7 @@ def _simulate(
 ) -> SimulationOutcome:
     """Runs the simulation. Only this call refers to its objects, so that they are freed when it ends."""
     loop = VirtualLoop(seed=config.seed)
+    last_s = max(session.due_s for session in sessions)
     event_log = SimulationLog(loop, write)
 
     async def main() -> SimulationOutcome:
@@ -100,18 +102,14 @@ def _simulate(
         invariants = Invariants(deployment, clients, forgetful=any(fault.kind is Kind.INDEX_LOST for fault in faults))
         loop.after = deployment.assert_no_faults
         if watch is not None:
-            watch(lambda: StartProgress(num_made=deployment.num_made, num_workers=len(config.pools.worker_ids())))
+            watch(partial(_progress, deployment, clients, event_log))
         try:
             await deployment.start()
         finally:  # also logs the events of a cluster that does not start
             event_log.begin()
-        start_s, loop.after = loop.time(), invariants.after_event
-        timeline = SimulationTimeline(
-            deployment, period_s=max(session.due_s for session in sessions) / NUM_SAMPLES + 0.1
-        )
+        loop.after = invariants.after_event
+        timeline = SimulationTimeline(deployment, period_s=last_s / NUM_SAMPLES + 0.1)
         trouble = Trouble(deployment, clients, seed=config.seed)
-        if watch is not None:
-            watch(lambda: RunProgress(num_ended=len(clients.records), at_s=loop.time() - start_s))
         duration_s = await _under_load(deployment, clients, sessions, timeline, trouble, faults, steer)
         if steer is not None:
             await deployment.ready()
@@ -141,6 +139,15 @@ def _simulate(
         return run_virtually(main(), loop=loop)
     except KeyboardInterrupt:
         raise Interrupted(event_log.over_s) from None
+
+
+def _progress(deployment: SimulatedDeployment, clients: Clients, event_log: SimulationLog) -> RunProgress:
+    return RunProgress(
+        num_made=deployment.num_made,
+        num_workers=len(deployment.config.pools.worker_ids()),
+        num_ended=len(clients.records),
+        at_s=event_log.at_s,
+    )
 
 
 async def _under_load(

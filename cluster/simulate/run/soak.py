@@ -361,7 +361,7 @@ def reason(error: BaseException) -> str:
 
 def _config(seed: int, rng: random.Random) -> SimulationConfig:
     block_size = rng.choice((4, 16))
-    settings = read_settings(None, [f"worker.block_size={block_size}"])
+    settings = read_settings(f"worker.block_size={block_size}")
     leaping = random.Random(f"{seed} leaps").random() < 0.5
     spec = hardware_spec(gpu=GPU, model=MODEL, tp=1, settings=settings, leaping=leaping)
     spec = replace(

@@ -31,6 +31,11 @@ class SimulationLog:
         self._before.clear()
 
     @property
+    def at_s(self) -> float | None:
+        """Seconds since the load began; None before it."""
+        return None if self._start_s is None else self._loop.time() - self._start_s
+
+    @property
     def over_s(self) -> float | None:
         """When the run ended; None if that was before the load."""
         if self._start_s is None or self._loop.over_s is None or self._loop.over_s <= self._start_s:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
@@ -65,40 +65,28 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Raises Misconfigured, which names the wrong word."""
-        words = text.split()
-        for place, (name, is_right, wanted) in enumerate(_WORDS):
-            if place >= len(words):
-                raise _unread(text, f"{name} is missing at its end: {wanted}")
-            if not is_right(words[place]):
-                raise _unread(text, f"its word {place + 1}, {words[place]!r}, is no {name}: {wanted}")
-        numbers: dict[str, float] = {}
-        for place in range(len(_WORDS), len(words), 2):
-            name, number = words[place], words[place + 1] if place + 1 < len(words) else ""
-            if name not in _NUMBERS or name in numbers:
-                raise _unread(text, f"its word {place + 1}, {name!r}, is not expected there: 'for' or 'by', each once")
-            if not _is_number(number):
-                problem = f"is followed by {number!r}" if number else "is its last word"
-                raise _unread(text, f"its word {place + 1}, {name!r}, {problem}: give {_NUMBERS[name]}")
-            numbers[name] = float(number)
-        if numbers.get("for", 0.0) > MAX_SPAN_S:
-            raise _unread(text, f"'for {numbers['for']:.10g}' is too long: give at most {MAX_SPAN_S:,.0f} seconds")
-        kind = Kind(words[1])
-        for name, kinds in (("for", LASTING), ("by", MEASURED)):
-            if name in numbers and kind not in kinds:
+        """Raises Misconfigured."""
+        found = _TEXT.fullmatch(" ".join(text.split()))
+        if found is None or found["kind"] not in set(Kind):
+            raise _unread(text, f"kinds are {', '.join(Kind)}")
+        kind, lasts, amount = Kind(found["kind"]), found["lasts"], found["amount"]
+        for name, number, kinds in (("for", lasts, LASTING), ("by", amount, MEASURED)):
+            if number is not None and kind not in kinds:
                 raise _unread(text, f"{kind} has no {name!r}, leave it out: those that have are {', '.join(kinds)}")
-        if numbers.get("for") == 0:
-            raise _unread(text, "'for 0' is too short: give more than 0 seconds")
-        amount = numbers.get("by", 1.0 if kind is Kind.ABORTS else AMOUNT)
-        if kind in _AMOUNTS and not _AMOUNTS[kind][0](amount):
-            raise _unread(text, f"{kind} by {amount:.10g} is out of range: give {_AMOUNTS[kind][1]}")
-        return cls(
-            at_s=float(words[0]),
+        fault = cls(
+            at_s=float(found["at"]),
             kind=kind,
-            target=words[2],
-            duration_s=numbers.get("for", DURATION_S),
-            amount=amount,
+            target=found["target"],
+            duration_s=DURATION_S if lasts is None else float(lasts),
+            amount=(1.0 if kind is Kind.ABORTS else AMOUNT) if amount is None else float(amount),
         )
+        if not 0 < fault.duration_s <= MAX_SPAN_S:
+            raise _unread(text, f"'for' takes seconds above 0, at most {MAX_SPAN_S:,.0f}")
+        if kind is Kind.ABORTS and not 0 < fault.amount <= 1:
+            raise _unread(text, "'by' is the share of clients that leave, above 0 and at most 1")
+        if kind in (Kind.SLOW, Kind.LANE_SLOW) and fault.amount < 1:
+            raise _unread(text, "'by' is how many times slower, at least 1")
+        return fault
 
     @property
     def what(self) -> str:
@@ -110,28 +98,17 @@ class Fault:
         return f"{self.at_s:.10g} {self.what}"
 
 
-def _is_number(word: str) -> bool:
-    return re.fullmatch(r"\d+(\.\d*)?", word) is not None
-
-
-_WORDS = (
-    ("AT", _is_number, "seconds since the load began, such as 12.5"),
-    ("KIND", set(Kind).__contains__, f"one of {', '.join(Kind)}"),
-    ("TARGET", bool, "decode-0, a lane prefill-0>decode-0, the place of a gateway, redis or clients"),
+_NUMBER = r"\d+(?:\.\d*)?"
+_TEXT = re.compile(
+    rf"(?P<at>{_NUMBER}) (?P<kind>\S+) (?P<target>\S+)(?: for (?P<lasts>{_NUMBER}))?(?: by (?P<amount>{_NUMBER}))?"
 )
-_SLOWER = (lambda amount: amount >= 1, "how many times slower, at least 1")
-_AMOUNTS: dict[Kind, tuple[Callable[[float], bool], str]] = {
-    Kind.SLOW: _SLOWER,
-    Kind.LANE_SLOW: _SLOWER,
-    Kind.ABORTS: (lambda amount: 0 < amount <= 1, "the share of clients that leave, above 0 and at most 1"),
-}
-_NUMBERS = {"for": "a number of seconds", "by": "a number"}
 
 
 def _unread(text: str, why: str) -> Misconfigured:
     return Misconfigured(
-        f"--fault {text!r}: {why}. Write 'AT KIND TARGET [for SECONDS] [by AMOUNT]', such as '12.5 kill decode-0'",
-        param="fault",
+        f"faults.schedule: {text!r}: write 'AT KIND TARGET [for SECONDS] [by AMOUNT]', such as '12.5 kill decode-0': "
+        f"{why}",
+        param="faults.schedule",
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import math
 import random
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -67,17 +66,18 @@ class GeneratedLoad:
 
     def __post_init__(self) -> None:
         if self.num_requests < 1:
-            raise Misconfigured(f"--requests {self.num_requests}: give at least 1", param="requests")
+            raise Misconfigured(f"workload.requests = {self.num_requests}: give at least 1", param="workload.requests")
         if not 0 < self.rate < math.inf:
             raise Misconfigured(
-                f"--rate {self.rate}: must be a finite number of requests per second above 0", param="rate"
+                f"workload.rate = {self.rate}: give a finite number of requests a second, above 0",
+                param="workload.rate",
             )
         if (span_s := self.num_requests / self.rate) > MAX_SPAN_S:
             raise Misconfigured(
-                f"--rate {self.rate:g}: the last of {counted(self.num_requests, 'request')} comes after "
+                f"workload.rate = {self.rate:g}: the last of {counted(self.num_requests, 'request')} comes after "
                 f"{_days(span_s)}; {_NOT_SKIPPED}. Give {_rounded_up(self.num_requests / MAX_SPAN_S)} or more"
-                f"{', or fewer --requests' if self.num_requests > 1 else ''}",
-                param="rate",
+                f"{', or fewer workload.requests' if self.num_requests > 1 else ''}",
+                param="workload.rate",
             )
 
 
@@ -87,9 +87,9 @@ def recorded(path: Path, *, limit: int | None = None, speed: float = 1.0, scale:
     if (span_s := sessions[-1].due_s) > MAX_SPAN_S:
         num_before = sum(session.due_s <= MAX_SPAN_S for session in sessions)
         raise Misconfigured(
-            f"--trace {path}: its last request comes after {_days(span_s)}; {_NOT_SKIPPED}. Give --requests "
-            f"{num_before} for those before, or --trace-speed {_rounded_up(speed * span_s / MAX_SPAN_S)} or more",
-            param="trace",
+            f"trace {path}: its last request comes after {_days(span_s)}; {_NOT_SKIPPED}. Give workload.requests = "
+            f"{num_before} for those before, or trace_speed = {_rounded_up(speed * span_s / MAX_SPAN_S)} or more",
+            param="workload.trace",
         )
     return sessions
 
@@ -223,8 +223,8 @@ def assistant(load: GeneratedLoad) -> list[UserSession]:
     and at most ten times as many, and two in five conversations continue, some for many turns.
 
     Lengths, turns and pauses are distributed as in Mooncake's conversation trace, whose rate is `ASSISTANT_RATE`;
-    another rate scales all times, like `--trace-speed` of a trace. The load is in a steady state: conversations that
-    began before the run have their earlier turns in their first prompt. After turn k a conversation continues with the
+    another rate scales all times, like the speed of a trace. The load is in a steady state: conversations that began
+    before the run have their earlier turns in their first prompt. After turn k a conversation continues with the
     probability k / (k + MORE_TURNS - 1), as in a Yule-Simon distribution (Simon, "On a class of skew distribution
     functions", 1955).
     """
@@ -318,16 +318,11 @@ def least_requests(name: str, rate: float) -> int:
     return max(USUAL_REQUESTS, math.ceil(LEAST_PERIODS * PERIODS_S.get(name, 0.0) * min(rate, MAX_SPAN_S)))
 
 
-OF_OWN_LENGTHS = frozenset({"assistant"})
-"""Workloads that take no lengths from a `GeneratedLoad`."""
-
-
 def generated(name: str, load: GeneratedLoad) -> list[UserSession]:
     """Exactly `load.num_requests`: the last conversation may be cut short. Raises Misconfigured for an unknown
     workload."""
     if name not in GENERATED:
-        given = shlex.quote(name)
-        raise Misconfigured(f"--workload {given}: choose one of {', '.join(GENERATED)}", param="workload")
+        raise Misconfigured(f"workload.name = {name!r}: choose one of {', '.join(GENERATED)}", param="workload.name")
     sessions = GENERATED[name](load)
     num_more = sum(len(session.turns) for session in sessions) - load.num_requests
     last = sessions[-1]
@@ -367,8 +362,9 @@ def fitting(sessions: Sequence[UserSession], room: SessionLimit) -> tuple[list[U
         shortest = min(session.num_tokens for session in sessions)
         raise Misconfigured(
             f"every session is longer (the shortest: {shortest:,} tokens, prompts and answers) than the "
-            f"{room.num_tokens:,} tokens that a worker holds ({room.limit}): lower --input-len, --output-len or "
-            f"--trace-scale, or {room.more}"
+            f"{room.num_tokens:,} tokens that a worker holds ({room.limit}): lower workload.input_len, "
+            f"output_len or trace_scale, or {room.more}",
+            param="workload.input_len",
         )
     return kept, [session for session in sessions if session.num_tokens > room.num_tokens]
 

@@ -24,7 +24,7 @@ from protos.errors import Misconfigured
 
 
 def lengths(text: str) -> Lengths:
-    return Lengths.parse(text, param="input-len")
+    return Lengths.parse(text, param="--input-len")
 
 
 def line(timestamp: float = 0, tokens: int = 600, output: int = 8, ids: tuple[Any, ...] = (0, 1)) -> dict[str, Any]:

@@ -6,11 +6,13 @@ from typer.testing import CliRunner, Result
 
 from cluster.cli.main import make_app
 
-SMALL = ("--requests", "30", "--rate", "10", "--input-len", "50:400", "--output-len", "5:40")
+SMALL = ("workload.requests=30", "workload.rate=10", "workload.input_len=50:400", "workload.output_len=5:40")
 
 
 def call(*arguments: str) -> Result:
-    return CliRunner().invoke(make_app(["simulate"]), ["simulate", *arguments])
+    """Arguments such as workload.rate=10 are those of --set."""
+    words = [word for one in arguments for word in (("--set", one) if "=" in one else (one,))]
+    return CliRunner().invoke(make_app(["simulate"]), ["simulate", *words])
 
 
 def answer(*arguments: str) -> str:

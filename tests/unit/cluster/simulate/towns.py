@@ -19,7 +19,7 @@ def town(
     *, prefill: int = 2, decode: int = 2, leaping: bool = False, num_blocks: int = 2000, seed: int = 0, **more: Any
 ) -> SimulationConfig:
     """Workers as fast as an H100 with an 8B model, with little memory and short blocks."""
-    settings = read_settings(None, [f"worker.block_size={BLOCK_SIZE}"])
+    settings = read_settings(f"worker.block_size={BLOCK_SIZE}")
     spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=settings, leaping=leaping)
     config = SimulationConfig(
         pools=PoolsConfig(prefill=prefill, decode=decode),

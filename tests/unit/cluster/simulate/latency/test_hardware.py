@@ -69,7 +69,7 @@ def test_experts_of_a_checkpoint_are_counted_as_its_makers_do(tmp_path: Path) ->
         ({**LLAMA, "hidden_size": "4096"}, "hidden_size = '4096'"),
         ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers = 0: .*a whole number from 1"),
         ([], "it is not a checkpoint's config.json"),
-        ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "quantization_config of 'awq'.*--weights"),
+        ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "quantization_config of 'awq'.*hardware.dtype"),
         ({**LLAMA, "quantization_config": {"quant_method": "quanto"}}, "'quanto': .*bfloat16, fp8"),
         ({**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": "4"}}, "quantization_config of 'gptq'"),
     ],
@@ -137,7 +137,7 @@ def test_a_simulation_of_ones_own_gpu_and_model(tmp_path: Path) -> None:
     model, gpu = written(tmp_path, LLAMA), tmp_path / "mine.toml"
     gpu.write_text('like = "h100"\n')
     own, named = tmp_path / "own.json", tmp_path / "named.json"
-    answer(*SMALL, "--gpu", str(gpu), "--model", model, "--json", str(own))
+    answer(*SMALL, f"hardware.gpu={gpu}", f"hardware.model={model}", "--json", str(own))
     answer(*SMALL, "--json", str(named))
     assert json.loads(own.read_text())["runs"][0]["figures"]["cluster"].endswith("GPU mine.toml, model config.json")
     times = [json.loads(path.read_text())["runs"][0]["figures"]["report"]["ttft_s"]["mean"] for path in (own, named)]
@@ -162,9 +162,7 @@ def test_integer_weights_take_fewer_bytes_and_no_less_arithmetic(dtype: str, sha
 
 def test_keys_and_values_of_8_bits_leave_room_for_others_and_are_read_sooner() -> None:
     plain, rounded = (
-        hardware_spec(
-            gpu="h100", model="llama-3-8b", tp=1, settings=read_settings(None, (f"worker.kv_dtype={kv_dtype}",))
-        )
+        hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=read_settings(f"worker.kv_dtype={kv_dtype}"))
         for kv_dtype in ("auto", "int8")
     )
     assert 1.9 * plain.num_blocks < rounded.num_blocks < 2 * plain.num_blocks
@@ -174,22 +172,20 @@ def test_keys_and_values_of_8_bits_leave_room_for_others_and_are_read_sooner() -
 
 
 def test_latents_of_8_bits_are_refused_by_name() -> None:
-    settings = read_settings(None, ("worker.kv_dtype=int8",))
+    settings = read_settings("worker.kv_dtype=int8")
     with pytest.raises(UnsupportedModel, match="kv_dtype is int8: this model caches latents"):
         hardware_spec(gpu="h100", model="deepseek-v3", tp=16, settings=settings)
 
 
 def test_pools_have_gpus_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    told = answer(
-        *SMALL, "--model", "llama-3-70b", "--gpu", "h200", "--prefill", "2", "--prefill-tp", "2", "--decode-tp", "8",
-        "--json", str(file),
-    )  # fmt: skip
+    large = "hardware.model=llama-3-70b", "hardware.gpu=h200", "cluster.prefill=2"
+    told = answer(*SMALL, *large, "cluster.prefill_tp=2", "cluster.decode_tp=8", "--json", str(file))
     assert "2P tp2 + 1D tp8" in told
     (run,) = json.loads(file.read_text())["runs"]
     assert (run["cluster"]["prefill_tp"], run["cluster"]["decode_tp"]) == (2, 8)
     same = tmp_path / "same.json"
-    answer(*SMALL, "--model", "llama-3-70b", "--gpu", "h200", "--prefill", "2", "--tp", "2", "--json", str(same))
+    answer(*SMALL, *large, "cluster.tp=2", "--json", str(same))
     (other,) = json.loads(same.read_text())["runs"]
     assert run["figures"]["report"]["tpot_s"]["mean"] < 0.6 * other["figures"]["report"]["tpot_s"]["mean"]
     assert run["figures"]["costs"]["gpu_hours"] == pytest.approx(2 * other["figures"]["costs"]["gpu_hours"], rel=0.1)
@@ -217,12 +213,16 @@ def test_kv_takes_the_time_of_the_cards_or_of_nvlink(tmp_path: Path) -> None:
 
     def moved(*more: str) -> float:
         file = tmp_path / "run.json"
-        load = "--requests", "10", "--rate", "1", "--input-len", "3000", "--output-len", "20"
+        load = "workload.requests=10", "workload.rate=1", "workload.input_len=3000", "workload.output_len=20"
         answer(*load, *more, "--json", str(file))
         figures = json.loads(file.read_text())["runs"][0]["figures"]
         return float(figures["transfer_share"])
 
-    usual, slow, linked = moved(), moved("--lane-gbps", "10"), moved("--lane-gbps", "10", "--nvlink")
+    usual, slow, linked = (
+        moved(),
+        moved("hardware.lane_gbps=10"),
+        moved("hardware.lane_gbps=10", "hardware.nvlink=true"),
+    )
     assert slow > 5 * usual
     assert linked < usual
 
@@ -255,7 +255,7 @@ def test_whole_experts_on_ranks_wait_for_the_busiest() -> None:
             gpu="h200",
             model="qwen3-30b-a3b",
             tp=4,
-            settings=read_settings(None, [f"worker.expert_parallel={given}"]),
+            settings=read_settings(f"worker.expert_parallel={given}"),
         ).latency
         for given in ("false", "true")
     )

@@ -14,29 +14,31 @@ from tests.unit.cluster.simulate.asking import SMALL, answer, call
 
 
 def test_it_says_how_fast_how_full_and_how_dear() -> None:
-    told = answer(*SMALL, "--ttft-ms", "500")
+    told = answer(*SMALL, "objectives.ttft_ms=500")
     for words in ("30 of 30", "TTFT", "goodput", "GPUs busy", "USD a million tokens", "event log"):
         assert words in told
 
 
 def test_turns_whose_conversation_had_failed_before_are_told_and_missed(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    asked = "--workload", "agents", "--requests", "24", "--rate", "40", "--output-len", "5:40", "--prefill", "0"
-    failing = *asked, "--fault", "1 aborts clients", "--ttft-ms", "90000", "--json", str(file)
-    told = answer(*failing)
+    load = "workload.name=agents", "workload.requests=24", "workload.rate=40", "workload.output_len=5:40"
+    failing = *load, "cluster.prefill=0", "faults.schedule=['1 aborts clients']", "objectives.ttft_ms=90000"
+    kept = "--json", str(file)
+    told = answer(*failing, *kept)
     figures = json.loads(file.read_text())["runs"][0]["figures"]
     report, num_not_asked = figures["report"], figures["num_not_asked"]
     assert num_not_asked > 0
     assert report["num_requests"] + num_not_asked == 24
     assert f"{num_not_asked}: their conversation had failed before" in told
-    swept = answer(*failing, "--sweep", "--attainment", "0.01")
+    swept = answer(*failing, "objectives.targets=['e2e p1 < 9 s']", "objectives.attainment=0.01")
     assert f" {report['num_completed'] / 24:.1%} " in swept
 
 
 def test_a_load_that_is_left_out_is_in_every_report_and_missed_in_a_sweep(tmp_path: Path) -> None:
     """It was told on stderr alone, and a sweep met its objective for all of what was left."""
     figures, page = tmp_path / "run.json", tmp_path / "run.html"
-    load = "--workload", "conversations", *SMALL, "--input-len", "50:900", "--set", "worker.max_model_len=900"
+    limit = "settings.worker.max_model_len=900"
+    load = "workload.name=conversations", *SMALL, "workload.input_len=50:900", limit
     told = answer(*load, "--json", str(figures), "--html", str(page))
     found = json.loads(figures.read_text())["runs"][0]["figures"]
     num_requests = found["num_left_out_requests"]
@@ -47,7 +49,7 @@ def test_a_load_that_is_left_out_is_in_every_report_and_missed_in_a_sweep(tmp_pa
             report.split()
         )
     met = 100 * (1 - num_requests / 30)
-    swept = call(*load, "--sweep", "--workers", "1,2", "--ttft-ms", "90000", "--attainment", "0.95")
+    swept = call(*load, "cluster.colocated=1:2", "objectives.ttft_ms=90000")
     assert swept.exit_code == 1, "a load that is mostly not tried is not met"
     left_out = (
         f"{found['num_left_out']} sessions left out: longer \\(up to [0-9,]+ tokens\\) than the 900 that a worker holds"
@@ -59,8 +61,8 @@ def test_a_load_that_is_left_out_is_in_every_report_and_missed_in_a_sweep(tmp_pa
 def test_clusters_that_a_sweep_leaves_out_are_in_its_report(tmp_path: Path) -> None:
     """They were told on stderr alone."""
     file = tmp_path / "swept.json"
-    sweep = *SMALL, "--sweep", "--workers", "1:4", "--ttft-ms", "90000", "--json", str(file)
-    told = answer(*sweep, "--fault", "0.1 kill colocated-2")
+    sweep = *SMALL, "cluster.colocated=1:4", "objectives.ttft_ms=90000", "--json", str(file)
+    told = answer(*sweep, "faults.schedule=['0.1 kill colocated-2']")
     assert "2 of 4 clusters left out: the reasons are on stderr and in --json\n" in told
     kept = json.loads(file.read_text())
     assert [one["cluster"]["decode"] for one in kept["left_out"]] == [1, 2]
@@ -74,39 +76,29 @@ def test_clusters_that_a_sweep_leaves_out_are_in_its_report(tmp_path: Path) -> N
 def test_every_report_says_what_was_simulated(tmp_path: Path) -> None:
     """Pools and policy stood on stderr alone, GPU and model nowhere."""
     figures, page, swept = tmp_path / "run.json", tmp_path / "run.html", tmp_path / "swept.json"
-    choice = *SMALL, "--gpu", "h200", "--model", "qwen3-32b", "--policy", "least_loaded"
-    told = answer(*choice, "--tp", "2", "--decode", "2", "--json", str(figures), "--html", str(page))
+    choice = *SMALL, "hardware.gpu=h200", "hardware.model=qwen3-32b", "cluster.policy=least_loaded", "cluster.tp=2"
+    told = answer(*choice, "cluster.decode=2", "--json", str(figures), "--html", str(page))
     for report in (told, page.read_text()):
         assert re.search("cluster +1P[+]2D tp2 least_loaded, GPU h200, model qwen3-32b", report)
-    cluster = {
-        "prefill": 1, "decode": 2, "tp": 2, "policy": "least_loaded", "gateways": 1, "gpu": "h200", "model": "qwen3-32b"
-    }  # fmt: skip
-    assert json.loads(figures.read_text())["runs"][0]["cluster"] == cluster
-    told = answer(*choice, "--tp", "2", "--decode", "1,2", "--sweep", "--ttft-ms", "90000", "--json", str(swept))
+    cluster = {"prefill": 1, "decode": 2, "tp": 2, "policy": "least_loaded"}
+    document = json.loads(figures.read_text())
+    assert document["runs"][0]["cluster"] == cluster
+    assert document["scenario"]["hardware"]["gpu"] == "h200"
+    told = answer(*choice, "cluster.decode=1:2", "objectives.ttft_ms=90000", "--json", str(swept))
     assert "GPU h200, model qwen3-32b" in told
     found = json.loads(swept.read_text())
     assert found["cheapest"] in [run["cluster"] for run in found["runs"]]
     assert cluster in [run["cluster"] for run in found["runs"]]
 
 
-def test_figures_tell_the_settings_that_made_them(tmp_path: Path) -> None:
-    """They named a file of settings, which may be another one by now. What changes nothing is not among them."""
-    file, figures = tmp_path / "cluster.toml", tmp_path / "run.json"
-    file.write_text("[router]\nlocal_prefill_tokens = 7\n[lanes]\nheartbeat_s = 0.7\n")
-    answer(*SMALL, "--config", str(file), "--set", "worker.max_num_seqs=9", "--json", str(figures))
-    told = json.loads(figures.read_text())["settings"]
-    assert (told["router"]["local_prefill_tokens"], told["worker"]["max_num_seqs"], told["index"]) == (7, 9, "memory")
-    assert told["worker"]["block_size"] == 64
-    assert not {"lanes", "pools", "model"} & set(told)
-    assert not {"policy", "tenants"} & set(told["router"])
-    assert told["processes"] == 1
-    answer(
-        *SMALL, "--gateways", "3", "--set", "processes=4", "--set", 'served_name="a\\u0007b"', "--json", str(figures)
-    )
-    found = json.loads(figures.read_text())
-    assert found["runs"][0]["cluster"]["gateways"] == 3
-    assert found["runs"][0]["figures"]["cluster"].endswith("model llama-3-8b, 3 gateways")
-    assert "processes" not in found["settings"]
+def test_figures_have_the_scenario_that_made_them(tmp_path: Path) -> None:
+    file, figures = tmp_path / "scenario.toml", tmp_path / "run.json"
+    file.write_text("cluster.gateways = 3\n[settings.router]\nlocal_prefill_tokens = 7\n")
+    answer(str(file), *SMALL, "settings.worker.max_num_seqs=9", "--json", str(figures))
+    document = json.loads(figures.read_text())
+    assert document["scenario"]["settings"] == {"router": {"local_prefill_tokens": 7}, "worker": {"max_num_seqs": 9}}
+    assert (document["scenario"]["cluster"]["gateways"], document["scenario"]["workload"]["requests"]) == (3, 30)
+    assert document["runs"][0]["figures"]["cluster"].endswith("model llama-3-8b, 3 gateways")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +122,7 @@ def test_usd_have_cents_and_three_digits(usd: float, told: str) -> None:
 def test_costs_below_a_cent_are_told_apart(tmp_path: Path) -> None:
     """Of 0.0664 and 0.0668 a run told 0.07."""
     file = tmp_path / "run.json"
-    told = answer(*SMALL, "--workers", "1", "--json", str(file))
+    told = answer(*SMALL, "cluster.colocated=1", "--json", str(file))
     usd = json.loads(file.read_text())["runs"][0]["figures"]["costs"]["usd"]
     assert usd < 0.1
     assert f"(USD {usd:.3g})" in told
@@ -157,7 +149,7 @@ def test_a_cluster_of_a_soak_says_what_it_was_and_cost() -> None:
 def test_times_in_figures_are_whole_microseconds(tmp_path: Path) -> None:
     """A fault at 0.3 was one at 0.2999999999999998."""
     file = tmp_path / "run.json"
-    answer(*SMALL, "--fault", "0.3 kill decode-0", "--json", str(file))
+    answer(*SMALL, "faults.schedule=['0.3 kill decode-0']", "--json", str(file))
     told = json.loads(file.read_text())["runs"][0]["figures"]
     assert [fault["at_s"] for fault in told["faults"]] == [0.3]
     report = told["report"]

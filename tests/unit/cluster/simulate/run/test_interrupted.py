@@ -74,7 +74,7 @@ def test_a_soak_that_is_interrupted_tells_what_is_done(monkeypatch: pytest.Monke
 
 def test_a_sweep_that_is_interrupted_tells_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "sweep.json"
-    sweep = (*SMALL, "--sweep", "--workers", "1:4", "--ttft-ms", "900", "--json", str(file))
+    sweep = (*SMALL, "cluster.colocated=1:4", "objectives.ttft_ms=900", "--json", str(file))
     interrupt_at(monkeypatch, 70, "asked")
     result = call(*sweep)
     assert result.exit_code == 130
@@ -88,7 +88,7 @@ def test_a_sweep_that_is_interrupted_tells_what_is_done(tmp_path: Path, monkeypa
     assert (len(kept["runs"]), kept["num_done"], kept["num_possible"]) == (2, 2, 4)
     assert result.stderr.splitlines()[-1] == "interrupted: 2 of 4 clusters done"
     interrupt_at(monkeypatch, 70, "asked")
-    result = call(*sweep, "--ttft-ms", "0.001")
+    result = call(*sweep, "objectives.ttft_ms=0.001")
     assert result.exit_code == 130
     assert "of the 2 of 4 clusters done, no cluster reaches the objective for 95% of the requests" in result.stdout
     file.unlink()
@@ -120,8 +120,9 @@ main()
 @pytest.mark.parametrize("sigint", [signal.SIG_DFL, signal.SIG_IGN], ids=["terminal", "background job"])
 def test_sigterm_is_as_ctrl_c_but_for_the_exit_code(tmp_path: Path, sigint: signal.Handlers) -> None:
     log = tmp_path / "cut.log"
+    changes = [word for change in SMALL for word in ("--set", change)]
     ended = subprocess.run(
-        [sys.executable, "-c", TERMINATED, "simulate", *SMALL, "--events", str(log)],
+        [sys.executable, "-c", TERMINATED, "simulate", *changes, "--events", str(log)],
         capture_output=True, text=True, check=False, preexec_fn=lambda: signal.signal(signal.SIGINT, sigint),
     )  # fmt: skip
     assert ended.returncode == 143, ended.stderr

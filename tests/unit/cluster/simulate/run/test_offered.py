@@ -18,7 +18,7 @@ from cluster.simulate.world.workload import GeneratedLoad, generated
 from protos.values import WorkerRole
 from tests.unit.cluster.simulate.asking import call
 
-HEAVY = ("--input-len", "2000", "--output-len", "20", "--rate", "60")
+HEAVY = ("workload.input_len=2000", "workload.output_len=20", "workload.rate=60")
 """One prefill worker of the built-in Llama 3 8B reads about 21 such prompts a second."""
 
 
@@ -59,7 +59,7 @@ def test_only_waits_that_lengthen_grow() -> None:
 
 def test_a_run_says_which_pool_is_offered_too_much(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    result = call(*HEAVY, "--requests", "200", "--json", str(file))
+    result = call(*HEAVY, "workload.requests=200", "--json", str(file))
     pools = {pool["role"]: pool["offered"] for pool in json.loads(file.read_text())["runs"][0]["figures"]["pools"]}
     assert pools["prefill"] > 2 > 1 > pools["decode"]
     assert "not steady" in result.stdout
@@ -68,14 +68,14 @@ def test_a_run_says_which_pool_is_offered_too_much(tmp_path: Path) -> None:
 def test_a_sweep_tries_no_cluster_that_arithmetic_rules_out(tmp_path: Path) -> None:
     """With few requests such a cluster met its objective, and was named as the cheapest."""
     file = tmp_path / "sweep.json"
-    sweep = *HEAVY, "--requests", "60", "--sweep", "--prefill", "1:4", "--target", "ttft p50 < 90 s"
+    sweep = *HEAVY, "workload.requests=60", "cluster.prefill=1:4", "objectives.targets=['ttft p50 < 90 s']"
     result = call(*sweep, "--json", str(file))
     assert result.exit_code == 0, result.output
     swept = json.loads(file.read_text())
     assert [one["cluster"]["prefill"] for one in swept["overloaded"]] == [1, 2]
     assert all(one["offered"]["prefill"] > 1 for one in swept["overloaded"])
     assert swept["cheapest"]["prefill"] == 3
-    alone = call(*HEAVY, "--sweep", "--target", "ttft p50 < 90 s")
+    alone = call(*HEAVY, "objectives.targets=['ttft p50 < 90 s']")
     assert alone.exit_code == 1, "no cluster is left"
 
 
@@ -89,15 +89,15 @@ def test_a_load_without_a_number_lasts_until_its_figures_are_steady(
 ) -> None:
     monkeypatch.setattr("cluster.simulate.world.workload.USUAL_REQUESTS", 100)
     file = tmp_path / "run.json"
-    load = "--workers", "1", "--input-len", "2000", "--output-len", "1", "--rate", "18.4"
+    load = "cluster.colocated=1", "workload.input_len=2000", "workload.output_len=1", "workload.rate=18.4"
     call(*load, "--json", str(file))
     (run,) = json.loads(file.read_text())["runs"]
     (pool,) = run["figures"]["pools"]
     assert run["figures"]["report"]["num_requests"] >= requests_until_steady(pool["offered"]) > 100
     assert not run["figures"]["grew"]
-    short = call(*load, "--requests", "100")
+    short = call(*load, "workload.requests=100")
     assert "not steady" in short.stdout
-    assert "--requests" in short.stdout
+    assert "workload.requests" in short.stdout
 
 
 def test_ctrl_c_in_a_destructor_ends_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_ctrl_c_in_a_destructor_ends_a_sweep(monkeypatch: pytest.MonkeyPatch) ->
             del late
 
     monkeypatch.setattr(VirtualLoop, "close", close_late)
-    result = call("--requests", "5", "--rate", "1", "--sweep", "--workers", "1:5", "--ttft-ms", "90000")
+    result = call("workload.requests=5", "workload.rate=1", "cluster.colocated=1:5", "objectives.ttft_ms=90000")
     assert result.exit_code == 130
     assert "2 of 5 clusters done" in result.stderr
     assert "1 colocated" in result.stdout

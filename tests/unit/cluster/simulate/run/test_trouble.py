@@ -160,28 +160,18 @@ def test_a_fault_that_is_written_down_can_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
+    "text",
     [
-        ("kill decode-0", "its word 1, 'kill', is no AT"),
-        ("1.2.3 kill decode-0", "its word 1, '1.2.3', is no AT"),
-        ("1 melt decode-0", "its word 2, 'melt', is no KIND"),
-        ("1 kill", "TARGET is missing"),
-        ("1 kill decode-0 with 3", "its word 4, 'with'"),
-        ("1 pause decode-0 for 3 for 4", "its word 6, 'for'"),
-        ("1 pause decode-0 for long", "its word 4, 'for', is followed by 'long'"),
-        ("1 pause decode-0 for", "its word 4, 'for', is its last"),
-        ("1 pause decode-0 for 99999999", "'for 99999999' is too long: give at most 2,678,400 seconds"),
-        ("1 aborts clients by 7", "aborts by 7 is out of range: give the share"),
-        ("1 slow decode-0 for 3 by 0", "slow by 0 is out of range: give how many times slower"),
-        ("1 slow decode-0 for 0", "'for 0' is too short: give more than 0 seconds"),
-        ("1 kill decode-0 by 5", "kill has no 'by', leave it out: those that have are slow"),
-        ("1 drain decode-0 for 5", "drain has no 'for', leave it out: those that have are pause"),
+        "kill decode-0", "1.2.3 kill decode-0", "1 melt decode-0", "1 kill", "1 kill decode-0 with 3",
+        "1 pause decode-0 for 3 for 4", "1 pause decode-0 for long", "1 pause decode-0 for",
+        "1 pause decode-0 for 99999999", "1 aborts clients by 7", "1 slow decode-0 for 3 by 0", "1 slow decode-0 for 0",
+        "1 kill decode-0 by 5", "1 drain decode-0 for 5",
     ],
-)
-def test_a_fault_that_cannot_be_read_is_named_with_the_place(text: str, place: str) -> None:
-    with pytest.raises(Misconfigured, match="AT KIND TARGET") as told:
+)  # fmt: skip
+def test_a_fault_that_cannot_be_read_is_refused_with_its_text(text: str) -> None:
+    with pytest.raises(Misconfigured, match="AT KIND TARGET") as refusal:
         Fault.parse(text)
-    assert f"--fault {text!r}: {place}" in str(told.value)
+    assert repr(text) in str(refusal.value)
 
 
 @pytest.mark.parametrize("kind", ["slow prefill-0", "lane-stall prefill-0>decode-0", "events-drop decode-0"])
@@ -221,22 +211,22 @@ def test_a_fault_long_after_the_last_answer_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "takes"),
+    ("fault", "there_is"),
     [
-        ("1 kill decode-7", "takes a worker, and decode-7 is none. There are the workers decode-0, "),
-        ("1 kill prefill-0>decode-0", "takes a worker, and prefill-0>decode-0 is none. There are the workers"),
-        ("1 lane-cut decode-0", "takes a lane from one worker to another, such as prefill-1>decode-0, and decode-0 "),
-        ("1 lane-cut decode-0>decode-0", "and decode-0>decode-0 is none. There are the workers decode-0, "),
-        ("1 gateway-restart 3", "takes a gateway by its place, and 3 is none. There is only 0"),
-        ("1 aborts decode-0", "takes clients, not decode-0: a share of them, 'by 0.5'"),
-        ("1 store-lost redis", "takes redis, and there is none: give --set index=redis://any"),
+        ("1 kill decode-7", "decode-0"),
+        ("1 kill prefill-0>decode-0", "decode-0"),
+        ("1 lane-cut decode-0", "prefill-1>decode-0"),
+        ("1 lane-cut decode-0>decode-0", "decode-1"),
+        ("1 gateway-restart 3", "only 0"),
+        ("1 aborts decode-0", "clients"),
+        ("1 store-lost redis", "settings.index"),
     ],
 )
-def test_a_fault_of_something_that_does_not_exist_is_refused_with_what_it_takes(fault: str, takes: str) -> None:
-    with pytest.raises(Misconfigured) as told:
+def test_a_fault_of_something_that_does_not_exist_is_refused_with_what_there_is(fault: str, there_is: str) -> None:
+    with pytest.raises(Misconfigured) as refusal:
         run(fault)
-    assert f"--fault {fault}" in str(told.value)
-    assert takes in str(told.value)
+    assert fault in str(refusal.value)
+    assert there_is in str(refusal.value)
 
 
 def test_a_worker_that_is_told_to_drain_while_a_long_step_runs_leaves_all_the_same() -> None:

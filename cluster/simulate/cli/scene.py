@@ -1,0 +1,215 @@
+"""A scenario ready to run: its settings, requests and faults, equal for all clusters of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.bench.report import Objective
+from cluster.bench.workload import Lengths
+from cluster.config.config import ClusterConfig, PoolsConfig
+from cluster.config.settings import merge, read_file
+from cluster.simulate.latency.hardware import gpu_of, model_of
+from cluster.simulate.latency.shapes import HOST_GPUS
+from cluster.simulate.results.report import Summary, summarise
+from cluster.simulate.run.choices import ClusterChoice
+from cluster.simulate.run.config import (
+    SimulationConfig,
+    gateways_text,
+    hardware_spec,
+    room_of,
+    settings_of,
+    without_effect,
+)
+from cluster.simulate.run.offered import offered, work_of_sessions
+from cluster.simulate.run.progress import warn
+from cluster.simulate.run.scenario import Scenario, WorkloadTable
+from cluster.simulate.run.simulation import SimulationOutcome
+from cluster.simulate.world.faults import Fault, drawn
+from cluster.simulate.world.lanes import Cards, hosts_of
+from cluster.simulate.world.workload import (
+    GeneratedLoad,
+    SessionLimit,
+    UserSession,
+    fitting,
+    generated_at_rate,
+    least_requests,
+    recorded,
+)
+from protos.values import WorkerRole
+from router.prefix.registry import MEMORY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """`load` is None for a trace."""
+
+    scenario: Scenario
+    settings: ClusterConfig
+    load: GeneratedLoad | None
+    sessions: Sequence[UserSession]
+    faults: Sequence[Fault]
+
+    @property
+    def objective(self) -> Objective:
+        given = self.scenario.objectives
+        return Objective(ttft_s=_seconds(given.ttft_ms), tpot_s=_seconds(given.tpot_ms))
+
+    @property
+    def usd_per_gpu_hour(self) -> float:
+        hardware = self.scenario.hardware
+        usual = gpu_of(hardware.gpu).usd_per_hour
+        return usual if hardware.usd_per_gpu_hour is None else hardware.usd_per_gpu_hour
+
+    def config(self, choice: ClusterChoice) -> SimulationConfig:
+        """Raises Misconfigured."""
+        pools = PoolsConfig(
+            prefill=choice.prefill, decode=choice.decode, prefill_tp=choice.prefill_tp, decode_tp=choice.decode_tp
+        )
+        if not choice.prefill:
+            pools = PoolsConfig(colocated=choice.decode)
+        hardware = self.scenario.hardware
+        specs = {
+            role: hardware_spec(
+                gpu=hardware.gpu,
+                model=hardware.model,
+                tp=pools.tp(role, choice.tp),
+                dtype=hardware.dtype,
+                settings=self.settings,
+                key="tp" if getattr(pools, f"{role}_tp", None) is None else f"{role}_tp",
+                acceptance=hardware.acceptance,
+            )
+            for role in pools.counts()
+        }
+        config = SimulationConfig(
+            pools=pools,
+            spec=next(iter(specs.values())),
+            specs=specs,
+            router=replace(self.settings.router, policy=choice.policy),
+            supervision=self.settings.supervision,
+            num_gateways=self.scenario.cluster.gateways,
+            shared_index=self.settings.index != MEMORY,
+            num_gpus=choice.tp,
+            usd_per_gpu_hour=self.usd_per_gpu_hour,
+            audit_every=self.scenario.faults.audit_every,
+            seed=self.scenario.seed,
+        )
+        return replace(config, cards=self._cards(config))
+
+    def _cards(self, config: SimulationConfig) -> Cards:
+        """Network cards of the workers: one for each GPU."""
+        hardware, num_gpus = self.scenario.hardware, config.gpus_by_worker()
+        gpu = gpu_of(hardware.gpu)
+        rate = gpu.network_rate if hardware.lane_gbps is None else hardware.lane_gbps * 1e9 / 8
+        cards = replace(config.cards, rates={worker: num * rate for worker, num in num_gpus.items()})
+        if not hardware.nvlink:
+            return cards
+        links = {worker: num * gpu.link_rate for worker, num in num_gpus.items()}
+        return replace(cards, links=links, hosts=hosts_of(num_gpus))
+
+    def check_hosts(self, every: Iterable[ClusterChoice]) -> None:
+        """Warns of mixtures of experts on workers of several hosts that share every layer."""
+        most = max(max(one.tp, one.prefill_tp or 0, one.decode_tp or 0) for one in every)
+        model = self.scenario.hardware.model
+        if most > HOST_GPUS and model_of(model).experts is not None:
+            warn(
+                f"{most} GPUs on several hosts share every layer of {model}, which is slow: such models are "
+                "served with attention of their own on each GPU, which is not simulated"
+            )
+
+    def fitting(self, config: SimulationConfig) -> tuple[list[UserSession], list[UserSession]]:
+        """The sessions that fit the workers, and the others. Raises Misconfigured if none fits."""
+        return fitting(self.sessions, self.room(config))
+
+    def room(self, config: SimulationConfig) -> SessionLimit:
+        """The room of the smallest worker."""
+        specs = config.specs.values()
+        return min((room_of(spec, self.settings.worker) for spec in specs), key=lambda room: room.num_tokens)
+
+    def cluster(self, choice: ClusterChoice) -> dict[str, Any]:
+        """The cluster in a file of figures."""
+        return {name: value for name, value in asdict(choice).items() if value is not None}
+
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether the load is as long as its figures need: generated, without a number of requests, and untroubled."""
+        return self.load is not None and not self.scenario.workload.requests and not self._is_troubled
+
+    @property
+    def _is_troubled(self) -> bool:
+        return bool(self.faults or self.scenario.faults.random)
+
+    def longer(self, num_requests: int) -> Scene:
+        assert self.load is not None
+        load = replace(self.load, num_requests=num_requests)
+        return replace(self, load=load, sessions=generated_at_rate(self.scenario.workload.name, load))
+
+    def offered(self, config: SimulationConfig) -> Mapping[WorkerRole, float]:
+        """The share of its capacity that a generated load asks of each pool at least; empty for a trace and in
+        trouble."""
+        if self.load is None or self._is_troubled:
+            return {}
+        return offered(config, work_of_sessions(self.sessions), self.load.num_requests / self.load.rate)
+
+    def summary(self, choice: ClusterChoice, outcome: SimulationOutcome, left_out: Sequence[UserSession]) -> Summary:
+        cluster, is_endless = f"{choice}, {self.hardware}", self.load is not None
+        return summarise(outcome, self.objective, cluster=cluster, left_out=left_out, is_endless=is_endless)
+
+    @property
+    def hardware(self) -> str:
+        """GPU, model and the number of gateways, in words."""
+        given, worker = self.scenario.hardware, self.settings.worker
+        model = f"{Path(given.model).name}{'' if given.dtype is None else f' in {given.dtype}'}"
+        model += ", whole experts on GPUs" if worker.expert_parallel else ""
+        model += f", drafts by {worker.speculate}" if given.acceptance else ""
+        return f"GPU {Path(given.gpu).name}, model {model}{gateways_text(self.scenario.cluster.gateways)}"
+
+    def schedule(self, config: SimulationConfig, sessions: Sequence[UserSession]) -> list[Fault]:
+        """The faults that are written down, and random ones."""
+        until_s = max(session.due_s for session in sessions)
+        random = drawn(
+            self.scenario.faults.random, seed=self.scenario.seed, workers=config.pools.worker_ids(),
+            num_gateways=config.num_gateways, until_s=until_s, with_store=config.shared_index,
+        )  # fmt: skip
+        return sorted([*self.faults, *random], key=lambda fault: fault.at_s)
+
+
+def make_scene(scenario: Scenario) -> Scene:
+    """Warns of settings without effect. Raises Misconfigured."""
+    in_file = read_file(Path(scenario.config)) if scenario.config else {}
+    if names := without_effect(scenario.settings):
+        warn(f"no effect in a simulation: settings.{', settings.'.join(names)}")
+    settings, given = settings_of(merge(in_file, scenario.settings)), scenario.workload
+    load = None if given.trace else _load(given, scenario.seed)
+    return Scene(
+        scenario=scenario,
+        settings=settings,
+        load=load,
+        sessions=_recorded(given) if load is None else generated_at_rate(given.name, load),
+        faults=[Fault.parse(text) for text in scenario.faults.schedule],
+    )
+
+
+def _recorded(given: WorkloadTable) -> list[UserSession]:
+    """Raises Misconfigured."""
+    sessions = recorded(Path(given.trace), limit=given.requests, speed=given.trace_speed, scale=given.trace_scale)
+    if given.requests is not None and len(sessions) < given.requests:
+        warn(f"workload.requests = {given.requests}: {given.trace} has only {len(sessions):,}")
+    return sessions
+
+
+def _load(given: WorkloadTable, seed: int) -> GeneratedLoad:
+    """Raises Misconfigured."""
+    return GeneratedLoad(
+        num_requests=given.requests or least_requests(given.name, given.rate),
+        rate=given.rate,
+        seed=seed,
+        prompts=Lengths.parse(str(given.input_len), param="workload.input_len"),
+        outputs=Lengths.parse(str(given.output_len), param="workload.output_len"),
+    )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

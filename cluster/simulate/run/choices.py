@@ -1,0 +1,148 @@
+"""The clusters that a scenario compares: every combination of its numbers, or every cluster of at most N GPUs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from cluster.config.config import MAX_WORKERS, ClusterConfig
+from cluster.simulate.run.scenario import ClusterTable, Counts
+from protos.errors import Misconfigured
+from router.policies.registry import NAMES
+
+MAX_CLUSTERS = 10_000
+"""The most clusters of one sweep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterChoice:
+    """One cluster. With `prefill` 0, `decode` colocated workers prefill their prompts themselves. Workers have `tp`
+    GPUs, unless their pool has its own number."""
+
+    prefill: int
+    decode: int
+    tp: int
+    policy: str
+    prefill_tp: int | None = None
+    decode_tp: int | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        return self.prefill * (self.prefill_tp or self.tp) + self.decode * (self.decode_tp or self.tp)
+
+    def __str__(self) -> str:
+        if self.prefill_tp is not None or self.decode_tp is not None:
+            prefill = f"{self.prefill}P tp{self.prefill_tp or self.tp}"
+            return f"{prefill} + {self.decode}D tp{self.decode_tp or self.tp} {self.policy}"
+        pools = f"{self.prefill}P+{self.decode}D" if self.prefill else f"{self.decode} colocated"
+        return f"{pools} tp{self.tp} {self.policy}"
+
+
+def choices(table: ClusterTable, settings: ClusterConfig) -> list[ClusterChoice]:
+    """The smallest clusters first. Numbers that the table does not give are those of the settings. Raises
+    Misconfigured."""
+    policies = _policies(settings.router.policy if table.policy is None else table.policy)
+    ranks = _numbers("tp", settings.worker.tp if table.tp is None else table.tp, least=1)
+    if table.max_gpus is not None:
+        return _within(table.max_gpus, ranks, policies)
+    pools = settings.pools
+    colocated = pools.colocated if table.prefill is None and table.decode is None else 0
+    if table.colocated is not None or colocated:
+        num_decode = _numbers("colocated", table.colocated if table.colocated is not None else colocated, least=1)
+        return _combined([0], num_decode, ranks, policies)
+    num_prefill = _numbers("prefill", _first(table.prefill, pools.prefill))
+    num_decode = _numbers("decode", _first(table.decode, pools.decode), least=1)
+    own = [
+        [None] if given is None and setting is None else _numbers(name, _first(given, setting), least=1)
+        for name, given, setting in (
+            ("prefill_tp", table.prefill_tp, pools.prefill_tp),
+            ("decode_tp", table.decode_tp, pools.decode_tp),
+        )
+    ]
+    return _combined(num_prefill, num_decode, ranks, policies, *own)
+
+
+def _first(*values: Counts | None) -> Counts:
+    """The first that is given, else 1."""
+    return next((value for value in values if value is not None), 1)
+
+
+def _numbers(name: str, value: Counts, *, least: int = 0) -> list[int]:
+    """Numbers from 2, [1, 2, 4] or "1:4". Raises Misconfigured."""
+    numbers: Sequence[int] = ()
+    if isinstance(value, str):
+        if bounds := re.fullmatch(r"(\d{1,4}):(\d{1,4})", value):
+            numbers = range(int(bounds[1]), int(bounds[2]) + 1)
+    else:
+        numbers = [value] if isinstance(value, int) else value
+    if not numbers or min(numbers) < least or max(numbers) > MAX_WORKERS:
+        raise Misconfigured(
+            f'cluster.{name} = {value!r}: give numbers from {least} to {MAX_WORKERS}, as 2, [1, 2, 4] or "1:4"',
+            param=f"cluster.{name}",
+        )
+    return list(dict.fromkeys(numbers))
+
+
+def _policies(given: str | Sequence[str]) -> list[str]:
+    names = [given] if isinstance(given, str) else given
+    for name in names or [""]:
+        if name not in NAMES:
+            raise Misconfigured(
+                f"cluster.policy: there is no policy {name!r}: choose of {', '.join(NAMES)}", param="cluster.policy"
+            )
+    return list(dict.fromkeys(names))
+
+
+def _combined(
+    prefill: Sequence[int],
+    decode: Sequence[int],
+    tp: Sequence[int],
+    policies: Sequence[str],
+    prefill_tp: Sequence[int | None] = (None,),
+    decode_tp: Sequence[int | None] = (None,),
+) -> list[ClusterChoice]:
+    """Raises Misconfigured."""
+    _check_number(prod(map(len, (prefill, decode, tp, policies, prefill_tp, decode_tp))))
+    every = dict.fromkeys(
+        ClusterChoice(
+            prefill=num_prefill,
+            decode=num_decode,
+            tp=ranks,
+            policy=policy,
+            prefill_tp=of_prefill if num_prefill else None,
+            decode_tp=of_decode if num_prefill else None,
+        )
+        for num_prefill, num_decode, ranks, policy, of_prefill, of_decode in product(
+            prefill, decode, tp, policies, prefill_tp, decode_tp
+        )
+    )
+    return sorted(every, key=lambda choice: (choice.num_gpus, str(choice)))
+
+
+def _within(gpus: int, ranks: Sequence[int], policies: Sequence[str]) -> list[ClusterChoice]:
+    """All splits of at most this number of GPUs into two pools, and as many colocated workers as fit."""
+    _check_number(sum((gpus // tp) * (gpus // tp + 1) // 2 for tp in ranks) * len(policies))
+    every = [
+        ClusterChoice(prefill=num_prefill, decode=num_decode, tp=tp, policy=policy)
+        for tp in ranks
+        for num_prefill in range(gpus // tp)
+        for num_decode in range(1, gpus // tp - num_prefill + 1)
+        for policy in policies
+    ]
+    if not every:
+        raise Misconfigured(
+            f"cluster.max_gpus = {gpus}: a worker needs cluster.tp = {min(ranks)}: give as many or more",
+            param="cluster.max_gpus",
+        )
+    return sorted(every, key=lambda choice: (choice.num_gpus, str(choice)))
+
+
+def _check_number(num: int) -> None:
+    if num > MAX_CLUSTERS:
+        raise Misconfigured(
+            f"cluster: {num:,} clusters to compare: give fewer numbers, at most {MAX_CLUSTERS:,} combinations",
+            param="cluster",
+        )
