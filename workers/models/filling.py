@@ -8,9 +8,10 @@ more.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,12 @@ from pathlib import Path
 
 import torch
 
+from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.hints import counted
 from workers.weights.slots import Slot, in_order
 from workers.weights.source import WeightSource
+
+log = logging.getLogger("baton.worker")
 
 Progress = Callable[[int, int], None]
 
@@ -41,6 +46,30 @@ class LoadPart:
 
     slots: Callable[[], Iterator[Slot]]
     pack: Callable[[], None] = stay_as_read
+
+
+def check_slots(where: str | Path, slots: Collection[Slot], source: WeightSource, *, note: str = "") -> None:
+    """Raises BadCheckpoint for a tensor that is missing (with `note`) or has another shape, and UnsupportedModel for a
+    type that its slot does not take."""
+    if missing := sorted({slot.name for slot in slots}.difference(source.names())):
+        raise BadCheckpoint(
+            f"{where} lacks {counted(len(missing), 'tensor')}, the first is {missing[0]!r}: config.json belongs to "
+            f"another checkpoint, or a shard is missing.{note}"
+        )
+    for slot in slots:
+        stored = source.describe(slot.name)
+        if stored.shape != slot.shape:
+            raise BadCheckpoint(f"{where}: tensor {slot.name!r} is {stored.shape}, config.json makes it {slot.shape}")
+        if stored.dtype not in slot.dtypes:
+            raise UnsupportedModel(
+                f"{where}: tensor {slot.name!r} is stored as {stored.dtype}, which config.json does not name: "
+                f"it must be one of {', '.join(sorted(slot.dtypes))}"
+            )
+
+
+def log_unused(where: str | Path, names: Sequence[str]) -> None:
+    if names:
+        log.warning("%s: %d tensors are not used, such as %s", where, len(names), ", ".join(names[:5]))
 
 
 class PartLoader:

@@ -14,7 +14,7 @@ from workers.kernels.base import kernels_for
 from workers.kernels.cpu.build import native
 from workers.kernels.cpu.memory import return_freed_memory, trim_freed_memory
 from workers.models.decoder import Decoder
-from workers.models.filling import LoadPart, PartLoader, Progress, ignore_progress
+from workers.models.filling import LoadPart, PartLoader, Progress, check_slots, ignore_progress, log_unused
 from workers.models.model_config import ModelConfig, read_config
 from workers.parallel.group import Solo, TensorParallel
 from workers.weights.encoding import LayerContext
@@ -142,20 +142,7 @@ def _checked_slots(folder: Path, config: ModelConfig, context: LayerContext, sou
         )
     whole = Solo() if context.expert_parallel else context.parallel  # else other ranks' experts would seem unused
     slots = list(Decoder(config, replace(context, device="meta", parallel=whole)).slots())
-    if missing := sorted({slot.name for slot in slots} - names):
-        raise BadCheckpoint(
-            f"{folder} lacks {len(missing)} tensors, the first is {missing[0]!r}: config.json belongs to another "
-            "checkpoint, or a shard is missing"
-        )
-    for slot in slots:
-        stored = source.describe(slot.name)
-        if stored.shape != slot.shape:
-            raise BadCheckpoint(f"{folder}: tensor {slot.name!r} is {stored.shape}, config.json makes it {slot.shape}")
-        if stored.dtype not in slot.dtypes:
-            raise UnsupportedModel(
-                f"{folder}: tensor {slot.name!r} is stored as {stored.dtype}, which config.json does not name: "
-                f"it must be one of {', '.join(sorted(slot.dtypes))}"
-            )
+    check_slots(folder, slots, source)
     ignored = {"lm_head.weight"} if config.tied_embeddings else set()
     ignored |= _of_mtp_layers(folder, config, names)
     unexpected = sorted(
@@ -163,9 +150,7 @@ def _checked_slots(folder: Path, config: ModelConfig, context: LayerContext, sou
     )
     linear = {slot.name.rpartition(".")[0] for slot in slots if config.weight_format}
     unexpected = [name for name in unexpected if not _is_empty_bias(folder, name, linear, source)]
-    unexpected = [name for name in unexpected if not is_kv_scale(name)]
-    if unexpected:
-        log.warning("%s: %d tensors are not used, such as %s", folder, len(unexpected), ", ".join(unexpected[:5]))
+    log_unused(folder, [name for name in unexpected if not is_kv_scale(name)])
     return slots
 
 

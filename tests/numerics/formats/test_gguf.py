@@ -156,5 +156,5 @@ def test_a_tensor_that_does_not_fit_the_metadata_is_named(tmp_path: Path) -> Non
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "hf/model.safetensors")
     convert(tmp_path / "hf", tmp_path / "model.gguf", "Q8_0")
-    with pytest.raises(BadCheckpoint, match=r"lacks 1 tensors, the first is 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+    with pytest.raises(BadCheckpoint, match=r"'model\.layers\.1\.mlp\.up_proj\.weight'"):
         load_model(tmp_path / "model.gguf")

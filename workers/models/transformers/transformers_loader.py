@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.errors import BadCheckpoint
 from workers.kernels.base import kernels_for
 from workers.kernels.cpu.memory import return_freed_memory, trim_freed_memory
-from workers.models.filling import LoadPart, PartLoader, Progress, ignore_progress
+from workers.models.filling import LoadPart, PartLoader, Progress, check_slots, ignore_progress, log_unused
 from workers.models.loader import dtype_named, same_tensors
 from workers.models.transformers.reading import TracedModel, read_traced
 from workers.models.transformers.sharing import (
@@ -184,25 +184,11 @@ def _check_slots(
 ) -> None:
     """Raises BadCheckpoint or UnsupportedModel."""
     names = set(source.names())
-    if missing := sorted({slot.name for slot in slots} - names):
-        quantised = " This layer cannot be read in a quantised form." if traced.weight_format else ""
-        raise BadCheckpoint(
-            f"{folder} lacks {len(missing)} tensors of {traced.config.architecture}, the first is {missing[0]!r}: "
-            f"config.json belongs to another checkpoint, or a shard is missing.{quantised}"
-        )
-    for slot in slots:
-        stored = source.describe(slot.name)
-        if stored.shape != slot.shape:
-            raise BadCheckpoint(f"{folder}: tensor {slot.name!r} is {stored.shape}, config.json makes it {slot.shape}")
-        if stored.dtype not in slot.dtypes:
-            raise UnsupportedModel(
-                f"{folder}: tensor {slot.name!r} is stored as {stored.dtype}: it must be one of "
-                f"{', '.join(sorted(slot.dtypes))}"
-            )
+    note = " This layer cannot be read in a quantised form." if traced.weight_format else ""
+    check_slots(folder, slots, source, note=note)
     unused = sorted((names - {slot.name for slot in slots} - tied) | set(source.unnamed()))
-    unused = [name for name in unused if not name.endswith(("rotary_emb.inv_freq", ".attn.bias", ".masked_bias"))]
-    if unused:
-        log.warning("%s: %d tensors are not used, such as %s", folder, len(unused), ", ".join(unused[:5]))
+    ignored = ("rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
+    log_unused(folder, [name for name in unused if not name.endswith(ignored)])
 
 
 def _check_complete(folder: Path, model: Any) -> None:

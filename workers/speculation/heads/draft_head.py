@@ -5,6 +5,8 @@ Legend: T tokens of a step, E hidden size of the head, R positions whose logits 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -12,7 +14,10 @@ import torch
 from protos.values import KVLayout
 from workers.attention.base import AttentionBackend
 from workers.models.decoder import ModelInputs
+from workers.models.filling import LoadPart, PartLoader, check_slots, ignore_progress, log_unused
 from workers.speculation.proposer import HiddenStates
+from workers.weights.slots import Loadable
+from workers.weights.source import WeightSource
 
 
 class DraftHead(Protocol):
@@ -46,3 +51,11 @@ class DraftHead(Protocol):
         """Logits [R, V] in float32, and features [R, E] for the entry after each of these positions. Every rank must be
         given the same inputs."""
         ...
+
+
+def fill_head(path: str, head: Loadable, source: WeightSource, *, unused: Collection[str] = ()) -> None:
+    """Fills the head's slots. Raises as `check_slots`. Tensors that are neither wanted nor in `unused` are logged."""
+    slots = list(head.slots())
+    check_slots(path, slots, source)
+    log_unused(path, sorted({*source.names()} - {slot.name for slot in slots} - {*unused}))
+    PartLoader(Path(path), source).load([LoadPart(slots=head.slots)], ignore_progress, num_threads=1)

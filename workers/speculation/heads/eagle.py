@@ -26,9 +26,9 @@ from workers.models.layers.norm import norm_of
 from workers.models.layers.self_attention import SelfAttention
 from workers.models.model_config import check_parallel
 from workers.parallel.group import Solo
+from workers.speculation.heads.draft_head import fill_head
 from workers.speculation.heads.eagle_config import LAYER, EagleConfig, eagle_name, read_eagle
 from workers.speculation.heads.head_files import open_head
-from workers.speculation.heads.published_names import fill_head
 from workers.speculation.proposer import HiddenStates
 from workers.weights.encoding import LayerContext, Projection
 from workers.weights.registry import encodings_of
@@ -42,7 +42,7 @@ def load_eagle(path: str, target: Decoder) -> EagleHead:
         check_parallel(eagle.model, target.context.parallel.size)
         context = replace(target.context, encodings=encodings_of(None, source), expert_parallel=False)
         head = EagleHead(eagle, context, target)
-        fill_head(path, list(head.slots()), source, unused=("t2d", "embed_tokens.weight", "lm_head.weight"))
+        fill_head(path, head, source, unused=("t2d", "embed_tokens.weight", "lm_head.weight"))
         head.check_ids(path)
     head.pack()
     return head

@@ -20,8 +20,8 @@ from protos.model_files.opening import open_model
 from workers.models.decoder import Decoder
 from workers.models.layers.linear_layers import ColumnParallel
 from workers.parallel.group import Solo
+from workers.speculation.heads.draft_head import fill_head
 from workers.speculation.heads.head_files import open_head
-from workers.speculation.heads.published_names import fill_head
 from workers.weights.encoding import LayerContext, Projection
 from workers.weights.registry import encodings_of
 from workers.weights.slots import Slot
@@ -63,7 +63,7 @@ def load_medusa(path: str, target: Decoder) -> MedusaHeads:
             )
         context = replace(target.context, parallel=Solo(), encodings=encodings_of(None, source))
         heads = MedusaHeads(context, target.config.num_layers, *wanted, num_heads=stored, num_layers=num_layers)
-        fill_head(path, list(heads.slots()), source)
+        fill_head(path, heads, source)
     heads.pack()
     return heads
 

@@ -21,7 +21,7 @@ from workers.models.layers.linear_layers import ColumnParallel
 from workers.models.layers.norm import norm_of
 from workers.models.model_config import ModelConfig
 from workers.parallel.group import Solo
-from workers.speculation.heads.published_names import fill_head
+from workers.speculation.heads.draft_head import fill_head
 from workers.speculation.proposer import HiddenStates
 from workers.weights.encoding import LayerContext, Projection
 from workers.weights.registry import encodings_of, open_source
@@ -35,9 +35,7 @@ def load_mtp(path: str, target: Decoder) -> MTPHead:
     with open_source(Path(path)) as source:
         context = replace(target.context, encodings=encodings_of(config.weight_format, source))
         head = MTPHead(_with_one_more_layer(config), context, target)
-        slots = list(head.slots())
-        wanted = {slot.name for slot in slots}
-        fill_head(path, slots, source, unused=[name for name in source.names() if name not in wanted])
+        fill_head(path, head, source, unused=source.names())
     head.pack()
     return head
 
