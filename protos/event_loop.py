@@ -1,11 +1,15 @@
-"""The running event loop's time, and a change that wakes every waiter."""
+"""The running event loop's time, its own pauses, and a change that wakes every waiter."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Coroutine
+from math import inf
 from typing import Any
+
+log = logging.getLogger("baton")
 
 
 class _Latest(threading.local):
@@ -40,3 +44,40 @@ class Changed:
     def wait(self) -> Coroutine[Any, Any, object]:
         """Returns at the next change after this call, even if the wait has not begun to run."""
         return self._event.wait()
+
+
+class OwnPauses:
+    """Notices that the event loop stood still because its process was stopped or frozen. Until `RECENT_S` after that,
+    the silence of others says nothing: connections and deadlines ended although nobody else failed."""
+
+    PERIOD_S = 0.5
+    PAUSE_S = 1.0  # less than gRPC's keepalive waits
+    RECENT_S = 5.0
+
+    def __init__(self) -> None:
+        self._timer: asyncio.TimerHandle | None = None
+        self._looked_s = inf
+        self._ended_s = -inf
+
+    def watch(self) -> None:
+        """Looks at the clock from now on, until `close`."""
+        if self._timer is None:
+            self._look()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._looked_s = None, inf
+
+    def _look(self) -> None:
+        self.is_recent()
+        self._timer = asyncio.get_running_loop().call_later(self.PERIOD_S, self._look)
+
+    def is_recent(self) -> bool:
+        now = loop_time()
+        paused_s = now - self._looked_s - self.PERIOD_S
+        self._looked_s = now
+        if paused_s > self.PAUSE_S:
+            log.warning("this process stood still for %.1f s: lost connections are opened again", paused_s)
+            self._ended_s = now
+        return now - self._ended_s < self.RECENT_S

@@ -375,6 +375,7 @@ class Dispatcher:
             job_state.blocked_since_s = now
         deadline = job_state.blocked_since_s + self._patience_s(job_state)
         refused = _is_refused(error)
+        paused = error.retryable and not refused and self._fleet.own_pauses.is_recent()  # then no worker is to blame
         if refused:
             deadline = min(deadline, job_state.first_due_s)
         waits = refused or isinstance(error, NoWorkers | WorkerDraining | AdapterNotLoaded)
@@ -382,12 +383,16 @@ class Dispatcher:
         is_internal = type(error) is Internal and not job_state.output_ids
         if not (waits or error.retryable or is_internal) or isinstance(error, RevisionReplaced):
             raise error
-        job_state.num_failures += 0 if waits or is_explained else 1
+        job_state.num_failures += 0 if waits or is_explained or paused else 1
         if now >= deadline or job_state.num_failures >= config.dispatch.max_attempts:
             error.retry_after_s = error.retry_after_s or RETRY_AFTER_S
             raise error
         if attempt is None:
             await self._fleet.wait(until=deadline)
+            return
+        if paused:
+            while any(member.is_reconnecting for member in attempt.members) and loop_time() < deadline:
+                await self._fleet.wait(until=deadline)
             return
         if isinstance(error, WorkerLost) and (life := attempt.lost()) is not None:
             await self._poison.lost(

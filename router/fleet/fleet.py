@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from kvtransfer.windows import full_bytes, window_bytes
 from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
-from protos.event_loop import Changed, loop_time
+from protos.event_loop import Changed, OwnPauses, loop_time
 from protos.values import Adapter, BlockHash, Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
 from protos.wire import PROTOBUF, ChannelEncoding
 from router.config import RouterConfig
@@ -73,6 +73,7 @@ class Fleet:
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._again: dict[str, asyncio.Event] = {}
         self._changed = Changed()
+        self.own_pauses = OwnPauses()
         self.successors = Successors()
         self.sleep = FleetSleep()
         self.predictor = Predictor()
@@ -109,6 +110,7 @@ class Fleet:
         else:
             self.successors.arrived(worker_id)
         if member is None:
+            self.own_pauses.watch()
             member = self._members[worker_id] = Member(worker_id, address)
             self._table.add(member)
             again = self._again[worker_id] = asyncio.Event()
@@ -124,7 +126,9 @@ class Fleet:
         self.successors.arrived(worker_id)
         if worker_id not in self._members:
             return
-        self._table.remove(self._members.pop(worker_id))
+        member = self._members.pop(worker_id)
+        member.state = WorkerState.LOST
+        self._table.remove(member)
         self._revise()
         self._stored_as |= _stored_as(self._here())
         self.lora.update(self._here())
@@ -137,6 +141,7 @@ class Fleet:
         await asyncio.wait([keeper])
 
     async def close(self) -> None:
+        self.own_pauses.close()
         for worker_id in tuple(self._members):
             await self.remove_worker(worker_id)
 
@@ -366,9 +371,11 @@ class Fleet:
             except BatonError as error:
                 if member.state in (WorkerState.READY, WorkerState.DRAINING):
                     pause_s = FIRST_PAUSE_S
+                state = WorkerState.LOST
                 if member.role is not None and member.state is WorkerState.READY:  # a draining one is expected to end
-                    self.totals[member.role].num_losses += 1
-                self._enter(member, WorkerState.LOST, error.message)
+                    state = WorkerState.JOINING if self.own_pauses.is_recent() else WorkerState.LOST
+                    self.totals[member.role].num_losses += state is WorkerState.LOST
+                self._enter(member, state, error.message)
             except Exception as error:  # one worker's invalid messages must not end the sessions of others
                 log.exception("worker %s: its session failed: internal error", member.worker_id, extra=_of(member))
                 self.num_faults += 1
@@ -441,12 +448,8 @@ class Fleet:
     def _receive(self, member: Member, client: WorkerClient, step: StepMessage) -> None:
         for events in step.events:
             if (hello := self._feed.receive(member.worker_id, events)) is not None:
-                log.info(
-                    "worker %s: events are missing: requesting them from %d on",
-                    member.worker_id,
-                    hello.next_seq,
-                    extra=_of(member),
-                )
+                missing = "worker %s: events are missing: requesting them from %d on"
+                log.info(missing, member.worker_id, hello.next_seq, extra=_of(member))
                 client.send_hello(hello)
         if step.role is not None and member.changed_role(step.role):
             log.info("worker %s is a %s worker from now on", member.worker_id, step.role, extra=_of(member))
@@ -478,8 +481,9 @@ class Fleet:
             try:
                 await _check(client, member.worker_id)
             except BatonError as error:
-                client.lose(WorkerLost(error.message))
-                return
+                if not self.own_pauses.is_recent():
+                    client.lose(WorkerLost(error.message))
+                    return
 
     def _enter(self, member: Member, state: WorkerState, reason: str = "") -> None:
         was = member.state

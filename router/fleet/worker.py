@@ -120,6 +120,11 @@ class Member:
         return self.state is WorkerState.READY and self.client is not None and not self.client.lost
 
     @property
+    def is_reconnecting(self) -> bool:
+        """Whether a worker that was ready is connected anew, after a pause of this process."""
+        return self.state in (WorkerState.READY, WorkerState.JOINING) and not self.takes_work
+
+    @property
     def drains(self) -> bool:
         """Whether running sequences should migrate to other workers."""
         return self.state is WorkerState.DRAINING

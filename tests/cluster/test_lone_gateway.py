@@ -65,6 +65,11 @@ async def test_what_a_gateway_had_asked_for_is_freed_when_it_hangs_or_dies(
             os.kill(baton.process.pid, signal.SIGCONT)
             gate.open.set()
             assert (await answer).endswith(b"data: [DONE]\n\n"), "asked for again by a gateway that is there again"
+            async with httpx.AsyncClient(base_url=baton.url) as client:
+                measured = (await client.get("/metrics")).text
+            losses = [line for line in measured.splitlines() if line.startswith("baton_pool_losses_total{")]
+            assert losses
+            assert all(line.endswith(" 0.0") for line in losses), "the gateway was silent, not the worker"
         async with asking(baton, gate):
             os.kill(baton.process.pid, signal.SIGKILL)
             await freed(caplog, times=2)
