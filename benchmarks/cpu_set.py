@@ -28,7 +28,6 @@ SET: dict[str, tuple[str, ...]] = {
     "router": ("benchmarks.gateway.router",),
     "kvtransfer": ("benchmarks.transfer.lanes", "--runs", "3", "--requests", "0"),
     "host-tier": ("benchmarks.transfer.host_tier", "--rounds", "3"),
-    "accepting": ("benchmarks.gateway.accepting",),
 }
 
 

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -49,8 +48,6 @@ from router.openai.embeddings import embeddings
 from router.openai.models import model_list, one_model
 from router.openai.tokens import detokenize, tokenize
 from router.openapi import describe
-from router.replicas.merged_metrics import Merged, families_of
-from router.replicas.peers import from_other_process
 from router.responses.responses import count_input_tokens, responses
 from router.text.chat_template import ROLES
 
@@ -248,15 +245,14 @@ def _operating_routes(app: FastAPI, gateway: Gateway) -> None:
         return json_response(status, status=200 if ready else 503)
 
     async def metrics(request: Request) -> Response:
-        registry = gateway.scraped or gateway.metrics.registry
-        if from_other_process(request):
-            return json_response(families_of(registry))
-        if not gateway.processes.alone:
-            scrapes = {gateway.processes.number: families_of(registry), **await gateway.processes.ask(request)}
-            registry = CollectorRegistry()
-            registry.register(Merged(scrapes))
+        ports = gateway.replica_ports
+        if ports and request.scope["server"][1] not in ports:
+            raise NotFound(
+                "Every gateway process counts for itself, and this port leads to any of them: scrape the port of each: "
+                + ", ".join(map(str, ports))
+            )
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), media_type=content_type)
+        return Response(encode(gateway.scraped or gateway.metrics.registry), media_type=content_type)
 
     app.add_route("/health", health)
     app.add_route("/ready", ready)

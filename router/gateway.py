@@ -30,7 +30,6 @@ from router.http.sse import SseWriter
 from router.jobs import FleetView, Generate
 from router.ledger.ledger import RequestLedger, is_refused
 from router.metrics import RequestMetrics, Track
-from router.replicas.peers import PeerProcesses
 from router.revisions.texts import ModelTexts, RevisionTexts, open_texts
 from router.streaming.token_sink import NO_MARKS, TokenSink, compiled
 from router.text.chat_template import ChatTemplate, Message
@@ -57,6 +56,7 @@ class Gateway:
     - `revisions`: of a fleet whose model a roll may replace; the fields above are of its first one
     - `model_aliases`: patterns of further names of the model
     - `batches`: files and batches, None where none are kept
+    - `replica_ports`: of the gateway processes that share a port, the one of each; empty for a single process
     - `models`: every model behind this address, this one first; empty where there is one
     - `beside`: the other models behind this address, of a gateway that answers for its own model only
     - `scraped`: what /metrics shows, None for the registry of `metrics`
@@ -75,7 +75,7 @@ class Gateway:
     access: AccessControl = field(default_factory=AccessControl)
     routing: Routing = field(default_factory=Routing)
     pace: Pace = field(default_factory=Pace)
-    processes: PeerProcesses = field(default_factory=PeerProcesses)
+    replica_ports: Sequence[int] = ()
     max_body_bytes: int = 16 * 2**20
     body_timeout_s: float = 60.0
     keep_alive_s: float = 15.0
@@ -108,9 +108,8 @@ class Gateway:
         return f"{prefix}{'' if prefix.endswith('_') else '-'}{next(self.names)}"
 
     def ready(self) -> bool:
-        """Would a request be served, whichever process gets it? Of several models, by one of them at least."""
-        served = (one.fleet.ready() or bool(one.fleet.asleep()) for one in self.each)
-        return self.processes.settled and any(served)
+        """Whether a request of one model at least would be served."""
+        return any(one.fleet.ready() or bool(one.fleet.asleep()) for one in self.each)
 
     @property
     def each(self) -> tuple[Gateway, ...]:
@@ -363,7 +362,7 @@ def open_gateway(
     metrics: RequestMetrics | None = None,
     access: AccessControl | None = None,
     routing: Routing | None = None,
-    processes: PeerProcesses | None = None,
+    replica_ports: Sequence[int] = (),
     max_model_len: int | None = None,
     telemetry: TraceExporter | None = None,
     fleet_owner: CapacityOwner | None = None,
@@ -389,7 +388,7 @@ def open_gateway(
         metrics=metrics or RequestMetrics(),
         access=access or AccessControl(),
         routing=routing or Routing(),
-        processes=processes or PeerProcesses(),
+        replica_ports=replica_ports,
         max_body_bytes=config.http.max_body_bytes,
         body_timeout_s=config.http.body_timeout_s,
         keep_alive_s=config.http.keep_alive_s,

@@ -1,9 +1,9 @@
-"""Measures what gateways lose by not knowing each other's choices, and what sharing them saves (simulated).
+"""Measures what gateways lose by not knowing each other's choices (simulated).
 
     python -m benchmarks.gateway.processes --json f.json
 
-Router and workers are the production code in virtual time (docs/simulation.md). Separate gateways are replicas, which
-know only the load that workers report after each step; siblings are processes of one gateway (`--processes`).
+Router and workers are the production code in virtual time (docs/simulation.md). A gateway knows the load that workers
+report after each step, and through Redis the prompts of the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cluster.simulate.run.config import SimulationConfig, hardware_spec
 from cluster.simulate.run.simulation import simulate
 from cluster.simulate.world.workload import GeneratedLoad, generated
 
-CASES = ((1, False), (2, False), (2, True), (4, False), (4, True), (8, False), (8, True))
+CASES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,6 @@ class Found:
     """Seconds to the first token."""
 
     gateways: int
-    siblings: bool
     seed: int
     mean_s: float
     p50_s: float
@@ -40,11 +39,11 @@ class Found:
     errors: int
 
 
-def found(gateways: int, siblings: bool, seed: int, *, num_requests: int, rate: float) -> Found:
+def found(gateways: int, seed: int, *, num_requests: int, rate: float) -> Found:
     spec = hardware_spec(gpu="h100", model="llama-3-8b", tp=1)
     config = SimulationConfig(
         pools=PoolsConfig(prefill=4, decode=4), spec=spec, load_s=1.0, seed=seed, num_gateways=gateways,
-        siblings=siblings,
+        shared_index=gateways > 1,
     )  # fmt: skip
     load = GeneratedLoad(
         num_requests=num_requests, rate=rate, prompts=Lengths(low=200, high=4000), outputs=Lengths(low=20, high=200),
@@ -54,16 +53,15 @@ def found(gateways: int, siblings: bool, seed: int, *, num_requests: int, rate: 
     ttft_s = spread(record.ttft_s for record in records)
     assert ttft_s is not None
     return Found(
-        gateways=gateways, siblings=siblings, seed=seed, mean_s=ttft_s.mean, p50_s=ttft_s.p50, p99_s=ttft_s.p99,
+        gateways=gateways, seed=seed, mean_s=ttft_s.mean, p50_s=ttft_s.p50, p99_s=ttft_s.p99,
         errors=sum(Counter(record.error for record in records if record.error).values()),
     )  # fmt: skip
 
 
 def row(runs: Sequence[Found]) -> str:
     one = runs[0]
-    kind = "one gateway" if one.gateways == 1 else f"{one.gateways} {'siblings' if one.siblings else 'apart'}"
     times = (mean(getattr(each, name) for each in runs) * 1000 for name in ("mean_s", "p50_s", "p99_s"))
-    return f"{kind:14}" + "".join(f"{time:8.0f}" for time in times) + f"{sum(each.errors for each in runs):8}"
+    return f"{one.gateways:14}" + "".join(f"{time:8.0f}" for time in times) + f"{sum(each.errors for each in runs):8}"
 
 
 def main(
@@ -76,8 +74,8 @@ def main(
     """TTFT of 4 prefill and 4 decode workers behind one to eight gateways."""
     print(f"{'TTFT, ms':14}{'mean':>8}{'p50':>8}{'p99':>8}{'errors':>8}", flush=True)
     every = []
-    for number, siblings in (case for case in CASES if not gateways or case[0] in gateways):
-        runs = [found(number, siblings, one, num_requests=requests, rate=rate) for one in seed or (1, 2)]
+    for number in gateways or CASES:
+        runs = [found(number, one, num_requests=requests, rate=rate) for one in seed or (1, 2)]
         print(row(runs), flush=True)
         every += runs
     write_figures(json_file, requests=requests, rate=rate, found=[asdict(one) for one in every])

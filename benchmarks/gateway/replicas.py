@@ -2,7 +2,6 @@
 
     one gateway            knows everything: the reference
     shared                 gateways that receive the workers' events, and share what they expect of them through Redis
-    siblings               the same without Redis: processes of one gateway, over sockets on their machine
     events only            gateways that receive the workers' events, and nothing from each other
     own decisions only     gateways that remember what they routed themselves: what unshared peers do
 
@@ -21,7 +20,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import mean
-from tempfile import TemporaryDirectory
 
 from benchmarks.output import write_bars
 from kvtransfer.events import EventLog
@@ -34,7 +32,6 @@ from router.policies.registry import policy_of
 from router.policies.table import Candidate, CandidateTable
 from router.prefix.feed import Feed, Peers
 from router.prefix.index import PrefixIndex
-from router.prefix.multiprocess import MultiprocessPrefixIndex
 from router.prefix.redis import RedisPrefixIndex
 from router.prefix.redis_store import Store
 from router.prefix.redis_url import parse
@@ -150,17 +147,14 @@ async def hit_rate(
     num_workers: int = 8,
     seed: int = 0,
     settled: bool = False,
-    folder: Path | None = None,
 ) -> float:
-    """The share of blocks that were found in a cache. With `url`, gateways share through Redis; with `folder`, through
-    sockets there, as processes of one gateway do. `settled`: the next prompt comes when every gateway knows where the
-    last one went, however slow this machine is."""
+    """The share of blocks that were found in a cache. With `url`, gateways share through Redis. `settled`: the next
+    prompt comes when every gateway knows where the last one went, however slow this machine is."""
     rng = random.Random(seed)
     workers = [SharingWorker(f"w{number}", num_blocks=400) for number in range(num_workers)]
     async with AsyncExitStack() as stack:
         gateways = [
-            SharingGateway(f"g{number}", workers, *_index(url, number, num_gateways, seed, folder), hears)
-            for number in range(num_gateways)
+            SharingGateway(f"g{number}", workers, *_index(url, number, seed), hears) for number in range(num_gateways)
         ]
         for peers in [gateway.peers for gateway in gateways if gateway.peers is not None]:
             await peers.start()
@@ -182,10 +176,7 @@ async def hit_rate(
     return sum(worker.num_cached for worker in workers) / sum(worker.num_tokens for worker in workers)
 
 
-def _index(url: str, number: int, count: int, seed: int, folder: Path | None) -> tuple[PrefixIndex, Peers | None]:
-    if folder is not None:
-        near = MultiprocessPrefixIndex(local_index(), folder=folder, number=number, count=count)
-        return near, near
+def _index(url: str, number: int, seed: int) -> tuple[PrefixIndex, Peers | None]:
     gateway_id = f"g{number}"
     if not url:
         return local_index(), None
@@ -205,11 +196,6 @@ async def _until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def in_processes(num_gateways: int, seed: int) -> float:
-    with TemporaryDirectory() as folder:
-        return await hit_rate(num_gateways, seed=seed, folder=Path(folder))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--redis", metavar="URL", help="Default: gateways that share through Redis are left out.")
@@ -221,7 +207,6 @@ def main() -> None:
     cases: dict[str, Callable[[int], Awaitable[float]]] = {
         "one gateway": lambda seed: hit_rate(1, seed=seed),
         f"{given.gateways} gateways, shared": lambda seed: hit_rate(given.gateways, url=given.redis, seed=seed),
-        f"{given.gateways} processes, siblings": lambda seed: in_processes(given.gateways, seed),
         f"{given.gateways} gateways, events only": lambda seed: hit_rate(given.gateways, seed=seed),
         f"{given.gateways} gateways, own decisions only": lambda seed: hit_rate(given.gateways, hears=False, seed=seed),
     }

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import count
 
-from cluster.process.channel import MessageChannel
-from protos.errors import BatonError, Internal, Unavailable
+from protos.errors import BatonError, Internal
 from protos.values import ErrorInfo
 from protos.wire import error_info, raised
 from router.fleet_owner import CapacityOwner, FleetChange, FleetOrder, FleetReport
 from router.planning import CapacityNews, GatewaySight, SeenSight
-
-OWNER_TIMEOUT_S = 30.0
 
 
 class CallKind(StrEnum):
@@ -79,38 +74,6 @@ class CalledFleetOwner(ABC):
         reply = await self._call(call)
         if reply.error is not None:
             raise raised(reply.error)
-        return reply
-
-
-class SupervisedFleetOwner(CalledFleetOwner):
-    """In a gateway process: sends calls over the channel to its supervisor."""
-
-    def __init__(self, control: MessageChannel) -> None:
-        self._control = control
-        self._numbers = count(1)
-        self._waiting: dict[int, asyncio.Future[FleetReply]] = {}
-
-    async def close(self) -> None:
-        """The supervisor closes the channel."""
-
-    def answered(self, reply: FleetReply) -> None:
-        """Delivers a reply."""
-        waiting = self._waiting.get(reply.number)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(reply)
-
-    async def _call(self, call: FleetCall) -> FleetReply:
-        number = next(self._numbers)
-        waiting: asyncio.Future[FleetReply] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = waiting
-        self._control.send(replace(call, number=number))
-        try:
-            async with asyncio.timeout(OWNER_TIMEOUT_S):
-                reply = await waiting
-        except TimeoutError:
-            raise Unavailable(f"the owner of the fleet has not answered for {OWNER_TIMEOUT_S:g} s") from None
-        finally:
-            del self._waiting[number]
         return reply
 
 

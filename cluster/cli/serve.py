@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import shlex
-import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +26,11 @@ from cluster.cli import options
 from cluster.config.config import ClusterConfig
 from cluster.config.models import TABLE
 from cluster.config.settings import read_file, setting
-from cluster.discovery.base import DirectAnnouncer, Members
+from cluster.discovery.base import DirectAnnouncer
 from cluster.gateway.run import open_faces
 from cluster.planner.planned_fleet import PlannedFleet
 from cluster.process.gc_tuning import collect_rarely
 from cluster.process.logs import LogFormat, ResultConsole, terminal
-from cluster.process.ports import listen_for_gateway
 from cluster.process.signals import StopSignal, stopped, stopping
 from cluster.ray.machine_part import MachinePart, parts, visible_gpus
 from cluster.ray.pools import Pools
@@ -43,7 +41,8 @@ from protos.hints import listed
 from router.fleet_owner import DesiredFleet
 
 if TYPE_CHECKING:
-    from cluster.gateway.process_supervisor import GatewayProcesses
+    from cluster.discovery.base import ClusterAnnouncer
+    from cluster.gateway.replicas import Replicas
     from cluster.gateway.server import GatewayServer
 
 log = logging.getLogger("baton.cluster")
@@ -67,39 +66,33 @@ class ServedFleet:
 class ServedCluster:
     """Everything that `baton serve` runs, for one model or several."""
 
-    def __init__(
-        self, configs: Sequence[ClusterConfig], listening: socket.socket, console: Console, log_format: LogFormat
-    ) -> None:
+    def __init__(self, configs: Sequence[ClusterConfig], console: Console, log_format: LogFormat) -> None:
         first = configs[0].with_token()  # one token, because one gateway calls the workers of all
         self._configs = configs = [first, *(replace(one, peers=first.peers) for one in configs[1:])]
         self._log_format = log_format
-        self._listening = listening
         self._console = console
         self._bars = Bars(console)
         self._fleets = [
             ServedFleet(config, self._bars, part) for config, part in zip(configs, _parts(configs), strict=True)
         ]
-        self._front: GatewayServer | GatewayProcesses | None = None
+        self._front: GatewayServer | Replicas | None = None
         self._serves = False
 
     async def run(self) -> None:
         """Runs until cancelled. Raises BatonError if it cannot start, or if a part of it cannot continue."""
-        first, *others = self._fleets
         with self._bars:
             preparing = asyncio.gather(*(one.pools.prepare() for one in self._fleets))
             try:
-                front = self._front = open_faces(
-                    self._configs[0], self._listening, self._log_format, fleet_owner=first.owner,
-                    others=self._configs[1:], other_owners=[one.owner for one in others],
-                )  # fmt: skip
+                owners = [one.owner for one in self._fleets]
+                front = self._front = open_faces(self._configs, self._log_format, fleet_owners=owners)
                 await front.start()
                 await preparing
             finally:
                 preparing.add_done_callback(_retrieve)  # where the gateway fails, its error is the one to raise
                 preparing.cancel()
             collect_rarely()
-            for fleet, members in zip(self._fleets, _members(front), strict=True):
-                await fleet.pools.start(DirectAnnouncer(members))
+            for fleet, announcer in zip(self._fleets, await self._announcers(front), strict=True):
+                await fleet.pools.start(announcer)
             await asyncio.gather(*(one.pools.ready() for one in self._fleets))
             await front.ready()
         self._serves = True
@@ -133,9 +126,16 @@ class ServedCluster:
             await one.owner.close()
         for one in self._fleets:
             await one.pools.end()
-        self._listening.close()
 
-    def _show_ready(self, front: GatewayServer | GatewayProcesses) -> None:
+    async def _announcers(self, front: GatewayServer | Replicas) -> Sequence[ClusterAnnouncer]:
+        """Of each fleet's workers, to the gateway."""
+        from cluster.gateway.server import GatewayServer
+
+        if isinstance(front, GatewayServer):
+            return [DirectAnnouncer(one.fleet) for one in front.backends]
+        return [await front.announcer(config.fleet, fleet.owner) for config, fleet in self._each()]
+
+    def _show_ready(self, front: GatewayServer | Replicas) -> None:
         if not self._console.is_terminal:
             models = listed([one.router.model_name for one in self._configs])
             log.info("serving %s at %s, gRPC on port %d", models, front.url, front.grpc_port)
@@ -154,13 +154,6 @@ def _pools(fleet: ServedFleet) -> str:
     plan = fleet.pools.plans[0]
     pools = " + ".join(f"{count} {role}" for role, count in fleet.counts.items() if count)
     return f"{pools}, tensor parallel {plan.num_ranks}, on {plan.device}"
-
-
-def _members(front: GatewayServer | GatewayProcesses) -> list[Members]:
-    """The fleet of each model."""
-    from cluster.gateway.server import GatewayServer
-
-    return [one.fleet for one in front.backends] if isinstance(front, GatewayServer) else [front.fleet]
 
 
 def _retrieve(ended: asyncio.Future[list[None]]) -> None:
@@ -202,9 +195,7 @@ async def run_deployment(
         check_feasible(config)
         check_files(config)
     stop = StopSignal()
-    router = configs[0].router
-    listening = listen_for_gateway(router.host, router.port, router.grpc_port)
-    deployment = ServedCluster(configs, listening, console, log_format)
+    deployment = ServedCluster(configs, console, log_format)
     try:
         await stop.before(deployment.run())
         in_order = await stop.patiently(deployment.stop())

@@ -106,7 +106,12 @@ def _headline(status: Mapping[str, Any], url: str) -> Text:
     degraded = (joint, (status["degraded"], "yellow")) if status.get("degraded") else ()
     others = [f"{url}/models/{name}" for name in status.get("models", ())[1:]]
     beside = f"\nother models, each with a status of its own (--url): {', '.join(others)}" if others else ""
-    return Text.assemble((status["model"], "bold"), f" at {url}{': ' if asleep else ' is '}", ready, *degraded, beside)
+    ports = ", ".join(map(str, status.get("processes", ())))
+    several = (
+        f"\ngateway processes, each with its own metrics, requests and page, at the ports {ports}" if ports else ""
+    )
+    state = f" at {url}{': ' if asleep else ' is '}"
+    return Text.assemble((status["model"], "bold"), state, ready, *degraded, beside, several)
 
 
 def _fleet(capacity: Mapping[str, Any] | None, now: Callable[[], float] = time.time) -> list[Text]:

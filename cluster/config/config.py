@@ -154,7 +154,7 @@ class ClusterConfig:
                 f"fleet = {self.fleet!r}: give at most 40 of a to z, 0 to 9 and '-', none at the ends",
                 param="fleet",
             )
-        if self.discovery and not self.discovery.startswith(("redis://", "rediss://")):
+        if self.discovery and not self.discovery.startswith(("redis://", "rediss://", "unix://")):
             raise Misconfigured(f"discovery = {self.discovery!r}: give redis://host:port", param="discovery")
         if self.discovery:
             _check_redis(self.discovery, "discovery")

@@ -68,12 +68,6 @@ def make_configs(settings: Mapping[str, Any]) -> tuple[ClusterConfig, ...]:
     ):
         if twice := next((value for value in values if values.count(value) > 1), None):
             raise Misconfigured(f"two models have the {what} {twice!r}: give each its own", param=what)
-    if len(configs) > 1 and configs[0].processes > 1:
-        raise Misconfigured(
-            f"processes = {configs[0].processes} with {len(configs)} models: a gateway of several models is one "
-            "process; start several gateways with --discovery",
-            param="processes",
-        )
     return configs
 
 

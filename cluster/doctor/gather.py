@@ -14,7 +14,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
@@ -91,7 +91,6 @@ def _look(url: str, api_key: str, ends_s: float, *, is_first: bool = True) -> Ex
             asked_s = time.time()
             answer = client.get("/admin/status", timeout=status_s)
             ahead_s = _ahead_s(answer, asked_s, time.time()) if is_first else None
-            metrics = client.get("/metrics", timeout=STATUS_S).text if is_first else ""
         except httpx.HTTPError as error:
             name = "Hostname mismatch" in str(error) or "IP address mismatch" in str(error)
             why, fix = silence(client, error)
@@ -99,7 +98,8 @@ def _look(url: str, api_key: str, ends_s: float, *, is_first: bool = True) -> Ex
         if answer.is_error:
             problem = error_of(answer.text, answer.status_code).message
             return Examination(**facts, no_answer=problem, lacks_key=lacks_key(answer))
-    status = _json_of(answer)
+        status = _json_of(answer)
+        metrics = _metrics(client, status) if is_first else ""
     if "workers" not in status:
         return Examination(**facts, no_answer=f"{url} answers, and not as a gateway: /admin/status is no report")
     if not is_first:
@@ -107,6 +107,15 @@ def _look(url: str, api_key: str, ends_s: float, *, is_first: bool = True) -> Ex
     ends = {use: float(at) for use, at in _EXPIRY.findall(metrics)}
     closed, untried = _closed(status)
     return Examination(**facts, clock_ahead_s=ahead_s, status=status, certificates=ends, closed=closed, untried=untried)
+
+
+def _metrics(client: httpx.Client, status: Mapping[str, Any]) -> str:
+    """/metrics, of the first of several gateway processes; "" without an answer."""
+    ports = status.get("processes")
+    with contextlib.suppress(httpx.HTTPError):
+        url = client.base_url.copy_with(port=ports[0]).join("/metrics") if ports else "/metrics"
+        return client.get(url, timeout=STATUS_S).text
+    return ""
 
 
 def _probed(seen: Examination, api_key: str, ends_s: float, num_left: int) -> Examination:

@@ -8,6 +8,7 @@ import os
 import tempfile
 import uuid
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,8 +35,6 @@ from router.ledger.schema import ledger_database
 from router.ledger.store import LedgerStore
 from router.metrics import RequestMetrics
 from router.prefix.registry import open_index
-from router.replicas.load_gossip import LoadGossip
-from router.replicas.peers import PeerProcesses
 
 log = logging.getLogger("baton.gateway")
 
@@ -61,7 +60,7 @@ class SharedParts:
     batches, None without one."""
 
     index: str
-    processes: PeerProcesses
+    replica_ports: Sequence[int]
     channels: Channels
     storage: BatchStorage | None
     ledger: LedgerStore | None
@@ -78,15 +77,12 @@ class ModelBackend:
         self._settings, self._shared = settings, shared
         self._gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
         self.metrics = RequestMetrics(model=config.model_name)
-        prefixes, self._others = open_index(
-            shared.index, model=config.model_name, gateway_id=self._gateway_id, processes=shared.processes
-        )
+        prefixes, self._others = open_index(shared.index, model=config.model_name, gateway_id=self._gateway_id)
         self.router: Router = build_router(
             config, gateway_id=self._gateway_id, index=prefixes, peers=self._others, open_channel=shared.channels,
             registry=self.registry,
         )  # fmt: skip
         self.fleet, self.admission = self.router.fleet, self.router.admission
-        self._shared_load = self._share_load()
         self._generate = Cutoff(self.admission)
         self._telemetry = _trace_exporter(config, self._gateway_id, self.registry)
         self._batches = BatchService(config.batch, shared.storage)
@@ -106,7 +102,7 @@ class ModelBackend:
             self._ledger = RequestLedger(shared.ledger, shared.prices, self.fleet, model=model, budgets=budgets)
         gateway = self.gateway = open_gateway(
             settings.config, generate=self._generate, fleet=self.fleet, metrics=self.metrics, access=access,
-            routing=self.router.routing, processes=shared.processes, max_model_len=settings.max_model_len,
+            routing=self.router.routing, replica_ports=shared.replica_ports, max_model_len=settings.max_model_len,
             telemetry=self._telemetry, ledger=self._ledger, fleet_owner=settings.fleet_owner,
             batches=self._batches.storage, pace=shared.pace,
         )  # fmt: skip
@@ -117,13 +113,11 @@ class ModelBackend:
         return gateway
 
     async def start(self) -> None:
-        """Connects to the gateways and processes that serve the same model, and begins what runs beside requests."""
+        """Connects to the gateways that serve the same model, and begins what runs beside requests."""
         if self.gateway.revisions is not None:
             self.gateway.revisions.follow(self.fleet.revisions, self.fleet.revision)
         if self._others is not None:
             await self._others.start()
-        if self._shared_load is not None:
-            await self._shared_load.start()
         self._tasks = [
             asyncio.create_task(SleepWatch(self.fleet, self.gateway.fleet_owner).run(), name="sleep"),
             asyncio.create_task(self._reporter.run(), name="capacity"),
@@ -161,27 +155,12 @@ class ModelBackend:
         self.gateway.grammars.close()
         if self._others is not None:
             await self._others.close()
-        if self._shared_load is not None:
-            await self._shared_load.close()
 
     async def until_ready(self) -> None:
         """Returns once a request can be served."""
         now = asyncio.get_running_loop().time
         while not self.fleet.ready():
             await self.fleet.wait(until=now() + 60.0)
-
-    def _share_load(self) -> LoadGossip | None:
-        """The load gossip with other processes behind the same port, if there are any."""
-        processes = self._shared.processes
-        if processes.folder is None:
-            return None
-        fleet = self.fleet
-        shared = LoadGossip(
-            folder=processes.folder, number=processes.number, count=processes.count,
-            take=fleet.given_elsewhere, blame=fleet.blame_elsewhere,
-        )  # fmt: skip
-        fleet.publish_load, fleet.publish_failure = shared.tell, shared.publish_failure
-        return shared
 
 
 def _trace_exporter(config: RouterConfig, gateway_id: str, registry: CollectorRegistry) -> TraceExporter | None:

@@ -6,9 +6,10 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Gauge
 from rich.console import Console
@@ -26,7 +27,7 @@ from workers.models.model_config import longest_sequence
 from workers.models.served import read_served
 
 if TYPE_CHECKING:
-    from cluster.gateway.process_supervisor import GatewayProcesses
+    from cluster.gateway.replicas import Replicas
     from cluster.gateway.server import GatewayServer
     from router.fleet.channels import Channels
     from router.fleet_owner import CapacityOwner
@@ -39,7 +40,7 @@ async def run_gateway(
     log_format: LogFormat = LogFormat.TEXT,
 ) -> bool:  # fmt: skip
     """Serves these models until a signal. Returns whether it was stopped in order. Raises BatonError."""
-    config, others = configs[0], configs[1:]
+    config = configs[0]
     check_adapter_names(configs)
     for one in configs:
         one.check_model()
@@ -48,63 +49,71 @@ async def run_gateway(
     for one, own in zip(configs, workers, strict=True):
         check_discovery(one, own)
     stop = StopSignal()
-    router = config.router
-    listening = listen_for_gateway(router.host, router.port, router.grpc_port)
-    front: GatewayServer | GatewayProcesses | None = None
+    front = open_faces(configs, log_format, addresses=addresses)
     try:
-        front = open_faces(config, listening, log_format, is_told=False, addresses=workers[0], others=others)
         await stop.before(_serve(front, configs, workers))
         log.info("%s", stopping(config.supervision.grace_s if front.serves else 0.0))
         in_order = await stop.patiently(front.stop(config.supervision.grace_s))
     finally:
-        if front is not None:
-            await front.stop(0.0)
-        listening.close()
+        await front.stop(0.0)
     log.info("%s", stopped(in_order))
     return in_order
 
 
 def open_faces(
-    config: ClusterConfig,
-    listening: socket.socket,
+    configs: Sequence[ClusterConfig],
     log_format: LogFormat,
     *,
-    is_told: bool = True,
     addresses: tuple[str, ...] = (),
-    fleet_owner: CapacityOwner | None = None,
-    others: Sequence[ClusterConfig] = (),
-    other_owners: Sequence[CapacityOwner | None] = (),
-) -> GatewayServer | GatewayProcesses:
-    """The gateway, in this process or in several. `is_told`: workers are added to its `fleet`; otherwise its processes
-    find workers themselves. Without a `fleet_owner` it is found as the workers are. `others`: further models, in one
-    process."""
+    fleet_owners: Sequence[CapacityOwner] = (),
+) -> GatewayServer | Replicas:
+    """The gateway of these models, in this process or in several. Without `addresses` and `discovery` the caller gives
+    it workers. Without `fleet_owners` they are found as the workers are. Raises Misconfigured."""
+    config = configs[0]
     warn_if_open(config)
     if config.processes > 1:
-        from cluster.gateway.process_supervisor import GatewayProcesses
+        from cluster.gateway.replicas import Replicas
 
-        return GatewayProcesses(
-            config, listening, log_format=log_format, is_told=is_told, addresses=addresses, fleet_owner=fleet_owner
-        )
+        return Replicas(configs, addresses=addresses, log_format=log_format)
+    router = config.router
+    return open_server(
+        configs, listen_for_gateway(router.host, router.port, router.grpc_port), fleet_owners=fleet_owners
+    )
+
+
+def open_server(
+    configs: Sequence[ClusterConfig],
+    listening: socket.socket,
+    *,
+    fleet_owners: Sequence[CapacityOwner] = (),
+    own: socket.socket | None = None,
+    replica_ports: Sequence[int] = (),
+) -> GatewayServer:
+    """The gateway of these models in this process. Closes `listening` where it cannot be. Raises Misconfigured."""
     from cluster.gateway.model_backend import ModelSettings
     from cluster.gateway.server import GatewayServer  # imports take a second, while Ray starts
 
-    return GatewayServer(
-        config.router,
-        listening,
-        max_model_len=max_model_len_of(config),
-        tls=config.tls,
-        peers=config.peers,
-        index=config.index,
-        fleet_owner=fleet_owner or found_owner(config),
-        others=[
-            ModelSettings(
-                config=one.router,
-                max_model_len=max_model_len_of(one),
-                fleet_owner=owner or found_owner(one),
-            )
-            for one, owner in zip(others, other_owners or [None] * len(others), strict=True)
-        ],
-    )
+    config = configs[0]
+    try:
+        models = [
+            ModelSettings(config=one.router, max_model_len=max_model_len_of(one), fleet_owner=owner or found_owner(one))
+            for one, owner in zip_longest(configs, fleet_owners)
+        ]
+        return GatewayServer(
+            config.router,
+            listening,
+            max_model_len=models[0].max_model_len,
+            tls=config.tls,
+            peers=config.peers,
+            index=config.index,
+            fleet_owner=models[0].fleet_owner,
+            others=models[1:],
+            own=own,
+            replica_ports=replica_ports,
+        )
+    except BaseException:
+        listening.close()
+        raise
 
 
 def found_owner(config: ClusterConfig) -> CapacityOwner | None:
@@ -137,28 +146,47 @@ def max_model_len_of(config: ClusterConfig) -> int:
 
 
 async def _serve(
-    front: GatewayServer | GatewayProcesses, configs: Sequence[ClusterConfig], addresses: Sequence[tuple[str, ...]]
+    front: GatewayServer | Replicas, configs: Sequence[ClusterConfig], addresses: Sequence[tuple[str, ...]]
 ) -> None:
     from cluster.gateway.server import GatewayServer
 
-    await front.start()
-    models = listed([one.router.model_name for one in configs])
-    log.info("serving %s at %s, gRPC on port %d, as soon as workers are found", models, front.url, front.grpc_port)
     if isinstance(front, GatewayServer):
-        collect_rarely()
-        found = [await discovery_of(one, own, front.channels) for one, own in zip(configs, addresses, strict=True)]
-        await follow(front, *found)
+        await serve(front, configs, addresses, _say_ready(front, configs))
         return
-    telling = asyncio.create_task(_report_ready(front), name="ready")
+    await front.start()
+    telling = asyncio.create_task(_say_ready(front, configs), name="ready")
     try:
         await front.wait()
     finally:
         telling.cancel()
 
 
-async def _report_ready(front: GatewayProcesses) -> None:
+async def serve(
+    front: GatewayServer,
+    configs: Sequence[ClusterConfig],
+    addresses: Sequence[tuple[str, ...]],
+    report: Coroutine[Any, Any, None],
+) -> None:
+    """Serves the workers at these addresses, or those that are found. `report` runs once the gateway listens."""
+    try:
+        await front.start()
+    except BaseException:
+        report.close()
+        raise
+    reporting = asyncio.create_task(report, name="report")
+    collect_rarely()
+    try:
+        found = [await discovery_of(one, own, front.channels) for one, own in zip(configs, addresses, strict=True)]
+        await follow(front, *found)
+    finally:
+        reporting.cancel()
+
+
+async def _say_ready(front: GatewayServer | Replicas, configs: Sequence[ClusterConfig]) -> None:
+    models = listed([one.router.model_name for one in configs])
+    log.info("serving %s at %s, gRPC on port %d, as soon as workers are found", models, front.url, front.grpc_port)
     await front.ready()
-    log.info("every gateway process is ready")
+    log.info("every gateway process is ready" if front.ports else "the gateway is ready")
 
 
 async def follow(front: GatewayServer, *found: Discovery) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from cluster.process.ports import example, url_of
 from protos.errors import Misconfigured
 from protos.tls import FaceTls, PeerTls, expiry_s
 from router.auth.auth import AccessControl
-from router.auth.limits import TenantLimits
 from router.auth.registry import open_limits
 from router.auth.tenants import Roster
 from router.batches.build import storage_for
@@ -35,7 +34,6 @@ from router.log_throttle import RareLog
 from router.models.app import beside_each_other, create_models_app, front_of
 from router.models.metrics import ModelsCollector
 from router.prefix.registry import MEMORY
-from router.replicas.peers import PeerProcesses, SingleProcessApp, http_socket
 
 log = logging.getLogger("baton.cluster")
 
@@ -67,31 +65,13 @@ class _Server(uvicorn.Server):
                 async with asyncio.timeout(DATE_PERIOD_S):
                     await self._stopping.wait()
 
-    def protocol(self, config: uvicorn.Config | None = None, lost: Callable[[], None] | None = None) -> Any:
-        """Protocol for a connection that another process accepted. This server closes it in order when it stops; `lost`
-        is called when it has ended."""
-        config = config or self.config
-        if not config.loaded:
-            config.load()
-        kind: Any = config.http_protocol_class
-        made = kind(config=config, server_state=self.server_state, app_state={})
-        if lost is not None:
-            end = made.connection_lost
-
-            def connection_lost(error: Exception | None) -> None:
-                end(error)
-                lost()
-
-            made.connection_lost = connection_lost
-        return made
-
 
 class GatewayServer:
     """Constructed on the event loop that runs it, from a listening socket. Workers are added to `fleet`, or, of several
     models, to the fleets of `backends`; the first model answers requests that name none.
 
-    Without `listening` another process accepts connections, and `adopt` takes them: this is one gateway process of
-    several, and all share a gRPC port.
+    One gateway process of several shares the ports of HTTP and gRPC with the others, and listens at its `own`, too;
+    `replica_ports` are those of all.
 
     Raises Misconfigured or BadCheckpoint if a model's tokenizer cannot be read or its policy does not exist.
     """
@@ -99,26 +79,25 @@ class GatewayServer:
     def __init__(
         self,
         config: RouterConfig,
-        listening: socket.socket | None,
+        listening: socket.socket,
         *,
         max_model_len: int | None = None,
         tls: FaceTls,
         peers: PeerTls,
         index: str = MEMORY,
-        processes: PeerProcesses | None = None,
-        limits: TenantLimits | None = None,
         fleet_owner: CapacityOwner | None = None,
         others: Sequence[ModelSettings] = (),
+        own: socket.socket | None = None,
+        replica_ports: Sequence[int] = (),
     ) -> None:
         tls.check()
         self._is_secure, self._asks_for_keys = bool(tls.cert), bool(config.tenants)
-        self._processes = processes or PeerProcesses()
         self.channels = Channels(peers)
         self._ledger, prices = open_ledger(config)
         self._storage = storage_for(config)
         shared = SharedParts(
-            index=index, processes=self._processes, channels=self.channels, storage=self._storage, ledger=self._ledger,
-            prices=prices, pace=Pace(),
+            index=index, replica_ports=replica_ports, channels=self.channels, storage=self._storage,
+            ledger=self._ledger, prices=prices, pace=Pace(),
         )  # fmt: skip
         first = ModelSettings(config=config, max_model_len=max_model_len, fleet_owner=fleet_owner)
         backends = self.backends = [ModelBackend(one, shared) for one in (first, *others)]
@@ -130,28 +109,27 @@ class GatewayServer:
         self._has_prices = bool(prices.prices)
         self._access = AccessControl(
             Path(config.tenants) if config.tenants else None,
-            limits=limits or open_limits(index, model=config.model_name),
+            limits=open_limits(index, model=config.model_name),
             registry=self.registry,
             changed=self._weigh,
         )
         if self._access.budgets.are_set and not self._has_prices:
             raise Misconfigured(NO_PRICES, param="router.ledger.path")
         gateways = [one.open(self._access) for one in backends]
-        for backend, own in zip(backends, beside_each_other(gateways), strict=True):
-            backend.gateway = own
+        for backend, gateway in zip(backends, beside_each_other(gateways), strict=True):
+            backend.gateway = gateway
         if others:
             self.registry.register(ModelsCollector({one.gateway.card.name: one.registry for one in backends}))
         self.model = gateways[0].card.name
         self.has_chat = gateways[0].template is not None
-        self._listening = listening
-        self._app = create_models_app(gateways, self.registry)
-        self._http = _Server(_settings(self._app, ssl_certfile=tls.cert or None, ssl_keyfile=tls.key or None))
+        self._sockets = [listening] if own is None else [listening, own]
+        self.ports = tuple(replica_ports)
+        app = create_models_app(gateways, self.registry)
+        self._http = _Server(_settings(app, ssl_certfile=tls.cert or None, ssl_keyfile=tls.key or None))
         self._grpc = GrpcFace(
             front_of(gateways, self.registry), host=config.host, port=config.grpc_port, tls=tls,
-            is_shared=listening is None,
+            is_shared=own is not None,
         )  # fmt: skip
-        self._adopting: set[asyncio.Task[None]] = set()
-        self._local: asyncio.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.grpc_port = config.grpc_port
 
@@ -164,8 +142,7 @@ class GatewayServer:
 
     @property
     def url(self) -> str:
-        assert self._listening is not None, "the process that accepts connections has the URL"
-        return url_of(self._listening, is_secure=self._is_secure)
+        return url_of(self._sockets[0], is_secure=self._is_secure)
 
     def example(self) -> str:
         """A request to try, as a curl command."""
@@ -177,42 +154,9 @@ class GatewayServer:
         for backend in self.backends:
             await backend.start()
         self.grpc_port = await self._grpc.start()
-        await self._listen_to_siblings()
-        if not self._http.config.loaded:
-            self._http.config.load()
-        sockets = [self._listening] if self._listening is not None else []
-        self._serving = asyncio.create_task(self._http.serve(sockets=sockets), name="http")
+        self._serving = asyncio.create_task(self._http.serve(sockets=self._sockets), name="http")
         for backend in self.backends:
             backend.start_batches()
-
-    def adopt(self, connection: socket.socket, lost: Callable[[], None]) -> None:
-        """Serves a connection that another process has accepted; `lost` is called when it has ended."""
-        task = asyncio.create_task(self._adopt(connection, lost))
-        self._adopting.add(task)
-        task.add_done_callback(self._adopting.discard)
-
-    async def _adopt(self, connection: socket.socket, lost: Callable[[], None]) -> None:
-        loop, server = asyncio.get_running_loop(), self._http
-        made: list[Any] = []
-
-        def protocol() -> Any:
-            made.append(server.protocol(lost=lost))
-            return made[0]
-
-        try:
-            connection.setblocking(False)
-            await loop.connect_accepted_socket(protocol, connection, ssl=server.config.ssl)
-        except OSError:  # it has closed already, or speaks no TLS
-            if not made or made[0].transport is None:
-                lost()
-
-    async def _listen_to_siblings(self) -> None:
-        folder = self._processes.folder
-        if folder is None:
-            return
-        settings, loop = _settings(SingleProcessApp(self._app)), asyncio.get_running_loop()
-        path = _free(http_socket(folder, self._processes.number))
-        self._local = await loop.create_unix_server(lambda: self._http.protocol(settings), path)
 
     async def wait(self) -> None:
         """Returns when HTTP is no longer served."""
@@ -239,8 +183,6 @@ class GatewayServer:
         stopping: list[asyncio.Task[None]] = [asyncio.create_task(self._grpc.stop(grace_s + LAST_WORDS_S))]
         if self._serving is not None:
             stopping.append(self._serving)
-        if self._local is not None:
-            self._local.close()
         try:
             await asyncio.wait(stopping, timeout=grace_s)
         finally:
@@ -258,15 +200,8 @@ class GatewayServer:
                 await asyncio.to_thread(self._ledger.close)
             if self._storage is not None:
                 self._storage.close()
-            await self._processes.close()
-            if self._listening is not None:
-                self._listening.close()
-
-
-def _free(path: str) -> str:
-    """Removes the socket of a process that died."""
-    Path(path).unlink(missing_ok=True)
-    return path
+            for one in self._sockets:
+                one.close()
 
 
 def _settings(app: Any, **further: Any) -> uvicorn.Config:

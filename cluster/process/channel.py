@@ -10,15 +10,34 @@ import logging
 import socket
 import struct
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from protos.codec import Messages
 from protos.errors import UnreadableMessage
+from protos.values import ErrorInfo
 
 log = logging.getLogger("baton.cluster")
 
 _LENGTH = struct.Struct("!I")
 MAX_MESSAGE_BYTES = 2**24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    """Answered with Pong, unless the process's event loop hangs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pong:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessFailed:
+    """The reason for which the process ends."""
+
+    error: ErrorInfo
 
 
 class MessageChannel:

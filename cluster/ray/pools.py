@@ -16,8 +16,7 @@ from pathlib import Path
 
 from cluster.config.config import ClusterConfig
 from cluster.discovery.base import ClusterAnnouncer, LateAnnouncer
-from cluster.gateway.messages import Ping, Pong, ProcessFailed, WorkerJoined, WorkerLeft
-from cluster.process.channel import MessageChannel
+from cluster.process.channel import MessageChannel, Ping, Pong, ProcessFailed
 from cluster.process.life import live, spawn
 from cluster.process.reaper import Reaper, adopt_orphans
 from cluster.process.scratch_dir import Scratch, kill_users
@@ -38,10 +37,12 @@ from cluster.ray.supervisor_messages import (
     StartupStep,
     StopWorkers,
     Viewed,
+    WorkerJoined,
+    WorkerLeft,
     WorkerRecorded,
     WorkersStopped,
     WorkerStarting,
-)
+)  # fmt: skip
 from cluster.supervision.lifecycle import LifeState, delay_s
 from cluster.supervision.living import LivingFleet, LivingWorker
 from cluster.supervision.placement import FIRST, WorkerPlan, missing
@@ -102,12 +103,11 @@ class Pools:
         self._changed = Changed()
         self._num_unanswered = 0
         self._has_begun = False
-        self._drained = self._stopped = False
+        self._drained = self._stopped = self._stopping = self._left_alone = False
         self._num_resizes = 0
         self._planned: int = 0  # the number of the latest Resize that the machines can hold
         self._resized: dict[int, Resized] = {}
         self._leaving: dict[str, WorkerPlan] = {}
-        self._stopping = self._left_alone = False
         self._is_planned = False
         self._starts = StartTimes()
         self.plans: Sequence[WorkerPlan] = ()

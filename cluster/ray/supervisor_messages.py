@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.config.config import ClusterConfig
-from cluster.gateway.messages import Ping, Pong, ProcessFailed, WorkerJoined, WorkerLeft
+from cluster.process.channel import Ping, Pong, ProcessFailed
 from cluster.ray.machine_part import MachinePart
 from cluster.supervision.living import LivingWorker
 from cluster.supervision.placement import WorkerPlan
@@ -134,6 +134,17 @@ class Viewed:
 class WorkerStarting:
     worker_id: str
     successor: Successor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerJoined:
+    worker_id: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLeft:
+    worker_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

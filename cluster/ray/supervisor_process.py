@@ -26,8 +26,7 @@ from typing import Any
 
 from cluster.config.config import ClusterConfig
 from cluster.config.revised import revised
-from cluster.gateway.messages import Ping, Pong, ProcessFailed, WorkerJoined, WorkerLeft
-from cluster.process.channel import MessageChannel
+from cluster.process.channel import MessageChannel, Ping, Pong, ProcessFailed
 from cluster.process.logs import FIELDS
 from cluster.process.scratch_dir import PREFIX, kill_users
 from cluster.process.signals import SIGNALS
@@ -50,6 +49,8 @@ from cluster.ray.supervisor_messages import (
     StartupStep,
     StopWorkers,
     Viewed,
+    WorkerJoined,
+    WorkerLeft,
     WorkerRecorded,
     WorkersStopped,
     WorkerStarting,

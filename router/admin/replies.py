@@ -13,7 +13,6 @@ from router.planning import PlannerReport
 from router.policies.base import SingleWorkerReason
 from router.policies.costs import LatencyEstimate
 from router.policies.table import Candidate
-from router.replicas.peers import ProcessStatus
 from router.traces.cache_misses import CacheMissReport
 
 
@@ -47,8 +46,8 @@ class StatusReply(Reply):
     """`models`: every model behind this address; the rest is of the first one, `model`.
 
     `kv` is null for a worker that does not answer in time, `capacity` for an owner of the fleet that does not.
-    `processes`: the gateway's processes; empty if it is one process. `asleep`: what a request waits for while the fleet
-    has no workers; "" while it is awake. `digests`: of the model's files as the gateway reads them, by revision.
+    `processes`: the port of each of several gateway processes. `asleep`: what a request waits for while there are no
+    workers; "" while it is awake. `digests`: of the model's files as the gateway reads them, by revision.
     `troubles`: of the gateway itself, the part of `degraded` that is of no worker."""
 
     model: str
@@ -61,7 +60,7 @@ class StatusReply(Reply):
     asleep: str
     workers: list[WorkerStatus]
     kv: dict[str, Held | None]
-    processes: list[ProcessStatus]
+    processes: list[int]
     capacity: CapacityReply | None
 
 
@@ -136,7 +135,7 @@ class HistoryPoint(Reply):
 
 
 class HistoryReply(Reply):
-    """The latest hour, oldest first, of all gateway processes together."""
+    """The latest hour of this gateway, oldest first."""
 
     period_s: int
     points: list[HistoryPoint]

@@ -14,7 +14,7 @@ from router.admin.door import AdminRoutes
 from router.gateway import Gateway
 from router.http.errors import json_response
 from router.traces.cache_misses import EvictionLog, explain
-from router.traces.json_view import shadow_view, shadows_together, summary, whole
+from router.traces.json_view import shadow_view, summary, whole
 from router.traces.request_trace import RequestTrace, RequestTraces
 
 DEFAULT_COUNT = 50
@@ -22,49 +22,40 @@ MAX_COUNT = 1000
 
 
 def add(admin: AdminRoutes, gateway: Gateway) -> None:
-    records, evictions, processes = gateway.routing.records, gateway.routing.evictions, gateway.processes
+    records, evictions = gateway.routing.records, gateway.routing.evictions
 
     def offset_s() -> float:
         return ahead_s(gateway.wall_clock, asyncio.get_running_loop().time)
 
-    async def jobs(request: Request, name: str, view: Callable[[RequestTrace], Mapping[str, Any] | None]) -> Response:
-        """Of all gateway processes: clients may give several requests one id."""
-        known = [shown for one in records.find(name) if (shown := view(one)) is not None]
-        found = bool(records.find(name))
-        for reply in (await processes.ask(request)).values():
-            known, found = [*known, *reply["jobs"]], True
-        if not found:
+    def jobs(name: str, view: Callable[[RequestTrace], Mapping[str, Any] | None]) -> Response:
+        """Clients may give several requests one id."""
+        traces = records.find(name)
+        if not traces:
+            ports = gateway.replica_ports
+            where = f" (its processes answer at the ports {', '.join(map(str, ports))})" if ports else ""
             raise UnknownRequest(
                 f"there is no request {name[:128]!r} among the last of this gateway: take the name from the header "
-                "x-baton-request-id of its answer, and ask the gateway that gave it"
+                f"x-baton-request-id of its answer, and ask the gateway that gave it{where}"
             )
-        return json_response({"request_id": name, "jobs": known})
+        return json_response({"request_id": name, "jobs": [seen for one in traces if (seen := view(one)) is not None]})
 
     @admin.route("/requests")
     async def recent(request: Request) -> Response:
         count = _count(request.query_params.get("limit", str(DEFAULT_COUNT)))
         offset = offset_s()
-        latest = [summary(one, offset) for one in records.recent(count)]
-        if others := await processes.ask(request):
-            latest += [one for reply in others.values() for one in reply["requests"]]
-            latest.sort(key=lambda one: one["received_at"], reverse=True)
-        return json_response({"requests": latest[:count]})
+        return json_response({"requests": [summary(one, offset) for one in records.recent(count)]})
 
     @admin.route("/requests/{name:path}/cache")
     async def cache(request: Request) -> Response:
-        return await jobs(request, request.path_params["name"], lambda one: _explained(one, records, evictions))
+        return jobs(request.path_params["name"], lambda one: _explained(one, records, evictions))
 
     @admin.route("/requests/{name:path}")
     async def request(request: Request) -> Response:
-        return await jobs(request, request.path_params["name"], lambda one: whole(one, offset_s()))
+        return jobs(request.path_params["name"], lambda one: whole(one, offset_s()))
 
     @admin.route("/shadows")
     async def shadows(request: Request) -> Response:
-        views = [shadow_view(one) for one in gateway.routing.shadows]
-        if others := await processes.ask(request):
-            replies = [views, *(reply["shadows"] for reply in others.values())]
-            views = [shadows_together(same) for same in zip(*replies, strict=True)]
-        return json_response({"shadows": views})
+        return json_response({"shadows": [shadow_view(one) for one in gateway.routing.shadows]})
 
 
 def ahead_s(clock: Callable[[], float], other: Callable[[], float]) -> float:

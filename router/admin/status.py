@@ -41,7 +41,7 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
             desired_fleet(gateway), *(held(gateway, worker.worker_id) for worker in workers)
         )
         kv = {worker.worker_id: one for worker, one in zip(workers, replies, strict=True)}
-        return json_response(summary | {"workers": workers, "kv": kv, "processes": gateway.processes.statuses})
+        return json_response(summary | {"workers": workers, "kv": kv, "processes": gateway.replica_ports})
 
 
 async def desired_fleet(gateway: Gateway) -> Any:
@@ -67,7 +67,7 @@ def own_troubles(gateway: Gateway) -> Sequence[str]:
     ledger = gateway.ledger.store.trouble if gateway.ledger is not None else ""
     batches = gateway.batches.trouble if gateway.batches is not None else ""
     failing = [f"{name}: {trouble}" for name, trouble in (("ledger", ledger), ("batches", batches)) if trouble]
-    return tuple(filter(None, (gateway.access.trouble, gateway.processes.trouble, *failing)))
+    return tuple(filter(None, (gateway.access.trouble, *failing)))
 
 
 def _own_faults(gateway: Gateway) -> Sequence[str]:
@@ -82,9 +82,7 @@ def not_ready(gateway: Gateway) -> str:
         each = {one.card.name: not_ready(one) for one in gateway.models}
         return "; ".join(f"{name}: {why}" for name, why in each.items()) if all(each.values()) else ""
     if gateway.fleet.ready():
-        return (
-            "" if gateway.processes.settled else gateway.processes.trouble or "not every gateway process is ready yet"
-        )
+        return ""
     if asleep := gateway.fleet.asleep():
         return asleep
     workers = gateway.fleet.status()

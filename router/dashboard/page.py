@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from router.gateway import Gateway
 
@@ -37,6 +37,9 @@ def mount_page(app: FastAPI, gateway: Gateway) -> None:
     }
 
     async def page(request: Request) -> Response:
+        ports = gateway.replica_ports
+        if ports and request.scope["server"][1] not in ports:  # every look would be answered by another process
+            return RedirectResponse(request.url.replace(port=ports[0]))
         values = {
             "style": style,
             "script": script,

@@ -166,9 +166,7 @@
     ["saved", "number", (one) => (one.whole ? seconds(Math.max(0, one.whole.saved)) : "")],
   ], rows, "");
 
-  const processTable = (processes) => table(
-    Object.keys(processes[0] ?? {}).map((name) => [name, "word", (one) => String(one[name])]), processes, "",
-  );
+  const processTable = (ports) => table([["port of its own, with its metrics and its page", "word", String]], ports, "");
 
   // A vector has no last token whose reason could be told.
   const outcome = (one) => (one.embedding && one.outcome === "length" ? "done" : one.outcome || one.state);
@@ -355,7 +353,7 @@
     }).join("\n");
   }
 
-  // The sum of every series of a name, over its labels and over the processes of the gateway.
+  // The sum of every series of a name, over its labels.
   function totals(text, names) {
     const found = Object.fromEntries(Object.keys(names).map((name) => [name, 0]));
     for (const [, series, value] of text.matchAll(/^(\w+)(?:\{.*\})? (\S+)/gm)) {

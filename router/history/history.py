@@ -1,15 +1,10 @@
-"""The last hour of a gateway: a ring of periods, kept by each gateway process and merged when somebody reads it.
-
-    HistorySampler ── a HistoryPeriod every 10 s ──▶ History (ring) ── with the rings of the other processes ──▶ merged
-
-Periods begin at multiples of `PERIOD_S` of the wall clock, so that those of all processes are the same ones. A period
-keeps counts by histogram bucket: quantiles of several processes cannot be computed from the quantiles of each.
-"""
+"""The last hour of a gateway: a ring of periods, one every 10 s, which begin at multiples of `PERIOD_S` of the wall
+clock."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -63,37 +58,6 @@ class History:
     def since(self, at: int) -> Sequence[HistoryPeriod]:
         """The periods that ended later, oldest first."""
         return [period for period in self._ring if period.at > at]
-
-
-def merged(rings: Iterable[Sequence[HistoryPeriod]]) -> Sequence[HistoryPeriod]:
-    """Merges the periods of all gateway processes, oldest first."""
-    same: dict[int, list[HistoryPeriod]] = {}
-    for ring in rings:
-        for period in ring:
-            same.setdefault(period.at, []).append(period)
-    return [_together(same[at]) for at in sorted(same)[-NUM_PERIODS:]]
-
-
-def _together(periods: Sequence[HistoryPeriod]) -> HistoryPeriod:
-    """What processes count themselves is added up; all of them see the same workers."""
-    if len(periods) == 1:
-        return periods[0]
-    latest = periods[0]
-    return HistoryPeriod(
-        at=latest.at,
-        ttft=[sum(counts) for counts in zip(*(one.ttft for one in periods), strict=True)],
-        gaps=[sum(counts) for counts in zip(*(one.gaps for one in periods), strict=True)],
-        requests=sum(one.requests for one in periods),
-        output_tokens=sum(one.output_tokens for one in periods),
-        prompt_tokens=sum(one.prompt_tokens for one in periods),
-        prompt=sum(one.prompt for one in periods),
-        cached=sum(one.cached for one in periods),
-        waiting=sum(one.waiting for one in periods),
-        in_flight=sum(one.in_flight for one in periods),
-        worker_waiting=max(one.worker_waiting for one in periods),
-        kv={pool: max(tuple(one.kv.get(pool, (0, 0))) for one in periods) for pool in latest.kv},
-        ready={pool: max(one.ready.get(pool, 0) for one in periods) for pool in latest.ready},
-    )
 
 
 def view(period: HistoryPeriod, ttft_bounds: Sequence[float], gap_bounds: Sequence[float]) -> dict[str, Any]:

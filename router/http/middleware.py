@@ -140,7 +140,7 @@ class RequestId:
             await error_response(internal_error(), api)(scope, receive, named)
         finally:
             status = status or CLIENT_LEFT
-            if is_logged() and not scope["state"].get("other_process") and not is_routine(scope, status):
+            if is_logged() and not is_routine(scope, status):
                 _log(scope, status, clock() - begun_s)
 
 
@@ -198,8 +198,7 @@ class OwnPages:
         self._names = {name.lower() for name in (own, f"{own}.local", *hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_ours = scope["type"] != "http" or scope.get("state", {}).get("other_process")
-        if not is_ours and self._access.roster.is_open and (refusal := self._refusal(scope)) is not None:
+        if scope["type"] == "http" and self._access.roster.is_open and (refusal := self._refusal(scope)) is not None:
             await error_response(refusal, api_of(scope))(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -3,6 +3,7 @@
     redis://[[user]:password@]host[:6379][/db]                       rediss://... is the same under TLS
     redis+sentinel://[[user]:password@]host[:26379],host.../service[/db]    the service's name with the Sentinels
     redis+cluster://[[user]:password@]host[:6379],host...            any nodes of the cluster
+    unix:///path/to/socket                                           a server on this machine
 
 The query may contain connection options of redis-py: `?ssl_ca_certs=/etc/redis/ca.pem`. The password is for the
 servers; one for the Sentinels themselves is `sentinel_password` in the query. A URL without a password takes the one in
@@ -47,7 +48,8 @@ MAX_DIGITS = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisUrl:
-    """`kind` is "", "sentinel" or "cluster". `shown` is the URL without its password, for messages."""
+    """`kind` is "", "sentinel" or "cluster". `path`: of a Unix socket. `shown` is the URL without its
+    password, for messages."""
 
     kind: str
     tls: bool
@@ -56,10 +58,13 @@ class RedisUrl:
     password: str | None = field(default=None, repr=False)
     db: int = 0
     service: str = ""
+    path: str = ""
     options: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def shown(self) -> str:
+        if self.path:
+            return f"unix://{self.path}"
         scheme = f"redis{'s' * self.tls}{'+' * bool(self.kind)}{self.kind}"
         path = f"/{self.service}" * bool(self.service) + f"/{self.db}" * bool(self.db)
         return f"{scheme}://{','.join(starmap(netloc, self.hosts))}{path}"
@@ -86,6 +91,8 @@ class RedisUrl:
             sentinel = make(self.hosts, sentinel_kwargs={"ssl": self.tls, **watch}, ssl=self.tls, **options)
             client: Redis = sentinel.master_for(self.service, db=self.db)
             return client
+        if self.path:
+            return Redis(unix_socket_path=self.path, **options)
         [(host, port)] = self.hosts
         return Redis(host=host, port=port, db=self.db, ssl=self.tls, **options)
 
@@ -113,6 +120,9 @@ def parse(url: str, *, setting: str) -> RedisUrl:
         raise Misconfigured(f"{setting} is not a URL: {error}; {_ENCODED}", param=setting) from error
     if parts.fragment or "@" in parts.path + parts.query:
         raise Misconfigured(f"{setting} has a '#', '/' or '?' before the end of its host; {_ENCODED}", param=setting)
+    if parts.scheme == "unix" and parts.path and not parts.netloc:
+        password = os.environ.get(PASSWORD_VARIABLE) or None
+        return RedisUrl(kind="", tls=False, hosts=(), path=unquote(parts.path), password=password)
     if parts.scheme not in SCHEMES:
         raise Misconfigured(f"{setting}: {parts.scheme or url!r} is not a Redis URL: {_FORM}", param=setting)
     secure, _, kind = parts.scheme.partition("+")

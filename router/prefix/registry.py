@@ -8,9 +8,7 @@ from kvtransfer import hashing
 from router.prefix.feed import Peers
 from router.prefix.index import PrefixIndex
 from router.prefix.memory import MemoryPrefixIndex
-from router.prefix.multiprocess import MultiprocessPrefixIndex
 from router.prefix.table import TablePrefixIndex, compiled
-from router.replicas.peers import PeerProcesses
 
 log = logging.getLogger("baton.router")
 
@@ -24,18 +22,11 @@ def local_index() -> PrefixIndex:
     return TablePrefixIndex() if compiled() is not None else MemoryPrefixIndex()
 
 
-def open_index(
-    where: str, *, model: str, gateway_id: str, processes: PeerProcesses | None = None
-) -> tuple[PrefixIndex, Peers | None]:
-    """Opens the index, and the connection to the gateways that share it: through Redis if `where` is a URL, else
-    ("memory") with the other gateway processes on this machine, if there are any. Raises Misconfigured."""
+def open_index(where: str, *, model: str, gateway_id: str) -> tuple[PrefixIndex, Peers | None]:
+    """Opens the index, and the connection to the gateways that share it, if `where` is the URL of a Redis. Raises
+    Misconfigured."""
     if where == MEMORY:
-        if processes is None or processes.folder is None:
-            return local_index(), None
-        near = MultiprocessPrefixIndex(
-            local_index(), folder=processes.folder, number=processes.number, count=processes.count
-        )
-        return near, near
+        return local_index(), None
     from router.prefix.redis import RedisPrefixIndex
     from router.prefix.redis_store import Store
     from router.prefix.redis_url import parse

@@ -12,9 +12,6 @@ from router.traces.shadow import ShadowPolicy
 
 View = dict[str, Any]
 
-_PER_DECISION = ("agreement", "predicted_ttft_s", "taken_predicted_ttft_s", "ttft_difference_s")
-_PER_TOKEN = ("hit_rate", "taken_hit_rate", "hit_difference")
-
 
 def summary(record: RequestTrace, wall_offset_s: float) -> View:
     """One line of a list. `wall_offset_s`: the wall clock's time less the loop's."""
@@ -69,17 +66,6 @@ def shadow_view(shadow: ShadowPolicy) -> View:
         "taken_hit_rate": tally.taken_hit_tokens / tokens,
         "hit_difference": (tally.shadow_hit_tokens - tally.taken_hit_tokens) / tokens,
     }
-
-
-def shadows_together(views: Sequence[View]) -> View:
-    """Merges the records of one shadow from several gateway processes, as if one process had seen all requests."""
-    [name] = {view["policy"] for view in views}
-    whole: View = {"policy": name}
-    for weight, averages in (("decisions", _PER_DECISION), ("prompt_tokens", _PER_TOKEN)):
-        whole[weight] = total = sum(view[weight] for view in views)
-        for average in averages:
-            whole[average] = sum(view[average] * view[weight] for view in views) / (total or 1)
-    return whole
 
 
 def _choice(record: RequestTrace, choice: DecisionRecord) -> View:

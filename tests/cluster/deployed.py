@@ -144,6 +144,12 @@ class Deployed:
     def status(self) -> Any:
         return httpx.get(f"{self.url}/admin/status", timeout=10.0).json()
 
+    @property
+    def urls(self) -> Sequence[str]:
+        """Of each gateway process."""
+        ports = self.status()["processes"]
+        return [re.sub(r"\d+$", str(port), self.url) for port in ports] or [self.url]
+
     def wait_until(self, holds: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
         """Asks again and again; fails when it does not come true in time."""
         deadline = time.monotonic() + timeout_s
@@ -153,7 +159,7 @@ class Deployed:
             )
 
     def metric(self, name: str, pool: str) -> float:
-        told = httpx.get(f"{self.url}/metrics", timeout=10.0).text
+        told = httpx.get(f"{self.urls[0]}/metrics", timeout=10.0).text
         found = re.search(rf'^{name}{{pool="{pool}"}} (\S+)$', told, re.MULTILINE)
         assert found, f"no {name} of {pool} in:\n{told}"
         return float(found[1])

@@ -25,5 +25,4 @@ def test_the_requests_of_every_process_are_reported_while_someone_wants_them(fou
     four.wait_until(lambda: sum(one["num_arrived"] for one in sights(four)) >= 8)
     seen = sights(four)
     assert {worker["role"] for one in seen for worker in one["workers"]} == {"prefill", "decode"}
-    desired = httpx.get(f"{four.url}/metrics", timeout=10.0).text
-    assert 'baton_desired_workers{pool="prefill",process="0"} 2.0' in desired
+    assert four.metric("baton_desired_workers", "prefill") == 2.0

@@ -161,8 +161,8 @@ async def test_budgets_without_prices_are_refused(front: GatewayServer, tmp_path
     roster = (tmp_path / "tenants.toml").read_text()
     (tmp_path / "tenants.toml").write_text(roster.replace("[tenants.acme]\n", "[tenants.acme]\nhard_budget_usd = 1\n"))
     config = RouterConfig(model_path=Path(DEMO["model"]), model_name="demo", tenants=str(tmp_path / "tenants.toml"))
-    with pytest.raises(Misconfigured, match="no ledger with prices"):
-        GatewayServer(config, None, tls=FaceTls(), peers=PeerTls())
+    with socket.socket() as unused, pytest.raises(Misconfigured, match="no ledger with prices"):
+        GatewayServer(config, unused, tls=FaceTls(), peers=PeerTls())
 
 
 async def test_only_administrators_read_it(front: GatewayServer) -> None:

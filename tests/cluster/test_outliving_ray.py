@@ -37,7 +37,7 @@ PROCESSES = {
     "raylet": "raylet/raylet ",
     "supervisor": "cluster.ray.supervisor_process",
     "daemon": "DashboardAgent|RuntimeEnvAgent",
-    "gateway": "cluster.gateway.process",
+    "gateway": "cluster.gateway.replica ",
 }
 FROZEN = "frozen "
 KINDS = (*PROCESSES, "worker", *(f"{FROZEN}{kind}" for kind in ("gcs", "raylet", "supervisor")))

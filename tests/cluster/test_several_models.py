@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cluster
 
 def test_two_models_are_served_at_one_address() -> None:
     models = [f"--model={name}={DEMO}" for name in ("one", "org/two")]
-    cluster = Deployed("serve", *models, "--workers", "1", "--port", "0", "--device", "cpu")
+    cluster = Deployed("serve", *models, "--workers", "1", "--processes", "2", "--port", "0", "--device", "cpu")
     try:
         url = cluster.wait_for(r"^serving one, org/two at (\S+), gRPC")[1]
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -32,10 +32,11 @@ def test_two_models_are_served_at_one_address() -> None:
             status = httpx.get(f"{url}{path}/admin/status", timeout=10.0).json()
             assert [(one["worker_id"], one["state"]) for one in status["workers"]] == [(f"{name}-colocated-0", "ready")]
             assert status["capacity"]["desired"]["counts"] == {"colocated": 1}
-        metrics = httpx.get(f"{url}/metrics", timeout=10.0).text
+        pages = [httpx.get(f"{own}/metrics", timeout=10.0).text for own in cluster.urls]
         for name in said:
-            assert f'baton_requests_total{{endpoint="completions",model="{name}",outcome="ok"}} 1.0' in metrics
-            assert f'baton_pool_prompt_tokens_total{{model="{name}",pool="colocated"}}' in metrics
+            answered = f'baton_requests_total{{endpoint="completions",model="{name}",outcome="ok"}} 1.0'
+            assert sum(answered in page for page in pages) == 1
+            assert all(f'baton_pool_prompt_tokens_total{{model="{name}",pool="colocated"}}' in page for page in pages)
         seen = examine(url)
         assert [len(one.workers) for one in seen] == [1, 1]
         assert list(findings(*(replace(one, host=None) for one in seen))) == []

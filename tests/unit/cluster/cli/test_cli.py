@@ -192,7 +192,7 @@ def test_a_taken_port_is_named_before_anything_starts(
 def test_files_that_are_wrong_are_named_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, setting: str, told: str
 ) -> None:
-    monkeypatch.setattr("cluster.cli.serve.listen_for_gateway", lambda *ports: pytest.fail("it starts"))
+    monkeypatch.setattr("cluster.gateway.run.listen_for_gateway", lambda *ports: pytest.fail("it starts"))
     (tmp_path / "wrong.toml").write_text("tenant = 3")
     given = setting.format(wrong=tmp_path / "wrong.toml")
     assert told in refused(monkeypatch, capsys, "up", "--set", given)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,13 @@ async def test_a_gateway_that_cannot_be_opened_leaves_no_error_unretrieved(monke
 
     monkeypatch.setattr(Pools, "prepare", prepare)
     monkeypatch.setattr(serve, "open_faces", open_faces)
-    with socket.socket() as listening:
-        deployment = serve.ServedCluster([make_config(serve.DEMO)], listening, Console(quiet=True), LogFormat.TEXT)
-        with pytest.raises(Misconfigured, match=r"nope\.toml"):
-            await deployment.run()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        gc.collect()
-        await deployment.end()
+    deployment = serve.ServedCluster([make_config(serve.DEMO)], Console(quiet=True), LogFormat.TEXT)
+    with pytest.raises(Misconfigured, match=r"nope\.toml"):
+        await deployment.run()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    gc.collect()
+    await deployment.end()
     gc.collect()
     assert logged == []
 

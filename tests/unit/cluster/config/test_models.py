@@ -68,7 +68,6 @@ def test_flags_name_models(tmp_path: Path) -> None:
             {"models": {"a b": {"model": "/m"}, "a-b": {"model": "/n"}}},
             "two models have the fleet 'a-b': give each its own",
         ),
-        ({"processes": 2}, "processes = 2 with 2 models: a gateway of several models is one process"),
         ({"models": {"big": {"model": "/m", "fleet": "Big"}}}, "[models.big]: fleet = 'Big': give at most 40 of"),
     ],
 )

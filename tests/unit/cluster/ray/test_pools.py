@@ -66,7 +66,7 @@ DEAF = """
 import asyncio, os, socket, sys
 from cluster.process.channel import MessageChannel
 from cluster.supervision.placement import NodeResources, plan
-from cluster.gateway.messages import Ping, Pong
+from cluster.process.channel import Ping, Pong
 from cluster.ray.supervisor_messages import SUPERVISOR_MESSAGES, Planned, RayAway
 
 async def main():

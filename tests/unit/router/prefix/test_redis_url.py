@@ -15,7 +15,7 @@ from router.prefix.redis_url import RedisUrl, close, parse
 def parts(url: str) -> dict[str, Any]:
     read = parse(url, setting="index")
     told = {name: getattr(read, name) for name in RedisUrl.__dataclass_fields__}
-    return {name: value for name, value in told.items() if value not in ("", None, 0, {}, False)}
+    return {name: value for name, value in told.items() if value not in ("", None, 0, {}, (), False)}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,7 @@ def parts(url: str) -> dict[str, Any]:
             "redis+sentinel://:pw@a,b:26380/main/2",
             {"kind": "sentinel", "hosts": (("a", 26379), ("b", 26380)), "service": "main", "db": 2, "password": "pw"},
         ),
+        ("unix:///run/redis.sock", {"path": "/run/redis.sock"}),
         ("rediss+cluster://a:1,b:2", {"kind": "cluster", "hosts": (("a", 1), ("b", 2)), "tls": True}),
     ],
 )

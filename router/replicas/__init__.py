@@ -1,1 +1,0 @@
-"""Gateway processes behind one port, and their messages to each other."""
