@@ -218,9 +218,6 @@ class Dispatcher:
         num_blocks = -(-job_state.num_tokens // (fleet.block_size or 1))
         attempt.decode.route(request_id, 0, num_blocks)
         self._give(prefill_worker, request_id, job_state.num_tokens - num_cached, num_blocks)
-        fleet.given(prefill_worker.worker_id, job_state.num_tokens - num_cached, num_blocks)
-        if attempt.decode is not prefill_worker:
-            fleet.given(attempt.decode.worker_id, 0, num_blocks)
         # The index does not expect blocks on the decode worker of a pair yet. Otherwise a request with the same prefix
         # would count as a short remainder there before any KV has arrived, and the wrong pool would compute its prompt.
         hashes = job_state.hashes(attempt.prefill_worker.block_size or 1)

@@ -43,8 +43,6 @@ log = logging.getLogger("baton.router")
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
 STATE_LINE = "worker %s at %s is %s%s"
-"""Logged by every process when a worker enters a state."""
-ELSEWHERE_S = 1.0  # how long another process's work counts, unless the worker's load includes it sooner
 
 
 class Fleet:
@@ -84,11 +82,6 @@ class Fleet:
         self.speculation_totals = SpeculationTotals()
         self.num_faults = 0
         self.notices: list[Callable[[], str]] = []  # more faults for `degraded`
-        self.publish_load: Callable[[str, int, int], None] | None = None  # (worker, tokens, blocks): work routed to it
-        self.publish_failure: Callable[[str, int], None] | None = (
-            None  # (worker, its failures in a row), to the other gateway processes
-        )
-        self._num_elsewhere = 0
         self._stored_as: dict[str, str] = {}  # by revision
         self.lora = FleetAdapters()
         self.revisions = FleetRevisions()
@@ -179,25 +172,6 @@ class Fleet:
             known = ", ".join(self._members) or "empty"
             raise NotFound(f"there is no worker {worker_id}: the fleet is {known}", param=param)
         return self._members[worker_id]
-
-    def given(self, worker_id: str, num_tokens: int, num_blocks: int) -> None:
-        """Publishes the work that a worker is about to get: tokens to prefill, and blocks to reserve."""
-        if self.publish_load is not None:
-            self.publish_load(worker_id, num_tokens, num_blocks)
-
-    def given_elsewhere(self, worker_id: str, num_tokens: int, num_blocks: int) -> None:
-        """Counts work published by another gateway process, until the worker's load includes it."""
-        member = self._members.get(worker_id)
-        if member is None or member.role is None or not member.takes_work:
-            return
-        self._num_elsewhere += 1
-        name = f"elsewhere {self._num_elsewhere}"
-        member.route_elsewhere(name, num_tokens, num_blocks)
-        loop = asyncio.get_running_loop()
-        loop.call_later(ELSEWHERE_S, member.drop_routed, name)
-        if num_tokens:
-            beside = member.load.num_running + member.load.num_waiting
-            self.predictor.routed(worker_id, member.role, num_tokens, beside=beside, now=loop.time())
 
     def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match:
         """The cached blocks that each worker has of a sequence, in units of `block_size`. `hashes` gives the chain in
@@ -328,19 +302,10 @@ class Fleet:
             ) from error
 
     def blame(self, worker_ids: Iterable[str]) -> None:
-        """Counts a failed request on these workers, which may fail again. The count is published to the other gateway
-        processes."""
+        """Counts a failed request on these workers, which may fail again."""
         for worker_id in worker_ids:
             if (member := self._members.get(worker_id)) is not None:
                 self._doubt(member, member.breaker.failed(loop_time()))
-                if self.publish_failure is not None:
-                    self.publish_failure(worker_id, member.breaker.failures)
-
-    def blame_elsewhere(self, worker_id: str, process: int, in_row: int) -> None:
-        """Counts another gateway process's failed request on the worker, its `in_row`-th without a success."""
-        if (member := self._members.get(worker_id)) is not None:
-            now = loop_time()
-            self._doubt(member, member.breaker.failed_elsewhere(now, process=process, in_row=in_row))
 
     def _doubt(self, member: Member, paused: bool) -> None:
         self._table.doubt(member)

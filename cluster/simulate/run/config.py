@@ -62,7 +62,6 @@ class SimulationConfig:
     - `audit_every`: events between two checks of all invariants; 0: only at the end
     - `patience_s`: a request without progress for this long is stuck
     - `max_ttft_s`: of all requests, if given
-    - `siblings`: the gateways are processes of one, and publish routed work and failures to each other
     - `shared_index`: the gateways have a Redis
     """
 
@@ -74,7 +73,6 @@ class SimulationConfig:
     wire: NetworkModel = field(default_factory=NetworkModel)
     cards: Cards = field(default_factory=Cards)
     num_gateways: int = 1
-    siblings: bool = False
     shared_index: bool = False
     num_gpus: int = 1
     usd_per_gpu_hour: float = 0.0
@@ -123,11 +121,9 @@ def without_effect(tables: Table) -> list[str]:
     return [path for path, _ in paths_of(tables) if any(f"{path}.".startswith(f"{one}.") for one in WITHOUT_EFFECT)]
 
 
-def gateways_text(num: int, *, siblings: bool = False) -> str:
+def gateways_text(num: int) -> str:
     """The gateways, for a report's cluster; "" for a single gateway."""
-    if num == 1:
-        return ""
-    return f", {num:,} processes of one gateway" if siblings else f", {num:,} gateways"
+    return f", {num:,} gateways" if num > 1 else ""
 
 
 def hardware_spec(

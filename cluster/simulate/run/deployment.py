@@ -37,7 +37,6 @@ from router.prefix.redis_store import Store
 from router.prefix.registry import local_index
 
 HEALTH_TIMEOUT_S = 2.0
-DATAGRAM_S = 0.0001  # from process to process on one machine
 
 
 class SimulatedGateway:
@@ -227,25 +226,9 @@ class SimulatedDeployment:
         self._num_gateways += 1
         gateway = SimulatedGateway(f"gateway-{self._num_gateways}", self.config, self.network, self.store)
         self.gateways.append(gateway)
-        if self.config.siblings:
-            gateway.fleet.publish_load = partial(self._publish_work, gateway)
-            gateway.fleet.publish_failure = partial(self._publish_failure, gateway)
         for worker in self.workers.values():
             gateway.fleet.add_worker(worker.info.address, worker_id=worker.worker_id)
         return gateway
-
-    def _publish_work(self, gateway: SimulatedGateway, worker_id: str, num_tokens: int, num_blocks: int) -> None:
-        for other in self._siblings(gateway):
-            self._loop.call_later(DATAGRAM_S, other.fleet.given_elsewhere, worker_id, num_tokens, num_blocks)
-
-    def _publish_failure(self, gateway: SimulatedGateway, worker_id: str, in_row: int) -> None:
-        place = self.gateways.index(gateway)
-        for other in self._siblings(gateway):
-            self._loop.call_later(DATAGRAM_S, other.fleet.blame_elsewhere, worker_id, place, in_row)
-
-    def _siblings(self, gateway: SimulatedGateway) -> list[SimulatedGateway]:
-        assert gateway.alive
-        return [other for other in self.gateways if other is not gateway and other.alive]
 
     async def restart_gateway(self, place: int) -> None:
         """Ends a gateway's process, and with it every running answer; another process replaces it."""

@@ -63,7 +63,7 @@ class SoakTrial:
             pools = f"{config.pools.colocated} colocated"
         else:
             pools = f"{numbers[WorkerRole.PREFILL]}P+{numbers[WorkerRole.DECODE]}D"
-        gateways = gateways_text(config.num_gateways, siblings=config.siblings)
+        gateways = gateways_text(config.num_gateways)
         memory = f"{spec.num_blocks:,} blocks of {spec.layout.block_size} tokens"
         kept = _kept(spec.layout) + (", drafts" if spec.drafter is not None else "")
         return f"{pools} tp{config.num_gpus} {config.router.policy}, GPU {GPU}, model {MODEL}{kept}{gateways}, {memory}"
@@ -396,7 +396,6 @@ def _config(seed: int, rng: random.Random) -> SimulationConfig:
         cards=Cards(max_staged_bytes=random.Random(f"{seed} staged").choice((1, 2**28))),
         wire=NetworkModel(jitter_s=rng.choice((0.0, 0.005)), loss=rng.choice((0.0, 0.02))),
         num_gateways=rng.choice((1, 1, 2)),
-        siblings=random.Random(f"{seed} siblings").random() < 0.5,
         shared_index=random.Random(f"{seed} store").random() < 0.25,
         load_s=rng.choice((0.2, 2.0)),
         max_skew_s=1e5,

@@ -170,21 +170,6 @@ def test_work_that_counts_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     assert "on their way to" in broken_trial(seed)
 
 
-def test_work_of_another_process_that_counts_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget = Member.drop_routed
-
-    def is_elsewhere(member: Member, name: str) -> bool:
-        return name.startswith("elsewhere") and name in member._routed
-
-    def forget_own(member: Member, name: str) -> None:
-        if not name.startswith("elsewhere"):
-            forget(member, name)
-
-    seed = having("work that a sibling gave", 0, Member, "drop_routed", matters=is_elsewhere)
-    monkeypatch.setattr(Member, "drop_routed", forget_own)
-    assert "on their way to" in broken_trial(seed)
-
-
 def test_a_request_that_waits_for_ever_is_found_without_audits_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Incoming, "adopted", lambda incoming, request, ticket: False)
     assert "has heard nothing for" in broken(audit_every=0, patience_s=50.0)

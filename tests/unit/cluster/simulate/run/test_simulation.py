@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import random
 import subprocess
@@ -210,20 +209,6 @@ def test_colocated_workers_serve_as_well() -> None:
     config = replace(config, pools=replace(config.pools, prefill=None, decode=None, colocated=2))
     outcome = simulate(config, sessions(num=20))
     assert [record.error for record in outcome.records] == [""] * 20
-
-
-@pytest.mark.parametrize("siblings", [False, True])
-def test_processes_of_one_gateway_hear_of_each_others_failures(
-    caplog: pytest.LogCaptureFixture, siblings: bool
-) -> None:
-    """Three at each of two are six in all, and five are a pause."""
-    asked = [replace(one, due_s=0.0) for one in sessions(num=6, max_output=800)]
-    config = town(prefill=1, decode=1, num_gateways=2, siblings=siblings)
-    with caplog.at_level(logging.WARNING, logger="baton"):
-        outcome = simulate(config, asked, [Fault.parse("0.5 reset decode-0")])
-    paused = "worker decode-0 fails its requests repeatedly: it gets no new requests for a while"
-    assert caplog.messages.count(paused) == 2 * siblings
-    assert [record.error for record in outcome.records] == [""] * 6
 
 
 def test_a_host_tier_finds_more_and_its_loads_take_time_that_leaps_do_not_change() -> None:
