@@ -30,7 +30,6 @@ from router.policies.registry import policy_of
 from router.prefix.feed import Peers
 from router.prefix.index import PrefixIndex
 from router.prefix.registry import local_index
-from router.streaming.token_sink import TokenSink
 from router.traces.request_trace import RequestTraces
 
 
@@ -95,9 +94,9 @@ def _idle(
     """The way of batches to the same workers, with records of its own."""
     dispatcher = Dispatcher(fleet=fleet, policy=policy, config=config, routing=Routing(records=records))
 
-    async def generate(job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(job: Job) -> AsyncGenerator[TokenDelta, None]:
         try:
-            async with aclosing(dispatcher(job, sink)) as deltas:
+            async with aclosing(dispatcher(job)) as deltas:
                 async for delta in deltas:
                     yield delta
         finally:

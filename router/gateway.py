@@ -31,7 +31,7 @@ from router.jobs import FleetView, Generate
 from router.ledger.ledger import RequestLedger, is_refused
 from router.metrics import RequestMetrics, Track
 from router.revisions.texts import ModelTexts, RevisionTexts, open_texts
-from router.streaming.token_sink import NO_MARKS, TokenSink, compiled
+from router.streaming.token_sink import TokenSink, compiled
 from router.text.chat_template import ChatTemplate, Message
 from router.text.model_card import ModelCard
 from router.text.reasoning import Reasoning
@@ -136,7 +136,7 @@ class Gateway:
     def _sinks(self, ask: TextRequest, track: Track, writer: SseWriter | None) -> Sequence[TokenSink]:
         if compiled() is None:
             return []
-        marks = ask.reasoning.reasoning.sink_marks if ask.reasoning is not None else NO_MARKS
+        reasoning = ask.reasoning.reasoning if ask.reasoning is not None else None
         sinks = [
             TokenSink(
                 self.tokenizer.vocabulary.texts,
@@ -145,7 +145,8 @@ class Gateway:
                 writer.events(index) if writer is not None else None,
                 skip_special_tokens=ask.skip_special_tokens,
                 stops=ask.stop,
-                marks=marks,
+                marks=reasoning.ids if reasoning is not None else frozenset(),
+                ends=reasoning.end_texts if reasoning is not None else (),
             )
             for index in range(len(ask.jobs))
         ]

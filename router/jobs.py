@@ -22,12 +22,14 @@ BATCH_PRIORITY = -(2**31)
 
 
 @dataclass(slots=True, eq=False)
-class UnreadSignal:
-    """Sends to the worker of a job whether its client reads nothing now. `send` is None while no worker decodes it."""
+class JobClient:
+    """The client's end of a job. Its `sink` takes plain tokens ahead of the deltas that account for them. `unread`
+    sends to the job's worker whether the client reads nothing now; `send` is None while no worker decodes it."""
 
+    sink: TokenSink | None = None
     send: Callable[[bool], None] | None = None
 
-    def __call__(self, is_unread: bool) -> None:
+    def unread(self, is_unread: bool) -> None:
         if self.send is not None:
             self.send(is_unread)
 
@@ -60,7 +62,7 @@ class Job:
     adapter: str = ""
     revision: str = ""
     emitted: tuple[int, ...] = ()
-    unread: UnreadSignal = field(repr=False, compare=False, default_factory=UnreadSignal)
+    client: JobClient = field(repr=False, compare=False, default_factory=JobClient)
     _hashes: dict[int, Chain] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def hashes(self, block_size: int) -> Chain:
@@ -99,11 +101,10 @@ class TokenDelta(Value, frozen=True, kw_only=True):
 class Generate(Protocol):
     """Runs a job. Closing the generator early (a client that left, a stop string found) aborts it on every worker.
 
-    A `sink` takes plain tokens ahead of the deltas that account for them. Raises BatonError: NoWorkers, Overloaded,
-    WorkerLost and the like, before or after the first delta.
+    Raises BatonError: NoWorkers, Overloaded, WorkerLost and the like, before or after the first delta.
     """
 
-    def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]: ...
+    def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

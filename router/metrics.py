@@ -157,7 +157,7 @@ class Track:
     def set_unread(self, is_unread: bool) -> None:
         """Tells the workers of the request whether its client reads nothing now."""
         for job in self.jobs:
-            job.unread(is_unread)
+            job.client.unread(is_unread)
 
     def used(self, usage: Usage) -> None:
         """What the request came to, however it ended. Called once."""

@@ -32,7 +32,6 @@ from router.files.records import StoredBatch, StoredFile, new_id
 from router.files.storage import BatchStorage, open_storage
 from router.gateway import open_gateway
 from router.jobs import AdapterReport, Job, TokenDelta, WorkerView
-from router.streaming.token_sink import TokenSink
 from router.traces.request_trace import RequestTraces
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
@@ -77,7 +76,7 @@ class _ReadyFleet:
         raise NotImplementedError
 
 
-async def _answer(job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+async def _answer(job: Job) -> AsyncGenerator[TokenDelta, None]:
     await asyncio.sleep(0)
     yield TokenDelta(token_ids=(100, 101, 102), finish_reason=FinishReason.LENGTH)
 

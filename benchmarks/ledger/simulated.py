@@ -30,7 +30,6 @@ from router.ledger.prices import PriceList
 from router.ledger.report import sums
 from router.ledger.schema import ledger_database
 from router.ledger.store import LedgerStore
-from router.streaming.token_sink import TokenSink
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import Usage
 
@@ -93,10 +92,10 @@ class Counted:
     def num_waiting(self) -> int:
         return self._admission.num_waiting
 
-    async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
         num_tokens, num_cached, error = 0, 0, None
         try:
-            async with aclosing(self._admission(job, sink)) as deltas:
+            async with aclosing(self._admission(job)) as deltas:
                 async for delta in deltas:
                     if not num_tokens:
                         num_cached = delta.num_cached_tokens

@@ -9,7 +9,6 @@ from typing import Any
 
 from protos.errors import Unavailable
 from router.jobs import Generate, Job, TokenDelta
-from router.streaming.token_sink import TokenSink
 
 
 class Cutoff:
@@ -30,14 +29,14 @@ class Cutoff:
         for task in self._running:
             task.cancel()
 
-    async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
         if self._is_cut:
             raise _stopping()
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
         try:
-            async with aclosing(self._generate(job, sink)) as deltas:
+            async with aclosing(self._generate(job)) as deltas:
                 async for delta in deltas:
                     yield delta
         except asyncio.CancelledError:

@@ -30,7 +30,6 @@ from router.config import RouterConfig
 from router.jobs import Generate, Job, TokenDelta
 from router.policies.table import CandidateTable
 from router.prefix.index import Match
-from router.streaming.token_sink import TokenSink
 
 LEAST_RETRY_S = 0.1
 BEGUN_HALF_LIFE_S = 10.0
@@ -111,7 +110,7 @@ class Admission:
         self._line.weigh(weights)
         self._returning.weigh(weights)
 
-    async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
         """Raises Overloaded, with the seconds after which to retry, before the first delta. Otherwise behaves as
         `Generate`."""
         entry = self._entry(job)
@@ -122,7 +121,7 @@ class Admission:
         let_s = loop_time()
         has_begun = False
         try:
-            deltas = self._generate(job, sink)
+            deltas = self._generate(job)
             try:
                 async for delta in deltas:
                     num_found = 0

@@ -32,7 +32,6 @@ from protos.event_loop import loop_time
 from router.jobs import BATCH_PRIORITY, Generate, Job, TokenDelta
 from router.policies.table import Bools, CandidateTable, Floats
 from router.prefix.index import NO_MATCH, Match
-from router.streaming.token_sink import TokenSink
 
 PREFILL_SHARE = 0.1
 """Of the objective for a first token: a prefill worker with so much work has no room."""
@@ -185,8 +184,9 @@ class IdleAdmission:
         self._decided_s = float("-inf")
         self.num_suspended = 0
 
-    async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
-        """Raises BatonError as the dispatcher does. A sink gets nothing: a suspended job must know its tokens."""
+    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+        """Raises BatonError as the dispatcher does."""
+        job.client.sink = None  # a suspended job must know its tokens
         job = replace(job, priority=BATCH_PRIORITY, max_ttft_s=None)
         emitted: list[int] = []
         while True:

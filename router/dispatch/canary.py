@@ -20,10 +20,9 @@ from dataclasses import replace
 from enum import StrEnum
 
 from protos.errors import BatonError
-from router.jobs import Generate, Job, TokenDelta
+from router.jobs import Generate, Job, JobClient, TokenDelta
 from router.policies.base import Decision, Policy, RequestView
 from router.policies.table import CandidateTable
-from router.streaming.token_sink import TokenSink
 
 log = logging.getLogger("baton.router")
 
@@ -67,8 +66,8 @@ class Canary:
         self._running: asyncio.Task[None] | None = None
         self.outcomes: Counter[str] = Counter()
 
-    def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
-        return self._twice(job) if self._is_due(job) else self._generate(job, sink)
+    def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+        return self._twice(job) if self._is_due(job) else self._generate(job)
 
     async def idle(self) -> None:
         """Returns when no second run is under way."""
@@ -82,6 +81,7 @@ class Canary:
 
     async def _twice(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
         token_ids: list[int] = []
+        job.client.sink = None  # every token is compared
         async with aclosing(self._generate(job)) as deltas:
             async for delta in deltas:
                 token_ids += delta.token_ids
@@ -105,6 +105,7 @@ class Canary:
         again = replace(
             job,
             request_id=f"{job.request_id}-canary",
+            client=JobClient(),
             cache_salt=SALT + job.cache_salt,
             priority=PRIORITY,
             sampling=replace(job.sampling, logprobs=None, prompt_logprobs=None),

@@ -50,7 +50,6 @@ from router.jobs import Job, TokenDelta
 from router.policies.base import Decision, Policy
 from router.policies.table import CandidateTable
 from router.prefix.index import NO_MATCH
-from router.streaming.token_sink import TokenSink
 from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")
@@ -129,10 +128,10 @@ class Dispatcher:
         )
         self.num_resumed = 0
 
-    async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
         """Streams the deltas of one job. Raises BatonError when the job cannot be run to its end."""
         record = self._chooser.record(job)
-        job_state = JobState(job, now=loop_time(), record=record, sink=sink)
+        job_state = JobState(job, now=loop_time(), record=record)
         record.note(EventKind.ADMITTED, loop_time())
         if job.adapter:
             self._fleet.lora.count(job.adapter)

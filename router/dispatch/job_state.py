@@ -10,7 +10,6 @@ from protos.chain import Chain
 from protos.values import GenerateRequest, SequenceUpdate, Ticket
 from router.dispatch.poison_requests import CrashHistory
 from router.jobs import Job, TokenDelta
-from router.streaming.token_sink import TokenSink
 from router.traces.request_trace import RequestTrace
 
 LEAST_PROGRESS = 16
@@ -28,11 +27,8 @@ class JobState:
     - `record`: the trace of the request.
     """
 
-    def __init__(
-        self, job: Job, *, now: float, record: RequestTrace | None = None, sink: TokenSink | None = None
-    ) -> None:
+    def __init__(self, job: Job, *, now: float, record: RequestTrace | None = None) -> None:
         self.job = job
-        self.sink = sink
         self.record = record or RequestTrace(job=job, received_s=now)
         self.read_since_s = now  # when a worker got the prompt
         self._arrival_s = now

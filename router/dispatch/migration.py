@@ -89,7 +89,7 @@ class Migrations:
         here, again_s = place, 0.0
         left: MigrationTarget | None = None
         move: _Migration | None = None
-        job_state.job.unread.send = lambda is_unread: here.worker.set_unread(here.request_id, is_unread)
+        job_state.job.client.send = lambda is_unread: here.worker.set_unread(here.request_id, is_unread)
         try:
             while True:
                 update = await anext(here.updates)
@@ -110,7 +110,7 @@ class Migrations:
                     move, again_s = None, loop_time() + PAUSE_S
                     continue
                 yield update
-                here.updates.attach(job_state.sink if move is None and job_state.may_skip_deltas else None)
+                here.updates.attach(job_state.job.client.sink if move is None and job_state.may_skip_deltas else None)
                 if update.finish_reason is not None:
                     if here is not place:
                         here.worker.release(here.request_id)
@@ -120,7 +120,7 @@ class Migrations:
                 if move is None and here.worker.drains and loop_time() >= again_s:
                     move = self._begin(job_state, here)
         finally:
-            job_state.job.unread.send = None
+            job_state.job.client.send = None
             here.updates.attach(None)
             if move is not None:
                 move.end()

@@ -25,9 +25,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from protos.errors import BatonError, HeadersTooLarge, InvalidRequest, RequestTimeout, Unavailable, UriTooLong
 from router.http.access_log import MAX_PATH, is_logged, log_access
 from router.http.errors import error_response
-from router.http.response_channel import EXTENSION, CorkedTransport, ResponseChannel
+from router.http.response_channel import EXTENSION, CorkedTransport, ResponseChannel, WriteState
 from router.log_throttle import RareLog
-from router.streaming.token_sink import WriteState
 
 log = logging.getLogger("baton.http")
 

@@ -12,6 +12,7 @@ every chunk goes through `send`.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +21,24 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from router.streaming.token_sink import WriteState
-
 EXTENSION = "baton.response_channel"
 _TCP_INFO = struct.Struct("=24xI92xQ16xI")  # fields of Linux's struct tcp_info: unacked, bytes_acked, notsent_bytes
 _MAX_CORKED_BYTES = 64 * 1024
+
+
+class WriteState(ctypes.Structure):
+    """A `TokenSink`'s view of a transport. `sent_s`: the last write, by the loop's clock. `blocked`: 0 while a sink may
+    write; each reason not to is a bit."""
+
+    _fields_ = (("sent_s", ctypes.c_double), ("blocked", ctypes.c_uint8))
+
+    PAUSED, CORKED, CLOSED = 1, 2, 4
+
+    def block(self, reason: int) -> None:
+        self.blocked |= reason
+
+    def unblock(self, reason: int) -> None:
+        self.blocked &= ~reason
 
 
 class CorkedTransport:

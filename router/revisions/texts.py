@@ -13,7 +13,6 @@ from protos.model_files.opening import open_model
 from protos.values import WorkerInfo
 from router.config import RouterConfig
 from router.revisions.fleet_revisions import FleetRevisions
-from router.streaming.token_sink import compiled
 from router.text.chat_template import ChatTemplate
 from router.text.model_card import ModelCard
 from router.text.reasoning import Reasoning
@@ -42,8 +41,7 @@ def open_texts(config: RouterConfig, *, model: Path | None = None, max_model_len
     Misconfigured, BadCheckpoint."""
     files = open_model(config.model_path if model is None else model)
     tokenizer = Tokenizer.load(files)
-    if compiled() is not None:
-        _ = tokenizer.vocabulary.texts  # before the first request, which would wait for them
+    _ = tokenizer.vocabulary.texts  # before the first request, which would wait for them
     template = ChatTemplate.load(files, tokenizer.named_tokens, tokenizer.added_tokens, file=config.text.chat_template)
     reasoning = _reasoning(config.text.reasoning_parser, template, tokenizer)
     tool_format = _tool_format(config.text.tool_parser, template, reasoning)

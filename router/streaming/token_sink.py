@@ -17,14 +17,10 @@ import ctypes
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-import orjson
-
 from kvtransfer.native import Functions, load
-from protos.value import Value
 from router.streaming.itl_histogram import ChoiceTimes
 
 REPORT_S = 1.0
@@ -63,19 +59,10 @@ class Pacing(Protocol):
     def when_due(self, flush: Callable[[float], bool]) -> None: ...
 
 
-class WriteState(ctypes.Structure):
-    """A sink's view of a transport. `sent_s`: the last write, by the loop's clock. `blocked`: 0 while a sink may write;
-    each reason not to is a bit."""
+class TokenTexts(Protocol):
+    """`router.text.vocabulary.TokenColumns`."""
 
-    _fields_ = (("sent_s", ctypes.c_double), ("blocked", ctypes.c_uint8))
-
-    PAUSED, CORKED, CLOSED = 1, 2, 4
-
-    def block(self, reason: int) -> None:
-        self.blocked |= reason
-
-    def unblock(self, reason: int) -> None:
-        self.blocked &= ~reason
+    address: int
 
 
 class EventFrame(Protocol):
@@ -87,7 +74,9 @@ class EventFrame(Protocol):
         ...
 
     @property
-    def state(self) -> WriteState: ...
+    def state(self) -> ctypes.Structure:
+        """`router.http.response_channel.WriteState`."""
+        ...
 
     def make_clear(self) -> bool:
         """True if the transport has sent all earlier data and would take an event now."""
@@ -97,37 +86,6 @@ class EventFrame(Protocol):
         """What stands before and after the JSON string of a text, quotes included; three parts where the string stands
         in an event twice."""
         ...
-
-
-class TokenTexts:
-    """Texts of tokens, for compiled code: None for tokens with parts of characters."""
-
-    class _Columns(ctypes.Structure):
-        _fields_ = (
-            ("text", _S), ("json", _S), ("text_ends", _P), ("json_ends", _P), ("kinds", _S), ("num", _N),
-        )  # fmt: skip
-
-    def __init__(self, texts: Iterable[str | None], special: frozenset[int]) -> None:
-        known = list(texts)
-        raw = [text.encode() if text is not None else b"" for text in known]
-        quoted = [orjson.dumps(text)[1:-1] if text is not None else b"" for text in known]
-        kinds = bytes(0 if text is None else 2 if i in special else 1 for i, text in enumerate(known))
-        self._ends = [array("I", accumulate(map(len, column), initial=0)) for column in (raw, quoted)]
-        columns = self._columns = self._Columns(
-            b"".join(raw), b"".join(quoted), *(ends.buffer_info()[0] for ends in self._ends), kinds, len(known)
-        )
-        self.address = ctypes.addressof(columns)
-
-
-class SinkMarks(Value, frozen=True, kw_only=True):
-    """Where reasoning begins and ends: tokens that a sink leaves to the generators, and the `texts` of marks that are
-    no tokens, behind which reasoning ends."""
-
-    ids: frozenset[int] = frozenset()
-    texts: tuple[str, ...] = ()
-
-
-NO_MARKS = SinkMarks()
 
 
 def _first_bytes(texts: Iterable[str]) -> frozenset[int]:
@@ -149,14 +107,16 @@ class TokenSink:
         *,
         skip_special_tokens: bool = True,
         stops: Iterable[str] = (),
-        marks: SinkMarks = NO_MARKS,
+        marks: frozenset[int] = frozenset(),
+        ends: Iterable[str] = (),
     ) -> None:
-        """`marks`: those of a model that reasons."""
+        """Of a model that reasons: `marks` are tokens that the sink leaves to the generators, `ends` the texts after
+        which reasoning ends if they are no tokens."""
         self._texts = texts
         self._skips_special = skip_special_tokens
         self._firsts = _first_bytes(stops)
-        self._marks = marks
-        assert len(self._marks.ids) <= _MAX_REFUSED, self._marks
+        self._marks, self._ends = marks, _first_bytes(ends)
+        assert len(marks) <= _MAX_REFUSED, marks
         self._is_reasoning = False
         self._held_before: list[tuple[Sequence[bytes], bytes]] = []
         self._frame: Sequence[bytes] = ()
@@ -256,12 +216,12 @@ class TokenSink:
 
     def _made(self, library: ctypes.PyDLL) -> int:
         stops = (ctypes.c_uint64 * 4)()
-        for byte in _first_bytes(self._marks.texts) if self._is_reasoning else self._firsts:
+        for byte in self._ends if self._is_reasoning else self._firsts:
             stops[byte >> 6] |= 1 << (byte & 63)
         gap, itl = ctypes.addressof(self._pace.gap), self._times.itl.address
         made = library.sink_new(self._texts.address, self._skips_special, stops, gap, itl)
         _check(not made)
-        if ids := self._marks.ids:
+        if ids := self._marks:
             library.sink_refuse(made, (ctypes.c_uint32 * len(ids))(*ids), len(ids))
         if (events := self._events) is not None:
             self._frame = events.frame(is_reasoning=self._is_reasoning)

@@ -21,7 +21,6 @@ import orjson
 
 from protos.value import Value
 from router.grammar.structure import literal
-from router.streaming.token_sink import SinkMarks
 from router.text.stop_strings import overlap
 from router.text.vocabulary import Vocabulary
 
@@ -119,9 +118,9 @@ class Reasoning:
         return self._marks is not None or bool(self._ids)
 
     @property
-    def sink_marks(self) -> SinkMarks:
-        is_text = self._marks is not None and not self._ids
-        return SinkMarks(ids=self.ids, texts=(self._marks.close,) if is_text and self._marks is not None else ())
+    def end_texts(self) -> tuple[str, ...]:
+        """The marks after which reasoning ends, if they are no tokens."""
+        return () if self._marks is None or self._ids else (self._marks.close,)
 
     def phase(self, prompt: Sequence[int], *, is_continued: bool = False) -> Phase:
         """The phase behind a prompt; one that `is_continued` ends with the beginning of the answer."""

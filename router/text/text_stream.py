@@ -161,7 +161,9 @@ async def _text_deltas(
     generate: Generate, ask: TextRequest, index: int, vocabulary: Vocabulary, sink: TokenSink | None
 ) -> AsyncGenerator[TextDelta, None]:
     writer = ChoiceText(ask, index, vocabulary, sink)
-    deltas = generate(ask.jobs[index], sink)
+    job = ask.jobs[index]
+    job.client.sink = sink
+    deltas = generate(job)
     try:
         async for delta in deltas:
             piece = writer.write(delta)
@@ -170,6 +172,7 @@ async def _text_deltas(
                 return
     finally:
         await deltas.aclose()
+        job.client.sink = None  # else the answer leaves a reference cycle
 
 
 async def _merged(

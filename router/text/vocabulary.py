@@ -7,16 +7,19 @@ SentencePiece with byte fallback (Llama 2, Mistral). Any other is refused by nam
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
+import orjson
 import tokenizers
 
 from protos.errors import UnsupportedModel
-from router.streaming.token_sink import TokenTexts
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -42,7 +45,7 @@ class Vocabulary:
     special: frozenset[int]
     leading_space: int = 0
     _texts: dict[int, str | None] = field(default_factory=dict, repr=False, compare=False)
-    _texts_of_all: list[TokenTexts] = field(default_factory=list, repr=False, compare=False)
+    _texts_of_all: list[TokenColumns] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> Vocabulary:
@@ -73,11 +76,32 @@ class Vocabulary:
             return text
 
     @property
-    def texts(self) -> TokenTexts:
+    def texts(self) -> TokenColumns:
         """`whole_text` of every token, for sinks. Made once: a second for a million tokens."""
         if not self._texts_of_all:
-            self._texts_of_all.append(TokenTexts(map(self.whole_text, range(len(self.token_bytes))), self.special))
+            self._texts_of_all.append(TokenColumns(map(self.whole_text, range(len(self.token_bytes))), self.special))
         return self._texts_of_all[0]
+
+
+class TokenColumns:
+    """Texts of tokens as router/streaming/token_sink.c reads them: None for tokens with parts of characters."""
+
+    class _Columns(ctypes.Structure):
+        _fields_ = (
+            ("text", ctypes.c_char_p), ("json", ctypes.c_char_p), ("text_ends", ctypes.c_void_p),
+            ("json_ends", ctypes.c_void_p), ("kinds", ctypes.c_char_p), ("num", ctypes.c_uint32),
+        )  # fmt: skip
+
+    def __init__(self, texts: Iterable[str | None], special: frozenset[int]) -> None:
+        known = list(texts)
+        raw = [text.encode() if text is not None else b"" for text in known]
+        quoted = [orjson.dumps(text)[1:-1] if text is not None else b"" for text in known]
+        kinds = bytes(0 if text is None else 2 if i in special else 1 for i, text in enumerate(known))
+        self._ends = [array("I", accumulate(map(len, column), initial=0)) for column in (raw, quoted)]
+        columns = self._columns = self._Columns(
+            b"".join(raw), b"".join(quoted), *(ends.buffer_info()[0] for ends in self._ends), kinds, len(known)
+        )
+        self.address = ctypes.addressof(columns)
 
 
 class _Steps:

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from protos.values import FinishReason, SequenceUpdate
 from router.fleet.worker_client import Updates
 from router.jobs import Job, TokenDelta
-from router.streaming.token_sink import SinkTable, TokenSink
+from router.streaming.token_sink import SinkTable
 from router.text.chat_template import ChatTemplate
 from router.text.reasoning import Reasoning
 from router.text.tokenizer import Tokenizer
@@ -75,12 +75,11 @@ class Worker:
         self.jobs: list[Job] = []
         self.num_taken = 0
 
-    async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
         self.jobs.append(job)
         table, clock = SinkTable(), asyncio.get_running_loop().time
         updates = Updates(job.request_id, 7, table)
-        if sink is not None:
-            updates.attach(sink)
+        updates.attach(job.client.sink)
         feeding = asyncio.create_task(self._feed(updates, table, clock()))
         try:
             async for update in updates:

@@ -22,7 +22,6 @@ from router.app import create_app
 from router.gateway import Gateway
 from router.http.protocol import HttpProtocol
 from router.jobs import AdapterReport, Job, TokenDelta
-from router.streaming.token_sink import TokenSink
 from router.text.chat_template import ChatTemplate
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer
@@ -157,7 +156,7 @@ class Scripted:
         self.began = asyncio.Event()
         self.idle = asyncio.Event()
 
-    async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
         self.jobs.append(job)
         self.began.set()
         try:

@@ -12,7 +12,6 @@ from cluster.gateway.shutdown import Cutoff
 from protos.errors import Unavailable
 from protos.values import SamplingParams
 from router.jobs import Job, TokenDelta
-from router.streaming.token_sink import TokenSink
 
 JOB = Job(request_id="r", group_id="g", prompt_ids=(1,), sampling=SamplingParams())
 
@@ -24,7 +23,7 @@ class Model:
         self.thinking = asyncio.Event()
         self.aborted = False
 
-    async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
         try:
             yield TokenDelta(token_ids=(7,))
             self.thinking.set()

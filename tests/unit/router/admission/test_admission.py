@@ -25,7 +25,6 @@ from router.jobs import Job, TokenDelta
 from router.policies.table import Candidate, CandidateTable, Line
 from router.prefix.index import Match
 from router.prefix.memory import MemoryPrefixIndex
-from router.streaming.token_sink import TokenSink
 from tests.unit.cluster.virtual_time import run_virtually
 from tests.unit.router.fake_cluster import router_config
 
@@ -70,7 +69,7 @@ class Pool:
         self._turn.set()
         self._turn = asyncio.Event()
 
-    async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
         self.given.append(job.request_id)
         self.candidate = replace(
             self.candidate,
@@ -115,7 +114,7 @@ async def test_an_idle_fleet_is_given_a_job_at_once() -> None:
 async def test_what_was_found_in_a_cache_is_taken_off_once_however_often_it_is_told() -> None:
     pool = Pool()
 
-    async def reading(job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def reading(job: Job) -> AsyncGenerator[TokenDelta, None]:
         for read in range(100, 501, 100):
             yield TokenDelta(num_prompt_computed=read, num_cached_tokens=400)
         yield TokenDelta(token_ids=(1,), num_cached_tokens=400)

@@ -92,7 +92,7 @@ class _Fleet:
 async def test_a_suspended_job_goes_on_behind_its_tokens() -> None:
     fleet, jobs = _Fleet(), list[Job]()
 
-    async def generate(job: Job, sink: object = None) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(job: Job) -> AsyncGenerator[TokenDelta, None]:
         jobs.append(job)
         for token_id in range(len(job.emitted), 6):
             yield TokenDelta(token_ids=(token_id,), finish_reason=FinishReason.LENGTH if token_id == 5 else None)
@@ -128,7 +128,7 @@ async def test_jobs_whose_prompts_are_being_read_are_not_taken_for_people() -> N
         async def wait(self, *, until: float) -> None:
             await asyncio.Event().wait()
 
-    async def generate(job: Job, sink: object = None) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(job: Job) -> AsyncGenerator[TokenDelta, None]:
         nonlocal running
         running += 1
         await asyncio.Event().wait()
@@ -169,7 +169,7 @@ class _Line:
         )
         self._fleet = fleet
 
-    async def _generate(self, job: Job, sink: object = None) -> AsyncGenerator[TokenDelta, None]:
+    async def _generate(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
         self.entered.append(job.group_id)
         yield TokenDelta(token_ids=(1,), finish_reason=FinishReason.LENGTH)
 

@@ -10,14 +10,13 @@ import pytest
 
 from protos.errors import Overloaded
 from router.jobs import Job, TokenDelta
-from router.streaming.token_sink import TokenSink
 from tests.unit.cluster.virtual_time import run_virtually
 from tests.unit.router.admission.test_admission import Pool, admission, job, run, settle
 
 
 def test_who_was_let_through_and_found_no_room_is_not_told_less_than_the_line() -> None:
     class Full(Pool):
-        async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+        async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
             await asyncio.sleep(5.0)
             raise Overloaded("no free blocks", retry_after_s=1.0)
             yield
@@ -40,8 +39,8 @@ def test_who_was_let_through_and_found_no_room_is_not_told_less_than_the_line() 
 
 def test_who_was_let_through_and_found_no_room_comes_again_behind_the_line() -> None:
     class Full(Pool):
-        async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
-            async with aclosing(super().__call__(job, sink)) as deltas:
+        async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+            async with aclosing(super().__call__(job)) as deltas:
                 async for delta in deltas:
                     if job.request_id == "tried":
                         raise Overloaded("no free blocks", retry_after_s=1.0)

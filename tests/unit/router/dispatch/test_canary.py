@@ -15,7 +15,6 @@ from router.dispatch.canary import SALT, Canary, by_one_worker, first_difference
 from router.jobs import Job, TokenDelta
 from router.policies.base import Decision, RequestView
 from router.policies.table import Candidate, CandidateTable
-from router.streaming.token_sink import TokenSink
 from tests.unit.router.fake_cluster import PROMPT, Cluster, job, tokens
 from tests.unit.router.fake_worker import expected_tokens
 
@@ -29,7 +28,7 @@ class Says:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def __call__(self, job: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
         self.asked.append(job)
         await self.gate.wait()
         for token_id in self.token_ids[:-1]:
@@ -107,7 +106,7 @@ async def test_a_second_run_that_fails_is_not_a_difference(
     error: Exception, level: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Fails(Says):
-        async def __call__(self, asked: Job, sink: TokenSink | None = None) -> AsyncGenerator[TokenDelta, None]:
+        async def __call__(self, asked: Job) -> AsyncGenerator[TokenDelta, None]:
             raise error
             yield TokenDelta()
 

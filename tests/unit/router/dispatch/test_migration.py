@@ -254,17 +254,17 @@ async def test_the_worker_that_has_a_sequence_learns_whether_its_client_reads(ma
     client = Client(cluster)
     first = await client.paused()
     second = other(cluster, first)
-    client.job.unread(True)
+    client.job.client.unread(True)
     drain(cluster, first)
     await cluster[first].until(lambda: bool(cluster[first].moved))
     go(cluster)
     await client.until(lambda: bool(cluster[second].submitted))
     cluster[second].pause_after = 2
-    client.job.unread(True)
-    client.job.unread(False)
+    client.job.client.unread(True)
+    client.job.client.unread(False)
     go(cluster)
     assert await client.done() == EXPECTED
     moved_to = cluster[first].submitted[0].request_id, cluster[second].submitted[0].request_id
     assert cluster[first].unread == [(moved_to[0], True)]
     assert cluster[second].unread == [(moved_to[1], True), (moved_to[1], False)]
-    client.job.unread(True)  # no worker has it any more
+    client.job.client.unread(True)  # no worker has it any more

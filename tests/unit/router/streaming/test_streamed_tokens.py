@@ -12,10 +12,11 @@ import pytest
 from router.fleet.worker import WorkerState
 from router.fleet.worker_client import Updates
 from router.http.pace import Pace
-from router.http.response_channel import ResponseChannel
+from router.http.response_channel import ResponseChannel, WriteState
 from router.http.sse import ChoiceEvents, EventStream, SseWriter
 from router.streaming.itl_histogram import ChoiceTimes, ItlHistogram
-from router.streaming.token_sink import TokenSink, TokenTexts, WriteState, compiled
+from router.streaming.token_sink import TokenSink, compiled
+from router.text.vocabulary import TokenColumns
 from tests.unit.router.fake_cluster import PROMPT, Cluster, job, served
 from tests.unit.router.fake_worker import expected_tokens
 from tests.unit.router.scripted import byte_level
@@ -27,7 +28,7 @@ class Reader:
     """Reads a job whose sink takes every token that it may, or none; a token's text is its number."""
 
     def __init__(self, *, takes: bool = True) -> None:
-        texts = TokenTexts([f"{token_id}" if takes else None for token_id in range(2048)], frozenset())
+        texts = TokenColumns([f"{token_id}" if takes else None for token_id in range(2048)], frozenset())
         self.tokens: list[int] = []
         self.num_taken = 0
         self.state = WriteState()
@@ -46,7 +47,9 @@ class Reader:
         return [b"", b""]
 
     async def read(self, cluster: Cluster, max_tokens: int = 8) -> None:
-        async for delta in cluster.generate(job(max_tokens=max_tokens), self.sink):
+        asked = job(max_tokens=max_tokens)
+        asked.client.sink = self.sink
+        async for delta in cluster.generate(asked):
             self.tokens += delta.token_ids[self.sink.num_taken_of(len(delta.token_ids)) :]
             self._more.set()
 

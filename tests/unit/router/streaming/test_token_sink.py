@@ -14,13 +14,15 @@ import pytest
 from protos.values import FinishReason, SequenceUpdate
 from router.fleet.worker_client import Updates
 from router.http.pace import Pace
+from router.http.response_channel import WriteState
 from router.streaming.itl_histogram import ChoiceTimes, ItlHistogram
-from router.streaming.token_sink import REPORT_S, SinkMarks, SinkTable, TokenSink, TokenTexts, WriteState, compiled
+from router.streaming.token_sink import REPORT_S, SinkTable, TokenSink, compiled
+from router.text.vocabulary import TokenColumns
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="needs a C compiler")
 
 SPECIAL = 7
-TEXTS = TokenTexts(["", "a", 'say "é"\n', "", None, "<b", "x" * 4000, "<|s|>"], frozenset({SPECIAL}))
+TEXTS = TokenColumns(["", "a", 'say "é"\n', "", None, "<b", "x" * 4000, "<|s|>"], frozenset({SPECIAL}))
 BOUNDS = (0.25, 0.5, 1.0)
 
 
@@ -163,7 +165,7 @@ def test_a_text_that_waits_since_the_last_report_needs_no_further_message() -> N
 
 
 def test_reasoning_has_events_of_its_own_with_the_text_twice_and_leaves_its_marks() -> None:
-    table, choice = SinkTable(), Choice(marks=SinkMarks(ids=frozenset({3, SPECIAL})))
+    table, choice = SinkTable(), Choice(marks=frozenset({3, SPECIAL}))
     choice.sink.turn(is_reasoning=True)
     choice.sink.open(table, 7, 1.0)
     choice.pace.gap_s = 0.05

@@ -93,7 +93,7 @@ def test_formats_are_found_in_templates_and_need_their_tokens() -> None:
     assert format_of("[THINK]{{ x }}[/THINK]") == "mistral"
     assert format_of("<|user|>{{ content }}") is None
     assert not Reasoning("gpt_oss", sentencepiece().vocabulary).is_usable
-    assert Reasoning("seed_oss", byte_level().vocabulary).sink_marks.texts == ("</seed:think>",)
+    assert Reasoning("seed_oss", byte_level().vocabulary).end_texts == ("</seed:think>",)
 
 
 def test_a_reader_has_the_phase_of_its_prompt() -> None:
