@@ -46,7 +46,7 @@ class RequestMetrics:
         )
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in a prefix cache")
-        self._endpoints: dict[str, Endpoint] = {}
+        self._endpoints: dict[str, EndpointMetrics] = {}
         self.gaps: Collector = _GapCollector(self._endpoints)
         self.registry.register(self.gaps)
         build = Gauge(
@@ -64,13 +64,13 @@ class RequestMetrics:
         """Starts a request's clock; `endpoint` is one of our own names, never the client's text."""
         return Track(self.endpoint(endpoint))
 
-    def endpoint(self, name: str) -> Endpoint:
+    def endpoint(self, name: str) -> EndpointMetrics:
         if name not in self._endpoints:
-            self._endpoints[name] = Endpoint(self, name)
+            self._endpoints[name] = EndpointMetrics(self, name)
         return self._endpoints[name]
 
 
-class Endpoint:
+class EndpointMetrics:
     """The metrics of one endpoint: looking a label up costs more than counting."""
 
     def __init__(self, metrics: RequestMetrics, name: str) -> None:
@@ -97,7 +97,7 @@ class Endpoint:
 
 
 class _GapCollector(Collector):
-    def __init__(self, endpoints: dict[str, Endpoint]) -> None:
+    def __init__(self, endpoints: dict[str, EndpointMetrics]) -> None:
         self._endpoints = endpoints
 
     def collect(self) -> Iterable[Metric]:
@@ -111,7 +111,7 @@ class Track:
     """One request, measured from here to `finish`: a context manager, unless its response outlives the block. `usage`
     is None before it has ended, `outcome` "" before `finish`, and `tenant` "" before it is known."""
 
-    def __init__(self, metrics: Endpoint) -> None:
+    def __init__(self, metrics: EndpointMetrics) -> None:
         self._metrics = metrics
         self.endpoint = metrics.labels[0]
         self._clock = asyncio.get_running_loop().time

@@ -14,7 +14,6 @@ from router.http.body import read_body
 from router.http.errors import json_response
 from router.http.validation import Body
 from router.jobs import AdapterReport
-from router.openai.responses import Reply
 
 
 class AdapterBody(Body):
@@ -24,31 +23,9 @@ class AdapterBody(Body):
     path: str = Field(min_length=1, max_length=4096, description="the adapter's folder on the workers' machines")
 
 
-class AdapterRowReply(Reply):
-    """One adapter with the ids of the workers that have it. `adapter_id` is the digest of its files."""
-
-    name: str
-    adapter_id: str
-    path: str
-    rank: int
-    num_bytes: int
-    workers: list[str]
-
-
-class AdaptersReply(Reply):
-    adapters: list[AdapterRowReply]
-
-
-class AdapterOrderReply(Reply):
-    """`done`: workers that have obeyed; `failed`: why others have not, by worker."""
-
-    name: str
-    done: list[str]
-    failed: dict[str, str]
-
-
 def add(admin: AdminRoutes, gateway: Gateway) -> None:
-    @admin.route("/adapters", methods=["GET", "POST"])
+    @admin.route("/adapters", "LoRA adapters, and the workers that have them")
+    @admin.route("/adapters", "Every worker loads a LoRA adapter", method="POST", body=AdapterBody)
     async def adapters(request: Request) -> Response:
         """A POST is answered once the workers have the adapter."""
         if request.method == "GET":
@@ -57,7 +34,7 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
         gateway.check_adapter_name(body.name)
         return _report(body.name, await gateway.fleet.load_adapter(body.name, body.path))
 
-    @admin.route("/adapters/{name}", methods=["DELETE"])
+    @admin.route("/adapters/{name}", "No worker takes requests for a LoRA adapter", method="DELETE")
     async def unload(request: Request) -> Response:
         name = request.path_params["name"]
         return _report(name, await gateway.fleet.unload_adapter(name))

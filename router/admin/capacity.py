@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,35 +28,9 @@ MAX_SURGE = 64
 ROLES = Literal["prefill", "decode", "colocated"]
 
 
-def _needs(kind: str, **parts: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "if": {"properties": {"kind": {"const": kind}}},
-        "then": {"required": list(parts), "properties": parts},
-    }
-
-
-_NAME = {"type": "string", "minLength": 1}
-_SOME = {"type": "object", "minProperties": 1}
-_ROLL: dict[str, Any] = {
-    "if": {"properties": {"kind": {"const": "roll"}}},
-    "then": {
-        "anyOf": [
-            {"required": ["model"], "properties": {"model": _NAME}},
-            {"required": ["settings"], "properties": {"settings": _SOME}},
-        ]
-    },
-}
-
-
 class CapacityBody(Body):
     """`scale`: the numbers of workers of the roles in `counts`. `flip`: the new `role` of `worker_id`. `roll`: workers
     with another `model`, or other `settings` by path, `surge` at a time. `abort`: back from a roll."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "allOf": [_needs("scale", counts=_SOME), _needs("flip", worker_id=_NAME, role={"type": "string"}), _ROLL]
-        }
-    )
 
     kind: Literal["scale", "flip", "roll", "abort"] = Field(description='"scale", "flip", "roll" or "abort"')
     counts: dict[ROLES, int] | None = Field(default=None, description="an object of roles and numbers of workers")
@@ -93,7 +67,10 @@ class CapacityBody(Body):
 
 
 def add(admin: AdminRoutes, gateway: Gateway) -> None:
-    @admin.route("/capacity", methods=["GET", "POST"])
+    @admin.route("/capacity", "The desired fleet and its latest changes")
+    @admin.route(
+        "/capacity", "Another number of workers, or another role of a worker", method="POST", body=CapacityBody
+    )
     async def capacity(request: Request) -> Response:
         """A POST is answered once the change is recorded, before it is reached."""
         if request.method == "GET":
@@ -102,7 +79,7 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
         change = await gateway.fleet_owner.order(await _with_files(body.order(), gateway))
         return json_response(msgspec.to_builtins(change), status=202)
 
-    @admin.route("/capacity/sights", methods=["GET"])
+    @admin.route("/capacity/sights", "What every gateway's clients saw lately")
     async def sights(_: Request) -> Response:
         """What every gateway's clients saw lately, for `baton plan`. Gateways begin to report with the first call."""
         return json_response({"sights": msgspec.to_builtins(await gateway.fleet_owner.sights())})

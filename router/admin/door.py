@@ -1,40 +1,45 @@
-"""The one door in front of every route under /admin, and the moments in their queries."""
+"""What adds a route that needs an administrator's key, and the moments in queries of such routes."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from functools import wraps
 
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import InvalidRequest
+from router.endpoint import Endpoint, Schema
 from router.gateway import Gateway
+from router.http.validation import Body
 from router.ledger.organization import LATEST_S
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+Answer = Callable[[Request], Awaitable[Response]]
+SECOND: Schema = {"type": "integer", "minimum": 0, "maximum": LATEST_S}
 
 
 class AdminRoutes:
-    """Adds routes to the application, under /admin but for those that another API names. Each raises Unauthenticated or
-    Forbidden for a request without an administrator's key."""
+    """Collects endpoints, under /admin but for those that another API names."""
 
-    def __init__(self, app: FastAPI, gateway: Gateway) -> None:
-        self._app = app
-        self._access = gateway.access
+    def __init__(self) -> None:
+        self.endpoints: list[Endpoint] = []
 
     def route(
-        self, path: str, *, methods: Sequence[str] = ("GET",), prefix: str = "/admin"
-    ) -> Callable[[Endpoint], Endpoint]:
-        def added(endpoint: Endpoint) -> Endpoint:
-            @wraps(endpoint)
-            async def guarded(request: Request) -> Response:
-                self._access.check_admin(request.headers.get("authorization"))
-                return await endpoint(request)
+        self,
+        path: str,
+        summary: str,
+        *,
+        method: str = "GET",
+        prefix: str = "/admin",
+        body: type[Body] | None = None,
+        query: Sequence[Schema] = (),
+    ) -> Callable[[Answer], Answer]:
+        def added(answer: Answer) -> Answer:
+            async def serve(_: Gateway, request: Request) -> Response:
+                return await answer(request)
 
-            self._app.add_route(f"{prefix}{path}", guarded, methods=list(methods))
-            return endpoint
+            endpoint = Endpoint(method, f"{prefix}{path}", serve, summary, key="admin", body=body, query=query)
+            self.endpoints.append(endpoint)
+            return answer
 
         return added
 

@@ -11,7 +11,11 @@ from router.http.errors import json_response
 
 
 def add(admin: AdminRoutes, gateway: Gateway) -> None:
-    @admin.route("/workers/{worker_id}/drain", methods=["POST"])
+    @admin.route(
+        "/workers/{worker_id}/drain",
+        "No new work for a worker: what runs moves on or finishes, then it ends",
+        method="POST",
+    )
     async def drain(request: Request) -> Response:
         worker_id = request.path_params["worker_id"]
         num_running = await gateway.fleet.drain(worker_id)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.admin.door import AdminRoutes, seconds_of
+from router.admin.door import SECOND, AdminRoutes, seconds_of
+from router.endpoint import query_parameter
 from router.gateway import Gateway
 from router.history.history import PERIOD_S, view
 from router.http.errors import json_response
@@ -13,7 +14,7 @@ from router.metrics import GAP_SECONDS, SECONDS
 
 
 def add(admin: AdminRoutes, gateway: Gateway) -> None:
-    @admin.route("/history")
+    @admin.route("/history", "The last hour, by periods", query=(query_parameter("since", SECOND),))
     async def history(request: Request) -> Response:
         """`since` leaves out periods that ended then or before."""
         periods = gateway.history.since(seconds_of(request, "since", 0))

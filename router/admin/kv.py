@@ -14,6 +14,7 @@ from protos.errors import InvalidRequest, NotFound
 from router.admin.door import AdminRoutes
 from router.admin.status import held
 from router.dispatch.lane_probe import PROBE_TIMEOUT_S, probe_lane
+from router.endpoint import query_parameter
 from router.fleet.fleet import Fleet
 from router.gateway import Gateway
 from router.http.errors import json_response
@@ -21,11 +22,17 @@ from router.http.errors import json_response
 MAX_DIGITS = 9
 MIN_TIMEOUT_S = 0.1
 _SECONDS = re.compile(r"[0-9]{1,3}(\.[0-9]{1,20})?")
+_PROBE = (
+    query_parameter("source", {"type": "string"}, required=True),
+    query_parameter("destination", {"type": "string"}, required=True),
+    query_parameter("num_tokens", {"type": "integer", "minimum": 1, "maximum": 10**6, "default": 64}),
+    query_parameter("timeout_s", {"type": "number", "minimum": MIN_TIMEOUT_S, "maximum": PROBE_TIMEOUT_S}),
+)
 SILENT = {"tickets": None, "lanes": None, "tiers": None}
 
 
 def add(admin: AdminRoutes, gateway: Gateway) -> None:
-    @admin.route("/kv")
+    @admin.route("/kv", "Every ticket and lane")
     async def kv(request: Request) -> Response:
         """`tickets`, `lanes` and `tiers` are null for a worker that does not answer in time. Bytes of "in" tickets are
         reserved memory; those of "out" tickets are still at their owner."""
@@ -45,7 +52,9 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
             }
         )
 
-    @admin.route("/lanes/probe", methods=["POST"])
+    @admin.route(
+        "/lanes/probe", "Moves KV from one worker to another, and compares their answers", method="POST", query=_PROBE
+    )
     async def probe(request: Request) -> Response:
         """Moves KV of `num_tokens` tokens from `source` to `destination`, and compares their answers. 429 `overloaded`
         if the source does not compute the prompt in time, 504 if its KV does not arrive; `timeout_s` is for both."""

@@ -28,7 +28,9 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
         pairs = zip(ids, profiles, strict=True)
         return json_response({"workers": [{"worker_id": worker_id, "profile": one} for worker_id, one in pairs]})
 
-    @admin.route("/profile", methods=["POST", "GET", "DELETE"])
+    @admin.route("/profile", "Every worker records its steps from now on", method="POST")
+    @admin.route("/profile", "The steps recorded so far")
+    @admin.route("/profile", "Ends the recording, and returns it", method="DELETE")
     async def profile(request: Request) -> Response:
         """POST begins a recording, or restarts a running one and returns it; DELETE ends it."""
         await _refuse_parameters(request)

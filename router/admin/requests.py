@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from protos.errors import InvalidRequest, UnknownRequest
 from router.admin.door import AdminRoutes
+from router.endpoint import query_parameter
 from router.gateway import Gateway
 from router.http.errors import json_response
 from router.traces.cache_misses import EvictionLog, explain
@@ -19,6 +20,7 @@ from router.traces.request_trace import RequestTrace, RequestTraces
 
 DEFAULT_COUNT = 50
 MAX_COUNT = 1000
+_LIMIT = query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": MAX_COUNT, "default": DEFAULT_COUNT})
 
 
 def add(admin: AdminRoutes, gateway: Gateway) -> None:
@@ -39,21 +41,21 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
             )
         return json_response({"request_id": name, "jobs": [seen for one in traces if (seen := view(one)) is not None]})
 
-    @admin.route("/requests")
+    @admin.route("/requests", "The latest requests", query=(_LIMIT,))
     async def recent(request: Request) -> Response:
         count = _count(request.query_params.get("limit", str(DEFAULT_COUNT)))
         offset = offset_s()
         return json_response({"requests": [summary(one, offset) for one in records.recent(count)]})
 
-    @admin.route("/requests/{name:path}/cache")
+    @admin.route("/requests/{name:path}/cache", "Why a prompt was not found in a cache")
     async def cache(request: Request) -> Response:
         return jobs(request.path_params["name"], lambda one: _explained(one, records, evictions))
 
-    @admin.route("/requests/{name:path}")
+    @admin.route("/requests/{name:path}", "How a request was routed, why, and how it went")
     async def request(request: Request) -> Response:
         return jobs(request.path_params["name"], lambda one: whole(one, offset_s()))
 
-    @admin.route("/shadows")
+    @admin.route("/shadows", "What other policies would have done")
     async def shadows(request: Request) -> Response:
         return json_response({"shadows": [shadow_view(one) for one in gateway.routing.shadows]})
 

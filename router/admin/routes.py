@@ -1,16 +1,15 @@
-"""Every route under /admin, and the one door in front of them.
+"""Every endpoint that needs an administrator's key.
 
-Adding = Callable[[AdminRoutes, Gateway], None]      a module's `add` adds its routes; list it in ADDED
+Adding = Callable[[AdminRoutes, Gateway], None]      a module's `add` adds its endpoints; list it in ADDED
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from fastapi import FastAPI
-
 from router.admin import adapters, capacity, drain, history, kv, ledger, profile, requests, status
 from router.admin.door import AdminRoutes
+from router.endpoint import Face
 from router.gateway import Gateway
 
 Adding = Callable[[AdminRoutes, Gateway], None]
@@ -21,8 +20,8 @@ ADDED: tuple[Adding, ...] = (
 )  # fmt: skip
 
 
-def mount_admin(app: FastAPI, gateway: Gateway) -> None:
-    """Puts the admin routes on the application."""
-    admin = AdminRoutes(app, gateway)
+def admin_face(gateway: Gateway) -> Face:
+    admin = AdminRoutes()
     for add in ADDED:
         add(admin, gateway)
+    return Face(endpoints=admin.endpoints)

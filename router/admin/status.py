@@ -26,7 +26,7 @@ STAND_INS = {
 
 
 def add(admin: AdminRoutes, gateway: Gateway) -> None:
-    @admin.route("/status")
+    @admin.route("/status", "The fleet")
     async def status(request: Request) -> Response:
         summary: dict[str, Any] = {
             "model": gateway.card.name, "ready": gateway.ready(), "reason": not_ready(gateway),

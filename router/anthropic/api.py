@@ -1,10 +1,14 @@
-"""Errors of the Messages API: `{"type": "error", "error": {"type", "message"}}`, with that API's types and statuses."""
+"""The endpoints of Anthropic's Messages API, and its errors: `{"type": "error", "error": {"type", "message"}}`, with
+that API's types and statuses."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from protos.errors import BatonError, ContextLengthExceeded, Overloaded, RateLimited, Unavailable
+from router.anthropic.messages import count_tokens, messages
+from router.anthropic.schema import MessagesBody, PromptBody
+from router.endpoint import Endpoint, Face
 from router.http.api import Api, retry_after
 from router.http.framing import named_event
 
@@ -48,3 +52,17 @@ ANTHROPIC = Api(
     key_header=b"x-api-key",
     mark=b"anthropic-version",
 )
+
+ANTHROPIC_FACE = Face(
+    api=ANTHROPIC,
+    endpoints=(
+        Endpoint(
+            "POST", "/v1/messages", messages,
+            "An answer to a conversation, whole or as events, in the form of Anthropic's Messages API",
+            track="messages", body=MessagesBody,
+        ),
+        Endpoint(
+            "POST", "/v1/messages/count_tokens", count_tokens, "How many tokens a conversation has", body=PromptBody
+        ),
+    ),
+)  # fmt: skip

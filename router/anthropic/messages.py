@@ -26,6 +26,7 @@ from router.gateway import Gateway
 from router.http.body import read_body, with_bound
 from router.http.errors import json_response
 from router.http.framing import named_event
+from router.http.middleware import track_of
 from router.http.response_channel import ResponseChannel
 from router.http.sse import TEXT_PLACEHOLDER, EventStream, SseWriter
 from router.metrics import Track
@@ -38,7 +39,8 @@ _PING = {"type": "ping"}
 _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 
 
-async def messages(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
+async def messages(gateway: Gateway, request: Request) -> Response | EventStream:
+    track = track_of(request)
     body = await read_body(request, MessagesBody, gateway.widest)
     gateway = gateway.serving(body.model, track)
     ignored = Ignored()

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
-from router.conversation.schema_parts import STRING, TOOLS, Objects, choice_without_tools, function_schema, tools_list
+from router.conversation.schema_parts import STRING, TOOLS, Objects, function_schema, tools_list
 from router.http.validation import Body, FirstWrong, Schema, at_most, ranged
 from router.text.sampling_request import MAX_STOP_CHARS, MAX_STOPS, SamplingRequest
 
@@ -98,20 +98,12 @@ _CHOICE = {
         "name": STRING,
         "disable_parallel_tool_use": {"type": ["boolean", "null"]},
     },
-    "if": {"properties": {"type": {"const": "tool"}}},
-    "then": {"required": ["name"]},
 }
 
 _THINKING = {
     "type": ["object", "null"],
     "properties": {"type": {"enum": ["enabled", "adaptive", "between_tools", "disabled"]}},
 }
-NO_CHOICE: dict[str, Any] = {
-    "type": ["object", "null"],
-    "required": ["type"],
-    "properties": {"type": {"enum": ["auto", "none"]}},
-}
-"""A `tool_choice` where there are no tools."""
 
 
 class ToolChosen(Body):
@@ -141,9 +133,7 @@ class OutputConfig(Body):
 class PromptBody(Body):
     """What a prompt is made of; the whole body of `count_tokens`."""
 
-    model_config = ConfigDict(
-        extra="allow", strict=True, json_schema_extra={"allOf": [choice_without_tools(NO_CHOICE)]}
-    )
+    model_config = ConfigDict(extra="allow", strict=True)
     branches: ClassVar[frozenset[str]] = Body.branches | {"list[dict[str,any]]"}
 
     model: str = Field(description="the name of a served model")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -15,33 +15,30 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from protos.errors import BatonError, InvalidRequest
-from router.anthropic.api import ANTHROPIC
-from router.anthropic.messages import messages
+from router.anthropic.api import ANTHROPIC, ANTHROPIC_FACE
 from router.auth.tenants import Tenant
+from router.endpoint import Serve
 from router.files.records import LineResult, StoredBatch
 from router.gateway import Gateway
 from router.http.api import OPENAI, Api
 from router.http.errors import error_response, internal_error
 from router.ledger.ledger import may_pass
 from router.metrics import Track
-from router.openai.chat import chat_completions
-from router.openai.completions import completions
-from router.openai.embeddings import embeddings
-from router.responses.responses import responses
+from router.openai.api import OPENAI_FACE
+from router.responses.responses import RESPONSES_FACE
 from router.text.text_stream import NO_USAGE, Usage
 
 log = logging.getLogger("baton.batches")
 
-ServedRoute = Callable[[Gateway, Request, Track], Awaitable[Any]]
-
-SERVED: Mapping[str, ServedRoute] = {
-    "/v1/chat/completions": chat_completions,
-    "/v1/completions": completions,
-    "/v1/embeddings": embeddings,
-    "/v1/responses": responses,
+SERVED: Mapping[str, Serve] = {
+    endpoint.path: endpoint.serve
+    for face in (OPENAI_FACE, RESPONSES_FACE)
+    for endpoint in face.endpoints
+    if endpoint.track
 }
 """Endpoints of OpenAI's batches."""
 MESSAGES = "/v1/messages"
+_ROUTES = {endpoint.path: endpoint.serve for endpoint in ANTHROPIC_FACE.endpoints} | dict(SERVED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +80,13 @@ async def answer_line(
 ) -> LineAnswer:
     """Raises BatonError where the line may be tried again: no worker, no room. The last attempt answers with that,
     and a tenant whose budget is spent is answered at once: the line would wait until the budget's next period."""
-    route = messages if batch.endpoint == MESSAGES else SERVED[batch.endpoint]
     api = ANTHROPIC if batch.endpoint == MESSAGES else OPENAI
     track = gateway.metrics.track(f"batch:{batch.endpoint}")
     # The answer's own id is the line's: a line that runs again has the same row in the ledger.
     ledger = gateway.ledger and gateway.ledger.of_line(is_last=is_last, is_stopped=is_stopped)
     own = replace(gateway, names=_names(line), ledger=ledger)
     try:
-        response: Any = await route(own, _request(batch, tenant, line, api), track)
+        response: Any = await _ROUTES[batch.endpoint](own, _request(batch, tenant, line, api, track))
     except BatonError as error:
         track.finish(error)
         if not is_last and may_pass(error):
@@ -112,7 +108,7 @@ def _names(line: InputLine) -> Iterator[str]:
     yield from (f"{line.name}.{number}" for number in count(1))
 
 
-def _request(batch: StoredBatch, tenant: Tenant, line: InputLine, api: Api) -> Request:
+def _request(batch: StoredBatch, tenant: Tenant, line: InputLine, api: Api, track: Track) -> Request:
     parts = [line.body]
 
     async def receive() -> Message:
@@ -124,7 +120,7 @@ def _request(batch: StoredBatch, tenant: Tenant, line: InputLine, api: Api) -> R
     scope: dict[str, Any] = {
         "type": "http", "method": "POST", "path": batch.endpoint, "raw_path": batch.endpoint.encode(),
         "query_string": b"", "headers": [], "client": None,
-        "state": {"request_id": line.name, "tenant": tenant, "api": api},
+        "state": {"request_id": line.name, "tenant": tenant, "api": api, "track": track},
     }  # fmt: skip
     return Request(scope, receive)
 

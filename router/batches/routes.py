@@ -1,42 +1,66 @@
-"""Puts the routes of files and batches on the application."""
+"""The endpoints of OpenAI's Files and Batches."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Sequence
 
-from fastapi import FastAPI
-from starlette.requests import Request
-from starlette.responses import Response
+from router.batches.asked import MAX_LIMIT
+from router.batches.batch_routes import BatchBody, cancel_batch, create_batch, list_batches, retrieve_batch
+from router.batches.file_routes import (
+    EXPIRY_S,
+    MAX_LISTED,
+    delete_file,
+    file_content,
+    list_files,
+    retrieve_file,
+    upload_file,
+)
+from router.endpoint import Endpoint, Face, Schema, query_parameter
 
-from router.batches import batch_routes, file_routes
-from router.gateway import Gateway
-
-FILES = "/v1/files"
-Answer = Callable[[Gateway, Request], Awaitable[Response]]
-
-_ROUTES: Mapping[str, Mapping[str, Answer]] = {
-    FILES: {"POST": file_routes.upload_file, "GET": file_routes.list_files},
-    f"{FILES}/{{file_id}}": {"GET": file_routes.retrieve_file, "DELETE": file_routes.delete_file},
-    f"{FILES}/{{file_id}}/content": {"GET": file_routes.file_content},
-    "/v1/batches": {"POST": batch_routes.create_batch, "GET": batch_routes.list_batches},
-    "/v1/batches/{batch_id}": {"GET": batch_routes.retrieve_batch},
-    "/v1/batches/{batch_id}/cancel": {"POST": batch_routes.cancel_batch},
+_ID = {"type": "string", "minLength": 1}
+_UPLOAD: Schema = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "binary", "description": "JSON lines, a request each"},
+        "purpose": {"enum": ["batch"]},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": EXPIRY_S[0], "maximum": EXPIRY_S[1]},
+    },
+    "required": ["file", "purpose"],
+    "additionalProperties": False,
 }
 
 
-def mount_batches(app: FastAPI, gateway: Gateway) -> None:
-    mount(app, gateway, _ROUTES)
+def _paged(most: int, default: int) -> Sequence[Schema]:
+    return (
+        query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": most, "default": default}),
+        query_parameter("after", _ID),
+        query_parameter("order", {"enum": ["asc", "desc"]}),
+    )
 
 
-def mount(app: FastAPI, gateway: Gateway, routes: Mapping[str, Mapping[str, Answer]]) -> None:
-    """Puts answers by path and method on the application."""
-    for path, answers in routes.items():
-        app.add_route(path, _route(gateway, answers), methods=list(answers), name="batches")
-
-
-def _route(gateway: Gateway, answers: Mapping[str, Answer]) -> Callable[[Request], Awaitable[Response]]:
-    async def answered(request: Request) -> Response:
-        method = "GET" if request.method == "HEAD" else request.method
-        return await answers[method](gateway, request)
-
-    return answered
+_FILE, _BATCH = "/v1/files/{file_id}", "/v1/batches/{batch_id}"
+BATCHES_FACE = Face(
+    endpoints=(
+        Endpoint(
+            "POST", "/v1/files", upload_file, "Stores a file of requests for a batch", form=_UPLOAD, is_upload=True
+        ),
+        Endpoint(
+            "GET", "/v1/files", list_files, "The files of the key's tenant, newest first",
+            query=(*_paged(MAX_LISTED, MAX_LISTED), query_parameter("purpose", {"type": "string"})),
+        ),
+        Endpoint("GET", _FILE, retrieve_file, "One file"),
+        Endpoint("DELETE", _FILE, delete_file, "Deletes a file"),
+        Endpoint("GET", f"{_FILE}/content", file_content, "What is in a file"),
+        Endpoint(
+            "POST", "/v1/batches", create_batch, "Runs the requests of a file when the workers have room",
+            body=BatchBody,
+        ),
+        Endpoint(
+            "GET", "/v1/batches", list_batches, "The batches of the key's tenant, newest first",
+            query=_paged(MAX_LIMIT, 20),
+        ),
+        Endpoint("GET", _BATCH, retrieve_batch, "One batch"),
+        Endpoint("POST", f"{_BATCH}/cancel", cancel_batch, "Ends a batch: what is done is kept"),
+    )
+)  # fmt: skip

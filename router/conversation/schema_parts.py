@@ -36,11 +36,3 @@ def function_schema(schema: str, *, needs_schema: bool = False) -> dict[str, Any
             "strict": {"type": ["boolean", "null"]},
         },
     }
-
-
-def choice_without_tools(no_choice: dict[str, Any]) -> dict[str, Any]:
-    """A condition: where there are no tools, `tool_choice` is as in `no_choice`."""
-    return {
-        "if": {"properties": {"tools": {"not": {"type": "array", "minItems": 1}}}},
-        "then": {"properties": {"tool_choice": no_choice}},
-    }

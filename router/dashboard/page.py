@@ -9,11 +9,11 @@ import base64
 import hashlib
 import re
 from collections.abc import Sequence
+from functools import cache
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
@@ -24,8 +24,9 @@ SCRIPTS = ("nodes.js", "charts.js", "timeline.js", "playground.js", "lanes.js", 
 """Parts of the page's one script, each after those that it uses: a part is a constant with its functions."""
 
 
-def mount_page(app: FastAPI, gateway: Gateway) -> None:
-    """Puts the page on the application."""
+@cache
+def _parts() -> tuple[str, dict[str, str], dict[str, str]]:
+    """The template, what stands in it, and the headers."""
     style = (_HERE / "style.css").read_text(encoding="utf-8")
     script = "".join((_HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
     template = (_HERE / "page.html").read_text(encoding="utf-8")
@@ -36,22 +37,22 @@ def mount_page(app: FastAPI, gateway: Gateway) -> None:
         "cache-control": "no-cache",
     }
 
-    async def page(request: Request) -> Response:
-        ports = gateway.replica_ports
-        if ports and request.scope["server"][1] not in ports:  # every look would be answered by another process
-            return RedirectResponse(request.url.replace(port=ports[0]))
-        values = {
-            "style": style,
-            "script": script,
-            "model": escape(gateway.card.name),
-            "others": _links([one.card.name for one in gateway.models[1:]]),
-            "has_chat": str(gateway.template is not None).lower(),
-            "has_ledger": str(gateway.ledger is not None).lower(),
-            "asks_for_keys": str(not gateway.access.roster.is_open).lower(),
-        }
-        return Response(_filled(template, values), media_type="text/html", headers=headers)
+    return template, {"style": style, "script": script}, headers
 
-    app.add_route("/", page)
+
+async def page(gateway: Gateway, request: Request) -> Response:
+    ports = gateway.replica_ports
+    if ports and request.scope["server"][1] not in ports:  # every look would be answered by another process
+        return RedirectResponse(request.url.replace(port=ports[0]))
+    template, texts, headers = _parts()
+    values = texts | {
+        "model": escape(gateway.card.name),
+        "others": _links([one.card.name for one in gateway.models[1:]]),
+        "has_chat": str(gateway.template is not None).lower(),
+        "has_ledger": str(gateway.ledger is not None).lower(),
+        "asks_for_keys": str(not gateway.access.roster.is_open).lower(),
+    }
+    return Response(_filled(template, values), media_type="text/html", headers=headers)
 
 
 def _links(models: Sequence[str]) -> str:

@@ -30,6 +30,7 @@ from router.http.access_log import CLIENT_LEFT, MAX_PATH, is_logged, log_access
 from router.http.api import Api, Apis, api_of
 from router.http.errors import error_response, internal_error
 from router.http.response_channel import channel_of
+from router.metrics import Track
 
 log = logging.getLogger("baton.http")
 
@@ -40,7 +41,6 @@ _POLLED = {"/ready", "/health", "/metrics"}
 _NOT_READY = 503
 _JSON = "application/json"
 _FOR_ADMINS = "/v1/organization/"  # behind the door of /admin
-_WITH_KEY = ("/v1/", "/api/", "/tokenize", "/detokenize")
 NAMES_DRAWN = 64
 _ACCEPTABLE = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
 
@@ -93,6 +93,13 @@ def tenant_of(request: Request) -> Tenant:
     tenant = request.scope["state"]["tenant"]
     assert isinstance(tenant, Tenant)
     return tenant
+
+
+def track_of(request: Request) -> Track:
+    """The measures of a request that generates."""
+    track = request.scope["state"]["track"]
+    assert isinstance(track, Track)
+    return track
 
 
 class RequestId:
@@ -235,17 +242,18 @@ class OwnPages:
 class Authenticate:
     """Gives the requests of the API their tenant (`tenant_of`), and refuses those whose key is not known with 401.
 
-    Health, metrics and the API's description are open; /admin has a door of its own.
+    `paths`: the beginnings of the API's. Others are open, but for those that need an administrator's key.
     """
 
-    def __init__(self, app: ASGIApp, *, access: AccessControl) -> None:
+    def __init__(self, app: ASGIApp, *, access: AccessControl, paths: tuple[str, ...]) -> None:
         self._app = app
         self._access = access
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
             scope["type"] == "http"
-            and scope["path"].startswith(_WITH_KEY)
+            and scope["path"].startswith(self._paths)
             and not scope["path"].startswith(_FOR_ADMINS)
         ):
             try:

@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import orjson
-from fastapi import FastAPI
 from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import Cancelled, InvalidRequest, NotFound, PayloadTooLarge
+from router.anthropic.api import ANTHROPIC
 from router.batches.asked import page_asked, storage_of
 from router.batches.batch_routes import model_of
 from router.batches.file_routes import KEPT_S, content_response
 from router.batches.line_run import MESSAGES
 from router.batches.lines import InputChecker
-from router.batches.routes import Answer, mount
+from router.endpoint import Endpoint, Face, query_parameter
 from router.files.contents import ContentWriter
 from router.files.records import ENDED, UPLOADED, StoredBatch, StoredFile, new_id
 from router.files.storage import BatchStorage
@@ -248,13 +247,25 @@ def _time(at_s: float | None) -> str | None:
     return None if at_s is None else datetime.fromtimestamp(at_s, UTC).isoformat().replace("+00:00", "Z")
 
 
-_ROUTES: Mapping[str, Mapping[str, Answer]] = {
-    PATH: {"POST": create_message_batch, "GET": list_message_batches},
-    f"{PATH}/{{batch_id}}": {"GET": retrieve_message_batch, "DELETE": delete_message_batch},
-    f"{PATH}/{{batch_id}}/cancel": {"POST": cancel_message_batch},
-    f"{PATH}/{{batch_id}}/results": {"GET": message_batch_results},
-}
-
-
-def mount_message_batches(app: FastAPI, gateway: Gateway) -> None:
-    mount(app, gateway, _ROUTES)
+_ID = {"type": "string", "minLength": 1}
+_BATCH = f"{PATH}/{{batch_id}}"
+MESSAGE_BATCHES_FACE = Face(
+    api=ANTHROPIC,
+    endpoints=(
+        Endpoint(
+            "POST", PATH, create_message_batch, "Runs requests of the Messages API when the workers have room",
+            body=MessageBatchBody, is_upload=True,
+        ),
+        Endpoint(
+            "GET", PATH, list_message_batches, "The batches of the key's tenant, newest first",
+            query=(
+                query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": 20}),
+                query_parameter("after_id", _ID), query_parameter("before_id", _ID),
+            ),
+        ),
+        Endpoint("GET", _BATCH, retrieve_message_batch, "One batch"),
+        Endpoint("DELETE", _BATCH, delete_message_batch, "Deletes a batch that has ended, with its results"),
+        Endpoint("POST", f"{_BATCH}/cancel", cancel_message_batch, "Ends a batch: what is done is kept"),
+        Endpoint("GET", f"{_BATCH}/results", message_batch_results, "The results of a batch that has ended, as lines"),
+    ),
+)  # fmt: skip

@@ -22,7 +22,7 @@ from router.gateway import Gateway
 from router.http.body import read_body, with_bound
 from router.http.errors import json_response
 from router.http.framing import json_line
-from router.http.middleware import tenant_of
+from router.http.middleware import tenant_of, track_of
 from router.http.response_channel import ResponseChannel
 from router.http.sse import TEXT_PLACEHOLDER, EventStream, SseWriter
 from router.metrics import Track
@@ -38,7 +38,8 @@ MakeFields = Callable[[str, list[Line], str], Line]
 """The fields of an answer's line for a text, calls and reasoning."""
 
 
-async def chat(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
+async def chat(gateway: Gateway, request: Request) -> Response | EventStream:
+    track = track_of(request)
     body = await read_body(request, OllamaChatBody, gateway.widest)
     gateway = gateway_of(gateway, body.model, track)
     turn = _turn(gateway, request, body, conversation_of(body), "messages")
@@ -48,7 +49,8 @@ async def chat(gateway: Gateway, request: Request, track: Track) -> Response | E
     return await _answer(gateway, request, track, body, ask, turn.tooling, _message)
 
 
-async def generate(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
+async def generate(gateway: Gateway, request: Request) -> Response | EventStream:
+    track = track_of(request)
     body = await read_body(request, OllamaGenerateBody, gateway.widest)
     gateway = gateway_of(gateway, body.model, track)
     turn = _turn(gateway, request, body, prompt_of(body), "prompt")

@@ -13,6 +13,7 @@ from router.conversation.parts import Ignored
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
 from router.http.errors import json_response
+from router.http.middleware import track_of
 from router.http.sse import while_connected
 from router.http.validation import Body, FirstWrong
 from router.metrics import Track
@@ -37,7 +38,8 @@ class OllamaEmbeddingsBody(Body):
     prompt: str = Field(description="a string")
 
 
-async def ollama_vectors(gateway: Gateway, request: Request, track: Track) -> Response:
+async def ollama_vectors(gateway: Gateway, request: Request) -> Response:
+    track = track_of(request)
     body = await read_body(request, OllamaEmbedBody, gateway.widest)
     gateway, begun_s = gateway_of(gateway, body.model, track), loop_time()
     vectors, usage = await _vectors(gateway, request, track, body.input, "input", dimensions=body.dimensions)
@@ -51,7 +53,8 @@ async def ollama_vectors(gateway: Gateway, request: Request, track: Track) -> Re
     return json_response(answer, headers=_ignored(body))
 
 
-async def ollama_vector(gateway: Gateway, request: Request, track: Track) -> Response:
+async def ollama_vector(gateway: Gateway, request: Request) -> Response:
+    track = track_of(request)
     body = await read_body(request, OllamaEmbeddingsBody, gateway.widest)
     gateway = gateway_of(gateway, body.model, track)
     [vector], _ = await _vectors(gateway, request, track, body.prompt, "prompt")

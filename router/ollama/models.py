@@ -26,7 +26,11 @@ def gateway_of(gateway: Gateway, name: str, track: Track | None = None) -> Gatew
     return gateway.serving(name if gateway.serves(name) else name.removesuffix(_LATEST), track)
 
 
-async def tags(gateway: Gateway) -> Response:
+async def spoken_version(gateway: Gateway, request: Request) -> Response:
+    return json_response({"version": SPOKEN_VERSION})
+
+
+async def tags(gateway: Gateway, request: Request) -> Response:
     """Each model and its adapters."""
     models = [
         _model(one.serving(name)) | {"modified_at": _modified(one)}
@@ -36,7 +40,7 @@ async def tags(gateway: Gateway) -> Response:
     return json_response({"models": models})
 
 
-async def loaded(gateway: Gateway) -> Response:
+async def loaded(gateway: Gateway, request: Request) -> Response:
     """The models that are served, which no time unloads."""
     models = [
         _model(one) | {"size_vram": 0, "expires_at": NEVER, "context_length": one.card.max_model_len}

@@ -36,8 +36,6 @@ _MESSAGE = {
         "tool_calls": {"type": ["array", "null"], "items": _CALLED},
         "images": {"type": ["array", "null"], "maxItems": 0},
     },
-    "if": {"properties": {"role": {"const": "assistant"}}},
-    "else": {"properties": {"tool_calls": {"type": ["array", "null"], "maxItems": 0}}},
 }
 _TOOL = {
     "type": "object",

@@ -18,6 +18,7 @@ from router.conversation.turn import ConversationTurn
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
 from router.http.framing import event
+from router.http.middleware import track_of
 from router.http.response_channel import ResponseChannel
 from router.http.sse import TEXT_PLACEHOLDER, EventStream, SseWriter
 from router.metrics import Track
@@ -29,7 +30,8 @@ from router.text.sampling_request import TextRequest
 from router.text.text_stream import TextDelta, UsageCounter, collect
 
 
-async def chat_completions(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
+async def chat_completions(gateway: Gateway, request: Request) -> Response | EventStream:
+    track = track_of(request)
     body = await read_body(request, ChatBody, gateway.widest)
     gateway = gateway.serving(body.model, track)
     sampling = with_bound(body.asked(), request)

@@ -18,7 +18,7 @@ from router.conversation.speculating import speculation_params
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
 from router.http.framing import event
-from router.http.middleware import name_of, tenant_of
+from router.http.middleware import name_of, tenant_of, track_of
 from router.http.response_channel import ResponseChannel
 from router.http.sse import TEXT_PLACEHOLDER, EventStream, SseWriter
 from router.metrics import Track
@@ -31,7 +31,8 @@ from router.text.text_stream import TextDelta, UsageCounter, collect
 from router.text.tokenizer import Tokenizer
 
 
-async def completions(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
+async def completions(gateway: Gateway, request: Request) -> Response | EventStream:
+    track = track_of(request)
     body = await read_body(request, CompletionBody, gateway.widest)
     gateway = gateway.serving(body.model, track)
     sampling = with_bound(body.asked(), request)

@@ -16,7 +16,7 @@ from protos.errors import InvalidRequest
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
 from router.http.errors import json_response
-from router.http.middleware import name_of, tenant_of
+from router.http.middleware import name_of, tenant_of, track_of
 from router.http.sse import while_connected
 from router.http.validation import Body, FirstWrong, ranged
 from router.metrics import Track
@@ -62,7 +62,8 @@ class EmbeddingBody(Body):
         return SamplingRequest(**given, silent=True, pooling=own, names={"prompt": "input"})
 
 
-async def embeddings(gateway: Gateway, request: Request, track: Track) -> Response:
+async def embeddings(gateway: Gateway, request: Request) -> Response:
+    track = track_of(request)
     body = await read_body(request, EmbeddingBody, gateway.widest)
     gateway = gateway.serving(body.model, track)
     sampling = with_bound(body.asked(gateway.pooling), request)

@@ -5,17 +5,20 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from router.gateway import Gateway
+from router.http.errors import json_response
 
 
-def model_list(gateway: Gateway) -> dict[str, Any]:
+async def list_models(gateway: Gateway, request: Request) -> Response:
     """Each model, its aliases (those with a "*" are not names), and its adapters: a list of OpenAI's and of Anthropic's
     API at once."""
     names = dict.fromkeys(name for one in gateway.each for name in _names(one))
-    data = [one_model(gateway, name) for name in names]
-    return {
-        "object": "list", "data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"],
-    }  # fmt: skip
+    data = [_model(gateway.serving(name), name) for name in names]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    return json_response({"object": "list", "data": data, "has_more": False} | ends)
 
 
 def _names(gateway: Gateway) -> tuple[str, ...]:
@@ -23,9 +26,10 @@ def _names(gateway: Gateway) -> tuple[str, ...]:
     return (gateway.card.name, *aliases, *gateway.fleet.adapters())
 
 
-def one_model(gateway: Gateway, name: str) -> dict[str, Any]:
+async def retrieve_model(gateway: Gateway, request: Request) -> Response:
     """Raises UnknownModel."""
-    return _model(gateway.serving(name), name)
+    name = request.path_params["name"]
+    return json_response(_model(gateway.serving(name), name))
 
 
 def _model(gateway: Gateway, name: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from protos.errors import InvalidRequest
-from router.conditions import FALSE, NUMBER, OF_FORMS, OF_MESSAGES, OF_TOOLS, TOGETHER, TRUE, is_given, only_with
 from router.conversation.schema_parts import MAX_TOOLS
 from router.conversation.speculating import PredictionBody, SpeculationBody
 from router.http.body import field_of
@@ -30,14 +29,11 @@ from router.text.sampling_request import MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_TO
 MAX_OPTIONS = 64  # names in a chat template
 
 
-def _described(refusals: Mapping[str, Harmless], *conditions: dict[str, Any]) -> ConfigDict:
-    """A body's JSON Schema includes parameters that are accepted without effect, and dependencies between
-    parameters."""
+def _described(refusals: Mapping[str, Harmless]) -> ConfigDict:
+    """A body's JSON Schema includes parameters that are accepted without effect."""
 
     def add(schema: dict[str, Any]) -> None:
         schema["properties"] |= {name: dict(one.schema) for name, one in refusals.items() if name not in OF_VLLM}
-        if conditions:
-            schema["allOf"] = list(conditions)
 
     return ConfigDict(json_schema_extra=add)
 
@@ -210,7 +206,7 @@ def _prepared(found: Mapping[str, Any], harmless: Mapping[str, Harmless]) -> dic
 
 
 class ChatMessage(Body):
-    model_config = _described(MESSAGE_REFUSALS, *OF_MESSAGES)
+    model_config = _described(MESSAGE_REFUSALS)
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
         description="system, developer, user, assistant or tool"
@@ -243,13 +239,7 @@ class ChatMessage(Body):
 
 
 class ChatBody(SamplingBody):
-    model_config = _described(
-        CHAT_REFUSALS,
-        *TOGETHER,
-        only_with("top_logprobs", NUMBER | {"minimum": 1}, "logprobs", TRUE),
-        *OF_TOOLS,
-        *OF_FORMS,
-    )
+    model_config = _described(CHAT_REFUSALS)
     harmless: ClassVar[Mapping[str, Harmless]] = CHAT_REFUSALS
 
     messages: Annotated[list[ChatMessage], FirstWrong()] = Field(
@@ -308,13 +298,7 @@ class ChatBody(SamplingBody):
 
 
 class CompletionBody(SamplingBody):
-    model_config = _described(
-        COMPLETION_REFUSALS,
-        *TOGETHER,
-        only_with("max_tokens", {"const": 0}, "echo", TRUE),
-        only_with("best_of", NUMBER, "n", {"enum": [1, None]}),
-        only_with("best_of", NUMBER | {"minimum": 2}, "stream", FALSE),
-    )
+    model_config = _described(COMPLETION_REFUSALS)
     harmless: ClassVar[Mapping[str, Harmless]] = COMPLETION_REFUSALS
 
     max_tokens: int | None = Field(
@@ -325,7 +309,6 @@ class CompletionBody(SamplingBody):
     prompt: str | Texts | Ids | IdLists = Field(
         description="a string, a list of strings, a list of token ids or a list of lists of token ids"
     )
-    # JSON Schema cannot express that one number is at least another: only the usual case is described.
     best_of: int | None = ranged("n", "an integer, at least n,")
     echo: bool | None = Field(default=None, description="true or false")
     add_special_tokens: bool | None = Field(default=None, description="true or false")
@@ -362,9 +345,6 @@ class CompletionBody(SamplingBody):
 class TokenizeBody(Body):
     """Either `prompt` or `messages`."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"oneOf": [is_given("prompt", "string"), is_given("messages", "array")]}
-    )
     branches: ClassVar[frozenset[str]] = SamplingBody.branches
     lists_of_parts: ClassVar[frozenset[str | int]] = SamplingBody.lists_of_parts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from protos.errors import InvalidRequest
 from router.conversation.tooling import AnswerSchema
@@ -39,14 +39,7 @@ class JsonSchema(Body):
     strict: bool | None = Field(default=None, description="true or false")
 
 
-def _needs_schema(schema: dict[str, Any]) -> None:
-    schema["if"] = {"properties": {"type": {"const": "json_schema"}}}
-    schema["then"] = {"required": ["json_schema"], "properties": {"json_schema": {"type": "object"}}}
-
-
 class ResponseFormat(Body):
-    model_config = ConfigDict(json_schema_extra=_needs_schema)
-
     type: Literal["text", "json_object", "json_schema"] = Field(description="text, json_object or json_schema")
     json_schema: JsonSchema | None = Field(
         default=None, description='an object such as {"name": "answer", "schema": {...}}'
@@ -70,18 +63,8 @@ class ResponseFormat(Body):
 _ONE = ("json", "regex", "choice", "grammar", "json_object")
 
 
-def _exactly_one(schema: dict[str, Any]) -> None:
-    kinds: dict[str, Any] = {
-        "json": {"type": ["object", "string"]}, "regex": {"type": "string"}, "choice": {"type": "array"},
-        "grammar": {"type": "string"}, "json_object": {"const": True},
-    }  # fmt: skip
-    schema["oneOf"] = [{"required": [name], "properties": {name: kinds[name]}} for name in _ONE]
-
-
 class StructuredOutputs(Body):
     """Exactly one of them."""
-
-    model_config = ConfigDict(json_schema_extra=_exactly_one)
 
     json_: WrittenSchema | None = Field(default=None, alias="json", description=f"{_SCHEMA}, or its text")
     regex: str | None = Field(default=None, description="a regular expression")

@@ -26,11 +26,13 @@ from router.conversation.sending import send
 from router.conversation.thinking import Thinking, knows_effort, thinking_options
 from router.conversation.tooling import AnswerPart, AnswerReader, ReasoningDelta, Tooling
 from router.conversation.turn import ConversationTurn
+from router.endpoint import Endpoint, Face
 from router.gateway import Gateway
 from router.http.api import retry_after
 from router.http.body import read_body, with_bound
 from router.http.errors import json_response
 from router.http.framing import named_event
+from router.http.middleware import track_of
 from router.http.response_channel import ResponseChannel
 from router.http.sse import EventStream
 from router.metrics import Track
@@ -44,7 +46,8 @@ from router.tools.formats import new_call_id
 Event = dict[str, Any]
 
 
-async def responses(gateway: Gateway, request: Request, track: Track) -> Response | EventStream:
+async def responses(gateway: Gateway, request: Request) -> Response | EventStream:
+    track = track_of(request)
     body = await read_body(request, ResponsesBody, gateway.widest)
     gateway = gateway.serving(body.model, track)
     ignored = Ignored()
@@ -281,3 +284,21 @@ def _error(error: BatonError) -> Event:
     if again := retry_after(error):
         message = f"{message.rstrip('.')}. Please try again in {again['retry_after']}s."
     return {"code": code, "message": message} | again
+
+
+RESPONSES_FACE = Face(
+    endpoints=(
+        Endpoint(
+            "POST", "/v1/responses", responses,
+            "An answer to items of a conversation, whole or as events, in the form of OpenAI's Responses API",
+            track="responses", body=ResponsesBody,
+        ),
+        Endpoint(
+            "POST", "/v1/responses/input_tokens", count_input_tokens, "How many tokens an input has", body=InputBody
+        ),
+    ),
+    absent={
+        "/v1/responses/": "responses are not stored; send the whole input with each request",
+        "/v1/conversations": "conversations are not stored; send the whole input with each request",
+    },
+)  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from protos.errors import InvalidRequest
-from router.conversation.schema_parts import STRING, TOOLS, Objects, choice_without_tools, function_schema, tools_list
+from router.conversation.schema_parts import STRING, TOOLS, Objects, function_schema, tools_list
 from router.http.harmless import Harmless, never, one_of
 from router.http.validation import Body, Schema, at_most, ranged
 from router.text.sampling_request import SamplingRequest
@@ -60,8 +60,6 @@ _ITEM = {
 _TOOL = function_schema("parameters")
 _TOOL["required"].append("type")
 _TOOL["properties"]["type"] = {"const": "function"}
-NO_CHOICE: dict[str, Any] = {"enum": ["auto", "none", None]}
-"""A `tool_choice` where there are no tools."""
 _CHOICE = {
     "anyOf": [
         {"enum": ["auto", "none", "required", None]},
@@ -81,14 +79,7 @@ class TextFormat(Body):
     schema_: Schema | None = Field(default=None, alias="schema")
     strict: bool | None = Field(default=None, description="true or false")
 
-    model_config = ConfigDict(
-        extra="allow",
-        strict=True,
-        json_schema_extra={
-            "if": {"properties": {"type": {"const": "json_schema"}}},
-            "then": {"required": ["schema"], "properties": {"schema": {"type": "object"}}},
-        },
-    )
+    model_config = ConfigDict(extra="allow", strict=True)
 
 
 class AnswerTextConfig(Body):
@@ -107,7 +98,6 @@ class ReasoningConfig(Body):
 
 def _described(schema: dict[str, Any]) -> None:
     schema["properties"] |= {name: dict(one.schema) for name, one in REFUSALS.items()}
-    schema["allOf"] = [choice_without_tools(NO_CHOICE)]
 
 
 class InputBody(Body):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 
 from protos.errors import BatonError, BudgetExhausted, Internal, NoWorkers, UnknownModel, WorkerLost
 from router.auth.tenants import NOBODY
-from router.batches.replies import BatchesReply, BatchReply, FilesReply
 from router.batches.runner import MAX_FAILURES
 from router.files.batches import BatchStore
 from router.files.contents import FolderContents
@@ -27,6 +27,7 @@ from router.ledger.schema import ledger_database
 from router.ledger.store import LedgerStore
 from tests.unit.router.batches.batching import CHAT, Batching, batching, ended, jsonl, line, results, upload
 from tests.unit.router.scripted import Crew, saying
+from tests.unit.router.sdk_types import read_as
 
 
 async def test_the_walk_through(tmp_path: Path) -> None:
@@ -45,11 +46,11 @@ async def test_the_walk_through(tmp_path: Path) -> None:
         assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
         assert batch.request_counts.model_dump() == {"total": 5, "completed": 4, "failed": 1}
         raw = await client.batches.with_raw_response.retrieve(batch.id)
-        assert BatchReply.model_validate_json(raw.text).model == "tiny"
+        assert read_as(openai.types.Batch, json.loads(raw.text)).model == "tiny"
         listed = await client.batches.with_raw_response.list(limit=1)
-        assert BatchesReply.model_validate_json(listed.text).data[0].id == batch.id
+        assert read_as(openai.types.Batch, json.loads(listed.text)["data"][0]).id == batch.id
         files = await client.files.with_raw_response.list(purpose="batch_output")
-        assert [one.id for one in FilesReply.model_validate_json(files.text).data] == [
+        assert [read_as(openai.types.FileObject, one).id for one in json.loads(files.text)["data"]] == [
             batch.error_file_id,
             batch.output_file_id,
         ]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import openai
 import pytest
+from openai.types import chat
+from openai.types import responses as of_responses
 
 from protos.errors import InvalidRequest
 from router.auth.auth import AccessControl
@@ -15,6 +20,7 @@ from router.conversation.parts import IGNORED, Ignored, parts_in
 from router.text.chat_template import ChatTemplate
 from tests.unit.router.anthropic.test_messages import TOOLED, asking
 from tests.unit.router.scripted import byte_level
+from tests.unit.router.sdk_types import read_as
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -117,6 +123,54 @@ async def test_tools_have_the_same_limits_everywhere(face: str, num_tools: int) 
     async with asking(**TOOLED | {"card": card}) as (http, _):
         answer = await http.post(face, json={"model": "tiny", "tools": tools, "tool_choice": choice} | FACES[face])
     assert answer.status_code == (200 if num_tools <= 512 else 400)
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+EVERYTHING = {"n": 2, "prompt_logprobs": 1, "return_token_ids": True}
+SHAPES: tuple[tuple[str, dict[str, Any], Any, Any], ...] = (
+    ("/v1/chat/completions", {"messages": HELLO}, chat.ChatCompletion, chat.ChatCompletionChunk),
+    (
+        "/v1/chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": 2, **EVERYTHING},
+        chat.ChatCompletion, None,
+    ),
+    ("/v1/completions", {"prompt": "hello"}, openai.types.Completion, None),
+    (
+        "/v1/completions", {"prompt": "hello", "logprobs": 2, **EVERYTHING}, openai.types.Completion, None,
+    ),
+    (
+        "/v1/messages", {"messages": HELLO, "max_tokens": 9}, anthropic.types.Message,
+        anthropic.types.RawMessageStreamEvent,
+    ),
+    ("/v1/messages/count_tokens", {"messages": HELLO}, anthropic.types.MessageTokensCount, None),
+    ("/v1/responses", {"input": "hello"}, of_responses.Response, of_responses.ResponseStreamEvent),
+    (
+        "/v1/responses", {"input": "hello", "max_output_tokens": 1, "instructions": "x", "metadata": {"a": "b"}},
+        of_responses.Response, None,
+    ),
+    ("/v1/embeddings", {"input": "hello"}, openai.types.CreateEmbeddingResponse, None),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "whole", "event"), SHAPES)
+async def test_the_types_of_the_apis_clients_read_every_answer(
+    path: str, body: dict[str, Any], whole: Any, event: Any
+) -> None:
+    async with asking() as (http, _):
+        read_as(whole, (await http.post(path, json={"model": "tiny"} | body)).json())
+        streamed = (await http.post(path, json={"model": "tiny", "stream": True} | body)).text if event else ""
+    lines = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    for answer in lines:
+        if answer != {"type": "ping"}:
+            read_as(event, answer)
+    assert bool(lines) == bool(event)
+
+
+async def test_a_model_is_read_by_both_clients() -> None:
+    async with asking() as (http, _):
+        model = (await http.get("/v1/models/tiny")).json()
+    ours = {name: model.pop(name) for name in ("max_model_len", "root", "parent", "weights")}
+    assert (openai.types.Model.model_validate(model).id, ours["root"]) == ("tiny", "tiny")
+    assert anthropic.types.ModelInfo.model_validate(model).display_name == "tiny"
 
 
 def test_the_header_has_plain_names_and_the_number_of_those_left_out() -> None:

@@ -64,7 +64,7 @@ def client(tmp_path: Any) -> httpx.AsyncClient:
         middleware=[
             Middleware(RequestId, apis=(OTHER,)),
             Middleware(HeadLimit, max_bytes=4096),
-            Middleware(Authenticate, access=AccessControl(path)),
+            Middleware(Authenticate, access=AccessControl(path), paths=("/v1/",)),
             Middleware(BodyLimit, max_bytes=100, timeout_s=60),
         ],
     )

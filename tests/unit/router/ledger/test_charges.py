@@ -152,10 +152,8 @@ async def test_more_dimensions_than_a_vector_has_are_refused_before_it_is_comput
         httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         reply = await http.post("/v1/embeddings", json={"model": "tiny", "input": "hello", "dimensions": 9})
-        described = (await http.get("/openapi.json")).json()["components"]["schemas"]["EmbeddingBody"]
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "dimensions")
     assert not generate.jobs
-    assert described["properties"]["dimensions"]["anyOf"][0]["maximum"] == 8
 
 
 async def test_an_answer_is_charged_by_its_tokens() -> None:

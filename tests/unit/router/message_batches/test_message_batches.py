@@ -14,13 +14,14 @@ import anthropic
 import httpx
 import orjson
 import pytest
+from anthropic.types.messages import MessageBatch
 
 from protos.errors import InvalidRequest
 from router.message_batches.reader import RequestsReader
-from router.message_batches.replies import MessageBatchesReply, MessageBatchReply
 from router.models.app import create_models_app
 from tests.unit.router.batches.batching import Batching
 from tests.unit.router.scripted import Script, saying, serving, serving_app
+from tests.unit.router.sdk_types import read_as
 
 PATH = "/v1/messages/batches"
 
@@ -83,8 +84,8 @@ async def test_the_walk_through(tmp_path: Path) -> None:
         assert results["wrong"].error.error.type == "invalid_request_error"
         assert [one.id async for one in client.messages.batches.list(limit=1)] == [batch.id]
         async with httpx.AsyncClient(base_url=url) as http:
-            MessageBatchReply.model_validate((await http.get(f"{PATH}/{batch.id}")).json())
-            MessageBatchesReply.model_validate((await http.get(PATH)).json())
+            read_as(MessageBatch, (await http.get(f"{PATH}/{batch.id}")).json())
+            read_as(MessageBatch, (await http.get(PATH)).json()["data"][0])
             assert (await http.get("/v1/files")).json()["data"] == [], "its files are no files of OpenAI's API"
             assert (await http.get(f"/v1/batches/{batch.id}")).status_code == 404
         assert (await client.messages.batches.delete(batch.id)).id == batch.id

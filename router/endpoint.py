@@ -1,0 +1,53 @@
+"""The rows of the table of endpoints, of which routes, keys, metrics, lines of batches and /openapi.json are made."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from router.gateway import Gateway
+from router.http.api import OPENAI, Api
+from router.http.validation import Body
+
+Schema = dict[str, Any]
+Serve = Callable[[Gateway, Request], Awaitable[ASGIApp]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What answers one method at one path.
+
+    - `track`: its name in metrics, spans and the ledger; "" if it generates nothing
+    - `key`: whose key it needs; "": none
+    - `is_upload`: its body may be as large as a file
+    - `body`, `form`, `query`: the request, for /openapi.json
+    """
+
+    method: str
+    path: str
+    serve: Serve
+    summary: str
+    _: KW_ONLY
+    track: str = ""
+    key: Literal["client", "admin", ""] = "client"
+    is_upload: bool = False
+    body: type[Body] | None = None
+    form: Schema | None = None
+    query: Sequence[Schema] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Face:
+    """The endpoints that answer in the form of one API. `absent`: why its other paths are, by their beginnings."""
+
+    endpoints: Sequence[Endpoint]
+    api: Api = OPENAI
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+
+def query_parameter(name: str, schema: Schema, *, required: bool = False) -> Schema:
+    return {"name": name, "in": "query", "required": required, "schema": schema}
