@@ -26,7 +26,7 @@ from tests.numerics.quantised_weights import (
     with_zeros,
 )
 from workers.kernels import cpu
-from workers.kernels.cpu import quantised
+from workers.kernels.cpu import products, quantised
 from workers.kernels.cpu.build import native
 from workers.kernels.cpu.quantised import PackedQuantised, can_pack
 from workers.kernels.cpu.quantised_terms import PackedTerms
@@ -341,7 +341,7 @@ def test_nothing_beyond_the_tensors_is_touched(form: str, monkeypatch: pytest.Mo
         return opened[-1].__enter__()
 
     monkeypatch.setattr(quantised, "roomy_zeros", zeros)
-    monkeypatch.setattr(quantised, "empty_rows", lambda rows, width, *, dtype, stride: zeros(rows, width, dtype=dtype))
+    monkeypatch.setattr(products, "empty_rows", lambda rows, width, *, dtype, stride: zeros(rows, width, dtype=dtype))
     weight = of_form(form, 33, 320)
     packed = PackedQuantised(weight, torch.bfloat16)
     expected = PackedQuantised(weight, torch.bfloat16)(random(5, 320).bfloat16())

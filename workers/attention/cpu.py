@@ -18,6 +18,7 @@ from protos.values import LATENT
 from workers.attention.base import AttentionBackend, AttentionInputs, AttentionOptions, CosSin
 from workers.attention.grouped import GroupedAttention
 from workers.attention.latent import NativeLatentAttention
+from workers.attention.reference import ReferenceAttention
 from workers.kernels import cpu, reference
 from workers.kernels.cpu.build import Native, Tiles, native, native_tiles
 from workers.kernels.cpu.layers import RowTables
@@ -170,29 +171,17 @@ def _attend(
     return reference.attention(q_KGQD, k_KGCD, v_KGCD, mask, scale=scale, softcap=softcap, sinks_Q=sinks)
 
 
-class TorchAttention:
+class TorchAttention(ReferenceAttention):
     """Attention in torch. It runs wherever torch does and is made for CPUs."""
 
     def __init__(self, storage: KVStorage, group: int = 0) -> None:
-        self._storage = storage
-        self._group = group
+        super().__init__(storage, group)
         self._block_size = storage.layout.block_size
-        self._inputs: AttentionInputs | None = None
         self._plans: dict[int | None, _Plan] = {}
 
     def begin(self, inputs: AttentionInputs) -> None:
-        self._inputs = inputs
+        super().begin(inputs)
         self._plans = {}
-
-    def write(
-        self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
-    ) -> torch.Tensor:
-        assert self._inputs is not None, "write before begin"
-        slots_T = self._inputs.tables[self._group].slots_T
-        if self._storage.is_latent(layer):
-            return reference.latent_write(q_TND, k_TKD, *rotation, self._storage.part(layer, LATENT), slots_T)
-        caches = self._storage.keys(layer), self._storage.values(layer)
-        return reference.rope_kv_write(q_TND, k_TKD, v_TKD, *rotation, *caches, slots_T, self._storage.scales(layer))
 
     def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         assert self._inputs is not None, "attend before begin"

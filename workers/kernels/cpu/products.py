@@ -99,45 +99,24 @@ def takes_tiles(weight_OI: torch.Tensor) -> bool:
     return can_pack(weight_OI) and weight_OI.dtype == torch.bfloat16 and deep and native_tiles() is not None
 
 
-class PackedFloats:
-    """y = x W^T (+ b), or, gated, silu(gate) * up of the two halves of y. Packs a copy of the weight, [O, I].
+class PanelProduct:
+    """y = x W^T (+ b), or, gated, silu(gate) * up of the two halves of y, with a weight in panels.
 
-    A row's product does not depend on the other rows: each output is one sum, in one order.
+    A row's product does not depend on the other rows, nor on the number of threads.
     """
 
-    def __init__(self, weight_OI: torch.Tensor, *, gated: bool = False) -> None:
-        assert can_pack(weight_OI)
-        self.num_outputs, self._num_inputs = weight_OI.shape
-        self._dtype = weight_OI.dtype
-        self._gated = gated
-        self._tiled = takes_tiles(weight_OI)
-        kernels = native_tiles() if self._tiled else native(weight_OI.dtype)
-        assert kernels is not None
-        group = self._group = _TILE_DEPTH if self._tiled else 4 // self._dtype.itemsize
-        self._multiply: Callable[..., None] = kernels.multiply
-        self.depth = -(-self._num_inputs // group) * group
-        self._order = panel_order(self.num_outputs, gated)
-        self._packed = roomy_zeros(len(self._order), self.depth, dtype=self._dtype)
-        self._places_O = places_of(self._order) if gated else torch.empty(0)
-        self._bias_O: torch.Tensor | None = None
-        self._packed_bias = torch.empty(0)
-        weight_OI = self._padded(weight_OI).contiguous()
-        sizes = len(self._order), self.depth, torch.get_num_threads()
-        kernels.pack(weight_OI.data_ptr(), self._packed.data_ptr(), self._order.data_ptr(), *sizes)
+    num_outputs: int
+    depth: int  # inputs that the product reads
+    _num_inputs: int
+    _dtype: torch.dtype
+    _gated: bool
+    _order: torch.Tensor
+    _places_O: torch.Tensor
+    _multiply: Callable[..., None]
 
     def parts(self, bias_O: torch.Tensor | None = None) -> Sequence[ProductPart]:
         """One. Keeps only the last bias that it was given."""
-        if bias_O is not None and bias_O is not self._bias_O:
-            self._bias_O, self._packed_bias = bias_O, bias_O.float()[self._order.clamp(min=0)]
-        part = ProductPart(
-            multiply=address_of(self._multiply),
-            packed=self._packed.data_ptr(),
-            bias=None if bias_O is None else self._packed_bias.data_ptr(),
-            num_outputs=self.num_outputs,
-            num_inputs=self.depth,
-            gated=self._gated,
-        )
-        return [part]
+        raise NotImplementedError
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         """[T, O], or [T, O / 2] when gated: then another product reads it, and its rows stand as that likes them."""
@@ -164,6 +143,51 @@ class PackedFloats:
         self._multiply(ctypes.byref(part), x_TI.data_ptr(), out_TO.data_ptr(), *sizes)
         return out_TO
 
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.depth == self._num_inputs:
+            return rows
+        padded = empty_rows(rows.shape[0], self.depth, dtype=rows.dtype, stride=apart(self.depth, rows.dtype))
+        padded[:, : self._num_inputs] = rows
+        padded[:, self._num_inputs :] = 0
+        return padded
+
+
+class PackedFloats(PanelProduct):
+    """Packs a copy of the weight, [O, I]. Each output is one sum, in one order."""
+
+    def __init__(self, weight_OI: torch.Tensor, *, gated: bool = False) -> None:
+        assert can_pack(weight_OI)
+        self.num_outputs, self._num_inputs = weight_OI.shape
+        self._dtype = weight_OI.dtype
+        self._gated = gated
+        self._tiled = takes_tiles(weight_OI)
+        kernels = native_tiles() if self._tiled else native(weight_OI.dtype)
+        assert kernels is not None
+        group = self._group = _TILE_DEPTH if self._tiled else 4 // self._dtype.itemsize
+        self._multiply: Callable[..., None] = kernels.multiply
+        self.depth = -(-self._num_inputs // group) * group
+        self._order = panel_order(self.num_outputs, gated)
+        self._packed = roomy_zeros(len(self._order), self.depth, dtype=self._dtype)
+        self._places_O = places_of(self._order) if gated else torch.empty(0)
+        self._bias_O: torch.Tensor | None = None
+        self._packed_bias = torch.empty(0)
+        weight_OI = self._padded(weight_OI).contiguous()
+        sizes = len(self._order), self.depth, torch.get_num_threads()
+        kernels.pack(weight_OI.data_ptr(), self._packed.data_ptr(), self._order.data_ptr(), *sizes)
+
+    def parts(self, bias_O: torch.Tensor | None = None) -> Sequence[ProductPart]:
+        if bias_O is not None and bias_O is not self._bias_O:
+            self._bias_O, self._packed_bias = bias_O, bias_O.float()[self._order.clamp(min=0)]
+        part = ProductPart(
+            multiply=address_of(self._multiply),
+            packed=self._packed.data_ptr(),
+            bias=None if bias_O is None else self._packed_bias.data_ptr(),
+            num_outputs=self.num_outputs,
+            num_inputs=self.depth,
+            gated=self._gated,
+        )
+        return [part]
+
     def rows(self, rows_T: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, [T, I]. Not of a gated one."""
         assert not self._gated
@@ -174,14 +198,6 @@ class PackedFloats:
         else:
             found = self._packed.view(-1, self.depth // self._group, _PANEL, self._group)[panel_T, :, lane_T]
         return found.reshape(len(rows_T), self.depth)[:, : self._num_inputs].contiguous()
-
-    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.depth == self._num_inputs:
-            return rows
-        padded = empty_rows(rows.shape[0], self.depth, dtype=rows.dtype, stride=apart(self.depth, rows.dtype))
-        padded[:, : self._num_inputs] = rows
-        padded[:, self._num_inputs :] = 0
-        return padded
 
 
 class SideBySideWeights:

@@ -17,8 +17,8 @@ from enum import IntEnum
 import torch
 
 from workers.kernels.cpu.build import Native, address_of, native
-from workers.kernels.cpu.memory import apart, empty_rows, roomy_zeros
-from workers.kernels.cpu.products import ProductPart, places_of
+from workers.kernels.cpu.memory import roomy_zeros
+from workers.kernels.cpu.products import PanelProduct, ProductPart, places_of
 from workers.quantization.quantised_weight import GroupValues, QuantisedWeight
 
 _PANEL = 16
@@ -81,11 +81,8 @@ def can_pack(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
     return halves_fit and len(positions.columns) <= _MOST_GAPS * (weight.num_columns + _STEP)
 
 
-class PackedQuantised:
-    """y = x W^T (+ b), or, gated, silu(gate) * up of the two halves of y. Packs a copy of the weight.
-
-    A row's product does not depend on the other rows, nor on the number of threads. `padding` adds outputs of zero.
-    """
+class PackedQuantised(PanelProduct):
+    """Packs a copy of the weight. `padding` adds outputs of zero."""
 
     def __init__(self, weight: QuantisedWeight, dtype: torch.dtype, *, gated: bool = False, padding: int = 0) -> None:
         kernels, kind, rounding = native(dtype), _sums(weight, dtype), _rounding(weight, dtype)
@@ -93,7 +90,8 @@ class PackedQuantised:
         assert kind is not None
         assert rounding is not None
         assert not (gated and padding)
-        self.num_outputs, self.depth = weight.num_outputs + padding, weight.num_inputs
+        self.num_outputs = weight.num_outputs + padding
+        self.depth = self._num_inputs = weight.num_inputs
         self._dtype, self._gated, self._multiply = dtype, gated, kernels.multiply_quantised
         self._read = kernels.read_quantised
         order = _order(self.num_outputs, gated)
@@ -110,7 +108,6 @@ class PackedQuantised:
         return sum(tensor.nbytes for tensor in self._kept)
 
     def parts(self, bias_O: torch.Tensor | None = None) -> Sequence[ProductPart]:
-        """One. Keeps only the last bias that it was given."""
         if bias_O is not None and bias_O is not self._bias_O:
             self._bias_O = bias_O
             shift_O = self._shift_O if self._shift_O is not None else 0.0
@@ -125,30 +122,6 @@ class PackedQuantised:
             gated=self._gated,
         )
         return [part]
-
-    def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, O], or [T, O / 2] when gated."""
-        width = self.num_outputs // 2 if self._gated else self.num_outputs
-        [part] = self.parts(bias_O)
-        return self._multiplied(part, x_TI, width, apart(width, self._dtype) if self._gated else width)
-
-    def before_gate(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, O]. Of a gated weight the panels are multiplied as one without a gate, and put into order."""
-        if not self._gated:
-            return self(x_TI, bias_O)
-        [part] = self.parts(bias_O)
-        part.gated, part.num_outputs = 0, len(self._order)
-        return self._multiplied(part, x_TI, len(self._order), len(self._order))[:, self._places_O]
-
-    def _multiplied(self, part: ProductPart, x_TI: torch.Tensor, width: int, stride: int) -> torch.Tensor:
-        assert x_TI.dtype == self._dtype
-        assert x_TI.shape[1] == self.depth
-        if x_TI.stride(1) != 1:
-            x_TI = x_TI.contiguous()
-        out_TO = empty_rows(x_TI.shape[0], width, dtype=self._dtype, stride=stride)
-        sizes = x_TI.shape[0], x_TI.stride(0), stride, torch.get_num_threads()
-        self._multiply(ctypes.byref(part), x_TI.data_ptr(), out_TO.data_ptr(), *sizes)
-        return out_TO
 
     def rows(self, rows_T: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, [T, I]: those of `QuantisedWeight.dequantised`. Not of a gated one."""
