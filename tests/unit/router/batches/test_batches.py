@@ -368,14 +368,14 @@ async def test_a_line_that_fails_for_good_has_one_row(
 
 
 async def test_requests_of_batches_cost_half_and_are_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row a line, also where its first attempt found no worker."""
+    """One row a line, also where its first attempt failed after a token."""
     monkeypatch.setattr("router.batches.runner.FIRST_PAUSE_S", 0.0)
     tries = 0
 
     def script(job: Job) -> Any:
         nonlocal tries
         tries += 1
-        return [NoWorkers("none")] if tries == 1 else saying("hi")(job)
+        return [*list(saying("hi")(job))[:1], NoWorkers("none")] if tries == 1 else saying("hi")(job)
 
     usd = {"input": 1e6, "cached": 0.0, "output": 1e6}
     prices = PriceList(prices=(Price(since_s=0.0, model="*", usd=usd),))
