@@ -3,13 +3,10 @@ model."""
 
 from __future__ import annotations
 
-import json
-import tomllib
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from cluster.config.settings import read_toml
 from cluster.simulate.latency.shapes import (
     DTYPES,
     GPU_KEYS,
@@ -25,15 +22,14 @@ from cluster.simulate.latency.shapes import (
 )
 from cluster.simulate.latency.weight_types import stored_type
 from protos.errors import BatonError, Misconfigured
-from protos.hints import unusable
 from protos.model_files.fields import Fields
-from workers.models.families.family import Family
-from workers.models.families.registry import FAMILIES
+from protos.model_files.opening import open_model
+from workers.models.families.experts_config import ExpertsConfig
+from workers.models.families.latent_config import LatentConfig
+from workers.models.model_config import config_of
 
 GPU_SUFFIX, MODEL_SUFFIX = ".toml", ".json"
-MAX_GPU_FIGURE, MAX_MODEL_FIGURE = 1e9, 10**9
-EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
-"""What checkpoints call the number of routed experts: DeepSeek, Mixtral, Qwen."""
+MAX_GPU_FIGURE = 1e9
 
 
 def gpu_of(name: str) -> Gpu:
@@ -76,13 +72,8 @@ def model_of(name: str, dtype: str | None = None, *, whole_experts: bool = False
 def read_gpu(path: Path) -> Gpu:
     """Reads a GPU's file. `like` names the GPU whose figures replace missing ones, and whose measured shares apply.
     Raises Misconfigured."""
-    given = f"gpu {path}"
-    try:
-        described = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Misconfigured(f"{given}: {unusable(error)}", param="hardware.gpu") from error
-    except (ValueError, RecursionError) as error:
-        raise Misconfigured(f"{given}: it is not TOML: {error}", param="hardware.gpu") from error
+    given = f"hardware.gpu = {str(path)!r}"
+    described = read_toml(path, "hardware.gpu", "hardware.gpu")
     like = described.pop("like", None)
     if like not in GPUS:
         raise Misconfigured(
@@ -101,151 +92,54 @@ def read_gpu(path: Path) -> Gpu:
 
 
 def read_model(path: Path, dtype: str | None = None) -> ModelShape:
-    """Reads the config.json of a checkpoint: dense models and mixtures of experts, with grouped or latent attention.
-    Weights are of `dtype`, or of the checkpoint's type. Raises Misconfigured."""
-    given = f"model {path}"
+    """Reads a checkpoint's config.json as the engine does. Weights are of `dtype`, or of the checkpoint's type. Raises
+    Misconfigured."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Misconfigured(f"{given}: {unusable(error)}", param="hardware.model") from error
-    except ValueError as error:
-        raise Misconfigured(f"{given}: it is not JSON: {error}", param="hardware.model") from error
-    if not isinstance(config, dict):
-        raise Misconfigured(f"{given}: it is not a checkpoint's config.json", param="hardware.model")
-    text = config.get("text_config")  # of a multimodal model
-    return _Checkpoint(given, {**config, **text} if isinstance(text, dict) else config, dtype).model()
+        files = open_model(path.parent)
+        fields = Fields.of_file(files, path.name)
+        inner = fields.inner("text_config")  # of a multimodal model
+        fields = fields.replaced(**{name: inner.raw(name) for name in inner.names()})
+        quantization = fields.raw("quantization_config")
+        config = config_of(fields.replaced(quantization_config=None), files)
+    except BatonError as error:
+        raise Misconfigured(f"hardware.model: {error.message}", param="hardware.model") from error
+    latent, experts, windows = config.latent, config.experts, config.windows
+    embedding = float(config.vocab_size * config.hidden_size)
+    is_mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == MXFP4
+    return ModelShape(
+        params=config.num_linear_weights + embedding,
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        head_dim=config.head_dim if latent is None else latent.query_dim,
+        kv_heads=config.num_kv_heads,
+        kv_width=config.head_dim if latent is None else latent.width // 2,
+        width=config.intermediate_size,
+        vocab=config.vocab_size,
+        max_len=config.max_position,
+        dtype=dtype or stored_type(quantization, f"hardware.model: {path}"),
+        expert_dtype=MXFP4 if is_mxfp4 else None,
+        experts=None if experts is None else _experts(experts, config.num_layers),
+        latent=None if latent is None else _latent(latent),
+        windows=tuple(window or 0 for window in windows) if any(windows) else (),
+    )
 
 
-class _Checkpoint:
-    """The figures of a config.json. Raises Misconfigured for missing or impossible ones."""
-
-    def __init__(self, given: str, config: Mapping[str, Any], dtype: str | None) -> None:
-        self._given = given
-        self._config = config
-        self._dtype = dtype
-
-    def model(self) -> ModelShape:
-        heads, hidden, latent = self._number("num_attention_heads"), self._number("hidden_size"), self._latent()
-        head_dim = self._number("head_dim", hidden // heads)
-        kv_heads, kv_width = self._number("num_key_value_heads", heads), head_dim
-        if latent is not None:
-            head_dim = latent.nope_dim + latent.rope_dim
-            kv_heads, kv_width = 1, (latent.kv_rank + latent.rope_dim) // 2
-        model = ModelShape(
-            params=1.0,
-            layers=self._number("num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            head_dim=head_dim,
-            kv_heads=kv_heads,
-            kv_width=kv_width,
-            width=self._number("intermediate_size"),
-            vocab=self._number("vocab_size"),
-            max_len=self._number("max_position_embeddings"),
-            dtype=self._dtype or stored_type(self._config.get("quantization_config"), self._given),
-            expert_dtype=MXFP4 if self._method() == MXFP4 else None,
-            experts=self._experts(),
-            latent=latent,
-            windows=self._windows(),
-        )
-        return replace(model, params=_num_params(model, tied=bool(self._config.get("tie_word_embeddings"))))
-
-    def _number(self, name: str, otherwise: int | None = None, least: int = 1) -> int:
-        value = self._config.get(name)
-        if value is None and otherwise is not None:
-            return otherwise
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_MODEL_FIGURE:
-            found = "is missing" if value is None else f"= {value!r}"
-            raise Misconfigured(
-                f"{self._given}: {name} {found}: give a checkpoint's config.json, in which it is a whole number from "
-                f"{least} to {MAX_MODEL_FIGURE:,}",
-                param="hardware.model",
-            )
-        return value
-
-    def _latent(self) -> Latent | None:
-        if self._config.get("kv_lora_rank") is None:
-            return None
-        return Latent(
-            query_rank=self._number("q_lora_rank", 0, least=0),
-            kv_rank=self._number("kv_lora_rank"),
-            nope_dim=self._number("qk_nope_head_dim"),
-            rope_dim=self._number("qk_rope_head_dim"),
-            value_dim=self._number("v_head_dim"),
-        )
-
-    def _experts(self) -> Experts | None:
-        if (served := self._served_experts()) is not None:
-            return served
-        name = next((one for one in EXPERTS if self._config.get(one)), None)
-        if name is None:
-            return None
-        shared = self._number("n_shared_experts", 0, least=0)
-        return Experts(
-            num=self._number(name),
-            num_active=self._number("num_experts_per_tok"),
-            width=self._number("moe_intermediate_size", self._number("intermediate_size")),
-            num_shared=shared,
-            num_dense_layers=self._number("first_k_dense_replace", 0, least=0),
-        )
-
-    def _served_experts(self) -> Experts | None:
-        """As the engine reads them, of a family that it serves."""
-        family = self._family()
-        if family is None or family.experts is None:
-            return None
-        layers = self._number("num_hidden_layers")
-        try:
-            found = family.experts(Fields(self._config, self._given).over(family.defaults), layers)
-        except BatonError as error:
-            raise Misconfigured(error.message, param="hardware.model") from error
-        if found is None:
-            return None
-        return Experts(
-            num=found.num_experts,
-            num_active=found.routing.num_chosen,
-            width=found.width,
-            num_shared=found.shared_width / found.width,
-            num_dense_layers=layers - found.num_sparse_layers,
-        )
-
-    def _windows(self) -> tuple[int, ...]:
-        """As the engine reads them, of a family that it serves."""
-        family = self._family()
-        if family is None:
-            return ()
-        try:
-            config = Fields(self._config, self._given).over(family.defaults)
-            windows = family.windows(config, self._number("num_hidden_layers"))
-        except BatonError as error:
-            raise Misconfigured(error.message, param="hardware.model") from error
-        return tuple(window or 0 for window in windows) if any(windows) else ()
-
-    def _family(self) -> Family | None:
-        architectures = self._config.get("architectures")
-        return next((one for one in FAMILIES if architectures == [one.architecture]), None)
-
-    def _method(self) -> object:
-        quantization = self._config.get("quantization_config")
-        return quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+def _experts(config: ExpertsConfig, num_layers: int) -> Experts:
+    return Experts(
+        num=config.num_experts,
+        num_active=config.routing.num_chosen,
+        width=config.width,
+        num_shared=config.shared_width / config.width,
+        num_dense_layers=num_layers - config.num_sparse_layers,
+    )
 
 
-def _num_params(model: ModelShape, *, tied: bool) -> float:
-    """The number of parameters in all matrices, without norms and biases."""
-    experts, latent, heads = model.experts, model.latent, model.heads
-    if latent is None:
-        attention = (2 * heads + 2 * model.kv_heads) * model.head_dim * model.hidden
-    else:
-        queries = heads * model.head_dim
-        attention = queries * model.hidden
-        if latent.query_rank:
-            attention = latent.query_rank * (model.hidden + queries)
-        attention += (latent.kv_rank + latent.rope_dim) * model.hidden
-        attention += heads * (latent.nope_dim + latent.value_dim) * latent.kv_rank
-        attention += heads * latent.value_dim * model.hidden
-    num_dense = model.layers if experts is None else experts.num_dense_layers
-    found = attention * model.layers + 3.0 * model.width * model.hidden * num_dense
-    if experts is not None:
-        shared = 3.0 * experts.num_shared * experts.width * model.hidden + experts.num * model.hidden
-        found += model.expert_params + shared * (model.layers - num_dense)
-    return found + model.vocab * model.hidden * (1 if tied else 2)
+def _latent(config: LatentConfig) -> Latent:
+    return Latent(
+        query_rank=config.query_rank or 0,
+        kv_rank=config.rank,
+        nope_dim=config.nope_dim,
+        rope_dim=config.rope_dim,
+        value_dim=config.value_dim,
+    )

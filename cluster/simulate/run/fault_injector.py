@@ -13,7 +13,7 @@ from cluster.simulate.node.worker import SimulatedWorker
 from cluster.simulate.run.clients import Clients
 from cluster.simulate.run.config import SimulationConfig
 from cluster.simulate.run.deployment import SimulatedDeployment
-from cluster.simulate.world.faults import CLIENTS, OF_EVENTS, OF_WORKERS, STORE, Fault, Kind
+from cluster.simulate.world.faults import OF_EVENTS, OF_STORES, OF_WORKERS, Fault, Kind, targets_of
 from cluster.simulate.world.lanes import STALL_S
 from protos.errors import Misconfigured
 from protos.hints import listed
@@ -39,38 +39,17 @@ class Happened:
 
 
 def check(faults: Sequence[Fault], config: SimulationConfig) -> None:
-    """Raises Misconfigured for a target that cannot exist, with the kind of target that the fault takes."""
-    known = config.pools.worker_ids()
+    """Raises Misconfigured for a target that cannot exist, with those that can."""
+    workers = sorted(config.pools.worker_ids())
     for fault in faults:
-        takes = _wrong(fault, config, sorted(known))
-        if takes:
-            raise Misconfigured(f"faults.schedule: {fault}: {fault.kind} takes {takes}", param="faults.schedule")
-
-
-def _wrong(fault: Fault, config: SimulationConfig, known: Sequence[str]) -> str:
-    """The kind of target and the possible targets; "" if the target is possible."""
-    none = f"and {fault.target} is none. There"
-    workers = f"{none} {'are the workers' if len(known) > 1 else 'is only the worker'} {listed(known)}"
-    match fault.kind:
-        case Kind.GATEWAY_RESTART | Kind.INDEX_LOST:
-            if fault.target.isdigit() and int(fault.target) < config.num_gateways:
-                return ""
-            places = f"are 0 to {config.num_gateways - 1}" if config.num_gateways > 1 else "is only 0"
-            return f"a gateway by its place, {none} {places}"
-        case Kind.LANE_STALL | Kind.LANE_CUT | Kind.LANE_SLOW:
-            ends = fault.target.split(">")
-            if len(ends) == 2 and ends[0] != ends[1] and set(ends) <= set(known):
-                return ""
-            such = f"such as {known[-1]}>{known[0]}, " if len(known) > 1 else ""
-            return f"a lane from one worker to another, {such}{workers}"
-        case Kind.STORE_AWAY | Kind.STORE_LOST:
-            if not config.shared_index:
-                return f"{STORE}, and there is none: give settings.index = '{STORE}://any'"
-            return "" if fault.target == STORE else f"{STORE}, not {fault.target}"
-        case Kind.ABORTS:
-            return "" if fault.target == CLIENTS else f"{CLIENTS}, not {fault.target}: a share of them, 'by 0.5'"
-        case _:
-            return "" if fault.target in known else f"a worker, {workers}"
+        possible = targets_of(fault.kind, workers, num_gateways=config.num_gateways, with_store=config.shared_index)
+        if fault.target not in possible:
+            there = f"choose one of {listed(possible)}" if possible else "there is none"
+            there += "; settings.index = 'redis://any' makes one" if fault.kind in OF_STORES and not possible else ""
+            raise Misconfigured(
+                f"faults.schedule: {fault}: {fault.kind} has no target {fault.target}: {there}",
+                param="faults.schedule",
+            )
 
 
 class Trouble:

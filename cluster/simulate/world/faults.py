@@ -112,6 +112,21 @@ def _unread(text: str, why: str) -> Misconfigured:
     )
 
 
+def targets_of(kind: Kind, workers: Sequence[str], *, num_gateways: int, with_store: bool) -> Sequence[str]:
+    """What a fault of this kind can hit."""
+    match kind:
+        case Kind.GATEWAY_RESTART | Kind.INDEX_LOST:
+            return [str(place) for place in range(num_gateways)]
+        case Kind.LANE_STALL | Kind.LANE_CUT | Kind.LANE_SLOW:
+            return [f"{source}>{other}" for source, other in product(workers, workers) if source != other]
+        case Kind.STORE_AWAY | Kind.STORE_LOST:
+            return [STORE] if with_store else []
+        case Kind.ABORTS:
+            return [CLIENTS]
+        case _:
+            return workers
+
+
 def drawn(
     num: int,
     *,
@@ -125,20 +140,13 @@ def drawn(
     """`num` faults of these kinds at any time before `until_s`."""
     rng = random.Random(f"{seed} faults")
     kinds = [kind for kind in of if with_store or kind not in OF_STORES]
-    lanes = [f"{source}>{destination}" for source, destination in product(workers, workers) if source != destination]
+    targets = {kind: targets_of(kind, workers, num_gateways=num_gateways, with_store=with_store) for kind in kinds}
     faults = []
     for _ in range(num):
         kind = rng.choice(kinds)
-        if kind in OF_WORKERS or kind in OF_EVENTS:
-            target = rng.choice(workers)
-        elif kind in OF_LANES and lanes:
-            target = rng.choice(lanes)
-        elif kind in (Kind.GATEWAY_RESTART, Kind.INDEX_LOST):
-            target = str(rng.randrange(num_gateways))
-        elif kind in OF_STORES:
-            target = STORE
-        else:
-            kind, target = Kind.ABORTS, CLIENTS
+        if not targets[kind]:  # no lane of a single worker
+            kind = Kind.ABORTS
+        target = CLIENTS if kind is Kind.ABORTS else STORE if kind in OF_STORES else rng.choice(targets[kind])
         at_s = round(rng.uniform(0.0, until_s), 3)
         duration_s = round(rng.choice((0.05, 0.5, 2.0, 8.0)) * rng.uniform(0.5, 1.5), 3)
         amount = round(rng.uniform(0.1, 1.0) if kind is Kind.ABORTS else rng.uniform(2.0, 50.0), 2)

@@ -68,7 +68,7 @@ def test_clusters_that_a_sweep_leaves_out_are_in_its_report(tmp_path: Path) -> N
     assert [one["cluster"]["decode"] for one in kept["left_out"]] == [1, 2]
     assert [run["cluster"]["decode"] for run in kept["runs"]] == [3, 4]
     assert kept["left_out"][0]["cluster"].keys() == kept["runs"][0]["cluster"].keys()
-    assert "kill takes a worker, and colocated-2 is none" in kept["left_out"][0]["reason"]
+    assert "kill has no target colocated-2" in kept["left_out"][0]["reason"]
     assert "left out" not in answer(*sweep)
     assert json.loads(file.read_text())["left_out"] == []
 

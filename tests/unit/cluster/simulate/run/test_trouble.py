@@ -215,9 +215,9 @@ def test_a_fault_long_after_the_last_answer_is_passed_over() -> None:
     [
         ("1 kill decode-7", "decode-0"),
         ("1 kill prefill-0>decode-0", "decode-0"),
-        ("1 lane-cut decode-0", "prefill-1>decode-0"),
-        ("1 lane-cut decode-0>decode-0", "decode-1"),
-        ("1 gateway-restart 3", "only 0"),
+        ("1 lane-cut decode-0", "decode-0>decode-1"),
+        ("1 lane-cut decode-0>decode-0", "decode-0>decode-1"),
+        ("1 gateway-restart 3", "of 0"),
         ("1 aborts decode-0", "clients"),
         ("1 store-lost redis", "settings.index"),
     ],
