@@ -75,7 +75,7 @@ def test_experts_of_a_checkpoint_are_counted_as_its_makers_do(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({}, "architectures"),
+        ({}, "config.json: model_type"),
         ({**LLAMA, "hidden_size": "4096"}, "hidden_size.*4096"),
         ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers"),
         ([], "config.json"),
