@@ -162,13 +162,6 @@ class ModelShape:
         return 3.0 * experts.num * experts.width * self.hidden * (self.layers - experts.num_dense_layers)
 
     @property
-    def active_params(self) -> float:
-        """The number of parameters that one token is multiplied with."""
-        if self.experts is None:
-            return self.params
-        return self.params - self.expert_params * (1 - self.experts.num_active / self.experts.num)
-
-    @property
     def kv_bytes(self) -> float:
         """Bytes of KV per token, in all layers."""
         return float(self.layout(1).block_bytes)
@@ -229,9 +222,8 @@ def num_blocks(gpu: Gpu, model: ModelShape, *, tp: int, block_size: int, memory_
     larger = (one for one in range(tp + 1, model.heads + 1) if model.splits(one) and fitting(one, memory_share) >= 1)
     least = next(larger, None)
     fix = f"use {least} GPUs or more (cluster.tp = {least})" if least is not None else "use GPUs with more memory"
-    shares = (hundredths / 100 for hundredths in range(101))
-    enough = next((share for share in shares if share > memory_share and fitting(tp, share) >= 1), None)
-    if enough is None:
+    enough = math.ceil(100 * (weights + model.stored_bytes(tp, block_size)) / (gpu.memory_bytes * tp)) / 100
+    if enough > 1:
         needed = f"the weights alone need {weights / 1e9:.0f} GB"
         raise Misconfigured(f"cluster.tp = {tp}: {needed}: {fix}", param="cluster.tp")
     raise Misconfigured(

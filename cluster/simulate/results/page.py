@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from itertools import groupby, pairwise
@@ -21,7 +21,7 @@ from cluster.simulate.run.timeline import TimelineSample
 from protos.hints import counted, usd_figure
 from protos.values import WorkerRole
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 240, 64, 16, 32, 30
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 240, 64, 36, 32, 30
 NUM_COLOURS, NUM_SLOTS, NUM_POINTS = 5, 60, 300
 _PAGE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
@@ -127,7 +127,10 @@ def run_page(outcome: SimulationOutcome, summary: Summary, *, command: str, obje
         return plot(title, "s", lines, until=until, marks=marks)
 
     def by_pool(value: Callable[[TimelineSample], float]) -> dict[str, Line]:
-        return _lines((str(sample.role), sample.at_s, value(sample)) for sample in samples)
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for sample in samples:
+            lines.setdefault(str(sample.role), []).append((sample.at_s, float(value(sample))))
+        return dict(lines)
 
     first = [sample for sample in samples if sample.role == samples[0].role]
     moved = [
@@ -136,13 +139,11 @@ def run_page(outcome: SimulationOutcome, summary: Summary, *, command: str, obje
     ]
     waiting = by_pool(lambda sample: sample.num_waiting)
     waiting["gateways"] = [(sample.at_s, float(sample.num_queued)) for sample in first]
-    workers = ((sample.worker_id, sample.at_s, sample.num_running) for sample in outcome.worker_samples)
     plots = [
         over_time("Workers serving", by_pool(lambda sample: sample.num_workers)),
         over_time("Sequences running", by_pool(lambda sample: sample.num_running)),
         over_time("Requests waiting, on workers by pool and at the gateways", waiting),
         over_time("KV blocks in use, %", by_pool(lambda sample: 100 * sample.blocks_used)),
-        over_time("Sequences running, by worker", _lines(workers)),
         over_time("Time to first token, ms, of what was asked at the time", _ttft_over_time(records)),
         over_time("KV moved between workers, MB a second", {"": moved}),
         over_time("USD spent on GPUs so far", {"": _spent(outcome)}),
@@ -160,14 +161,6 @@ def run_page(outcome: SimulationOutcome, summary: Summary, *, command: str, obje
     listed = [f"<details><summary>{counted(len(items), 'fault')}</summary><ol>", *items, "</ol></details>"]
     table = summary_table(replace(summary, faults=()))
     return _document("a simulated run", table, command=command, note="", parts=[*(listed if items else []), *plots])
-
-
-def _lines(points: Iterable[tuple[str, float, float]]) -> dict[str, Line]:
-    """Lines by name, from the name, time and value of each point."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for name, at_s, value in points:
-        lines.setdefault(name, []).append((at_s, float(value)))
-    return dict(lines)
 
 
 def _spent(outcome: SimulationOutcome) -> Line:

@@ -15,7 +15,7 @@ from cluster.simulate.run.deployment import SimulatedDeployment, WorkerLife
 from cluster.simulate.run.fault_injector import Happened, Trouble, check
 from cluster.simulate.run.invariants import Invariants
 from cluster.simulate.run.progress import Look, RunProgress
-from cluster.simulate.run.timeline import SimulationTimeline, TimelineSample, WorkerSample
+from cluster.simulate.run.timeline import SimulationTimeline, TimelineSample
 from cluster.simulate.world.clock import VirtualLoop, run_virtually
 from cluster.simulate.world.event_log import SimulationLog
 from cluster.simulate.world.faults import Fault, Kind
@@ -42,7 +42,6 @@ class SimulationOutcome:
     served: Sequence[WorkerLife]
     itl_s: Percentiles | None
     samples: Sequence[TimelineSample]
-    worker_samples: Sequence[WorkerSample]
     num_handed_over: int
     transfer_bytes: int
     transfers: Transfers
@@ -127,7 +126,6 @@ def _simulate(
             served=deployment.served,
             itl_s=deployment.gaps.spread(),
             samples=timeline.samples,
-            worker_samples=timeline.worker_samples,
             num_handed_over=clients.num_handed_over,
             transfer_bytes=deployment.lanes.num_bytes,
             transfers=clients.transfers,

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from cluster.simulate.run.deployment import SimulatedDeployment
 from protos.values import WorkerRole
 
-MAX_LINES = 16
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineSample:
@@ -26,19 +24,11 @@ class TimelineSample:
     blocks_used: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSample:
-    at_s: float
-    worker_id: str
-    num_running: int
-
-
 class SimulationTimeline:
-    """`run` samples until cancelled. Clusters of more than `MAX_LINES` workers have no samples of each worker."""
+    """`run` samples until cancelled."""
 
     def __init__(self, deployment: SimulatedDeployment, *, period_s: float) -> None:
         self.samples: list[TimelineSample] = []
-        self.worker_samples: list[WorkerSample] = []
         self._deployment = deployment
         self._period_s = period_s
         self._loop = asyncio.get_running_loop()
@@ -68,8 +58,3 @@ class SimulationTimeline:
                     blocks_used=num_used / max(1, sum(pool.num_blocks for pool in pools)),
                 )
             )
-        if len(deployment.plans) <= MAX_LINES:
-            self.worker_samples += [
-                WorkerSample(at_s=at_s, worker_id=worker.worker_id, num_running=worker.engine.scheduler.num_running)
-                for worker in sorted(deployment.workers.values(), key=lambda one: one.worker_id)
-            ]

@@ -32,7 +32,7 @@ def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path, monkeyp
     assert run["figures"]["hits"].keys() == {"device", "host", "pulled"}
     assert run["figures"]["num_events"] == len(events.read_text().splitlines())
     html = page.read_text()
-    assert html.count("<svg ") == 11
+    assert html.count("<svg ") == 10
     assert html.count("<title>objective</title>") == 1
     assert "Workers serving" in html
     assert 'name="viewport"' in html
@@ -156,7 +156,7 @@ def test_faults_can_be_written_down_and_drawn_and_are_in_the_report(tmp_path: Pa
     (run,) = json.loads(figures.read_text())["runs"]
     assert len(run["figures"]["faults"]) == 5
     html = page.read_text()
-    assert html.count("<title>kill decode-0, at 0.50 s</title>") == 8, "in each plot over time"
+    assert html.count("<title>kill decode-0, at 0.50 s</title>") == 7, "in each plot over time"
     assert html.count("<li>") == 5
 
 

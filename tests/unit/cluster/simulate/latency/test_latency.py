@@ -65,7 +65,6 @@ def test_more_gpus_are_faster_but_not_as_many_times() -> None:
 
 def test_a_token_of_a_mixture_touches_few_of_its_experts() -> None:
     model = MODELS["deepseek-v3"]
-    assert model.active_params == pytest.approx(37e9, rel=0.05)
     assert model.expert_params == pytest.approx(654e9, rel=0.001)
     assert model.experts is not None
     assert model.experts.touched(1) == 8
