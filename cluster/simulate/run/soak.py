@@ -38,7 +38,9 @@ TENANTS = ("", "a", "b")
 LATENTS = (0,)
 AFTERMATH_S = 30.0
 """Seconds after the end of a fault in which it can explain failed attempts."""
+NUM_FAULTS = (0, 2, 5, 10)
 TEARING = (*2 * (*OF_LANES, Kind.ABORTS), Kind.KILL, Kind.PAUSE, Kind.RESET)
+LOSING = (*2 * OF_WORKERS, Kind.DRAIN, Kind.ABORTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,19 +121,15 @@ def _trial(seed: int) -> SoakTrial:
         return _slow_lane(seed, config)
     name = rng.choice(("poisson", "bursts", "conversations", "agents", "agents"))
     many_turns = name in ("conversations", "agents")
-    load = GeneratedLoad(
-        num_requests=rng.choice((6, 12, 24)),
-        rate=rng.choice((3.0, 10.0, 40.0)),
-        prompts=Lengths(low=1, high=rng.choice((40, MAX_PROMPT // 5 if many_turns else MAX_PROMPT))),
-        outputs=Lengths(low=1, high=rng.choice((4, 40))),
-        seed=seed,
-    )
+    num_requests, rate = rng.choice((6, 12, 24)), rng.choice((3.0, 10.0, 40.0))
+    longest = rng.choice((40, MAX_PROMPT // 5 if many_turns else MAX_PROMPT))
+    load = _load(seed, num_requests, rate, (1, longest), (1, rng.choice((4, 40))))
     num_tokens = config.spec.num_blocks * config.spec.layout.block_size
     room = SessionLimit(num_tokens=num_tokens, limit="worker.num_blocks", more="raise worker.num_blocks")
     made = agents(load, num_systems=2, system_tokens=rng.choice((8, 64))) if name == "agents" else GENERATED[name](load)
     sessions = [_hurried(session) for session in made]
     sessions, _ = fitting(sessions, room)
-    faults = _faults(seed, rng, config, sessions)
+    faults = _faults(config, sessions, rng.choice(NUM_FAULTS))
     return SoakTrial(seed=seed, config=config, sessions=sessions, faults=faults)
 
 
@@ -141,13 +139,8 @@ def _crowded(seed: int, config: SimulationConfig) -> SoakTrial:
     rng = random.Random(f"{seed} crowded")
     block_size = config.spec.layout.block_size
     num_systems, system_tokens = rng.choice((1, 3)), rng.choice((16, 96))
-    load = GeneratedLoad(
-        num_requests=rng.choice((16, 32)),
-        rate=rng.choice((20.0, 100.0)),
-        prompts=Lengths(low=1, high=rng.choice((16, 48))),
-        outputs=Lengths(low=1, high=rng.choice((16, 48))),
-        seed=seed,
-    )
+    num_requests, rate = rng.choice((16, 32)), rng.choice((20.0, 100.0))
+    load = _load(seed, num_requests, rate, (1, rng.choice((16, 48))), (1, rng.choice((16, 48))))
     made = agents(load, num_systems=num_systems, system_tokens=system_tokens, num_turns=rng.choice((1, 2, 4)))
     sessions = [_hurried(session) for session in made]
     longest = max(session.num_tokens for session in sessions)
@@ -174,7 +167,7 @@ def _crowded(seed: int, config: SimulationConfig) -> SoakTrial:
     router = replace(config.router, admission=admission)
     cards = replace(config.cards, rate=rng.choice((50e9, 2e8)))
     config = replace(config, spec=spec, router=router, cards=cards, max_ttft_s=rng.choice((None, None, None, 1.0)))
-    faults = _faults(seed, rng, config, sessions)
+    faults = _faults(config, sessions, rng.choice(NUM_FAULTS))
     for at_s in rng.choice(((), (0.1, 0.4, 1.0))):  # while KV is on its way, too
         faults.append(Fault(at_s=round(at_s * rng.uniform(0.5, 1.5), 3), kind=Kind.ABORTS, target=CLIENTS, amount=0.2))
     faults.sort(key=lambda fault: (fault.at_s, str(fault)))
@@ -187,14 +180,8 @@ def _brimful(seed: int, config: SimulationConfig) -> SoakTrial:
     release one."""
     rng = random.Random(f"{seed} brimful")
     block_size, num_blocks = config.spec.layout.block_size, rng.choice((2, 5))
-    length = Lengths(low=num_blocks * block_size, high=num_blocks * block_size)
-    load = GeneratedLoad(
-        num_requests=rng.choice((6, 12)),
-        rate=rng.choice((40.0, 200.0)),
-        prompts=length,
-        outputs=Lengths(low=1, high=rng.choice((4, num_blocks * block_size))),
-        seed=seed,
-    )
+    length, num_requests, rate = num_blocks * block_size, rng.choice((6, 12)), rng.choice((40.0, 200.0))
+    load = _load(seed, num_requests, rate, (length, length), (1, rng.choice((4, length))))
     sessions = GENERATED["poisson"](load)
     spec = replace(
         config.spec,
@@ -205,7 +192,9 @@ def _brimful(seed: int, config: SimulationConfig) -> SoakTrial:
     router = replace(config.router, local_prefill_tokens=0)
     pools = PoolsConfig(prefill=rng.choice((1, 2)), decode=rng.choice((1, 2)))
     config = replace(config, spec=spec, router=router, pools=pools)
-    return SoakTrial(seed=seed, config=config, sessions=sessions, faults=_faults(seed, rng, config, sessions))
+    return SoakTrial(
+        seed=seed, config=config, sessions=sessions, faults=_faults(config, sessions, rng.choice(NUM_FAULTS))
+    )
 
 
 def _torn(seed: int, config: SimulationConfig) -> SoakTrial:
@@ -213,13 +202,7 @@ def _torn(seed: int, config: SimulationConfig) -> SoakTrial:
     lanes that are held up, cut or lose an end meanwhile."""
     rng = random.Random(f"{seed} torn")
     is_slow = random.Random(f"{seed} slow").random() < 0.5
-    load = GeneratedLoad(
-        num_requests=rng.choice((16, 48)),
-        rate=rng.choice((10.0, 40.0)),
-        prompts=Lengths(low=1, high=64),
-        outputs=Lengths(low=1, high=16),
-        seed=seed,
-    )
+    load = _load(seed, rng.choice((16, 48)), rng.choice((10.0, 40.0)), (1, 64), (1, 16))
     num_systems = 8 if is_slow else 2
     made = agents(load, num_systems=num_systems, system_tokens=rng.choice((64, 192)), num_turns=rng.choice((1, 4)))
     sessions = [_hurried(session) for session in made]
@@ -233,24 +216,15 @@ def _torn(seed: int, config: SimulationConfig) -> SoakTrial:
     pools = rng.choice((PoolsConfig(prefill=2, decode=2), PoolsConfig(prefill=1, decode=2), PoolsConfig(colocated=2)))
     rate = rng.choice((1e8, 2e8)) / (3 if is_slow else 1)
     config = replace(config, spec=spec, router=router, pools=pools, cards=replace(config.cards, rate=rate))
-    workers = config.pools.worker_ids()
-    last_s = max(session.due_s for session in sessions) + 0.5
-    faults = drawn(
-        rng.choice((8, 24)), seed=seed, workers=workers, num_gateways=config.num_gateways, until_s=last_s, of=TEARING
-    )
+    faults = _faults(config, sessions, rng.choice((8, 24)), after_s=0.5, of=TEARING)
     return SoakTrial(seed=seed, config=config, sessions=sessions, faults=faults)
 
 
 def _lasting(seed: int, config: SimulationConfig) -> SoakTrial:
     """Long answers: workers are lost, stopped and drained several times during one answer."""
     rng = random.Random(f"{seed} lasting")
-    load = GeneratedLoad(
-        num_requests=rng.choice((4, 8)),
-        rate=rng.choice((3.0, 20.0)),
-        prompts=Lengths(low=1, high=rng.choice((16, 64))),
-        outputs=Lengths(low=64, high=rng.choice((128, 256))),
-        seed=seed,
-    )
+    num_requests, rate = rng.choice((4, 8)), rng.choice((3.0, 20.0))
+    load = _load(seed, num_requests, rate, (1, rng.choice((16, 64))), (64, rng.choice((128, 256))))
     made = agents(load, num_systems=1, system_tokens=32, num_turns=rng.choice((1, 2)))
     read_s = rng.choice((0.0, 0.0, 0.5))
     sessions = [_hurried(session, read_s=read_s) for session in made]
@@ -262,11 +236,7 @@ def _lasting(seed: int, config: SimulationConfig) -> SoakTrial:
     )
     pools = rng.choice((PoolsConfig(prefill=1, decode=2), PoolsConfig(prefill=2, decode=2), PoolsConfig(colocated=2)))
     config = replace(config, spec=spec, pools=pools)
-    until_s = max(session.due_s for session in sessions) + 4.0
-    faults = drawn(
-        rng.choice((3, 8, 16)), seed=seed, workers=config.pools.worker_ids(), num_gateways=config.num_gateways,
-        until_s=until_s, of=(*2 * OF_WORKERS, Kind.DRAIN, Kind.ABORTS),
-    )  # fmt: skip
+    faults = _faults(config, sessions, rng.choice((3, 8, 16)), after_s=4.0, of=LOSING)
     return SoakTrial(seed=seed, config=config, sessions=sessions, faults=faults)
 
 
@@ -274,13 +244,7 @@ def _slow_lane(seed: int, config: SimulationConfig) -> SoakTrial:
     """A slow lane: one conversation without a fault, whose KV travels for longer than a lease."""
     rng = random.Random(f"{seed} slow lane")
     num_turns, length = rng.choice((2, 4)), rng.choice((200, MAX_PROMPT))
-    load = GeneratedLoad(
-        num_requests=num_turns,
-        rate=1.0,
-        prompts=Lengths(low=length, high=length),
-        outputs=Lengths(low=4, high=16),
-        seed=seed,
-    )
+    load = _load(seed, num_turns, 1.0, (length, length), (4, 16))
     made = agents(load, num_systems=1, system_tokens=16, num_turns=num_turns)
     spec = replace(
         config.spec,
@@ -295,12 +259,32 @@ def _slow_lane(seed: int, config: SimulationConfig) -> SoakTrial:
     return SoakTrial(seed=seed, config=config, sessions=[_hurried(session) for session in made], faults=[])
 
 
-def _faults(seed: int, rng: random.Random, config: SimulationConfig, sessions: Sequence[UserSession]) -> list[Fault]:
-    until_s = max(session.due_s for session in sessions) + 2.0
-    workers = config.pools.worker_ids()
+def _load(
+    seed: int, num_requests: int, rate: float, prompts: tuple[int, int], outputs: tuple[int, int]
+) -> GeneratedLoad:
+    """Lengths are from the least to the greatest."""
+    return GeneratedLoad(
+        num_requests=num_requests,
+        rate=rate,
+        prompts=Lengths(low=prompts[0], high=prompts[1]),
+        outputs=Lengths(low=outputs[0], high=outputs[1]),
+        seed=seed,
+    )
+
+
+def _faults(
+    config: SimulationConfig,
+    sessions: Sequence[UserSession],
+    num: int,
+    *,
+    after_s: float = 2.0,
+    of: Sequence[Kind] = tuple(Kind),
+) -> list[Fault]:
+    """Faults until `after_s` after the last session begins."""
+    until_s = max(session.due_s for session in sessions) + after_s
     return drawn(
-        rng.choice((0, 2, 5, 10)), seed=seed, workers=workers, num_gateways=config.num_gateways, until_s=until_s,
-        with_store=config.shared_index,
+        num, seed=config.seed, workers=config.pools.worker_ids(), num_gateways=config.num_gateways, until_s=until_s,
+        with_store=config.shared_index, of=of,
     )  # fmt: skip
 
 
