@@ -1,14 +1,12 @@
-"""Invariants of the cluster under any fault: checked partly after every event, and fully at intervals and at the end.
+"""Invariants of the cluster under any fault. Clients compare every token, and watched workers check every call
+(`clients`, `node.watched`); this module checks the rest:
 
-each request ends exactly once, with exactly its tokens    by its client, with every token (`client`) no block leaks, is
-freed early or has two owners           here, from engine, ledger and pool: counts, of workers that did something; block
-by block at intervals tickets end with their leases and their lanes              by the worker (`watched`), when it did
-something an aborted request leaves nothing on its worker            by the worker (`watched`), at once workers hold
-what some gateway counts on, and no more      here, by the worker's service, at intervals a worker that is not held up
-makes progress                here, from its health two seconds after its end a request holds nothing          here, a
-few times a second queues stay bounded, and count their requests              here, at intervals a waiting client gets
-messages                             here, every few seconds gateways know what workers cache, and no more
-here, at the end lost workers are back, ended requests are not counted      here, at the end
+- with every event, of each worker that did something: references to blocks match their holders, tickets have not
+  outlived their leases and lanes, a worker that is not held up makes progress
+- a few times a second: a request that has ended holds nothing two seconds later
+- every few seconds: every waiting client has received something
+- at intervals: block by block who holds it; queues are bounded; some gateway counts on everything that a worker holds
+- at the end: nothing is held or counted, lost workers are back, gateways know exactly what workers cache
 """
 
 from __future__ import annotations
