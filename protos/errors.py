@@ -6,7 +6,6 @@
     │   ├── ContextLengthExceeded                      400   prompt + answer do not fit
     │   ├── PayloadTooLarge                            413
     │   ├── HeadersTooLarge                            431
-    │   ├── UriTooLong                                 414
     │   ├── UnsupportedMediaType                       415
     │   └── RequestTimeout                             408   it was not sent to its end in time
     ├── NotFound                  NOT_FOUND            404
@@ -83,11 +82,6 @@ class PayloadTooLarge(InvalidRequest):
 class HeadersTooLarge(InvalidRequest):
     code = "headers_too_large"
     http_status = 431
-
-
-class UriTooLong(InvalidRequest):
-    code = "uri_too_long"
-    http_status = 414
 
 
 class UnsupportedMediaType(InvalidRequest):

@@ -291,7 +291,7 @@ class BodyLimit:
 
     `uploads`: paths that take larger bodies, with the bytes of each. They have `timeout_s` for each piece, not for all.
 
-    Data that the client sends after a 413 is dropped by the server without being stored (`router.http.protocol`).
+    Data that the client sends after a 413 is dropped by the server without being stored.
     """
 
     def __init__(

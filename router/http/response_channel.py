@@ -46,12 +46,9 @@ class CorkedTransport:
     head and its body are two writes of uvicorn's, a last event and the end of the response two more. `write_alone` is
     for a time when nothing is kept."""
 
-    def __init__(
-        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, close: Callable[[], None]
-    ) -> None:
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
         self._loop = loop
-        self._close = close
         self._parts: list[bytes] = []
         self._num_bytes = 0
         self.write_alone = transport.write
@@ -86,7 +83,7 @@ class CorkedTransport:
     def close(self) -> None:
         self.flush()
         self.state.block(WriteState.CLOSED)
-        self._close()
+        self._transport.close()
 
     def get_write_buffer_size(self) -> int:
         return self._num_bytes + self._transport.get_write_buffer_size()
@@ -118,9 +115,6 @@ class ResponseChannel:
     def has_all(self) -> bool:
         """Content-Length of the request."""
         return not self._cycle.more_body
-
-    def is_of(self, cycle: RequestResponseCycle) -> bool:
-        return self._cycle is cycle
 
     def lost(self) -> None:
         self._cycle.disconnected = not self._cycle.response_complete

@@ -72,28 +72,13 @@ async def test_a_body_that_comes_in_time_may_come_in_pieces_and_its_answer_may_t
         await caller.reader.readuntil(b"data: [DONE]")
 
 
-@pytest.mark.parametrize(("sent", "status"), [(b"", None), (LINE + b"x-a: ", 408), (WHOLE + LINE, 408)])
-async def test_a_head_that_has_no_end_ends_its_connection(
-    monkeypatch: pytest.MonkeyPatch, sent: bytes, status: int | None
-) -> None:
+@pytest.mark.parametrize("sent", [b"", LINE + b"x-a: ", WHOLE + LINE])
+async def test_a_head_that_has_no_end_ends_its_connection(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr(protocol, "HEAD_S", SOON_S)
     async with calling() as caller:
         caller.writer.write(sent)
-        if status is None:
-            assert await asyncio.wait_for(caller.reader.read(), 60) == b"", "it never said anything"
-            return
-        told, error = await caller.error()
-    assert (told, error["code"]) == (status, "request_timeout")
-
-
-async def test_ends_of_lines_after_an_answer_are_no_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with calling() as caller:
-        caller.writer.write(WHOLE)
-        await caller.reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        monkeypatch.setattr(protocol, "HEAD_S", SOON_S)
-        caller.writer.write(b"\r\n")
-        status, error = await caller.error()
-    assert (status, error["code"]) == (408, "request_timeout")
+        told = await asyncio.wait_for(caller.reader.read(), 60)
+    assert told.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") == (WHOLE in sent)
 
 
 async def test_a_client_that_leaves_a_pipeline_leaves_all_of_its_requests() -> None:
@@ -121,8 +106,7 @@ async def test_a_head_is_not_waited_for_while_an_answer_is_written(monkeypatch: 
         caller.writer.write(WHOLE + LINE)  # the next request's head begins, and goes no further
         await waited.wait()
         go_on.set()
-        await caller.reader.readuntil(b"data: [DONE]")
-        assert (await caller.told())[0] == 408
+        await caller.reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 async def test_headers_without_end_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,116 +117,42 @@ async def test_headers_without_end_are_not_kept(monkeypatch: pytest.MonkeyPatch)
     assert (status, error["code"]) == (431, "headers_too_large")
 
 
-async def test_what_is_left_of_a_body_that_was_refused_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", SOON_S)
-    async with calling(max_body_bytes=1000) as caller:
-        caller.writer.write(LINE + b"Content-Length: 2000\r\n\r\nsome of it")
-        assert (await caller.told())[0] == 413
-
-
 PIECES = b"Transfer-Encoding: chunked\r\n\r\n"
 GET = b"GET /health HTTP/1.1\r\nHost: here\r\n"
 
 NOT_REQUESTS = {
-    "no words": (b"GARBAGE\r\n\r\n", 400, "Invalid method"),
-    "words of TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"a" * 500, 400, "Invalid method"),
-    "no size of a chunk": (LINE + PIECES + b"zz\r\nabc\r\n0\r\n\r\n", 400, "chunk size"),
-    "a negative chunk": (LINE + PIECES + b"-3\r\nabc\r\n0\r\n\r\n", 400, "chunk size"),
-    "a chunk beyond all sizes": (LINE + PIECES + b"f" * 17 + b"\r\nabc\r\n0\r\n\r\n", 400, "Chunk size overflow"),
-    "a longer chunk": (LINE + PIECES + b"3\r\nabcd\r\n0\r\n\r\n", 400, "after chunk data"),
-    "a chunk with ends of lines of its own": (LINE + PIECES + b"3\nabc\n0\n\n", 400, "Missing expected CR"),
-    "an unknown coding": (LINE + b"Transfer-Encoding: xchunked\r\n\r\n", 400, "'xchunked': only 'chunked' is read"),
-    "a coding that is not undone": (LINE + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 400, "'gzip, chunked'"),
-    "chunks in HTTP/1.0": (b"POST / HTTP/1.0\r\n" + PIECES + b"0\r\n\r\n", 400, "only in HTTP/1.1"),
-    "length and chunks": (LINE + b"Content-Length: 3\r\n" + PIECES + b"0\r\n\r\n", 400, "Content-Length"),
-    "chunks and length": (LINE + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\nabc", 400, "Content-Length"),
-    "two lengths": (LINE + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabc", 400, "Duplicate Content-Length"),
-    "a negative length": (LINE + b"Content-Length: -3\r\n\r\nabc", 400, "Content-Length"),
-    "a length of 5,000 digits": (LINE + b"Content-Length: " + b"1" * 5000 + b"\r\n\r\n", 400, "Content-Length"),
-    "a folded header": (GET + b"x-a: b\r\n c\r\n\r\n", 400, "whitespace after header value"),
-    "lines that end with LF alone": (b"GET /health HTTP/1.1\nHost: here\n\n", 400, "CRLF"),
-    "a space before the colon": (GET + b"x-a : b\r\n\r\n", 400, "header token"),
-    "a NUL in a header": (GET + b"x-a: b\x00c\r\n\r\n", 400, "header value"),
-    "a NUL in a path": (b"GET /he\x00alth HTTP/1.1\r\nHost: here\r\n\r\n", 400, "url"),
-    "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400, "has 0 Host headers: it must have exactly one"),
-    "two hosts": (GET + b"Host: there\r\n\r\n", 400, "has 2 Host headers"),
-    "a host that is none": (b"GET /health HTTP/1.1\r\nHost: a/b\r\n\r\n", 400, "The Host header is 'a/b'"),
-    "a port that is none": (b"GET /health HTTP/1.1\r\nHost: a:" + b"9" * 5000 + b"\r\n\r\n", 400, "Host header"),
-    "another version": (b"GET /health HTTP/2.0\r\nHost: here\r\n\r\n", 400, "HTTP/2.0 is not spoken here"),
-    "no version": (b"GET /health\r\n\r\n", 400, "HTTP/0.9 is not spoken here"),
-    "a proxy's method": (b"CONNECT there:80 HTTP/1.1\r\nHost: there\r\n\r\n", 400, "CONNECT is for proxies"),
-    "a URL without a path": (b"GET http://here HTTP/1.1\r\nHost: here\r\n\r\n", 400, "target is not a path"),
-    "a long path": (b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\nHost: here\r\n\r\n", 414, "more than 16384 bytes"),
-    "a long query": (b"GET /health?" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: here\r\n\r\n", 414, "path and query"),
-    "a long header": (GET + b"x-a: " + b"a" * 1_000_000 + b"\r\n\r\n", 431, "headers"),
-    "many headers": (GET + b"x-a: b\r\n" * 100_000 + b"\r\n", 431, "headers"),
+    "no words": b"GARBAGE\r\n\r\n",
+    "words of TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"a" * 500,
+    "no size of a chunk": LINE + PIECES + b"zz\r\nabc\r\n0\r\n\r\n",
+    "a negative chunk": LINE + PIECES + b"-3\r\nabc\r\n0\r\n\r\n",
+    "a chunk beyond all sizes": LINE + PIECES + b"f" * 17 + b"\r\nabc\r\n0\r\n\r\n",
+    "a longer chunk": LINE + PIECES + b"3\r\nabcd\r\n0\r\n\r\n",
+    "a chunk with ends of lines of its own": LINE + PIECES + b"3\nabc\n0\n\n",
+    "an unknown coding": LINE + b"Transfer-Encoding: xchunked\r\n\r\n",
+    "length and chunks": LINE + b"Content-Length: 3\r\n" + PIECES + b"0\r\n\r\n",
+    "chunks and length": LINE + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\nabc",
+    "two lengths": LINE + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabc",
+    "a negative length": LINE + b"Content-Length: -3\r\n\r\nabc",
+    "a length of 5,000 digits": LINE + b"Content-Length: " + b"1" * 5000 + b"\r\n\r\n",
+    "a folded header": GET + b"x-a: b\r\n c\r\n\r\n",
+    "lines that end with LF alone": b"GET /health HTTP/1.1\nHost: here\n\n",
+    "a space before the colon": GET + b"x-a : b\r\n\r\n",
+    "a NUL in a header": GET + b"x-a: b\x00c\r\n\r\n",
+    "a NUL in a path": b"GET /he\x00alth HTTP/1.1\r\nHost: here\r\n\r\n",
+    "a proxy's method": b"CONNECT there:80 HTTP/1.1\r\nHost: there\r\n\r\n",
+    "a URL without a path": b"GET http://here HTTP/1.1\r\nHost: here\r\n\r\n",
 }
 
 
 @pytest.mark.parametrize("kind", NOT_REQUESTS)
 async def test_what_is_no_request_is_answered_and_ends_its_connection(kind: str) -> None:
-    """Also where more is sent than the server reads: it must not lose its refusal by a reset."""
-    sent, status, told = NOT_REQUESTS[kind]
     generate = Scripted(saying("hi"))
     async with calling(generate) as caller:
-        caller.writer.write(sent)
+        caller.writer.write(NOT_REQUESTS[kind])
         await caller.writer.drain()
         found, error = await caller.error()
-    assert (found, error["type"]) == (status, "invalid_request_error")
-    assert told in error["message"]
+    assert (found, error["code"]) == (400, "invalid_request")
     assert not generate.jobs
-
-
-async def test_requests_before_garbage_are_answered_before_it_is_refused() -> None:
-    go_on = asyncio.Event()
-    generate = Scripted(lambda job: [go_on, *saying("hi")(job)])
-    async with calling(generate) as caller:
-        caller.writer.write(WHOLE + WHOLE + b"GARBAGE\r\n\r\n")
-        await generate.began.wait()
-        go_on.set()
-        for _ in range(2):
-            assert (await caller.reader.readline()).endswith(b" 200 OK\r\n")
-            await caller.reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        status, error = await caller.error()
-    assert (status, error["code"], len(generate.jobs)) == (400, "invalid_request", 2)
-
-
-async def test_a_request_that_is_broken_off_is_not_answered_before_those_before_it() -> None:
-    go_on = asyncio.Event()
-    generate = Scripted(lambda job: [go_on, *saying("hi")(job)])
-    async with calling(generate) as caller:
-        caller.writer.write(WHOLE + LINE + PIECES + b"zz\r\n")
-        await generate.began.wait()
-        go_on.set()
-        await caller.reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        status, error = await caller.error()
-    assert (status, len(generate.jobs)) == (400, 1)
-    assert "chunk size" in error["message"]
-
-
-CHUNK = b"%x\r\n%b\r\n" % (len(BODY), BODY)
-MEGABYTE = 1_000_000
-
-
-@pytest.mark.parametrize(
-    "chunks",
-    [
-        CHUNK + b"0\r\n" + b"x-a: b\r\n" * (MEGABYTE // 8) + b"\r\n",
-        CHUNK + b"0\r\nx-a: " + b"b" * MEGABYTE + b"\r\n\r\n",
-        CHUNK + b"0;" + b"a" * MEGABYTE + b"\r\n\r\n",
-        b"%x;a=%b\r\n%b\r\n0\r\n\r\n" % (len(BODY), b"a" * MEGABYTE, BODY),
-        b"".join(b"1;%b\r\n \r\n" % (b"a" * 1000) for _ in range(1000)) + CHUNK + b"0\r\n\r\n",
-        b"1\r\n \r\n" * 100_000 + CHUNK + b"0;" + b"a" * MEGABYTE + b"\r\n\r\n",
-    ],
-    ids=["trailers", "trailer", "last extension", "extension", "extensions", "extension after small chunks"],
-)
-async def test_trailers_and_extensions_of_chunks_have_a_limit(chunks: bytes) -> None:
-    generate = Scripted(saying("hi"))
-    async with calling(generate) as caller:
-        caller.writer.write(LINE + PIECES + chunks)
-        status, error = await caller.error()
-    assert (status, error["code"]) == (400, "invalid_request")
-    assert "chunk extensions and trailers" in error["message"]
 
 
 async def test_a_body_may_come_in_very_many_chunks() -> None:
@@ -279,16 +189,6 @@ async def test_who_asks_for_another_protocol_is_served_in_this_one(asked: bytes)
             assert (await caller.reader.readline()).endswith(b" 200 OK\r\n")
             await caller.reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert len(generate.jobs) == 2
-
-
-async def test_an_answer_over_http_1_0_has_no_chunks() -> None:
-    async with calling() as caller:
-        caller.writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY))
-        status, headers, body = await caller.told()
-    assert (status, headers[b"connection"]) == (200, b"close")
-    assert b"transfer-encoding" not in headers
-    assert body.startswith(b"data: {")
-    assert body.endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_length_may_begin_with_more_zeros_than_python_reads_digits() -> None:

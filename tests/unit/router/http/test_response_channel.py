@@ -54,7 +54,7 @@ def test_nothing_is_written_to_a_connection_that_closes() -> None:
         cycle: Any = SimpleNamespace(
             transport=transport, flow=flow, disconnected=False, response_complete=False, chunked_encoding=True
         )
-        corked = CorkedTransport(transport, asyncio.get_running_loop(), transport.close)
+        corked = CorkedTransport(transport, asyncio.get_running_loop())
         channel = ResponseChannel(cycle, corked)
         assert channel.write(b"a", 1.0)
         assert channel.is_clear
