@@ -17,8 +17,10 @@ from workers.kernels.cpu.layers import LayerForm, LayerWeights, NormTensors
 from workers.kernels.cpu.norms import ACTIVATIONS, CompiledNorm
 from workers.models.filling import LoadPart
 from workers.models.layers.embedding import Embedding, Head
-from workers.models.layers.expert_layer import MixtureOfExperts
+from workers.models.layers.expert_layer import MixtureOfExperts, feed_forward
 from workers.models.layers.growth import StepGrowth
+from workers.models.layers.latent_attention import LatentAttention
+from workers.models.layers.layer_parts import AttentionLayer
 from workers.models.layers.linear_layers import sums_overlap
 from workers.models.layers.norm import LayerNorm, RMSNorm, norm_of
 from workers.models.layers.rope import Rotations
@@ -209,11 +211,12 @@ class DecoderLayer:
         self._before_mlp, self._after_mlp = norm(places.before_mlp), norm(places.after_mlp)
         self._parallel_halves = places.parallel
         self._scale = config.scales.residual
-        self._attention = family.attention(context, f"{prefix}.self_attn", config, layer)
+        attention: type[LatentAttention | SelfAttention] = LatentAttention if config.latent else SelfAttention
+        self._attention: AttentionLayer = attention(context, f"{prefix}.self_attn", config, layer)
         if growth is not None:
             assert isinstance(self._attention, SelfAttention), "queries grow in plain attention only"
             self._attention.growth = growth
-        self._mlp = family.mlp(context, f"{prefix}.mlp", config, layer)
+        self._mlp = feed_forward(context, prefix, config, layer)
 
     def __call__(
         self,

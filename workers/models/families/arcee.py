@@ -12,5 +12,4 @@ FAMILY = Family(
     norm=NormKind(eps=1e-5),
     tensors=TensorNames(gate_up=("up_proj",)),
     gated=False,
-    mlp_factory="workers.models.layers.mlp:PlainMLP",
 )

@@ -13,6 +13,4 @@ FAMILY = Family(
     experts=deepseek_v3_experts,
     reads=frozenset({"n_routed_experts"}),
     head_dim=64,
-    attention_factory="workers.models.layers.latent_attention:LatentAttention",
-    mlp_factory="workers.models.layers.expert_layer:feed_forward",
 )

@@ -1,12 +1,10 @@
-"""A model family as values: which fields of config.json it reads, and what its layers do other than Llama's, as values.
-Pure: the layers are named, and loaded only when a decoder is made."""
+"""A model family as values: which fields of config.json it reads, and what its layers do other than Llama's. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from protos.model_files.fields import Fields
 from workers.models.families.experts_config import ExpertsConfig
@@ -25,17 +23,9 @@ from workers.models.families.traits import (
     no_scales,
 )
 
-if TYPE_CHECKING:
-    from workers.models.layers.layer_parts import AttentionLayer, FeedForward
-    from workers.models.model_config import ModelConfig
-    from workers.weights.encoding import LayerContext
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """`attention_factory` and `mlp_factory` name the functions that make a layer's halves. Their arguments are the
-    context, the prefix of the tensors' names, the model's config and the layer's index."""
-
     name: str  # config.json's model_type
     architecture: str
     models: str  # for users: what is published under this architecture
@@ -62,8 +52,6 @@ class Family:
     qk_norm_field: str | None = None  # the field that must be true for it; None: always
     sinks: bool = False  # a logit for each query head that takes its share of the softmax
     head_dim: int | None = None  # None: hidden size / heads, unless config.json has another
-    attention_factory: str = "workers.models.layers.self_attention:SelfAttention"
-    mlp_factory: str = "workers.models.layers.mlp:GatedMLP"
 
     @property
     def stored_as_llama(self) -> bool:
@@ -75,11 +63,3 @@ class Family:
     def mlp_projections(self) -> int:
         """2 or 3: with a gate."""
         return 3 if self.gated else 2
-
-    def attention(self, context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> AttentionLayer:
-        made: AttentionLayer = resolve_name(self.attention_factory)(context, prefix, config, layer)
-        return made
-
-    def mlp(self, context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> FeedForward:
-        made: FeedForward = resolve_name(self.mlp_factory)(context, prefix, config, layer)
-        return made

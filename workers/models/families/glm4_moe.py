@@ -13,5 +13,4 @@ FAMILY = Family(
     qk_norm="head",
     qk_norm_field="use_qk_norm",
     o_bias=False,
-    mlp_factory="workers.models.layers.expert_layer:feed_forward",
 )

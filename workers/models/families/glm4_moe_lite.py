@@ -41,6 +41,4 @@ FAMILY = Family(
         "rms_norm_eps": 1e-5,
     },
     head_dim=64,
-    attention_factory="workers.models.layers.latent_attention:LatentAttention",
-    mlp_factory="workers.models.layers.expert_layer:feed_forward",
 )

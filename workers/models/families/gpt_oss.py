@@ -30,5 +30,4 @@ FAMILY = Family(
     defaults={"attention_bias": True},
     sinks=True,
     head_dim=64,
-    mlp_factory="workers.models.layers.expert_layer:feed_forward",
 )

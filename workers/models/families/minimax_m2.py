@@ -31,5 +31,4 @@ FAMILY = Family(
     rotary_dim_field="rotary_dim",
     qk_norm="all",
     head_dim=128,
-    mlp_factory="workers.models.layers.expert_layer:feed_forward",
 )

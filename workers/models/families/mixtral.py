@@ -18,5 +18,4 @@ FAMILY = Family(
     windows=windows,
     experts=mixtral_experts,
     reads=frozenset({"num_local_experts"}),
-    mlp_factory="workers.models.layers.expert_layer:feed_forward",
 )

@@ -22,5 +22,4 @@ FAMILY = Family(
     experts=qwen2_experts,
     reads=frozenset({"num_experts", "num_local_experts"}),
     qkv_bias=True,
-    mlp_factory="workers.models.layers.expert_layer:feed_forward",
 )

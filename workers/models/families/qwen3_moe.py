@@ -20,5 +20,4 @@ FAMILY = Family(
     experts=qwen3_experts,
     reads=frozenset({"attention_bias", "num_experts", "num_local_experts"}),
     qk_norm="head",
-    mlp_factory="workers.models.layers.expert_layer:feed_forward",
 )

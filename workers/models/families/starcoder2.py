@@ -22,5 +22,4 @@ FAMILY = Family(
     gated=False,
     attention_bias_field="use_bias",
     mlp_bias_field="use_bias",
-    mlp_factory="workers.models.layers.mlp:PlainMLP",
 )

@@ -21,7 +21,7 @@ from workers.kernels.cpu.products import PackedProduct, can_pack
 from workers.models.families.experts_config import ClampedGate, ExpertNames, ExpertsConfig
 from workers.models.layers.layer_parts import FeedForward
 from workers.models.layers.linear_layers import ColumnParallel
-from workers.models.layers.mlp import GatedMLP
+from workers.models.layers.mlp import MLP
 from workers.models.layers.routing import route
 from workers.models.model_config import ModelConfig
 from workers.weights.encoding import LayerContext, Matrix, Projection, WeightShare
@@ -37,11 +37,11 @@ _SCORES = {
 
 
 def feed_forward(context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> FeedForward:
-    """Experts in the layers that have them, a gated MLP in the others."""
-    if config.experts is None or not config.experts.sparse[layer]:
-        return GatedMLP(context, prefix, config, layer)
-    layer_name = prefix.rpartition(".")[0]
-    return MixtureOfExperts(context, f"{layer_name}.{config.experts.names.module}", config.experts, config.hidden_size)
+    """Experts in the layers that have them, an MLP in the others. `prefix` is the layer's."""
+    experts = config.experts
+    if experts is None or not experts.sparse[layer]:
+        return MLP(context, f"{prefix}.mlp", config)
+    return MixtureOfExperts(context, f"{prefix}.{experts.names.module}", experts, config.hidden_size)
 
 
 class MixtureOfExperts:
@@ -51,16 +51,12 @@ class MixtureOfExperts:
         self.counts_X = torch.zeros(experts.num_experts, dtype=torch.int64)  # tokens that each expert has had so far
         self._parallel = context.parallel
         self._router = _Router(context, prefix, experts, hidden_size)
-        self._experts: dict[int, ExpertShare] = {}
-        for expert in range(experts.num_experts):
-            if context.expert_parallel:
-                if expert % size == rank:
-                    self._experts[expert] = ExpertShare(
-                        context, f"{prefix}.experts.{expert}", experts, hidden_size, 1, 0
-                    )
-            else:
-                name = f"{prefix}.experts.{expert}"
-                self._experts[expert] = ExpertShare(context, name, experts, hidden_size, size, rank)
+        share = (1, 0) if context.expert_parallel else (size, rank)
+        self._experts = {
+            expert: ExpertShare(context, f"{prefix}.experts.{expert}", experts, hidden_size, *share)
+            for expert in range(experts.num_experts)
+            if not context.expert_parallel or expert % size == rank
+        }
         self._shared: ExpertShare | None = None
         if experts.shared_width:
             self._shared = ExpertShare(

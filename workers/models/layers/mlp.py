@@ -1,5 +1,5 @@
-"""Feed-forward blocks: down(activation(gate(x)) * up(x)), gate and up in one matrix product, and the one without a
-gate.
+"""The feed-forward half of a layer: down(activation(gate(x)) * up(x)), gate and up in one matrix product. A family
+without gates has down(activation(up(x))).
 
 Legend: T tokens, E hidden size.
 """
@@ -19,19 +19,21 @@ from workers.weights.encoding import LayerContext
 from workers.weights.slots import Slot
 
 
-class GatedMLP:
+class MLP:
     """A gate of SiLU is part of the product, where the weight's encoding has such a one."""
 
-    def __init__(self, context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> None:
-        total, names = config.intermediate_size, config.spec.tensors
+    def __init__(self, context: LayerContext, prefix: str, config: ModelConfig) -> None:
+        total, names, size = config.intermediate_size, config.spec.tensors, context.parallel.size
+        self._gated, self._activation = config.spec.gated, config.activation
         self._kernels = context.kernels
-        self._activation = config.activation
+        share = range(context.parallel.rank * (total // size), (context.parallel.rank + 1) * (total // size))
+        count = 2 if self._gated else 1
         self._gate_up = ColumnParallel(
             context,
-            projections_of(prefix, names.gate_up, (total, total), (_share(context, total),) * 2, ((), ())),
+            projections_of(prefix, names.gate_up, (total,) * count, (share,) * count, ((),) * count),
             config.hidden_size,
             bias=config.mlp_bias,
-            gated=config.activation == "silu",
+            gated=self._gated and config.activation == "silu",
         )
         self._down = RowParallel(context, f"{prefix}.{names.down}", total, config.hidden_size, bias=config.mlp_bias)
 
@@ -41,12 +43,14 @@ class GatedMLP:
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         inner_TF = self._gate_up(x_TE)
-        if self._activation != "silu":
+        if not self._gated:
+            inner_TF = self._kernels.activate(inner_TF, self._activation)
+        elif self._activation != "silu":
             inner_TF = gate(self._activation, self._kernels, inner_TF)
         return self._down(inner_TF)
 
     def packed_products(self) -> tuple[PackedProduct, PackedProduct] | None:
-        """The products of gate and up, and of down."""
+        """The products of gate and up, or of up alone, and of down."""
         gate_up, down = self._gate_up.packed_product(), self._down.packed_product()
         return None if gate_up is None or down is None else (gate_up, down)
 
@@ -60,46 +64,3 @@ class GatedMLP:
     def slots(self) -> Iterator[Slot]:
         yield from self._gate_up.slots()
         yield from self._down.slots()
-
-
-class PlainMLP:
-    """down(activation(up(x)))."""
-
-    def __init__(self, context: LayerContext, prefix: str, config: ModelConfig, layer: int) -> None:
-        total, names = config.intermediate_size, config.spec.tensors
-        self._kernels, self._activation = context.kernels, config.activation
-        self._up = ColumnParallel(
-            context,
-            projections_of(prefix, names.gate_up, (total,), (_share(context, total),), ((),)),
-            config.hidden_size,
-            bias=config.mlp_bias,
-        )
-        self._down = RowParallel(context, f"{prefix}.{names.down}", total, config.hidden_size, bias=config.mlp_bias)
-
-    @property
-    def waits(self) -> bool:
-        return False
-
-    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        return self._down(self._kernels.activate(self._up(x_TE), self._activation))
-
-    def packed_products(self) -> tuple[PackedProduct, PackedProduct] | None:
-        """The products of up and of down."""
-        up, down = self._up.packed_product(), self._down.packed_product()
-        return None if up is None or down is None else (up, down)
-
-    def linears(self) -> Iterator[AdaptableLinear]:
-        yield from (self._up, self._down)
-
-    def pack(self) -> None:
-        self._up.pack()
-        self._down.pack()
-
-    def slots(self) -> Iterator[Slot]:
-        yield from self._up.slots()
-        yield from self._down.slots()
-
-
-def _share(context: LayerContext, total: int) -> range:
-    size = total // context.parallel.size
-    return range(context.parallel.rank * size, (context.parallel.rank + 1) * size)

@@ -21,7 +21,7 @@ from workers.attention.base import AttentionBackend
 from workers.models.decoder import Decoder, ModelInputs, rotations_of
 from workers.models.layers.embedding import Embedding, Head
 from workers.models.layers.linear_layers import ColumnParallel
-from workers.models.layers.mlp import GatedMLP
+from workers.models.layers.mlp import MLP
 from workers.models.layers.norm import norm_of
 from workers.models.layers.self_attention import SelfAttention
 from workers.models.model_config import check_parallel
@@ -68,7 +68,7 @@ class EagleHead:
         self._attention = SelfAttention(
             context, f"{LAYER}.self_attn", config, 0, num_inputs=2 * size if three else size
         )
-        self._mlp = GatedMLP(context, f"{LAYER}.mlp", config, 0)
+        self._mlp = MLP(context, f"{LAYER}.mlp", config)
         self._norm_after = norm_of(context, f"{LAYER}.post_attention_layernorm", size, config.norm)
         self._norm_embedding = norm_of(context, f"{LAYER}.input_layernorm", size, config.norm) if three else None
         self._norm_features = norm_of(context, f"{LAYER}.hidden_norm", size, config.norm) if three else None
