@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from cluster.capacity.roll import FleetRoll, RollActuator, RollMix
+from cluster.capacity.roll import FleetActuator, FleetRoll, RollMix
 from protos.errors import BatonError, InvalidRequest, Misconfigured
 from protos.event_loop import Changed
 from protos.values import WorkerRole
@@ -35,37 +35,6 @@ from router.fleet_owner import (
 )
 
 log = logging.getLogger("baton.cluster")
-
-
-class FleetActuator(Protocol):
-    """Brings a desired fleet about: the supervisor of real workers, or of simulated ones."""
-
-    async def begin(
-        self, counts: Mapping[WorkerRole, int], flips: Mapping[str, WorkerRole] | None = None
-    ) -> Awaitable[None]:
-        """Makes these the desired numbers of workers; those in `flips` change their roles. Raises Misconfigured if the
-        machines cannot hold them, and Unavailable if this cannot be known now; then nothing has changed.
-
-        The result returns when the fleet is reached, or a later call has replaced it. It raises the BatonError of a new
-        worker that will never start, which is not desired any more then.
-        """
-        ...
-
-    def roles(self) -> Mapping[str, WorkerRole]:
-        """The desired workers' roles by id."""
-        ...
-
-    def serving(self) -> Mapping[str, WorkerRole]:
-        """The present roles of the workers that serve, by id."""
-        ...
-
-    def waiting_for(self) -> Sequence[str]:
-        """A phrase for each worker that keeps the desired fleet from being reached."""
-        ...
-
-    def start_s(self) -> float:
-        """The median seconds of the latest starts of workers; 0 before the first."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,22 +56,6 @@ class FleetStore(Protocol):
 
 Revise = Callable[[Revision, FleetOrder], Revision]
 """The revision after a roll. Raises Misconfigured for settings that workers cannot have."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rolls:
-    """What an owner needs whose fleet can be rolled. `origin`: the digest of its worker settings."""
-
-    actuator: RollActuator
-    revise: Revise
-    origin: str = ""
-
-
-class NoFleetStore:
-    """For an owner whose workers end with it."""
-
-    def save(self, record: FleetRecord) -> None:
-        pass
 
 
 @dataclass(slots=True)
@@ -142,8 +95,9 @@ class UnderWay:
 
 class FleetController:
     """The `FleetOwner` where the desired fleet lives, on one event loop. `record` is that of an earlier owner, and must
-    be of the same `configured` fleet. `cut_off`: its roll, whose workers of two revisions go on. `wall_clock`: seconds
-    since 1970."""
+    be of the same `configured` fleet. `store`: None if the workers end with the owner. `revise`: None if the fleet
+    cannot be rolled. `origin`: the digest of its worker settings. `cut_off`: the roll of an earlier owner, whose
+    workers of two revisions go on. `wall_clock`: seconds since 1970."""
 
     def __init__(
         self,
@@ -152,22 +106,22 @@ class FleetController:
         *,
         record: FleetRecord | None = None,
         store: FleetStore | None = None,
-        rolls: Rolls | None = None,
+        revise: Revise | None = None,
+        origin: str = "",
         cut_off: FleetRoll | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._actuator = actuator
-        self._rolls = rolls
+        self._revise, self._origin = revise, origin
         self._rolling = UnderWay(cut_off, 0, is_back=True) if cut_off is not None else None
-        origin = rolls.origin if rolls is not None else ""
         self._record = record or FleetRecord(configured=configured, desired=configured, origin=origin)
         assert self._record.configured == configured, "a record of other settings is not continued"
-        self._store = store or NoFleetStore()
+        self._store = store
         self._wall_clock = wall_clock
         self._line = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = Changed()
-        self._store.save(self._record)
+        self._save(self._record)
 
     @property
     def desired(self) -> DesiredFleet:
@@ -275,14 +229,14 @@ class FleetController:
     # -- rolls ---------------------------------------------------------------------------------------------------------
 
     async def _roll(self, order: FleetOrder) -> FleetChange:
-        if self._rolls is None:
+        if self._revise is None:
             raise InvalidRequest("the workers of this cluster were started by others, who can also replace them")
         stuck = self._rolling
         if stuck is not None and stuck.task is not None:
             raise stuck.refusal()
         before = self.desired
         try:
-            to = self._rolls.revise(before.revision, order)
+            to = self._revise(before.revision, order)
         except Misconfigured as error:
             raise InvalidRequest(error.message, param=error.param) from error
         if to == before.revision and stuck is None:
@@ -290,11 +244,11 @@ class FleetController:
         if stuck is not None and to == before.revision:
             return await self._go_back(stuck, order, before)
         roll = FleetRoll(
-            self._rolls.actuator, before.counts, former=before.revision, to=to, surge=order.surge,
+            self._actuator, before.counts, former=before.revision, to=to, surge=order.surge,
             mix=None if stuck is None else stuck.mix_for(to),
         )  # fmt: skip
         await roll.start()
-        self._record = replace(self._record, origin=self._rolls.origin)
+        self._record = replace(self._record, origin=self._origin)
         change = self._add(order, replace(before, revision=to))
         self._rolling = UnderWay(roll, change.number)
         self._rolling.task = self._begin_task(self._follow_roll(self._rolling, before), change)
@@ -389,7 +343,8 @@ class FleetController:
 
     def _save(self, record: FleetRecord) -> None:
         self._record = record
-        self._store.save(record)
+        if self._store is not None:
+            self._store.save(record)
         self._changed.notify()
 
 

@@ -24,14 +24,16 @@ from uuid import uuid4
 import msgspec
 from redis.asyncio import Redis
 
-from cluster.capacity.calls import CalledFleetOwner, FleetCall, FleetReply, reply_to
 from cluster.capacity.controller import FleetRecord
 from cluster.discovery.redis import client_of, root_of
 from cluster.planner.values import LearnedLoad
 from cluster.supervision.living import LivingFleet
-from protos.errors import Unavailable
-from router.fleet_owner import CapacityOwner
+from protos.errors import BatonError, Internal, Unavailable
+from protos.values import ErrorInfo
+from protos.wire import error_info, raised
+from router.fleet_owner import CapacityOwner, FleetChange, FleetOrder, FleetReport
 from router.log_throttle import OutageLog
+from router.planning import CapacityNews, GatewaySight, SeenSight
 from router.prefix.redis_url import TROUBLES, raise_if_cancelled
 
 log = logging.getLogger("baton.discovery")
@@ -55,12 +57,20 @@ def reply_key(fleet: str, reply_id: str) -> str:
     return f"{root_of(fleet)}:fleet:reply:{reply_id}"
 
 
-class PostedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call on its way. After `until_s` (seconds since 1970) its sender has given up."""
+class FleetCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a `method` of CapacityOwner, with its argument. After `until_s` (seconds since 1970) its sender has
+    given up."""
 
     reply_id: str
     until_s: float
-    call: FleetCall
+    method: str
+    order: FleetOrder | None = None
+    sight: GatewaySight | None = None
+
+
+class FleetReply(msgspec.Struct, frozen=True, kw_only=True):
+    result: msgspec.Raw = msgspec.Raw(b"null")
+    error: ErrorInfo | None = None
 
 
 class RedisKept(Generic[Kept]):
@@ -144,19 +154,24 @@ async def serve_calls(
         if taken is None:
             continue
         try:
-            posted = msgspec.json.decode(str(taken[1]), type=PostedCall)
+            call = msgspec.json.decode(str(taken[1]), type=FleetCall)
         except msgspec.DecodeError as error:
             log.warning("a call of the fleet's owner cannot be read: %s", error)
             continue
-        if posted.until_s > wall_clock():
-            task = asyncio.create_task(_reply(client, posted, owner, fleet))
+        if call.until_s > wall_clock():
+            task = asyncio.create_task(_reply(client, call, owner, fleet))
             replying.add(task)
             task.add_done_callback(replying.discard)
 
 
-async def _reply(client: Redis, posted: PostedCall, owner: CapacityOwner, fleet: str) -> None:
-    reply = await reply_to(posted.call, owner)
-    key = reply_key(fleet, posted.reply_id)
+async def _reply(client: Redis, call: FleetCall, owner: CapacityOwner, fleet: str) -> None:
+    try:
+        reply = FleetReply(result=msgspec.Raw(msgspec.json.encode(await _result(call, owner))))
+    except BatonError as error:
+        reply = FleetReply(error=error_info(error))
+    except Exception as error:  # the gateway must get an answer
+        reply = FleetReply(error=error_info(Internal(f"{type(error).__name__}: {error}")))
+    key = reply_key(fleet, call.reply_id)
     with suppress(*TROUBLES):
         async with client.pipeline(transaction=True) as pipe:
             pipe.rpush(key, msgspec.json.encode(reply).decode())
@@ -164,8 +179,19 @@ async def _reply(client: Redis, posted: PostedCall, owner: CapacityOwner, fleet:
             await pipe.execute()
 
 
-class RedisFleetOwner(CalledFleetOwner):
-    """The `CapacityOwner` of `baton pools`, as a gateway elsewhere reaches it."""
+async def _result(call: FleetCall, owner: CapacityOwner) -> object:
+    match call:
+        case FleetCall(method="order", order=FleetOrder() as order):
+            return await owner.order(order)
+        case FleetCall(method="report"):
+            return await owner.report(call.sight)
+        case FleetCall(method="sights"):
+            return await owner.sights()
+    return await owner.view()
+
+
+class RedisFleetOwner:
+    """The `CapacityOwner` of `baton pools` or `baton serve`, as a gateway in another process reaches it."""
 
     def __init__(self, url: str, *, fleet: str = "", wall_clock: Callable[[], float] = time.time) -> None:
         self._url = url
@@ -173,24 +199,42 @@ class RedisFleetOwner(CalledFleetOwner):
         self._client: Redis | None = None
         self._wall_clock = wall_clock
 
+    async def view(self) -> FleetReport:
+        return await self._call("view", FleetReport)
+
+    async def order(self, order: FleetOrder) -> FleetChange:
+        return await self._call("order", FleetChange, order=order)
+
+    async def report(self, sight: GatewaySight | None) -> CapacityNews:
+        return await self._call("report", CapacityNews, sight=sight)
+
+    async def sights(self) -> tuple[SeenSight, ...]:
+        return await self._call("sights", tuple[SeenSight, ...])
+
     async def close(self) -> None:
         if self._client is not None:
             await self._client.aclose()
 
-    async def _call(self, call: FleetCall) -> FleetReply:
+    async def _call(
+        self, method: str, kind: type[Kept], *, order: FleetOrder | None = None, sight: GatewaySight | None = None
+    ) -> Kept:
         if self._client is None:
             self._client = client_of(self._url)
-        posted = PostedCall(reply_id=uuid4().hex, until_s=self._wall_clock() + REPLY_S, call=call)
-        packed = msgspec.json.encode(posted).decode()
+        call = FleetCall(
+            reply_id=uuid4().hex, until_s=self._wall_clock() + REPLY_S, method=method, order=order, sight=sight
+        )
+        packed = msgspec.json.encode(call).decode()
         try:
-            reply = await self._exchange(self._client, packed, posted.reply_id)
+            reply = await self._exchange(self._client, packed, call.reply_id)
         except TROUBLES as error:
             raise Unavailable(f"Redis, through which `baton pools` is reached, does not answer: {error}") from error
         if reply is None:
             with suppress(*TROUBLES):
                 await self._client.lrem(calls_key(self._fleet), 0, packed)
             raise Unavailable(f"no `baton pools` has answered for {REPLY_S:g} s: does it run, with the same discovery?")
-        return reply
+        if reply.error is not None:
+            raise raised(reply.error)
+        return msgspec.json.decode(reply.result, type=kind)
 
     async def _exchange(self, client: Redis, packed: str, reply_id: str) -> FleetReply | None:
         """None without a reply in time."""

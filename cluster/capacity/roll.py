@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -26,8 +26,8 @@ RETRY_S = 1.0  # without a supervisor, or without Ray
 Counts = dict[WorkerRole, int]
 
 
-class RollActuator(Protocol):
-    """Has workers of two revisions at a time."""
+class FleetActuator(Protocol):
+    """Brings a desired fleet about: the supervisor of real workers, or of simulated ones."""
 
     async def begin(
         self,
@@ -37,8 +37,29 @@ class RollActuator(Protocol):
         revision: Revision | None = None,
         kept: Mapping[WorkerRole, int] | None = None,
     ) -> Awaitable[None]:
-        """As `FleetActuator.begin`: `counts` of the workers with this revision, which all later calls without one mean,
-        too, and `kept` of those with others."""
+        """Makes these the desired numbers of workers of this `revision`, which all later calls without one mean, too,
+        and `kept` of those with others; workers in `flips` change their roles. Raises Misconfigured if the machines
+        cannot hold them, and Unavailable if this cannot be known now; then nothing has changed.
+
+        The result returns when the fleet is reached, or a later call has replaced it. It raises the BatonError of a new
+        worker that will never start, which is not desired any more then.
+        """
+        ...
+
+    def roles(self) -> Mapping[str, WorkerRole]:
+        """The desired workers' roles by id."""
+        ...
+
+    def serving(self) -> Mapping[str, WorkerRole]:
+        """The present roles of the workers that serve, by id."""
+        ...
+
+    def waiting_for(self) -> Sequence[str]:
+        """A phrase for each worker that keeps the desired fleet from being reached."""
+        ...
+
+    def start_s(self) -> float:
+        """The median seconds of the latest starts of workers; 0 before the first."""
         ...
 
 
@@ -89,7 +110,7 @@ class FleetRoll:
 
     def __init__(
         self,
-        actuator: RollActuator,
+        actuator: FleetActuator,
         counts: Mapping[WorkerRole, int],
         *,
         former: Revision,

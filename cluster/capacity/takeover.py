@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.capacity.controller import FleetRecord, as_cut_off
-from cluster.capacity.roll import RETRY_S, Counts, FleetRoll, RollActuator, RollMix
+from cluster.capacity.roll import RETRY_S, Counts, FleetActuator, FleetRoll, RollMix
 from cluster.config.config import ClusterConfig
 from cluster.config.revised import changed_settings, digest_of, revised
 from cluster.supervision.living import LivingFleet
@@ -71,7 +71,7 @@ class Takeover:
             origin=record.origin if is_rolled else self.origin,
         )  # fmt: skip
 
-    def cut_off(self, actuator: RollActuator) -> FleetRoll | None:
+    def cut_off(self, actuator: FleetActuator) -> FleetRoll | None:
         """The roll of which workers of two revisions are left."""
         if not self._others:
             return None

@@ -115,9 +115,8 @@ async def _open(
     settings."""
     from cluster.capacity.controller import FleetController, continued
     from cluster.capacity.redis_fleet import learned_of, living_of, record_of
-    from cluster.capacity.revise import rolls_of
     from cluster.capacity.takeover import takeover_of
-    from cluster.config.revised import digest_of
+    from cluster.config.revised import digest_of, reviser
 
     store, living = record_of(client, config.fleet), living_of(client, config.fleet)
     learned = learned_of(client, config.fleet)
@@ -143,7 +142,7 @@ async def _open(
     workers = Pools(config, bars, revision=revision, keep=living.save, left=left)
     closing.push_async_callback(workers.end)
     controller = FleetController(
-        workers, configured, record=record, store=store, rolls=rolls_of(workers, config, origin),
+        workers, configured, record=record, store=store, revise=reviser(config), origin=origin,
         cut_off=takeover.cut_off(workers) if takeover is not None else None,
     )  # fmt: skip
     kept = KeptLoad(earlier=await learned.load(), save=learned.save)

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from cluster.capacity.controller import FleetController
-from cluster.capacity.revise import rolls_of
 from cluster.cli import options
 from cluster.config.config import ClusterConfig
 from cluster.config.models import TABLE
+from cluster.config.revised import digest_of, reviser
 from cluster.config.settings import read_file, setting
 from cluster.discovery.base import DirectAnnouncer
 from cluster.gateway.run import open_faces
@@ -58,7 +58,7 @@ class ServedFleet:
     def __init__(self, config: ClusterConfig, bars: Bars, part: MachinePart | None) -> None:
         self.pools = Pools(config, bars, part)
         configured = DesiredFleet(counts=dict(config.pools.counts()))
-        controller = FleetController(self.pools, configured, rolls=rolls_of(self.pools, config))
+        controller = FleetController(self.pools, configured, revise=reviser(config), origin=digest_of(config))
         self.owner = PlannedFleet(controller, config.planner_settings())
         self.counts = config.pools.counts()
 

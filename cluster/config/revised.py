@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -14,7 +14,7 @@ from cluster.config.declared import DeclaredSetting, declared_settings
 from cluster.config.settings import checked_value
 from protos.errors import Misconfigured
 from protos.hints import nearest
-from router.fleet_owner import Revision, SettingValue
+from router.fleet_owner import FleetOrder, Revision, SettingValue
 
 _ROLLED = ("worker", "prefill", "decode")
 _KEPT = ("model", "served_name", "worker.device")
@@ -38,6 +38,15 @@ def next_revision(
     if revision.files == current.files and after == revised(config, replace(current, name="")):
         return current
     return replace(revision, name=_digest(asdict(revision)))
+
+
+def reviser(config: ClusterConfig) -> Callable[[Revision, FleetOrder], Revision]:
+    """The revision after a roll of a fleet whose first revision has these settings. Raises Misconfigured."""
+
+    def revise(current: Revision, order: FleetOrder) -> Revision:
+        return next_revision(config, current, model=order.model, settings=order.settings, fingerprint=order.files)
+
+    return revise
 
 
 def changed_settings(before: ClusterConfig, after: ClusterConfig) -> dict[str, SettingValue]:

@@ -30,6 +30,7 @@ from protos.values import WorkerLoad, WorkerRole
 from router.build import build_router
 from router.fleet.successors import Successor
 from router.fleet.worker_client import WorkerClient
+from router.fleet_owner import Revision
 from router.jobs import Job
 from router.prefix.index import NO_MATCH
 from router.prefix.redis import RedisPrefixIndex
@@ -164,10 +165,16 @@ class SimulatedDeployment:
                 await gateway.fleet.wait(until=self._loop.time() + 60.0)
 
     async def begin(
-        self, counts: Mapping[WorkerRole, int], flips: Mapping[str, WorkerRole] | None = None
+        self,
+        counts: Mapping[WorkerRole, int],
+        flips: Mapping[str, WorkerRole] | None = None,
+        *,
+        revision: Revision | None = None,
+        kept: Mapping[WorkerRole, int] | None = None,
     ) -> Awaitable[None]:
-        """`cluster.capacity.controller.FleetActuator`: the machines hold any number of workers."""
+        """`cluster.capacity.roll.FleetActuator`: the machines hold any number of workers, of one revision."""
         assert self._supervisor is not None
+        assert revision is None
         pools = replace(self.config.pools, prefill_tp=None, decode_tp=None).with_counts(counts)
         nodes = [NodeResources(cpus=1.0, gpus=sum(counts.values()))]
         self.plans = replan(self._supervisor.plans, pools, nodes, tp=1, flips=flips)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from cluster.capacity.controller import FleetController, FleetRecord, Rolls, continued
+from cluster.capacity.controller import FleetController, FleetRecord, continued
 from cluster.capacity.roll import RollMix, next_mix
 from protos.errors import BadCheckpoint, InvalidRequest, Misconfigured
 from protos.values import WorkerRole
@@ -30,7 +30,7 @@ def revise(current: Revision, order: FleetOrder) -> Revision:
 
 
 def owner_of(fleet: StagedFleet, configured: DesiredFleet = CONFIGURED) -> FleetController:
-    return FleetController(fleet, configured, rolls=Rolls(actuator=fleet, revise=revise, origin="o"))
+    return FleetController(fleet, configured, revise=revise, origin="o")
 
 
 async def begun(fleet: StagedFleet, times: int) -> None:

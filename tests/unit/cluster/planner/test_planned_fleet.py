@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from cluster.capacity.controller import FleetController, Rolls
+from cluster.capacity.controller import FleetController
 from cluster.planner.config import PlannerConfig, limits_of
 from cluster.planner.planned_fleet import PlannedFleet
 from cluster.planner.planner import NAME, KeptLoad
@@ -149,7 +149,7 @@ async def test_the_planner_waits_for_the_end_of_a_roll_and_orders_at_once_then()
     """A roll changes no number: it is no manual change, and nothing is given up because of it."""
     cluster = PlannedCluster()
     revise = lambda current, order: Revision(name="new")  # noqa: E731
-    cluster.owner._owner._rolls = Rolls(actuator=cluster.fleet, revise=revise)  # type: ignore[attr-defined]
+    cluster.owner._owner._revise = revise  # type: ignore[attr-defined]
     await cluster.owner.order(FleetOrder(kind=OrderKind.ROLL, model="/models/new", who="ann"))
     await cluster.reports("a", num=120, ttft_s=5.0, num_waiting=60)
     assert cluster.owner._planner is not None
