@@ -6,13 +6,17 @@ prefill     arithmetic / (rate x share) + elements x cost of an element + fixed
 decode      bytes / (memory rate x share) + rows and heads x cost of each + fixed
 all-reduce  bytes / (link rate x share) + fixed
 
-`cluster.simulate.latency.fitted` has the coefficients; `python -m benchmarks.simulation.step_fit` fits them.
+`fitted.json` has the coefficients, which `python -m benchmarks.simulation.step_fit` writes with their source.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from cluster.simulate.latency.shapes import HOST_GPUS, Gpu
 
@@ -92,3 +96,7 @@ def _between_hosts_s(gpu: Gpu, num_hosts: int, num_bytes: float) -> float:
     """All-reduce over network cards: bytes as in a ring, messages as in a tree."""
     messages_s = 2 * math.ceil(math.log2(num_hosts)) * HOP_S
     return messages_s + num_bytes * 2 * (num_hosts - 1) / num_hosts / gpu.network_rate
+
+
+PATH = Path(__file__).with_name("fitted.json")
+FITTED = msgspec.convert(json.loads(PATH.read_text(encoding="utf-8"))["gpus"], dict[str, KernelTimes])

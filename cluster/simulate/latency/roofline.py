@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from cluster.simulate.latency.base import StepWork
-from cluster.simulate.latency.fitted import FITTED
-from cluster.simulate.latency.kernels import KernelTimes, elementwise_s
+from cluster.simulate.latency.kernels import FITTED, KernelTimes, elementwise_s
 from cluster.simulate.latency.shapes import BFLOAT16, COMPUTED_IN, GPUS, WEIGHT_BYTES, Gpu, ModelShape
 from protos.errors import Misconfigured
 

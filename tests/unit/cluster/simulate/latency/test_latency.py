@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.simulation.step_errors import BEGIN, END, NOTES, read, table
 from cluster.simulate.latency.base import StepWork, step_of
-from cluster.simulate.latency.fitted import FITTED
+from cluster.simulate.latency.kernels import FITTED
 from cluster.simulate.latency.roofline import HOST_S, Roofline
 from cluster.simulate.latency.shapes import GPUS, MODELS, num_blocks
 from cluster.simulate.run.config import hardware_spec, read_settings

@@ -117,25 +117,22 @@ def test_a_trace_is_read_and_its_time_can_run_faster(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["poisson", "diurnal"])
 def test_a_load_that_takes_a_month_of_virtual_time_is_refused(name: str) -> None:
-    with pytest.raises(
-        Misconfigured, match=r"workload.rate = 1e-09: the last of 100 requests comes after 1,157,407 days"
-    ) as told:
+    with pytest.raises(Misconfigured) as refusal:
         generated(name, replace(LOAD, rate=1e-9))
-    (least,) = re.findall(r"Give (\S+) or more, or fewer", str(told.value))
+    (least,) = re.findall(r"and (\S+) or more a second", str(refusal.value))
     assert generated(name, replace(LOAD, rate=float(least))), "what it says is possible"
-    with pytest.raises(Misconfigured, match="after inf s of virtual time"):
-        generated(name, replace(LOAD, rate=1e-320))
+    for rate in (1e-320, 0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(Misconfigured):
+            replace(LOAD, rate=rate)
 
 
 def test_a_trace_with_a_gap_of_months_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     line = '{"timestamp": %d, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}\n'
     file.write_text("".join(line % timestamp for timestamp in (0, 4000, 86_400_000 * 100)))
-    with pytest.raises(Misconfigured, match=r"trace.jsonl: its last request comes after 100 days") as told:
+    with pytest.raises(Misconfigured) as refusal:
         recorded(file)
-    ((limit, speed),) = re.findall(
-        r"Give workload.requests = (\d+) for those before, or trace_speed = (\S+) or", str(told.value)
-    )
+    ((limit, speed),) = re.findall(r"workload.requests = (\d+) or trace_speed = (\S+)", str(refusal.value))
     assert len(recorded(file, limit=int(limit))) == 2
     assert len(recorded(file, speed=float(speed))) == 3
 
@@ -157,5 +154,3 @@ def test_what_no_worker_can_hold_is_left_out_and_counted() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(Misconfigured, match=r"workload\.name"):
         generated("fair", LOAD)
-    with pytest.raises(Misconfigured, match=r"workload\.rate"):
-        replace(LOAD, rate=0)
