@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protos.errors import Misconfigured
 from tests.unit.workers.harness import ToyEngine, ask, by_hand
-from workers.config import SchedulerConfig
 
 LONG = 60
 TURN = 4
@@ -127,8 +125,3 @@ def test_unread_answers_alone_end_where_blocks_are_short() -> None:
         toy.scheduler.set_unread(f"r{n}", True, toy.now)
     answers = toy.finish()
     assert [answers[f"r{n}"].token_ids for n in range(4)] == [by_hand([n, *range(9)], 30) for n in range(4)]
-
-
-def test_a_turn_must_take_some_time() -> None:
-    with pytest.raises(Misconfigured, match="time_slice_s = 0"):
-        SchedulerConfig(max_model_len=1, vocab_size=1, time_slice_s=0)
