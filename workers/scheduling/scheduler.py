@@ -308,7 +308,8 @@ class Scheduler:
             if budget == 0:
                 continue
             request.awaits_slot = not self._has_batch_slot(request)
-            if request.awaits_slot or (is_short and not request.block_ids) or (self._blocked and request.is_unread):
+            gives_way = self._blocked and request.is_unread and request.onload is None  # loaded, it starts: then it can
+            if request.awaits_slot or (is_short and not request.block_ids) or gives_way:
                 continue
             matched = self._prefixes.match(request)
             if matched is None:

@@ -237,6 +237,19 @@ class TestWaiting:
             assert toy.scheduler.num_running <= 2
         toy.finish()
 
+    def test_blocks_loaded_for_a_client_that_reads_nothing_go_to_others(self) -> None:
+        toy = self.host()
+        toy.submit(ask("busy", [1, 2, 3], 4))
+        toy.step()
+        toy.submit(ask("again", LONG, 9))
+        toy.step()
+        toy.scheduler.set_unread("again", is_unread=True, now=toy.now)
+        toy.submit(ask("large", OTHER, 2))
+        toy.step(20)
+        assert toy.answers["large"].token_ids == by_hand(OTHER, 2)
+        toy.scheduler.set_unread("again", is_unread=False, now=toy.now)
+        assert toy.finish()["again"].token_ids == by_hand(LONG, 9)
+
     def test_what_was_being_loaded_when_the_cache_was_reset_is_not_cached(self) -> None:
         toy = self.host()
         toy.submit(ask("busy", [1, 2, 3], 20))
