@@ -167,7 +167,7 @@ class _Marks:
 def _arguments(form: ToolFormat, name: str, function: Function, lark: _Marks) -> list[str]:
     """Rules for the arguments of a function."""
     none: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
-    schema = none if function.parameters is None else function.parameters
+    schema = none if function.parameters is None else {"type": "object", **function.parameters}
     if form not in PARAMETERS:
         return [f"{name}: {inline_json(schema, lenient=not function.strict)}"]
     before, middle, behind = _AROUND_PARAMETERS[form]

@@ -189,3 +189,11 @@ def test_llamas_text_and_calls_are_told_apart_by_their_beginning(text: str, fits
     grammar = calls_grammar(LLAMA, [Function(name="now", parameters=schema)], parallel=True, free=True)
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
     assert (matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()) == fits
+
+
+@pytest.mark.parametrize(("arguments", "fits"), [('{"a": 1}', True), ('"a"', False), ("[]", False), ("null", False)])
+def test_arguments_are_an_object_where_the_schema_does_not_say_it(arguments: str, fits: bool) -> None:
+    grammar = calls_grammar(HERMES, [Function(name="now", parameters={})], parallel=True)
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    call = f'<tool_call>\n{{"name": "now", "arguments": {arguments}}}\n</tool_call>'
+    assert (matcher.consume_tokens(list(call.encode())) and matcher.is_accepting()) == fits
