@@ -38,7 +38,7 @@ class JobClient:
 class Job:
     """One sequence. `request_id` is unique per job; `group_id` is the client's request it belongs to.
 
-    - `session`: jobs of one session are turns of one conversation, if the client names it
+    - `session`: the name of its conversation, if the client gives one, for people
     - `tenant`: the tenant's name, "" without tenants
     - `max_ttft_s`: the job is refused if its first token cannot arrive within this time
     - `due_s`: the same by the loop's clock, set by admission, so that the time in the queue counts

@@ -20,9 +20,7 @@ import numpy as np
 from cluster.bench.workload import PrefixSpan
 from cluster.simulate.world.workload import UserSession
 from kvtransfer.events import EventLog
-from protos.chain import Chain
 from protos.values import BlockHash, WorkerLoad, WorkerRole
-from router.dispatch.sessions import Sessions
 from router.latency.predictor import Predictor
 from router.policies.base import Policy, RequestView
 from router.policies.costs import estimate
@@ -218,7 +216,6 @@ class Replay:
         self._policy = policy
         self._index = index
         self._feed = Feed(index, gateway_id="replay")
-        self._sessions = Sessions()
         self._now = 0.0
         self._num_decided = 0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -254,7 +251,6 @@ class Replay:
             num_tokens=request.num_prompt,
             block_size=self._block_size,
             num_decided=self._num_decided,
-            session=self._sessions.of(Chain.of(request.hashes), len(self.workers)),
             answer_tokens=self.predictor.answer_tokens,
         )
         decision = self._policy(view, candidates)

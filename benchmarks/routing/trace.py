@@ -20,6 +20,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
+from benchmarks.routing.baselines import BASELINES
 from benchmarks.routing.replay import Replay, ReplayedRequest, TraceRequest, WorkerSpeed, asked_of, read_trace
 from cluster.bench.workload import Lengths
 from cluster.simulate.world.workload import GENERATED, GeneratedLoad, generated
@@ -57,7 +58,7 @@ def measure(
     """Replays the trace over workers of `num_blocks` each. `of_ideal` is 0: nothing to compare with is known here."""
     config = RouterConfig(model_path=Path("trace"), model_name="trace", ttft_ms=TTFT_OBJECTIVE_S * 1000)
     replay = Replay(
-        policy=policy_of(config, policy),
+        policy=BASELINES[policy](config) if policy in BASELINES else policy_of(config, policy),
         index=local_index(),
         num_workers=num_workers,
         num_blocks=num_blocks,
@@ -181,7 +182,13 @@ def trace_bench(
     rows: list[TraceFigures] = []
     typer.echo(HEAD)
     for num_workers in workers or (1, 4, 16):
-        found = compare(requests, policy or NAMES, num_workers=num_workers, num_blocks=blocks, utilisation=utilisation)
+        found = compare(
+            requests,
+            policy or (*NAMES, *BASELINES),
+            num_workers=num_workers,
+            num_blocks=blocks,
+            utilisation=utilisation,
+        )
         for one in found:
             typer.echo(row(one))
         rows += found

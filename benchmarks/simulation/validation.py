@@ -55,7 +55,7 @@ SETTINGS = (
 )  # fmt: skip
 AIM = 0.15
 PORT = 18420
-DECIDING = "longest_prefix"
+DECIDING = "prefix_aware"
 NUM_DECISIONS = 40
 OTHERS = "others"
 ALONE = ("--concurrency", "1", "--num-requests", "16", "--input-len", "20:400", "--output-len", "20")

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from protos.chain import Chain
 from protos.errors import WorkerLost
 from protos.event_loop import loop_time
 from protos.values import KVEvent
 from router.config import RouterConfig
 from router.dispatch.job_state import JobState
-from router.dispatch.sessions import Sessions
 from router.fleet.fleet import Fleet
 from router.jobs import BATCH_PRIORITY, Job
 from router.policies.base import Decision, Policy, RequestView
@@ -60,7 +58,6 @@ class Chooser:
         self._fleet = fleet
         self._policy = policy
         self._routing = routing
-        self._sessions = Sessions()
         self._num_decided = 0
 
     def record(self, job: Job) -> RequestTrace:
@@ -82,7 +79,6 @@ class Chooser:
             num_tokens=job_state.num_tokens,
             block_size=block_size,
             num_decided=self._num_decided,
-            session=job_state.job.session or self._session(job_state, hashes, candidates),
             answer_tokens=fleet.predictor.answer_tokens,
             within_s=job_state.first_due_s - now,
             block_bytes=fleet.block_bytes,
@@ -111,12 +107,6 @@ class Chooser:
             )
         )
         return decision
-
-    def _session(self, job_state: JobState, hashes: Chain, candidates: CandidateTable) -> str:
-        """The job's session, found once: a retry does not count as another prompt."""
-        if job_state.session is None:
-            job_state.session = self._sessions.of(hashes, len(candidates.prompt_pool))
-        return job_state.session
 
     # -- outcomes ------------------------------------------------------------------------------------------------------
 

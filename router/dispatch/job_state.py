@@ -23,7 +23,6 @@ class JobState:
     - `num_failures`, `blocked_since_s` (the loop's clock; None while tokens flow): bounds of the job's attempts.
     - `failed`, `full`: workers to avoid.
     - `unread`: cached blocks by worker, of attempts that ended before their prompt was prefilled.
-    - `session`: the conversation, once it is known.
     - `record`: the trace of the request.
     """
 
@@ -40,7 +39,6 @@ class JobState:
         self.failed: set[str] = set()
         self.full: set[str] = set()
         self.unread: dict[str, int] = {}
-        self.session: str | None = None
         self._num_ids = 0
         self._num_attempts = 0
         self._num_cached: int | None = None

@@ -23,17 +23,15 @@ class RequestView(Value, frozen=True, kw_only=True):
     token can be computed: the prompt, and the tokens answered before the request changed workers. `num_decided` is the
     number of earlier decisions.
 
-    `session` identifies a conversation. The client names it; otherwise it is the first block that few prompts share
-    (`router.dispatch.sessions`). An answer is expected to have `answer_tokens`; its first token is due within
-    `within_s`. The KV of a block has `block_bytes` in layers without a window; `window_bytes` has each window of the
-    others, with a block's bytes there. `lanes` are the measured lanes by prefill worker.
+    An answer is expected to have `answer_tokens`; its first token is due within `within_s`. The KV of a block has
+    `block_bytes` in layers without a window; `window_bytes` has each window of the others, with a block's bytes
+    there. `lanes` are the measured lanes by prefill worker.
     """
 
     request_id: str
     num_tokens: int
     block_size: int
     num_decided: int = 0
-    session: str = ""
     answer_tokens: float = 64.0
     within_s: float = math.inf
     block_bytes: int = 0

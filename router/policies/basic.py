@@ -1,13 +1,11 @@
-"""Policies that ignore caches: round robin, least loaded, the less loaded of two."""
+"""Policies that ignore caches: round robin, least loaded."""
 
 from __future__ import annotations
-
-import random
 
 import numpy as np
 
 from router.config import RouterConfig
-from router.policies.base import Decision, Policy, RequestView
+from router.policies.base import Policy, RequestView
 from router.policies.pair import ShortRemainder, pair
 from router.policies.scores import PoolScores, pool_scores
 from router.policies.table import CandidateTable
@@ -19,23 +17,6 @@ def round_robin(config: RouterConfig) -> Policy:
 
 def least_loaded(config: RouterConfig) -> Policy:
     return pair("least_loaded", prefill=load, decode=load, short=ShortRemainder.of(config))
-
-
-def power_of_two(config: RouterConfig) -> Policy:
-    """Draws two workers of each pool by the request's id and takes the less loaded one.
-
-    Mitzenmacher, "The power of two choices in randomized load balancing" (2001).
-    """
-    policy = pair("power_of_two", prefill=load, decode=load, short=ShortRemainder.of(config))
-
-    def decide(view: RequestView, candidates: CandidateTable) -> Decision:
-        drawn: list[int] = []
-        for pool in (candidates.prefill_pool, candidates.decode_pool):
-            ids = random.Random(view.request_id).sample(pool.workers.worker_ids, k=min(2, len(pool)))
-            drawn += (candidates.workers.places[worker_id] for worker_id in ids)
-        return policy(view, candidates.take(drawn))
-
-    return decide
 
 
 def _turns(view: RequestView, candidates: CandidateTable) -> PoolScores:

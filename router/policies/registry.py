@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 _POLICIES = {
     "round_robin": "router.policies.basic:round_robin",
     "least_loaded": "router.policies.basic:least_loaded",
-    "power_of_two": "router.policies.basic:power_of_two",
-    "session_affinity": "router.policies.affinity:session_affinity",
-    "longest_prefix": "router.policies.longest_prefix:longest_prefix",
     "prefix_aware": "router.policies.prefix_aware:prefix_aware",
     "slo": "router.policies.slo:slo",
 }

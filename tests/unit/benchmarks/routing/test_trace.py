@@ -12,7 +12,7 @@ import pytest
 from benchmarks.routing.replay import TraceRequest, read_trace
 from benchmarks.routing.trace import BLOCK_SIZE, IDEAL, TraceFigures, asked_for, compare, row
 
-POLICIES = ("round_robin", "least_loaded", "session_affinity", "longest_prefix", "prefix_aware", "slo")
+POLICIES = ("round_robin", "least_loaded", "power_of_two", "longest_prefix", "prefix_aware", "slo")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_it_finds_more_than_those_that_do_not_look_and_waits_less_than_one_that_
     figures: dict[str, TraceFigures],
 ) -> None:
     slo = figures["slo"]
-    for blind in ("round_robin", "least_loaded", "session_affinity"):
+    for blind in ("round_robin", "least_loaded", "power_of_two"):
         assert slo.hit_rate > figures[blind].hit_rate, blind
         assert slo.ttft_mean_s < figures[blind].ttft_mean_s, blind
     assert slo.ttft_mean_s < figures["longest_prefix"].ttft_mean_s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,13 +100,6 @@ def test_least_loaded_counts_requests_then_what_they_have_to_read() -> None:
     assert decide(worker("c0", num_requests=3), worker("c1", num_requests=2), name="least_loaded").decode == "c1"
     waiting = worker("c0", num_requests=2, queued_prefill_tokens=900)
     assert decide(waiting, worker("c1", num_requests=2), name="least_loaded").decode == "c1"
-
-
-def test_power_of_two_avoids_the_most_loaded_and_spreads_over_the_rest() -> None:
-    candidates = [worker(f"c{i}", num_requests=9 if i == 0 else 0) for i in range(4)]
-    chosen = Counter(policy("power_of_two")(view(request_id=f"r{i}"), candidates).decode for i in range(300))
-    assert set(chosen) == {"c1", "c2", "c3"}
-    assert min(chosen.values()) > 50
 
 
 @pytest.mark.parametrize(
@@ -344,24 +336,6 @@ def test_an_estimate_is_what_the_costs_say_whoever_decided() -> None:
     assert expected.tpot_s == pytest.approx(STEADY(4))
     assert expected.transfer_s == pytest.approx(0.1)
     assert expected.num_cached_tokens == 600
-
-
-def test_a_session_stays_with_its_worker_and_moves_only_with_it() -> None:
-    workers = [worker(f"c{i}") for i in range(5)]
-    sessions = [f"s{i}" for i in range(200)]
-
-    def homes(candidates: list[Candidate]) -> list[str]:
-        return [policy("session_affinity")(view(session=one), candidates).decode for one in sessions]
-
-    before, after = homes(workers), homes(workers[1:])
-    assert min(Counter(before).values()) > 20
-    assert all(old == new for old, new in zip(before, after, strict=True) if old != "c0")
-
-
-def test_a_session_leaves_a_worker_that_is_far_above_the_others() -> None:
-    home = policy("session_affinity")(view(session="s"), [worker("c0"), worker("c1")]).decode
-    loaded = [worker(one, num_requests=50 if one == home else 1) for one in ("c0", "c1")]
-    assert policy("session_affinity")(view(session="s"), loaded).decode != home
 
 
 def test_a_failed_worker_is_avoided_while_there_is_another() -> None:

@@ -32,9 +32,9 @@ READERS: dict[str, Any] = {
     "workload": "conversations",
     "prefill": 0,
     "decode": 2,
-    "router": simulated_router(policy="longest_prefix", dispatch=DispatchConfig(speculative_prefix_ttl_s=0.0)),
+    "router": simulated_router(policy="prefix_aware", dispatch=DispatchConfig(speculative_prefix_ttl_s=0.0)),
 }
-"""Who is asked hangs on what gateways know of caches, and on nothing else."""
+"""The choice of a worker depends on what gateways know of caches."""
 SHARING = {**READERS, "num_gateways": 2, "shared_index": True}
 PATIENT = {**PAIR, "router": simulated_router(local_prefill_tokens=0, dispatch=DispatchConfig(ticket_lease_s=60.0))}
 TOWNS = {"pair": PAIR, "patient": PATIENT, "readers": READERS, "sharing": SHARING}
@@ -112,7 +112,7 @@ CASES: dict[Kind, tuple[str, str, Hurts]] = {
     Kind.LANE_STALL: ("pair", "0.1 lane-stall prefill-0>decode-0 for 1", lambda was, now: now.e2e_s > 1.5 * was.e2e_s),
     Kind.LANE_CUT: ("pair", "0.5 lane-cut prefill-0>decode-0", lambda was, now: now.num_again > was.num_again),
     Kind.LANE_SLOW: ("pair", "0 lane-slow prefill-0>decode-0 for 1 by 5", lambda was, now: now.e2e_s > 1.1 * was.e2e_s),
-    Kind.EVENTS_DROP: ("readers", "0.1 events-drop decode-0 for 4", lambda was, now: now.num_cached < was.num_cached),
+    Kind.EVENTS_DROP: ("readers", "0.1 events-drop decode-0 for 4", lambda was, now: now.num_gaps > was.num_gaps),
     Kind.EVENTS_DELAY: ("readers", "0.1 events-delay decode-0 for 4", lambda was, now: now.told_s > was.told_s),
     Kind.EVENTS_DOUBLE: ("readers", "0.1 events-double decode-0 for 4", lambda was, now: now.num_told > was.num_told),
     Kind.EVENTS_SWAP: ("readers", "0.1 events-swap decode-0 for 4", lambda was, now: now.num_gaps > was.num_gaps),
