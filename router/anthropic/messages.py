@@ -6,8 +6,7 @@ message_start (usage of the prompt) ─▶ content_block_start ─▶ ..._delta 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -18,20 +17,18 @@ from protos.values import FinishReason
 from router.anthropic.blocks import conversation_of, is_prefilled, messages_tooling
 from router.anthropic.schema import MessagesBody, PromptBody
 from router.conversation.parts import Ignored, wrong
-from router.conversation.sending import send
+from router.conversation.rendering import Events, TurnRenderer, send
 from router.conversation.thinking import Thinking, knows_effort, thinking_options
-from router.conversation.tooling import AnswerReader, ReasoningDelta, Tooling, call_input
+from router.conversation.tooling import Tooling, call_input
 from router.conversation.turn import ConversationTurn
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
 from router.http.errors import json_response
 from router.http.framing import named_event
 from router.http.middleware import track_of
-from router.http.response_channel import ResponseChannel
-from router.http.sse import TEXT_PLACEHOLDER, EventStream, SseWriter
-from router.metrics import Track
+from router.http.sse import EventStream
 from router.text.sampling_request import SamplingRequest, TextRequest
-from router.text.text_stream import TextDelta, Usage, UsageCounter, collect
+from router.text.text_stream import TextDelta, Usage
 from router.tools.calls import CallDelta
 from router.tools.formats import new_call_id
 
@@ -46,8 +43,8 @@ async def messages(gateway: Gateway, request: Request) -> Response | EventStream
     ignored = Ignored()
     turn = _turn(gateway, body, with_bound(body.sampling(), request), ignored)
     ask = await turn.request(gateway, request, gateway.new_id("msg_"), cut=True)
-    answer = _MessageAnswer(gateway, ask, turn.tooling, max_tokens=body.max_tokens)
-    return await send(gateway, request, track, answer, stream=bool(body.stream), ignored=ignored)
+    renderer = _MessageRenderer(gateway, ask, turn.tooling, max_tokens=body.max_tokens)
+    return await send(renderer, request, track, stream=bool(body.stream), ignored=ignored)
 
 
 async def count_tokens(gateway: Gateway, request: Request) -> Response:
@@ -97,141 +94,116 @@ def _thinking(gateway: Gateway, body: PromptBody, ignored: Ignored) -> tuple[boo
     return is_on and given.get("display") != "omitted", options
 
 
-class _MessageAnswer:
-    """One message of the model, sent whole or as events. `max_tokens` are those that the client asked for."""
+class _MessageRenderer(TurnRenderer):
+    """Writes one message of the model. `max_tokens` are those that the client asked for."""
 
     def __init__(self, gateway: Gateway, ask: TextRequest, tooling: Tooling, *, max_tokens: int) -> None:
-        self._gateway = gateway
-        self._ask = ask
-        self._reader = AnswerReader(tooling)
-        self._form = tooling.form
+        super().__init__(gateway, ask, tooling)
         self._max_tokens = max_tokens
         self._num_blocks = 0
         self._open = ""  # the type of the block that is not complete
 
-    async def whole(self, track: Track) -> dict[str, Any]:
-        pieces = self._gateway.answer(self._ask, track, is_plain=self._form is None)
-        [answer], usage = await collect(pieces, self._ask)
-        content: list[dict[str, Any]] = []
-        arguments: list[list[str]] = []
-        for part in self._reader.read(answer):
-            if isinstance(part, str):
-                content.append({"type": "text", "text": part})
-            elif isinstance(part, ReasoningDelta):
-                content.append({"type": "thinking", "thinking": part.text, "signature": self._signature})
-            elif part.name:
-                content.append(self._block(part))
-                arguments.append([part.arguments])
-            else:
-                arguments[-1].append(part.arguments)
-        calls = (block for block in content if block["type"] == "tool_use")
-        for block, written in zip(calls, arguments, strict=True):
-            block["input"] = call_input("".join(written))
-        return self._message(content, usage) | self._ending(answer, usage)
+    def frame(self, one: dict[str, Any]) -> bytes:
+        return named_event(one)
 
-    def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
-        def text(_: int) -> dict[str, Any]:
-            return _delta(self._num_blocks - 1, {"type": "text_delta", "text": TEXT_PLACEHOLDER})
+    def placed(self, index: int, text: str) -> dict[str, Any]:
+        return self._delta({"type": "text_delta", "text": text})
 
-        def thinking(_: int) -> dict[str, Any]:
-            return _delta(self._num_blocks - 1, {"type": "thinking_delta", "thinking": TEXT_PLACEHOLDER})
+    def thought(self, index: int, text: str) -> dict[str, Any]:
+        return self._delta({"type": "thinking_delta", "thinking": text})
 
-        writer = SseWriter(text, channel, named_event, reasoning=thinking)
-        return writer.behind_held(self._stream(track, writer))
+    def read(self, piece: TextDelta, usage: Callable[[], Usage]) -> Events:
+        """The prompt's usage is known with the first token."""
+        return super().read(piece, usage) if piece.num_tokens or piece.finish_reason is not None else []
 
-    async def _stream(self, track: Track, writer: SseWriter) -> AsyncGenerator[bytes, None]:
-        tally = UsageCounter(self._ask)
-        answer = self._gateway.answer(self._ask, track, tally, is_plain=self._form is None, writer=writer)
-        last, has_begun = TextDelta(index=0), False
-        async with aclosing(answer) as pieces:
-            async for piece in pieces:
-                if not piece.num_tokens and piece.finish_reason is None:
-                    continue
-                events = []
-                if not has_begun:
-                    has_begun = True
-                    events = self._beginning(piece, tally.usage())
-                events += self._events(piece)
-                last = piece
-                if events:
-                    yield b"".join(map(named_event, events))
-        usage = tally.usage()
-        ending = self._ending(last, usage)
-        counts = ending.pop("usage")
-        yield named_event({"type": "message_delta", "delta": ending, "usage": counts}) + named_event(
-            {"type": "message_stop"}
-        )
-
-    def _beginning(self, piece: TextDelta, usage: Usage) -> list[dict[str, Any]]:
-        """The prompt's usage is known with the first token. The tokens of an answer without tools and reasoning are
-        written by its sink from here on, so its block of text begins now."""
-        events: list[dict[str, Any]] = [{"type": "message_start", "message": self._message([], usage)}, _PING]
-        if self._form is None and self._ask.reasoning is None and (piece.text or piece.finish_reason is None):
+    def start(self, piece: TextDelta, usage: Usage) -> Events:
+        """The sink of an answer without tools and reasoning writes its tokens from here on, so its text begins now."""
+        events: Events = [{"type": "message_start", "message": self._message([], usage)}, _PING]
+        if self.form is None and self.ask.reasoning is None and (piece.text or piece.finish_reason is None):
             events += self._begun({"type": "text", "text": ""})
         return events
 
-    def _events(self, piece: TextDelta) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
-        for part in self._reader.read(piece):
-            if isinstance(part, str):
-                if self._open != "text":
-                    events += self._ended() + self._begun({"type": "text", "text": ""})
-                events.append(_delta(self._num_blocks - 1, {"type": "text_delta", "text": part}))
-                continue
-            if isinstance(part, ReasoningDelta):
-                if self._open != "thinking":
-                    events += self._ended() + self._begun({"type": "thinking", "thinking": "", "signature": ""})
-                events.append(_delta(self._num_blocks - 1, {"type": "thinking_delta", "thinking": part.text}))
-                continue
-            if part.name:
-                events += self._ended() + self._begun(self._block(part))
-            if part.arguments:
-                written = {"type": "input_json_delta", "partial_json": part.arguments}
-                events.append(_delta(self._num_blocks - 1, written))
-        return events + self._ended() if piece.finish_reason is not None else events
+    def text(self, text: str) -> Events:
+        begun = [] if self._open == "text" else self._closed() + self._begun({"type": "text", "text": ""})
+        return [*begun, self.placed(0, text)]
+
+    def reasoning(self, text: str) -> Events:
+        block = {"type": "thinking", "thinking": "", "signature": ""}
+        begun = [] if self._open == "thinking" else self._closed() + self._begun(block)
+        return [*begun, self.thought(0, text)]
+
+    def call(self, delta: CallDelta) -> Events:
+        begun = self._closed() + self._begun(self._block(delta)) if delta.name else []
+        written = {"type": "input_json_delta", "partial_json": delta.arguments}
+        return [*begun, self._delta(written)] if delta.arguments else begun
+
+    def stop(self, reason: FinishReason) -> Events:
+        return self._closed()
+
+    def end(self, usage: Usage) -> bytes:
+        ending = self._ending(usage)
+        counts = ending.pop("usage")
+        last = {"type": "message_delta", "delta": ending, "usage": counts}
+        return named_event(last) + named_event({"type": "message_stop"})
+
+    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> dict[str, Any]:
+        content: list[dict[str, Any]] = []
+        written = ""
+        for one in self.read(choices[0], lambda: usage):
+            if one["type"] == "content_block_start":
+                content.append(one["content_block"])
+            elif one["type"] == "content_block_delta":
+                delta = one["delta"]
+                written += delta.get("partial_json", "")
+                for name in delta.keys() & content[-1].keys() - {"type"}:
+                    content[-1][name] += delta[name]
+            elif one["type"] == "content_block_stop" and content[-1]["type"] == "tool_use":
+                content[-1]["input"], written = call_input(written), ""
+        return self._message(content, usage) | self._ending(usage)
 
     def _block(self, call: CallDelta) -> dict[str, Any]:
-        assert self._form is not None
-        return {"type": "tool_use", "id": new_call_id(self._form, prefix="toolu_"), "name": call.name, "input": {}}
+        assert self.form is not None
+        return {"type": "tool_use", "id": new_call_id(self.form, prefix="toolu_"), "name": call.name, "input": {}}
 
     def _begun(self, block: dict[str, Any]) -> list[dict[str, Any]]:
         self._open = block["type"]
         self._num_blocks += 1
         return [{"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block}]
 
-    def _ended(self) -> list[dict[str, Any]]:
-        was_open, self._open, index = self._open, "", self._num_blocks - 1
+    def _closed(self) -> list[dict[str, Any]]:
+        """The end of the block that is open. Clients drop reasoning without a signature before they send it back; it is
+        not checked here."""
+        was_open, self._open = self._open, ""
         if not was_open:
             return []
-        signature = {"type": "signature_delta", "signature": self._signature}
-        signed = [_delta(index, signature)] if was_open == "thinking" else []
-        return [*signed, {"type": "content_block_stop", "index": index}]
+        signature = {"type": "signature_delta", "signature": f"baton-{self.ask.request_id}"}
+        signed = [self._delta(signature)] if was_open == "thinking" else []
+        return [*signed, {"type": "content_block_stop", "index": self._num_blocks - 1}]
 
-    @property
-    def _signature(self) -> str:
-        """Clients drop reasoning without one before they send it back; it is not checked here."""
-        return f"baton-{self._ask.request_id}"
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._num_blocks - 1, "delta": delta}
 
     def _message(self, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
         return {
-            "id": self._ask.request_id,
+            "id": self.ask.request_id,
             "type": "message",
             "role": "assistant",
-            "model": self._gateway.card.name,
+            "model": self.gateway.card.name,
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
             "usage": usage_of(usage),
         }
 
-    def _ending(self, last: TextDelta, usage: Usage) -> dict[str, Any]:
+    def _ending(self, usage: Usage) -> dict[str, Any]:
+        last = self.last
         if last.finish_reason is FinishReason.LENGTH:
             is_full = usage.completion_tokens < self._max_tokens
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
         elif last.stop_string is not None:
             reason = "stop_sequence"
         else:
-            reason = "tool_use" if self._reader.has_called else "end_turn"
+            reason = "tool_use" if self.has_called else "end_turn"
         return {"stop_reason": reason, "stop_sequence": last.stop_string, "usage": usage_of(usage)}
 
 
@@ -245,7 +217,3 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }
-
-
-def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "content_block_delta", "index": index, "delta": delta}

@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 from protos.errors import BatonError, Cancelled
 from router.http.api import OPENAI, api_of
 from router.http.errors import error_response, internal_error
-from router.http.framing import event
 from router.http.response_channel import ResponseChannel, channel_of
 from router.metrics import Track
 from router.streaming.token_sink import TokenSink
@@ -36,21 +35,19 @@ TEXT_PLACEHOLDER = "\0 text \0"
 
 
 class SseWriter:
-    """Events that differ only in a choice's text: the parts before and after the `TEXT_PLACEHOLDER` in a choice's
-    content are encoded once, as a `frame`. Its `sinks` write them to the channel. While the gateway is late (`Pace`)
-    they hold texts back and send them together.
+    """Events that differ only in a choice's text: what stands before and after it is encoded once, as a `frame`. Its
+    `sinks` write them to the channel. While the gateway is late (`Pace`) they hold texts back and send them together.
 
-    `reasoning` is the content of reasoning, where the placeholder may stand twice."""
+    `content` makes the event of a choice with a text, `reasoning` that with reasoning, which may stand in it twice."""
 
     def __init__(
         self,
-        content: Callable[[int], Any],
+        content: Callable[[int, str], Any],
+        reasoning: Callable[[int, str], Any],
         channel: ResponseChannel | None,
-        frame: Callable[[Any], bytes] = event,
-        *,
-        reasoning: Callable[[int], Any] | None = None,
+        frame: Callable[[Any], bytes],
     ) -> None:
-        self._framed = _Frames(content, reasoning or content, frame)
+        self._framed = _Frames(content, reasoning, frame)
         self._channel = channel
         self.sinks: Sequence[TokenSink] = ()
 
@@ -79,13 +76,14 @@ class _Frames:
     """The parts of a choice's event around its text."""
 
     def __init__(
-        self, content: Callable[[int], Any], reasoning: Callable[[int], Any], frame: Callable[[Any], bytes]
+        self, content: Callable[[int, str], Any], reasoning: Callable[[int, str], Any], frame: Callable[[Any], bytes]
     ) -> None:
         self._contents = (content, reasoning)
         self._frame = frame
 
     def __call__(self, index: int, is_reasoning: bool) -> list[bytes]:
-        parts = self._frame(self._contents[is_reasoning](index)).split(orjson.dumps(TEXT_PLACEHOLDER)[1:-1])
+        content = self._contents[is_reasoning](index, TEXT_PLACEHOLDER)
+        parts = self._frame(content).split(orjson.dumps(TEXT_PLACEHOLDER)[1:-1])
         assert len(parts) in (2, 3), "the content has a place for text"
         return parts
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -14,23 +13,22 @@ from starlette.responses import Response
 from protos.event_loop import loop_time
 from protos.values import FinishReason
 from router.conversation.parts import Ignored
-from router.conversation.sending import send
+from router.conversation.rendering import Events, TurnRenderer, send
 from router.conversation.thinking import Thinking, knows_effort, thinking_options
-from router.conversation.tooling import AnswerPart, AnswerReader, ReasoningDelta, Tooling, call_input
+from router.conversation.tooling import Tooling, call_input
 from router.conversation.turn import ConversationTurn
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
 from router.http.errors import json_response
 from router.http.framing import json_line
 from router.http.middleware import tenant_of, track_of
-from router.http.response_channel import ResponseChannel
-from router.http.sse import TEXT_PLACEHOLDER, EventStream, SseWriter
+from router.http.sse import EventStream
 from router.metrics import Track
 from router.ollama.conversations import conversation_of, ollama_tooling, prompt_of
 from router.ollama.models import gateway_of
 from router.ollama.schema import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from router.text.sampling_request import TextRequest, make_text_request
-from router.text.text_stream import TextDelta, Usage, UsageCounter
+from router.text.text_stream import TextDelta, Usage
 from router.tools.calls import CallDelta
 
 Line = dict[str, Any]
@@ -105,98 +103,67 @@ async def _answer(
         ignored.add(name)
     if body.think and gateway.reasoning is None:
         ignored.add("think")
-    answer = _OllamaAnswer(gateway, ask, tooling, fields)
-    stream = body.stream is not False
-    return await send(gateway, request, track, answer, stream=stream, ignored=ignored)
+    renderer = _OllamaRenderer(gateway, ask, tooling, track, fields)
+    return await send(renderer, request, track, stream=body.stream is not False, ignored=ignored)
 
 
-class _OllamaAnswer:
-    """One answer, sent whole or as lines. A call is sent when it is complete."""
+class _OllamaRenderer(TurnRenderer):
+    """Writes one answer as lines: a text, calls and reasoning each. A call is sent when it is complete."""
 
-    def __init__(self, gateway: Gateway, ask: TextRequest, tooling: Tooling, fields: MakeFields) -> None:
-        self._gateway = gateway
-        self._ask = ask
-        self._reader = AnswerReader(tooling)
-        self._is_plain = tooling.form is None
+    def __init__(self, gateway: Gateway, ask: TextRequest, tooling: Tooling, track: Track, fields: MakeFields) -> None:
+        super().__init__(gateway, ask, tooling)
         self._fields = fields
         self._head = _head(gateway)
         self._call: tuple[str, list[str]] | None = None
+        self._track = track
         self._begun_s = loop_time()
-        self._first_s = 0.0
 
-    async def whole(self, track: Track) -> Line:
-        texts: list[str] = []
-        reasoning: list[str] = []
-        calls: list[Line] = []
-        tally, last = UsageCounter(self._ask), TextDelta(index=0)
-        async with aclosing(self._gateway.answer(self._ask, track, tally, is_plain=self._is_plain)) as pieces:
-            async for piece in pieces:
-                for text, complete, thoughts in self._read(piece):
-                    texts.append(text)
-                    calls += complete
-                    reasoning.append(thoughts)
-                last = piece
-        usage = tally.usage()
-        return self._head | self._fields("".join(texts), calls, "".join(reasoning)) | self._ending(last, usage)
+    def frame(self, one: tuple[str, list[Line], str]) -> bytes:
+        return json_line(self._head | self._fields(*one) | {"done": False})
 
-    def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
-        writer = SseWriter(
-            lambda index: self._line(TEXT_PLACEHOLDER, [], ""),
-            channel,
-            json_line,
-            reasoning=lambda index: self._line("", [], TEXT_PLACEHOLDER),
-        )
-        return writer.behind_held(self._lines(track, writer))
+    def placed(self, index: int, text: str) -> tuple[str, list[Line], str]:
+        return text, [], ""
 
-    async def _lines(self, track: Track, writer: SseWriter) -> AsyncGenerator[bytes, None]:
-        tally, last = UsageCounter(self._ask), TextDelta(index=0)
-        answer = self._gateway.answer(self._ask, track, tally, is_plain=self._is_plain, writer=writer)
-        async with aclosing(answer) as pieces:
-            async for piece in pieces:
-                last = piece
-                if lines := [json_line(self._line(*one)) for one in self._read(piece)]:
-                    yield b"".join(lines)
-        usage = tally.usage()
-        yield json_line(self._head | self._fields("", [], "") | self._ending(last, usage))
+    def thought(self, index: int, text: str) -> tuple[str, list[Line], str]:
+        return "", [], text
 
-    def _line(self, text: str, calls: list[Line], reasoning: str) -> Line:
-        return self._head | self._fields(text, calls, reasoning) | {"done": False}
+    def text(self, text: str) -> Events:
+        return [*self._completed(), self.placed(0, text)]
 
-    def _read(self, piece: TextDelta) -> list[tuple[str, list[Line], str]]:
-        """What a piece adds: texts, calls that it completes, and reasoning."""
-        if piece.num_tokens and not self._first_s:
-            self._first_s = loop_time()
-        found: list[tuple[str, list[Line], str]] = []
-        for part in self._reader.read(piece):
-            if not isinstance(part, CallDelta) or part.name:
-                found += self._completed()
-            found += self._took(part)
-        return found + self._completed() if piece.finish_reason is not None else found
+    def reasoning(self, text: str) -> Events:
+        return [*self._completed(), self.thought(0, text)]
 
-    def _took(self, part: AnswerPart) -> list[tuple[str, list[Line], str]]:
-        if isinstance(part, str):
-            return [(part, [], "")]
-        if isinstance(part, ReasoningDelta):
-            return [("", [], part.text)]
-        if part.name:
-            self._call = (part.name, [])
-        assert self._call is not None
-        self._call[1].append(part.arguments)
-        return []
+    def call(self, delta: CallDelta) -> Events:
+        completed = self._completed() if delta.name else []
+        self._call = self._call or (delta.name, [])
+        self._call[1].append(delta.arguments)
+        return completed
 
-    def _completed(self) -> list[tuple[str, list[Line], str]]:
+    def stop(self, reason: FinishReason) -> Events:
+        return self._completed()
+
+    def _completed(self) -> Events:
         if self._call is None:
             return []
         (name, written), self._call = self._call, None
         return [("", [{"function": {"name": name, "arguments": call_input("".join(written))}}], "")]
 
-    def _ending(self, last: TextDelta, usage: Usage) -> Line:
+    def end(self, usage: Usage) -> bytes:
+        return json_line(self._head | self._fields("", [], "") | self._ending(usage))
+
+    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> Line:
+        lines = self.read(choices[0], lambda: usage)
+        text, thoughts = "".join(line[0] for line in lines), "".join(line[2] for line in lines)
+        calls = [call for line in lines for call in line[1]]
+        return self._head | self._fields(text, calls, thoughts) | self._ending(usage)
+
+    def _ending(self, usage: Usage) -> Line:
         """Durations in nanoseconds. `prompt_eval_duration` includes the wait for a worker."""
         end_s = loop_time()
-        first_s = self._first_s or end_s
+        first_s = self._track.times(0).first_s or end_s
         return {
             "done": True,
-            "done_reason": "length" if last.finish_reason is FinishReason.LENGTH else "stop",
+            "done_reason": "length" if self.last.finish_reason is FinishReason.LENGTH else "stop",
             "total_duration": _nanoseconds(end_s - self._begun_s),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import UnsupportedParameter
-from router.conversation.sending import send
+from router.conversation.rendering import Renderer, send
 from router.conversation.speculating import speculation_params
 from router.conversation.thinking import Thinking, knows_effort, thinking_options
 from router.conversation.turn import ConversationTurn
@@ -19,15 +19,13 @@ from router.gateway import Gateway
 from router.http.body import read_body, with_bound
 from router.http.framing import event
 from router.http.middleware import track_of
-from router.http.response_channel import ResponseChannel
-from router.http.sse import TEXT_PLACEHOLDER, EventStream, SseWriter
-from router.metrics import Track
+from router.http.sse import EventStream
 from router.openai.logprobs import chat_logprobs, prompt_logprobs
 from router.openai.reply import DONE, progress_body, reasoning_fields, reply_head, usage_body
 from router.openai.schema import ChatBody
-from router.openai.tool_calls import Calls, calls_of, chat_tooling
+from router.openai.tool_calls import Calls, calls_of, chat_tooling, message_of
 from router.text.sampling_request import TextRequest
-from router.text.text_stream import TextDelta, UsageCounter, collect
+from router.text.text_stream import TextDelta, Usage
 
 
 async def chat_completions(gateway: Gateway, request: Request) -> Response | EventStream:
@@ -49,8 +47,8 @@ async def chat_completions(gateway: Gateway, request: Request) -> Response | Eve
         shows_reasoning=body.include_reasoning is not False,
     )
     ask = await turn.request(gateway, request, gateway.new_id("chatcmpl"))
-    chat = _Chat(gateway, body, ask, calls_of(tooling))
-    return await send(gateway, request, track, chat, stream=bool(body.stream))
+    renderer = _ChatRenderer(gateway, body, ask, calls_of(tooling))
+    return await send(renderer, request, track, stream=bool(body.stream))
 
 
 def _options(gateway: Gateway, body: ChatBody) -> Mapping[str, Any] | None:
@@ -65,86 +63,50 @@ def _options(gateway: Gateway, body: ChatBody) -> Mapping[str, Any] | None:
     return thinking_options(gateway, Thinking(effort=body.reasoning_effort), body.chat_template_kwargs)
 
 
-class _Chat:
-    """One turn of a conversation, sent whole or as events."""
+class _ChatRenderer(Renderer):
+    """Writes a role for each choice, its text and its finish; then the usage of all, if requested."""
 
     def __init__(self, gateway: Gateway, body: ChatBody, ask: TextRequest, calls: Calls | None) -> None:
-        self._gateway = gateway
+        is_more = body.logprobs or body.return_token_ids or body.continuous_usage or calls
+        super().__init__(gateway, ask, is_plain=not is_more)
         self._body = body
-        self._ask = ask
         self._calls = calls
         self._opened: set[int] = set()
 
-    @property
-    def _is_plain(self) -> bool:
-        """True if only the text of its tokens is sent."""
-        body = self._body
-        return not (body.logprobs or body.return_token_ids or body.continuous_usage or self._calls)
+    @cached_property
+    def _head(self) -> dict[str, Any]:
+        head = reply_head(self.gateway, self.ask.request_id, "chat.completion.chunk")
+        return head | {"usage": None} if self._body.include_usage else head
 
-    async def whole(self, track: Track) -> dict[str, Any]:
-        pieces = self._gateway.answer(self._ask, track, is_plain=self._is_plain)
-        choices, usage = await collect(pieces, self._ask)
-        reply = reply_head(self._gateway, self._ask.request_id, "chat.completion")
-        reply |= {"choices": [self._choice(one) for one in choices], "usage": usage_body(usage)}
-        if self._body.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs, self._gateway.tokenizer)
-        if self._body.return_token_ids:
-            reply["prompt_token_ids"] = self._ask.prompts[0]
-        return reply
+    def frame(self, one: dict[str, Any]) -> bytes:
+        return event(self._head | one)
 
-    def _choice(self, whole: TextDelta) -> dict[str, Any]:
-        message: dict[str, Any] = {"content": whole.text}
-        finish_reason: str | None = whole.finish_reason
-        if self._calls is not None:
-            message, finish_reason = self._calls.message(whole)
-        if whole.reasoning:
-            message |= reasoning_fields(whole.reasoning)
-        choice = {
-            "index": whole.index,
-            "message": {"role": "assistant", **message, "refusal": None},
-            "logprobs": self._logprobs(whole),
-            "finish_reason": finish_reason,
-        }
-        return choice | {"token_ids": whole.token_ids} if self._body.return_token_ids else choice
+    def placed(self, index: int, text: str) -> dict[str, Any]:
+        return _chunk(index, {"content": text})
 
-    def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
-        """Yields a role for each choice, its text and its finish; then the usage of all, if requested."""
-        head = reply_head(self._gateway, self._ask.request_id, "chat.completion.chunk")
-        if self._body.include_usage:
-            head["usage"] = None
-        writer = SseWriter(
-            lambda index: head | self._chunk(index, {"content": TEXT_PLACEHOLDER}),
-            channel,
-            reasoning=lambda index: head | self._chunk(index, reasoning_fields(TEXT_PLACEHOLDER)),
-        )
-        return writer.behind_held(self._events(track, head, writer))
+    def thought(self, index: int, text: str) -> dict[str, Any]:
+        return _chunk(index, reasoning_fields(text))
 
-    async def _events(self, track: Track, head: dict[str, Any], writer: SseWriter) -> AsyncGenerator[bytes, None]:
-        tally = UsageCounter(self._ask)
-        answer = self._gateway.answer(self._ask, track, tally, is_plain=self._is_plain, writer=writer)
-        async with aclosing(answer) as pieces:
-            async for piece in pieces:
-                if self._body.continuous_usage:
-                    head["usage"] = usage_body(tally.usage())
-                if chunks := [event(head | chunk) for chunk in self._chunks(piece)]:
-                    yield b"".join(chunks)
-        usage = tally.usage()
-        if self._body.include_usage:
-            yield event(head | {"choices": [], "usage": usage_body(usage)})
-        yield DONE
+    def end(self, usage: Usage) -> bytes:
+        return (self.frame({"choices": [], "usage": usage_body(usage)}) if self._body.include_usage else b"") + DONE
 
-    def _chunks(self, piece: TextDelta) -> list[dict[str, Any]]:
+    def read(self, piece: TextDelta, usage: Callable[[], Usage]) -> list[dict[str, Any]]:
+        if self._body.continuous_usage:
+            self._head["usage"] = usage_body(usage())
         chunks = []
         if piece.num_prompt_computed:
-            chunks.append(progress_body(self._ask, piece))
+            chunks.append(progress_body(self.ask, piece))
             if not piece.num_tokens and piece.finish_reason is None:
                 return chunks
         if piece.index not in self._opened:
             self._opened.add(piece.index)
-            opening = self._chunk(piece.index, {"role": "assistant", "content": "", "refusal": None})
+            opening = _chunk(piece.index, {"role": "assistant", "content": "", "refusal": None})
             if self._body.return_token_ids:
-                opening["prompt_token_ids"] = self._ask.prompts[0]
+                opening["prompt_token_ids"] = self.ask.prompts[0]
             chunks.append(opening)
+        return chunks + self._said(piece)
+
+    def _said(self, piece: TextDelta) -> list[dict[str, Any]]:
         deltas = [{"content": piece.text}] if piece.text else []
         finish_reason: str | None = piece.finish_reason
         if self._calls is not None:
@@ -153,20 +115,38 @@ class _Chat:
             deltas.insert(0, reasoning_fields(piece.reasoning))
         if piece.token_ids and (piece.logprobs or self._body.return_token_ids):
             deltas = deltas or [{"content": ""}]
+        chunks = []
         for number, delta in enumerate(deltas):
-            spoken = self._chunk(piece.index, delta, logprobs=None if number else self._logprobs(piece))
+            spoken = _chunk(piece.index, delta, logprobs=None if number else self._logprobs(piece))
             if self._body.return_token_ids:
                 spoken["choices"][0]["token_ids"] = () if number else piece.token_ids
             chunks.append(spoken)
         if finish_reason is not None:
-            chunks.append(self._chunk(piece.index, {}, finish_reason=finish_reason))
+            chunks.append(_chunk(piece.index, {}, finish_reason=finish_reason))
         return chunks
 
-    def _chunk(
-        self, index: int, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
-    ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return {"choices": [choice]}
+    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> dict[str, Any]:
+        reply = reply_head(self.gateway, self.ask.request_id, "chat.completion")
+        reply |= {"choices": [self._choice(one) for one in choices], "usage": usage_body(usage)}
+        if self._body.prompt_logprobs is not None:
+            reply["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs, self.gateway.tokenizer)
+        if self._body.return_token_ids:
+            reply["prompt_token_ids"] = self.ask.prompts[0]
+        return reply
+
+    def _choice(self, piece: TextDelta) -> dict[str, Any]:
+        chunks = [chunk["choices"][0] for chunk in self._said(piece)]
+        message = message_of([chunk["delta"] for chunk in chunks])
+        logprobs = next((chunk["logprobs"] for chunk in chunks if chunk["logprobs"]), None) or self._logprobs(piece)
+        finish = chunks[-1]["finish_reason"]
+        choice = {"index": piece.index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+        return choice | {"token_ids": piece.token_ids} if self._body.return_token_ids else choice
 
     def _logprobs(self, piece: TextDelta) -> dict[str, Any] | None:
-        return chat_logprobs(piece.logprobs, self._gateway.tokenizer) if self._body.logprobs else None
+        return chat_logprobs(piece.logprobs, self.gateway.tokenizer) if self._body.logprobs else None
+
+
+def _chunk(
+    index: int, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}]}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, repeat
 from typing import Any
 
@@ -13,21 +13,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.values import Logprobs
-from router.conversation.sending import send
+from router.conversation.rendering import Renderer, send
 from router.conversation.speculating import speculation_params
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
 from router.http.framing import event
 from router.http.middleware import name_of, tenant_of, track_of
-from router.http.response_channel import ResponseChannel
-from router.http.sse import TEXT_PLACEHOLDER, EventStream, SseWriter
-from router.metrics import Track
+from router.http.sse import EventStream
 from router.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from router.openai.reply import DONE, progress_body, reply_head, usage_body
 from router.openai.schema import CompletionBody
 from router.text.detokenizer import Detokenizer
 from router.text.sampling_request import TextRequest, make_text_request
-from router.text.text_stream import TextDelta, UsageCounter, collect
+from router.text.text_stream import TextDelta, Usage
 from router.text.tokenizer import Tokenizer
 
 
@@ -53,8 +51,8 @@ async def completions(gateway: Gateway, request: Request) -> Response | EventStr
         group_id=name_of(request),
         tenant=tenant_of(request),
     )
-    completion = _Completion(gateway, body, ask, prompts)
-    return await send(gateway, request, track, completion, stream=bool(body.stream))
+    renderer = _CompletionRenderer(gateway, body, ask, prompts)
+    return await send(renderer, request, track, stream=bool(body.stream))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,63 +85,47 @@ async def prompts_of(
     return prompts or [CompletionPrompt(ids=tuple(one)) for one in given if isinstance(one, list)]
 
 
-class _Completion:
-    """The continuations of one request's prompts, sent whole or as events."""
+class _CompletionRenderer(Renderer):
+    """Writes the texts of one request's prompts, the finish with the last one; then the usage of all, if requested."""
 
     def __init__(
         self, gateway: Gateway, body: CompletionBody, ask: TextRequest, prompts: Sequence[CompletionPrompt]
     ) -> None:
-        self._gateway = gateway
-        self._body = body
-        self._ask = ask
-        self._prompts = prompts
         self._num_returned = body.n or 1  # for each choice of a prompt
+        is_more = body.logprobs is not None or body.return_token_ids or body.continuous_usage
+        super().__init__(gateway, ask, is_plain=not is_more and ask.n == self._num_returned)
+        self._body = body
+        self._prompts = prompts
         self._opened: set[int] = set()
         self._waiting: dict[int, list[Logprobs]] = {}
 
-    @property
-    def _is_plain(self) -> bool:
-        """True if only the text of its tokens is sent."""
-        body = self._body
-        is_text = body.logprobs is None and not (body.return_token_ids or body.continuous_usage)
-        return is_text and self._ask.n == self._num_returned
+    @cached_property
+    def _head(self) -> dict[str, Any]:
+        head = reply_head(self.gateway, self.ask.request_id, "text_completion")
+        return head | {"usage": None} if self._body.include_usage else head
 
-    async def whole(self, track: Track) -> dict[str, Any]:
-        pieces = self._gateway.answer(self._ask, track, is_plain=self._is_plain)
-        choices, usage = await collect(pieces, self._ask)
-        if self._ask.n > self._num_returned:
-            choices = _best(choices, self._ask.n, self._num_returned)
-        reply = reply_head(self._gateway, self._ask.request_id, "text_completion")
+    def frame(self, one: dict[str, Any]) -> bytes:
+        return event(self._head | one)
+
+    def placed(self, index: int, text: str) -> dict[str, Any]:
+        return {"choices": [self._choice(TextDelta(index=index, text=text), opening=False)]}
+
+    def end(self, usage: Usage) -> bytes:
+        return (self.frame({"choices": [], "usage": usage_body(usage)}) if self._body.include_usage else b"") + DONE
+
+    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> dict[str, Any]:
+        if self.ask.n > self._num_returned:
+            choices = _best(choices, self.ask.n, self._num_returned)
+        reply = reply_head(self.gateway, self.ask.request_id, "text_completion")
         return reply | {"choices": [self._choice(one, opening=True) for one in choices], "usage": usage_body(usage)}
 
-    def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
-        """Yields text as it arrives, the finish with the last text; then the usage of all, if requested."""
-        head = reply_head(self._gateway, self._ask.request_id, "text_completion")
-        if self._body.include_usage:
-            head["usage"] = None
-        writer = SseWriter(
-            lambda index: (
-                head | {"choices": [self._choice(TextDelta(index=index, text=TEXT_PLACEHOLDER), opening=False)]}
-            ),
-            channel,
-        )
-        return writer.behind_held(self._events(track, head, writer))
-
-    async def _events(self, track: Track, head: dict[str, Any], writer: SseWriter) -> AsyncGenerator[bytes, None]:
-        tally = UsageCounter(self._ask)
-        answer = self._gateway.answer(self._ask, track, tally, is_plain=self._is_plain, writer=writer)
-        async with aclosing(answer) as pieces:
-            async for piece in pieces:
-                if self._body.continuous_usage:
-                    head["usage"] = usage_body(tally.usage())
-                if piece.num_prompt_computed:
-                    yield event(head | progress_body(self._ask, piece))
-                if (choice := self._streamed(piece)) is not None:
-                    yield event(head | {"choices": [choice]})
-        usage = tally.usage()
-        if self._body.include_usage:
-            yield event(head | {"choices": [], "usage": usage_body(usage)})
-        yield DONE
+    def read(self, piece: TextDelta, usage: Callable[[], Usage]) -> list[dict[str, Any]]:
+        if self._body.continuous_usage:
+            self._head["usage"] = usage_body(usage())
+        chunks = [progress_body(self.ask, piece)] if piece.num_prompt_computed else []
+        if (choice := self._streamed(piece)) is not None:
+            chunks.append({"choices": [choice]})
+        return chunks
 
     def _streamed(self, piece: TextDelta) -> dict[str, Any] | None:
         """A choice's next chunk, if it has content. The first chunk waits for the prompt's logprobs, which are complete
@@ -163,7 +145,7 @@ class _Completion:
 
     def _choice(self, piece: TextDelta, *, opening: bool) -> dict[str, Any]:
         """`opening`: the piece is the choice's first, where an echo and the prompt's ids have their place."""
-        prompt, tokenizer = self._prompts[piece.index // self._num_returned], self._gateway.tokenizer
+        prompt, tokenizer = self._prompts[piece.index // self._num_returned], self.gateway.tokenizer
         echoing = opening and bool(self._body.echo)
         choice = {
             "index": piece.index,
@@ -182,7 +164,7 @@ class _Completion:
     def _logprobs(self, piece: TextDelta, prompt: CompletionPrompt, *, echoing: bool) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
-        tokenizer = self._gateway.tokenizer
+        tokenizer = self.gateway.tokenizer
         columns = CompletionLogprobs(tokenizer, self._body.logprobs)
         if echoing:
             # Special tokens that the tokenizer put round a text have no width in it.

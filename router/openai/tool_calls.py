@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from protos.errors import InvalidRequest
@@ -60,7 +61,7 @@ def calls_of(tooling: Tooling) -> Calls | None:
 
 
 class Calls:
-    """Reads text and calls of each choice's answer, by `deltas` or one `message`. Where the function `is_named` by the
+    """Reads text and calls of each choice's answer, by `deltas`. Where the function `is_named` by the
     request an answer has "stop" for its reason, as OpenAI has it, and "tool_calls" otherwise."""
 
     def __init__(self, tooling: Tooling) -> None:
@@ -88,17 +89,16 @@ class Calls:
         begun = {"index": part.index, "id": new_call_id(self._form), "type": "function"}
         return {"tool_calls": [begun | {"function": {"name": part.name} | function}]}
 
-    def message(self, whole: TextDelta) -> tuple[dict[str, Any], str | None]:
-        """Content and calls of a whole answer, and its finish reason."""
-        deltas, finish_reason = self.deltas(whole)
-        content = "".join(delta.get("content", "") for delta in deltas)
-        calls: dict[int, dict[str, Any]] = {}
-        for call in (one for delta in deltas for one in delta.get("tool_calls", ())):
-            index = call.pop("index")
-            if index in calls:
-                calls[index]["function"]["arguments"] += call["function"]["arguments"]
-            else:
-                calls[index] = call
-        if not calls:
-            return {"content": content}, finish_reason
-        return {"content": content or None, "tool_calls": list(calls.values())}, finish_reason
+
+def message_of(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The message that the deltas of a choice add up to."""
+    content, calls, thoughts = "", dict[int, dict[str, Any]](), dict[str, Any]()
+    for delta in deltas:
+        content += delta.pop("content", "")
+        for call in delta.pop("tool_calls", ()):
+            begun = calls.setdefault(call.pop("index"), call)
+            if begun is not call:
+                begun["function"]["arguments"] += call["function"]["arguments"]
+        thoughts |= delta
+    spoken = {"content": content or None, "tool_calls": list(calls.values())} if calls else {"content": content}
+    return {"role": "assistant"} | spoken | thoughts | {"refusal": None}

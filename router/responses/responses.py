@@ -13,7 +13,7 @@ Every event has the next sequence number: events are not alike, so that no sink 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -22,9 +22,9 @@ from starlette.responses import Response
 from protos.errors import BatonError, ContextLengthExceeded, Overloaded
 from protos.values import FinishReason
 from router.conversation.parts import Ignored
-from router.conversation.sending import send
+from router.conversation.rendering import Events, TurnRenderer, send
 from router.conversation.thinking import Thinking, knows_effort, thinking_options
-from router.conversation.tooling import AnswerPart, AnswerReader, ReasoningDelta, Tooling
+from router.conversation.tooling import Tooling
 from router.conversation.turn import ConversationTurn
 from router.endpoint import Endpoint, Face
 from router.gateway import Gateway
@@ -33,13 +33,11 @@ from router.http.body import read_body, with_bound
 from router.http.errors import json_response
 from router.http.framing import named_event
 from router.http.middleware import track_of
-from router.http.response_channel import ResponseChannel
 from router.http.sse import EventStream
-from router.metrics import Track
 from router.responses.items import conversation_of, responses_tooling
 from router.responses.schema import InputBody, ResponsesBody
 from router.text.sampling_request import SamplingRequest, TextRequest
-from router.text.text_stream import TextDelta, Usage, UsageCounter, collect
+from router.text.text_stream import TextDelta, Usage
 from router.tools.calls import CallDelta
 from router.tools.formats import new_call_id
 
@@ -53,9 +51,8 @@ async def responses(gateway: Gateway, request: Request) -> Response | EventStrea
     ignored = Ignored()
     turn = _turn(gateway, body, with_bound(body.sampling(), request), ignored)
     ask = await turn.request(gateway, request, gateway.new_id("resp_"))
-    answer = _ResponseAnswer(gateway, body, ask, turn.tooling)
-    stream = bool(body.stream)
-    return await send(gateway, request, track, answer, stream=stream, ignored=ignored, failure=answer.failure)
+    renderer = _ResponseRenderer(gateway, body, ask, turn.tooling)
+    return await send(renderer, request, track, stream=bool(body.stream), ignored=ignored)
 
 
 async def count_input_tokens(gateway: Gateway, request: Request) -> Response:
@@ -87,14 +84,13 @@ def _turn(gateway: Gateway, body: InputBody, sampling: SamplingRequest, ignored:
     return turn
 
 
-class _ResponseAnswer:
-    """One response, sent whole or as events."""
+class _ResponseRenderer(TurnRenderer):
+    """Writes one response."""
+
+    has_sinks = False
 
     def __init__(self, gateway: Gateway, body: ResponsesBody, ask: TextRequest, tooling: Tooling) -> None:
-        self._gateway = gateway
-        self._ask = ask
-        self._reader = AnswerReader(tooling)
-        self._form = tooling.form
+        super().__init__(gateway, ask, tooling)
         self._output: list[Event] = []
         self._texts: list[str] = []  # of the item that is not complete
         self._is_open = False
@@ -103,14 +99,14 @@ class _ResponseAnswer:
 
     def _described(self, body: ResponsesBody) -> Event:
         """The fields that are the same in every state."""
-        sampling = self._ask.jobs[0].sampling
+        sampling = self.ask.jobs[0].sampling
         form = body.text.format if body.text is not None and body.text.format is not None else None
         shown = form.model_dump(by_alias=True, exclude_none=True) if form is not None else {"type": "text"}
         return {
-            "id": self._ask.request_id,
+            "id": self.ask.request_id,
             "object": "response",
-            "created_at": int(self._gateway.wall_clock()),
-            "model": self._gateway.card.name,
+            "created_at": int(self.gateway.wall_clock()),
+            "model": self.gateway.card.name,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
@@ -126,43 +122,30 @@ class _ResponseAnswer:
             "truncation": "disabled",
         }
 
-    async def whole(self, track: Track) -> Event:
-        pieces = self._gateway.answer(self._ask, track, is_plain=self._form is None)
-        [answer], usage = await collect(pieces, self._ask)
-        self._read(answer)
-        return self._response(*_end(answer), usage)
+    def frame(self, one: Event) -> bytes:
+        self._num_events += 1
+        return named_event(one | {"sequence_number": self._num_events - 1})
 
-    async def events(self, track: Track, channel: ResponseChannel | None) -> AsyncGenerator[bytes, None]:
-        tally, has_begun, last = UsageCounter(self._ask), False, TextDelta(index=0)
-        answer = self._gateway.answer(self._ask, track, tally)
-        try:
-            async for piece in answer:
-                events: list[Event] = []
-                if not has_begun:
-                    has_begun = True
-                    begun = self._response("in_progress", None, None)
-                    events = [{"type": f"response.{state}", "response": begun} for state in ("created", "in_progress")]
-                events += self._read(piece)
-                last = piece
-                if events:
-                    yield self._numbered(events)
-        finally:
-            await answer.aclose()
-        usage = tally.usage()
-        status, details = _end(last)
-        yield self._numbered([{"type": f"response.{status}", "response": self._response(status, details, usage)}])
+    def start(self, piece: TextDelta, usage: Usage) -> Events:
+        begun = self._response("in_progress", None, None)
+        return [{"type": f"response.{state}", "response": begun} for state in ("created", "in_progress")]
+
+    def end(self, usage: Usage) -> bytes:
+        status, details = self._status()
+        return self.frame({"type": f"response.{status}", "response": self._response(status, details, usage)})
+
+    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> Event:
+        self.read(choices[0], lambda: usage)
+        return self._response(*self._status(), usage)
 
     def failure(self, error: BatonError) -> bytes:
-        """The end of a stream that fails after its first event."""
         failed = self._response("failed", None, None) | {"error": _error(error)}
-        return self._numbered([{"type": "response.failed", "response": failed}])
+        return self.frame({"type": "response.failed", "response": failed})
 
-    def _numbered(self, events: list[Event]) -> bytes:
-        framed = []
-        for one in events:
-            framed.append(named_event(one | {"sequence_number": self._num_events}))
-            self._num_events += 1
-        return b"".join(framed)
+    def _status(self) -> tuple[str, Event | None]:
+        if self.last.finish_reason is FinishReason.LENGTH:
+            return "incomplete", {"reason": "max_output_tokens"}
+        return "completed", None
 
     def _response(self, status: str, details: Event | None, usage: Usage | None) -> Event:
         return self._head | {
@@ -175,44 +158,43 @@ class _ResponseAnswer:
 
     # -- items ---------------------------------------------------------------------------------------------------------
 
-    def _read(self, piece: TextDelta) -> list[Event]:
-        """Adds a piece to the output. Returns its events."""
-        events: list[Event] = []
-        for part in self._reader.read(piece):
-            events += self._add(part)
-        if piece.finish_reason is not None:
-            events += self._close("completed" if piece.finish_reason is FinishReason.STOP else "incomplete")
+    def text(self, text: str) -> Events:
+        return self._said("message", text)
+
+    def reasoning(self, text: str) -> Events:
+        return self._said("reasoning", text)
+
+    def _said(self, kind: str, text: str) -> Events:
+        events: Events = []
+        if not self._is_open or self._output[-1]["type"] != kind:
+            events = self._close("completed") + self._open_text(kind)
+        self._texts.append(text)
+        return [*events, self._text_event("delta") | {"delta": text}]
+
+    def call(self, delta: CallDelta) -> Events:
+        events = self._close("completed") + self._open_call(delta) if delta.name else []
+        if delta.arguments:
+            self._texts.append(delta.arguments)
+            events.append(self._of_item("response.function_call_arguments.delta") | {"delta": delta.arguments})
         return events
 
-    def _add(self, part: AnswerPart) -> list[Event]:
-        events: list[Event] = []
-        if not isinstance(part, CallDelta):
-            text, kind = (part.text, "reasoning") if isinstance(part, ReasoningDelta) else (part, "message")
-            if not self._is_open or self._output[-1]["type"] != kind:
-                events = self._close("completed") + self._open_text(kind)
-            self._texts.append(text)
-            return [*events, self._text_event("delta") | {"delta": text}]
-        if part.name:
-            events = self._close("completed") + self._open_call(part)
-        if part.arguments:
-            self._texts.append(part.arguments)
-            events.append(self._of_item("response.function_call_arguments.delta") | {"delta": part.arguments})
-        return events
+    def stop(self, reason: FinishReason) -> Events:
+        return self._close("completed" if reason is FinishReason.STOP else "incomplete")
 
     def _open_text(self, kind: str) -> list[Event]:
         """Begins a message or reasoning."""
         if kind == "message":
-            item = {"type": "message", "role": "assistant", "content": [], "id": self._gateway.new_id("msg_")}
+            item = {"type": "message", "role": "assistant", "content": [], "id": self.gateway.new_id("msg_")}
         else:
-            item = {"type": "reasoning", "summary": [], "content": [], "id": self._gateway.new_id("rs_")}
+            item = {"type": "reasoning", "summary": [], "content": [], "id": self.gateway.new_id("rs_")}
         self._begin(item)
         part = self._of_item("response.content_part.added") | {"content_index": 0, "part": _text_part(kind, "")}
         return [self._item_event("added"), part]
 
     def _open_call(self, part: CallDelta) -> list[Event]:
-        assert self._form is not None
-        call = {"type": "function_call", "call_id": new_call_id(self._form), "name": part.name, "arguments": ""}
-        self._begin(call | {"id": self._gateway.new_id("fc_")})
+        assert self.form is not None
+        call = {"type": "function_call", "call_id": new_call_id(self.form), "name": part.name, "arguments": ""}
+        self._begin(call | {"id": self.gateway.new_id("fc_")})
         return [self._item_event("added")]
 
     def _begin(self, item: Event) -> None:
@@ -266,12 +248,6 @@ def _text_part(kind: str, text: str) -> Event:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _end(last: TextDelta) -> tuple[str, Event | None]:
-    if last.finish_reason is FinishReason.LENGTH:
-        return "incomplete", {"reason": "max_output_tokens"}
-    return "completed", None
 
 
 def _error(error: BatonError) -> Event:
