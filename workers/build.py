@@ -22,7 +22,7 @@ from protos.values import KVLayout
 from workers.adapters.linear import AdapterTable
 from workers.attention.cpu import has_same_bits
 from workers.attention.registry import attention_for
-from workers.cache import make_storage, num_blocks_of, num_host_blocks_of, with_head
+from workers.cache import bytes_beside, make_storage, num_blocks_of, num_host_blocks_of, with_head
 from workers.config import SchedulerConfig, WorkerConfig
 from workers.engine.adapters import ServedAdapters
 from workers.engine.engine import Engine
@@ -227,8 +227,9 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     num_host_blocks = num_host_blocks_of(config, layout, free_bytes)
     num_slots = num_host_blocks * len(layout.groups)
     free_bytes -= num_host_blocks * rank_block_bytes(layout) * layout.tp
-    free_bytes = free_bytes // layout.tp - (drafting.scratch_bytes if drafting is not None else 0)
-    beside = drafting.page_bytes if drafting is not None and layout.head is None else 0
+    cache = drafting.cache if drafting is not None else None
+    free_bytes = free_bytes // layout.tp - (cache.scratch_bytes if cache is not None else 0)
+    beside = bytes_beside(layout, drafting)
     num_blocks = num_blocks_of(config, group, decoder, layout, device, max_model_len, free_bytes, beside)
     storage = make_storage(layout, num_blocks, device, free_bytes, fp8_scales, drafting)
     capacity = _capacity(config, storage, max_model_len)

@@ -110,6 +110,12 @@ def _most_useful(config: WorkerConfig, layout: KVLayout, max_model_len: int) -> 
     return -(-config.max_num_seqs * windows.num_held(max_model_len, config.largest_chunk) // len(layout.groups))
 
 
+def bytes_beside(layout: KVLayout, drafting: Drafting | None) -> int:
+    """The KV of `drafting` for each page, if the layout does not have it."""
+    cache = drafting.cache if drafting is not None and layout.head is None else None
+    return cache.page_bytes if cache is not None else 0
+
+
 def make_storage(
     layout: KVLayout,
     num_blocks: int,
@@ -119,8 +125,7 @@ def make_storage(
     drafting: Drafting | None,
 ) -> KVStorage:
     """With a page of each group for each block, and in the storage of `drafting` as many."""
-    of_drafts = drafting.page_bytes if drafting is not None and layout.head is None else 0
-    num_bytes = num_blocks * (rank_block_bytes(layout) + of_drafts)
+    num_bytes = num_blocks * (rank_block_bytes(layout) + bytes_beside(layout, drafting))
     too_much = Misconfigured(
         f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.2f} GiB on each rank, more than there is on "
         f"{device}: lower num_blocks, memory_fraction or host_kv_gib",

@@ -10,6 +10,7 @@ from protos.values import KVHead
 from workers.kv.storage import KVStorage
 from workers.parallel.ranks import Leader
 from workers.speculation.proposer import HiddenStates, Proposer
+from workers.speculation.ranks.draft_cache import DraftCache
 
 
 class Drafting(Protocol):
@@ -17,13 +18,8 @@ class Drafting(Protocol):
     (`workers.parallel.operations.DraftOperations`)."""
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of the proposer's own KV on this rank, for each page of the worker's pool; 0 if it keeps none."""
-        ...
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the proposer's pages beside the pool's."""
+    def cache(self) -> DraftCache | None:
+        """The proposer's own KV on this rank; None if it keeps none."""
         ...
 
     @property

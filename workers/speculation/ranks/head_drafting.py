@@ -38,7 +38,7 @@ class HeadDrafting:
         self._name, self._head, self._device = name, head, device
         self._identity = identity
         self._block_size = config.block_size
-        self._cache = DraftCache(head.kv_layout(config.block_size), config, device)
+        self.cache = DraftCache(head.kv_layout(config.block_size), config, device)
         self.storage: KVStorage | None = None
         self._vocab_size = vocab_size
         self._attention: AttentionBackend | None = None
@@ -50,21 +50,13 @@ class HeadDrafting:
     def hidden_layers(self) -> tuple[int, ...]:
         return self._head.hidden_layers
 
-    @property
-    def page_bytes(self) -> int:
-        return self._cache.page_bytes
-
-    @property
-    def scratch_bytes(self) -> int:
-        return self._cache.scratch_bytes
-
     def make_storage(self, num_pages: int) -> None:
-        self.storage = self._cache.make(num_pages)
+        self.storage = self.cache.make(num_pages)
         self._attention = attention_for(self.storage)
 
     @property
     def kv_head(self) -> KVHead:
-        (group,) = self._cache.layout.groups
+        (group,) = self.cache.layout.groups
         return KVHead(name=self._identity, num_layers=len(group.layers), parts=group.parts)
 
     def read_from(self, hidden: HiddenStates[torch.Tensor]) -> None:
@@ -89,7 +81,7 @@ class HeadDrafting:
         return self._run(batch, self._features_RE.index_select(0, to_device(np.array(places), self._device)))
 
     def proposer(self, leader: Leader, headless: set[int]) -> Proposer:
-        limits = self._cache.limits(max_len=self._head.max_len, vocab_size=self._vocab_size)
+        limits = self.cache.limits(max_len=self._head.max_len, vocab_size=self._vocab_size)
         runner = leader.everywhere(self)
         return HeadProposer(self._name, runner, limits, clock=time.perf_counter, headless=headless)
 
@@ -110,8 +102,7 @@ class HeadDrafting:
 class MedusaDrafting:
     """They keep nothing: each draft comes from one hidden state."""
 
-    page_bytes = 0
-    scratch_bytes = 0
+    cache = None
     kv_head = None
     storage = None
 

@@ -34,7 +34,7 @@ class ServedDraftModel:
         model = read_served(path)
         dtype = draft_dtype(config, model)
         layout = layout_of(model, "auto", block_size=config.block_size, dtype=dtype, tp=config.tp)
-        self._cache = DraftCache(layout, config, device)
+        self.cache = DraftCache(layout, config, device)
         self._block_size = config.block_size
         self._vocab_size = min(model.vocab_size, target.vocab_size)
         self._max_len = model.max_model_len
@@ -64,16 +64,8 @@ class ServedDraftModel:
 
     def read_from(self, hidden: HiddenStates[torch.Tensor]) -> None: ...
 
-    @property
-    def page_bytes(self) -> int:
-        return self._cache.page_bytes
-
-    @property
-    def scratch_bytes(self) -> int:
-        return self._cache.scratch_bytes
-
     def make_storage(self, num_pages: int) -> None:
-        storage = self._cache.make(num_pages)
+        storage = self.cache.make(num_pages)
         self._runner = TorchRunner(self._decoder, attention_for(storage), block_size=self._block_size)
 
     def draft(self, batch: Batch) -> StepOutput:
@@ -82,5 +74,5 @@ class ServedDraftModel:
         return self._runner.run(batch)
 
     def proposer(self, leader: Leader, headless: set[int]) -> Proposer:
-        limits = self._cache.limits(max_len=self._max_len, vocab_size=self._vocab_size)
+        limits = self.cache.limits(max_len=self._max_len, vocab_size=self._vocab_size)
         return DraftModelProposer(leader.everywhere(self), limits, clock=time.perf_counter)

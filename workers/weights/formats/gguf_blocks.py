@@ -13,13 +13,12 @@ import torch
 from protos.model_files.gguf.types import TENSOR_TYPES
 from workers.quantization.bit_stream import pack_bits
 from workers.quantization.quantised_weight import GroupValues, QuantisedWeight
+from workers.weights.formats.mxfp4 import mxfp4_weight
 
 FORMATS = {one.name: one for one in TENSOR_TYPES.values()}
 
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The levels of IQ4_NL and IQ4_XS."""
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Levels of MXFP4."""
 
 
 def weight_of_blocks(kind: str, stored_OW: torch.Tensor) -> QuantisedWeight:
@@ -98,11 +97,7 @@ def _iq4_xs(blocks: torch.Tensor) -> QuantisedWeight:
 
 
 def _mxfp4(blocks: torch.Tensor) -> QuantisedWeight:
-    """The scale is an exponent with 127 added."""
-    scale = torch.exp2(blocks[..., 0].double() - 127).to(torch.bfloat16)
-    return _weight(
-        4, _nibbles(blocks[..., 1:]), 32, scale=GroupValues(value_OB=scale), minimum=None, zero=0, table=_E2M1
-    )
+    return mxfp4_weight(pack_bits(_nibbles(blocks[..., 1:]).flatten(1), 4), blocks[..., 0])
 
 
 _CONVERTERS: Mapping[str, Callable[[torch.Tensor], QuantisedWeight]] = {

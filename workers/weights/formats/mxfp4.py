@@ -7,6 +7,7 @@ Legend: I inputs, O outputs, G blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -54,7 +55,6 @@ class MXFP4Weight:
 
 def mxfp4_weight(blocks_OGB: torch.Tensor, scales_OG: torch.Tensor) -> QuantisedWeight:
     """uint8 `blocks_OGB` [O, G, 16] and exponents `scales_OG` [O, G], 127 added. Scales are exact in bfloat16."""
-    levels = torch.tensor([*_LEVELS, *(-level for level in _LEVELS)], device=blocks_OGB.device)
     scale = torch.exp2(scales_OG.double() - _BIAS).to(torch.bfloat16)
     return QuantisedWeight(
         bits=4,
@@ -62,5 +62,11 @@ def mxfp4_weight(blocks_OGB: torch.Tensor, scales_OG: torch.Tensor) -> Quantised
         num_inputs=scales_OG.shape[1] * _BLOCK,
         scale=GroupValues(value_OB=scale),
         group_size=_BLOCK,
-        table=levels,
+        table=_levels(blocks_OGB.device),
     )
+
+
+@cache
+def _levels(device: torch.device) -> torch.Tensor:
+    """Copied to the device once: an embedding is looked up in recorded CUDA graphs, too, which take no copy."""
+    return torch.tensor([*_LEVELS, *(-level for level in _LEVELS)], device=device)

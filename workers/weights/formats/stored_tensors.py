@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import gcd, prod
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -16,6 +17,12 @@ WORDS = frozenset({"I32", "U32"})
 BYTES = frozenset({"I8", "U8"})
 
 _FLOAT_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class TensorCut(TypedDict, total=False):
+    dim: int
+    part: range | None  # of `dim`; None: all
+    check: Callable[[str, torch.Tensor], None] | None
 
 
 class StoredTensors:
@@ -71,30 +78,14 @@ class StoredTensors:
         )
         return target
 
-    def words(
-        self,
-        suffix: str,
-        shape: tuple[int, ...],
-        *,
-        dim: int = 0,
-        part: range | None = None,
-        check: Callable[[str, torch.Tensor], None] | None = None,
-    ) -> torch.Tensor:
-        return self.tensor(suffix, shape, torch.int32, WORDS, dim=dim, part=part, check=check)
+    def words(self, suffix: str, shape: tuple[int, ...], **cut: Unpack[TensorCut]) -> torch.Tensor:
+        return self.tensor(suffix, shape, torch.int32, WORDS, **cut)
 
-    def floats(
-        self,
-        suffix: str,
-        shape: tuple[int, ...],
-        *,
-        dim: int = 0,
-        part: range | None = None,
-        check: Callable[[str, torch.Tensor], None] | None = None,
-    ) -> torch.Tensor:
+    def floats(self, suffix: str, shape: tuple[int, ...], **cut: Unpack[TensorCut]) -> torch.Tensor:
         """float16 or bfloat16 as stored, any other type as float32."""
         stored = self.described(suffix)
         dtype = _FLOAT_TYPES.get(stored.dtype if stored else "", torch.float32)
-        return self.tensor(suffix, shape, dtype, FLOATS | {"F8_E8M0"}, dim=dim, part=part, check=check)
+        return self.tensor(suffix, shape, dtype, FLOATS | {"F8_E8M0"}, **cut)
 
     def group_indices(self, suffix: str, num_groups: int) -> torch.Tensor | None:
         """The group of each input of the share; None where it is not stored. All are -1 where groups are in order."""
