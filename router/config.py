@@ -50,7 +50,9 @@ class AdmissionConfig(CheckedSettings):
     """A worker with more work than `max_backlog` or `max_backlog_s` gets no more; requests wait at the gateway."""
 
     max_queued: int = setting(1024, "Requests that wait at the gateway; more are refused.", least=0, most=10**6)
-    max_queue_s: float = setting(30.0, "Longest wait at the gateway.", least=0, most=3600)
+    max_queue_s: float = setting(
+        30.0, "Longest wait at the gateway; a stream that has begun waits twice as long.", least=0, most=3600
+    )
     max_backlog: int = 64  # requests at a worker that have not begun
     max_backlog_s: float = 0.5  # prefill work queued at a worker
 

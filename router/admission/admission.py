@@ -4,11 +4,15 @@ late.
     job ─▶ too late already? ─▶ room, empty queue ────────────────────────────▶ dispatch
                 │                   └─▶ queue (fair, bounded) ─▶ its turn, room ─▶ dispatch
                 ▼                              ▼
-             429 + Retry-After         429 at once: the queue is full, or too long for its measured rate; later: its
-                                       deadline has passed
+             429 + Retry-After         429 at once: the queue is full, or too long for its measured rate; before its
+                                       stream begins: the rate has fallen; later: its deadline has passed
 
 Workers are kept supplied, not flooded (`Room`): a job that waits here can still be reordered, refused or given to
 another worker. Lives on one event loop, whose clock it uses; it has no start and no stop.
+
+A job waits while its turn is expected (`Turnover`) within `SURE` of the rest of its `max_queue_s`. That is decided on
+arrival, and once more just before its stream's first comment, which needs the status 200. A job that passes the second
+check may wait for `max_queue_s` longer: its client has a response, and its turn is near.
 """
 
 from __future__ import annotations
@@ -25,15 +29,16 @@ from protos.event_loop import loop_time
 from protos.values import BlockHash
 from router.admission.capacity import Overrun, Room, is_idle, least_ttft_s, predicted_ttft_s, prefill_speed
 from router.admission.fair_queue import Entry, FairQueue
-from router.admission.retry_queue import LEAST_MEASURED_S, Rate, Returning
+from router.admission.retry_queue import LEAST_MEASURED_S, Returning
+from router.admission.turnover import Turnover
 from router.config import RouterConfig
 from router.jobs import Generate, Job, TokenDelta
 from router.policies.table import CandidateTable
 from router.prefix.index import Match
 
 LEAST_RETRY_S = 0.1
-BEGUN_HALF_LIFE_S = 10.0
-LEAST_BEGUN = 8  # prompts that must have begun before their rate refuses others
+SURE = 0.8  # share of the time left: the rate may fall a little
+CHECK_AT = 0.9  # share of `keep_alive_s`, after which the first comment is due
 HEADROOM = 0.02  # share of a bound: a prediction at the bound itself is late one time in two
 TOO_LATE = "no worker could start this request within its max_ttft_ms"
 
@@ -65,11 +70,16 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A job in the queue until `latest_s`, by the loop's clock; `came` gets the outcome of its wait."""
+    """A job in the queue; `came` gets the outcome of its wait, which `timeout` bounds."""
 
     job: Job
     came: asyncio.Future[None]
-    latest_s: float
+    timeout: asyncio.Timeout
+
+    @property
+    def latest_s(self) -> float:
+        """When the wait ends, by the loop's clock."""
+        return self.timeout.when() or 0.0
 
 
 class Admission:
@@ -90,7 +100,7 @@ class Admission:
         self._line = FairQueue(weights)
         self._overrun = Overrun()
         self._returning = Returning(weights)
-        self._begun = Rate(half_life_s=BEGUN_HALF_LIFE_S)  # prompt tokens per second, since the queue formed
+        self._turnover = Turnover()
         self._waiting_since_s = 0.0
         self._turns: dict[int, Turn] = {}
         self._numbers = count()
@@ -118,8 +128,8 @@ class Admission:
         # Charged before it is served: otherwise all queued jobs of one tenant would go before its first prompt is
         # prefilled.
         self._line.charge(job.tenant, num_input=len(job.prompt_ids))
-        let_s = loop_time()
-        has_begun = False
+        let_s, num_output, has_begun = loop_time(), 0, False
+        self._turnover.begin(job.sampling.max_tokens, now=let_s)
         try:
             deltas = self._generate(job)
             try:
@@ -128,20 +138,22 @@ class Admission:
                     if not has_begun and delta.token_ids:
                         has_begun = True
                         self._returning.read(len(job.prompt_ids), now=loop_time())
-                        self._begun.observe(len(job.prompt_ids), loop_time())
                         num_found = delta.num_cached_tokens  # they cost no computing
                     if expected_s is not None and delta.token_ids:
                         now = loop_time()
                         self._overrun.observe(now - let_s - expected_s, predicted_s=expected_s, now=now)
                         expected_s = None
+                    num_output += len(delta.token_ids)
+                    self._turnover.num_output += len(delta.token_ids)
                     self._line.charge(job.tenant, num_input=-num_found, num_output=len(delta.token_ids))
                     yield delta
             finally:
                 await deltas.aclose()
         except Overloaded as error:  # an admitted job that found no room and has no token
-            again = replace(entry, number=next(self._numbers), deadline_s=math.inf)  # it returns behind the queue
-            error.retry_after_s = max(error.retry_after_s or 0.0, self._measured_s(again)) or None
+            error.retry_after_s = max(error.retry_after_s or 0.0, self._measured_s(self._again(entry))) or None
             raise
+        finally:
+            self._turnover.end(job.sampling.max_tokens, num_output, began_s=let_s, now=loop_time())
 
     def _entry(self, job: Job) -> Entry:
         return Entry(
@@ -151,6 +163,10 @@ class Admission:
             num_tokens=len(job.prompt_ids),
             deadline_s=math.inf if job.max_ttft_s is None else loop_time() + job.max_ttft_s,
         )
+
+    def _again(self, entry: Entry) -> Entry:
+        """The place of a refused job that returns: behind the queue."""
+        return replace(entry, number=next(self._numbers), deadline_s=math.inf)
 
     async def _enter(self, job: Job, entry: Entry) -> tuple[Job, float | None]:
         """Returns when it is the job's turn. For a job with a deadline it also returns the seconds that its prefill
@@ -163,24 +179,25 @@ class Admission:
             return job, prefill_s
         if not self._line:
             self._waiting_since_s = now
-            self._begun.begin(now)
+            self._turnover.form_queue(now)
         self._line.push(entry)
-        latest_s = now + self._config.admission.max_queue_s
-        turn = self._turns[entry.number] = Turn(job, asyncio.get_running_loop().create_future(), latest_s)
-        self._bound(entry, now)
+        loop, config = asyncio.get_running_loop(), self._config
+        latest_s, check_s = now + config.admission.max_queue_s, now + CHECK_AT * config.http.keep_alive_s
+        turn = self._turns[entry.number] = Turn(job, loop.create_future(), asyncio.timeout_at(latest_s))
+        self._bound(entry)
+        last_check = loop.call_at(check_s, self._check_again, turn, entry) if check_s < latest_s else None
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch(), name="admission")
         try:
-            async with asyncio.timeout_at(turn.latest_s):
+            async with turn.timeout:
                 await turn.came
         except TimeoutError:
             self.refused.queue_timeout += 1
-            raise self._overloaded(
-                f"no worker could start this request within {self._config.admission.max_queue_s:g} s",
-                entry,
-                least_s=self._measured_s(entry),
-            ) from None
+            why = f"no worker could start this request within {turn.latest_s - now:g} s"
+            raise self._overloaded(why, entry) from None
         finally:
+            if last_check is not None:
+                last_check.cancel()
             self._turns.pop(entry.number, None)
             self._line.remove(entry)
         return job, self._prefill_s(job, loop_time()) if job.max_ttft_s is not None else None
@@ -254,7 +271,7 @@ class Admission:
         fleet = self._fleet
         return fleet.candidates(fleet.match(job.hashes, now=now), len(job.prompt_ids))
 
-    def _bound(self, entry: Entry, now: float) -> None:
+    def _bound(self, entry: Entry) -> None:
         """Refuses jobs that would not be served in time, now that `entry` waits: the last one of a queue that is full,
         and one that the measured rate does not start in time, `entry` or the last one, which `entry` pushes back."""
         limits, last = self._config.admission, self._line.last()
@@ -262,47 +279,60 @@ class Admission:
         if len(self._line) > limits.max_queued:
             self.refused.queue_full += 1
             why = f"{limits.max_queued} requests wait before this one, as many as may"
-            self._answer(last, self._overloaded(why, last, least_s=self._measured_s(last)))
-            return
-        late = entry if self._late_s(entry, now) > 0 else last
-        late_s = self._late_s(late, now)
-        if late_s <= 0:
-            return
+            self._answer(last, self._overloaded(why, last))
+        elif not self._refuse_late(entry) and last is not entry:
+            self._refuse_late(last)
+
+    def _check_again(self, turn: Turn, entry: Entry) -> None:
+        """Refuses the job if its turn is not expected in time, or lets it wait for longer."""
+        if not (turn.came.done() or self._refuse_late(entry)):
+            turn.timeout.reschedule(turn.latest_s + self._config.admission.max_queue_s)
+
+    def _refuse_late(self, entry: Entry) -> bool:
+        """Refuses a job whose turn is not expected in time. Returns whether it did."""
+        now, turn = loop_time(), self._turns[entry.number]
+        wait_s, left_s = self._turn_s(entry, now), SURE * (turn.latest_s - now)
+        if not self._turnover.is_sure or wait_s <= left_s:
+            return False
         self.refused.queue_too_long += 1
         why = (
-            f"at the present rate this request would begin after {limits.max_queue_s + late_s:.3g} s, and a request "
-            f"waits for {limits.max_queue_s:g} s at most: try again later"
+            f"at the present rate this request would begin in {wait_s:.3g} s, and a request waits for "
+            f"{self._config.admission.max_queue_s:g} s at most: try again later"
         )
-        self._answer(late, Overloaded(why, retry_after_s=self._retry_s(late_s, late, self._fleet.loads())))
+        self._answer(entry, Overloaded(why, retry_after_s=self._retry_s(wait_s - left_s, entry, self._fleet.loads())))
+        return True
 
-    def _late_s(self, entry: Entry, now: float) -> float:
-        """Seconds by which the measured rate misses the end of the entry's wait; 0 while too few prompts have begun to
-        measure it."""
-        rate = self._begun.at(now)
-        if not rate or self._begun.num_observed < LEAST_BEGUN:
-            return 0.0
-        return self._line.tokens_ahead(entry) / rate - (self._turns[entry.number].latest_s - now)
-
-    def _overloaded(self, why: str, entry: Entry, *, least_s: float = 0.0) -> Overloaded:
-        """An error whose retry time is when the queue has been prefilled, and at least `least_s`."""
-        candidates = self._fleet.loads()
-        wait_s = predicted_ttft_s(candidates, 0, self._line.tokens_ahead(entry))
+    def _overloaded(self, why: str, entry: Entry) -> Overloaded:
+        """Takes the entry out of the queue. Returns an error whose retry time is when the queue has gone."""
+        candidates, again = self._fleet.loads(), self._again(entry)
+        measured_s = self._measured_s(again)
+        self._line.remove(entry)
+        wait_s = predicted_ttft_s(candidates, 0, self._line.tokens_ahead(again))
         if wait_s is None:
-            return Overloaded(why, retry_after_s=least_s or None)
-        return Overloaded(why, retry_after_s=self._retry_s(max(wait_s, least_s), entry, candidates))
+            return Overloaded(why, retry_after_s=measured_s or None)
+        return Overloaded(why, retry_after_s=self._retry_s(max(wait_s, measured_s), entry, candidates))
+
+    def _speed(self, now: float) -> float:
+        """Prompt tokens of the queue per second, at the rate at which running jobs end; 0 while it is not known."""
+        return self._turnover.at(now) * self._line.mean_tokens
+
+    def _turn_s(self, entry: Entry, now: float) -> float:
+        """Seconds until the entry's turn; infinite while the speed is not known."""
+        speed = self._speed(now)
+        return self._line.tokens_ahead(entry) / speed if speed else math.inf
 
     def _measured_s(self, entry: Entry) -> float:
-        """Seconds until the entry's turn, at the rate at which prompts have begun since the queue formed: running
-        sequences or blocks can be scarcer than prefill. At most `max_queue_s`; 0 before it is measured."""
-        now, most_s = loop_time(), self._config.admission.max_queue_s
+        """`_turn_s`, at most `max_queue_s`; 0 before it is measured."""
+        now = loop_time()
         if not self._line or now - self._waiting_since_s < LEAST_MEASURED_S:
             return 0.0
-        rate = self._begun.at(now)
-        return min(most_s, (self._line.tokens_ahead(entry) + entry.num_tokens) / rate) if rate else most_s
+        return min(self._config.admission.max_queue_s, self._turn_s(entry, now))
 
     def _retry_s(self, wait_s: float, entry: Entry, candidates: CandidateTable) -> float:
         """Seconds until the job fits: behind the queue, and behind jobs that were refused before it."""
-        behind_s = self._returning.after_s(entry, speed=prefill_speed(candidates), now=loop_time())
+        now = loop_time()
+        speed = min(filter(None, (prefill_speed(candidates), self._speed(now))), default=0.0)
+        behind_s = self._returning.after_s(entry, speed=speed, now=now)
         return max(LEAST_RETRY_S, wait_s, min(wait_s + behind_s, self._config.admission.max_queue_s))
 
     # -- admitting -----------------------------------------------------------------------------------------------------

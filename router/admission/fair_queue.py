@@ -87,6 +87,12 @@ class FairQueue:
     def __iter__(self) -> Iterator[Entry]:
         return (entry for tenants in self._waiting.values() for row in tenants.values() for entry in row.entries)
 
+    @property
+    def mean_tokens(self) -> float:
+        """Prompt tokens of a waiting entry; 0 if none waits."""
+        num_tokens = sum(row.num_tokens for tenants in self._waiting.values() for row in tenants.values())
+        return num_tokens / max(1, self._size)
+
     def weigh(self, weights: Mapping[str, float]) -> None:
         """Replaces the tenants' weights. A tenant that is not named and does not wait is dropped."""
         self._weights = dict(weights)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
+
 from protos.errors import Overloaded
+from protos.values import FinishReason, SamplingParams
+from router.jobs import Job, TokenDelta
 from tests.unit.cluster.virtual_time import run_virtually
-from tests.unit.router.admission.test_admission import Pool, admission, job, run, settle
+from tests.unit.router.admission.test_admission import Pool, admission, job, settle
+
+KEEP_ALIVE_S = 15.0  # a stream has the status 200 then
 
 
 class Seats(Pool):
@@ -31,6 +39,54 @@ class Seats(Pool):
                 self.finish(name)
 
 
+class Slots(Pool):
+    """A prefill worker that computes prompts at once, and a decode worker with 64 slots of 31 tokens a second."""
+
+    def __init__(self, length: Callable[[str], int]) -> None:
+        super().__init__()
+        self.length = length
+        self.num_running = 0
+        self.waiting: list[asyncio.Future[None]] = []
+
+    async def serve(self) -> None:
+        await asyncio.Event().wait()
+
+    def changed(self) -> None:
+        self.show(num_waiting=len(self.waiting), num_requests=self.num_running + len(self.waiting))
+
+    async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+        yield TokenDelta(token_ids=(1,))
+        if self.num_running < 64:
+            self.num_running += 1
+        else:
+            self.waiting.append(asyncio.get_running_loop().create_future())
+            self.changed()
+            await self.waiting[-1]
+        self.changed()
+        num_left = self.length(job.request_id) - 1
+        while num_left > 0:
+            num_tokens = min(num_left, 31)
+            await asyncio.sleep(num_tokens / 31)
+            num_left -= num_tokens
+            yield TokenDelta(token_ids=(1,) * num_tokens)
+        if self.waiting:
+            self.waiting.pop(0).set_result(None)
+        else:
+            self.num_running -= 1
+        self.changed()
+        yield TokenDelta(finish_reason=FinishReason.LENGTH)
+
+
+def of_400(name: str) -> int:
+    """The length of an answer: 5 begin a second, 256 within the first 30 s."""
+    return 400
+
+
+def of_about_300(name: str) -> int:
+    """Of an answer that a model ends: 6.6 begin a second."""
+    return 1 + int(random.Random(name).expovariate(1 / 300))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fate:
     tenant: str
@@ -39,24 +95,40 @@ class Fate:
     retry_after_s: float | None = None
 
 
-async def fates(pool: Seats, arrivals: Sequence[tuple[float, str, int]], **settings: Any) -> list[Fate]:
-    """How the requests of `arrivals` (the pause before each, its tenant, its prompt tokens) end."""
+async def fates(
+    pool: Seats | Slots,
+    arrivals: Sequence[tuple[float, str, int]],
+    *,
+    max_tokens: int = 16,
+    returns: bool = False,
+    **settings: Any,
+) -> list[Fate]:
+    """What becomes of the requests of `arrivals` (the pause before each, its tenant, its prompt tokens). With `returns`
+    a refused one comes once more, after its `Retry-After`."""
     gate = admission(pool, **settings)
     loop = asyncio.get_running_loop()
 
-    async def fate(name: str, tenant: str, num_tokens: int) -> Fate:
+    async def fate(name: str, tenant: str, num_tokens: int, *, returns: bool) -> Fate:
         began_s = loop.time()
+        asked = replace(job(name, num_tokens=num_tokens, tenant=tenant), sampling=SamplingParams(max_tokens=max_tokens))
         try:
-            await run(gate, job(name, num_tokens=num_tokens, tenant=tenant))
+            async with aclosing(gate(asked)) as deltas:
+                await anext(deltas)
+                after_s = loop.time() - began_s
+                async for _ in deltas:
+                    pass
         except Overloaded as refused:
+            if returns:
+                await asyncio.sleep(refused.retry_after_s or 0.0)
+                return await fate(f"{name}-again", tenant, num_tokens, returns=False)
             return Fate(tenant=tenant, begun=False, after_s=loop.time() - began_s, retry_after_s=refused.retry_after_s)
-        return Fate(tenant=tenant, begun=True, after_s=loop.time() - began_s)
+        return Fate(tenant=tenant, begun=True, after_s=after_s)
 
     serving = asyncio.create_task(pool.serve())
     running = []
     for number, (pause_s, tenant, num_tokens) in enumerate(arrivals):
         await asyncio.sleep(pause_s)
-        running.append(asyncio.create_task(fate(f"{tenant}{number}", tenant, num_tokens)))
+        running.append(asyncio.create_task(fate(f"{tenant}{number}", tenant, num_tokens, returns=returns)))
     found = await asyncio.gather(*running)
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
@@ -75,6 +147,39 @@ def test_at_three_times_the_rate_requests_are_refused_on_arrival() -> None:
         assert all(fate.retry_after_s is not None and 0 < fate.retry_after_s <= 30 for fate in refused)
 
     run_virtually(scenario())
+
+
+@pytest.mark.parametrize(
+    ("length", "num_begun", "arrivals"),
+    [
+        (of_400, 256, [(1 / 300, "", 8)] * 1800),
+        (of_about_300, 300, [(1 / 300, "", 8)] * 1800),
+        (of_400, 450, [(1 / 15, "", 8)] * 900),
+        (of_about_300, 600, [(1 / 20, "", 8)] * 1200),
+    ],
+    ids=["a burst of equal answers", "a burst", "three times the rate, equal answers", "three times the rate"],
+)
+def test_no_stream_begins_and_is_then_refused(
+    length: Callable[[str], int], num_begun: int, arrivals: Sequence[tuple[float, str, int]]
+) -> None:
+    found = run_virtually(fates(Slots(length), arrivals, max_tokens=400 if length is of_400 else 4096))
+    refused = [fate for fate in found if not fate.begun]
+    assert max(fate.after_s for fate in refused) < KEEP_ALIVE_S
+    assert sum(fate.begun for fate in found) >= num_begun, "slots are as busy as without refusals"
+    assert all(fate.retry_after_s is not None and 0 < fate.retry_after_s <= 40 for fate in refused)
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "num"), [(of_400, 400, 256), (of_400, 8000, 256), (of_about_300, 4096, 270)]
+)
+def test_a_burst_that_fits_loses_no_request(length: Callable[[str], int], max_tokens: int, num: int) -> None:
+    found = run_virtually(fates(Slots(length), [(1 / 256, "", 8)] * num, max_tokens=max_tokens))
+    assert all(fate.begun for fate in found)
+
+
+def test_after_its_retry_time_a_refused_request_is_served() -> None:
+    found = run_virtually(fates(Slots(of_about_300), [(1 / 300, "", 8)] * 500, max_tokens=400, returns=True))
+    assert sum(not fate.begun for fate in found) <= 5
 
 
 def test_requests_are_refused_by_no_rate_that_is_not_measured() -> None:

@@ -123,7 +123,7 @@ def test_a_block_that_gateways_are_not_told_has_gone_is_found(monkeypatch: pytes
 
 
 def test_a_line_that_grows_without_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Admission, "_bound", lambda admission, entry, now: None)
+    monkeypatch.setattr(Admission, "_bound", lambda admission, entry: None)
     router = simulated_router(admission=AdmissionConfig(max_queued=1, max_backlog=1))
     spec = replace(town().spec, latency=Rough())
     assert "wait in line" in broken(prefill=0, decode=1, router=router, spec=spec)
