@@ -43,6 +43,7 @@ log = logging.getLogger("baton.router")
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
 STATE_LINE = "worker %s at %s is %s%s"
+ELSEWHERE_S = 1.0  # how long a prompt that another gateway routed counts, unless the worker's load includes it sooner
 
 
 class Fleet:
@@ -66,7 +67,7 @@ class Fleet:
         self._encoding = encoding
         self.gateway_id = gateway_id
         self._peers = peers
-        self._feed = Feed(index, gateway_id=gateway_id, peers=peers, observe=observe)
+        self._feed = Feed(index, gateway_id=gateway_id, peers=peers, observe=observe, routed=self.routed_elsewhere)
         self._members: dict[str, Member] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._again: dict[str, asyncio.Event] = {}
@@ -82,6 +83,7 @@ class Fleet:
         self.speculation_totals = SpeculationTotals()
         self.num_faults = 0
         self.notices: list[Callable[[], str]] = []  # more faults for `degraded`
+        self._num_elsewhere = 0
         self._stored_as: dict[str, str] = {}  # by revision
         self.lora = FleetAdapters()
         self.revisions = FleetRevisions()
@@ -172,6 +174,20 @@ class Fleet:
             known = ", ".join(self._members) or "empty"
             raise NotFound(f"there is no worker {worker_id}: the fleet is {known}", param=param)
         return self._members[worker_id]
+
+    def routed_elsewhere(self, worker_id: str, num_blocks: int, num_cached: int) -> None:
+        """Counts a prompt that another gateway has routed to the worker, until the worker's load includes it."""
+        member = self._members.get(worker_id)
+        if member is None or member.role is None or not member.takes_work:
+            return
+        num_tokens = (num_blocks - num_cached) * (member.block_size or 1)
+        self._num_elsewhere += 1
+        name = f"elsewhere {self._num_elsewhere}"
+        member.route_elsewhere(name, num_tokens, num_blocks)
+        loop = asyncio.get_running_loop()
+        loop.call_later(ELSEWHERE_S, member.drop_routed, name)
+        beside = member.load.num_running + member.load.num_waiting
+        self.predictor.routed(worker_id, member.role, num_tokens, beside=beside, now=loop.time())
 
     def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match:
         """The cached blocks that each worker has of a sequence, in units of `block_size`. `hashes` gives the chain in

@@ -185,6 +185,11 @@ class Member:
         self._routed[request_id] = RoutedWork(num_tokens, num_blocks)
         self.changed()
 
+    def route_elsewhere(self, name: str, num_tokens: int, num_blocks: int) -> None:
+        """Counts a request that another gateway routed to this worker, which has it already."""
+        self._routed[name] = RoutedWork(num_tokens, num_blocks, since_step=self._num_steps)
+        self.changed()
+
     def drop_routed(self, name: str) -> None:
         """Stops counting work that was routed to this worker."""
         if self._routed.pop(name, None) is not None:

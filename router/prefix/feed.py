@@ -52,6 +52,8 @@ class Peers(Protocol):
         ...
 
 
+Routed = Callable[[str, int, int], None]
+"""Called with a worker, and the blocks and cached blocks of a prompt that another gateway has just routed to it."""
 Observe = Callable[[str, Sequence[KVEvent]], None]
 """Called with a worker's events after they have been applied."""
 
@@ -63,10 +65,17 @@ class Feed:
     """
 
     def __init__(
-        self, index: PrefixIndex, *, gateway_id: str, peers: Peers | None = None, observe: Observe | None = None
+        self,
+        index: PrefixIndex,
+        *,
+        gateway_id: str,
+        peers: Peers | None = None,
+        observe: Observe | None = None,
+        routed: Routed = lambda worker_id, num_blocks, num_cached: None,
     ) -> None:
         self.index = index
         self.num_gaps = 0
+        self.routed = routed
         self._gateway_id = gateway_id
         self._cursors: dict[str, EventCursor] = {}
         self._asking: set[str] = set()

@@ -288,6 +288,8 @@ class RedisPrefixIndex:
                 continue
             if isinstance(entry, PromptEntry):
                 if self._feed.position(entry.worker_id) != (0, 0):
+                    num_cached = self.local.match(entry.hashes, now=now).blocks.get(entry.worker_id, 0)
+                    self._feed.routed(entry.worker_id, len(entry.hashes), num_cached)
                     self.local.expect(entry.worker_id, entry.hashes, until=now + entry.for_s)
                 continue
             if (entry.incarnation, entry.first_seq + entry.num_events) <= self._feed.position(entry.worker_id):

@@ -106,7 +106,12 @@ class Gateway:
             max_entries=max_entries,
         )
         self.index = RedisPrefixIndex(TablePrefixIndex(), store)
-        self.feed = Feed(self.index, gateway_id=gateway_id, peers=self.index)
+        self.routed: list[tuple[str, int, int]] = []  # by other gateways
+
+        def routed(*prompt: Any) -> None:
+            self.routed.append(prompt)
+
+        self.feed = Feed(self.index, gateway_id=gateway_id, peers=self.index, routed=routed)
 
     def matched(self, prompt: range) -> dict[str, int]:
         return dict(self.index.match(chain(prompt), now=asyncio.get_running_loop().time()).blocks)
@@ -186,6 +191,10 @@ async def test_siblings_of_a_burst_are_expected_together_at_every_gateway(redis:
         now = asyncio.get_running_loop().time()
         first.index.expect("w", chain(PROMPTS[0]), until=now + 60.0)
         await until(knows(second, PROMPTS[:1]))
+        first.index.expect("w", chain(PROMPTS[0]), until=now + 60.0)
+        length = len(chain(PROMPTS[0]))
+        await until(lambda: second.routed == [("w", length, 0), ("w", length, length)])
+        assert not first.routed
         first.index.expect("w", chain(PROMPTS[1]), until=now + 0.2)
         await until(lambda: not second.matched(PROMPTS[1]) and asyncio.get_running_loop().time() > now + 0.2)
 

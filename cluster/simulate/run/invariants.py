@@ -18,6 +18,7 @@ from cluster.simulate.node.worker import SimulatedWorker
 from cluster.simulate.run.clients import Clients
 from cluster.simulate.run.deployment import SimulatedDeployment, SimulatedGateway
 from protos.values import BlockHash, BlockStored, Tier
+from router.fleet.fleet import ELSEWHERE_S
 from router.fleet.worker import WorkerState
 from workers.scheduling.request import State
 
@@ -88,6 +89,8 @@ class Invariants:
             await asyncio.sleep(LOOK_S)
         lost = [worker_id for worker_id, life in lives.items() if self._lives().get(worker_id, life) != life]
         assert not lost, f"{lost[0]} ended {CALM_S:.0f} s after the last fault and request, or later: what did it hold?"
+        if self._deployment.config.shared_index:
+            await asyncio.sleep(ELSEWHERE_S)  # prompts of other gateways count for so long
         self.audit()
         assert not self._clients.running
         assert not (missing := self._missing()), f"{missing[0]} {SETTLING_S:.0f} s after the last request"

@@ -28,6 +28,7 @@ from protos.values import (
 from router.fleet import metrics
 from router.fleet.metrics import FleetCollector
 from router.fleet.worker import Member, WorkerState
+from router.prefix.index import NO_MATCH
 from tests.layouts import changed
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import BLOCK_SIZE, LANE_KEY, LAYOUT, FakeWorker, expected_tokens
@@ -392,3 +393,22 @@ async def test_metrics_are_by_pool(cluster: Cluster) -> None:
     assert value("losses_total", "prefill") == 1
     assert value("transfer_bytes_total", "prefill") == 500
     await cluster["p0"].restart()
+
+
+async def test_a_prompt_routed_by_another_gateway_counts_until_it_shows_or_for_a_while(
+    make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.fleet.fleet.ELSEWHERE_S", 0.02)
+    cluster = make()
+    await cluster.add("c0")
+
+    def queued() -> int:
+        [candidate] = cluster.fleet.candidates(NO_MATCH, 1)
+        return candidate.queued_prefill_tokens
+
+    cluster.fleet.routed_elsewhere("c0", 4, 1)
+    cluster.fleet.routed_elsewhere("nobody", 4, 1)
+    assert queued() == 3 * BLOCK_SIZE
+    async with asyncio.timeout(60):
+        while queued():  # noqa: ASYNC110 - nothing is notified
+            await asyncio.sleep(0.01)
