@@ -37,7 +37,7 @@ import httpx
 from benchmarks.output import write_figures
 
 MARK = "BATON_LIVE_KILLS"
-KINDS = {"gateway": "cluster.gateway.process", "supervisor": "cluster.ray.supervisor_process", "worker": ""}
+KINDS = {"gateway": "cluster.gateway.replica ", "supervisor": "cluster.ray.supervisor_process", "worker": ""}
 FLEET = ("--prefill", "1", "--decode", "2", "--processes", "2", "--grpc-port", "0")
 QUICK = ("--set", "supervision.health_period_s=1")
 OVER = ("completed", "failed", "expired", "cancelled")

@@ -11,6 +11,7 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from protos.errors import Misconfigured, Unavailable
 from router.prefix.redis_url import PASSWORD_VARIABLE, TROUBLES, close, parse
@@ -60,13 +61,15 @@ class PrivateRedis:
             await asyncio.wait([self._running])
 
     async def _keep_running(self) -> None:
-        settings = ["port 0", f"unixsocket {self._socket}", "unixsocketperm 600", 'save ""', "loglevel warning"]
+        logfile = self._socket.with_suffix(".log")
+        settings = ["port 0", f"unixsocket {self._socket}", "unixsocketperm 600", 'save ""', f"logfile {logfile}"]
         if password := os.environ.get(PASSWORD_VARIABLE):  # clients send it to every server
-            settings.append(f'requirepass "{password}"')
+            escaped = "".join(f"\\x{byte:02x}" for byte in password.encode())
+            settings.append(f'requirepass "{escaped}"')
         while True:
             server = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", LAUNCH, str(os.getpid()), stdin=asyncio.subprocess.PIPE,
-                start_new_session=True,
+                stdout=asyncio.subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
             try:
                 await server.communicate("\n".join(settings).encode())
@@ -78,9 +81,9 @@ class PrivateRedis:
             await asyncio.sleep(PAUSE_S)
 
 
-async def _answers(client: object) -> bool:
+async def _answers(client: Any) -> bool:
     try:
-        return bool(await client.ping())  # type: ignore[attr-defined]
+        return bool(await client.ping())
     except TROUBLES:
         return False
 
