@@ -292,12 +292,12 @@ class Admission:
         """Refuses a job whose turn is not expected in time. Returns whether it did."""
         now, turn = loop_time(), self._turns[entry.number]
         wait_s, left_s = self._turn_s(entry, now), SURE * (turn.latest_s - now)
-        if not self._turnover.is_sure or wait_s <= left_s:
+        if not self._turnover.is_sure or not left_s < wait_s < math.inf:
             return False
         self.refused.queue_too_long += 1
         why = (
-            f"at the present rate this request would begin in {wait_s:.3g} s, and a request waits for "
-            f"{self._config.admission.max_queue_s:g} s at most: try again later"
+            f"at the present rate this request would begin in {wait_s:.3g} s, and only what begins in {left_s:.3g} s "
+            f"is sure to within {turn.latest_s - now:.3g} s, when its wait ends: try again later"
         )
         self._answer(entry, Overloaded(why, retry_after_s=self._retry_s(wait_s - left_s, entry, self._fleet.loads())))
         return True

@@ -193,6 +193,11 @@ def test_requests_are_refused_by_no_rate_that_is_not_measured() -> None:
     run_virtually(scenario())
 
 
+def test_no_request_is_refused_by_ends_that_no_rate_is_measured_of_yet() -> None:
+    found = run_virtually(fates(Seats(every_s=0.01), [(0.0, "", 500)] * 40 + [(0.012, "", 500)] * 40))
+    assert all(fate.begun for fate in found)
+
+
 def test_a_flooding_tenant_does_not_get_a_quiet_one_refused() -> None:
     async def scenario() -> None:
         flood = [(1 / 3, "flood", 500)] * 15
