@@ -18,11 +18,11 @@ MAX_BYTES = 2**27
 def open_plain(path: Path) -> BinaryIO:
     """Opens a file of a checkpoint, which is a stranger's: a device would never end, a FIFO would never begin. Raises
     OSError, and BadCheckpoint for what is no plain file."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
         raise BadCheckpoint(f"{path} is no plain file (a folder, device, FIFO or socket): put the file there")
-    return file
+    return os.fdopen(file, "rb")
 
 
 def read_plain(path: Path, most: int = MAX_BYTES) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -87,4 +88,12 @@ def test_the_fingerprint_changes_with_the_model(tmp_path: Path) -> None:
 def test_a_config_that_says_too_little_is_refused(tmp_path: Path) -> None:
     write(tmp_path, config={"vocab_size": 10})
     with pytest.raises(BadCheckpoint, match="max_position_embeddings"):
+        ModelCard.load(FolderFiles(tmp_path), "m")
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "model.safetensors"])
+def test_a_folder_in_place_of_a_file_is_named(name: str, tmp_path: Path) -> None:
+    write(tmp_path, config={"max_position_embeddings": 64, "vocab_size": 10})
+    (tmp_path / name).mkdir()
+    with pytest.raises(BadCheckpoint, match=re.escape(str(tmp_path / name))):
         ModelCard.load(FolderFiles(tmp_path), "m")
