@@ -11,6 +11,7 @@ from protos.model_files.digests import read_digests
 from protos.model_files.ends import end_ids
 from protos.model_files.fields import Fields
 from protos.values import ModelDigests
+from router.text.sampling_request import RANGES, allowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,11 @@ class ModelCard:
                 f"{files.where('config.json')} must give max_position_embeddings and vocab_size as integers"
             )
         given = {key: generation[key] for key in _DEFAULTS if generation.get(key) is not None}
+        for key, value in given.items():
+            (low, high), kinds = RANGES[key], int if key == "top_k" else int | float
+            if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+                where = files.where("generation_config.json")
+                raise BadCheckpoint(f"{where}: {key!r} is {value!r}: it must be a number {allowed(key)}", param=key)
         return cls(
             name=name,
             max_model_len=max_model_len or longest,

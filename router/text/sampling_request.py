@@ -18,10 +18,10 @@ from protos.value import Value
 from protos.values import MAX_DRAFTS, SPECULATION_SOURCES, SamplingParams, SpeculationParams
 from router.auth.tenants import NOBODY, Tenant
 from router.jobs import Job
-from router.text.model_card import ModelCard
 from router.text.reasoning import AnswerReasoning
 
 if TYPE_CHECKING:
+    from router.text.model_card import ModelCard
     from router.tools.calls import CallReader
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for completions; a chat may fill its context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -97,3 +98,14 @@ def test_a_folder_in_place_of_a_file_is_named(name: str, tmp_path: Path) -> None
     (tmp_path / name).mkdir()
     with pytest.raises(BadCheckpoint, match=re.escape(str(tmp_path / name))):
         ModelCard.load(FolderFiles(tmp_path), "m")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", "hot"), ("temperature", math.nan), ("top_p", -5), ("top_k", 1.5), ("min_p", True)],
+)
+def test_a_recommendation_that_no_request_may_have_is_refused(name: str, value: object, tmp_path: Path) -> None:
+    write(tmp_path, config={"max_position_embeddings": 64, "vocab_size": 10}, generation_config={name: value})
+    with pytest.raises(BadCheckpoint) as refused:
+        ModelCard.load(FolderFiles(tmp_path), "m")
+    assert refused.value.param == name
