@@ -56,7 +56,7 @@ class Tokenizer:
         state = json.loads(backend.to_str())
         if (growth := _growth([state["normalizer"], state["decoder"]])) > MAX_GROWTH:
             raise BadCheckpoint(
-                f"the tokenizer's Replace steps make a text up to {growth:g} times as long, more than {MAX_GROWTH}: "
+                f"the tokenizer's steps make a text up to {growth:g} times as long, more than {MAX_GROWTH}: "
                 "download the checkpoint again"
             )
         self._rewritten = {token.content for token in added if token.normalized and _rewrites(state["normalizer"])}
@@ -189,12 +189,14 @@ def _steps(state: Any) -> Iterator[dict[str, Any]]:
 
 
 def _growth(state: Any) -> float:
-    """How many times as long replacements make a text at most. A regular expression may match nothing, anywhere."""
+    """How many times as long steps make a text at most. A regular expression may match nothing, anywhere."""
     growth = 1.0
     for step in _steps(state):
         if step["type"] == "Replace":
             old, new = step["pattern"].get("String"), len(step["content"])
             growth *= max(1.0, new / len(old)) if old else 1 + new
+        elif step["type"] == "Prepend":
+            growth *= 1 + len(step["prepend"])
     return growth
 
 

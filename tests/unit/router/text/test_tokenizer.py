@@ -130,9 +130,16 @@ async def test_a_text_over_which_the_tokenizer_gives_up_is_refused() -> None:
         await Tokenizer(backend).encode(["a" * 40 + "b"], add_special_tokens=False)
 
 
-@pytest.mark.parametrize("pattern", ["a", tokenizers.Regex("x*")])
-def test_a_tokenizer_that_makes_texts_much_longer_is_refused(pattern: str | tokenizers.Regex) -> None:
+@pytest.mark.parametrize(
+    "step",
+    [
+        normalizers.Replace("a", "a" * 20),
+        normalizers.Replace(tokenizers.Regex("x*"), "a" * 20),
+        normalizers.Prepend("a" * 20),
+    ],
+)
+def test_a_tokenizer_that_makes_texts_much_longer_is_refused(step: normalizers.Normalizer) -> None:
     backend = _bytes()
-    backend.normalizer = normalizers.Sequence([normalizers.Replace(pattern, "a" * 20)] * 3)
+    backend.normalizer = normalizers.Sequence([step] * 3)
     with pytest.raises(BadCheckpoint):
         Tokenizer(backend)
