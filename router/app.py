@@ -80,7 +80,7 @@ FACES: Sequence[Face] = (
 """All but the operator's, which `admin_face` has."""
 
 _APIS = tuple(dict.fromkeys(face.api for face in FACES if face.api is not OPENAI))
-"""Those whose answers are not in OpenAI's form."""
+"""Paths whose answers are not in OpenAI's form."""
 _WITH_KEY = tuple(
     {
         re.sub(r"^(/[^/]+/?).*", r"\1", endpoint.path)

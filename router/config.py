@@ -20,7 +20,7 @@ ToolParser = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpConfig(CheckedSettings):
-    """What every HTTP face shares."""
+    """Settings that every HTTP face shares."""
 
     max_body_bytes: int = setting(16 * 2**20, "Largest body of a request that is read.", least=1024, most=2**30)
     body_timeout_s: float = 60.0  # time for a body to arrive after its head

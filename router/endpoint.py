@@ -19,7 +19,7 @@ Serve = Callable[[Gateway, Request], Awaitable[ASGIApp]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What answers one method at one path.
+    """The answer to one method at one path.
 
     - `track`: its name in metrics, spans and the ledger; "" if it generates nothing
     - `key`: whose key it needs; "": none

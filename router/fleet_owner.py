@@ -38,9 +38,9 @@ class ChangeState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revision:
-    """What workers serve, as it differs from the settings with which their cluster was started: the path of another
-    model, or "", and worker settings by path. `name` is made from all of it and from the model's `files`; "" for the
-    first revision."""
+    """The difference of what workers serve from the settings with which their cluster was started: the path of
+    another model, or "", and worker settings by path. `name` is made from all of it and from the model's `files`;
+    "" for the first revision."""
 
     name: str = ""
     model: str = ""

@@ -406,7 +406,7 @@ def open_gateway(
 
 
 def _pattern(alias: str) -> str:
-    """Of fnmatch's signs only "*" is one in an alias."""
+    """A pattern in which of fnmatch's signs only "*" is one in an alias."""
     return re.sub(r"[?\[]", r"[\g<0>]", alias)
 
 

@@ -18,7 +18,7 @@ from protos.values import Adapter, FinishReason, Logprobs, Profile, SamplingPara
 from router.streaming.token_sink import TokenSink
 
 BATCH_PRIORITY = -(2**31)
-"""Of the jobs of batches: on a worker each waits behind every request of people."""
+"""Priority of the jobs of batches: on a worker each waits behind every request of people."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,8 +109,8 @@ class Generate(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterReport:
-    """What an order to load or unload a LoRA adapter brought, by worker: the adapter that it has now or had, or why it
-    refused."""
+    """The outcome of an order to load or unload a LoRA adapter, by worker: the adapter that it has now or had, or why
+    it refused."""
 
     done: Mapping[str, Adapter | None]
     failed: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""What the faces measure of requests, as Prometheus metrics. The fleet's own are in `router.fleet.metrics`."""
+"""Requests as Prometheus metrics. The fleet's own are in `router.fleet.metrics`."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Track:
             self._metrics.in_flight.inc()
 
     def times(self, index: int) -> ChoiceTimes:
-        """Of a choice's tokens, also of those that its sink takes."""
+        """Times of a choice's tokens, also of those that its sink takes."""
         if index not in self._choices:
             self._choices[index] = ChoiceTimes(self._metrics.itl)
         return self._choices[index]
@@ -160,7 +160,7 @@ class Track:
             job.client.unread(is_unread)
 
     def used(self, usage: Usage) -> None:
-        """What the request came to, however it ended. Called once."""
+        """Counts the request's usage, however it ended. Called once."""
         self.usage = usage
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
         self._metrics.cached_tokens.inc(usage.cached_tokens)

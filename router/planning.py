@@ -1,4 +1,4 @@
-"""What gateways report to the planner, and what the planner reports to people, as values.
+"""Reports of gateways to the planner, and of the planner to people, as values.
 
 gateway ─ GatewaySight ─▶ CapacityOwner ─▶ planner ─ FleetOrder ─▶ FleetOwner
    ▲                          │
@@ -43,7 +43,7 @@ class WorkerSight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewaySight(msgspec.Struct, frozen=True, kw_only=True):
-    """What one gateway process saw in the `covered_s` seconds before `now_s`, by its event loop's clock.
+    """One gateway process's view of the `covered_s` seconds before `now_s`, by its event loop's clock.
 
     - `num_arrived`: requests that came, refused ones included
     - `num_waiting`: requests in line now

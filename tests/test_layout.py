@@ -156,6 +156,19 @@ def test_files_and_functions_stay_small() -> None:
     report(offences())
 
 
+def test_docstrings_begin_with_their_subject() -> None:
+    """A docstring that continues the name of its function cannot be read alone."""
+    begins = re.compile(r"(Of|That of|Those|As|What)\b")
+    report(
+        f"{path}:{node.lineno}: begin with the subject, not with {begun.group()!r}"
+        for path in files("*.py")
+        if path.parts[0] in PACKAGES and not GENERATED.search(path.name)
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if (begun := begins.match(node.value.value.strip()))
+    )
+
+
 def test_class_names_exist_once() -> None:
     """In the product, the benchmarks, the demo and the installer: a name means one thing wherever it is read."""
     places: dict[str, list[str]] = {}

@@ -39,8 +39,8 @@ log = logging.getLogger("baton.cluster")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetRecord:
-    """What survives the owner. `configured`: the fleet of the settings with which the owner began, and `origin` the
-    digest of their worker settings; other settings take precedence over the record."""
+    """The state that survives the owner. `configured`: the fleet of the settings with which the owner began, and
+    `origin` the digest of their worker settings; other settings take precedence over the record."""
 
     configured: DesiredFleet
     desired: DesiredFleet
@@ -69,11 +69,11 @@ class UnderWay:
     task: asyncio.Task[None] | None = None
 
     def mix_for(self, to: Revision) -> RollMix:
-        """What is there, for another roll behind a way back that failed."""
+        """The present mix, for another roll after a way back that failed."""
         return self.roll.mix.reversed() if to == self.roll.former else self.roll.mix.all_older()
 
     def refusal(self) -> InvalidRequest:
-        """Of an order that waits for the end."""
+        """The refusal of an order that waits for the roll's end."""
         if not self.is_back:
             problem = f"change {self.number} rolls the fleet: wait for its end, or `baton roll --abort`"
         elif self.task is not None:

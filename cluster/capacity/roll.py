@@ -171,7 +171,7 @@ class FleetRoll:
         self._counts, self.mix = dict(counts), RollMix(newer=newer, older=older)
 
     async def resume(self) -> None:
-        """As `run`, from the latest mix that was reached: without workers that were about to start."""
+        """Runs on from the latest mix that was reached: without workers that were about to start."""
         await self._begin_in_time(self.mix)
         await self.run()
 

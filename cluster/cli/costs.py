@@ -72,7 +72,7 @@ def costs(
 
 
 def _computed(report: Row) -> str:
-    """What workers computed, beside the rows."""
+    """A line of tokens that workers computed, beside the rows."""
     output, missing = report["worker_output_tokens"], report["unrecorded_output_tokens"]
     line = f"workers computed {report['worker_prompt_tokens']:,} prompt tokens and {output:,} output tokens"
     if missing <= 0:

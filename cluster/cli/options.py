@@ -69,7 +69,7 @@ class GivenSettings:
     workers: int | None = None  # --workers without --colocated
 
     def config(self, **over: Any) -> ClusterConfig:
-        """Of one model. `over` has flags, too. Raises Misconfigured."""
+        """The configuration of one model. `over` has flags, too. Raises Misconfigured."""
         configs = self.configs(**over)
         if len(configs) > 1:
             raise Misconfigured(
@@ -80,7 +80,7 @@ class GivenSettings:
         return configs[0]
 
     def configs(self, **over: Any) -> tuple[ClusterConfig, ...]:
-        """Of each model; `over` has flags, too. Raises Misconfigured."""
+        """The configuration of each model; `over` has flags, too. Raises Misconfigured."""
         in_file, flags = read_file(self.file) if self.file is not None else {}, merge(self.flags, over)
         for one in self.further:
             flags = merge(flags, setting(one))

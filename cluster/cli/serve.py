@@ -128,7 +128,7 @@ class ServedCluster:
             await one.pools.end()
 
     async def _announcers(self, front: GatewayServer | Replicas) -> Sequence[ClusterAnnouncer]:
-        """Of each fleet's workers, to the gateway."""
+        """Announcers of each fleet's workers to the gateway."""
         from cluster.gateway.server import GatewayServer
 
         if isinstance(front, GatewayServer):

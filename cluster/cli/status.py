@@ -30,7 +30,7 @@ LONG = 240  # longer reasons are cut here: --json has all of them
 
 Worker = Mapping[str, Any]
 Held = Sequence[tuple[str, Mapping[str, Any] | None]]
-"""What each worker holds; None for a worker that did not answer."""
+"""Tickets and blocks of each worker; None for a worker that did not answer."""
 
 
 def status(

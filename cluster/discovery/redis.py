@@ -51,7 +51,7 @@ class LeaseKind(NamedTuple):
 
 
 def root_of(fleet: str) -> str:
-    """What the keys of a fleet begin with."""
+    """The beginning of a fleet's keys."""
     return f"{ROOT}@{fleet}" if fleet else ROOT
 
 

@@ -1,1 +1,1 @@
-"""What is wrong with a running cluster: facts are gathered, then judged by rules over values."""
+"""Finds what is wrong with a running cluster: facts are gathered, then judged by rules over values."""

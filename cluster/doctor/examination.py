@@ -1,4 +1,4 @@
-"""What `baton doctor` gathered, and what it found in that. Values only: the rules are tested without a cluster."""
+"""The facts and findings of `baton doctor`. Values only: the rules are tested without a cluster."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ LEAST_ANSWER_S = 8.0
 LEAST_PROBE_S = 1.0
 """With less left, no probe is begun."""
 REPLY_S = 0.3
-"""Of what is left, for the gateway to say that a probe took too long."""
+"""Seconds of the time that is left, for the gateway to say that a probe took too long."""
 STATUS_S, REDIS_S, PORTS_S = 4.0, 3.0, 3.0
 LEAST_LOOK_S = 6.0
 """With less left after the first model, others are not looked at."""
@@ -229,7 +229,7 @@ async def _redis(where: RedisUrl) -> RedisFacts:
 
 
 async def _policy(client: Any) -> str:
-    """What Redis evicts when it is full; "" where it does not say: managed ones refuse CONFIG."""
+    """Redis' eviction policy; "" where it does not say: managed ones refuse CONFIG."""
     try:
         return str((await client.config_get("maxmemory-policy")).get("maxmemory-policy", ""))
     except ResponseError:

@@ -107,7 +107,8 @@ _DIGESTS = (
 
 
 def _digests(seen: Examination) -> Iterator[Finding]:
-    """Of the model's files at the gateway and at each worker of a revision. Where one is "", it is not known."""
+    """Compares the digests of the model's files at the gateway and at each worker of a revision. Where one is "", it
+    is not known."""
     of_gateway = seen.status.get("digests", {})
     infos = {worker["worker_id"]: worker["info"] for worker in seen.workers if worker["info"]}
     for name, part, make, fix in _DIGESTS:

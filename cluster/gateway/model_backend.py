@@ -56,8 +56,8 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedParts:
-    """What the models behind one address share. `index`: where prefix indices are, as in the settings. `storage`: of
-    batches, None without one."""
+    """The parts that the models behind one address share. `index`: where prefix indices are, as in the settings.
+    `storage`: of batches, None without one."""
 
     index: str
     replica_ports: Sequence[int]

@@ -44,12 +44,14 @@ from protos.values import WorkerRole
 REACH = 2
 """Workers of a role that one decision may add or remove; more where the fleet is overloaded."""
 SPARE = 0.25
-"""Of the missed share that the objective allows: a smaller fleet must miss that much less."""
+"""Share of the objective's allowed misses: a smaller fleet must miss that much less. allows: a smaller fleet must
+miss that much less."""
 SMALL = 0.02
 """Shares below this are compared by two digits: the larger of two overloaded fleets is better, and a fleet that gains
 nothing by a worker stays."""
 _DRIFT, _DEVIATIONS = 0.02, 2.0
-"""What clients saw and what the model says may differ by this share, or by so many deviations of the sample."""
+"""Clients' measurements and the model's prediction may differ by this share, or by so many deviations of the sample.
+"""
 _LEAST_FACTOR, _MOST_FACTOR, _FASTEST = 0.5, 4.0, 1.5
 _FORGET_PATIENCES = 8.0
 """A factor that nothing contradicts halves its distance from 1 in about six times `rest_s` (or `settle_s`): a fleet
@@ -77,7 +79,7 @@ def decide(
     times: ActionTimes | None = None,
     pace: PlannerPace | None = None,
 ) -> FleetDecision:
-    """What to do with the `desired` fleet. `now` in seconds since 1970. Without a fresh observation, nothing."""
+    """Decides about the `desired` fleet. `now` in seconds since 1970. Without a fresh observation, nothing."""
     times, pace = times or ActionTimes(), pace or PlannerPace()
     if seen is None or now - seen.at_s > pace.stale_s:
         age = "there is none" if seen is None else f"the latest is {now - seen.at_s:.0f} s old"
@@ -290,7 +292,7 @@ class _Planner:
         return None
 
     def _with_present_one(self) -> tuple[TooSmall, ...]:
-        """What was too small, the present fleet among it."""
+        """Fleets that were too small, the present one among them."""
         rest_s, now = self._pace.rest_s, self._now
         kept = [one for one in self._memory.too_small if now - one.until_s < _MOST_HOLD_RESTS * rest_s]
         before = max((one.hold_s for one in kept if one.counts == self._fleet), default=_HOLD_RESTS * rest_s / 2.0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 QUARTER_S = 900.0
 NUM_QUARTERS = 96
 _WEIGHT = 0.3
-"""Of a day in the profile: a week ago counts for a twelfth."""
+"""Weight of a day in the profile: a week ago counts for a twelfth."""
 _MOST_GROWTH = 3.0
 """A profile promises at most so many times the present rate."""
 

@@ -1,4 +1,4 @@
-"""What gateways saw, as the planner's observation: from samples of recent requests, the line and the loads of workers.
+"""The planner's observation: from samples of recent requests, the line and the loads of workers.
 
 Every gateway knows its own requests and all workers. Requests are added up over the gateways; workers are those of the
 gateway that reported last.

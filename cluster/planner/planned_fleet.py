@@ -19,7 +19,7 @@ from router.fleet_owner import FleetChange, FleetOrder, FleetOwner, FleetReport
 from router.planning import CapacityNews, GatewaySight, SeenSight
 
 ADVICE_WINDOW_S = 60.0
-"""What gateways report of, without a planner, while `baton plan` looks at them."""
+"""Seconds of requests that gateways report, without a planner, while `baton plan` looks at them."""
 _ADVISED_S = 300.0  # after the latest look
 _IDLE_S = 10.0  # between two calls of a gateway that has nothing to report
 _REPORTS = 3  # of a gateway between two decisions

@@ -61,7 +61,8 @@ class SightsNow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLoad:
-    """What an earlier planner had learned, None if nothing, and what keeps what this one learns. `save` never fails."""
+    """The load that an earlier planner had learned, None if nothing, and what keeps what this one learns. `save`
+    never fails."""
 
     earlier: LearnedLoad | None
     save: Callable[[LearnedLoad], None]

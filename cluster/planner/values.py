@@ -1,4 +1,5 @@
-"""What the planner sees, wants, may do and remembers. Times are seconds since 1970 by one clock; `*_s` durations."""
+"""The planner's observation, objective, limits and memory. Times are seconds since 1970 by one clock; `*_s`
+durations."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class PoolObservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What clients and gateways saw in the `window_s` before `at_s`, over all gateways.
+    """The view of clients and gateways in the `window_s` before `at_s`, over all gateways.
 
     - `num_arrived`: requests that came, refused ones included
     - `num_ended`, `num_late`: of requests that ended; late ones missed an objective, failed, or were refused
@@ -162,7 +163,7 @@ class TooSmall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerMemory:
-    """What one decision leaves for the next. It can be lost: then the planner learns anew.
+    """One decision's notes for the next. It can be lost: then the planner learns anew.
 
     - `factors`: by which the model is wrong
     - `serving`: workers that served at the last look

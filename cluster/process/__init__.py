@@ -1,1 +1,1 @@
-"""What each of Baton's processes needs of its machine: signals, logs, ports, file descriptors, memory, folders."""
+"""The machine's side of Baton's processes: signals, logs, ports, file descriptors, memory, folders."""

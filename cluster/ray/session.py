@@ -62,7 +62,7 @@ PRIVATE = {
 
 CLIENT_SERVER_FAILED = "Initialization failure from server"
 MAX_TRIALS = 3
-"""Of a connection to Ray's client port, of 30 s each."""
+"""Tries of a connection to Ray's client port, of 30 s each."""
 MAX_REASON_CHARS = 300
 
 

@@ -218,7 +218,7 @@ def why_not_gpus(pools: PoolsConfig, nodes: Sequence[NodeResources], *, tp: int)
 
 
 def shared_cpus(plans: Sequence[WorkerPlan], nodes: Sequence[NodeResources]) -> str:
-    """What ranks on CPUs that have less than a CPU each mean, and what to give instead; "" if there are enough."""
+    """A warning about ranks that have less than a CPU each mean, and what to give instead; "" if there are enough."""
     num_ranks, cpus = sum(one.num_ranks for one in plans), sum(node.cpus for node in nodes)
     most = max(1, int(cpus))
     if num_ranks <= most or plans[0].device != "cpu":

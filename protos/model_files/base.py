@@ -15,7 +15,7 @@ class ModelFiles(Protocol):
 
     @property
     def path(self) -> Path:
-        """What the user gave, resolved to the folder or file that holds the model."""
+        """The user's path, resolved to the folder or file that holds the model."""
         ...
 
     @property

@@ -52,7 +52,7 @@ class FolderFiles:
         return None if tokenizer is None else token_id(tokenizer, text)
 
     def weight_files(self) -> list[Path]:
-        """Those that are read: others may lie beside them, such as a copy in one file."""
+        """Weight files that are read: others may lie beside them, such as a copy in one file."""
         shards = (read_object(self.path / INDEX) or {}).get("weight_map")
         names = set(shards.values()) if isinstance(shards, dict) else self.unindexed_weights()
         found = sorted(path for name in names if (path := self.path / str(name)).is_file())

@@ -1,4 +1,4 @@
-"""What a model path is: a Hugging Face folder, a GGUF file, or a folder that holds one GGUF model."""
+"""A model path is a Hugging Face folder, a GGUF file, or a folder that holds one GGUF model."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _CLASSES = {
 }  # fmt: skip
 """By the model_type of text_config. Of another one the model_type names what is not served."""
 _ABSENT = {"gemma3_text": {"max_position_embeddings": 131_072, "vocab_size": 262_208}}
-"""What published files leave out, and gateways need."""
+"""Fields that published files leave out, and gateways need."""
 _OF_ALL = ("dtype", "quantization_config", "tie_word_embeddings", "torch_dtype")
 """Fields that stand beside text_config, and count unless it has them, too."""
 _NAME_LISTS = ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")
@@ -49,7 +49,7 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def text_name(name: str) -> str:
-    """Of a tensor or a module in the model for text."""
+    """The name of a tensor or a module in the model for text."""
     for prefix, replaced in _RENAMED.items():
         if name.startswith(prefix):
             return replaced + name.removeprefix(prefix)

@@ -81,7 +81,8 @@ def add(admin: AdminRoutes, gateway: Gateway) -> None:
 
     @admin.route("/capacity/sights", "What every gateway's clients saw lately")
     async def sights(_: Request) -> Response:
-        """What every gateway's clients saw lately, for `baton plan`. Gateways begin to report with the first call."""
+        """Returns what every gateway's clients saw lately, for `baton plan`. Gateways begin to report with the first
+        call."""
         return json_response({"sights": msgspec.to_builtins(await gateway.fleet_owner.sights())})
 
 

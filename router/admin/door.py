@@ -1,4 +1,4 @@
-"""What adds a route that needs an administrator's key, and the moments in queries of such routes."""
+"""Adds a route that needs an administrator's key, and the moments in queries of such routes."""
 
 from __future__ import annotations
 

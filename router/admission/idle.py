@@ -34,15 +34,15 @@ from router.policies.table import Bools, CandidateTable, Floats
 from router.prefix.index import NO_MATCH, Match
 
 PREFILL_SHARE = 0.1
-"""Of the objective for a first token: a prefill worker with so much work has no room."""
+"""Share of the objective for a first token: a prefill worker with so much work has no room."""
 FREE_SHARE = 0.1
-"""Of a worker's blocks: people's next requests find them free."""
+"""Share of a worker's blocks: people's next requests find them free."""
 UNMEASURED = 4
 """Sequences on a worker whose steps have not been measured."""
 DECISION_S = 0.02
 """Between two decisions about who is suspended."""
 SHED_SHARE = 0.25
-"""Of a worker's jobs of batches, suspended at a time while people wait."""
+"""Share of a worker's jobs of batches that are suspended at a time while people wait."""
 PASS_S, HOLD_S = 60.0, 10.0
 """How long smaller jobs pass the head of the queue, for which there is no room, and how long they then do not."""
 
@@ -127,7 +127,8 @@ def _people(table: CandidateTable, batch_jobs: Counter[str]) -> Floats:
 
 
 def _most_blocks(table: CandidateTable, allowed: Bools) -> float:
-    """Of a job on one of the workers that are `allowed`. An idle worker keeps a block, others their share."""
+    """The most blocks of a job on one of the workers that are `allowed`. An idle worker keeps a block, others their
+    share."""
     kept = np.where(table.num_requests == 0, 1, FREE_SHARE * table.num_blocks)
     return float(np.where(allowed, table.num_free_blocks - kept, -np.inf).max())
 
@@ -207,7 +208,7 @@ class IdleAdmission:
             self.num_suspended += 1
 
     def _jobs_by_worker(self) -> Counter[str]:
-        """Of those that are not suspended; asks where a run decodes until that is decided."""
+        """Jobs that are not suspended, by worker; asks where a run decodes until that is decided."""
         for run in self._runs.values():
             if not run.worker_id:
                 run.worker_id = self._decided(run.request_id)

@@ -131,7 +131,7 @@ class OutputConfig(Body):
 
 
 class PromptBody(Body):
-    """What a prompt is made of; the whole body of `count_tokens`."""
+    """The parts of a prompt; the whole body of `count_tokens`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     branches: ClassVar[frozenset[str]] = Body.branches | {"list[dict[str,any]]"}

@@ -74,11 +74,11 @@ class AccessControl:
 
     @property
     def key_id(self) -> str:
-        """Of the request that this task answers: the beginning of its key's hash, "" without a key."""
+        """The key of the request that this task answers: the beginning of its key's hash, "" without a key."""
         return _key_id.get()
 
     def tenant(self, name: str) -> Tenant | None:
-        """As the file has it now; None for one that is no longer in it."""
+        """The tenant in the present file; None for one that is no longer in it."""
         self._look()
         return replace(NOBODY, name=name) if self.roster.is_open else self.roster.tenants.get(name)
 
@@ -174,7 +174,7 @@ class AccessControl:
 
 @contextmanager
 def acting_for(key_id: str) -> Iterator[None]:
-    """What this task answers now counts for this key."""
+    """Counts what this task answers now for this key."""
     token = _key_id.set(key_id)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What tenants may spend in a month or a day: more than a soft budget is shown, more than a hard one is refused.
+"""Budgets of tenants for a month or a day: more than a soft budget is shown, more than a hard one is refused.
 
 The ledger's sums (`know`) come every few seconds; between two of them this process adds what it charged (`add`). What
 its running requests may cost at most is set aside. So a hard budget may be exceeded by the last request that begins,
@@ -80,7 +80,7 @@ class TenantBudgets(Collector):
         self._spent = others | {(period, span.start_s): dict(spent)}
 
     def add(self, tenant: Tenant, usd: float) -> None:
-        """What this process has charged."""
+        """Counts a charge of this process."""
         if tenant.has_budget:
             span = span_of(tenant.budget_period, self._clock())
             spent = self._spent.setdefault((tenant.budget_period, span.start_s), {})

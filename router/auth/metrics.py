@@ -1,4 +1,4 @@
-"""What tenants used and were refused, for /metrics."""
+"""Use and refusals of tenants, for /metrics."""
 
 from __future__ import annotations
 

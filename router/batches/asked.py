@@ -1,4 +1,4 @@
-"""What the routes of files and batches share: the storage, and a list's cursor and limit."""
+"""Shared by the routes of files and batches: the storage, and a list's cursor and limit."""
 
 from __future__ import annotations
 

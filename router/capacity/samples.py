@@ -12,7 +12,7 @@ from router.traces.request_trace import RequestTrace
 
 MAX_KEPT = 20_000
 MAX_SAMPLES = 1_000
-"""Of one report; of more requests an even part is sent."""
+"""Samples of one report; of more requests an even part is sent."""
 _ANSWERED = ("stop", "length", "cancelled")
 
 

@@ -20,7 +20,7 @@ Part = Mapping[str, Any]
 
 
 class Ignored:
-    """What a request has that changes nothing here: its names go into the header `x-baton-ignored`. Names beyond
+    """Parameters that change nothing here: their names go into the header `x-baton-ignored`. Names beyond
     MAX_IGNORED, and those that a header cannot hold, are counted there."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ def _given(part: Part, name: str, where: str) -> Any:
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """As chat templates read it."""
+    """A text in the form of chat templates."""
     return {"type": "text", "text": text}
 
 

@@ -17,7 +17,7 @@ TOOLS: Any = Field(default=None, description=f"a list of at most {MAX_TOOLS} too
 
 
 def tools_list(tool: dict[str, Any]) -> tuple[Any, Any]:
-    """What annotates a field with tools, each of them a `tool`."""
+    """The annotations of a field with tools, each of them a `tool`."""
     return at_most(MAX_TOOLS), WithJsonSchema({"type": ["array", "null"], "items": tool, "maxItems": MAX_TOOLS})
 
 

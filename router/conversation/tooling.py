@@ -162,7 +162,7 @@ class AnswerReader:
         self.has_called = False
 
     def read(self, piece: TextDelta) -> list[AnswerPart]:
-        """What a piece adds, neighbouring parts of the same text or call joined."""
+        """The parts that a piece adds, neighbouring parts of the same text or call joined."""
         parts: Sequence[Part] = piece.parts if self._has_tools else [piece.text]
         if self._required:  # the text is a call that was cut off before its name was whole
             parts = [part for part in parts if isinstance(part, CallDelta)]

@@ -145,7 +145,7 @@ class Chooser:
         self._fleet.predictor.saw_transfer(*ends, num_bytes=num_bytes, seconds=waited_s, now=now)
 
     def _transport(self, worker_id: str) -> Mapping[str, str]:
-        """That of a worker's lanes, if all of them have the same."""
+        """The transport of a worker's lanes, if all of them have the same."""
         try:
             lanes = self._fleet.member(worker_id).load.lanes
         except WorkerLost:

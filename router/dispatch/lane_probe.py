@@ -36,7 +36,7 @@ PROBE_TIMEOUT_S = COMPUTE_TIMEOUT_S + MOVE_TIMEOUT_S
 LEASE_S = 10.0
 NUM_TOP = 5
 TOLERANCE = 0.1
-"""Of natural logarithms: a prompt whose prefix was cached runs through kernels of other shapes."""
+"""Largest difference of log probabilities: a prompt whose prefix was cached runs through kernels of other shapes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""What outlives requests: files of clients, batches of requests, and their results."""
+"""Data that outlives requests: files of clients, batches of requests, and their results."""

@@ -1,4 +1,4 @@
-"""What is in files: the seam, and a folder.
+"""Contents of files: the seam, and a folder.
 
 upload ─▶ NAME.part ─▶ commit: on disk, then NAME          a crash leaves a .part, which `sweep` removes
 """

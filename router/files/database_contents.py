@@ -1,4 +1,4 @@
-"""What is in files, as rows of the database: with Postgres hosts need no folder that all of them see.
+"""Contents of files as rows of the database: with Postgres hosts need no folder that all of them see.
 
 upload ─▶ parts, a row each ─▶ commit: its bytes are set, and an earlier upload of the file is gone
 A crash leaves an upload without bytes, which `sweep` removes.

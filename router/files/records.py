@@ -45,7 +45,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineError:
-    """What is wrong with a line of an input file (the first is 1), or with the file (None)."""
+    """An error in a line of an input file (the first is 1), or in the file (None)."""
 
     code: str
     message: str

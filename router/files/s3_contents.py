@@ -1,4 +1,4 @@
-"""What is in files, as objects of a bucket (S3, or what speaks its protocol), which all hosts see.
+"""Contents of files as objects of a bucket (S3, or what speaks its protocol), which all hosts see.
 
 upload ─▶ up to 8 MiB: one object     more: parts ─▶ commit: the object     a crash leaves parts, which `sweep` removes
 

@@ -112,7 +112,7 @@ class FleetAdapters:
         return AdapterReport(done=done, failed={worker_id: error.message for worker_id, error in failed.items()})
 
     async def unload(self, name: str, hosts: Mapping[str, AdapterHost]) -> AdapterReport:
-        """As `FleetView.unload_adapter`, on these workers."""
+        """Unloads an adapter on these workers."""
         found = await _everywhere({worker_id: host.unload_adapter(name) for worker_id, host in hosts.items()})
         failed = {worker_id: one for worker_id, one in found.items() if isinstance(one, BatonError)}
         if name in self._ordered:

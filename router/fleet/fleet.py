@@ -217,7 +217,7 @@ class Fleet:
         return await self.lora.unload(name, self._clients())
 
     def _clients(self) -> dict[str, WorkerClient]:
-        """Of the connected workers, by id."""
+        """Clients of the connected workers, by id."""
         return {member.worker_id: member.client for member in self._members.values() if member.client is not None}
 
     def revision(self) -> str:

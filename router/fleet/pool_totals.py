@@ -1,4 +1,4 @@
-"""What a pool's workers have done since the router's start."""
+"""Totals of a pool's workers since the router's start."""
 
 from __future__ import annotations
 

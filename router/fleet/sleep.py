@@ -23,7 +23,7 @@ LOOK_S = 0.5
 
 
 class FleetSleep:
-    """What a gateway knows of its fleet's sleep. `wanted` is set while a job waits for a worker."""
+    """A gateway's view of its fleet's sleep. `wanted` is set while a job waits for a worker."""
 
     def __init__(self) -> None:
         self.wanted = asyncio.Event()

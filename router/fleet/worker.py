@@ -34,7 +34,7 @@ SUCCEEDED = "its successor is due"
 SUCCESSOR_S = 600.0  # the time that `baton drain` waits: loading large weights takes minutes
 UNSUCCEEDED = f"it has drained, and no successor has come for {SUCCESSOR_S / 60:g} minutes"
 COUNTS = ("step", "speculation", "num_prompt_tokens", "num_output_tokens")
-"""Of a load, what no decision looks at."""
+"""Fields of a load that no decision reads."""
 STEPS_TO_SHOW = 2  # the step that runs when a request arrives does not include it; the next step does
 
 

@@ -58,7 +58,7 @@ log = logging.getLogger("baton.router")
 
 MAX_TOGETHER_BYTES = 2**20
 ADAPTER_TIMEOUT_S = 120.0
-"""Of loading an adapter, whose files may come from a slow disk."""
+"""Seconds to load an adapter, whose files may come from a slow disk."""
 
 
 class Updates:

@@ -136,7 +136,7 @@ class _Asked:
 
 
 def _blame(ended: LimitedProcessEnded) -> str:
-    """What the grammar did to end the process."""
+    """The reason for which the grammar ended the process."""
     match -ended.code:
         case signal.SIGPROF:
             return f"compiling it takes more than {CPU_S:g} s: intersect, nest or repeat fewer patterns"

@@ -1,1 +1,1 @@
-"""What a gateway measured over the last hour."""
+"""A gateway's measurements of the last hour."""

@@ -14,7 +14,7 @@ NUM_PERIODS = 3600 // PERIOD_S
 
 
 class HistoryPeriod(msgspec.Struct, frozen=True, kw_only=True):
-    """What one gateway process measured in a period.
+    """Measurements of one gateway process in a period.
 
     - `at`: the end of the period, in seconds since 1970, a multiple of `PERIOD_S`
     - `ttft`, `gaps`: times to a first token and between two tokens, counted by histogram bucket

@@ -119,12 +119,12 @@ def _less(counts: Sequence[int], before: Sequence[int]) -> Sequence[int]:
 
 
 def _total(metric: Collector) -> int:
-    """Of a counter or a gauge, over its labels."""
+    """The total of a counter or a gauge, over its labels."""
     return int(sum(sample.value for family in metric.collect() for sample in family.samples))
 
 
 def _buckets(metric: Collector, bounds: Sequence[float]) -> Sequence[int]:
-    """Of a histogram, the values counted in each bucket, over its labels; the last bucket has no bound."""
+    """Values of a histogram, counted in each bucket, over its labels; the last bucket has no bound."""
     up_to = dict.fromkeys((*bounds, math.inf), 0.0)  # a metric whose labels no request has had has no series
     for family in metric.collect():
         for sample in family.samples:

@@ -1,1 +1,1 @@
-"""What every HTTP face shares: the protocol on a connection, middleware, streamed responses, errors, the access log."""
+"""Shared by every HTTP face: the protocol on a connection, middleware, streamed responses, errors, the access log."""

@@ -1,4 +1,4 @@
-"""What an HTTP API has of its own in every answer: the form of errors and of streams, and names of headers.
+"""An HTTP API's own part of every answer: the form of errors and of streams, and names of headers.
 
     path ──▶ `RequestId` (the outermost layer) ──▶ scope["state"]["api"] ──▶ `api_of`: middleware, routes, `EventStream`
 

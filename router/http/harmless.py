@@ -40,7 +40,7 @@ def without_harmless(body: Mapping[str, Any], refusals: Mapping[str, Harmless], 
     for name in refusals.keys() & body.keys():
         value = kept.pop(name)
         if value is not None and not refusals[name].accepts(value):
-            # As JSON. reprlib is bounded in depth too: an object may be nested deeper than repr() can go.
+            # The value as JSON. reprlib is bounded in depth too: an object may be nested deeper than repr() can go.
             shown = json.dumps(value) if value is True or value is False else reprlib.repr(value)
             raise UnsupportedParameter(
                 f"'{where}{name}' is not supported with the value {shown[:80]}{'...' if len(shown) > 80 else ''}: "

@@ -46,8 +46,8 @@ _ACCEPTABLE = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
 
 
 def random_names() -> Iterator[str]:
-    """Of 32 hexadecimal digits. Their bytes are drawn for many at once: each call of the operating system costs more
-    than reading a request's JSON."""
+    """Names of 32 hexadecimal digits. Their bytes are drawn for many at once: each call of the operating system costs
+    more than reading a request's JSON."""
     while True:
         drawn = os.urandom(16 * NAMES_DRAWN).hex()
         yield from (drawn[at : at + 32] for at in range(0, len(drawn), 32))
@@ -67,7 +67,7 @@ def find_header(scope: Scope, name: bytes) -> str | None:
 
 
 def header_of(scope: Scope, name: bytes) -> str:
-    """As `find_header`; "" where there is none."""
+    """A header's value; "" if there is none."""
     return find_header(scope, name) or ""
 
 

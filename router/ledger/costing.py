@@ -32,7 +32,7 @@ class WorkerRate:
 
 @dataclass(slots=True, kw_only=True)
 class RequestWork:
-    """Of one request: device seconds spent, and spared by prefix caches and by drafts; KV held; drafts verified."""
+    """One request's device seconds spent, and spared by prefix caches and by drafts; KV held; drafts verified."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0

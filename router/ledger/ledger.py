@@ -108,14 +108,14 @@ class RequestLedger:
         return ledger
 
     def of_line(self, *, is_last: bool, is_stopped: Callable[[], bool]) -> RequestLedger:
-        """Of one attempt of a batch's line. `is_last`: the line does not run again, however the attempt ends.
-        `is_stopped`: its batch was cancelled or has expired, so that an interrupted line does not run again."""
+        """The ledger of one attempt of a batch's line. `is_last`: the line does not run again, however the attempt
+        ends. `is_stopped`: its batch was cancelled or has expired, so that an interrupted line does not run again."""
         ledger = copy.copy(self)
         ledger._is_last, ledger._is_stopped = is_last, is_stopped
         return ledger
 
     def most_usd(self, ask: TextRequest, model: str) -> float:
-        """What a request may be charged at most: all of its prompts computed, and answers of `max_tokens`."""
+        """The most that a request may be charged: all of its prompts computed, and answers of `max_tokens`."""
         price = self.prices.price(model, self._clock(), parent=self._model)
         num_output = sum(job.sampling.max_tokens for job in ask.jobs)
         tokens = {"input": sum(map(len, ask.prompts)), "cached": 0, "output": num_output}
@@ -265,7 +265,7 @@ class RequestLedger:
             self._write_counts()
 
     def _read(self) -> None:
-        """What other processes have written: their charges, and the requests of those that were killed."""
+        """Reads what other processes have written: their charges, and the requests of those that were killed."""
         if self._budgets is not None:
             for period, span in self._budgets.spans().items():
                 self._budgets.know(period, span, spent_by_tenant(self.store.database, int(span.start_s)))

@@ -27,7 +27,7 @@ _OF_KIND: Mapping[str, Sequence[str]] = {
         "speculation_saved_device_s",
     ),
 }  # fmt: skip
-"""What belongs to the tokens of a kind; `charged_KIND_usd` is charged for them."""
+"""Columns of a kind's tokens; `charged_KIND_usd` is charged for them."""
 UNKNOWN_KIND = "unknown"
 LEAST_USD = 1e-9
 _BATCH = ("no", "yes")
@@ -58,7 +58,7 @@ class UsageSum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """Those whose requests are summed: `only` these, or all `without` these."""
+    """Endpoints whose requests are summed: `only` these, or all `without` these."""
 
     only: Sequence[str] = ()
     without: Sequence[str] = ()
@@ -114,7 +114,7 @@ def sums(
 
 
 def _by_kind(whole: UsageSum, row: Row) -> Iterator[UsageSum]:
-    """What is charged in rows of versions that did not tell kinds apart is of the kind "unknown"."""
+    """Charges in rows of versions that did not tell kinds apart are of the kind "unknown"."""
     left_usd = whole.charged_usd
     parts: Mapping[str, Any] = {"start_s": whole.start_s, "end_s": whole.end_s}
     for kind, names in _OF_KIND.items():
@@ -202,7 +202,7 @@ class CostReport:
         return (row.prefill_device_s + row.decode_device_s) * self.device_hour / HOUR_S
 
     def saved_usd(self, row: UsageSum) -> Mapping[str, float]:
-        """What prefix caches and speculation spared."""
+        """USD that prefix caches and speculation spared."""
         usd = self.device_hour / HOUR_S
         return {
             "cache_saved_usd": row.cache_saved_device_s * usd,
@@ -240,7 +240,7 @@ def costs(database: Database, prices: PriceList, *, since_s: int, until_s: int, 
 
 
 def spent_by_tenant(database: Database, since_s: int) -> dict[str, float]:
-    """What tenants were charged since the beginning of a day. Raises Unavailable."""
+    """Charges of tenants since the beginning of a day. Raises Unavailable."""
     query = "SELECT tenant, sum(charged_usd) AS usd FROM days WHERE at_s >= ? GROUP BY tenant"
     with database.reading() as transaction:
         return {row["tenant"]: row["usd"] for row in transaction.run(query, since_s)}

@@ -1,4 +1,4 @@
-"""What becomes of rows that are older than they are kept: their sums stay, for ever.
+"""Rows that are older than they are kept are deleted; their sums stay, for ever.
 
     requests        deleted; days and hours have their sums
     worker_tokens   the last count of each hour stays
@@ -27,7 +27,7 @@ _OLD_COUNTS = (
     "AND late.prompt_tokens_before <= early.prompt_tokens_before "
     "AND late.output_tokens_before <= early.output_tokens_before) LIMIT ?"
 )
-"""Those that a later count of the hour says all of."""
+"""Counts of which a later one of the hour says all of."""
 _OLD_MINUTES = (
     "SELECT {hour} * 60 AS hour, model, CAST(sum(devices) AS BIGINT) AS devices FROM model_devices "
     "WHERE minute >= ? AND minute < ? GROUP BY 1, 2 HAVING count(*) > 1 OR min(minute) > {hour} * 60 LIMIT ?"

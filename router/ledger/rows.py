@@ -1,4 +1,4 @@
-"""What is written into the ledger."""
+"""Values that are written into the ledger."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def _prepare_sums(transaction: Transaction, table: str, width_s: int) -> None:
 
 
 def _restore_sums(transaction: Transaction, table: str, known: set[str]) -> None:
-    """What a later version has added is nothing in them; groups that it has not become one."""
+    """Restores sums: columns that a later version has added are nothing in them; groups that it has not become one."""
     groups = [name if name in known else _nothing(name) for name in GROUPS]
     summed = [f"sum({name if name in known else _nothing(name)})" for name in ("requests", *_ADDED)]
     transaction.run(
@@ -213,7 +213,8 @@ WORKER_TOKENS = (
     "min(prompt_tokens_before) AS prompt_tokens_before, min(output_tokens_before) AS output_tokens_before "
     "FROM worker_tokens WHERE minute >= ? AND minute < ? GROUP BY worker, incarnation) AS seen"
 )
-"""What all workers computed in some minutes. Values: the first minute, three times, and the one after the last."""
+"""Tokens that all workers computed in some minutes. Values: the first minute, three times, and the one after the
+last."""
 REPLACE_OPEN = (
     f"INSERT INTO open_requests (process, {_NAMES}) VALUES (?, {_MARKS}) ON CONFLICT (request_id) DO UPDATE SET "
     f"process = excluded.process, {_REPLACED}"

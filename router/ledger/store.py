@@ -47,7 +47,7 @@ GATHER_S = 0.25
 RETRY_S = 1.0
 CLOSE_S = 10.0
 MAX_CHUNKS = 10
-"""Of old rows, deleted at a time: 20,000 in 30 s."""
+"""Old rows deleted at a time: 20,000 in 30 s."""
 LOST_S = 30.0
 """A process that has written nothing for so long, though it writes every minute, has ended or hangs."""
 

@@ -1,4 +1,4 @@
-"""What workers say they have computed, to be compared with the rows of requests.
+"""Tokens that workers report as computed, to be compared with the rows of requests.
 
 A worker's counts only grow, from its start on. The ledger begins to count it where the first gateway met it.
 """

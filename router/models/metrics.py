@@ -27,5 +27,5 @@ class ModelsCollector(Collector):
         return merged.values()
 
     def describe(self) -> Iterable[Metric]:
-        """Of no series before they are read: other collectors may not have these names."""
+        """Describes no series before they are read: other collectors may not have these names."""
         return ()

@@ -48,7 +48,7 @@ _NO_IMAGES = one_of([], why="this model reads text only")
 
 
 class OllamaOptions(Body):
-    """Those that a model's answer depends on."""
+    """Options that a model's answer depends on."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -79,7 +79,7 @@ class OllamaOptions(Body):
     )  # fmt: skip
 
     def sampling(self) -> dict[str, Any]:
-        """As fields of `SamplingRequest`."""
+        """The options as fields of `SamplingRequest`."""
         same = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
         given = {name: value for name in same if (value := getattr(self, name)) is not None}
         if given.get("seed") == -1:

@@ -71,7 +71,7 @@ class Calls:
         self._readers: dict[int, AnswerReader] = {}
 
     def deltas(self, piece: TextDelta) -> tuple[list[dict[str, Any]], str | None]:
-        """What a piece adds to its choice's message, and the choice's finish reason if it is the last."""
+        """The deltas that a piece adds to its choice's message, and the choice's finish reason if it is the last."""
         if piece.index not in self._readers:
             self._readers[piece.index] = AnswerReader(self._tooling)
         reader = self._readers[piece.index]

@@ -101,7 +101,7 @@ def _described(schema: dict[str, Any]) -> None:
 
 
 class InputBody(Body):
-    """What a prompt is made of; the whole body of `input_tokens`."""
+    """The parts of a prompt; the whole body of `input_tokens`."""
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_described)
     branches: ClassVar[frozenset[str]] = Body.branches | {"list[dict[str,any]]", "dict[str,any]"}

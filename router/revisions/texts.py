@@ -24,8 +24,8 @@ log = logging.getLogger("baton.router")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTexts:
-    """What of a gateway depends on the model. The fields are those of `router.gateway.Gateway`. `common`: equal where
-    token ids mean the same."""
+    """The parts of a gateway that depend on the model. The fields are those of `router.gateway.Gateway`. `common`:
+    equal where token ids mean the same."""
 
     card: ModelCard
     tokenizer: Tokenizer
@@ -74,7 +74,7 @@ class RevisionTexts:
 
     @property
     def cards(self) -> Mapping[str, ModelCard]:
-        """Of every revision that the fleet has had."""
+        """Cards of every revision that the fleet has had."""
         return {revision: texts.card for revision, texts in self._known.items()}
 
     def current(self) -> ModelTexts | None:

@@ -83,8 +83,8 @@ class EventFrame(Protocol):
         ...
 
     def frame(self, *, is_reasoning: bool) -> list[bytes]:
-        """What stands before and after the JSON string of a text, quotes included; three parts where the string stands
-        in an event twice."""
+        """The constant parts before and after the JSON string of a text, quotes included; three parts where the
+        string stands in an event twice."""
         ...
 
 
@@ -110,7 +110,7 @@ class TokenSink:
         marks: frozenset[int] = frozenset(),
         ends: Iterable[str] = (),
     ) -> None:
-        """Of a model that reasons: `marks` are tokens that the sink leaves to the generators, `ends` the texts after
+        """For a model that reasons `marks` are tokens that the sink leaves to the generators, `ends` the texts after
         which reasoning ends if they are no tokens."""
         self._texts = texts
         self._skips_special = skip_special_tokens

@@ -92,8 +92,8 @@ class BoundedTemplate:
             raise BadCheckpoint(f"the chat template is not valid Jinja: {error}") from error
 
     def render(self, variables: Mapping[str, Any], num_chars: int) -> str:
-        """Of a conversation of so many characters. Raises ValueError in the template's words, InvalidRequest where it
-        takes too much, and Overloaded."""
+        """Renders a conversation of `num_chars` characters. Raises ValueError in the template's words, InvalidRequest
+        where it takes too much, and Overloaded."""
         if self.is_counted:
             counts = self._environment.counts
             counts.steps, counts.chars = MAX_STEPS // (1 + num_chars // STEP_CHARS), MAX_CHARS

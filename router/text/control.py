@@ -113,7 +113,7 @@ class _Rule:
 
 
 class Marks:
-    """Those of one rendering of a request. With `veils` they hide suspect texts."""
+    """The marks of one rendering of a request. With `veils` they hide suspect texts."""
 
     def __init__(self, controls: ControlTexts, *, veils: bool = False) -> None:
         self._controls = controls

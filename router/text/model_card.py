@@ -1,4 +1,4 @@
-"""What the faces need of the model: its name, its limits and its recommended sampling defaults."""
+"""The model as the faces see it: its name, its limits and its recommended sampling defaults."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ FORMATS: Mapping[str, ReasoningMarks | None] = {
 }
 """By the names of `router.text.reasoning_parser`."""
 
-# What the chat template of a family writes: the first that occurs decides.
+# Marks in the chat template of a family: the first that occurs decides.
 _SIGNS = {
     "<|channel|>analysis": "gpt_oss",
     "[THINK]": "mistral",
@@ -90,11 +90,11 @@ class ReasoningReader(Protocol):
         ...
 
     def feed(self, token_id: int, text: str) -> tuple[str, str]:
-        """What the token adds to the reasoning and to the answer."""
+        """The text that the token adds to the reasoning and to the answer."""
         ...
 
     def end(self) -> tuple[str, str]:
-        """What was held back."""
+        """The text that was held back."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What the calls of every format are: functions in, parts of calls out."""
+"""Calls of every format: functions in, parts of calls out."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ _SIGNS: Sequence[tuple[ToolFormat, Sequence[str]]] = (
     (ToolFormat.PYTHONIC, ("[func_name1(",)),
     (ToolFormat.GLM4, ("<|observation|>", "在调用上述函数时，请使用 Json 格式表示调用的参数")),
 )
-"""What the chat template of a family has: the first row that is found as a whole decides."""
+"""Signs of a family in its chat template: the first row that is found as a whole decides."""
 
 _DEEPSEEK = (
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",

@@ -56,7 +56,7 @@ class TraceEvent(Value, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowDecision:
-    """What another policy would have done with the same choice."""
+    """Another policy's decision about the same choice."""
 
     decision: Decision
     estimate: LatencyEstimate
@@ -247,7 +247,7 @@ class RequestTraces:
         return tuple(islice(reversed(self._ring), count))
 
     def before(self, record: RequestTrace) -> Iterable[RequestTrace]:
-        """Those that came earlier, the latest of them first."""
+        """Requests that came earlier, the latest of them first."""
         found = False
         for one in reversed(self._ring):
             if found:

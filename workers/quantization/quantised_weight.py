@@ -162,7 +162,8 @@ class QuantisedWeight:
         return replace(self, codes_OW=codes, num_inputs=size, group_offset=offset, **groups)
 
     def _groups_touched(self, first: int, size: int) -> tuple[int, dict[str, Any]]:
-        """Of columns [first, first + size) behind the first group's start: their `group_offset`, and what changes."""
+        """The groups of columns [first, first + size) behind the first group's start: their `group_offset`, and what
+        changes."""
         per_block = self.scale.groups_per_block
         width = self.group_size * per_block
         blocks = slice(first // width, -(-(first + size) // width))

@@ -435,8 +435,8 @@ def _next_chunk(push: Push) -> Chunk | None:
 
 
 def _blocks_of(push: Push, chunk: Chunk, block_size: int) -> Sequence[int]:
-    """Of a page that lies behind a window, which larger blocks than ours may begin with, no position is read: the first
-    that is still held stands for it, or where the window is one position, any."""
+    """Blocks of the chunk. No position is read of a page behind a window, with which larger blocks than ours may begin:
+    the first that is still held stands for it, or where the window is one position, any."""
     held = covering(push.session.ticket, chunk, block_size)
     table, passed = push.source.tables[chunk.group], push.source.num_passed[chunk.group]
     first = table[min(passed, len(table) - 1)]

@@ -39,7 +39,7 @@ def weighed_table(weighed: Sequence[View]) -> RenderableType:
 
 
 def counts_words(counts: Mapping[WorkerRole, int]) -> str:
-    """As people write a fleet: 1 prefill + 2 decode."""
+    """A fleet in words: 1 prefill + 2 decode."""
     return str(DesiredFleet(counts=dict(counts)))
 
 

@@ -162,7 +162,7 @@ class Device:
 
     @property
     def row_limits(self) -> RowLimits:
-        """As many steps as were foreseen."""
+        """The number of steps that were foreseen."""
         return RowLimits(num_steps=sys.maxsize, num_drafts=MAX_DRAFTS)
 
     def clock(self) -> float:

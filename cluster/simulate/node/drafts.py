@@ -36,7 +36,7 @@ class SimulatedDrafter:
     host_s: float = 0.0
 
     def speculation(self, *, weight: int, vocab_size: int, key: str, wait: Callable[[float], None]) -> Speculation:
-        """Of one worker. `wait` lets the device's time pass."""
+        """The speculation of one worker. `wait` lets the device's time pass."""
         drafts = SimulatedDrafts(self, weight=weight, vocab_size=vocab_size, key=key)
         proposer = drafts if self.latency is None else TimedDrafts(drafts, self.latency, wait)
         return Speculation([proposer], max_drafts=self.max_drafts)
@@ -178,7 +178,7 @@ def verified_row(row: Row, first: int, total: int, *, weight: int, vocab_size: i
 
 
 def kv_term(token_id: int, position: int) -> int:
-    """What a position adds to the sum that the toy model's tokens are made of."""
+    """The term that a position adds to the sum that the toy model's tokens are made of."""
     return (position + 1) * ((token_id + 1) * 7919 + position) % MODULUS
 
 

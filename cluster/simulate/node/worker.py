@@ -68,7 +68,7 @@ class Spec:
 
     @property
     def num_pages(self) -> int:
-        """Of all groups of layers."""
+        """Pages of all groups of layers."""
         return self.num_blocks * len(self.layout.groups)
 
 
@@ -187,7 +187,7 @@ class SimulatedWorker:
             await asyncio.sleep(LEAVE_LOOK_S)
 
     def _order_role(self, role: WorkerRole | None) -> None:
-        """As `workers.rpc.worker.Worker`. Raises WorkerDraining, InvalidRequest."""
+        """Changes the role as `workers.rpc.worker.Worker` does. Raises WorkerDraining, InvalidRequest."""
         if role is not None and self._leaving is not None:
             raise WorkerDraining(f"worker {self.worker_id} is ending")
         if role is not None or self._leaving is None:

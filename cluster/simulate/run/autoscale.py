@@ -26,7 +26,7 @@ MAX_RECORDS = 100_000
 
 @dataclass(slots=True)
 class PlannedRun:
-    """What the planner decided, and the changes of the fleet."""
+    """The planner's decisions, and the changes of the fleet."""
 
     decisions: Sequence[FleetDecision] = ()
     changes: Sequence[FleetChange] = ()

@@ -25,7 +25,7 @@ Factor = Annotated[float, Meta(ge=1e-6, le=1e6)]
 
 
 class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is not given comes from the settings of `baton serve`."""
+    """The table `[cluster]`. A key that is missing comes from the settings of `baton serve`."""
 
     prefill: Counts | None = None
     decode: Counts | None = None

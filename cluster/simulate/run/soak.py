@@ -406,7 +406,7 @@ def _layout(dense: KVLayout, rng: random.Random) -> KVLayout:
 
 
 def _kept(layout: KVLayout) -> str:
-    """What a layout keeps besides all keys and values, for a report's cluster."""
+    """The parts that a layout keeps besides all keys and values, for a report's cluster."""
     if layout.frees_blocks:
         sizes = sorted({window for window in layout.windows if window is not None})
         full = "" if None in layout.windows else " in all layers"

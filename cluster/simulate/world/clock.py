@@ -268,7 +268,7 @@ def run_virtually(main: Coroutine[Any, Any, Result], *, loop: VirtualLoop) -> Re
     """Runs a coroutine to its end in virtual time. Raises its exception, or that of another task."""
     asyncio.set_event_loop(loop)
     try:
-        # As in a serving gateway (`cluster.process.gc_tuning`): no list of running generators is needed.
+        # No list of running generators is needed.
         loop.call_soon(partial(sys.set_asyncgen_hooks, firstiter=None))
         with noting_ctrl_c() as ctrl_c, ctrl_c.ending(loop):
             return loop.run_until_complete(main)

@@ -113,7 +113,7 @@ def _unread(text: str, why: str) -> Misconfigured:
 
 
 def targets_of(kind: Kind, workers: Sequence[str], *, num_gateways: int, with_store: bool) -> Sequence[str]:
-    """What a fault of this kind can hit."""
+    """Targets that a fault of this kind can hit."""
     match kind:
         case Kind.GATEWAY_RESTART | Kind.INDEX_LOST:
             return [str(place) for place in range(num_gateways)]

@@ -19,7 +19,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFacts:
-    """What a file says of its model, for the fields that need more than one key."""
+    """A file's description of its model, for the fields that need more than one key."""
 
     own: Fields  # keys below the architecture's name
     tensors: frozenset[str]
@@ -216,7 +216,7 @@ def _gpt_oss(facts: GGUFFacts) -> Config:
 
 
 def _sigmoid_experts(facts: GGUFFacts) -> Config:
-    """Of DeepSeek and GLM."""
+    """The fields of DeepSeek's and GLM's experts."""
     own = facts.own
     found = _chosen(facts) | {
         "n_routed_experts": own.integer("expert_count"),
@@ -257,7 +257,7 @@ def _glm4moe(facts: GGUFFacts) -> Config:
 
 
 _UNWRITTEN_GROUPS = {160: (8, 3), 256: (8, 4)}
-"""Of DeepSeek-V2 and of V3 and R1, by their experts: files of before October 2025 do not have them."""
+"""Groups of experts of DeepSeek-V2, V3 and R1, by their experts: files of before October 2025 do not have them."""
 
 
 def _deepseek2(facts: GGUFFacts) -> Config:

@@ -78,12 +78,12 @@ class GGUFVocabulary:
         return TokenTable(texts=self.texts, types=self.types, where=f"{self.fields.where}.merges")
 
     def id_of(self, role: str) -> int | None:
-        """Of "bos", "eos", ...; None where the file names none, or one beyond the vocabulary."""
+        """The id of "bos", "eos", ...; None where the file names none, or one beyond the vocabulary."""
         found = self.fields.integer_or(f"{role}_token_id", None, minimum=0)
         return found if found is not None and found < len(self.texts) else None
 
     def end_ids(self) -> list[int]:
-        """Of tokens that end an answer."""
+        """Ids of tokens that end an answer."""
         named = [self.id_of(role) for role in ("eos", "eot", "eom")]
         marked = (i for i, text in enumerate(self.texts) if text in _ENDS and self.types[i] == CONTROL)
         return list(dict.fromkeys([one for one in named if one is not None] + list(marked)))

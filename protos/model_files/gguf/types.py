@@ -32,7 +32,7 @@ TENSOR_TYPES = {
     30: BlockFormat("BF16", 1, 2),
     39: BlockFormat("MXFP4", 32, 17),
 }
-"""Those that are served."""
+"""Types that are served."""
 
 UNSERVED_TYPES = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 24: "I8",

@@ -31,7 +31,7 @@ KIMI = (
     rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Of Kimi K2's tokenization_kimi.py."""
+"""The pattern of Kimi K2's tokenization_kimi.py."""
 _KIMI_RESERVED = 256  # numbers behind the words, named or not
 
 
