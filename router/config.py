@@ -51,7 +51,7 @@ class AdmissionConfig(CheckedSettings):
 
     max_queued: int = setting(1024, "Requests that wait at the gateway; more are refused.", least=0, most=10**6)
     max_queue_s: float = setting(
-        30.0, "Longest wait at the gateway; a stream that has begun waits twice as long.", least=0, most=3600
+        30.0, "Longest wait at the gateway; twice as long for a request whose turn is near.", least=0, most=3600
     )
     max_backlog: int = 64  # requests at a worker that have not begun
     max_backlog_s: float = 0.5  # prefill work queued at a worker

@@ -12,7 +12,7 @@ another worker. Lives on one event loop, whose clock it uses; it has no start an
 
 A job waits while its turn is expected (`Turnover`) within `SURE` of the rest of its `max_queue_s`. That is decided on
 arrival, and once more just before its stream's first comment, which needs the status 200. A job that passes the second
-check may wait for `max_queue_s` longer: its client has a response, and its turn is near.
+check, streamed or not, may wait for `max_queue_s` longer: its turn is near.
 """
 
 from __future__ import annotations

@@ -182,6 +182,12 @@ def test_after_its_retry_time_a_refused_request_is_served() -> None:
     assert sum(not fate.begun for fate in found) <= 5
 
 
+def test_few_slots_that_turn_over_at_once_refuse_nothing() -> None:
+    """More than eight answers end before a rate is measured."""
+    found = run_virtually(fates(Seats(every_s=0.05), [(0.02, "", 8)] * 100))
+    assert all(fate.begun for fate in found)
+
+
 def test_requests_are_refused_by_no_rate_that_is_not_measured() -> None:
     async def scenario() -> None:
         pool = Seats(every_s=0.2)
