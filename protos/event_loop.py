@@ -70,10 +70,13 @@ class OwnPauses:
         self._timer, self._looked_s = None, inf
 
     def _look(self) -> None:
-        self.is_recent()
         self._timer = asyncio.get_running_loop().call_later(self.PERIOD_S, self._look)
+        self.is_recent()
 
     def is_recent(self) -> bool:
+        """Whether the loop stood still lately; False if nothing watches it."""
+        if self._timer is None:
+            return False
         now = loop_time()
         paused_s = now - self._looked_s - self.PERIOD_S
         self._looked_s = now

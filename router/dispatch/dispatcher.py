@@ -371,10 +371,10 @@ class Dispatcher:
             job_state.blocked_since_s = now
         deadline = job_state.blocked_since_s + self._patience_s(job_state)
         refused = _is_refused(error)
-        paused = error.retryable and not refused and self._fleet.own_pauses.is_recent()  # then no worker is to blame
         if refused:
             deadline = min(deadline, job_state.first_due_s)
         waits = refused or isinstance(error, NoWorkers | WorkerDraining | AdapterNotLoaded)
+        paused = error.retryable and not waits and self._fleet.own_pauses.is_recent()  # then no worker is to blame
         # A bug, or a worker without memory: another worker may serve the request, unless its client has tokens.
         is_internal = type(error) is Internal and not job_state.output_ids
         if not (waits or error.retryable or is_internal) or isinstance(error, RevisionReplaced):
@@ -389,6 +389,7 @@ class Dispatcher:
         if paused:
             while any(member.is_reconnecting for member in attempt.members) and loop_time() < deadline:
                 await self._fleet.wait(until=deadline)
+            await asyncio.sleep(config.dispatch.retry_pause_s)  # what fails for another reason fails again
             return
         if isinstance(error, WorkerLost) and (life := attempt.lost()) is not None:
             await self._poison.lost(

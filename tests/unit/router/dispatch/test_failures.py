@@ -380,3 +380,17 @@ async def test_any_order_of_deaths_leaves_every_answer_whole(make: Callable[...,
     for worker in cluster.workers.values():
         await worker.until(lambda worker=worker: not worker.running and not worker.tickets)  # type: ignore[misc]
     assert all(status.num_routed == 0 for status in cluster.fleet.status())
+
+
+async def test_a_worker_that_fails_after_a_gateways_pause_is_not_flooded(
+    make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make(retry_pause_s=0.1)
+    await cluster.add("c0")
+    worker, time = cluster["c0"], asyncio.get_running_loop().time
+    paused_until_s = time() + 0.5
+    monkeypatch.setattr(cluster.fleet.own_pauses, "is_recent", lambda: time() < paused_until_s)
+    worker.failed = dict.fromkeys([f"r.{n}" for n in range(10_000)], error_info(TransferFailed("not now")))
+    with pytest.raises(TransferFailed):
+        await collect(cluster, job())
+    assert len(worker.submitted) < 10

@@ -262,6 +262,7 @@ async def test_the_worker_that_has_a_sequence_learns_whether_its_client_reads(ma
     cluster[second].pause_after = 2
     client.job.client.unread(True)
     client.job.client.unread(False)
+    await client.until(lambda: len(cluster[second].unread) == 2)
     go(cluster)
     assert await client.done() == EXPECTED
     moved_to = cluster[first].submitted[0].request_id, cluster[second].submitted[0].request_id
