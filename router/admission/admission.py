@@ -292,7 +292,8 @@ class Admission:
         """Refuses a job whose turn is not expected in time. Returns whether it did."""
         now, turn = loop_time(), self._turns[entry.number]
         wait_s, left_s = self._turn_s(entry, now), SURE * (turn.latest_s - now)
-        if not self._turnover.is_sure or not left_s < wait_s < math.inf:
+        is_measured = now - self._waiting_since_s >= LEAST_MEASURED_S  # before, a few long answers make all seem long
+        if not (is_measured and self._turnover.is_sure and left_s < wait_s < math.inf):
             return False
         self.refused.queue_too_long += 1
         why = (

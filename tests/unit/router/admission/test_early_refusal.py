@@ -177,6 +177,13 @@ def test_a_burst_that_fits_loses_no_request(length: Callable[[str], int], max_to
     assert all(fate.begun for fate in found)
 
 
+def test_a_burst_beside_a_few_long_answers_loses_no_request() -> None:
+    """Their age would make all answers seem long. 56 slots of 2 s serve 28 a second."""
+    arrivals = [(0.0, "long", 8)] * 8 + [(200.0, "", 8)] + [(0.04, "", 8)] * 200 + [(0.002, "", 8)] * 200
+    pool = Slots(lambda name: 31 * 300 if name.startswith("long") else 62)
+    assert all(fate.begun for fate in run_virtually(fates(pool, arrivals, max_tokens=10_000)))
+
+
 def test_after_its_retry_time_a_refused_request_is_served() -> None:
     found = run_virtually(fates(Slots(of_about_300), [(1 / 300, "", 8)] * 500, max_tokens=400, returns=True))
     assert sum(not fate.begun for fate in found) <= 5
