@@ -129,7 +129,7 @@ class Admission:
         # prefilled.
         self._line.charge(job.tenant, num_input=len(job.prompt_ids))
         let_s, num_output, has_begun = loop_time(), 0, False
-        self._turnover.begin(job.sampling.max_tokens, now=let_s)
+        self._turnover.begin(entry.number, job.sampling.max_tokens, now=let_s)
         try:
             deltas = self._generate(job)
             try:
@@ -153,7 +153,7 @@ class Admission:
             error.retry_after_s = max(error.retry_after_s or 0.0, self._measured_s(self._again(entry))) or None
             raise
         finally:
-            self._turnover.end(job.sampling.max_tokens, num_output, began_s=let_s, now=loop_time())
+            self._turnover.end(entry.number, job.sampling.max_tokens, num_output, now=loop_time())
 
     def _entry(self, job: Job) -> Entry:
         return Entry(

@@ -177,6 +177,22 @@ def test_a_burst_that_fits_loses_no_request(length: Callable[[str], int], max_to
     assert all(fate.begun for fate in found)
 
 
+@pytest.mark.parametrize(
+    ("num_long", "least_s", "most_s", "num", "every_s"),
+    [(8, 2.0, 2.0, 300, 0.007), (16, 5.0, 5.0, 265, 0.022), (40, 2.0, 2.0, 300, 0.007), (16, 2.0, 5.0, 300, 0.01)],
+)
+def test_a_burst_beside_long_answers_loses_no_request(
+    num_long: int, least_s: float, most_s: float, num: int, every_s: float
+) -> None:
+    """Their age would make all answers seem long. The last request of each burst begins within 24 s."""
+
+    def length(name: str) -> int:
+        return 31 * 600 if name.startswith("long") else int(31 * random.Random(name).uniform(least_s, most_s))
+
+    arrivals = [(0.0, "long", 8)] * num_long + [(200.0, "", 8)] + [(every_s, "", 8)] * num
+    assert all(fate.begun for fate in run_virtually(fates(Slots(length), arrivals, max_tokens=20_000)))
+
+
 def test_a_burst_beside_a_few_long_answers_loses_no_request() -> None:
     """Their age would make all answers seem long. 56 slots of 2 s serve 28 a second."""
     arrivals = [(0.0, "long", 8)] * 8 + [(200.0, "", 8)] + [(0.04, "", 8)] * 200 + [(0.002, "", 8)] * 200
