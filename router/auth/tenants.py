@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from protos.errors import InvalidRequest, Misconfigured
+from protos.errors import BadCheckpoint, InvalidRequest, Misconfigured
 from protos.hints import suggested, unusable
 from protos.model_files.plain import read_plain
 
@@ -138,10 +138,9 @@ def read_roster(path: Path) -> Roster:
     """Raises Misconfigured, which names the setting, its value and what is allowed."""
     try:
         found = tomllib.loads(read_plain(path, _MAX_BYTES).decode())
-    except OSError as error:
-        raise Misconfigured(
-            f"tenants: {path}: {unusable(error)}; `baton key` prints its lines", param="tenants"
-        ) from error
+    except (OSError, BadCheckpoint) as error:
+        wrong = unusable(error) if isinstance(error, OSError) else str(error)
+        raise Misconfigured(f"tenants: {path}: {wrong}; `baton key` prints its lines", param="tenants") from error
     except (ValueError, RecursionError) as error:
         raise Misconfigured(
             f"tenants: {path} is not TOML: {error}; `baton key` prints its lines", param="tenants"

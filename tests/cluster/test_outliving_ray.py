@@ -157,7 +157,7 @@ def test_a_ray_that_stands_still_is_named_until_it_goes_on_or_is_given_up(
         trouble(four, lambda told: not told)
         raylet = kill(four, f"{FROZEN}raylet", before, chance)
         trouble(four, lambda told: told.startswith("Ray's raylet does not answer (for "))
-        trouble(four, lambda told: told.startswith("Ray's raylet has not answered for 10 s (for "))
+        trouble(four, lambda told: told.startswith("Ray's raylet has not answered for 15 s (for "))
     finally:
         num_answers, _ = asking.answered()
     assert num_answers == NUM_REQUESTS * EACH

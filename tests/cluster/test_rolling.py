@@ -122,6 +122,8 @@ async def test_an_aborted_roll_goes_back_under_streams(deployed: Deployed) -> No
         before = {one["info"]["revision"] for one in deployed.status()["workers"]}
         old = await streams.all()
         running = [asyncio.create_task(streams.run(number, over)) for number in range(NUM_STREAMS)]
+        body = {"model": "demo", "prompt": "import", "max_tokens": 1900, "ignore_eos": True}
+        long_answer = asyncio.create_task(client.post("/v1/completions", json=body))  # keeps the roll from its end
         roll = asyncio.create_task(rolled(client, kind="roll", settings={"worker.prefill_chunk": 64}))
         while not (report := (await client.get("/admin/capacity")).json())["rolling"]:
             assert not roll.done(), report
@@ -130,6 +132,7 @@ async def test_an_aborted_roll_goes_back_under_streams(deployed: Deployed) -> No
         back = await rolled(client, kind="abort")
         over.set()
         await asyncio.gather(*running)
+        assert (await long_answer).status_code == 200
         gone = await roll
         assert (gone["state"], gone["reason"]) == ("replaced", f"test aborts it with change {back['number']}")
         assert (back["state"], streams.errors) == ("reached", []), deployed.log

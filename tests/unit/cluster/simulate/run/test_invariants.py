@@ -211,7 +211,7 @@ def test_a_lease_that_never_ends_is_found_at_the_receiver(monkeypatch: pytest.Mo
 
 
 def test_a_lease_that_never_ends_is_found_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = having("a lease that ends at the sender", 102, Session, "expired")
+    seed = having("a lease that ends at the sender", 281, Session, "expired")
     monkeypatch.setattr(Session, "expired", lambda session, now: False)
     assert "after its lease" in broken_trial(seed)
 
@@ -226,7 +226,7 @@ def test_a_ticket_whose_lane_was_lost_is_found_at_the_sender(monkeypatch: pytest
     def pushes(outgoing: Outgoing, event: LaneLost) -> bool:
         return any(peer_name(push.session.ticket.destination) == event.peer for push in outgoing._pushes.values())
 
-    seed = having("KV on its way over a lost lane", 11, Outgoing, "_lost", matters=pushes)
+    seed = having("KV on its way over a lost lane", 73, Outgoing, "_lost", matters=pushes)
     monkeypatch.setattr(Outgoing, "_lost", lambda outgoing, event: None)
     assert "was lost" in broken_trial(seed)
 
@@ -250,7 +250,7 @@ def test_what_a_lost_gateway_leaves_on_its_workers_is_found(monkeypatch: pytest.
         for request_id in tuple(stream.request_ids):
             servicer._disown(request_id)
 
-    seed = having("a gateway that goes", 2, WorkerServicer, "_end", matters=lambda _, stream: stream.request_ids)
+    seed = having("a gateway that goes", 8, WorkerServicer, "_end", matters=lambda _, stream: stream.request_ids)
     monkeypatch.setattr(WorkerServicer, "_end", end)
     assert "and no gateway counts on it" in broken_trial(seed)
 
@@ -262,13 +262,13 @@ def test_answers_that_wait_for_each_others_blocks_for_ever_are_found(monkeypatch
         runs = scheduler._running or scheduler._in_flight or len(scheduler.onloads)
         return not runs and sum(bool(request.adopted) for request in scheduler._waiting) > 1
 
-    seed = having("answers that wait for each other", 52, Scheduler, "_take_back_blocks", matters=ties)
+    seed = having("answers that wait for each other", 180, Scheduler, "_take_back_blocks", matters=ties)
     monkeypatch.setattr(Scheduler, "_take_back_blocks", lambda scheduler: None)
     assert "no step finished for 11 s, and nothing held it up" in broken_trial(seed)
 
 
 def test_a_trial_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = having("a trial", 9, PoisonRequests, "drop", matters=lambda _, suspicion: suspicion.batch is not None)
+    seed = having("a trial", 23, PoisonRequests, "drop", matters=lambda _, suspicion: suspicion.batch is not None)
     monkeypatch.setattr(PoisonRequests, "drop", lambda *_: None)
     assert "jobs are still tried" in broken_trial(seed)
 
@@ -323,7 +323,7 @@ def test_what_was_known_of_a_former_life_and_is_kept_is_found(monkeypatch: pytes
         known = feed._cursors.get(worker_id)
         return known is not None and known.incarnation < incarnation and feed.index.num_blocks(worker_id) > 0
 
-    seed = having("a new life of whom much is known", 189, Feed, "hello", matters=knows)
+    seed = having("a new life of whom much is known", 237, Feed, "hello", matters=knows)
     monkeypatch.setattr(EventCursor, "accept", add)
     monkeypatch.setattr(Feed, "hello", greet)
     assert "does not have any more" in broken_trial(seed)

@@ -43,11 +43,11 @@ def leapt_and_stepped(made: soak.SoakTrial) -> list[SimulationOutcome]:
     ]
 
 
-@pytest.mark.parametrize("seed", [2, 13, 16, 73, 102, 203])
+@pytest.mark.parametrize("seed", [2, 13, 16, 73, 203])
 def test_leaps_change_no_event_in_trouble_either(seed: int) -> None:
-    """Seed 13 leaps straight from the last chunk of a prompt and lands twice; in 102 a ticket ends while all rest,
-    in 73 one has ended that a request comes with, while nothing else is there to do; in 203 two gateways ask again at
-    one instant, at which single steps also have idle workers' ticks."""
+    """Seed 13 leaps straight from the last chunk of a prompt and lands twice; in 73 a ticket has ended that a request
+    comes with, while nothing else is there to do; in 203 two gateways ask again at one instant, at which single steps
+    also have idle workers' ticks."""
     made = soak.trial(seed)
     assert made.faults
     leaping, stepping = leapt_and_stepped(made)
@@ -76,7 +76,7 @@ def test_a_leap_goes_on_with_what_the_last_step_has_sampled(leaps_of_preempted: 
     assert leaps_of_preempted
 
 
-@pytest.mark.parametrize("seed", [1335, 2651])
+@pytest.mark.parametrize("seed", [1335])
 def test_an_answer_leaps_after_a_preemption_and_after_a_plan_that_lacked_a_block(
     seed: int, leaps_of_preempted: list[str]
 ) -> None:
