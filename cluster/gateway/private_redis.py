@@ -34,8 +34,8 @@ class PrivateRedis:
         if shutil.which(PROGRAM) is None:
             raise Misconfigured(
                 f"several gateway processes share what they know through Redis, and there is no {PROGRAM} on this "
-                "machine: install the package redis-server (Debian, Ubuntu) or redis (Fedora, Alpine, Homebrew), or "
-                "run one process (--processes 1)",
+                "machine: install the package redis-server (Debian, Ubuntu) or redis (Fedora, Alpine, Homebrew), "
+                "name a Redis with --index, or run one process (--processes 1)",
                 param="processes",
             )
         self._socket = folder / "redis.sock"

@@ -125,20 +125,24 @@ def _mistake(found: str, tables: Mapping[str, Any]) -> Misconfigured:
 def _check(scenario: Scenario, tables: Mapping[str, Any]) -> None:
     """Raises Misconfigured for keys that contradict each other, or would have no effect."""
     cluster, workload = scenario.cluster, scenario.workload
+    defaults = {"cluster": ClusterTable(), "workload": WorkloadTable()}
+
+    def refuse(table: str, why: str, names: Sequence[str]) -> None:
+        values = tables.get(table, {})
+        needless = [name for name in names if values.get(name) not in (None, getattr(defaults[table], name))]
+        if needless:
+            present = ", ".join(f"{table}.{name}" for name in needless)
+            raise Misconfigured(f"{table}: {why}: leave {present} out", param=f"{table}.{needless[0]}")
+
     of_pools = ("prefill", "decode", "prefill_tp", "decode_tp")
     if cluster.max_gpus is not None:
-        _refuse(tables, "cluster", "max_gpus tries every number of workers", (*of_pools, "colocated"))
+        refuse("cluster", "max_gpus tries every number of workers", (*of_pools, "colocated"))
     if cluster.colocated is not None:
-        _refuse(tables, "cluster", "colocated workers are instead of two pools", of_pools)
+        refuse("cluster", "colocated workers are instead of two pools", of_pools)
     lengths = ("input_len", "output_len")
     if workload.trace:
-        _refuse(tables, "workload", "trace has the requests and their times", ("name", "rate", *lengths))
+        refuse("workload", "trace has the requests and their times", ("name", "rate", *lengths))
     else:
-        _refuse(tables, "workload", "no trace is given", ("trace_scale", "trace_speed"))
+        refuse("workload", "no trace is given", ("trace_scale", "trace_speed"))
     if workload.name == "assistant":
-        _refuse(tables, "workload", "assistant has its own lengths", lengths)
-
-
-def _refuse(tables: Mapping[str, Any], table: str, why: str, names: Sequence[str]) -> None:
-    if present := [f"{table}.{name}" for name in names if name in tables.get(table, {})]:
-        raise Misconfigured(f"{table}: {why}: leave {', '.join(present)} out", param=present[0])
+        refuse("workload", "assistant has its own lengths", lengths)

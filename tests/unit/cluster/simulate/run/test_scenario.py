@@ -35,6 +35,7 @@ def test_the_description_has_every_key_with_its_default() -> None:
     for table in (Scenario(), *(getattr(Scenario(), name) for name in Scenario.__struct_fields__)):
         names = getattr(table, "__struct_fields__", ())
         assert {name for name in names if not msgspec.inspect.is_struct(getattr(table, name))} - {*keys} <= {"settings"}
+    assert read_scenario(Path(str(KEYS))) == Scenario()
     assert answer("--keys") == KEYS.read_text(encoding="utf-8")
 
 
