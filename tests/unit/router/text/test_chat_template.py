@@ -402,7 +402,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 async def test_a_template_that_costs_too_much_is_ended(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.text.bounded_template.CPU_S", 0.3)
+    monkeypatch.setattr("router.text.bounded_template.CPU_S", 0.1)
     with pytest.raises(InvalidRequest):
         await ChatTemplate(HOSTILE[kind]).prompt([{"role": "user", "content": "x"}])
 
