@@ -323,7 +323,12 @@ def _excuses(made: SoakTrial) -> set[str]:
     kinds, router = [fault.kind for fault in made.faults], made.config.router
     num_asked = sum(len(session.turns) for session in made.sessions)
     possible = {ABORTED: Kind.ABORTS in kinds, GATEWAY_LOST: Kind.GATEWAY_RESTART in kinds}
-    possible[RequestKillsWorkers.code] = sum(kind in OF_WORKERS for kind in kinds) >= router.dispatch.max_worker_crashes
+    # KV over a stalled lane holds blocks for a lease, which is as long as a worker may go without a step here.
+    stalls = any(
+        fault.kind is Kind.LANE_STALL and fault.duration_s >= made.config.spec.stall_s for fault in made.faults
+    )
+    num_worker_faults = sum(kind in OF_WORKERS for kind in kinds)
+    possible[RequestKillsWorkers.code] = stalls or num_worker_faults >= router.dispatch.max_worker_crashes
     possible[Overloaded.code] = router.admission.max_queued < num_asked or made.config.max_ttft_s is not None
     possible[InvalidRequest.code] = made.config.max_ttft_s is not None
     return {code for code, may_be in possible.items() if may_be}
