@@ -291,9 +291,10 @@ class Admission:
     def _refuse_late(self, entry: Entry) -> bool:
         """Refuses a job whose turn is not expected in time. Returns whether it did."""
         now, turn = loop_time(), self._turns[entry.number]
+        if not (self._is_measured(now) and self._turnover.is_sure):
+            return False
         wait_s, left_s = self._turn_s(entry, now), SURE * (turn.latest_s - now)
-        is_measured = now - self._waiting_since_s >= LEAST_MEASURED_S  # before, a few long answers make all seem long
-        if not (is_measured and self._turnover.is_sure and left_s < wait_s < math.inf):
+        if not left_s < wait_s < math.inf:
             return False
         self.refused.queue_too_long += 1
         why = (
@@ -313,6 +314,10 @@ class Admission:
             return Overloaded(why, retry_after_s=measured_s or None)
         return Overloaded(why, retry_after_s=self._retry_s(max(wait_s, measured_s), entry, candidates))
 
+    def _is_measured(self, now: float) -> bool:
+        """Whether the queue is old enough to measure; before, a few long answers make all seem long."""
+        return now - self._waiting_since_s >= LEAST_MEASURED_S
+
     def _speed(self, now: float) -> float:
         """Prompt tokens of the queue per second, at the rate at which running jobs end; 0 while it is not known."""
         return self._turnover.at(now) * self._line.mean_tokens
@@ -325,7 +330,7 @@ class Admission:
     def _measured_s(self, entry: Entry) -> float:
         """`_turn_s`, at most `max_queue_s`; 0 before it is measured."""
         now = loop_time()
-        if not self._line or now - self._waiting_since_s < LEAST_MEASURED_S:
+        if not self._line or not self._is_measured(now):
             return 0.0
         return min(self._config.admission.max_queue_s, self._turn_s(entry, now))
 
