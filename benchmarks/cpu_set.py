@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.bench.hardware import find_hardware
+from cluster.bench.measured_on import find_hardware
 
 LIMIT_S = 300.0
 # Name -> module and flags.

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster.bench.hardware import find_hardware, find_versions
+from cluster.bench.measured_on import find_hardware, find_versions
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="File for the figures.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="File for a plot (needs matplotlib).")]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvtransfer.native import prebuild_c
 from kvtransfer.prebuilt import instruction_sets
-from workers.kernels.cpu.build import prebuild_library
+from workers.kernels.cpu.native_build import prebuild_library
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("kvtransfer/hashing.c", "router/prefix/table.c", "router/streaming/token_sink.c")

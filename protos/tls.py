@@ -15,7 +15,7 @@ import grpc
 from protos.errors import Misconfigured
 from protos.hints import unusable
 from protos.listening import ANY_IPV4, hold_ipv6, netloc
-from protos.settings import setting
+from protos.setting import setting
 
 WORKER_NAME = "baton-worker"
 """The name in every worker's certificate (a DNS name of its subjectAltName). Workers come and go at changing addresses,

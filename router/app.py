@@ -23,21 +23,21 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from protos.errors import BatonError, InvalidRequest, NotFound
-from router.admin.routes import admin_face
-from router.admin.status import degraded, not_ready
-from router.anthropic.api import ANTHROPIC_FACE
-from router.batches.routes import BATCHES_FACE
+from router.admin.admin_face import admin_face
+from router.admin.status_routes import degraded, not_ready
+from router.anthropic.anthropic_api import ANTHROPIC_FACE
+from router.batches.openai_routes import BATCHES_FACE
 from router.conversation.parts import IGNORED
-from router.dashboard.page import page
+from router.dashboard.dashboard_page import page
 from router.endpoint import Endpoint, Face
 from router.gateway import Gateway
 from router.http.api import OPENAI, api_of
-from router.http.errors import error_response, json_response
+from router.http.error_responses import error_response, json_response
 from router.http.middleware import BUDGET, REQUEST_ID, Authenticate, BodyLimit, HeadLimit, OwnPages, RequestId
 from router.http.sse import EventStream
-from router.message_batches.routes import MESSAGE_BATCHES_FACE
-from router.ollama.api import OLLAMA_FACE
-from router.openai.api import OPENAI_FACE
+from router.message_batches.message_batch_routes import MESSAGE_BATCHES_FACE
+from router.ollama.ollama_api import OLLAMA_FACE
+from router.openai.openai_api import OPENAI_FACE
 from router.openapi import describe
 from router.responses.responses import RESPONSES_FACE
 

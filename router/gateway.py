@@ -18,9 +18,8 @@ from protos.hints import listed
 from protos.values import Adapter
 from router.auth.auth import AccessControl
 from router.capacity.samples import RequestSamples
-from router.config import RouterConfig
 from router.dispatch.chooser import Routing
-from router.files.storage import BatchStorage
+from router.files.batch_storage import BatchStorage
 from router.fleet_owner import CapacityOwner, NoFleetOwner
 from router.grammar.checker import GrammarChecks
 from router.history.history import History
@@ -28,9 +27,10 @@ from router.http.middleware import random_names
 from router.http.pace import Pace
 from router.http.sse import SseWriter
 from router.jobs import FleetView, Generate
-from router.ledger.ledger import RequestLedger, is_refused
-from router.metrics import RequestMetrics, Track
+from router.ledger.request_ledger import RequestLedger, is_refused
+from router.request_metrics import RequestMetrics, Track
 from router.revisions.texts import ModelTexts, RevisionTexts, open_texts
+from router.router_config import RouterConfig
 from router.streaming.token_sink import TokenSink, compiled
 from router.text.chat_template import ChatTemplate, Message
 from router.text.model_card import ModelCard

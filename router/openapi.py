@@ -15,7 +15,7 @@ from protos.errors import InvalidRequest
 from router.endpoint import Endpoint, Face, Schema
 from router.http.api import Api
 from router.http.body import MAX_TTFT_MS
-from router.http.validation import Body
+from router.http.body_validation import Body
 from router.text.sampling_request import RANGES
 
 _LOW, _HIGH = RANGES["max_ttft_ms"]

@@ -41,11 +41,11 @@ RUNS_CODE_TOO = {"torch.load", "broadcast_object_list", "all_gather_object", "ga
 # Decisions are tested in milliseconds and simulated by the million: these modules, and all of a folder, never reach a
 # tensor.
 PURE = (
-    "kvtransfer.events", "kvtransfer.hashing", "kvtransfer.lanes", "kvtransfer.ledger", "kvtransfer.reshard",
-    "kvtransfer.session", "kvtransfer.transport", "workers.batch", "workers.scheduling", "workers.kv.blocks",
-    "workers.kv.host", "workers.speculation.acceptance", "workers.speculation.cost", "workers.speculation.lengths",
-    "workers.speculation.payoff", "workers.speculation.proposer", "workers.speculation.proposers",
-    "workers.speculation.registry", "workers.speculation.speculation",
+    "kvtransfer.events", "kvtransfer.hashing", "kvtransfer.lane_rules", "kvtransfer.ticket_ledger",
+    "kvtransfer.reshard", "kvtransfer.push_session", "kvtransfer.transport", "workers.batch", "workers.scheduling",
+    "workers.kv.block_pool", "workers.kv.host", "workers.speculation.acceptance", "workers.speculation.cost",
+    "workers.speculation.lengths", "workers.speculation.payoff", "workers.speculation.proposer",
+    "workers.speculation.proposers", "workers.speculation.registry", "workers.speculation.speculation",
 )  # fmt: skip
 HEAVY = ("torch", "triton", "ray", "transformers")
 
@@ -167,6 +167,13 @@ def test_docstrings_begin_with_their_subject() -> None:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         if (begun := begins.match(node.value.value.strip()))
     )
+
+
+def test_modules_have_names_of_their_own() -> None:
+    """A name in a traceback or a search says which file it is."""
+    files = [p for p in written() if p.suffix == ".py" and p.parts[0] in PACKAGES]
+    names = Counter(p.name for p in files if p.name not in ("__init__.py", "registry.py"))
+    assert [str(p) for p in files if names[p.name] > 1] == []
 
 
 def test_class_names_exist_once() -> None:

@@ -14,15 +14,15 @@ from protos.errors import Misconfigured
 from protos.values import KVLayout, SamplingParams
 from workers.attention.registry import attention_for
 from workers.batch import Batch, Row, Sample
-from workers.config import WorkerConfig
-from workers.kernels.base import KVScales
-from workers.kv.capacity import blocks_in_ram, blocks_on_gpu
+from workers.kernels.device_kernels import KVScales
+from workers.kv.cache_size import blocks_in_ram, blocks_on_gpu
 from workers.kv.host_copies import staging_bytes
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 from workers.models.interface import ServedDecoder
 from workers.parallel.group import TensorParallel
-from workers.runner.runner import TorchRunner
+from workers.runner.torch_runner import TorchRunner
 from workers.speculation.ranks.drafting import Drafting
+from workers.worker_config import WorkerConfig
 
 log = logging.getLogger("baton.worker")
 

@@ -8,7 +8,7 @@ shows as a wrong token.
 from __future__ import annotations
 
 from workers.batch import Sample
-from workers.grammar.base import Mask
+from workers.grammar.grammar_seam import Mask
 
 STRIDE = 1_000_003
 MODULUS = 65_521  # the largest prime of 16 bits: a position takes two bytes in the simulator

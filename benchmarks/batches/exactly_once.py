@@ -26,12 +26,12 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from protos.values import Adapter, FinishReason, Profile, WorkerStats
-from router.batches.build import open_runner
-from router.config import BatchConfig, RouterConfig
+from router.batches.open_batches import open_runner
+from router.files.batch_storage import BatchStorage, open_storage
 from router.files.records import StoredBatch, StoredFile, new_id
-from router.files.storage import BatchStorage, open_storage
 from router.gateway import open_gateway
 from router.jobs import AdapterReport, Job, TokenDelta, WorkerView
+from router.router_config import BatchConfig, RouterConfig
 from router.traces.request_trace import RequestTraces
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"

@@ -23,16 +23,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.output import write_figures
-from cluster.bench.report import RequestRecord
-from cluster.bench.workload import Lengths
-from cluster.config.config import PoolsConfig
-from cluster.simulate.run.config import SimulationConfig, hardware_spec, simulated_router
+from cluster.bench.bench_load import Lengths
+from cluster.bench.bench_report import RequestRecord
+from cluster.config.cluster_config import PoolsConfig
 from cluster.simulate.run.deployment import SimulatedDeployment
 from cluster.simulate.run.simulation import SimulationOutcome, simulate
-from cluster.simulate.world.workload import GeneratedLoad, UserSession, generated
+from cluster.simulate.run.simulation_config import SimulationConfig, hardware_spec, simulated_router
+from cluster.simulate.world.simulated_load import GeneratedLoad, UserSession, generated
 from protos.values import SamplingParams
-from router.config import BatchConfig
 from router.jobs import Job
+from router.router_config import BatchConfig
 
 NUM_FAMILIES = 20
 AT_ONCE = 256

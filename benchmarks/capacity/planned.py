@@ -23,15 +23,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.output import drawing, write_figures
-from cluster.bench.report import Objective
-from cluster.bench.workload import PrefixSpan
-from cluster.config.config import PoolsConfig, SupervisionConfig
+from cluster.bench.bench_load import PrefixSpan
+from cluster.bench.bench_report import Objective
+from cluster.config.cluster_config import PoolsConfig, SupervisionConfig
 from cluster.planner.planner import PlannerSettings
-from cluster.planner.values import PlannerPace
+from cluster.planner.planner_values import PlannerPace
 from cluster.simulate.run.autoscale import MAX_RECORDS, PlannedRun, autoscaling, planner_settings
-from cluster.simulate.run.config import SimulationConfig, hardware_spec, read_settings, simulated_router
 from cluster.simulate.run.simulation import simulate
-from cluster.simulate.world.workload import SessionTurn, UserSession
+from cluster.simulate.run.simulation_config import SimulationConfig, hardware_spec, read_settings, simulated_router
+from cluster.simulate.world.simulated_load import SessionTurn, UserSession
 from protos.values import WorkerRole
 
 TTFT_S, TPOT_S, ATTAINMENT = 2.0, 0.02, 0.98

@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cluster.bench.workload import Lengths
+from cluster.bench.bench_load import Lengths
 from cluster.capacity.controller import FleetController
-from cluster.config.config import PoolsConfig, SupervisionConfig
-from cluster.simulate.run.config import SimulationConfig, hardware_spec, read_settings, simulated_router
+from cluster.config.cluster_config import PoolsConfig, SupervisionConfig
 from cluster.simulate.run.deployment import SimulatedDeployment
 from cluster.simulate.run.simulation import SimulationOutcome, Steer, simulate
-from cluster.simulate.world.workload import GeneratedLoad, UserSession, generated
+from cluster.simulate.run.simulation_config import SimulationConfig, hardware_spec, read_settings, simulated_router
+from cluster.simulate.world.simulated_load import GeneratedLoad, UserSession, generated
 from protos.errors import InvalidRequest
 from protos.values import WorkerRole
 from router.fleet_owner import DesiredFleet, FleetChange, FleetOrder, OrderKind

@@ -27,10 +27,10 @@ from protos.values import SamplingParams
 from workers.adapters.linear import AdapterTable
 from workers.attention.registry import attention_for
 from workers.batch import Batch, Row, Sample
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 from workers.models.decoder import Decoder
 from workers.models.loader import load_model
-from workers.runner.runner import TorchRunner
+from workers.runner.torch_runner import TorchRunner
 
 BLOCK_SIZE, TURNS = 16, 9
 _SAMPLE = Sample(params=SamplingParams(temperature=0.0), index=0)

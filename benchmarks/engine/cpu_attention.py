@@ -20,9 +20,9 @@ from rich.table import Table
 
 from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
 from protos.values import KVLayout
-from workers.attention.base import AttentionInputs, AttentionOptions, GroupTables
+from workers.attention.backend import AttentionInputs, AttentionOptions, GroupTables
 from workers.attention.registry import attention_for
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 64, 16
 NUM_LAYERS = 8  # taken in turn, so that the cache is read from memory

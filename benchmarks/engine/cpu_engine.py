@@ -30,12 +30,12 @@ from benchmarks.engine.peer_process import EngineRun, peer_process
 from benchmarks.engine.random_llama import write_checkpoint
 from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
 from protos.values import GenerateRequest, SamplingParams
-from workers.build import build_engine, open_rank
-from workers.config import WorkerConfig
+from workers.build_rank import build_engine, open_rank
 from workers.engine.engine import Engine
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
 from workers.scheduling.role import Colocated
+from workers.worker_config import WorkerConfig
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
 NUM_BLOCKS = 2048

@@ -31,14 +31,14 @@ from benchmarks.engine.cpu_quantised import bytes_per_s
 from benchmarks.engine.random_llama import CONFIG, shapes
 from benchmarks.output import JsonFile, write_figures
 from protos.values import GenerateRequest, SamplingParams
-from workers.build import build_engine, open_rank
-from workers.config import WorkerConfig
+from workers.build_rank import build_engine, open_rank
 from workers.engine.engine import Engine
 from workers.models.model_config import read_config, weight_bytes
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
 from workers.scheduling.role import Colocated
 from workers.weights.weight_formats import Quantize
+from workers.worker_config import WorkerConfig
 
 SMALL = CONFIG | {"num_hidden_layers": 4, "vocab_size": 8000}
 MODELS: dict[str, dict[str, Any]] = {

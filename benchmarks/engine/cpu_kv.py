@@ -25,14 +25,14 @@ from tokenizers import Tokenizer
 from benchmarks.engine.random_llama import CONFIG, write_checkpoint
 from benchmarks.output import JsonFile, write_figures
 from demo import held_out
-from workers.attention.base import AttentionInputs, GroupTables
+from workers.attention.backend import AttentionInputs, GroupTables
 from workers.attention.registry import attention_for
-from workers.config import KVDtype
 from workers.kv.kinds import with_kv_dtype
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 from workers.models.decoder import Decoder, ModelInputs
 from workers.models.loader import load_model
 from workers.runner.fused_layers import fused_layers
+from workers.worker_config import KVDtype
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 KINDS: tuple[KVDtype, ...] = ("auto", "int8", "fp8")

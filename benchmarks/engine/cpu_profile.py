@@ -24,7 +24,7 @@ from protos.values import GenerateRequest, SamplingParams
 from workers.attention.cpu import NativeAttention
 from workers.engine.engine import Engine
 from workers.kernels import cpu
-from workers.runner import runner
+from workers.runner import torch_runner
 from workers.scheduling.scheduler import Scheduler
 from workers.weights.formats.float_matrix import FloatMatrix
 
@@ -34,9 +34,9 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (NativeAttention, "write", "rope, KV write"),
     (cpu, "add_rms_norm", "norms"),
     (cpu, "silu_mul", "gates"),
-    (runner.Sampling, "fetch", "fetching"),
-    (runner, "pack", "packing"),
-    (runner, "sample", "sampling"),
+    (torch_runner.Sampling, "fetch", "fetching"),
+    (torch_runner, "pack", "packing"),
+    (torch_runner, "sample", "sampling"),
     (Scheduler, "plan", "planning"),
     (Scheduler, "apply", "applying"),
 )
@@ -95,7 +95,7 @@ def main() -> None:
         write_checkpoint(Path(scratch))
         for model, folder in (("demo", DEMO), ("368M", Path(scratch))):
             # A step in one call has no parts to time: this times it layer by layer, with Python between.
-            with patch.object(runner, "fused_layers", return_value=None), opened(folder) as engine:
+            with patch.object(torch_runner, "fused_layers", return_value=None), opened(folder) as engine:
                 profile(engine, 1, 32, 3)
                 for load in LOADS:
                     for phase, spent in profile(engine, *load).items():

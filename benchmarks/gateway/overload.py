@@ -23,14 +23,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
-from cluster.bench.report import Objective, Percentiles, RequestRecord, spread
-from cluster.bench.workload import Lengths
-from cluster.config.config import PoolsConfig
+from cluster.bench.bench_load import Lengths
+from cluster.bench.bench_report import Objective, Percentiles, RequestRecord, spread
+from cluster.config.cluster_config import PoolsConfig
 from cluster.simulate.latency.rough import Rough
-from cluster.simulate.run.config import SimulationConfig, hardware_spec, simulated_router
 from cluster.simulate.run.simulation import simulate
-from cluster.simulate.world.workload import GeneratedLoad, generated
-from router.config import AdmissionConfig
+from cluster.simulate.run.simulation_config import SimulationConfig, hardware_spec, simulated_router
+from cluster.simulate.world.simulated_load import GeneratedLoad, generated
+from router.router_config import AdmissionConfig
 
 FORMAT = "baton-overload/2"
 MULTIPLES = (0.5, 1.0, 2.0, 3.0)
@@ -41,7 +41,7 @@ REFUSED = "overloaded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverloadCase:
-    """A cluster and its load, `workload` of `cluster.simulate.world.workload.GENERATED`."""
+    """A cluster and its load, `workload` of `cluster.simulate.world.simulated_load.GENERATED`."""
 
     name: str
     pools: PoolsConfig

@@ -32,13 +32,13 @@ from rich.console import Console
 from benchmarks.gateway.overload import FORMAT, Curve, RatePoint, plot, point_of, table
 from benchmarks.gateway.router import gateway, worker_process
 from benchmarks.output import JsonFile, PlotFile, write_figures
+from cluster.bench.bench_load import Lengths, synthetic, with_poisson_arrivals, without_arrivals
+from cluster.bench.bench_report import RequestRecord
+from cluster.bench.bench_verb import BenchTarget, find_target
 from cluster.bench.client import CompletionClient
 from cluster.bench.http import HttpEndpoint
 from cluster.bench.load import run_load
 from cluster.bench.prompts import Prompts
-from cluster.bench.report import RequestRecord
-from cluster.bench.verb import BenchTarget, find_target
-from cluster.bench.workload import Lengths, synthetic, with_poisson_arrivals, without_arrivals
 from protos.errors import Unavailable
 
 MULTIPLES = (1.0, 2.0, 3.0)

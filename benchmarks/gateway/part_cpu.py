@@ -34,8 +34,8 @@ from opentelemetry.sdk._shared_internal import BatchProcessor
 from benchmarks.gateway.router import StreamClient, gateway, worker_process
 from benchmarks.output import write_figures
 from cluster.cli.main import main as baton
-from router.ledger.ledger import RequestLedger
-from router.ledger.store import LedgerStore
+from router.ledger.ledger_store import LedgerStore
+from router.ledger.request_ledger import RequestLedger
 from router.telemetry.exporter import TraceExporter
 
 PROGRAM = "from benchmarks.gateway.part_cpu import gateway_main; gateway_main()"

@@ -17,12 +17,12 @@ from typing import Annotated
 import typer
 
 from benchmarks.output import JsonFile, write_figures
-from cluster.bench.report import spread
-from cluster.bench.workload import Lengths
-from cluster.config.config import PoolsConfig
-from cluster.simulate.run.config import SimulationConfig, hardware_spec
+from cluster.bench.bench_load import Lengths
+from cluster.bench.bench_report import spread
+from cluster.config.cluster_config import PoolsConfig
 from cluster.simulate.run.simulation import simulate
-from cluster.simulate.world.workload import GeneratedLoad, generated
+from cluster.simulate.run.simulation_config import SimulationConfig, hardware_spec
+from cluster.simulate.world.simulated_load import GeneratedLoad, generated
 
 CASES = (1, 2, 4, 8)
 

@@ -26,17 +26,17 @@ from kvtransfer.events import EventLog
 from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
 from protos.values import BlockStored, WorkerRole
-from router.config import RouterConfig
-from router.policies.base import RequestView
+from router.policies.candidate_columns import Candidate, CandidateTable
+from router.policies.decision import RequestView
 from router.policies.registry import policy_of
-from router.policies.table import Candidate, CandidateTable
 from router.prefix.feed import Feed, Peers
 from router.prefix.index import PrefixIndex
-from router.prefix.redis import RedisPrefixIndex
+from router.prefix.redis_index import RedisPrefixIndex
 from router.prefix.redis_store import Store
 from router.prefix.redis_url import parse
 from router.prefix.registry import local_index
-from workers.kv.blocks import BlockPool
+from router.router_config import RouterConfig
+from workers.kv.block_pool import BlockPool
 
 BLOCK_SIZE = 16
 DOCUMENT_BLOCKS, QUESTION_BLOCKS = 32, 2

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from workers.kernels.base import KVScales
-from workers.kernels.blocks import gather, scatter
+from workers.kernels.block_copies import gather, scatter
+from workers.kernels.device_kernels import KVScales
 from workers.kernels.draw import Draws, draw
 from workers.kernels.paged_decode import DecodePlan, decode_tile, paged_decode, plan_decode
 from workers.kernels.prefill import PrefillPlan, plan_prefill, prefill, prefill_tile

@@ -37,20 +37,20 @@ from benchmarks.engine.random_llama import CONFIG
 from benchmarks.gpu.machine import GpuRates, measure_machine, name_of, require_gpu
 from protos.values import GenerateRequest, SamplingParams
 from workers.attention.registry import attention_for
-from workers.build import LoadedRank, build_engine
-from workers.config import SchedulerConfig, WorkerConfig
+from workers.build_rank import LoadedRank, build_engine
 from workers.engine.engine import Engine
-from workers.kernels.base import kernels_for
-from workers.kv.storage import DTYPES, KVStorage
+from workers.kernels.device_kernels import kernels_for
+from workers.kv.kv_storage import DTYPES, KVStorage
 from workers.models.decoder import Decoder
 from workers.models.model_config import ModelConfig, read_config
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
 from workers.runner.cuda_graphs import CudaRecorder
-from workers.runner.runner import TorchRunner
+from workers.runner.torch_runner import TorchRunner
 from workers.scheduling.role import Colocated
 from workers.weights.encoding import LayerContext
 from workers.weights.formats.float_matrix import only_floats
+from workers.worker_config import SchedulerConfig, WorkerConfig
 
 LLAMA_8B = CONFIG | {
     "hidden_size": 4096,

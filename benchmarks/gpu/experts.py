@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.gpu.cases import Goal, KernelCase
 from benchmarks.gpu.quantised import formats, on_device
-from workers.kernels.base import ExpertWeight
-from workers.kernels.experts.product import grouped_experts
-from workers.kernels.quantised.product import ByteProduct, GroupedProduct, quantised_product
+from workers.kernels.device_kernels import ExpertWeight
+from workers.kernels.experts.grouped_experts import grouped_experts
+from workers.kernels.quantised.product_choice import ByteProduct, GroupedProduct, quantised_product
 from workers.kernels.silu_mul import silu_mul
 
 SHARE = 0.7

@@ -1,5 +1,5 @@
 """Latent attention in shapes of DeepSeek-V3, with the 16 heads of one rank of 8, and with all 128: tokens that decode,
-and a prompt. Legend of shape suffixes: `workers.kernels.latent`."""
+and a prompt. Legend of shape suffixes: `workers.kernels.latent_pages`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from benchmarks.gpu.cases import Goal, KernelCase
-from workers.kernels.latent import head_programs, heads_of_program, latent_decode, latent_prefill, latent_tile
+from workers.kernels.latent_pages import head_programs, heads_of_program, latent_decode, latent_prefill, latent_tile
 from workers.kernels.paged_decode import DecodePlan, plan_decode
 from workers.kernels.prefill import PrefillPlan, plan_prefill
 

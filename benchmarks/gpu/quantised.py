@@ -113,7 +113,7 @@ def is_met(format_name: str, rows: int, speedup: float, share: float) -> bool | 
 def figures_of(machine: GpuRates, device: str, *, tiny: bool) -> Iterator[QuantisedFigure]:
     if device != "cuda":
         os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
-    quantised_product = import_module("workers.kernels.quantised.product").quantised_product
+    quantised_product = import_module("workers.kernels.quantised.product_choice").quantised_product
     dtype = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter multiplies bfloat16 wrongly
     for weight_name, shape in list(WEIGHTS.items())[: 1 if tiny else None]:
         outputs, inputs = (64, 256) if tiny else shape

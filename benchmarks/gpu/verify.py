@@ -25,7 +25,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from cluster.bench.hardware import find_hardware, find_versions
+from cluster.bench.measured_on import find_hardware, find_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 _TAIL = 4000

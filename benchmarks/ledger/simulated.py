@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.output import write_figures
-from cluster.bench.workload import Lengths
-from cluster.config.config import PoolsConfig
-from cluster.simulate.run.config import SimulationConfig, hardware_spec, simulated_router
+from cluster.bench.bench_load import Lengths
+from cluster.config.cluster_config import PoolsConfig
 from cluster.simulate.run.deployment import SimulatedDeployment, SimulatedGateway
 from cluster.simulate.run.simulation import SimulationOutcome, simulate
-from cluster.simulate.world.workload import GeneratedLoad, generated
+from cluster.simulate.run.simulation_config import SimulationConfig, hardware_spec, simulated_router
+from cluster.simulate.world.simulated_load import GeneratedLoad, generated
 from protos.event_loop import loop_time
 from router.jobs import Job, TokenDelta
-from router.ledger.ledger import LOOK_S, RequestLedger
+from router.ledger.ledger_report import sums
+from router.ledger.ledger_store import LedgerStore
+from router.ledger.ledger_tables import ledger_database
 from router.ledger.prices import PriceList
-from router.ledger.report import sums
-from router.ledger.schema import ledger_database
-from router.ledger.store import LedgerStore
+from router.ledger.request_ledger import LOOK_S, RequestLedger
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import Usage
 

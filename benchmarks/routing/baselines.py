@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 
-from router.config import RouterConfig
-from router.policies.base import Decision, Policy, RequestView
 from router.policies.basic import load
-from router.policies.costs import num_uncached
+from router.policies.candidate_columns import CandidateTable
+from router.policies.decision import Decision, Policy, RequestView
 from router.policies.pair import ShortRemainder, pair
+from router.policies.request_seconds import num_uncached
 from router.policies.scores import PoolScores, pool_scores
-from router.policies.table import CandidateTable
+from router.router_config import RouterConfig
 
 MATCH = 0.5  # share of the prompt, as in SGLang's cache-aware router (its cache_threshold)
 

@@ -19,15 +19,15 @@ import typer
 
 from benchmarks.output import JsonFile, write_figures
 from protos.values import WorkerLoad, WorkerRole
-from router.config import RouterConfig
 from router.fleet.candidate_table import FleetTable
-from router.fleet.worker import Member, WorkerState
+from router.fleet.member import Member, WorkerState
 from router.latency.predictor import Predictor
-from router.policies.base import RequestView
-from router.policies.costs import estimate
+from router.policies.decision import RequestView
 from router.policies.pair import kept_candidates
 from router.policies.registry import policy_of
+from router.policies.request_seconds import estimate
 from router.prefix.index import Match
+from router.router_config import RouterConfig
 
 BLOCK_SIZE = 64
 

@@ -21,13 +21,20 @@ from typing import Annotated
 import typer
 
 from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
-from cluster.bench.report import Objective
-from cluster.bench.workload import Lengths
-from cluster.config.config import PoolsConfig
-from cluster.simulate.results.report import summarise
-from cluster.simulate.run.config import SimulationConfig, hardware_spec, read_settings, room_of
+from cluster.bench.bench_load import Lengths
+from cluster.bench.bench_report import Objective
+from cluster.config.cluster_config import PoolsConfig
+from cluster.simulate.results.summary import summarise
 from cluster.simulate.run.simulation import simulate
-from cluster.simulate.world.workload import ASSISTANT_RATE, GeneratedLoad, UserSession, fitting, generated, recorded
+from cluster.simulate.run.simulation_config import SimulationConfig, hardware_spec, read_settings, room_of
+from cluster.simulate.world.simulated_load import (
+    ASSISTANT_RATE,
+    GeneratedLoad,
+    UserSession,
+    fitting,
+    generated,
+    recorded,
+)
 from router.policies.registry import NAMES
 
 SPEEDS = (0.5, 1.0, 2.0, 4.0, 7.0)

@@ -48,12 +48,12 @@ from protos.values import BlockStored, KVEvents
 from protos.wire import from_proto, to_proto
 from router.prefix.feed import Feed
 from router.prefix.index import PrefixIndex
-from router.prefix.memory import MemoryPrefixIndex
-from router.prefix.redis import RedisPrefixIndex
+from router.prefix.memory_index import MemoryPrefixIndex
+from router.prefix.redis_index import RedisPrefixIndex
 from router.prefix.redis_store import Store
 from router.prefix.redis_url import parse
 from router.prefix.registry import local_index
-from router.prefix.table import TablePrefixIndex
+from router.prefix.table_index import TablePrefixIndex
 
 SUBJECTS: dict[str, tuple[Callable[[], PrefixIndex], Hash]] = {
     "tables": (TablePrefixIndex, fastest()),

@@ -17,17 +17,17 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.bench.workload import PrefixSpan
-from cluster.simulate.world.workload import UserSession
+from cluster.bench.bench_load import PrefixSpan
+from cluster.simulate.world.simulated_load import UserSession
 from kvtransfer.events import EventLog
 from protos.values import BlockHash, WorkerLoad, WorkerRole
 from router.latency.predictor import Predictor
-from router.policies.base import Policy, RequestView
-from router.policies.costs import estimate
-from router.policies.table import Candidate, CandidateTable, WorkerSet
+from router.policies.candidate_columns import Candidate, CandidateTable, WorkerSet
+from router.policies.decision import Policy, RequestView
+from router.policies.request_seconds import estimate
 from router.prefix.feed import Feed
 from router.prefix.index import PrefixIndex
-from workers.kv.blocks import BlockPool
+from workers.kv.block_pool import BlockPool
 
 ROLE = WorkerRole.COLOCATED
 _ANSWER = 99  # the kind of spans that answers are

@@ -22,11 +22,11 @@ import typer
 from benchmarks.output import JsonFile, PlotFile, drawing, write_figures
 from benchmarks.routing.baselines import BASELINES
 from benchmarks.routing.replay import Replay, ReplayedRequest, TraceRequest, WorkerSpeed, asked_of, read_trace
-from cluster.bench.workload import Lengths
-from cluster.simulate.world.workload import GENERATED, GeneratedLoad, generated
-from router.config import RouterConfig
+from cluster.bench.bench_load import Lengths
+from cluster.simulate.world.simulated_load import GENERATED, GeneratedLoad, generated
 from router.policies.registry import NAMES, policy_of
 from router.prefix.registry import local_index
+from router.router_config import RouterConfig
 
 BLOCK_SIZE = 512  # tokens of a block in Mooncake's traces
 IDEAL = "ideal: one worker, all the cache"

@@ -18,7 +18,7 @@ import typer
 
 from benchmarks.routing.replay import TraceRequest
 from benchmarks.routing.trace import BLOCK_SIZE, asked_for
-from cluster.simulate.world.workload import GENERATED
+from cluster.simulate.world.simulated_load import GENERATED
 from protos.values import BlockHash
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.simulate.latency.base import StepWork
+from cluster.simulate.latency.step_work import StepWork
 from protos.hints import counted
 
 NUM_ROUNDS = 10

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from cluster.simulate.latency.base import StepWork
 from cluster.simulate.latency.shapes import BFLOAT16, FP8_BLOCK
+from cluster.simulate.latency.step_work import StepWork
 from protos.errors import Misconfigured
 
 BACKEND = "trtllm"

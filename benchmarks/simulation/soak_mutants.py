@@ -113,7 +113,7 @@ MUTANTS = (
     ),
     Mutant(
         name="tokens: a full partial block is pushed too early",
-        module="kvtransfer.session",
+        module="kvtransfer.push_session",
         old="        num_full = num_computed // self.ticket.layout.block_size\n",
         new="        num_full = -(-num_computed // self.ticket.layout.block_size)\n",
     ),
@@ -144,13 +144,13 @@ MUTANTS = (
     ),
     Mutant(
         name="leases: blocks that land do not extend it",
-        module="kvtransfer.ledger",
+        module="kvtransfer.ticket_ledger",
         old="            entry.add((chunk.group, index), layers)\n        entry.extend(now)\n",
         new="            entry.add((chunk.group, index), layers)\n",
     ),
     Mutant(
         name="leases: what is sent does not extend the sender's",
-        module="kvtransfer.session",
+        module="kvtransfer.push_session",
         old="        self._deadline_s = math.inf if all_sent else now + self.ticket.lease_s\n",
         new="        self._deadline_s = math.inf if all_sent else self._deadline_s\n",
     ),
@@ -163,7 +163,7 @@ MUTANTS = (
     # -- off by one ----------------------------------------------------------------------------------------------------
     Mutant(
         name="off by one: the last free block is never handed out",
-        module="workers.kv.blocks",
+        module="workers.kv.block_pool",
         old="        if num_blocks > self.num_free:\n            return None\n",
         new="        if num_blocks >= self.num_free:\n            return None\n",
     ),

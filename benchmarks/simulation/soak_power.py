@@ -62,14 +62,14 @@ def hunt(mutant: Mutant | None, seeds: range) -> dict[str, Any]:
         sys.meta_path.insert(0, _Finder(mutant))
     import logging
 
-    from cluster.simulate.run import soak
+    from cluster.simulate.run import soak_trial
 
     logging.disable(logging.CRITICAL)
     for seed in seeds:
         try:
-            soak.run(soak.trial(seed))
+            soak_trial.run(soak_trial.trial(seed))
         except Exception as error:
-            return {"seed": seed, "num_clusters": seed - seeds.start + 1, "why": soak.reason(error)}
+            return {"seed": seed, "num_clusters": seed - seeds.start + 1, "why": soak_trial.reason(error)}
     return {"seed": None, "num_clusters": len(seeds), "why": ""}
 
 

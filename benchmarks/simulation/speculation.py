@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.output import JsonFile, write_figures
-from cluster.bench.report import Objective
-from cluster.bench.workload import Lengths
-from cluster.config.config import PoolsConfig
-from cluster.simulate.results.report import Summary, summarise
-from cluster.simulate.run.config import SimulationConfig, hardware_spec, read_settings
+from cluster.bench.bench_load import Lengths
+from cluster.bench.bench_report import Objective
+from cluster.config.cluster_config import PoolsConfig
+from cluster.simulate.results.summary import Summary, summarise
 from cluster.simulate.run.simulation import simulate
-from cluster.simulate.world.workload import GENERATED, GeneratedLoad
+from cluster.simulate.run.simulation_config import SimulationConfig, hardware_spec, read_settings
+from cluster.simulate.world.simulated_load import GENERATED, GeneratedLoad
 
 PROMPT, ANSWER = 500, 200
 RATES = (1.0, 8.0, 24.0, 40.0, 56.0)

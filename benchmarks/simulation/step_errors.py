@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.simulation.measured_kernels import BACKEND, Aiconfigurator, Tables
-from cluster.simulate.latency.base import StepWork, step_of
 from cluster.simulate.latency.roofline import Roofline
 from cluster.simulate.latency.shapes import GPUS, MODELS
+from cluster.simulate.latency.step_work import StepWork, step_of
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "step-times.json"

@@ -23,10 +23,10 @@ from scipy.optimize import least_squares
 
 from benchmarks.simulation.measured_kernels import BACKEND, Tables
 from benchmarks.simulation.step_errors import FITTED_ON, MIXTURE
-from cluster.simulate.latency.base import StepWork, step_of
 from cluster.simulate.latency.kernels import PATH, AllReduceTimes, AttentionTimes, KernelTimes, ProductTimes
 from cluster.simulate.latency.roofline import Product, Roofline
 from cluster.simulate.latency.shapes import BFLOAT16, FP8, FP8_BLOCK, GPUS, MODELS, Experts, ModelShape
+from cluster.simulate.latency.step_work import StepWork, step_of
 from protos.errors import Misconfigured
 
 MIXTURE_RANKS = {BFLOAT16: (2,), FP8_BLOCK: (1, 4, 8)}  # routed experts and attention: the last of them

@@ -38,12 +38,12 @@ from rich.table import Table
 
 from benchmarks.output import JsonFile, write_figures
 from benchmarks.simulation.calibration import Calibrated, calibrate, read_points
-from cluster.bench.report import Objective
-from cluster.config.config import PoolsConfig
-from cluster.simulate.results.report import summarise
-from cluster.simulate.run.config import SimulationConfig, hardware_spec, read_settings, simulated_router
+from cluster.bench.bench_report import Objective
+from cluster.config.cluster_config import PoolsConfig
+from cluster.simulate.results.summary import summarise
 from cluster.simulate.run.simulation import SimulationOutcome, simulate
-from cluster.simulate.world.workload import UserSession, recorded
+from cluster.simulate.run.simulation_config import SimulationConfig, hardware_spec, read_settings, simulated_router
+from cluster.simulate.world.simulated_load import UserSession, recorded
 
 FORMAT = "baton-simulator-validation/1"
 BATON = str(Path(sys.executable).with_name("baton"))

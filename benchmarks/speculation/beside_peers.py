@@ -29,11 +29,11 @@ from benchmarks.engine.random_llama import write_checkpoint
 from benchmarks.output import JsonFile, write_figures
 from benchmarks.speculation.texts import encoded, source_passages
 from protos.values import GenerateRequest, SamplingParams
-from workers.build import build_engine, open_rank
-from workers.config import WorkerConfig
+from workers.build_rank import build_engine, open_rank
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
 from workers.scheduling.role import Colocated
+from workers.worker_config import WorkerConfig
 
 MAX_DRAFTS = 8
 Answers = Sequence[Sequence[int]]

@@ -28,12 +28,12 @@ from tokenizers import Tokenizer
 from benchmarks.engine.cpu_engine import DEMO
 from benchmarks.output import JsonFile, write_figures
 from protos.values import GenerateRequest, SamplingParams
-from workers.build import build_engine, open_rank
-from workers.config import WorkerConfig
+from workers.build_rank import build_engine, open_rank
 from workers.engine.engine import Engine
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
 from workers.scheduling.role import Colocated
+from workers.worker_config import WorkerConfig
 
 MODES = (f"eagle:{DEMO.parent / 'eagle3'}", f"medusa:{DEMO.parent / 'medusa'}")
 MAX_DRAFTS = 4

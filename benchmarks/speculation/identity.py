@@ -37,13 +37,13 @@ from rich.table import Table
 from benchmarks.engine.cpu_engine import DEMO
 from benchmarks.speculation.known_drafter import KnownAnswers
 from protos.values import FinishReason, GenerateRequest, Logprobs, SamplingParams, SpeculationParams
-from workers.build import LoadedRank, build_engine, follow_rank0, make_transfer, open_rank
-from workers.config import WorkerConfig
+from workers.build_rank import LoadedRank, build_engine, follow_rank0, make_transfer, open_rank
 from workers.engine.engine import Engine
 from workers.parallel.ranks import Leader, find_store, join_group, open_store
 from workers.scheduling.role import Colocated
 from workers.speculation.proposer import Proposer
 from workers.speculation.speculation import Speculation
+from workers.worker_config import WorkerConfig
 
 BATCH = 40
 """Requests that are served together."""

@@ -33,14 +33,14 @@ from benchmarks.speculation.known_drafter import KnownAnswers
 from benchmarks.speculation.texts import COPYING, GivenAnswer, given_answers
 from protos.values import GenerateRequest, SamplingParams
 from workers.batch import Sample
-from workers.build import LoadedRank, build_engine, open_rank
-from workers.config import WorkerConfig
-from workers.grammar.base import Mask
+from workers.build_rank import LoadedRank, build_engine, open_rank
+from workers.grammar.grammar_seam import Mask
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
 from workers.scheduling.role import Colocated
 from workers.speculation.registry import speculation_of
 from workers.speculation.speculation import Speculation, SpeculationCounts
+from workers.worker_config import WorkerConfig
 
 SEVERAL, FULL = 8, 32
 RIGHT = (0.0, 0.2, 0.5, 0.8, 1.0)

@@ -20,10 +20,10 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 
-from kvtransfer.config import LaneConfig, Preference
+from kvtransfer.lane_config import LaneConfig, Preference
 from kvtransfer.registry import transport
 from kvtransfer.transport import Arrived
-from kvtransfer.transports.rendezvous.store import RendezvousServer, RendezvousStore
+from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousServer, RendezvousStore
 from protos.values import KVLayout, LaneAddress
 
 LAYOUT = KVLayout.dense(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")

@@ -29,12 +29,12 @@ from benchmarks.engine.random_llama import write_checkpoint
 from benchmarks.output import JsonFile, PlotFile, write_bars
 from kvtransfer.hashing import chain_hashes
 from protos.values import GenerateRequest, HostLoad, SamplingParams
-from workers.build import build_engine, open_rank
-from workers.config import WorkerConfig
+from workers.build_rank import build_engine, open_rank
 from workers.engine.engine import Engine
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
 from workers.scheduling.role import Colocated
+from workers.worker_config import WorkerConfig
 
 BLOCK = 16
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)

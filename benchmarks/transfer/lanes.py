@@ -48,8 +48,8 @@ from benchmarks.transfer.destination import (
     settle,
 )
 from benchmarks.transfer.requests import LENGTHS, RequestTimes, ask_clusters, asked_table
-from cluster.bench.hardware import find_hardware
-from kvtransfer.config import LaneConfig, Preference
+from cluster.bench.measured_on import find_hardware
+from kvtransfer.lane_config import LaneConfig, Preference
 from kvtransfer.registry import transport
 from kvtransfer.transport import Chunk, LaneLost
 from protos.values import GenerateRequest, LaneAddress, SamplingParams, Ticket

@@ -11,10 +11,10 @@ from typing import Any
 import httptools
 import orjson
 
+from cluster.bench.bench_load import PrefixSpan, WorkloadItem
+from cluster.bench.bench_report import RequestRecord
 from cluster.bench.http import Connection, Connections, HttpEndpoint, HttpReply, Opener
 from cluster.bench.prompts import Prompts
-from cluster.bench.report import RequestRecord
-from cluster.bench.workload import PrefixSpan, WorkloadItem
 from protos.errors import InvalidRequest, Unavailable
 from protos.listening import netloc
 

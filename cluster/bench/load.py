@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.bench.report import RequestRecord
-from cluster.bench.workload import WorkloadItem
+from cluster.bench.bench_load import WorkloadItem
+from cluster.bench.bench_report import RequestRecord
 
 
 class LoadClient(Protocol):

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from cluster.bench.workload import Key, PrefixSpan
+from cluster.bench.bench_load import Key, PrefixSpan
 
 MIN_VOCAB = 1000
 WORDS = (

@@ -25,8 +25,8 @@ import msgspec
 from redis.asyncio import Redis
 
 from cluster.capacity.controller import FleetRecord
-from cluster.discovery.redis import client_of, root_of
-from cluster.planner.values import LearnedLoad
+from cluster.discovery.redis_members import client_of, root_of
+from cluster.planner.planner_values import LearnedLoad
 from cluster.supervision.living import LivingFleet
 from protos.errors import BatonError, Internal, Unavailable
 from protos.values import ErrorInfo

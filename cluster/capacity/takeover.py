@@ -15,10 +15,10 @@ from pathlib import Path
 
 from cluster.capacity.controller import FleetRecord, as_cut_off
 from cluster.capacity.roll import RETRY_S, Counts, FleetActuator, FleetRoll, RollMix
-from cluster.config.config import ClusterConfig
+from cluster.config.cluster_config import ClusterConfig
 from cluster.config.revised import changed_settings, digest_of, revised
 from cluster.supervision.living import LivingFleet
-from cluster.supervision.placement import WorkerPlan
+from cluster.supervision.worker_placement import WorkerPlan
 from protos.errors import BatonError, Unavailable
 from router.fleet_owner import ChangeState, DesiredFleet, FleetOrder, FleetOwner, OrderKind
 

@@ -28,29 +28,31 @@ SERVE, USE, APART = "Serve a model", "Use and observe a cluster", "Run the parts
 VERBS: dict[str, Verb] = {
     "up": Verb("cluster.cli.serve", "up", "A model on this machine, by default the demo; Ctrl-C stops it.", SERVE),
     "serve": Verb("cluster.cli.serve", "serve", "Gateway, prefill and decode workers, supervised.", SERVE),
-    "config": Verb("cluster.cli.config", "config", "Print the settings in force, as a file for --config.", SERVE),
-    "status": Verb("cluster.cli.status", "status", "Show pools, workers, load, KV and lanes.", USE),
+    "config": Verb("cluster.cli.config_verb", "config", "Print the settings in force, as a file for --config.", SERVE),
+    "status": Verb("cluster.cli.status_verb", "status", "Show pools, workers, load, KV and lanes.", USE),
     "why": Verb("cluster.cli.why", "why", "Show why a request was routed as it was, or the fleet changed.", USE),
-    "doctor": Verb("cluster.doctor.verb", "doctor", "Find what is wrong with a running cluster.", USE),
-    "drain": Verb("cluster.cli.change.drain", "drain", "Move a worker's requests elsewhere, and end it.", USE),
-    "scale": Verb("cluster.cli.change.capacity", "scale", "Change the number of workers while they serve.", USE),
-    "flip": Verb("cluster.cli.change.capacity", "flip", "Change the role of a worker while it runs.", USE),
-    "roll": Verb("cluster.cli.change.capacity", "roll", "Replace the model or settings of all workers.", USE),
+    "doctor": Verb("cluster.doctor.doctor_verb", "doctor", "Find what is wrong with a running cluster.", USE),
+    "drain": Verb("cluster.cli.change.drain_verb", "drain", "Move a worker's requests elsewhere, and end it.", USE),
+    "scale": Verb("cluster.cli.change.fleet_verbs", "scale", "Change the number of workers while they serve.", USE),
+    "flip": Verb("cluster.cli.change.fleet_verbs", "flip", "Change the role of a worker while it runs.", USE),
+    "roll": Verb("cluster.cli.change.fleet_verbs", "roll", "Replace the model or settings of all workers.", USE),
     "adapter": Verb("cluster.cli.change.adapter", "adapter", "Load, unload or list LoRA adapters.", USE),
     "plan": Verb("cluster.cli.change.plan", "plan", "Show which fleet the present load needs, and why.", USE),
-    "usage": Verb("cluster.cli.costs", "usage", "Show who used how many tokens.", USE),
-    "costs": Verb("cluster.cli.costs", "costs", "Show what is charged, and what it costs.", USE),
-    "chat": Verb("cluster.cli.chat", "chat", "Talk to the model.", USE),
-    "batch": Verb("cluster.cli.client.batch", "batch", "Run a file of requests when there is room.", USE),
-    "bench": Verb("cluster.bench.verb", "bench", "Measure it under load.", USE),
+    "usage": Verb("cluster.cli.cost_verbs", "usage", "Show who used how many tokens.", USE),
+    "costs": Verb("cluster.cli.cost_verbs", "costs", "Show what is charged, and what it costs.", USE),
+    "chat": Verb("cluster.cli.chat_verb", "chat", "Talk to the model.", USE),
+    "batch": Verb("cluster.cli.client.batch_verb", "batch", "Run a file of requests when there is room.", USE),
+    "bench": Verb("cluster.bench.bench_verb", "bench", "Measure it under load.", USE),
     "simulate": Verb(
         "cluster.simulate.cli.simulate", "simulate", "The same code in virtual time: sizes, faults, policies.", USE
     ),
-    "quantize": Verb("cluster.quantise.verb", "quantize", "Write a checkpoint's weights with 4 or 8 bits.", SERVE),
-    "key": Verb("cluster.cli.key", "key", "Make an API key for a tenant.", SERVE),
-    "gateway": Verb("cluster.cli.gateway", "gateway", "The router, for workers that run elsewhere.", APART),
-    "pools": Verb("cluster.cli.pools", "pools", "Supervised workers, for gateways elsewhere.", APART),
-    "worker": Verb("cluster.cli.worker", "worker", "One worker in this terminal, without Ray.", APART),
+    "quantize": Verb(
+        "cluster.quantise.quantize_verb", "quantize", "Write a checkpoint's weights with 4 or 8 bits.", SERVE
+    ),
+    "key": Verb("cluster.cli.key_verb", "key", "Make an API key for a tenant.", SERVE),
+    "gateway": Verb("cluster.cli.gateway_verb", "gateway", "The router, for workers that run elsewhere.", APART),
+    "pools": Verb("cluster.cli.pools_verb", "pools", "Supervised workers, for gateways elsewhere.", APART),
+    "worker": Verb("cluster.cli.worker_verb", "worker", "One worker in this terminal, without Ray.", APART),
 }
 MEASURING = ("bench", "simulate")
 WIDE_COLUMNS = 140

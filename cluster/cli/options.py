@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from cluster.config.config import ClusterConfig
+from cluster.config.cluster_config import ClusterConfig
 from cluster.config.declared import declared_settings
-from cluster.config.models import TABLE, make_configs, models_given
 from cluster.config.settings import Table, make_blaming, merge, read_file, setting, table_of
+from cluster.config.several_models import TABLE, make_configs, models_given
 from cluster.process.logs import LogFormat
 from protos.errors import Misconfigured
-from protos.settings import number
+from protos.setting import number
 from router.policies.registry import check_names
 from workers.adapters.names import parse_adapters
 

@@ -22,11 +22,11 @@ from rich.markup import escape
 
 from cluster.capacity.controller import FleetController
 from cluster.cli import options
-from cluster.config.config import ClusterConfig
-from cluster.config.models import TABLE
+from cluster.config.cluster_config import ClusterConfig
 from cluster.config.revised import digest_of, reviser
 from cluster.config.settings import read_file, setting
-from cluster.discovery.base import DirectAnnouncer
+from cluster.config.several_models import TABLE
+from cluster.discovery.members import DirectAnnouncer
 from cluster.gateway.run import open_faces
 from cluster.planner.planned_fleet import PlannedFleet
 from cluster.process.gc_tuning import collect_rarely
@@ -35,15 +35,15 @@ from cluster.process.signals import StopSignal, stopped, stopping
 from cluster.ray.machine_part import MachinePart, parts, visible_gpus
 from cluster.ray.pools import Pools
 from cluster.supervision.preflight import check_adapter_names, check_feasible, check_files
-from cluster.supervision.progress import Bars
+from cluster.supervision.start_progress import Bars
 from protos.errors import Misconfigured
 from protos.hints import listed
 from router.fleet_owner import DesiredFleet
 
 if TYPE_CHECKING:
-    from cluster.discovery.base import ClusterAnnouncer
+    from cluster.discovery.members import ClusterAnnouncer
+    from cluster.gateway.gateway_server import GatewayServer
     from cluster.gateway.replicas import Replicas
-    from cluster.gateway.server import GatewayServer
 
 log = logging.getLogger("baton.cluster")
 
@@ -129,7 +129,7 @@ class ServedCluster:
 
     async def _announcers(self, front: GatewayServer | Replicas) -> Sequence[ClusterAnnouncer]:
         """Announcers of each fleet's workers to the gateway."""
-        from cluster.gateway.server import GatewayServer
+        from cluster.gateway.gateway_server import GatewayServer
 
         if isinstance(front, GatewayServer):
             return [DirectAnnouncer(one.fleet) for one in front.backends]

@@ -13,9 +13,9 @@ from rich.text import Text
 
 from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client, request_json
 from cluster.cli.change.decisions import capacity_view
-from cluster.cli.tables import Sheet, show
+from cluster.cli.terminal_tables import Sheet, show
 from protos.errors import Misconfigured
-from router.policies.base import cost_figure, shown_unit
+from router.policies.decision import cost_figure, shown_unit
 
 RECENT = 20
 

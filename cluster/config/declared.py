@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from cluster.config.config import ClusterConfig
-from protos.settings import Setting, settings_of
+from cluster.config.cluster_config import ClusterConfig
+from protos.setting import Setting, settings_of
 
 # Attributes shared by several parts: they are at the top of a file.
 _AT_TOP = {

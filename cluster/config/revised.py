@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from cluster.config.config import ClusterConfig
+from cluster.config.cluster_config import ClusterConfig
 from cluster.config.declared import DeclaredSetting, declared_settings
 from cluster.config.settings import checked_value
 from protos.errors import Misconfigured

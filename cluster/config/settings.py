@@ -15,12 +15,12 @@ from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.config.config import ClusterConfig
+from cluster.config.cluster_config import ClusterConfig
 from cluster.config.declared import config_fields, declared_settings, path_of, tables
 from protos.errors import Misconfigured
 from protos.hints import suggested, unusable
 from protos.model_files.opening import model_name
-from protos.settings import Setting, settings_of
+from protos.setting import Setting, settings_of
 from protos.values import WorkerRole
 
 Table = dict[str, Any]

@@ -17,24 +17,24 @@ from prometheus_client import CollectorRegistry
 
 from cluster.gateway.shutdown import Cutoff
 from router.auth.auth import AccessControl
-from router.batches.build import BatchService
-from router.build import Router, build_router
+from router.batches.open_batches import BatchService
+from router.build_router import Router, build_router
 from router.capacity.reporter import CapacityReporter
-from router.config import RouterConfig
-from router.files.storage import BatchStorage
+from router.files.batch_storage import BatchStorage
 from router.fleet.channels import Channels
 from router.fleet.sleep import SleepWatch
 from router.fleet_owner import CapacityOwner
 from router.gateway import Gateway, open_gateway
-from router.history.sampler import HistorySampler
+from router.history.history_sampler import HistorySampler
 from router.http.pace import Pace
 from router.ledger.journal import RowJournal
-from router.ledger.ledger import RequestLedger
+from router.ledger.ledger_store import LedgerStore
+from router.ledger.ledger_tables import ledger_database
 from router.ledger.prices import PriceList, read_prices
-from router.ledger.schema import ledger_database
-from router.ledger.store import LedgerStore
-from router.metrics import RequestMetrics
+from router.ledger.request_ledger import RequestLedger
 from router.prefix.registry import open_index
+from router.request_metrics import RequestMetrics
+from router.router_config import RouterConfig
 
 log = logging.getLogger("baton.gateway")
 

@@ -12,9 +12,9 @@ import os
 import socket
 import sys
 
+from cluster.gateway.gateway_server import GatewayServer
 from cluster.gateway.replicas import REPLICA_MESSAGES, BeginReplica, ReplicaState
 from cluster.gateway.run import addresses_by_model, open_server, serve
-from cluster.gateway.server import GatewayServer
 from cluster.process.channel import MessageChannel, ProcessFailed
 from cluster.process.logs import terminal
 from cluster.process.signals import StopSignal

@@ -21,8 +21,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.config.config import ClusterConfig
-from cluster.discovery.base import ClusterAnnouncer
+from cluster.config.cluster_config import ClusterConfig
+from cluster.discovery.members import ClusterAnnouncer
 from cluster.gateway.private_redis import PrivateRedis
 from cluster.process.channel import MessageChannel, ProcessFailed
 from cluster.process.life import live
@@ -159,7 +159,7 @@ class Replicas:
     async def announcer(self, fleet: str, owner: CapacityOwner) -> ClusterAnnouncer:
         """Announces the workers of a fleet to the replicas, which reach the fleet's owner through Redis from now on."""
         from cluster.capacity.redis_fleet import serve_calls
-        from cluster.discovery.redis import RedisAnnouncer, connect
+        from cluster.discovery.redis_members import RedisAnnouncer, connect
 
         client = await connect(self._begin.configs[0].discovery)
         announcer = RedisAnnouncer(await connect(self._begin.configs[0].discovery), fleet=fleet)

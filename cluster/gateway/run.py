@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Gauge
 from rich.console import Console
 
-from cluster.config.config import ClusterConfig
-from cluster.discovery.base import Discovery, StaticDiscovery
+from cluster.config.cluster_config import ClusterConfig
+from cluster.discovery.members import Discovery, StaticDiscovery
 from cluster.process.gc_tuning import collect_rarely
 from cluster.process.logs import LogFormat
 from cluster.process.ports import listen_for_gateway
@@ -27,8 +27,8 @@ from workers.models.model_config import longest_sequence
 from workers.models.served import read_served
 
 if TYPE_CHECKING:
+    from cluster.gateway.gateway_server import GatewayServer
     from cluster.gateway.replicas import Replicas
-    from cluster.gateway.server import GatewayServer
     from router.fleet.channels import Channels
     from router.fleet_owner import CapacityOwner
 
@@ -90,8 +90,8 @@ def open_server(
     replica_ports: Sequence[int] = (),
 ) -> GatewayServer:
     """The gateway of these models in this process. Closes `listening` where it cannot be. Raises Misconfigured."""
+    from cluster.gateway.gateway_server import GatewayServer  # imports take a second, while Ray starts
     from cluster.gateway.model_backend import ModelSettings
-    from cluster.gateway.server import GatewayServer  # imports take a second, while Ray starts
 
     config = configs[0]
     try:
@@ -148,7 +148,7 @@ def max_model_len_of(config: ClusterConfig) -> int:
 async def _serve(
     front: GatewayServer | Replicas, configs: Sequence[ClusterConfig], addresses: Sequence[tuple[str, ...]]
 ) -> None:
-    from cluster.gateway.server import GatewayServer
+    from cluster.gateway.gateway_server import GatewayServer
 
     if isinstance(front, GatewayServer):
         await serve(front, configs, addresses, _say_ready(front, configs))
@@ -256,6 +256,6 @@ async def discovery_of(config: ClusterConfig, addresses: tuple[str, ...], channe
 
     if addresses:
         return StaticDiscovery(addresses, identify=identify)
-    from cluster.discovery.redis import RedisDiscovery, connect
+    from cluster.discovery.redis_members import RedisDiscovery, connect
 
     return RedisDiscovery(await connect(config.discovery), learn=channels.learn, fleet=config.fleet)

@@ -25,8 +25,7 @@ from dataclasses import replace
 from itertools import product
 
 from cluster.planner.forecast import expected, learned
-from cluster.planner.queueing import attainment, shares_in_time
-from cluster.planner.values import (
+from cluster.planner.planner_values import (
     ActionTimes,
     FleetDecision,
     FleetLimits,
@@ -38,6 +37,7 @@ from cluster.planner.values import (
     TooSmall,
     WeighedFleet,
 )
+from cluster.planner.queueing import attainment, shares_in_time
 from protos.hints import counted
 from protos.values import WorkerRole
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from cluster.planner.planner_values import FleetObjective, Observation, PoolObservation
 from cluster.planner.queueing import mean
-from cluster.planner.values import FleetObjective, Observation, PoolObservation
 from protos.values import WorkerRole
 from router.latency.fits import LinearFit
 from router.latency.predictor import STEP

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.planner.decide import decide
 from cluster.planner.observer import Observer
-from cluster.planner.values import (
+from cluster.planner.planner_values import (
     ActionTimes,
     FleetDecision,
     FleetLimits,

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from cluster.planner.values import AS_MODELLED, FleetObjective, LoadFactors, Observation, PoolObservation
+from cluster.planner.planner_values import AS_MODELLED, FleetObjective, LoadFactors, Observation, PoolObservation
 from protos.values import WorkerRole
 
 _OVERLOADED = 0.01

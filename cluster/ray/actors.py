@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from cluster.process.scratch_dir import PREFIX, share
 from cluster.ray.hosts import RankConnection, free_port, ours
-from cluster.ray.session import Machines, short_folder
+from cluster.ray.ray_session import Machines, short_folder
 from cluster.supervision.rank import Event, RankSpec
 from cluster.supervision.rank_starter import CONTACT_S, RankLink, end_process, start_process
 from protos.errors import BatonError, WorkerLost

@@ -16,17 +16,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from cluster.config.config import ClusterConfig
+from cluster.config.cluster_config import ClusterConfig
 from cluster.config.revised import revised
 from cluster.ray.hosts import Host, RankConnection, WorkerPlace
 from cluster.supervision.living import LivingWorker
-from cluster.supervision.placement import WorkerPlan
 from cluster.supervision.rank import Ended, Event, Logged, RankSpec
+from cluster.supervision.worker_placement import WorkerPlan
 from protos.errors import BatonError, Misconfigured, WorkerLost
 from protos.values import LOOPBACK
 from protos.wire import raised
-from workers.config import RankId
 from workers.speculation.registry import SpeculateMode
+from workers.worker_config import RankId
 
 log = logging.getLogger("baton.cluster")
 

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.config.config import ClusterConfig
+from cluster.config.cluster_config import ClusterConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

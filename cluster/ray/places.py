@@ -15,9 +15,9 @@ from typing import Any
 
 from cluster.ray.actors import RayNode, RayNodes
 from cluster.ray.hosts import Host, WorkerPlace
-from cluster.ray.session import Machines
+from cluster.ray.ray_session import Machines
 from cluster.supervision.living import LivingWorker
-from cluster.supervision.placement import WorkerPlan
+from cluster.supervision.worker_placement import WorkerPlan
 from protos.errors import WorkerLost
 
 log = logging.getLogger("baton.cluster")

@@ -14,14 +14,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from cluster.config.config import ClusterConfig
-from cluster.discovery.base import ClusterAnnouncer, LateAnnouncer
+from cluster.config.cluster_config import ClusterConfig
+from cluster.discovery.members import ClusterAnnouncer, LateAnnouncer
 from cluster.process.channel import MessageChannel, Ping, Pong, ProcessFailed
 from cluster.process.life import live, spawn
 from cluster.process.reaper import Reaper, adopt_orphans
 from cluster.process.scratch_dir import Scratch, kill_users
 from cluster.ray.machine_part import MachinePart
-from cluster.ray.session import OURS, end_private_ray, short_folder
+from cluster.ray.ray_session import OURS, end_private_ray, short_folder
 from cluster.ray.start_times import StartTimes
 from cluster.ray.supervisor_messages import (
     SUPERVISOR_MESSAGES,
@@ -45,9 +45,9 @@ from cluster.ray.supervisor_messages import (
 )  # fmt: skip
 from cluster.supervision.lifecycle import LifeState, delay_s
 from cluster.supervision.living import LivingFleet, LivingWorker
-from cluster.supervision.placement import FIRST, WorkerPlan, missing
-from cluster.supervision.progress import Bars
+from cluster.supervision.start_progress import Bars
 from cluster.supervision.supervisor import SupervisedWorker
+from cluster.supervision.worker_placement import FIRST, WorkerPlan, missing
 from protos.errors import BatonError, Unavailable
 from protos.event_loop import Changed
 from protos.values import WorkerRole

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.config.config import ClusterConfig
+from cluster.config.cluster_config import ClusterConfig
 from cluster.process.channel import Ping, Pong, ProcessFailed
 from cluster.ray.machine_part import MachinePart
 from cluster.supervision.living import LivingWorker
-from cluster.supervision.placement import WorkerPlan
 from cluster.supervision.supervisor import SupervisedWorker
+from cluster.supervision.worker_placement import WorkerPlan
 from protos.codec import Messages
 from protos.values import ErrorInfo, WorkerRole
 from router.fleet.successors import Successor

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cluster.config.config import ClusterConfig
+from cluster.config.cluster_config import ClusterConfig
 from cluster.config.revised import revised
 from cluster.process.channel import MessageChannel, Ping, Pong, ProcessFailed
 from cluster.process.logs import FIELDS
@@ -34,7 +34,7 @@ from cluster.ray.actors import RayNodes
 from cluster.ray.hosts import ThisMachine
 from cluster.ray.launcher import RankLauncher
 from cluster.ray.places import ManyMachines, OneMachine, RayShares
-from cluster.ray.session import Machines
+from cluster.ray.ray_session import Machines
 from cluster.ray.supervisor_messages import (
     SUPERVISOR_MESSAGES,
     Begin,
@@ -57,7 +57,8 @@ from cluster.ray.supervisor_messages import (
 )
 from cluster.supervision.health import change_role, check_health, drain, retire
 from cluster.supervision.living import LivingWorker
-from cluster.supervision.placement import (
+from cluster.supervision.supervisor import RunningWorker, SupervisedWorker, Supervisor
+from cluster.supervision.worker_placement import (
     NodeResources,
     WorkerPlan,
     check_cores,
@@ -68,13 +69,12 @@ from cluster.supervision.placement import (
     shared_cpus,
     why_not_gpus,
 )
-from cluster.supervision.supervisor import RunningWorker, SupervisedWorker, Supervisor
 from protos.errors import BatonError, Internal, Misconfigured, Unavailable
 from protos.hints import encodable
 from protos.wire import error_info
 from router.fleet.channels import Channels
 from router.fleet.successors import Successor
-from workers.config import Device
+from workers.worker_config import Device
 
 log = logging.getLogger("baton.cluster")
 

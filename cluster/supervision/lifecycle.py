@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from cluster.config.config import SupervisionConfig
+from cluster.config.cluster_config import SupervisionConfig
 from protos.errors import BatonError, Misconfigured
 
 

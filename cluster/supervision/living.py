@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.supervision.placement import WorkerPlan
-from decode_pool.config import DecodeConfig
-from prefill_pool.config import PrefillConfig
+from cluster.supervision.worker_placement import WorkerPlan
+from decode_pool.decode_config import DecodeConfig
+from prefill_pool.prefill_config import PrefillConfig
 from protos.tls import PeerTls
 from protos.values import WorkerInfo
-from workers.config import WorkerConfig
+from workers.worker_config import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,15 +8,15 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cluster.config.config import ClusterConfig
+from cluster.config.cluster_config import ClusterConfig
 from protos.errors import Misconfigured
 from protos.values import ITEM_BYTES, KVLayout, WorkerRole
 from router.auth.tenants import read_roster
 from router.ledger.prices import NO_PRICES, read_prices
-from workers.adapters.files import check_folder
+from workers.adapters.adapter_files import check_folder
 from workers.adapters.names import parse_adapters
+from workers.free_memory import free_ram_bytes
 from workers.kv.kinds import layout_of
-from workers.memory import free_ram_bytes
 from workers.models.interface import ServedConfig
 from workers.models.model_config import longest_sequence, weight_bytes
 from workers.models.served import check_ranks, read_served

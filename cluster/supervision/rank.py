@@ -16,15 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from decode_pool.config import DecodeConfig
-from prefill_pool.config import PrefillConfig
+from decode_pool.decode_config import DecodeConfig
+from prefill_pool.prefill_config import PrefillConfig
 from protos.errors import BatonError
 from protos.hints import byte_count
 from protos.tls import PeerTls
 from protos.values import ErrorInfo, WorkerInfo, WorkerRole
 from protos.wire import error_info
-from workers.config import RankId, WorkerConfig
 from workers.cores import Cores, claim_cores, num_cores, spin_briefly
+from workers.worker_config import RankId, WorkerConfig
 
 if TYPE_CHECKING:
     from workers.rpc.role_change import MakeRole
@@ -236,9 +236,9 @@ def _open_worker(orders: RankSpec, on_progress: Progress) -> WorkerParts:
 
 def _roles(orders: RankSpec, parts: WorkerParts) -> dict[WorkerRole, MakeRole]:
     """The roles of a worker of two pools. A colocated one may free KV that the others exchange, and keeps its role."""
-    from decode_pool.role import DecodeRole
-    from prefill_pool.role import PrefillRole
-    from workers.transfer.role import TransferRole
+    from decode_pool.decode_role import DecodeRole
+    from prefill_pool.prefill_role import PrefillRole
+    from workers.transfer.transfer_role import TransferRole
 
     def present() -> TransferRole:
         assert isinstance(parts.engine.role, TransferRole)
@@ -253,11 +253,11 @@ def _roles(orders: RankSpec, parts: WorkerParts) -> dict[WorkerRole, MakeRole]:
 def _open_in_role(orders: RankSpec, on_progress: Progress) -> WorkerParts:
     match orders.role:
         case WorkerRole.PREFILL:
-            from prefill_pool.service import open_worker as open_prefill
+            from prefill_pool.prefill_worker import open_worker as open_prefill
 
             return open_prefill(orders.worker, orders.rank_id, orders.prefill, on_progress=on_progress)
         case WorkerRole.DECODE | WorkerRole.COLOCATED:
-            from decode_pool.service import open_worker as open_decode
+            from decode_pool.decode_worker import open_worker as open_decode
 
             return open_decode(orders.worker, orders.rank_id, orders.decode, kind=orders.role, on_progress=on_progress)
 

@@ -15,12 +15,12 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from cluster.config.config import SupervisionConfig
-from cluster.discovery.base import Announcer
+from cluster.config.cluster_config import SupervisionConfig
+from cluster.discovery.members import Announcer
 from cluster.supervision import lifecycle
 from cluster.supervision.lifecycle import Life, LifeState
-from cluster.supervision.placement import WorkerPlan
 from cluster.supervision.rank import Ended, Event, Loading, Logged, Serving
+from cluster.supervision.worker_placement import WorkerPlan
 from protos.errors import BatonError, Internal, WorkerLost
 from protos.event_loop import Changed
 from protos.values import WorkerInfo, WorkerRole

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from protos.errors import ERRORS_BY_CODE, Misconfigured
-from router.metrics import SECONDS, TOKEN_SECONDS
+from router.request_metrics import SECONDS, TOKEN_SECONDS
 
 BURNS = (
     ("Fast", 14.4, "1h", "5m", "2m", "page", "2 % of a month's error budget an hour"),

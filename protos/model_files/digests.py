@@ -13,8 +13,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from protos.model_files.base import ModelFiles
-from protos.model_files.plain import open_plain, read_plain
+from protos.model_files.files_seam import ModelFiles
+from protos.model_files.plain_files import open_plain, read_plain
 from protos.model_files.templates import chat_templates
 from protos.values import ModelDigests
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from protos.errors import BadCheckpoint
-from protos.model_files.base import ModelFiles
 from protos.model_files.fields import Fields
+from protos.model_files.files_seam import ModelFiles
 from protos.model_files.tokenizers.special_tokens import named_tokens
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from protos.errors import BadCheckpoint
-from protos.model_files.base import ModelFiles
+from protos.model_files.files_seam import ModelFiles
 
 D = TypeVar("D")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protos.model_files.plain import read_object, read_plain, read_text
+from protos.model_files.plain_files import read_object, read_plain, read_text
 from protos.model_files.text_part import text_part
 from protos.model_files.tokenizers.converted import has_other_tokenizer, other_tokenizer
 from protos.model_files.tokenizers.special_tokens import token_id, with_named

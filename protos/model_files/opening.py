@@ -7,11 +7,11 @@ from pathlib import Path
 
 from protos.errors import BadCheckpoint
 from protos.hints import listed
-from protos.model_files.base import ModelFiles
+from protos.model_files.files_seam import ModelFiles
 from protos.model_files.folder import FolderFiles
-from protos.model_files.gguf.files import GGUFFiles
-from protos.model_files.gguf.reader import MAGIC, first_shard
-from protos.model_files.plain import open_plain
+from protos.model_files.gguf.gguf_file import MAGIC, first_shard
+from protos.model_files.gguf.gguf_files import GGUFFiles
+from protos.model_files.plain_files import open_plain
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)  # meta-llama/Llama-3.1-8B
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from protos.errors import BadCheckpoint
-from protos.model_files.base import ModelFiles
+from protos.model_files.files_seam import ModelFiles
 from protos.model_files.folder import TEMPLATES
-from protos.model_files.plain import read_text
+from protos.model_files.plain_files import read_text
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 

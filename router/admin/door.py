@@ -10,7 +10,7 @@ from starlette.responses import Response
 from protos.errors import InvalidRequest
 from router.endpoint import Endpoint, Schema
 from router.gateway import Gateway
-from router.http.validation import Body
+from router.http.body_validation import Body
 from router.ledger.organization import LATEST_S
 
 Answer = Callable[[Request], Awaitable[Response]]

@@ -13,7 +13,7 @@ from protos.errors import InvalidRequest, UnknownRequest
 from router.admin.door import AdminRoutes
 from router.endpoint import query_parameter
 from router.gateway import Gateway
-from router.http.errors import json_response
+from router.http.error_responses import json_response
 from router.traces.cache_misses import EvictionLog, explain
 from router.traces.json_view import shadow_view, summary, whole
 from router.traces.request_trace import RequestTrace, RequestTraces

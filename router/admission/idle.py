@@ -30,7 +30,7 @@ import numpy as np
 
 from protos.event_loop import loop_time
 from router.jobs import BATCH_PRIORITY, Generate, Job, TokenDelta
-from router.policies.table import Bools, CandidateTable, Floats
+from router.policies.candidate_columns import Bools, CandidateTable, Floats
 from router.prefix.index import NO_MATCH, Match
 
 PREFILL_SHARE = 0.1

@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from protos.hints import listed
 from protos.values import FinishReason
-from router.anthropic.blocks import conversation_of, is_prefilled, messages_tooling
-from router.anthropic.schema import MessagesBody, PromptBody
+from router.anthropic.message_blocks import conversation_of, is_prefilled, messages_tooling
+from router.anthropic.messages_body import MessagesBody, PromptBody
 from router.conversation.parts import Ignored, wrong
 from router.conversation.rendering import Events, TurnRenderer, send
 from router.conversation.thinking import Thinking, knows_effort, thinking_options
@@ -23,7 +23,7 @@ from router.conversation.tooling import Tooling, call_input
 from router.conversation.turn import ConversationTurn
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
-from router.http.errors import json_response
+from router.http.error_responses import json_response
 from router.http.framing import named_event
 from router.http.middleware import track_of
 from router.http.sse import EventStream

@@ -16,8 +16,8 @@ from protos.errors import Forbidden, Misconfigured, RateLimited, Unauthenticated
 from protos.event_loop import loop_time
 from protos.hints import counted
 from router.auth.budgets import TenantBudgets
-from router.auth.limits import LocalLimits, NoLimits, TenantLimits
-from router.auth.metrics import TenantMetrics
+from router.auth.tenant_limits import LocalLimits, NoLimits, TenantLimits
+from router.auth.tenant_metrics import TenantMetrics
 from router.auth.tenants import NOBODY, Roster, Tenant, hash_of, read_roster
 
 log = logging.getLogger("baton.router")

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from protos.errors import BudgetExhausted, RateLimited
 from protos.hints import usd_figure
-from router.auth.limits import CONCURRENCY_RETRY_S
+from router.auth.tenant_limits import CONCURRENCY_RETRY_S
 from router.auth.tenants import Tenant
 
 Period = Literal["month", "day"]

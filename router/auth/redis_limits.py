@@ -16,7 +16,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import Any
 
-from router.auth.limits import BURST_S, LocalLimits, too_fast, too_many
+from router.auth.tenant_limits import BURST_S, LocalLimits, too_fast, too_many
 from router.auth.tenants import Tenant
 from router.log_throttle import OutageLog
 from router.prefix.redis_url import TROUBLES, RedisUrl, close
@@ -28,7 +28,7 @@ AGAIN_S = 2.0
 FLUSH_S = 0.2
 LEASE_S = 30.0
 
-# The arithmetic of `router.auth.limits.Bucket`, by Redis's clock. Numbers go as text: Lua's lose their decimals.
+# The arithmetic of `router.auth.tenant_limits.Bucket`, by Redis's clock. Numbers go as text: Lua's lose their decimals.
 _LEAKY = """
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1e6

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.auth.limits import LocalLimits, TenantLimits
+from router.auth.tenant_limits import LocalLimits, TenantLimits
 from router.prefix.registry import MEMORY
 
 

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from protos.errors import BadCheckpoint, InvalidRequest, Misconfigured
 from protos.hints import suggested, unusable
-from protos.model_files.plain import read_plain
+from protos.model_files.plain_files import read_plain
 
 ANONYMOUS = ""
 KEY_PREFIX = "sk-baton-"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from protos.errors import InvalidRequest, NotFound
+from router.files.batch_storage import BatchStorage
 from router.files.records import PageAsked
-from router.files.storage import BatchStorage
 from router.gateway import Gateway
 
 MAX_LIMIT = 100

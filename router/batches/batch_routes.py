@@ -15,13 +15,13 @@ from protos.errors import InvalidRequest, NotFound, UnknownModel
 from router.batches.asked import page_asked, storage_of
 from router.batches.file_routes import EXPIRY_S, list_body
 from router.batches.line_run import SERVED
+from router.files.batch_storage import BatchStorage
 from router.files.records import ENDED, UPLOADED, WINDOW, WINDOWS, StoredBatch, new_id
-from router.files.storage import BatchStorage
 from router.gateway import Gateway
 from router.http.body import read_body
-from router.http.errors import json_response
+from router.http.body_validation import Body, read_json
+from router.http.error_responses import json_response
 from router.http.middleware import tenant_of
-from router.http.validation import Body, read_json
 
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 

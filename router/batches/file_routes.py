@@ -15,11 +15,11 @@ from starlette.responses import Response, StreamingResponse
 
 from protos.errors import Cancelled, InvalidRequest, PayloadTooLarge
 from router.batches.asked import page_asked, storage_of
+from router.files.batch_storage import BatchStorage
 from router.files.contents import ContentWriter
 from router.files.records import UPLOADED, StoredFile, new_id
-from router.files.storage import BatchStorage
 from router.gateway import Gateway
-from router.http.errors import json_response
+from router.http.error_responses import json_response
 from router.http.middleware import header_of, tenant_of
 
 MAX_BOUNDARY_BYTES = 70

@@ -15,16 +15,16 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from protos.errors import BatonError, InvalidRequest
-from router.anthropic.api import ANTHROPIC, ANTHROPIC_FACE
+from router.anthropic.anthropic_api import ANTHROPIC, ANTHROPIC_FACE
 from router.auth.tenants import Tenant
 from router.endpoint import Serve
 from router.files.records import LineResult, StoredBatch
 from router.gateway import Gateway
 from router.http.api import OPENAI, Api
-from router.http.errors import error_response, internal_error
-from router.ledger.ledger import may_pass
-from router.metrics import Track
-from router.openai.api import OPENAI_FACE
+from router.http.error_responses import error_response, internal_error
+from router.ledger.request_ledger import may_pass
+from router.openai.openai_api import OPENAI_FACE
+from router.request_metrics import Track
 from router.responses.responses import RESPONSES_FACE
 from router.text.text_stream import NO_USAGE, Usage
 

@@ -6,9 +6,9 @@ import asyncio
 import hashlib
 from collections.abc import Iterator
 
+from router.files.batch_storage import BatchStorage
 from router.files.batches import BatchStore
 from router.files.records import RESULTS, LineResult, StoredBatch, StoredFile
-from router.files.storage import BatchStorage
 
 MAX_PENDING = 256
 DEFAULT_RESULTS_S = 30 * 86_400.0

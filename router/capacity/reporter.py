@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from protos.errors import BatonError
 from protos.event_loop import loop_time
-from router.build import Router
+from router.build_router import Router
 from router.capacity.samples import RequestSamples, sample_of, sight_of
 from router.fleet_owner import CapacityOwner, NoFleetOwner
 from router.planning import CapacityNews, GatewaySight

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from protos.event_loop import loop_time
-from router.fleet.worker import WorkerStatus
+from router.fleet.member import WorkerStatus
 from router.planning import GatewaySight, RequestSample, WorkerSight
 from router.traces.request_trace import RequestTrace
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.conversation.parts import object_in, text_in, wrong
-from router.http.validation import MAX_DEPTH, shallow
+from router.http.body_validation import MAX_DEPTH, shallow
 from router.tools.calls import Function
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}", re.ASCII)

@@ -19,10 +19,10 @@ from protos.values import FinishReason
 from router.conversation.parts import Ignored
 from router.conversation.tooling import AnswerReader, ReasoningDelta, Tooling
 from router.gateway import Gateway
-from router.http.errors import json_response
+from router.http.error_responses import json_response
 from router.http.response_channel import ResponseChannel
 from router.http.sse import EventStream, SseWriter, while_connected
-from router.metrics import Track
+from router.request_metrics import Track
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import TextDelta, Usage, UsageCounter, collect
 from router.tools.calls import CallDelta

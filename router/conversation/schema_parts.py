@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
-from router.http.validation import FirstWrong, at_most
+from router.http.body_validation import FirstWrong, at_most
 
 MAX_TOOLS = 512
 STRING = {"type": "string"}

@@ -11,7 +11,7 @@ from protos.hints import listed
 from protos.value import Value
 from router.gateway import Gateway
 from router.grammar.structure import inline_json, json_grammar
-from router.http.validation import read_json
+from router.http.body_validation import read_json
 from router.text.text_stream import TextDelta
 from router.tools.calls import CallDelta, Function, Part
 from router.tools.formats import ToolFormat

@@ -37,19 +37,19 @@ from protos.errors import (
 )
 from protos.event_loop import loop_time
 from protos.values import FinishReason, ReserveRequest, SequenceUpdate, Ticket
-from router.config import RouterConfig
 from router.dispatch.chooser import Chooser, Routing, routing_of
 from router.dispatch.job_state import JobState
 from router.dispatch.migration import Migrations, MigrationTarget
 from router.dispatch.poison_requests import Life, PoisonRequests
 from router.dispatch.prefix_pull import PrefixPull, PrefixPulls
 from router.fleet.fleet import Fleet
-from router.fleet.worker import Member
+from router.fleet.member import Member
 from router.fleet.worker_client import Updates
 from router.jobs import Job, TokenDelta
-from router.policies.base import Decision, Policy
-from router.policies.table import CandidateTable
+from router.policies.candidate_columns import CandidateTable
+from router.policies.decision import Decision, Policy
 from router.prefix.index import NO_MATCH
+from router.router_config import RouterConfig
 from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")

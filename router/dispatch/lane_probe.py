@@ -26,7 +26,7 @@ from protos.values import (
     Ticket,
     WorkerInfo,
 )
-from router.fleet.worker import Member
+from router.fleet.member import Member
 
 COMPUTE_TIMEOUT_S = 4.0
 MOVE_TIMEOUT_S = 8.0

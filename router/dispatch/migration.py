@@ -19,10 +19,10 @@ from protos.errors import BatonError, TransferFailed
 from protos.event_loop import loop_time
 from protos.values import FinishReason, MoveRequest, ReserveRequest, SequenceUpdate, Ticket
 from protos.wire import raised
-from router.config import RouterConfig
 from router.dispatch.job_state import JobState
-from router.fleet.worker import Member
+from router.fleet.member import Member
 from router.fleet.worker_client import Updates
+from router.router_config import RouterConfig
 from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")

@@ -19,9 +19,9 @@ from protos.event_loop import loop_time
 from protos.values import ReserveRequest, ShareRequest, Ticket, WorkerLoad
 from router.dispatch.job_state import JobState
 from router.fleet.fleet import Fleet
-from router.fleet.worker import Member
-from router.policies.costs import load_s
-from router.policies.table import Candidate, CandidateTable
+from router.fleet.member import Member
+from router.policies.candidate_columns import Candidate, CandidateTable
+from router.policies.request_seconds import load_s
 from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")

@@ -15,7 +15,7 @@ from typing import Any
 
 from protos.errors import InvalidRequest, NotFound, Unavailable
 from router.database.database import Database, Row, Transaction
-from router.files.files import put_file
+from router.files.file_store import put_file
 from router.files.paging import page_of
 from router.files.records import RUNNING, LineError, LineResult, PageAsked, StoredBatch, StoredFile
 

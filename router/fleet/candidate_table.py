@@ -12,10 +12,18 @@ from collections.abc import Collection
 import numpy as np
 
 from protos.values import WorkerRole
-from router.fleet.worker import Member
+from router.fleet.member import Member
 from router.latency.predictor import UNOBSERVED, Predictor
 from router.latency.worker_features import WorkerFeatures
-from router.policies.table import LOAD_ROWS, NUM_ROWS, ROWS, CandidateTable, WorkerSet, WorkerSubset, columns_of
+from router.policies.candidate_columns import (
+    LOAD_ROWS,
+    NUM_ROWS,
+    ROWS,
+    CandidateTable,
+    WorkerSet,
+    WorkerSubset,
+    columns_of,
+)
 from router.prefix.index import Match
 
 

@@ -19,24 +19,24 @@ from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
 from protos.event_loop import Changed, OwnPauses, loop_time
 from protos.values import Adapter, BlockHash, Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
 from protos.wire import PROTOBUF, ChannelEncoding
-from router.config import RouterConfig
-from router.fleet.adapters import FleetAdapters
 from router.fleet.candidate_table import FleetTable
 from router.fleet.channels import OpenChannel, open_channel
+from router.fleet.fleet_adapters import FleetAdapters
 from router.fleet.host_metrics import HostTotals
 from router.fleet.lane_metrics import LaneTotals
+from router.fleet.member import Member, WorkerState, WorkerStatus
 from router.fleet.pool_totals import PoolTotals
 from router.fleet.sleep import FleetSleep
 from router.fleet.speculation_metrics import SpeculationTotals
 from router.fleet.successors import Successor, Successors
-from router.fleet.worker import Member, WorkerState, WorkerStatus
 from router.fleet.worker_client import WorkerClient
 from router.jobs import AdapterReport, Job
 from router.latency.predictor import Predictor
-from router.policies.table import CandidateTable
+from router.policies.candidate_columns import CandidateTable
 from router.prefix.feed import Feed, Observe, Peers
 from router.prefix.index import Match, PrefixIndex
 from router.revisions.fleet_revisions import FleetRevisions, RevisedWorker, check_joins
+from router.router_config import RouterConfig
 
 log = logging.getLogger("baton.router")
 

@@ -29,7 +29,7 @@ from protos.errors import (
     Unavailable,
     WorkerLost,
 )
-from protos.status import error_of, in_words, peer_error
+from protos.grpc_status import error_of, in_words, peer_error
 from protos.tls import why_refused
 from protos.values import (
     Adapter,

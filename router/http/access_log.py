@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from protos.value import Value
-from router.metrics import Track
+from router.request_metrics import Track
 
 log = logging.getLogger("baton.access")
 

@@ -14,9 +14,9 @@ from starlette.requests import Request
 
 from protos.errors import InvalidRequest, UnsupportedMediaType
 from protos.hints import nearest
+from router.http.body_validation import TOO_DEEP, Body, read_json, whole_ids
 from router.http.middleware import find_header, received_body
 from router.http.size_limits import check_sizes
-from router.http.validation import TOO_DEEP, Body, read_json, whole_ids
 from router.text.model_card import ModelCard
 from router.text.sampling_request import RANGES, SamplingRequest
 

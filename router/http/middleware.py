@@ -28,9 +28,9 @@ from router.auth.auth import AccessControl
 from router.auth.tenants import Tenant
 from router.http.access_log import CLIENT_LEFT, MAX_PATH, is_logged, log_access
 from router.http.api import Api, Apis, api_of
-from router.http.errors import error_response, internal_error
+from router.http.error_responses import error_response, internal_error
 from router.http.response_channel import channel_of
-from router.metrics import Track
+from router.request_metrics import Track
 
 log = logging.getLogger("baton.http")
 

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from protos.errors import BatonError, HeadersTooLarge, InvalidRequest, Unavailable
 from router.http.access_log import is_logged, log_access
-from router.http.errors import error_response
+from router.http.error_responses import error_response
 from router.http.response_channel import EXTENSION, CorkedTransport, ResponseChannel, WriteState
 from router.log_throttle import RareLog
 

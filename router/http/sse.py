@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 
 from protos.errors import BatonError, Cancelled
 from router.http.api import OPENAI, api_of
-from router.http.errors import error_response, internal_error
+from router.http.error_responses import error_response, internal_error
 from router.http.response_channel import ResponseChannel, channel_of
-from router.metrics import Track
+from router.request_metrics import Track
 from router.streaming.token_sink import TokenSink
 
 log = logging.getLogger("baton.http")

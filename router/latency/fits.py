@@ -11,7 +11,7 @@ import math
 from protos.value import Value
 from router.latency.decayed import Decayed
 from router.latency.prefill_speeds import counted
-from router.policies.table import Line
+from router.policies.candidate_columns import Line
 
 HALF_LIFE_S = 300.0
 HALF_COUNT = 32

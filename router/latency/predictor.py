@@ -24,7 +24,7 @@ from router.latency.prefill_speeds import PrefillSpeeds, slowness
 from router.latency.recent_work import RecentWork, halved, since_whole, whole
 from router.latency.ttft_overhead import TtftOverhead
 from router.latency.worker_features import PoolNumbers, WorkerFeatures
-from router.policies.table import (
+from router.policies.candidate_columns import (
     FEW,
     PREDICTED_ROWS,
     CandidateTable,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, NamedTuple
 
-from router.policies.table import Numbers
+from router.policies.candidate_columns import Numbers
 
 
 class WorkerFeatures(NamedTuple, Generic[Numbers]):

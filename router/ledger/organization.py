@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from protos.errors import InvalidRequest
 from router.database.database import Database
-from router.ledger.report import Endpoints, UsageSum, sums
+from router.ledger.ledger_report import Endpoints, UsageSum, sums
 from router.ledger.retention import kept_times
 
 WIDTHS: Mapping[str, tuple[int, int, int]] = {"1m": (60, 60, 1440), "1h": (3600, 24, 168), "1d": (86400, 7, 31)}

@@ -19,14 +19,14 @@ from router.conversation.tooling import Tooling, call_input
 from router.conversation.turn import ConversationTurn
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
-from router.http.errors import json_response
+from router.http.error_responses import json_response
 from router.http.framing import json_line
 from router.http.middleware import tenant_of, track_of
 from router.http.sse import EventStream
-from router.metrics import Track
 from router.ollama.conversations import conversation_of, ollama_tooling, prompt_of
-from router.ollama.models import gateway_of
-from router.ollama.schema import OllamaBody, OllamaChatBody, OllamaGenerateBody
+from router.ollama.model_lists import gateway_of
+from router.ollama.ollama_bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody
+from router.request_metrics import Track
 from router.text.sampling_request import TextRequest, make_text_request
 from router.text.text_stream import TextDelta, Usage
 from router.tools.calls import CallDelta

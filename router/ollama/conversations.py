@@ -11,7 +11,7 @@ from router.conversation.functions import function_in
 from router.conversation.parts import object_in, parts_in, text_in, wrong
 from router.conversation.tooling import Tooling, ToolUse, tooling_of
 from router.gateway import Gateway
-from router.ollama.schema import OllamaBody, OllamaChatBody, OllamaGenerateBody
+from router.ollama.ollama_bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody
 
 OLLAMA_ROLES = ("system", "user", "assistant", "tool")
 

@@ -12,13 +12,13 @@ from protos.event_loop import loop_time
 from router.conversation.parts import Ignored
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
-from router.http.errors import json_response
+from router.http.body_validation import Body, FirstWrong
+from router.http.error_responses import json_response
 from router.http.middleware import track_of
 from router.http.sse import while_connected
-from router.http.validation import Body, FirstWrong
-from router.metrics import Track
-from router.ollama.models import gateway_of
+from router.ollama.model_lists import gateway_of
 from router.openai.embeddings import MAX_DIMENSIONS, Vector, vectors_of
+from router.request_metrics import Track
 from router.text.sampling_request import SamplingRequest
 from router.text.text_stream import Usage
 

@@ -20,9 +20,9 @@ from router.http.body import read_body, with_bound
 from router.http.framing import event
 from router.http.middleware import name_of, tenant_of, track_of
 from router.http.sse import EventStream
-from router.openai.logprobs import CompletionLogprobs, prompt_logprobs
+from router.openai.logprob_shapes import CompletionLogprobs, prompt_logprobs
+from router.openai.openai_bodies import CompletionBody
 from router.openai.reply import DONE, progress_body, reply_head, usage_body
-from router.openai.schema import CompletionBody
 from router.text.detokenizer import Detokenizer
 from router.text.sampling_request import TextRequest, make_text_request
 from router.text.text_stream import TextDelta, Usage

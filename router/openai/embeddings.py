@@ -15,12 +15,12 @@ from starlette.responses import Response
 from protos.errors import InvalidRequest
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
-from router.http.errors import json_response
+from router.http.body_validation import Body, FirstWrong, ranged
+from router.http.error_responses import json_response
 from router.http.middleware import name_of, tenant_of, track_of
 from router.http.sse import while_connected
-from router.http.validation import Body, FirstWrong, ranged
-from router.metrics import Track
 from router.openai.completions import prompts_of
+from router.request_metrics import Track
 from router.text.sampling_request import MAX_CHOICES, SamplingRequest, make_text_request
 from router.text.text_stream import Usage, collect
 

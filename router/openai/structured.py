@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from protos.errors import InvalidRequest
 from router.conversation.tooling import AnswerSchema
 from router.grammar.structure import MAX_CHOICES, choice_grammar, json_grammar, lark_grammar, regex_grammar
-from router.http.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most, read_json
+from router.http.body_validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most, read_json
 
 _SCHEMA = f"a JSON Schema: an object nested at most {MAX_DEPTH} deep"
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}

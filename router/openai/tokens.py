@@ -8,8 +8,8 @@ from starlette.responses import Response
 from protos.errors import InvalidRequest
 from router.gateway import Gateway
 from router.http.body import read_body
-from router.http.errors import json_response
-from router.openai.schema import DetokenizeBody, TokenizeBody
+from router.http.error_responses import json_response
+from router.openai.openai_bodies import DetokenizeBody, TokenizeBody
 
 
 async def tokenize(gateway: Gateway, request: Request) -> Response:

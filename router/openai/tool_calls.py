@@ -9,7 +9,7 @@ from protos.errors import InvalidRequest
 from protos.values import FinishReason
 from router.conversation.tooling import AnswerReader, ReasoningDelta, Tooling, ToolUse, tooling_of
 from router.gateway import Gateway
-from router.openai.schema import ChatBody
+from router.openai.openai_bodies import ChatBody
 from router.openai.tools import AllowedTools, NamedTool
 from router.text.text_stream import TextDelta
 from router.tools.calls import Part

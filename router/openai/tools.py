@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from router.conversation.schema_parts import MAX_TOOLS
-from router.http.validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most, read_json
+from router.http.body_validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most, read_json
 from router.tools.calls import Function
 
 MAX_CALLS = 128  # names in one message

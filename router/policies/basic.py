@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from router.config import RouterConfig
-from router.policies.base import Policy, RequestView
+from router.policies.candidate_columns import CandidateTable
+from router.policies.decision import Policy, RequestView
 from router.policies.pair import ShortRemainder, pair
 from router.policies.scores import PoolScores, pool_scores
-from router.policies.table import CandidateTable
+from router.router_config import RouterConfig
 
 
 def round_robin(config: RouterConfig) -> Policy:

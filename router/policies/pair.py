@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from protos.values import WorkerRole
-from router.config import RouterConfig
-from router.policies.base import CostUnit, Decision, Policy, RequestView, SingleWorkerReason
-from router.policies.costs import num_uncached
+from router.policies.candidate_columns import Bools, CandidateTable, Floats, LaneLatencies, Places
+from router.policies.decision import CostUnit, Decision, Policy, RequestView, SingleWorkerReason
+from router.policies.request_seconds import num_uncached
 from router.policies.scores import CostBreakdown, PoolScores, Rank, cheapest, scored_workers
-from router.policies.table import Bools, CandidateTable, Floats, LaneLatencies, Places
+from router.router_config import RouterConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

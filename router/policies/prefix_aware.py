@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from router.config import RouterConfig
-from router.policies.base import Policy, RequestView
-from router.policies.costs import num_off_device, num_uncached
-from router.policies.limits import balanced
+from router.policies.candidate_columns import CandidateTable, Floats
+from router.policies.decision import Policy, RequestView
 from router.policies.pair import ShortRemainder, pair
+from router.policies.policy_limits import balanced
+from router.policies.request_seconds import num_off_device, num_uncached
 from router.policies.scores import PoolScores, pool_scores
-from router.policies.table import CandidateTable, Floats
+from router.router_config import RouterConfig
 
 COMPUTING_WEIGHT = 2.0  # a token to be computed delays this request and those queued behind it
 TRANSFER_SHARE = 0.1  # cost of moving a token's KV, relative to computing the token

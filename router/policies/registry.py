@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, cast
 
 from protos.errors import Misconfigured
 from protos.hints import nearest
-from router.config import RouterConfig
+from router.router_config import RouterConfig
 
 if TYPE_CHECKING:
-    from router.policies.base import Policy
+    from router.policies.decision import Policy
 
 _POLICIES = {
     "round_robin": "router.policies.basic:round_robin",

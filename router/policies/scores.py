@@ -9,8 +9,8 @@ from typing import overload
 
 import numpy as np
 
-from router.policies.base import RequestView, Score
-from router.policies.table import CandidateTable, Floats, Places, WorkerSet
+from router.policies.candidate_columns import CandidateTable, Floats, Places, WorkerSet
+from router.policies.decision import RequestView, Score
 
 
 class PoolScores:

@@ -7,8 +7,8 @@ import logging
 from kvtransfer import hashing
 from router.prefix.feed import Peers
 from router.prefix.index import PrefixIndex
-from router.prefix.memory import MemoryPrefixIndex
-from router.prefix.table import TablePrefixIndex, compiled
+from router.prefix.memory_index import MemoryPrefixIndex
+from router.prefix.table_index import TablePrefixIndex, compiled
 
 log = logging.getLogger("baton.router")
 
@@ -27,7 +27,7 @@ def open_index(where: str, *, model: str, gateway_id: str) -> tuple[PrefixIndex,
     Misconfigured."""
     if where == MEMORY:
         return local_index(), None
-    from router.prefix.redis import RedisPrefixIndex
+    from router.prefix.redis_index import RedisPrefixIndex
     from router.prefix.redis_store import Store
     from router.prefix.redis_url import parse
 

@@ -17,8 +17,8 @@ from router.conversation.functions import function_in
 from router.conversation.parts import Ignored, parts_in, text_in, text_part, wrong
 from router.conversation.tooling import AnswerSchema, Tooling, ToolUse, check_callable, tooling_of
 from router.gateway import Gateway
-from router.http.validation import read_json
-from router.responses.schema import InputBody, TextFormat
+from router.http.body_validation import read_json
+from router.responses.responses_body import InputBody, TextFormat
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")

@@ -30,12 +30,12 @@ from router.endpoint import Endpoint, Face
 from router.gateway import Gateway
 from router.http.api import retry_after
 from router.http.body import read_body, with_bound
-from router.http.errors import json_response
+from router.http.error_responses import json_response
 from router.http.framing import named_event
 from router.http.middleware import track_of
 from router.http.sse import EventStream
 from router.responses.items import conversation_of, responses_tooling
-from router.responses.schema import InputBody, ResponsesBody
+from router.responses.responses_body import InputBody, ResponsesBody
 from router.text.sampling_request import SamplingRequest, TextRequest
 from router.text.text_stream import TextDelta, Usage
 from router.tools.calls import CallDelta

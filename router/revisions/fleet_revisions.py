@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvtransfer.reshard import require_compatible
 from protos.errors import IncompatibleWorkers
 from protos.values import WorkerInfo, WorkerRole
-from router.policies.table import WorkerSet
+from router.policies.candidate_columns import WorkerSet
 
 OpenTexts = Callable[[WorkerInfo], Awaitable[str]]
 """Makes texts of the worker's revision readable. Returns what they have in common with those of other revisions: if it

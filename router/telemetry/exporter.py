@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 
 from protos.errors import code_of
 from protos.event_loop import loop_time
-from router.config import TelemetryConfig
+from router.router_config import TelemetryConfig
 from router.telemetry.spans import Arrival, Attribute, EndedChoice, EndedRequest, arrival, spans_of
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import Usage

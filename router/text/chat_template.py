@@ -22,8 +22,8 @@ import orjson
 from jinja2 import nodes
 
 from protos.errors import InvalidRequest, Misconfigured
-from protos.model_files.base import ModelFiles
-from protos.model_files.plain import read_text
+from protos.model_files.files_seam import ModelFiles
+from protos.model_files.plain_files import read_text
 from protos.model_files.templates import DEFAULT, TOOL_USE, chat_templates
 from router.text import reasoning
 from router.text.bounded_template import BoundedTemplate

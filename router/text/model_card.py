@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from protos.errors import BadCheckpoint
-from protos.model_files.base import ModelFiles
 from protos.model_files.digests import read_digests
 from protos.model_files.ends import end_ids
 from protos.model_files.fields import Fields
+from protos.model_files.files_seam import ModelFiles
 from protos.values import ModelDigests
 from router.text.sampling_request import RANGES, allowed
 

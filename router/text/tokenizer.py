@@ -14,10 +14,10 @@ import tokenizers
 
 from protos.errors import BadCheckpoint
 from protos.hints import lfs_pointer
-from protos.model_files.base import ModelFiles
+from protos.model_files.files_seam import ModelFiles
 from protos.model_files.tokenizers.special_tokens import named_tokens
 from router.text.control import ControlTexts, Rendered, Span
-from router.text.plain import PlainTokenizer, read_texts
+from router.text.plain_tokenizer import PlainTokenizer, read_texts
 from router.text.vocabulary import Vocabulary
 
 # Longer texts take a millisecond or more: they are encoded and decoded on a thread.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from router.policies.base import Decision
-from router.policies.costs import LatencyEstimate
+from router.policies.decision import Decision
+from router.policies.request_seconds import LatencyEstimate
 from router.traces.request_trace import DecisionRecord, RequestTrace
 from router.traces.shadow import ShadowPolicy
 

@@ -18,9 +18,9 @@ from protos.errors import BatonError, Cancelled, code_of
 from protos.event_loop import loop_time
 from protos.value import Value
 from router.jobs import Job
-from router.policies.base import Decision, RequestView
-from router.policies.costs import LatencyEstimate
-from router.policies.table import Candidate, CandidateTable
+from router.policies.candidate_columns import Candidate, CandidateTable
+from router.policies.decision import Decision, RequestView
+from router.policies.request_seconds import LatencyEstimate
 
 MAX_CHOICES = 16  # of one request; a longer odyssey keeps its end
 MAX_EVENTS = 64

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from decode_pool.role import DecodeRole
-from kvtransfer.config import LaneConfig
+from decode_pool.decode_role import DecodeRole
 from kvtransfer.hashing import chain_hashes
-from kvtransfer.ledger import TicketState
+from kvtransfer.lane_config import LaneConfig
 from kvtransfer.reshard import Cut
+from kvtransfer.ticket_ledger import TicketState
 from kvtransfer.transports.collective.collective import CollectiveTransport
-from prefill_pool.config import PrefillConfig
-from prefill_pool.role import PrefillRole
+from prefill_pool.prefill_config import PrefillConfig
+from prefill_pool.prefill_role import PrefillRole
 from protos.values import (
     FinishReason,
     GenerateRequest,

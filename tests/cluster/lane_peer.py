@@ -16,12 +16,12 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from kvtransfer.config import LaneConfig, Preference
+from kvtransfer.lane_config import LaneConfig, Preference
 from kvtransfer.reshard import covering, heads_of
 from kvtransfer.transport import Arrived, Chunk
 from kvtransfer.transports.collective.collective import CollectiveTransport
 from protos.values import KVLayout, LaneAddress, Ticket
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 from workers.transfer.rank_transfer import RankTransfer
 
 ON = "cpu"

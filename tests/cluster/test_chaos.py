@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.cli.change.drain import drain
+from cluster.cli.change.drain_verb import drain
 from tests.cluster.deployed import Deployed
 from tests.cluster.seeded import NUM_REQUESTS, Choice, answer, check
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.config import LaneConfig, Preference
+from kvtransfer.lane_config import LaneConfig, Preference
 from kvtransfer.reshard import heads_of
 from kvtransfer.transport import Arrived, LaneLost, Sent
 from kvtransfer.transports.collective.collective import CollectiveReceiver, CollectiveSender, CollectiveTransport
@@ -33,7 +33,7 @@ from tests.cluster.lane_peer import (
     run,
     ticket_to,
 )
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 from workers.transfer.rank_transfer import RankTransfer
 
 pytestmark = pytest.mark.cluster

@@ -18,23 +18,23 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from decode_pool import service as decode
-from prefill_pool import service as prefill
-from prefill_pool.config import PrefillConfig
+from decode_pool import decode_worker as decode
+from prefill_pool import prefill_worker as prefill
+from prefill_pool.prefill_config import PrefillConfig
 from protos.values import SamplingParams, WorkerStats
-from router.build import build_router
+from router.build_router import build_router
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.fleet import Fleet
 from router.jobs import Job
-from router.prefix.memory import MemoryPrefixIndex
+from router.prefix.memory_index import MemoryPrefixIndex
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, oracle_answers
 from tests.unit.router.fake_cluster import router_config
 from workers.batch import Batch, PendingStep
-from workers.config import RankId, WorkerConfig
 from workers.parallel.ranks import open_store
 from workers.rpc.assembly import follow
 from workers.rpc.worker import Worker
+from workers.worker_config import RankId, WorkerConfig
 
 pytestmark = pytest.mark.cluster
 

@@ -30,15 +30,15 @@ from cluster.cli.serve import DEMO
 from cluster.doctor import gather
 from cluster.doctor.gather import examine
 from cluster.doctor.rules import findings
-from cluster.gateway.server import GatewayServer
+from cluster.gateway.gateway_server import GatewayServer
 from protos.model_files.digests import read_digests
 from protos.model_files.opening import open_model
 from protos.tls import FaceTls, PeerTls
 from router.auth.auth import AccessControl
 from router.auth.tenants import hash_of
-from router.config import RouterConfig
 from router.dispatch import lane_probe
-from router.fleet.worker import WorkerState
+from router.fleet.member import WorkerState
+from router.router_config import RouterConfig
 from tests.cluster.redis_server import RedisServer
 from tests.unit.router.fake_cluster import Cluster
 from tests.unit.router.operating import operating

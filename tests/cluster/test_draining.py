@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
-from decode_pool import service as decode
-from prefill_pool import service as prefill
+from decode_pool import decode_worker as decode
+from prefill_pool import prefill_worker as prefill
 from protos.values import FinishReason, SamplingParams, WorkerRole
-from router.build import Router, build_router
-from router.config import RouterConfig
+from router.build_router import Router, build_router
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.fleet import Fleet
 from router.jobs import Job, TokenDelta
-from router.prefix.memory import MemoryPrefixIndex
+from router.prefix.memory_index import MemoryPrefixIndex
+from router.router_config import RouterConfig
 from tests.cluster.test_disaggregated import PROMPTS, config_for, start
 from tests.numerics.checkpoints import make_checkpoint
-from workers.config import RankId
 from workers.rpc.worker import Worker
+from workers.worker_config import RankId
 
 pytestmark = pytest.mark.cluster
 

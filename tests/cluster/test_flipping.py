@@ -12,16 +12,16 @@ import pytest
 
 from cluster.supervision.health import change_role
 from cluster.supervision.rank import RankSpec, _roles
-from decode_pool.config import DecodeConfig
-from decode_pool.role import DecodeRole
-from prefill_pool.config import PrefillConfig
-from prefill_pool.role import PrefillRole
+from decode_pool.decode_config import DecodeConfig
+from decode_pool.decode_role import DecodeRole
+from prefill_pool.prefill_config import PrefillConfig
+from prefill_pool.prefill_role import PrefillRole
 from protos.errors import InvalidRequest
 from protos.values import WorkerRole
 from router.fleet.channels import open_channel
 from tests.cluster.test_disaggregated import config_for
 from tests.cluster.test_draining import Cluster, ask_all, checkpoint, cluster_of
-from workers.config import RankId
+from workers.worker_config import RankId
 
 pytestmark = pytest.mark.cluster
 __all__ = ["checkpoint"]

@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import make_app
 from cluster.cli.serve import DEMO
-from cluster.gateway.server import GatewayServer
+from cluster.gateway.gateway_server import GatewayServer
 from protos.errors import Misconfigured
 from protos.tls import FaceTls, PeerTls
 from router.auth.tenants import hash_of
-from router.config import LedgerConfig, RouterConfig
-from router.ledger.schema import ledger_database
-from router.ledger.store import LedgerStore
+from router.ledger.ledger_store import LedgerStore
+from router.ledger.ledger_tables import ledger_database
+from router.router_config import LedgerConfig, RouterConfig
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
 from tests.contract.test_ledger_store import ROW
 from tests.unit.workers.toy import ToyRunner

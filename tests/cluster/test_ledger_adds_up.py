@@ -19,12 +19,12 @@ import httpx
 import pytest
 
 from cluster.cli.serve import DEMO
-from cluster.gateway.server import GatewayServer
+from cluster.gateway.gateway_server import GatewayServer
 from protos.tls import FaceTls, PeerTls
-from router.config import LedgerConfig, RouterConfig
+from router.ledger.ledger_report import costs, sums
+from router.ledger.ledger_tables import ledger_database
 from router.ledger.prices import PriceList
-from router.ledger.report import costs, sums
-from router.ledger.schema import ledger_database
+from router.router_config import LedgerConfig, RouterConfig
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
 from tests.unit.workers.toy import ToyRunner
 from workers.rpc.worker import Worker, WorkerParts

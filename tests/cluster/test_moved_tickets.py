@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.config import LaneConfig
-from kvtransfer.ledger import TicketState
+from kvtransfer.lane_config import LaneConfig
+from kvtransfer.ticket_ledger import TicketState
 from protos.values import SamplingParams, Ticket
 from tests.cluster.half import Distant, Half, until
 from tests.cluster.test_ticket_states import HASTY, PATIENT

@@ -31,9 +31,9 @@ def test_no_socket_of_a_cluster_listens_beyond_this_machine(up: Deployed) -> Non
 
 START = """
 import asyncio, os, pathlib, sys
-from cluster.ray import session as watching
-from cluster.config.config import RayConfig
-from cluster.ray.session import Machines
+from cluster.ray import ray_session as watching
+from cluster.config.cluster_config import RayConfig
+from cluster.ray.ray_session import Machines
 from cluster.process.scratch_dir import programs
 from protos.errors import Unavailable
 

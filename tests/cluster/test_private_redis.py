@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.discovery.redis import connect
+from cluster.discovery.redis_members import connect
 from cluster.gateway.private_redis import PrivateRedis
 
 pytestmark = pytest.mark.cluster

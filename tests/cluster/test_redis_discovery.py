@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.discovery.redis import FleetKeys, RedisAnnouncer, RedisDiscovery, connect
+from cluster.discovery.redis_members import FleetKeys, RedisAnnouncer, RedisDiscovery, connect
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.fleet.successors import Successor

@@ -9,9 +9,9 @@ import pytest
 
 from cluster.capacity.controller import FleetController, continued
 from cluster.capacity.redis_fleet import RedisFleetOwner, learned_of, record_of, serve_calls
-from cluster.discovery.redis import connect
+from cluster.discovery.redis_members import connect
 from cluster.planner.planned_fleet import PlannedFleet
-from cluster.planner.values import LearnedLoad, LoadFactors, TooSmall
+from cluster.planner.planner_values import LearnedLoad, LoadFactors, TooSmall
 from protos.errors import InvalidRequest, Unavailable
 from router.fleet_owner import ChangeState
 from router.planning import GatewaySight, RequestSample

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from cluster.cli.serve import DEMO
-from cluster.gateway.server import GatewayServer
+from cluster.gateway.gateway_server import GatewayServer
 from protos.tls import FaceTls, PeerTls
-from router.config import RouterConfig
+from router.router_config import RouterConfig
 from tests.cluster.redis_server import RedisServer
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
 from tests.unit.workers.toy import ToyRunner

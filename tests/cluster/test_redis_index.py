@@ -18,14 +18,14 @@ from kvtransfer.events import EventLog
 from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
 from protos.values import BlockRemoved, BlockStored, Hello, KVEvents, Tier
-from router.prefix import redis as prefix_redis
+from router.prefix import redis_index as prefix_redis
 from router.prefix.feed import Feed
-from router.prefix.redis import RedisPrefixIndex
+from router.prefix.redis_index import RedisPrefixIndex
 from router.prefix.redis_store import Store
 from router.prefix.redis_url import parse
-from router.prefix.table import TablePrefixIndex
+from router.prefix.table_index import TablePrefixIndex
 from tests.cluster.redis_server import RedisServer
-from workers.kv.blocks import BlockPool
+from workers.kv.block_pool import BlockPool
 
 pytestmark = pytest.mark.cluster
 

@@ -12,7 +12,7 @@ import pytest
 
 from protos import worker_pb2, worker_pb2_grpc
 from protos.errors import Misconfigured, Unauthenticated, WorkerLost
-from protos.status import peer_error
+from protos.grpc_status import peer_error
 from protos.tls import PeerTls
 from router.fleet.channels import Channels
 from router.fleet.worker_client import WorkerClient

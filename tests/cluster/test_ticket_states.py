@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.config import LaneConfig, Preference
-from kvtransfer.ledger import TicketState
+from kvtransfer.lane_config import LaneConfig, Preference
+from kvtransfer.ticket_ledger import TicketState
 from protos.values import Ticket
 from tests.cluster.half import Distant, Half, until
 from tests.unit.decode_pool.pair import expected, prompt

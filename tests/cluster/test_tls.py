@@ -24,13 +24,13 @@ from cryptography.hazmat.primitives.serialization import (
 
 from cluster.cli.admin_client import find_model, open_client
 from cluster.cli.serve import DEMO
-from cluster.gateway.server import GatewayServer
+from cluster.gateway.gateway_server import GatewayServer
 from protos import inference_pb2, inference_pb2_grpc
 from protos.errors import Misconfigured, Unavailable, WorkerLost
 from protos.tls import WORKER_NAME, FaceTls, PeerTls, expiry_s
-from router.config import RouterConfig
 from router.fleet.channels import Channels
 from router.fleet.worker_client import WorkerClient
+from router.router_config import RouterConfig
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
 from tests.unit.workers.toy import ToyRunner
 from workers.rpc.worker import Worker

@@ -22,11 +22,11 @@ from google.protobuf.json_format import MessageToDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from cluster.cli.serve import DEMO
-from cluster.gateway.server import GatewayServer
+from cluster.gateway.gateway_server import GatewayServer
 from protos import inference_pb2, inference_pb2_grpc
 from protos.errors import Misconfigured
 from protos.tls import FaceTls, PeerTls
-from router.config import RouterConfig, TelemetryConfig
+from router.router_config import RouterConfig, TelemetryConfig
 from router.telemetry import exporter
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
 from tests.unit.workers.toy import ToyRunner
@@ -219,5 +219,5 @@ def test_an_endpoint_that_is_none_is_refused() -> None:
 
 
 def test_a_gateway_without_traces_never_imports_the_sdk() -> None:
-    program = "import sys, cluster.gateway.server; sys.exit('opentelemetry.sdk.trace' in sys.modules)"
+    program = "import sys, cluster.gateway.gateway_server; sys.exit('opentelemetry.sdk.trace' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

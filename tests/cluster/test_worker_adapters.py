@@ -11,12 +11,12 @@ import pytest
 
 from protos import worker_pb2
 from protos.errors import BadCheckpoint, NotFound
-from protos.status import error_of
+from protos.grpc_status import error_of
 from protos.values import AdapterList, WorkerInfo, WorkerStats
 from protos.wire import from_proto
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, Gateway, parts_of
 from tests.unit.workers.toy import ToyRunner
-from workers.engine.adapters import ServedAdapters
+from workers.engine.served_adapters import ServedAdapters
 from workers.rpc.worker import Worker
 
 pytestmark = pytest.mark.cluster

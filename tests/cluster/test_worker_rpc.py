@@ -14,7 +14,7 @@ import pytest
 
 from protos import worker_pb2, worker_pb2_grpc
 from protos.errors import InvalidRequest, TransferFailed, Unavailable, WorkerLost
-from protos.status import error_of
+from protos.grpc_status import error_of
 from protos.values import (
     BlockStored,
     FinishReason,
@@ -46,8 +46,8 @@ from tests.cluster.toy_worker import (
 from tests.unit.protos.test_listening import needs_ipv6
 from tests.unit.workers.toy import ToyRunner, toy_tokens
 from workers.rpc.loop import ThreadedEngineLoop
-from workers.rpc.server import MAX_BACKLOG_MESSAGES, WorkerServicer
 from workers.rpc.worker import Worker, WorkerParts
+from workers.rpc.worker_servicer import MAX_BACKLOG_MESSAGES, WorkerServicer
 
 pytestmark = pytest.mark.cluster
 

@@ -26,13 +26,13 @@ from protos.values import (
 )
 from protos.wire import from_proto, to_proto
 from workers.batch import Batch, Runner, StepOutput
-from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
-from workers.kv.blocks import BlockPool
+from workers.kv.block_pool import BlockPool
 from workers.rpc.worker import WorkerParts
 from workers.scheduling.request import Request
 from workers.scheduling.role import Colocated, Disposition, Role, Tick
 from workers.scheduling.scheduler import Scheduler
+from workers.worker_config import SchedulerConfig
 
 WEIGHT, VOCAB, BLOCK, NUM_BLOCKS = 5, 97, 4, 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvtransfer.config import LaneConfig
+from kvtransfer.lane_config import LaneConfig
 from kvtransfer.registry import NAMES, transport
 from kvtransfer.transport import Chunk, Receiver, Sender
 from protos.values import KVLayout, LaneAddress, Ticket

@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from protos.errors import Misconfigured
 from protos.values import KVGroup, KVLayout
-from workers.attention.base import AttentionInputs, AttentionOptions, GroupTables
+from workers.attention.backend import AttentionInputs, AttentionOptions, GroupTables
 from workers.attention.registry import BACKENDS, attention_for
-from workers.config import KVDtype
-from workers.kernels import reference
+from workers.kernels import twins
 from workers.kv.kinds import with_kv_dtype
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
+from workers.worker_config import KVDtype
 
 CASES = range(24)
 ROUNDED = ("cpu", "cuda", "torch", "reference")
@@ -117,7 +117,7 @@ class Filled:
             slots = [blocks[position // size] * size + position % size for position in range(cached)]
             k_TKD, v_TKD = kv[:, :cached].to(device)
             caches = self.storage.keys(1), self.storage.values(1)
-            reference.kv_write(k_TKD, v_TKD, *caches, torch.tensor(slots).long().to(device), self.storage.scales(1))
+            twins.kv_write(k_TKD, v_TKD, *caches, torch.tensor(slots).long().to(device), self.storage.scales(1))
 
     def inputs(self) -> AttentionInputs:
         starts: list[int] = [0]
@@ -192,7 +192,7 @@ class Filled:
             k_CKD[cached:] = turned(k_CKD[cached:], cos_TP.double(), sin_TP.double())
             return k_CKD, v_CKD
         k_CKD, v_CKD = kv.clone()
-        k_CKD[cached:] = reference.rope(k_CKD[cached:], cos_TP, sin_TP)  # a rounding that turns would be a whole step
+        k_CKD[cached:] = twins.rope(k_CKD[cached:], cos_TP, sin_TP)  # a rounding that turns would be a whole step
         return self._rounded(k_CKD, self.fp8_scales[0]), self._rounded(v_CKD, self.fp8_scales[1])
 
     def _rounded(self, x_CKD: torch.Tensor, scale_K: torch.Tensor) -> torch.Tensor:
@@ -250,7 +250,7 @@ def test_a_broken_token_breaks_every_token_that_sees_it(name: str, number: float
     caches = filled.storage.keys(1), filled.storage.values(1)
     broken_TKD = torch.full((1, 1, 16), number, device=filled.device)
     slots_T = torch.tensor([filled.blocks[0][1] * case.block_size], device=filled.device)
-    reference.kv_write(broken_TKD, broken_TKD, *caches, slots_T, filled.storage.scales(1))
+    twins.kv_write(broken_TKD, broken_TKD, *caches, slots_T, filled.storage.scales(1))
     out_TND = filled.run(name)
     assert not out_TND[:3].isfinite().any()
     assert out_TND[3].isfinite().all()

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 
 from protos.errors import InvalidRequest, Misconfigured, NotFound, Unavailable
-from router.config import BatchConfig, RouterConfig
 from router.database.database import RejectedValue
 from router.database.postgres import PostgresDatabase
 from router.database.sqlite import SqliteDatabase
+from router.files.batch_storage import BatchStorage, open_storage
 from router.files.batches import LeaseLost
 from router.files.contents import ABANDONED_S, FileContents, FolderContents
 from router.files.database_contents import PART_BYTES, DatabaseContents
+from router.files.file_tables import prepare
 from router.files.records import LineResult, PageAsked, StoredBatch, StoredFile
 from router.files.s3_contents import S3Contents
-from router.files.schema import prepare
-from router.files.storage import BatchStorage, open_storage
+from router.router_config import BatchConfig, RouterConfig
 from tests.unit.router.batches.batching import CHAT, TestClock, batching, ended, line, results, upload
 
 FILE = StoredFile(id="file-a", tenant="acme", filename="a.jsonl", purpose="batch", bytes=3, created_s=10.0)

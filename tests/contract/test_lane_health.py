@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.config import LaneConfig
+from kvtransfer.lane_config import LaneConfig
 from kvtransfer.transport import LaneLost
-from kvtransfer.transports.collective.wire import LaneWire
-from kvtransfer.transports.rendezvous.store import RendezvousStore
+from kvtransfer.transports.collective.lane_wire import LaneWire
+from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousStore
 from protos.errors import TransferCorrupted
 from protos.values import LaneLoad
 from tests.contract.site import LAYOUT, PATIENCE_S, WIRED, Site, address, chunk_of, kv, meet, one_head, push, ticket_for

@@ -8,9 +8,9 @@ import torch
 
 from protos.values import LATENT, KVLayout
 from tests.contract.test_attention import device_of, turned
-from workers.attention.base import AttentionInputs, AttentionOptions, GroupTables
+from workers.attention.backend import AttentionInputs, AttentionOptions, GroupTables
 from workers.attention.registry import BACKENDS, attention_for
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 
 BLOCK_SIZE = 16
 ROWS = ((1, 0), (5, 70), (1, 129), (9, 0), (1, 63), (18, 50))

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from protos.errors import InvalidRequest, Misconfigured
-from router.config import LedgerConfig
+from router.ledger import ledger_store as store_module
 from router.ledger import retention
-from router.ledger import store as store_module
+from router.ledger.ledger_report import CostReport, UsageSum, costs, spent_by_tenant, sums
+from router.ledger.ledger_store import LedgerStore
+from router.ledger.ledger_tables import GROUPS, ledger_database
 from router.ledger.organization import PageQuery, costs_page
 from router.ledger.prices import PriceList
-from router.ledger.report import CostReport, UsageSum, costs, spent_by_tenant, sums
 from router.ledger.rows import FleetMinute, LedgerRow, WorkerCount
-from router.ledger.schema import GROUPS, ledger_database
-from router.ledger.store import LedgerStore
+from router.router_config import LedgerConfig
 
 Where = Path | str
 HOUR, DAY = 3600, 86_400

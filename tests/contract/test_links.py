@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.config import LaneConfig, Preference
-from kvtransfer.transports.links.base import HEADER_TAG, PAYLOAD_TAG, Links, Meeting
+from kvtransfer.lane_config import LaneConfig, Preference
 from kvtransfer.transports.links.choice import TransportRefused, open_links
 from kvtransfer.transports.links.host_staged import HostStaged, why_no_nccl
+from kvtransfer.transports.links.links import HEADER_TAG, PAYLOAD_TAG, Links, Meeting
 from kvtransfer.transports.links.shm import LinkBroken, Ring, ShmListener, connect, prove
-from kvtransfer.transports.links.staging import Staging
-from kvtransfer.transports.rendezvous.store import RendezvousServer, RendezvousStore
+from kvtransfer.transports.links.staging_memory import Staging
+from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousServer, RendezvousStore
 from tests.contract.site import WIRED
 
 PATIENCE = timedelta(seconds=20)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvtransfer.transports.links.nccl import NcclGroup, require_here
-from kvtransfer.transports.rendezvous.store import RendezvousServer, RendezvousStore
+from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousServer, RendezvousStore
 
 NEVER = timedelta(seconds=600)
 BYTES = [torch.zeros(1, dtype=torch.uint8)]

@@ -13,12 +13,12 @@ import pytest
 
 from cluster.gateway.model_backend import open_ledger
 from protos.errors import InvalidRequest, Misconfigured, Unavailable
-from router.batches.build import storage_for
-from router.config import LedgerConfig, RouterConfig
+from router.batches.open_batches import storage_for
 from router.database.postgres import PostgresDatabase, shown
-from router.files.schema import prepare
-from router.ledger.report import sums
-from router.ledger.schema import ledger_database
+from router.files.file_tables import prepare
+from router.ledger.ledger_report import sums
+from router.ledger.ledger_tables import ledger_database
+from router.router_config import LedgerConfig, RouterConfig
 from tests.contract.postgres_server import PostgresServer
 from tests.contract.test_batch_store import FILE
 from tests.contract.test_ledger_store import ROW

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from protos.values import BlockHash, BlockRemoved, BlockStored, Cleared, KVEvent, Tier
 from router.prefix.index import Match, PrefixIndex
-from router.prefix.memory import MemoryPrefixIndex
-from router.prefix.table import TablePrefixIndex
+from router.prefix.memory_index import MemoryPrefixIndex
+from router.prefix.table_index import TablePrefixIndex
 
 BACKENDS: list[Callable[[], PrefixIndex]] = [MemoryPrefixIndex, TablePrefixIndex]
 WORKERS = ("p0", "p1", "d0")

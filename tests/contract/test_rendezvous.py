@@ -12,8 +12,13 @@ from datetime import timedelta
 
 import pytest
 
-from kvtransfer.transports.rendezvous.key import CLAIM_BYTES, MAC_BYTES, NONCE_BYTES, WrongKey, accept, claim
-from kvtransfer.transports.rendezvous.store import MAX_LANES, MAX_STRANGERS, RendezvousServer, RendezvousStore
+from kvtransfer.transports.rendezvous.rendezvous_key import CLAIM_BYTES, MAC_BYTES, NONCE_BYTES, WrongKey, accept, claim
+from kvtransfer.transports.rendezvous.rendezvous_store import (
+    MAX_LANES,
+    MAX_STRANGERS,
+    RendezvousServer,
+    RendezvousStore,
+)
 
 Client = Callable[..., RendezvousStore]
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.config import LaneConfig
+from kvtransfer.lane_config import LaneConfig
 from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence
 from kvtransfer.transports.collective.collective import CollectiveReceiver, CollectiveSender, CollectiveTransport
-from kvtransfer.transports.links.staging import Staging
+from kvtransfer.transports.links.staging_memory import Staging
 from protos.errors import TransferFailed
 from protos.values import KVLayout, LaneAddress, Ticket
 

@@ -16,7 +16,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from cluster.config.config import ClusterConfig
+from cluster.config.cluster_config import ClusterConfig
 from cluster.config.settings import make_config
 
 ROOT = Path(__file__).resolve().parent.parent.parent

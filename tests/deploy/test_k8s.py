@@ -15,7 +15,7 @@ import typer
 import yaml
 
 from cluster.cli.main import make_app
-from cluster.supervision.placement import NodeResources, plan
+from cluster.supervision.worker_placement import NodeResources, plan
 from protos.values import WorkerRole
 from tests.deploy.rendering import (
     K8S,

@@ -11,7 +11,7 @@ from tests.gpu.plain_adapters import with_adapter, write_adapter
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.engines import colocated, oracle_answers
 from tests.numerics.test_adapter_engine import NUM_TOKENS, PROMPTS, answers_of, load
-from workers.config import WorkerConfig
+from workers.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.gpu
 

@@ -16,9 +16,9 @@ from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, answer, colocated, oracle_answers
 from tests.numerics.formats.gptq_encoder import gptq, gptq_config
 from tests.numerics.formats.test_experts import write_with_oracle
-from workers.config import KVDtype, WorkerConfig
 from workers.models.loader import load_model
 from workers.runner.cuda_graphs import why_eager
+from workers.worker_config import KVDtype, WorkerConfig
 
 pytestmark = pytest.mark.gpu
 

@@ -26,8 +26,8 @@ from tests.numerics.formats.exl2_encoder import exl2
 from tests.numerics.formats.gptq_encoder import gptq, gptq_config
 from tests.numerics.formats.served import write_quantised
 from tests.numerics.formats.test_gguf import MIXED, WIDE, convert_with_oracle
-from workers.config import Device, KVDtype, WorkerConfig
 from workers.speculation.speculation import Speculation
+from workers.worker_config import Device, KVDtype, WorkerConfig
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,9 @@ from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.conftest import random_tokens
 from tests.numerics.engines import answer, colocated
 from workers.batch import Batch, PendingStep
-from workers.config import WorkerConfig
 from workers.kv.host_copies import PIECE_BYTES, CudaCopies
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
+from workers.worker_config import WorkerConfig
 
 pytestmark = [
     pytest.mark.gpu,

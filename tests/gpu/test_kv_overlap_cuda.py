@@ -12,19 +12,19 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from decode_pool.role import DecodeRole
-from kvtransfer.config import LaneConfig
+from decode_pool.decode_role import DecodeRole
+from kvtransfer.lane_config import LaneConfig
 from kvtransfer.transports.collective.collective import CollectiveTransport
-from prefill_pool.role import PrefillRole
+from prefill_pool.prefill_role import PrefillRole
 from protos.values import FinishReason, GenerateRequest, LaneAddress, ReserveRequest, Span
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, answer, colocated, ranks_of
-from workers.build import LoadedRank, build_engine, make_transfer
-from workers.config import WorkerConfig
+from workers.build_rank import LoadedRank, build_engine, make_transfer
 from workers.engine.engine import Engine
-from workers.kv.blocks import BlockPool
+from workers.kv.block_pool import BlockPool
 from workers.parallel.ranks import Leader
 from workers.transfer.transfer_leader import TransferLeader
+from workers.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.gpu
 

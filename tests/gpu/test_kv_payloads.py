@@ -9,7 +9,7 @@ import torch
 
 from kvtransfer.reshard import Cut
 from protos.values import KVLayout
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 import torch
 
-from kvtransfer.config import LaneConfig, Preference
+from kvtransfer.lane_config import LaneConfig, Preference
 from kvtransfer.reshard import heads_of
 from kvtransfer.transport import Arrived
 from kvtransfer.transports.collective.collective import CollectiveTransport
@@ -36,7 +36,7 @@ from tests.cluster.lane_peer import (
     push,
     ticket_to,
 )
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 from workers.transfer.rank_transfer import RankTransfer
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ import torch
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, answer, colocated
 from tests.numerics.moving import moved, pulled, two
-from workers.config import WorkerConfig
+from workers.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.gpu
 

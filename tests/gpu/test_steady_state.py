@@ -12,7 +12,7 @@ from protos.values import GenerateRequest, SamplingParams
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.engines import colocated
 from workers.batch import Batch, PendingStep
-from workers.config import WorkerConfig
+from workers.worker_config import WorkerConfig
 
 pytestmark = [
     pytest.mark.gpu,

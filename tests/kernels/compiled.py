@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from tests.kernels.launches import LAUNCHES
-from workers.kernels import staging
+from workers.kernels import this_device
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);")
@@ -59,7 +59,7 @@ COUNTED = {"4 bits, 1 rows"}
 
 def compile_all(capability: int, dtype: str, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     triton.runtime.driver.set_active(NamesTarget(capability))
-    staging.capability = lambda: capability  # type: ignore[assignment]
+    this_device.capability = lambda: capability  # type: ignore[assignment]
     kernels: list[Any] = []
     run = JITFunction.run
 

@@ -8,18 +8,18 @@ from typing import Any, Literal
 import torch
 import triton
 
-from workers.kernels.base import ExpertWeight, KVScales
-from workers.kernels.blocks import gather, scatter
+from workers.kernels.block_copies import gather, scatter
+from workers.kernels.device_kernels import ExpertWeight, KVScales
 from workers.kernels.draw import Draws, draw
-from workers.kernels.experts.product import grouped_experts
-from workers.kernels.latent import heads_of_program, latent_decode, latent_prefill, latent_tile, latent_write
+from workers.kernels.experts.grouped_experts import grouped_experts
+from workers.kernels.latent_pages import heads_of_program, latent_decode, latent_prefill, latent_tile, latent_write
 from workers.kernels.paged_decode import DecodePlan, paged_decode
 from workers.kernels.prefill import PrefillPlan, prefill, prefill_tile
 from workers.kernels.quantised.activations import RoundedInputs, round_inputs
-from workers.kernels.quantised.grouped import grouped_product
+from workers.kernels.quantised.grouped_codes import grouped_product
 from workers.kernels.quantised.one_byte import ByteCodes, byte_product
-from workers.kernels.quantised.packing import packed_groups
-from workers.kernels.quantised.product import ByteProduct, GroupedProduct
+from workers.kernels.quantised.packed_weights import packed_groups
+from workers.kernels.quantised.product_choice import ByteProduct, GroupedProduct
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rope_kv_write import rope_kv_write
 from workers.kernels.silu_mul import gelu_tanh_mul, silu_mul

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from tests.kernels.conftest import DEVICE, normal
-from workers.kernels import reference
+from workers.kernels import twins
 
 
 class Pages:
@@ -59,7 +59,7 @@ class Pages:
         )
         num_tokens = self.query_starts[num_rows]
         out_TND = torch.zeros(self.q_TND.shape, dtype=torch.float64)
-        out_TND[:num_tokens] = reference.paged_attention(
+        out_TND[:num_tokens] = twins.paged_attention(
             self.q_TND[:num_tokens].double().cpu(),
             self.k_cache.double().cpu(),
             self.v_cache.double().cpu(),

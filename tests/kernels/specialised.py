@@ -26,12 +26,12 @@ from tests.kernels.compiled import NamesTarget
 from tests.numerics.checkpoints import make_checkpoint
 from workers.attention.registry import attention_for
 from workers.batch import Batch, Row, Sample
-from workers.kernels.base import kernels_for
-from workers.kernels.quantised import product
+from workers.kernels.device_kernels import kernels_for
+from workers.kernels.quantised import product_choice
 from workers.kv.kinds import layout_of
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 from workers.models import loader
-from workers.runner.runner import TorchRunner
+from workers.runner.torch_runner import TorchRunner
 from workers.sampling import sampler
 
 _BLOCK_SIZE = 16
@@ -71,7 +71,7 @@ def _row(number: int, num_tokens: int, start: int) -> Row:
 def main(family: str, quantize: Any, kv_dtype: Any) -> None:
     triton.runtime.driver.set_active(NamesTarget(90))
     cuda: Any = kernels_for("cuda")
-    cuda.quantised_product = product.quantised_product
+    cuda.quantised_product = product_choice.quantised_product
     patch("workers.models.loader.kernels_for", lambda device: cuda).start()
     patch("workers.weights.formats.quantised_matrix.can_pack", lambda weight, dtype: False).start()
     patch("workers.sampling.sampler._choose", sampler._choose_on_gpu).start()

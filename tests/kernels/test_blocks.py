@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.kernels.conftest import DEVICE, normal
-from workers.kernels import reference
-from workers.kernels.blocks import gather, scatter
+from workers.kernels import twins
+from workers.kernels.block_copies import gather, scatter
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 5, 2, 16, 64), (3, 2, 6, 1, 7, 20), (1, 2, 4, 3, 32, 80)])
@@ -15,9 +15,9 @@ def test_blocks_are_copied_there_and_back(dtype: torch.dtype, shape: tuple[int, 
     source, destination = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype, seed=1)
     taken, placed = (torch.tensor(ids, device=DEVICE) for ids in ([3, 0, 2], [1, 3, 0]))
     payload = gather(source, taken)
-    assert torch.equal(payload, reference.gather(source, taken))
+    assert torch.equal(payload, twins.gather(source, taken))
     expected = destination.clone()
-    reference.scatter(expected, placed, payload)
+    twins.scatter(expected, placed, payload)
     scatter(destination, placed, payload)
     assert torch.equal(destination, expected)
 

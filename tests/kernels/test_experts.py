@@ -12,11 +12,11 @@ import torch
 
 from tests.kernels.conftest import DEVICE, assert_near, normal
 from tests.kernels.test_quantised import NARROW, weight_of
-from workers.kernels.base import QuantisedProduct
+from workers.kernels.device_kernels import QuantisedProduct
+from workers.kernels.experts.address_tables import addresses
 from workers.kernels.experts.alignment import ExpertTiles, aligned_pairs
-from workers.kernels.experts.product import _matrices, grouped_experts
-from workers.kernels.experts.tables import addresses
-from workers.kernels.quantised.product import quantised_product
+from workers.kernels.experts.grouped_experts import _matrices, grouped_experts
+from workers.kernels.quantised.product_choice import quantised_product
 from workers.kernels.silu_mul import silu_mul
 from workers.quantization.activation_rounding import ActivationRounding
 from workers.quantization.quantised_weight import QuantisedWeight

@@ -13,11 +13,11 @@ from tests.kernels.conftest import DEVICE
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from workers.attention.registry import attention_for
 from workers.batch import Batch, Row, Sample
-from workers.kernels.base import kernels_for
-from workers.kv.storage import KVStorage
+from workers.kernels.device_kernels import kernels_for
+from workers.kv.kv_storage import KVStorage
 from workers.models import loader
 from workers.runner.cuda_graphs import CudaRecorder, Recorder, why_eager
-from workers.runner.runner import TorchRunner
+from workers.runner.torch_runner import TorchRunner
 
 BLOCK_SIZE, BLOCKS_EACH = 8, 4
 LENGTHS = (13, 3, 8)

@@ -9,8 +9,8 @@ import torch
 
 from tests.kernels.conftest import DEVICE, assert_near, normal
 from tests.kernels.pages import Pages
-from workers.kernels import reference
-from workers.kernels.base import KVScales
+from workers.kernels import twins
+from workers.kernels.device_kernels import KVScales
 from workers.kernels.paged_decode import DecodePlan, paged_decode, plan_decode
 from workers.kernels.prefill import PrefillPlan, plan_prefill, prefill
 from workers.kernels.rope_kv_write import rope_kv_write
@@ -28,7 +28,7 @@ class RoundedPages(Pages):
         super().__init__(rows, **shape)
         self.scales: KVScales
         if kind == torch.int8:
-            (keys, k_scales), (values, v_scales) = (reference.to_int8(part) for part in (self.k_cache, self.v_cache))
+            (keys, k_scales), (values, v_scales) = (twins.to_int8(part) for part in (self.k_cache, self.v_cache))
             self.stored, self.scales = (keys, values), (k_scales, v_scales)
         else:
             generator = torch.Generator().manual_seed(1)
@@ -36,12 +36,12 @@ class RoundedPages(Pages):
             self.stored = self._in_fp8(self.k_cache, k_scales), self._in_fp8(self.v_cache, v_scales)
             self.scales = k_scales, v_scales
         self.k_cache, self.v_cache = (
-            reference.widened(part, scale) for part, scale in zip(self.stored, self.scales, strict=True)
+            twins.widened(part, scale) for part, scale in zip(self.stored, self.scales, strict=True)
         )
 
     @staticmethod
     def _in_fp8(cache: torch.Tensor, scale_K: torch.Tensor) -> torch.Tensor:
-        rounded = reference.to_fp8(cache.transpose(1, 2), scale_K).transpose(1, 2).view(torch.uint8)
+        rounded = twins.to_fp8(cache.transpose(1, 2), scale_K).transpose(1, 2).view(torch.uint8)
         return torch.empty(cache.shape, dtype=torch.uint8, device=cache.device).copy_(rounded).view(torch.float8_e4m3fn)
 
     def decoded(self, *, window: int | None = None, tile: Tile | None = None, **options: Any) -> torch.Tensor:
@@ -128,7 +128,7 @@ def test_tokens_are_written_with_the_bits_of_the_twin(
     slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(3))[:num_tokens]
     slots[7] = -1
     made = []
-    for write in (rope_kv_write, reference.rope_kv_write):
+    for write in (rope_kv_write, twins.rope_kv_write):
         there = slice(None) if write is rope_kv_write else slots >= 0
         caches = torch.full((2, num_blocks, num_kv_heads, block_size, dim), 7, dtype=torch.uint8, device=DEVICE)
         scales = torch.full((2, num_blocks, num_kv_heads, block_size), 7.0, device=DEVICE)

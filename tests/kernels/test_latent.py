@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 
 from tests.kernels.conftest import DEVICE, assert_near, normal
-from workers.kernels import reference
-from workers.kernels.latent import head_programs, latent_decode, latent_write
+from workers.kernels import twins
+from workers.kernels.latent_pages import head_programs, latent_decode, latent_write
 from workers.kernels.paged_decode import DecodePlan, plan_decode
 
 RANK, ROTATED, BLOCK_SIZE = 48, 16, 16
@@ -32,7 +32,7 @@ def test_contexts_in_parts(dtype: torch.dtype) -> None:
     latent_decode(q_TNW, cache, out_TNL, tables_SB.to(DEVICE), plan=plan, scale=0.2)
     wide = cache.double().cpu()
     for row in (0, 1, 3):
-        exact = reference.paged_attention(
+        exact = twins.paged_attention(
             q_TNW[row : row + 1].double().cpu(), wide, wide[..., :RANK], query_starts=(0, 1),
             context_lens=(lens[row],), block_tables_SB=tables_SB[row : row + 1], scale=0.2, window=None,
         )  # fmt: skip
@@ -48,8 +48,6 @@ def test_latents_are_written_as_by_the_reference_and_padding_is_not(dtype: torch
     slots_T = torch.tensor([17, 3, -1], device=DEVICE)
     turned_TNW = latent_write(q_TNW, latent_T1W, cos_TP, sin_TP, ours, slots_T)
     here = slice(0, 2)
-    expected_TNW = reference.latent_write(
-        q_TNW[here], latent_T1W[here], cos_TP[here], sin_TP[here], theirs, slots_T[here]
-    )
+    expected_TNW = twins.latent_write(q_TNW[here], latent_T1W[here], cos_TP[here], sin_TP[here], theirs, slots_T[here])
     torch.testing.assert_close(turned_TNW[here], expected_TNW)
     torch.testing.assert_close(ours, theirs)

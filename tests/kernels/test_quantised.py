@@ -9,12 +9,12 @@ import torch
 
 from tests.kernels.conftest import DEVICE, ON_GPU, assert_near, normal
 from workers.kernels.cpu.quantised import PackedQuantised, can_pack
-from workers.kernels.quantised import activations, grouped, one_byte, reference, splits
+from workers.kernels.quantised import activations, grouped_codes, one_byte, quantised_twins, split_sums
 from workers.kernels.quantised.activations import round_inputs
-from workers.kernels.quantised.grouped import GroupedCodes, ProductTile, grouped_product
+from workers.kernels.quantised.grouped_codes import GroupedCodes, ProductTile, grouped_product
 from workers.kernels.quantised.one_byte import byte_product
-from workers.kernels.quantised.packing import packed_groups
-from workers.kernels.quantised.product import packed_bytes, quantised_product
+from workers.kernels.quantised.packed_weights import packed_groups
+from workers.kernels.quantised.product_choice import packed_bytes, quantised_product
 from workers.quantization.activation_rounding import ActivationRounding
 from workers.quantization.bit_stream import pack_bits
 from workers.quantization.quantised_weight import GroupValues, QuantisedWeight
@@ -104,8 +104,8 @@ def test_every_form_of_groups(form: str) -> None:
     narrow = weight.table is not None  # whose levels are rounded to the type
     assert_product(ours_TO, x_TI, weight, loose=10 if narrow else 1)
     tolerance = 4 * torch.finfo(NARROW).eps
-    torch.testing.assert_close(ours_TO, reference.grouped_product(x_TI, codes), rtol=tolerance, atol=tolerance)
-    twin_OP = reference.grouped_weight(codes)
+    torch.testing.assert_close(ours_TO, quantised_twins.grouped_product(x_TI, codes), rtol=tolerance, atol=tolerance)
+    twin_OP = quantised_twins.grouped_weight(codes)
     if codes.inputs_P is None:
         twin_OP = twin_OP[:, : weight.num_inputs]
         torch.testing.assert_close(twin_OP, weight.dequantised(), rtol=1e-5, atol=1e-5)
@@ -171,8 +171,8 @@ def test_a_launch_of_another_stream_has_other_counters(monkeypatch: pytest.Monke
     codes, x_TI = packed(weight_of(inputs=1024, outputs=64), multiprocessors=2), normal(3, 1024, dtype=NARROW)
     expected_TO = grouped_product(x_TI, codes)
     streams = iter([7, 8])
-    monkeypatch.setattr(splits, "_stream_of", lambda device: next(streams))
-    under_way = splits.arrivals(x_TI.device)
+    monkeypatch.setattr(split_sums, "_stream_of", lambda device: next(streams))
+    under_way = split_sums.arrivals(x_TI.device)
     under_way += 1
     assert torch.equal(grouped_product(x_TI, codes), expected_TO)
     assert under_way.all()
@@ -186,7 +186,7 @@ def test_inputs_are_rounded_as_their_twin_rounds_them(levels: str, inputs: int, 
     x_TI[2, ::2] *= 1e-4  # below the first normal number of fp8
     for fp8_type in (torch.float16, torch.float8_e4m3fn):
         given = {"levels": levels, "group": group, "fp8_type": fp8_type}
-        ours, twin = round_inputs(x_TI, **given), reference.round_inputs(x_TI, **given)  # type: ignore[arg-type]
+        ours, twin = round_inputs(x_TI, **given), quantised_twins.round_inputs(x_TI, **given)  # type: ignore[arg-type]
         assert torch.equal(ours.scale_TG, twin.scale_TG)
         assert torch.equal(ours.levels_TI.float(), twin.levels_TI.float())
 
@@ -195,7 +195,7 @@ def test_inputs_are_rounded_as_their_twin_rounds_them(levels: str, inputs: int, 
 def test_a_given_scale_rounds_too(levels: str) -> None:
     x_TI = normal(4, 96, dtype=torch.float32) * 3
     given = {"levels": levels, "scale": torch.tensor([0.02], device=DEVICE), "zero": -7 if levels == "int8" else 0}
-    ours, twin = round_inputs(x_TI, **given), reference.round_inputs(x_TI, **given)  # type: ignore[arg-type]
+    ours, twin = round_inputs(x_TI, **given), quantised_twins.round_inputs(x_TI, **given)  # type: ignore[arg-type]
     assert torch.equal(ours.levels_TI.float(), twin.levels_TI.float())
 
 
@@ -256,12 +256,13 @@ def test_a_broken_input_breaks_its_whole_row(name: str, number: float) -> None:
     x_TI[1, 200] = number
     given = None if rounding.scale is None else torch.tensor([rounding.scale], device=DEVICE)
     form = {"levels": rounding.levels, "group": rounding.group, "scale": given, "zero": rounding.zero}
-    ours, twin = (one(x_TI, fp8_type=torch.float16, **form) for one in (round_inputs, reference.round_inputs))  # type: ignore[arg-type]
+    ours, twin = (one(x_TI, fp8_type=torch.float16, **form) for one in (round_inputs, quantised_twins.round_inputs))  # type: ignore[arg-type]
     for one in (ours, twin):
         assert not one.levels_TI.isnan().any()
     levels_TI, scale = rounding.rounded(x_TI)
     products = [
-        one(twin, codes, dtype=torch.float32, zero=rounding.zero) for one in (byte_product, reference.byte_product)
+        one(twin, codes, dtype=torch.float32, zero=rounding.zero)
+        for one in (byte_product, quantised_twins.byte_product)
     ]
     products += [byte_product(ours, codes, dtype=torch.float32, zero=rounding.zero)]
     products += [(levels_TI * scale) @ weight.dequantised().T]
@@ -296,10 +297,10 @@ def test_twin_of_bytes_is_near_float64() -> None:
     codes = packed_bytes(weight, 1, fp8_units=False)
     assert codes is not None
     x_TI = normal(3, 256, dtype=torch.float32)
-    rounded = reference.round_inputs(x_TI, levels="fp8", group=128, fp8_type=torch.float16)
+    rounded = quantised_twins.round_inputs(x_TI, levels="fp8", group=128, fp8_type=torch.float16)
     levels_TI, scale = ROUNDINGS["fp8 by 128"].rounded(x_TI)
     exact_TO = (levels_TI * scale).double() @ weight.dequantised().double().T
-    assert_near(reference.byte_product(rounded, codes, dtype=torch.float32), exact_TO)
+    assert_near(quantised_twins.byte_product(rounded, codes, dtype=torch.float32), exact_TO)
 
 
 def test_what_no_kernel_takes_is_left_to_the_reference() -> None:
@@ -344,7 +345,7 @@ def on_meta(value: object) -> object:
 def test_no_launch_looks_at_what_the_device_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """So CUDA graphs can be captured, also with an order of inputs and with rounded inputs."""
     launches = Launches()
-    for module, name in ((grouped, "_grouped"), (one_byte, "_bytes"), (activations, "_round")):
+    for module, name in ((grouped_codes, "_grouped"), (one_byte, "_bytes"), (activations, "_round")):
         monkeypatch.setattr(module, name, launches)
     order_I = torch.randperm(256, device=DEVICE)
     weights = [FORMS["Q4_K"], replace(FORMS["4 bits, a zero each"], order_I=order_I)]

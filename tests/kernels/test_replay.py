@@ -10,11 +10,11 @@ import torch
 
 from protos.values import KVLayout
 from tests.kernels.conftest import DEVICE, assert_near, normal
-from workers.attention.base import AttentionInputs, AttentionOptions, GroupTables
+from workers.attention.backend import AttentionInputs, AttentionOptions, GroupTables
 from workers.attention.paged import PagedAttention
-from workers.kernels import reference
+from workers.kernels import twins
 from workers.kernels.paged_decode import paged_decode
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 
 SCALE = 0.3
 BLOCK_SIZE = 16
@@ -43,7 +43,7 @@ class Step:
         )
 
     def exact(self, lens: tuple[int, ...], window: int | None) -> torch.Tensor:
-        return reference.paged_attention(
+        return twins.paged_attention(
             self.q_TND.double().cpu(),
             self.storage.keys(0).double().cpu(),
             self.storage.values(0).double().cpu(),

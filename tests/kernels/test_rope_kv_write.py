@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.conftest import DEVICE, assert_near, normal
-from workers.kernels import reference
+from workers.kernels import twins
 from workers.kernels.rope_kv_write import rope_kv_write
 
 
@@ -34,7 +34,7 @@ def test_tokens_land_turned_in_their_slots(
     written, exact = slots >= 0, before.double().cpu()
     cos_TP, sin_TP = angles_TP.double().cos().cpu(), angles_TP.double().sin().cpu()
     k_exact = turned(k_TKD.double().cpu(), cos_TP, sin_TP)[written]
-    reference.kv_write(k_exact, v_TKD.double().cpu()[written], exact[1, 0], exact[1, 1], slots[written])
+    twins.kv_write(k_exact, v_TKD.double().cpu()[written], exact[1, 0], exact[1, 1], slots[written])
     assert_near(turned_TND, turned(q_TND.double().cpu(), cos_TP, sin_TP))
     assert_near(after, exact)
     assert torch.equal(after[0], before[0])
@@ -54,7 +54,7 @@ def test_it_rounds_as_its_twin_does(dtype: torch.dtype) -> None:
     q_TND, k_TKD, v_TKD = (normal(6, heads, 64, dtype=dtype, seed=seed) for seed, heads in enumerate((4, 2, 2)))
     angles_TP, slots_T = normal(6, 32, dtype=torch.float32), torch.arange(6, device=DEVICE)
     results = []
-    for write in (rope_kv_write, reference.rope_kv_write):
+    for write in (rope_kv_write, twins.rope_kv_write):
         caches = torch.zeros(2, 1, 2, 16, 64, dtype=dtype, device=DEVICE)
         turned_TND = write(q_TND, k_TKD, v_TKD, angles_TP.cos(), angles_TP.sin(), caches[0], caches[1], slots_T)
         results.append((turned_TND, caches))

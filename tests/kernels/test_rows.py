@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.conftest import DEVICE, assert_near, normal
-from workers.kernels import reference
+from workers.kernels import twins
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.silu_mul import gelu_tanh_mul, silu_mul
 
@@ -48,7 +48,7 @@ def test_norms_round_as_their_twin_does(dtype: torch.dtype) -> None:
     x_RE, weight_E = normal(9, 96, dtype=dtype), normal(96, dtype=dtype, seed=1)
     ulp = torch.finfo(dtype).eps
     torch.testing.assert_close(
-        rms_norm(x_RE, weight_E, EPS), reference.rms_norm(x_RE, weight_E, EPS), rtol=2 * ulp, atol=ulp
+        rms_norm(x_RE, weight_E, EPS), twins.rms_norm(x_RE, weight_E, EPS), rtol=2 * ulp, atol=ulp
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.conftest import DEVICE, normal
-from workers.kernels import reference
+from workers.kernels import twins
 from workers.kernels.vocab import embed, join
 
 
@@ -17,7 +17,7 @@ def test_each_rank_looks_up_what_it_holds_and_gives_zeros_for_the_rest(dtype: to
     parts = [embed(ids_T, table_VE[start : start + 10], start) for start in (0, 10, 20)]
     assert torch.equal(torch.stack(parts).sum(dim=0), table_VE[ids_T])
     for start, part in zip((0, 10, 20), parts, strict=True):
-        assert torch.equal(part, reference.embed(ids_T, table_VE[start : start + 10], start))
+        assert torch.equal(part, twins.embed(ids_T, table_VE[start : start + 10], start))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_shares_stand_side_by_side_without_their_padding(
     assert joined_RV.dtype == torch.float32
     expected_RV = torch.cat(list(parts_PRS.double()), dim=1)[:, :vocab_size]
     assert torch.equal(joined_RV.double(), expected_RV)
-    assert torch.equal(joined_RV, reference.join(parts_PRS, vocab_size))
+    assert torch.equal(joined_RV, twins.join(parts_PRS, vocab_size))
 
 
 def test_no_rows_are_no_launch() -> None:

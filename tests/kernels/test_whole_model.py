@@ -16,13 +16,13 @@ from tests.numerics.formats.served import write_quantised
 from tests.numerics.formats.test_experts import write_with_oracle
 from workers.attention.registry import attention_for
 from workers.batch import Batch, Row, Sample
-from workers.kernels.base import QuantisedProduct, kernels_for
-from workers.kernels.quantised import product
-from workers.kv.storage import KVStorage
+from workers.kernels.device_kernels import QuantisedProduct, kernels_for
+from workers.kernels.quantised import product_choice
+from workers.kv.kv_storage import KVStorage
 from workers.models import loader
 from workers.models.decoder import Decoder
 from workers.quantization.quantised_weight import QuantisedWeight
-from workers.runner.runner import TorchRunner
+from workers.runner.torch_runner import TorchRunner
 
 BLOCK_SIZE = 8
 
@@ -74,7 +74,7 @@ def test_greedy_tokens_of_quantised_layers_are_the_oracles(tmp_path: Path, monke
     packed = []
 
     def quantised_product(weight: QuantisedWeight) -> QuantisedProduct | None:
-        packed.append(product.quantised_product(weight))
+        packed.append(product_choice.quantised_product(weight))
         return packed[-1]
 
     monkeypatch.setattr(kernels_for("cuda"), "quantised_product", quantised_product)
@@ -88,7 +88,7 @@ def test_greedy_tokens_of_quantised_layers_are_the_oracles(tmp_path: Path, monke
 def test_greedy_tokens_of_quantised_experts_are_the_oracles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a layer's experts in one product, so that no step waits for the host to pick them."""
     oracle = write_with_oracle("mixtral", tmp_path, gptq(4, 32), gptq_config(4, 32), num_hidden_layers=1)
-    monkeypatch.setattr(kernels_for("cuda"), "quantised_product", product.quantised_product)
+    monkeypatch.setattr(kernels_for("cuda"), "quantised_product", product_choice.quantised_product)
     monkeypatch.setattr("workers.weights.formats.quantised_matrix.can_pack", lambda weight, dtype: False)
     decoder = assert_greedy_tokens(tmp_path, oracle, monkeypatch, packed=True)
     assert not decoder.waits

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvtransfer.config import LaneConfig
+from kvtransfer.lane_config import LaneConfig
 from kvtransfer.registry import transport
 from kvtransfer.transport import Arrived, Chunk, LaneLost
 from protos.values import KVLayout, LaneAddress, Ticket

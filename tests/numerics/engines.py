@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from protos.values import FinishReason, GenerateRequest, SamplingParams, SequenceUpdate
-from workers.build import LoadedRank, build_engine, device_of, follow_rank0, make_transfer, open_rank
-from workers.config import WorkerConfig
+from workers.build_rank import LoadedRank, build_engine, device_of, follow_rank0, make_transfer, open_rank
 from workers.engine.engine import Engine
 from workers.parallel.ranks import Leader, find_store, join_group, open_store
 from workers.scheduling.role import Colocated
+from workers.worker_config import WorkerConfig
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 

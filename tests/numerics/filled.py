@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from protos.values import KVLayout
-from workers.attention.base import AttentionInputs, GroupTables
-from workers.kv.storage import KVStorage
+from workers.attention.backend import AttentionInputs, GroupTables
+from workers.kv.kv_storage import KVStorage
 
 ROWS = ((1, 0), (1, 63), (1, 64), (1, 200), (70, 0), (37, 130), (1, 5))
 """(tokens computed now, tokens in the cache before): rows that decode and rows of prompts, on both sides of a chunk."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from decode_pool.role import DecodeRole
+from decode_pool.decode_role import DecodeRole
 from kvtransfer.hashing import chain_hashes
 from kvtransfer.transports.inproc import InprocExchange
-from prefill_pool.role import PrefillRole
+from prefill_pool.prefill_role import PrefillRole
 from protos.values import (
     FinishReason,
     GenerateRequest,
@@ -25,12 +25,12 @@ from protos.values import (
     Ticket,
 )
 from tests.numerics.engines import ranks_of
-from workers.build import LoadedRank, build_engine, make_transfer
-from workers.config import WorkerConfig
+from workers.build_rank import LoadedRank, build_engine, make_transfer
 from workers.engine.engine import Engine
-from workers.kv.blocks import BlockPool
+from workers.kv.block_pool import BlockPool
 from workers.parallel.ranks import Leader
 from workers.transfer.transfer_leader import TransferLeader
+from workers.worker_config import WorkerConfig
 
 
 @dataclass

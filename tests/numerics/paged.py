@@ -12,14 +12,14 @@ from kvtransfer.reshard import cut_in, cut_out, incoming, outgoing, pieces
 from kvtransfer.transport import Chunk
 from protos.values import LaneAddress, Ticket
 from workers.adapters.low_rank import AdapterTokens
-from workers.attention.base import AttentionInputs, GroupTables
+from workers.attention.backend import AttentionInputs, GroupTables
 from workers.attention.registry import attention_for
-from workers.config import KVDtype
 from workers.kv.kinds import with_kv_dtype
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 from workers.models.decoder import ModelInputs
 from workers.models.interface import ServedDecoder
 from workers.runner.fused_layers import fused_layers
+from workers.worker_config import KVDtype
 
 Row = tuple[str, Sequence[int], int]
 """A sequence's name, its next tokens, and the length of its whole prompt."""

@@ -14,8 +14,8 @@ from tests.numerics.adapters import make_adapter, merged_model
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.conftest import random_tokens
 from tests.numerics.engines import GREEDY, Answer, colocated, oracle_answers
-from workers.config import WorkerConfig
 from workers.engine.engine import Engine
+from workers.worker_config import WorkerConfig
 
 PROMPTS = [random_tokens(length, seed=length) for length in (5, 40, 64)]
 NUM_TOKENS = 12

@@ -14,7 +14,7 @@ from tests.numerics.adapters import ALL_LINEAR, ATTENTION, make_adapter, merged_
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.conftest import assert_close, random_tokens
 from tests.numerics.paged import PagedRun
-from workers.adapters.files import WEIGHTS
+from workers.adapters.adapter_files import WEIGHTS
 from workers.adapters.linear import AdapterTable
 from workers.adapters.low_rank import AdapterTokens
 from workers.models.decoder import Decoder

@@ -15,10 +15,10 @@ from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel, Worker
 from tests.numerics.checkpoints import MAX_POSITIONS
 from tests.numerics.conftest import Checkpoint
 from tests.numerics.engines import ranks_of
-from workers.build import LoadedRank, device_of, open_rank
+from workers.build_rank import LoadedRank, device_of, open_rank
 from workers.cache import largest_batch
-from workers.config import WorkerConfig
 from workers.parallel.group import Solo
+from workers.worker_config import WorkerConfig
 
 
 def open_one(folder: object, **settings: Any) -> LoadedRank:
@@ -75,8 +75,8 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = checkpoint("llama")
-    monkeypatch.setattr("workers.build.free_ram_bytes", lambda: 1000)
-    monkeypatch.setattr("workers.build.load_served", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr("workers.build_rank.free_ram_bytes", lambda: 1000)
+    monkeypatch.setattr("workers.build_rank.load_served", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(Misconfigured, match="weights take"):
         open_one(folder)
 
@@ -102,7 +102,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_cache_in_ram_leaves_room_for_the_host_tier(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = checkpoint("llama")
-    monkeypatch.setattr("workers.build.free_ram_bytes", lambda: 2**26)
+    monkeypatch.setattr("workers.build_rank.free_ram_bytes", lambda: 2**26)
     rank = open_one(folder, host_kv_gib=60 / 2**10, memory_fraction=0.5)
     assert rank.storage.num_blocks * rank.storage.block_bytes <= 2**21
     with pytest.raises(Misconfigured, match="lower num_blocks, memory_fraction or host_kv_gib"):
@@ -112,7 +112,7 @@ def test_a_cache_in_ram_leaves_room_for_the_host_tier(checkpoint: Checkpoint, mo
 def test_ranks_agree_on_the_smallest_cache(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = checkpoint("llama")
     free = iter([10**9, 3 * 10**6])
-    monkeypatch.setattr("workers.build.free_ram_bytes", lambda: 10**9)
+    monkeypatch.setattr("workers.build_rank.free_ram_bytes", lambda: 10**9)
     monkeypatch.setattr("workers.cache.blocks_in_ram", lambda *_, **__: next(free) // 10**5)
     with ranks_of(WorkerConfig(model=str(folder), tp=2, device="cpu")) as ranks:
         assert [rank.storage.num_blocks for rank in ranks] == [30, 30]

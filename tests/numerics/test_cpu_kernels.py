@@ -12,12 +12,12 @@ import torch
 
 from protos.values import KVLayout
 from tests.numerics.filled import ROWS, filled, normal
-from workers.attention.base import AttentionInputs, AttentionOptions, GroupTables
+from workers.attention.backend import AttentionInputs, AttentionOptions, GroupTables
 from workers.attention.cpu import NativeAttention, TorchAttention, cpu_attention
-from workers.kernels import cpu, reference
-from workers.kernels.cpu import build
-from workers.kernels.cpu.build import compile_library, native
-from workers.kv.storage import KVStorage
+from workers.kernels import cpu, twins
+from workers.kernels.cpu import native_build
+from workers.kernels.cpu.native_build import compile_library, native
+from workers.kv.kv_storage import KVStorage
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -37,19 +37,19 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_norms_and_gate(dtype: torch.dtype, num_tokens: int, size: int) -> None:
     x, residual = (normal(num_tokens, size, dtype=dtype, seed=seed) for seed in (1, 2))
     weight = normal(size, dtype=dtype, seed=3)
-    assert_close(cpu.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    assert_close(cpu.rms_norm(x, weight, 1e-5), twins.rms_norm(x, weight, 1e-5))
     normed, stream = cpu.add_rms_norm(x, residual, weight, 1e-5)
-    expected_normed, expected_stream = reference.add_rms_norm(x, residual, weight, 1e-5)
+    expected_normed, expected_stream = twins.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(stream, expected_stream)
     assert_close(normed, expected_normed)
     gate_up = normal(num_tokens, 2 * size, dtype=dtype, seed=4) * 20
-    assert_close(cpu.silu_mul(gate_up), reference.silu_mul(gate_up))
-    assert_close(cpu.gelu_tanh_mul(gate_up / 8), reference.gelu_tanh_mul(gate_up / 8))
+    assert_close(cpu.silu_mul(gate_up), twins.silu_mul(gate_up))
+    assert_close(cpu.gelu_tanh_mul(gate_up / 8), twins.gelu_tanh_mul(gate_up / 8))
     for name in ("silu", "gelu", "gelu_tanh", "relu2"):
-        assert_close(cpu.activate(gate_up[:, :size] / 8, name), reference.activate(gate_up[:, :size] / 8, name))
+        assert_close(cpu.activate(gate_up[:, :size] / 8, name), twins.activate(gate_up[:, :size] / 8, name))
     wide, bias = weight.float() + 1 / 300, residual[0].float()
-    assert_close(cpu.rms_norm(x, wide, 1e-5), reference.rms_norm(x, wide, 1e-5))
-    assert_close(cpu.layer_norm(x, wide, bias, 1e-5), reference.layer_norm(x, wide, bias, 1e-5))
+    assert_close(cpu.rms_norm(x, wide, 1e-5), twins.rms_norm(x, wide, 1e-5))
+    assert_close(cpu.layer_norm(x, wide, bias, 1e-5), twins.layer_norm(x, wide, bias, 1e-5))
 
 
 @needs_compiler
@@ -58,12 +58,12 @@ def test_heads_cut_out_of_a_wider_tensor_are_normed_and_turned_in_place_of_the_c
     qkv = normal(9, (4 + 2 + 2) * 16, dtype=dtype)
     q, k, v = (part.view(9, -1, 16) for part in torch.split(qkv, [64, 32, 32], dim=1))
     weight = normal(16, dtype=dtype, seed=1)
-    assert_close(cpu.rms_norm(k, weight, 1e-5), reference.rms_norm(k, weight, 1e-5))
+    assert_close(cpu.rms_norm(k, weight, 1e-5), twins.rms_norm(k, weight, 1e-5))
     angles = torch.rand(9, 8, generator=torch.Generator().manual_seed(2)) * 6
     slots = torch.tensor([17, 3, 0, 8, 9, 40, 41, 30, 2])
     mine, theirs = (torch.zeros(2, 6, 2, 7, 16, dtype=dtype) for _ in range(2))
     found = cpu.rope_kv_write(q, k, v, angles.cos(), angles.sin(), mine[0], mine[1], slots)
-    expected = reference.rope_kv_write(q, k, v, angles.cos(), angles.sin(), theirs[0], theirs[1], slots)
+    expected = twins.rope_kv_write(q, k, v, angles.cos(), angles.sin(), theirs[0], theirs[1], slots)
     assert torch.equal(found, expected)
     assert torch.equal(mine, theirs)
 
@@ -75,17 +75,17 @@ def test_a_gate_beyond_all_bounds(dtype: torch.dtype, special: float) -> None:
     gate_up = torch.ones(1, 64, dtype=dtype)
     gate_up[0, 5] = special
     for gated in ("silu_mul", "gelu_tanh_mul"):
-        found, expected = getattr(cpu, gated)(gate_up), getattr(reference, gated)(gate_up)
+        found, expected = getattr(cpu, gated)(gate_up), getattr(twins, gated)(gate_up)
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
 
 
 @needs_compiler
 def test_what_the_kernels_do_not_know_is_left_to_torch() -> None:
     half = normal(3, 8, dtype=torch.float16)
-    assert torch.equal(cpu.silu_mul(half), reference.silu_mul(half))
+    assert torch.equal(cpu.silu_mul(half), twins.silu_mul(half))
     strided = normal(3, 32, dtype=torch.float32)[:, ::2]
-    assert torch.equal(cpu.silu_mul(strided), reference.silu_mul(strided))
-    assert torch.equal(cpu.rms_norm(strided, torch.ones(16), 1e-5), reference.rms_norm(strided, torch.ones(16), 1e-5))
+    assert torch.equal(cpu.silu_mul(strided), twins.silu_mul(strided))
+    assert torch.equal(cpu.rms_norm(strided, torch.ones(16), 1e-5), twins.rms_norm(strided, torch.ones(16), 1e-5))
 
 
 @needs_compiler
@@ -140,10 +140,10 @@ def test_a_row_s_attention_does_not_depend_on_who_is_in_the_batch() -> None:
 
 @needs_compiler
 def test_the_library_is_compiled_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_SOURCES", {"elementwise.cpp": ""})
+    monkeypatch.setattr(native_build, "_SOURCES", {"elementwise.cpp": ""})
     first = compile_library(tmp_path / "cache")
     assert list((tmp_path / "cache").glob("[!.]*")) == [first]
-    monkeypatch.setattr(build, "run", None)
+    monkeypatch.setattr(native_build, "run", None)
     assert compile_library(tmp_path / "cache") == first
 
 
@@ -155,9 +155,9 @@ def test_a_compilation_that_takes_too_long_is_logged_with_what_to_do(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", sys.executable)  # answers --version
-    monkeypatch.setattr(build, "run", never_ends)
+    monkeypatch.setattr(native_build, "run", never_ends)
     with caplog.at_level(logging.WARNING):
-        assert build._library.__wrapped__() is None
+        assert native_build._library.__wrapped__() is None
     assert "did not finish in 120 s" in caplog.text
     assert "python -m workers.kernels.cpu" in caplog.text
 
@@ -167,12 +167,12 @@ def test_without_a_compiler_torch_computes_and_the_log_says_why(
 ) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build._library.cache_clear()
+    native_build._library.cache_clear()
     monkeypatch.setattr("workers.attention.cpu.native", native.__wrapped__)
     layout = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
     with caplog.at_level(logging.WARNING):
         backend = cpu_attention(KVStorage(layout, num_blocks=1))
-    build._library.cache_clear()
+    native_build._library.cache_clear()
     assert isinstance(backend, TorchAttention)
     assert "no-such-compiler" in caplog.text
 
@@ -200,7 +200,7 @@ def test_keys_and_values_are_rounded_to_8_bits_as_the_twin_rounds_them(
     q, k, v = x.to(dtype)
     angles = torch.zeros(num_tokens, head_dim // 2)
     slots, outputs = torch.randperm(64)[:num_tokens], []
-    for write in (cpu.rope_kv_write, reference.rope_kv_write):
+    for write in (cpu.rope_kv_write, twins.rope_kv_write):
         caches = [torch.zeros(8, num_kv_heads, 8, head_dim, dtype=torch.uint8).view(kv_dtype) for _ in range(2)]
         of_tokens = [torch.zeros(8, num_kv_heads, 8) for _ in range(2)]
         of_heads = [torch.tensor([0.5, 1.0, 0.3]) for _ in range(2)]

@@ -14,13 +14,13 @@ from protos.values import SamplingParams
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.engines import answer, colocated
 from tests.numerics.moving import moved, two
-from workers import build
-from workers.build import open_rank
-from workers.config import WorkerConfig
-from workers.kernels.cpu.build import native
+from workers import build_rank
+from workers.build_rank import open_rank
+from workers.kernels.cpu.native_build import native
 from workers.parallel.group import Solo
 from workers.speculation.ranks import draft_opening, draft_vocabulary
 from workers.speculation.speculation import SpeculationCounts
+from workers.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler")
 PROMPTS = [list(range(number + 3, number + 40)) for number in range(4)]
@@ -166,7 +166,7 @@ def test_a_gpu_without_room_for_a_draft_model_is_named(target: Path, monkeypatch
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(build, "open_drafting", full)
+    monkeypatch.setattr(build_rank, "open_drafting", full)
     with pytest.raises(Misconfigured, match="does not fit into the GPU's memory beside") as caught:
         open_rank(config(target, f"model:{target}"), Solo())
     assert caught.value.param == "speculate"

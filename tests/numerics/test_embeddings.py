@@ -11,7 +11,7 @@ import torch
 from protos.values import SamplingParams
 from tests.numerics.conftest import Checkpoint, assert_close, random_tokens
 from tests.numerics.engines import GREEDY, answer, colocated
-from workers.config import WorkerConfig
+from workers.worker_config import WorkerConfig
 
 PROMPTS = [random_tokens(45), random_tokens(45)[:33] + random_tokens(9, seed=1), random_tokens(1, seed=2)]
 

@@ -13,7 +13,7 @@ from protos.values import FinishReason, SamplingParams
 from tests.numerics.checkpoints import VOCAB_SIZE
 from tests.numerics.conftest import Checkpoint, random_tokens
 from tests.numerics.engines import GREEDY, answer, colocated, oracle_answers
-from workers.config import WorkerConfig
+from workers.worker_config import WorkerConfig
 
 PROMPTS = [random_tokens(length, seed=length) for length in (1, 5, 15, 16, 33, 64, 100, 150)]
 VARYING_ROPES: dict[str, dict[str, Any]] = {

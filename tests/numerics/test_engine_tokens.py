@@ -10,7 +10,7 @@ import pytest
 from protos.values import FinishReason
 from tests.numerics.conftest import Checkpoint, random_tokens
 from tests.numerics.engines import answer, colocated, oracle_answers
-from workers.config import WorkerConfig
+from workers.worker_config import WorkerConfig
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

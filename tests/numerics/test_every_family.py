@@ -22,9 +22,9 @@ from tests.numerics.formats.test_rounded import by_the_rule
 from tests.numerics.moving import moved, two
 from tests.numerics.paged import PagedRun
 from tests.numerics.test_tensor_parallel import on_ranks
-from workers.config import WorkerConfig
 from workers.models.loader import load_model
 from workers.parallel.group import TensorParallel
+from workers.worker_config import WorkerConfig
 
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}
 OVERRIDES: dict[str, dict[str, Any]] = {"phi3": PARTIAL, "starcoder2": {"sliding_window": 5}}

@@ -17,11 +17,11 @@ from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.conftest import Checkpoint, assert_close, random_tokens
 from tests.numerics.engines import GREEDY, answer, colocated
 from tests.numerics.paged import PagedRun, in_chunks
-from workers.config import WorkerConfig
-from workers.kernels.cpu.build import native
+from workers.kernels.cpu.native_build import native
 from workers.models.layers.expert_layer import MixtureOfExperts
 from workers.models.loader import load_model
 from workers.quantise.quantise import check_float_folder
+from workers.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler")
 

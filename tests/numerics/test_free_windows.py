@@ -11,9 +11,9 @@ from protos.values import SamplingParams
 from tests.numerics.conftest import Checkpoint, random_tokens
 from tests.numerics.engines import answer, colocated, oracle_answers
 from tests.numerics.moving import moved, pulled, two
-from workers.build import open_rank
-from workers.config import KVDtype, WorkerConfig
+from workers.build_rank import open_rank
 from workers.parallel.group import Solo
+from workers.worker_config import KVDtype, WorkerConfig
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]

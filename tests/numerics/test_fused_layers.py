@@ -11,7 +11,7 @@ import torch
 
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.paged import PagedRun
-from workers.kernels.cpu.build import native
+from workers.kernels.cpu.native_build import native
 from workers.models.decoder import Decoder
 from workers.models.loader import load_model
 from workers.weights.encoding import LayerContext, Matrix, SideBySide, WeightShare

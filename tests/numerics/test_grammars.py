@@ -27,10 +27,10 @@ from tests.numerics.conftest import Checkpoint
 from tests.numerics.constrained import EOS, PERSON, PROMPTS, VOCAB_SIZE, masked_oracle, under, write_tokenizer
 from tests.numerics.engines import Answer, answer, colocated, oracle_answers
 from workers.batch import Sample
-from workers.config import WorkerConfig
 from workers.engine.engine import Engine
 from workers.grammar import guidance
 from workers.grammar.guidance import GuidanceGrammars
+from workers.worker_config import WorkerConfig
 
 
 @pytest.fixture(scope="session")

@@ -16,11 +16,11 @@ from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.engines import GREEDY, answer, colocated
 from tests.numerics.head_twins import Target
 from tests.numerics.moving import moved, two
-from workers.build import open_rank
-from workers.config import WorkerConfig
-from workers.kernels.cpu.build import native
+from workers.build_rank import open_rank
+from workers.kernels.cpu.native_build import native
 from workers.parallel.group import Solo
 from workers.speculation.proposer import Draft, DraftQuery
+from workers.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler")
 PROMPTS = [list(range(number + 3, number + 3 + length)) for number, length in enumerate((9, 23, 1, 16))]

@@ -11,10 +11,10 @@ from kvtransfer.hashing import chain_hashes
 from protos.values import SamplingParams
 from tests.numerics.conftest import Checkpoint, random_tokens
 from tests.numerics.engines import answer, colocated, ranks_of
-from workers.build import build_engine, follow_rank0, make_transfer
-from workers.config import WorkerConfig
+from workers.build_rank import build_engine, follow_rank0, make_transfer
 from workers.parallel.ranks import Leader
 from workers.scheduling.role import Colocated
+from workers.worker_config import WorkerConfig
 
 FEW = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate((100, 97, 120, 64))]

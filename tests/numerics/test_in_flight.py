@@ -14,17 +14,17 @@ from protos.values import SamplingParams
 from tests.numerics.checkpoints import VOCAB_SIZE
 from tests.numerics.conftest import Checkpoint, random_tokens
 from tests.numerics.engines import answer, colocated, oracle_answers
-from workers.attention.base import AttentionInputs, AttentionOptions, CosSin
+from workers.attention.backend import AttentionInputs, AttentionOptions, CosSin
 from workers.batch import Batch, Row, Sample
-from workers.config import WorkerConfig
-from workers.grammar.base import Mask
-from workers.kernels import reference
+from workers.grammar.grammar_seam import Mask
+from workers.kernels import twins
 from workers.models.decoder import Decoder
 from workers.models.model_config import read_config
 from workers.parallel.group import Solo
-from workers.runner.runner import TorchRunner
+from workers.runner.torch_runner import TorchRunner
 from workers.weights.encoding import LayerContext
 from workers.weights.formats.float_matrix import only_floats
+from workers.worker_config import WorkerConfig
 
 PROMPTS = [random_tokens(length, seed=length) for length in (1, 5, 16, 33, 100)]
 NUM_TOKENS = sum(map(len, PROMPTS)) + 64 * len(PROMPTS)
@@ -87,7 +87,7 @@ class Valueless:
     def write(
         self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
     ) -> torch.Tensor:
-        return reference.rope(q_TND, *rotation)
+        return twins.rope(q_TND, *rotation)
 
     def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         self.num_attended += 1
@@ -123,9 +123,7 @@ def test_no_launch_looks_at_what_the_device_computes(checkpoint: Checkpoint, mon
     folder, _ = checkpoint("llama")
     config = read_config(folder)
     monkeypatch.setattr("workers.sampling.sampler._choose", lambda logits_RV, samples: logits_RV.argmax(dim=-1))
-    context = LayerContext(
-        device="meta", dtype=torch.float32, parallel=Solo(), kernels=reference, encodings=only_floats
-    )
+    context = LayerContext(device="meta", dtype=torch.float32, parallel=Solo(), kernels=twins, encodings=only_floats)
     attention = Valueless()
     runner = TorchRunner(Decoder(config, context), attention, block_size=16, grammars=Everything())
     plain, bound = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, grammar="start: /.*/")

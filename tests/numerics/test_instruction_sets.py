@@ -13,14 +13,14 @@ import torch
 from protos.values import KVLayout
 from tests.numerics.filled import ROWS, filled, normal
 from tests.numerics.quantised_weights import E4M3, IQ4, NF4, grouped, of_form
-from workers.attention.base import AttentionInputs, AttentionOptions
+from workers.attention.backend import AttentionInputs, AttentionOptions
 from workers.attention.cpu import NativeAttention, TorchAttention, cpu_attention
-from workers.config import KVDtype
-from workers.kernels import reference
-from workers.kernels.cpu.build import Native, Tiles, compile_library, native, native_tiles
+from workers.kernels import twins
+from workers.kernels.cpu.native_build import Native, Tiles, compile_library, native, native_tiles
 from workers.kernels.cpu.products import PackedFloats
 from workers.kernels.cpu.quantised import PackedQuantised
 from workers.kv.kinds import with_kv_dtype
+from workers.worker_config import KVDtype
 
 pytestmark = pytest.mark.timeout(360)  # a library takes half a minute to compile on an idle machine
 
@@ -98,7 +98,7 @@ def test_a_lesser_processor_norms_alike(library: ctypes.CDLL, dtype: torch.dtype
     weight, normed, stream = normal(344, dtype=dtype, seed=3), torch.empty_like(x), torch.empty_like(x)
     pointers = [tensor.data_ptr() for tensor in (x, residual, weight, normed, stream)]
     kernels.add_norm(*pointers[:3], None, *pointers[3:], 5, 344, 344, 1e-5, 0, 1)
-    expected_normed, expected_stream = reference.add_rms_norm(x, residual, weight, 1e-5)
+    expected_normed, expected_stream = twins.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(stream, expected_stream)
     torch.testing.assert_close(normed, expected_normed, rtol=1e-2, atol=1e-2)
 

@@ -22,11 +22,11 @@ from tests.numerics.conftest import Checkpoint, assert_close, random_tokens
 from tests.numerics.engines import answer, colocated
 from tests.numerics.moving import moved, pulled, two
 from tests.numerics.paged import PagedRun, in_chunks
-from workers.build import open_rank
-from workers.config import KVDtype, WorkerConfig
+from workers.build_rank import open_rank
 from workers.models.loader import load_model
 from workers.parallel.group import Solo
 from workers.weights.kv_scales import read_kv_scales
+from workers.worker_config import KVDtype, WorkerConfig
 
 FEW = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 KINDS: tuple[KVDtype, ...] = ("int8", "fp8")

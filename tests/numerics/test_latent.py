@@ -19,11 +19,11 @@ from tests.numerics.conftest import Checkpoint, assert_close, random_tokens
 from tests.numerics.engines import answer, colocated
 from tests.numerics.moving import moved, pulled, two
 from tests.numerics.paged import PagedRun, in_chunks
-from workers.config import WorkerConfig
-from workers.kernels.cpu.build import native
+from workers.kernels.cpu.native_build import native
 from workers.models.loader import load_model
 from workers.models.model_config import read_config, weight_bytes
 from workers.quantise.quantise import check_float_folder
+from workers.worker_config import WorkerConfig
 
 
 @pytest.mark.skipif(native(torch.bfloat16) is None, reason="no C++ compiler")

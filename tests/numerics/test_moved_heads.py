@@ -14,8 +14,8 @@ from tests.numerics import head_twins
 from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.engines import answer, colocated
 from tests.numerics.moving import disaggregated, handed_over, moved, pulled, two
-from workers.config import WorkerConfig
-from workers.kernels.cpu.build import native
+from workers.kernels.cpu.native_build import native
+from workers.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler")
 PROMPT = list(range(3, 42))

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from workers.kernels import cpu
-from workers.kernels.cpu.build import native
-from workers.kernels.cpu.memory import HUGE_PAGE, Regions, apart, empty_rows, roomy_zeros
+from workers.kernels.cpu.native_build import native
 from workers.kernels.cpu.products import PackedFloats, can_pack
+from workers.kernels.cpu.regions import HUGE_PAGE, Regions, apart, empty_rows, roomy_zeros
 from workers.weights.formats.float_matrix import FloatMatrix
 
 needs_compiler = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler: torch multiplies")

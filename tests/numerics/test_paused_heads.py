@@ -13,7 +13,7 @@ from tests.numerics.engines import answer, colocated
 from tests.numerics.moving import disaggregated, handed_over, moved, pulled, two
 from tests.numerics.test_moved_heads import PARAMS, PROMPT, Drafts, config, head, target
 from workers.engine.engine import Engine
-from workers.kernels.cpu.build import native
+from workers.kernels.cpu.native_build import native
 
 pytestmark = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler")
 __all__ = ["head", "target"]

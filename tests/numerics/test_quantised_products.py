@@ -27,7 +27,7 @@ from tests.numerics.quantised_weights import (
 )
 from workers.kernels import cpu
 from workers.kernels.cpu import products, quantised
-from workers.kernels.cpu.build import native
+from workers.kernels.cpu.native_build import native
 from workers.kernels.cpu.quantised import PackedQuantised, can_pack
 from workers.kernels.cpu.quantised_terms import PackedTerms
 from workers.quantization.activation_rounding import ActivationRounding

@@ -36,7 +36,7 @@ from workers.parallel.operations import (
     operations_of,
 )
 from workers.parallel.ranks import Leader, find_store, follow, for_followers, join_group, open_store
-from workers.runner.runner import TorchRunner
+from workers.runner.torch_runner import TorchRunner
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.transfer_leader import TransferLeader
 

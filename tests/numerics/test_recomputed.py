@@ -9,12 +9,12 @@ import torch
 from benchmarks.engine.cpu_engine import DEMO, opened
 from protos.values import GenerateRequest, KVLayout, Logprobs, SamplingParams
 from tests.numerics.filled import filled, normal
-from workers.attention.base import AttentionInputs, AttentionOptions, GroupTables
+from workers.attention.backend import AttentionInputs, AttentionOptions, GroupTables
 from workers.attention.cpu import cpu_attention
-from workers.config import KVDtype
 from workers.engine.engine import Engine
-from workers.kernels.cpu.build import native
+from workers.kernels.cpu.native_build import native
 from workers.kv.kinds import with_kv_dtype
+from workers.worker_config import KVDtype
 
 pytestmark = pytest.mark.skipif(native(torch.bfloat16) is None, reason="no C++ compiler")
 

@@ -15,9 +15,9 @@ from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.constrained import EOS, VOCAB_SIZE, write_tokenizer
 from tests.numerics.engines import answer, colocated
 from tests.numerics.moving import moved, two
-from workers.config import WorkerConfig
-from workers.kernels.cpu.build import native
+from workers.kernels.cpu.native_build import native
 from workers.speculation.speculation import Speculation
+from workers.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler")
 HALF_RIGHT = 0.5

@@ -17,9 +17,9 @@ from protos.values import SamplingParams
 from tests.numerics.conftest import Checkpoint, assert_close, random_tokens
 from tests.numerics.engines import answer, colocated
 from tests.numerics.paged import PagedRun
-from workers.config import WorkerConfig
 from workers.models.loader import load_model
 from workers.models.transformers.transformers_loader import load_transformers
+from workers.worker_config import WorkerConfig
 
 EMBEDDINGS = {"qwen2": "model.embed_tokens.weight", "gpt_neox": "gpt_neox.embed_in.weight"}
 HEADS = {"qwen2": "lm_head.weight", "gpt_neox": "embed_out.weight"}

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from workers.kernels.cpu.build import native
+from workers.kernels.cpu.native_build import native
 
 pytestmark = [
     pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler: torch computes"),

@@ -17,9 +17,9 @@ from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import answer, colocated
 from tests.numerics.head_twins import Target
 from tests.numerics.moving import disaggregated, handed_over
-from workers.config import WorkerConfig
 from workers.engine.engine import Engine
-from workers.kernels.cpu.build import native
+from workers.kernels.cpu.native_build import native
+from workers.worker_config import WorkerConfig
 
 
 def stored(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

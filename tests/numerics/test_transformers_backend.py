@@ -19,11 +19,11 @@ from tests.numerics.engines import answer, colocated, oracle_answers
 from tests.numerics.moving import moved, pulled, two
 from tests.numerics.paged import PagedRun, in_chunks
 from tests.numerics.test_tensor_parallel import on_ranks
-from workers.config import WorkerConfig
 from workers.models.model_config import weight_bytes
 from workers.models.served import check_ranks, read_served
 from workers.models.transformers.transformers_loader import load_transformers
 from workers.parallel.group import TensorParallel
+from workers.worker_config import WorkerConfig
 
 MODELS = {
     "gpt_neox": "fused projections, layer norms",

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 
 from protos.errors import BadCheckpoint, BatonError, Misconfigured
-from workers.adapters.files import AdapterFiles, AdapterTensors, ModuleShape, read_adapter
+from workers.adapters.adapter_files import AdapterFiles, AdapterTensors, ModuleShape, read_adapter
 from workers.adapters.low_rank import LinearAdapters, LowRankPart, LowRankUpdate, StepAdapters
-from workers.memory import free_ram_bytes
+from workers.free_memory import free_ram_bytes
 from workers.weights.encoding import LayerContext, Projection, WeightShare
 from workers.weights.formats.float_matrix import FloatMatrix
 from workers.weights.slots import in_order

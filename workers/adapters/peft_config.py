@@ -14,7 +14,7 @@ from pathlib import Path
 from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.limited.limited_process import LimitedProcess, LimitedProcessEnded
 from protos.model_files.fields import Fields
-from protos.model_files.plain import read_object
+from protos.model_files.plain_files import read_object
 from workers.adapters import pattern_matches
 from workers.adapters.pattern_matches import first_matches
 

@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 
 from protos.values import LATENT
-from workers.attention.base import AttentionBackend, AttentionInputs, AttentionOptions, CosSin
-from workers.attention.grouped import GroupedAttention
-from workers.attention.latent import NativeLatentAttention
-from workers.attention.reference import ReferenceAttention
-from workers.kernels import cpu, reference
-from workers.kernels.cpu.build import Native, Tiles, native, native_tiles
+from workers.attention.backend import AttentionBackend, AttentionInputs, AttentionOptions, CosSin
+from workers.attention.grouped_attention import GroupedAttention
+from workers.attention.latent_cpu import NativeLatentAttention
+from workers.attention.reference_attention import ReferenceAttention
+from workers.kernels import cpu, twins
 from workers.kernels.cpu.layers import RowTables
+from workers.kernels.cpu.native_build import Native, Tiles, native, native_tiles
 from workers.kernels.cpu.pages import LayerCache
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 
 _TILE_DEPTH = 32
 
@@ -168,7 +168,7 @@ def _attend(
             q_KGQD, k_KGCD, v_KGCD, attn_mask=mask, is_causal=mask is None, scale=scale
         )
     sinks = None if sinks is None else sinks.view(heads)
-    return reference.attention(q_KGQD, k_KGCD, v_KGCD, mask, scale=scale, softcap=softcap, sinks_Q=sinks)
+    return twins.attention(q_KGQD, k_KGCD, v_KGCD, mask, scale=scale, softcap=softcap, sinks_Q=sinks)
 
 
 class TorchAttention(ReferenceAttention):

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from protos.values import LATENT
-from workers.attention.base import AttentionInputs, AttentionOptions, CosSin
-from workers.kernels.latent import (
+from workers.attention.backend import AttentionInputs, AttentionOptions, CosSin
+from workers.kernels.latent_pages import (
     head_programs,
     heads_of_program,
     latent_decode,
@@ -24,8 +24,8 @@ from workers.kernels.latent import (
 from workers.kernels.paged_decode import DecodePlan, paged_decode, plan_decode
 from workers.kernels.prefill import PrefillPlan, plan_prefill, prefill, prefill_tile
 from workers.kernels.rope_kv_write import rope_kv_write
-from workers.kernels.staging import num_multiprocessors, overwrite, to_device
-from workers.kv.storage import KVStorage
+from workers.kernels.this_device import num_multiprocessors, overwrite, to_device
+from workers.kv.kv_storage import KVStorage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 
 from protos.errors import Misconfigured
-from workers.attention.base import AttentionBackend
-from workers.attention.grouped import GroupedAttention
-from workers.kv.storage import KVStorage
+from workers.attention.backend import AttentionBackend
+from workers.attention.grouped_attention import GroupedAttention
+from workers.kv.kv_storage import KVStorage
 
 BACKENDS: dict[str, str] = {
     "cpu": "workers.attention.cpu:cpu_attention",
     "cuda": "workers.attention.paged:PagedAttention",
     "torch": "workers.attention.cpu:TorchAttention",
-    "reference": "workers.attention.reference:ReferenceAttention",
+    "reference": "workers.attention.reference_attention:ReferenceAttention",
 }
 
 

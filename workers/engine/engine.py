@@ -40,12 +40,12 @@ from workers.batch import (
     pipeline,
     row_limits,
 )
-from workers.engine.adapters import ServedAdapters
+from workers.engine.request_checks import check_length, check_tokens
+from workers.engine.served_adapters import ServedAdapters
 from workers.engine.speed import EngineSpeed
-from workers.engine.validation import check_length, check_tokens
-from workers.grammar.base import Grammars
-from workers.kv.blocks import BlockPool
-from workers.parallel.placement import ExpertImbalance
+from workers.grammar.grammar_seam import Grammars
+from workers.kv.block_pool import BlockPool
+from workers.parallel.expert_placement import ExpertImbalance
 from workers.scheduling.role import Role, Tick
 from workers.scheduling.scheduler import Scheduler
 from workers.timeline import Timeline

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.parallel.placement import ExpertImbalance, place_experts
+from workers.parallel.expert_placement import ExpertImbalance, place_experts
 
 _CALLS = 256
 _PLACED_CALLS = 16 * _CALLS  # a placement of 256 experts takes tens of milliseconds

@@ -38,11 +38,11 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from protos.errors import BadCheckpoint, InvalidRequest
 from protos.grammars import in_our_words
-from protos.model_files.base import ModelFiles
+from protos.model_files.files_seam import ModelFiles
 from workers.batch import Sample
 from workers.cores import leave_cores
-from workers.grammar.base import Mask, without
 from workers.grammar.deep_threads import DeepThreads
+from workers.grammar.grammar_seam import Mask, without
 
 log = logging.getLogger("baton.worker")
 

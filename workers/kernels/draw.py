@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.kernels.staging import to_device
+from workers.kernels.this_device import to_device
 
 # One program a row: 16 warps, to hide L2's latency behind arithmetic in float64, with 4 logits a thread: 16 bytes, and
 # few enough registers (114, compiled for 9.0) that nothing spills. Chosen by reasoning, not measured yet.

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from workers.kernels.base import KVScales
-from workers.kernels.quantised.kv import FP8, CachedBits, key_factor, value_factor
-from workers.kernels.staging import takes_large_tiles
+from workers.kernels.device_kernels import KVScales
+from workers.kernels.quantised.cached_bits import FP8, CachedBits, key_factor, value_factor
+from workers.kernels.this_device import takes_large_tiles
 from workers.kernels.tile import (
     SoftmaxOptions,
     Tile,

@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from workers.kernels import staging
-from workers.kernels.base import KVScales
-from workers.kernels.quantised.kv import FP8, CachedBits, key_factor, value_factor
-from workers.kernels.staging import takes_large_tiles
+from workers.kernels import this_device
+from workers.kernels.device_kernels import KVScales
+from workers.kernels.quantised.cached_bits import FP8, CachedBits, key_factor, value_factor
+from workers.kernels.this_device import takes_large_tiles
 from workers.kernels.tile import (
     SoftmaxOptions,
     Tile,
@@ -105,7 +105,7 @@ def prefill_tile(dim: int, group: int, dtype: torch.dtype, max_query: int, *, ro
     if triton.next_power_of_2(dim) > 128:
         return Tile(rows=max(64, smallest), positions=32, warps=4, stages=2)
     rows = max(smallest, 64 if max_query * group <= 64 else 128)
-    positions = 64 if not rounded or takes_large_tiles() else 32 if staging.capability() < 120 else 16
+    positions = 64 if not rounded or takes_large_tiles() else 32 if this_device.capability() < 120 else 16
     return Tile(rows=rows, positions=positions, warps=rows // 16, stages=3)
 
 

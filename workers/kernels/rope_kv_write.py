@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.kernels.base import KVScales
-from workers.kernels.quantised.kv import INT8, PLAIN, CachedBits, int8_scale, to_fp8, to_int8
+from workers.kernels.device_kernels import KVScales
+from workers.kernels.quantised.cached_bits import INT8, PLAIN, CachedBits, int8_scale, to_fp8, to_int8
 
 
 @triton.jit

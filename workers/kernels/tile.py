@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.kernels.quantised.kv import INT8, PLAIN, CachedBits, levels, weighted
+from workers.kernels.quantised.cached_bits import INT8, PLAIN, CachedBits, levels, weighted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ def check_paged(q_TND: torch.Tensor, cache: CachedBits, block_tables_SB: torch.T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftmaxOptions:
-    """The arguments of both attention kernels for `workers.attention.base`'s scale, soft cap and sinks."""
+    """The arguments of both attention kernels for `workers.attention.backend`'s scale, soft cap and sinks."""
 
     scale_log2: float  # of the dot products, or of what `capped` makes of them
     cap_scale: float

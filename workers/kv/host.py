@@ -9,7 +9,8 @@ host, so that it can leave the device again without being copied, and copies are
 is evicted next. Slots that are being loaded are pinned: a pinned slot is not written.
 
 Of a model with several groups of layers a slot has a page of one group, under the name that the device's has
-(`workers.kv.blocks.page_hash`). Events name those of group 0 only, and counts are in blocks: a page is a part of one.
+(`workers.kv.block_pool.page_hash`). Events name those of group 0 only, and counts are in blocks: a page is a part of
+one.
 """
 
 from __future__ import annotations

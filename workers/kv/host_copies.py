@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from protos.errors import Misconfigured
-from workers.kernels.cpu.memory import roomy_zeros
+from workers.kernels.cpu.regions import roomy_zeros
 from workers.kv.host import FinishedOnload, HostCopies
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 
 _cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
 

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from protos.errors import Misconfigured, UnsupportedModel
 from protos.values import SCALE, KVLayout, KVPart
-from workers.config import KVDtype
 from workers.models.interface import ServedConfig
+from workers.worker_config import KVDtype
 
 INT8, FP8 = "int8", "float8_e4m3fn"
 _TYPES: Mapping[str, str] = {"int8": INT8, "fp8": FP8}

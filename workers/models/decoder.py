@@ -12,7 +12,7 @@ import torch
 
 from workers.adapters.linear import AdaptableLinear
 from workers.adapters.low_rank import AdapterTokens, StepAdapters
-from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
+from workers.attention.backend import AttentionBackend, AttentionInputs, CosSin
 from workers.kernels.cpu.layers import LayerForm, LayerWeights, NormTensors
 from workers.kernels.cpu.norms import ACTIVATIONS, CompiledNorm
 from workers.models.filling import LoadPart

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from workers.adapters.linear import AdaptableLinear
     from workers.adapters.low_rank import StepAdapters
-    from workers.attention.base import AttentionBackend
+    from workers.attention.backend import AttentionBackend
     from workers.models.decoder import ModelInputs, Through
     from workers.weights.encoding import LayerContext
 

@@ -10,9 +10,9 @@ import torch
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from protos.hints import counted
-from workers.kernels.base import kernels_for
-from workers.kernels.cpu.build import native
-from workers.kernels.cpu.memory import return_freed_memory, trim_freed_memory
+from workers.kernels.cpu.native_build import native
+from workers.kernels.cpu.regions import return_freed_memory, trim_freed_memory
+from workers.kernels.device_kernels import kernels_for
 from workers.models.decoder import Decoder
 from workers.models.filling import LoadPart, PartLoader, Progress, check_slots, ignore_progress, log_unused
 from workers.models.model_config import ModelConfig, read_config

@@ -8,9 +8,9 @@ from math import prod
 from pathlib import Path
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
-from protos.model_files.base import ModelFiles
 from protos.model_files.ends import end_ids
 from protos.model_files.fields import Fields
+from protos.model_files.files_seam import ModelFiles
 from protos.model_files.opening import open_model
 from protos.values import ITEM_BYTES, KVLayout
 from workers.models.families.experts_config import ExpertsConfig

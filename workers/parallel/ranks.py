@@ -18,8 +18,8 @@ from typing import Any, TypeVar, cast
 from msgspec.structs import replace
 from torch.distributed import DistError
 
-from kvtransfer.transports.rendezvous.key import WrongKey
-from kvtransfer.transports.rendezvous.store import RendezvousServer, RendezvousStore
+from kvtransfer.transports.rendezvous.rendezvous_key import WrongKey
+from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousServer, RendezvousStore
 from protos.codec import Messages
 from protos.errors import BatonError, UnreadableMessage, WorkerLost
 from protos.listening import netloc

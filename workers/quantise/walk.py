@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from workers.attention.base import AttentionInputs, AttentionOptions, CosSin
-from workers.kernels import reference
-from workers.kernels.base import kernels_for
+from workers.attention.backend import AttentionInputs, AttentionOptions, CosSin
+from workers.kernels import twins
+from workers.kernels.device_kernels import kernels_for
 from workers.models.decoder import DecoderLayer, embedding_of, head_of, last_norm_of, rotations_of
 from workers.models.filling import LoadPart, PartLoader, ignore_progress
 from workers.models.layers.embedding import Embedding
@@ -45,8 +45,8 @@ class WholeSequences:
     def write(
         self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
     ) -> torch.Tensor:
-        self._keys_values = reference.rope_last(k_TKD, *rotation), v_TKD
-        return reference.rope_last(q_TND, *rotation)
+        self._keys_values = twins.rope_last(k_TKD, *rotation), v_TKD
+        return twins.rope_last(q_TND, *rotation)
 
     def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         assert self._inputs is not None, "attend before begin"
@@ -60,7 +60,7 @@ class WholeSequences:
             if options.softcap or options.sinks_N is not None:
                 k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
                 sinks = None if options.sinks_N is None else options.sinks_N.unsqueeze(1)
-                out = reference.attention(q, k, v, visible, scale=options.scale, softcap=options.softcap, sinks_Q=sinks)
+                out = twins.attention(q, k, v, visible, scale=options.scale, softcap=options.softcap, sinks_Q=sinks)
             else:
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=options.scale, enable_gqa=True)
             outputs.append(out.squeeze(0).transpose(0, 1))

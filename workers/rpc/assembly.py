@@ -12,26 +12,26 @@ from collections.abc import Callable
 
 import torch
 
-from kvtransfer.config import LaneConfig
 from kvtransfer.hashing import fastest
+from kvtransfer.lane_config import LaneConfig
 from kvtransfer.registry import transport
-from kvtransfer.transports.rendezvous.store import RendezvousStore
+from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousStore
 from protos.model_files.digests import read_digests
 from protos.model_files.opening import open_model
 from protos.values import LaneAddress, WorkerInfo, WorkerRole
 from workers.adapters.names import parse_adapters
-from workers.build import LoadedRank, build_engine, device_of, follow_rank0, make_transfer, open_rank
-from workers.config import RankId, WorkerConfig
-from workers.engine.adapters import ServedAdapters
-from workers.kv.blocks import BlockPool
+from workers.build_rank import LoadedRank, build_engine, device_of, follow_rank0, make_transfer, open_rank
+from workers.engine.served_adapters import ServedAdapters
+from workers.kv.block_pool import BlockPool
 from workers.models.filling import Progress
 from workers.parallel.group import TensorParallel
 from workers.parallel.ranks import Leader, find_store, join_group, open_store, share_address
 from workers.rpc.worker import WakeUp, WorkerParts
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.receive import reservations
-from workers.transfer.role import TransferRole
 from workers.transfer.transfer_leader import TransferLeader
+from workers.transfer.transfer_role import TransferRole
+from workers.worker_config import RankId, WorkerConfig
 
 
 def assemble(

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from protos.values import Health, KVEvents, SequenceUpdate, StepMessage, WorkerLoad
 from workers.engine.engine import Engine
-from workers.rpc.progress import StepProgress
+from workers.rpc.step_progress import StepProgress
 
 log = logging.getLogger("baton.worker")
 

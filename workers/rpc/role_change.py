@@ -13,7 +13,7 @@ from protos.errors import InvalidRequest
 from protos.values import WorkerRole
 from workers.engine.engine import Engine
 from workers.rpc.loop import EngineLoop
-from workers.rpc.server import WorkerServicer
+from workers.rpc.worker_servicer import WorkerServicer
 from workers.scheduling.role import Role
 
 MakeRole = Callable[[], Role]

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from protos.errors import Unauthenticated
-from protos.status import abort_with
+from protos.grpc_status import abort_with
 from protos.tls import TOKEN_KEY, token_metadata
 
 log = logging.getLogger("baton.worker")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 
-from kvtransfer.lanes import why_unhealthy
+from kvtransfer.lane_rules import why_unhealthy
 from protos import worker_pb2_grpc
 from protos.errors import Misconfigured, WorkerDraining, WorkerLost
 from protos.listening import netloc
@@ -18,7 +18,7 @@ from protos.values import LaneStats, TicketStats, WorkerInfo, WorkerRole, Worker
 from workers.engine.engine import Engine
 from workers.rpc.loop import ThreadedEngineLoop
 from workers.rpc.role_change import MakeRole, RoleChange
-from workers.rpc.server import Reserve, WorkerServicer, new_server
+from workers.rpc.worker_servicer import Reserve, WorkerServicer, new_server
 
 LAST_WORDS_S = 1.0
 

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 import torch
 
-from workers.attention.base import AttentionBackend, AttentionInputs, AttentionOptions, CosSin, GroupTables
+from workers.attention.backend import AttentionBackend, AttentionInputs, AttentionOptions, CosSin, GroupTables
 from workers.models.decoder import Decoder, ModelInputs
 from workers.models.interface import ServedDecoder
 from workers.models.rope_kinds import DynamicRope, LongRope
-from workers.runner.packing import Packed
+from workers.runner.packed_batch import Packed
 from workers.runner.padding import captured_sizes, nothing, size_for
 
 log = logging.getLogger("baton.worker")

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from workers.attention.base import AttentionBackend, AttentionInputs, CosSin
+from workers.attention.backend import AttentionBackend, AttentionInputs, CosSin
 from workers.attention.cpu import NativeAttention
-from workers.attention.grouped import GroupedAttention
-from workers.attention.latent import NativeLatentAttention
-from workers.kernels.cpu.build import native
+from workers.attention.grouped_attention import GroupedAttention
+from workers.attention.latent_cpu import NativeLatentAttention
 from workers.kernels.cpu.layers import CompiledLayers
+from workers.kernels.cpu.native_build import native
 from workers.models.decoder import Decoder, Taps, Through
 from workers.models.interface import ServedDecoder
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from workers.attention.base import AttentionInputs, GroupTables
-from workers.kernels.staging import to_device
+from workers.attention.backend import AttentionInputs, GroupTables
+from workers.kernels.this_device import to_device
 from workers.models.decoder import ModelInputs, Taps
-from workers.runner.packing import Packed
+from workers.runner.packed_batch import Packed
 
 
 def model_inputs(packed: Packed, device: str, sampled_R: torch.Tensor, taps: Taps | None = None) -> ModelInputs:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from workers.runner.packing import KNOWN, Packed, PackedTables
+from workers.runner.packed_batch import KNOWN, Packed, PackedTables
 
 NOWHERE = -1
 """A slot that kernels skip."""

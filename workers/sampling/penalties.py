@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from workers.batch import Sample, is_penalised
-from workers.kernels.staging import to_device
+from workers.kernels.this_device import to_device
 
 NONE = -1
 """In `latest_R`: all of the row's tokens are known."""

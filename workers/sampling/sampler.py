@@ -22,11 +22,11 @@ from protos.errors import NotFinite
 from protos.values import SamplingParams
 from protos.wire import error_info
 from workers.batch import RowOutput, Sample, is_penalised
-from workers.grammar.base import Mask
-from workers.kernels.staging import Landing, to_device
-from workers.sampling.logprobs import TokenScores
+from workers.grammar.grammar_seam import Mask
+from workers.kernels.this_device import Landing, to_device
 from workers.sampling.penalties import penalise
 from workers.sampling.philox import uniforms
+from workers.sampling.token_scores import TokenScores
 
 _BROKEN = -1  # in place of a token
 _NOT_FINITE = error_info(

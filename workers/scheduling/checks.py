@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 
-from workers.kv.blocks import PASSED, BlockPool, page_hash
+from workers.kv.block_pool import PASSED, BlockPool, page_hash
 from workers.scheduling.request import Request, State
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from protos.values import BlockHash
-from workers.kv.blocks import BlockPool, CachedPrefix, page_hash
+from workers.kv.block_pool import BlockPool, CachedPrefix, page_hash
 from workers.scheduling.request import Onload, Request
 
 

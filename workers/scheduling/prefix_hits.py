@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workers.batch import MEAN
-from workers.kv.blocks import BlockPool, CachedPrefix
+from workers.kv.block_pool import BlockPool, CachedPrefix
 from workers.scheduling.pending_blocks import PendingBlocks
 from workers.scheduling.request import Request
 

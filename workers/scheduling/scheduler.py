@@ -45,19 +45,19 @@ from msgspec.structs import replace
 from kvtransfer.hashing import chain_hashes, salted
 from protos.values import BlockHash, FinishReason, GenerateRequest, SequenceUpdate
 from workers.batch import Batch, Row, RowOutput, StepOutput
-from workers.config import SchedulerConfig
-from workers.kv.blocks import BlockPool, CachedPrefix
-from workers.scheduling import tables
+from workers.kv.block_pool import BlockPool, CachedPrefix
+from workers.scheduling import page_tables
 from workers.scheduling.checks import check_blocks, check_queues
-from workers.scheduling.drafts import draft_counts, notify_computed, plan_drafts, without_waiting
 from workers.scheduling.onloads import Onloads
 from workers.scheduling.pending_blocks import PendingBlocks
+from workers.scheduling.planned_drafts import draft_counts, notify_computed, plan_drafts, without_waiting
 from workers.scheduling.prefix_hits import PrefixHits, num_cacheable
 from workers.scheduling.request import PlannedStep, Request, State
 from workers.scheduling.role import Disposition, Role
 from workers.scheduling.step_rows import decodable, extend, next_row, update_of
 from workers.scheduling.time_slicing import enter_batch, leave_batch, rank_behind, sequences_to_pause
 from workers.speculation.speculation import Speculation
+from workers.worker_config import SchedulerConfig
 
 
 def no_key(num_prompt: int) -> bytes:
@@ -148,7 +148,7 @@ class Scheduler:
     def add(self, given: GenerateRequest, now: float) -> None:
         assert given.request_id not in self._requests
         request = Request.of(given, arrival_s=now)
-        tables.reset_tables(request, self.pool.windows.num_groups)
+        page_tables.reset_tables(request, self.pool.windows.num_groups)
         request.cache_salt = salted(given.cache_salt, self.prefix_key(request.num_prompt))
         request.rank = (now - given.priority * self.config.priority_head_start_s, self._num_added)
         self._num_added += 1
@@ -274,14 +274,14 @@ class Scheduler:
             request.num_planned += num_steps
             request.num_due += num_steps
             if len(request.block_ids) * self.pool.block_size < request.num_planned:  # by one: the last step's
-                tables.extend_tables(request, self.pool)
+                page_tables.extend_tables(request, self.pool)
                 rows[index] = replace(rows[index], block_tables=tuple([tuple(table) for table in request.tables]))
         return Batch(rows=tuple(rows), num_steps=batch.num_steps + num_steps)
 
     def _take_chunk_pages(self) -> bool:
         """Takes the pages that the next chunk of each running prompt writes, before any row is planned: those that lack
         room may preempt others. False if steps in flight must end first."""
-        lacking = tables.chunks_lacking(self._running, self.pool, self.config.largest_chunk)
+        lacking = page_tables.chunks_lacking(self._running, self.pool, self.config.largest_chunk)
         if self._in_flight and sum([num for _, num in lacking]) > self.pool.num_free:
             return False
         for request, num_pages in lacking:
@@ -347,7 +347,7 @@ class Scheduler:
         usable = request.hashes[: num_cacheable(request, self.pool.block_size)]
         prefix, slots = (matched, []) if request.block_ids else self.onloads.pin(usable, matched)
         limits = {"chunk": self.config.largest_chunk, "headroom": len(self._running)}
-        if not tables.take_prompt_pages(request, prefix, self.pool, **limits):
+        if not page_tables.take_prompt_pages(request, prefix, self.pool, **limits):
             self.onloads.unpin(slots)
             return False
         if slots:
@@ -421,7 +421,7 @@ class Scheduler:
             if request.state is State.RUNNING:
                 update = self._advance(request, row, out, batch.num_steps)
                 if self.pool.has_windows and request.state is State.RUNNING:  # a transfer reads those of the others
-                    tables.give_back(request, self.pool)
+                    page_tables.give_back(request, self.pool)
                 if update is not None:
                     updates.append(update)
         notify_computed(self.speculation, step.requests, batch)
@@ -477,7 +477,7 @@ class Scheduler:
         if num_full > len(request.hashes):
             self._extend_hashes(request)
         start, request.num_sealed = request.num_sealed, num_full
-        tables.seal_pages(request, self.pool, start, num_full)
+        page_tables.seal_pages(request, self.pool, start, num_full)
         self._pending.discard(request, request.hashes[start:num_full])
 
     def _extend_hashes(self, request: Request) -> None:
@@ -512,8 +512,8 @@ class Scheduler:
         if step is not None:
             step.freed += request.held()
         elif not self.onloads.drop(request):
-            tables.release(request, self.pool)
-        tables.drop_tables(request, self.pool)
+            page_tables.release(request, self.pool)
+        page_tables.drop_tables(request, self.pool)
         request.waiting_on_block = None
 
     def _last_step_of(self, request: Request) -> PlannedStep | None:

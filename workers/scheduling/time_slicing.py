@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import inf
 
-from workers.config import SchedulerConfig
-from workers.kv.blocks import BlockPool
+from workers.kv.block_pool import BlockPool
 from workers.scheduling.request import Request, State
+from workers.worker_config import SchedulerConfig
 
 QueueRank = tuple[float, int]
 

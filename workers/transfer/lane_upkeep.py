@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from kvtransfer.config import LaneConfig
-from kvtransfer.lanes import overdue, require_health, require_room, superfluous
+from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import overdue, require_health, require_room, superfluous
 from protos.values import LaneStats
 
 PERIOD_S = 1.0

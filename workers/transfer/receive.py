@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.hashing import chain_hashes
-from kvtransfer.ledger import Ledger, Reservation, TicketState
 from kvtransfer.reshard import common_layout, require_compatible
+from kvtransfer.ticket_ledger import Ledger, Reservation, TicketState
 from kvtransfer.transport import MAX_TICKET_ID_BYTES, Arrived, LaneLost, peer_name
 from protos.errors import (
     BatonError,
@@ -28,11 +28,11 @@ from protos.errors import (
 )
 from protos.values import BlockHash, KVLayout, ReserveRequest, Ticket, TicketStats
 from workers.engine.engine import Engine
-from workers.kv.blocks import BlockPool, CachedPrefix
+from workers.kv.block_pool import BlockPool, CachedPrefix
+from workers.scheduling.page_tables import give_back, give_tables
 from workers.scheduling.request import Request
 from workers.scheduling.role import TransferLoad
 from workers.scheduling.scheduler import no_key
-from workers.scheduling.tables import give_back, give_tables
 from workers.transfer.transfer_leader import TransferLeader
 
 log = logging.getLogger("baton.worker")

@@ -17,14 +17,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvtransfer.ledger import ticket_bytes
+from kvtransfer.push_session import Session
 from kvtransfer.reshard import covering, require_compatible
-from kvtransfer.session import Session
+from kvtransfer.ticket_ledger import ticket_bytes
 from kvtransfer.transport import Chunk, LaneLost, Sent, peer_name
 from protos.errors import BatonError, InvalidRequest, TransferFailed
 from protos.values import BlockHash, KVLayout, Ticket, TicketStats
 from workers.batch import Batch
-from workers.kv.blocks import BlockPool, page_hash
+from workers.kv.block_pool import BlockPool, page_hash
 from workers.scheduling.request import Onload, Request, State
 from workers.scheduling.role import Tick, TransferLoad
 from workers.transfer.transfer_leader import TransferLeader

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvtransfer.config import LaneConfig
-from kvtransfer.lanes import merged
+from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import merged
 from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence, Sent, peer_name
 from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
 from workers.parallel.operations import TransferOperations

@@ -14,8 +14,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from workers.kernels.base import Kernels
 from workers.kernels.cpu.products import PackedWeight, SideBySideWeights
+from workers.kernels.device_kernels import Kernels
 from workers.parallel.group import TensorParallel
 from workers.weights.slots import Slot
 

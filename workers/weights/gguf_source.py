@@ -17,7 +17,7 @@ import numpy as np
 from protos.errors import BadCheckpoint
 from protos.model_files.fields import Fields
 from protos.model_files.gguf.architectures import ARCHITECTURES
-from protos.model_files.gguf.reader import GGUFFile, GGUFTensor
+from protos.model_files.gguf.gguf_file import GGUFFile, GGUFTensor
 from workers.weights.gguf_names import ExpertTensor, expert_tensor, names_of, translated
 from workers.weights.source import StoredTensor
 

@@ -9,9 +9,9 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from protos.errors import UnsupportedModel
-from protos.model_files.base import ModelFiles
 from protos.model_files.fields import Fields
-from protos.model_files.gguf.files import GGUFFiles
+from protos.model_files.files_seam import ModelFiles
+from protos.model_files.gguf.gguf_files import GGUFFiles
 from protos.model_files.opening import open_model
 from workers.weights.compressed_schemes import read_compressed
 from workers.weights.gguf_source import open_gguf

@@ -14,7 +14,7 @@ from protos.errors import BadCheckpoint
 from protos.hints import lfs_pointer, unusable
 from protos.model_files.fields import Fields
 from protos.model_files.folder import INDEX, SINGLE, FolderFiles
-from protos.model_files.plain import open_plain
+from protos.model_files.plain_files import open_plain
 from protos.model_files.text_part import has_text_part, is_other_part, text_name
 from workers.weights.source import StoredTensor, WeightSource
 from workers.weights.stacked import unstacked

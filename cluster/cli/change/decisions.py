@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cluster.cli.status import clock, fleet_of, fleet_words, planner_words
-from cluster.cli.tables import Sheet
+from cluster.cli.status_verb import clock, fleet_of, fleet_words, planner_words
+from cluster.cli.terminal_tables import Sheet
 from protos.values import WorkerRole
 from router.fleet_owner import DesiredFleet
 

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client
 from cluster.cli.change.decisions import weighed_table
-from cluster.planner.config import limits_of
 from cluster.planner.planner import Planner, PlannerSettings, SightsNow, reported
-from cluster.planner.values import FleetDecision, FleetObjective, PlannerPace
+from cluster.planner.planner_config import limits_of
+from cluster.planner.planner_values import FleetDecision, FleetObjective, PlannerPace
 from protos.errors import Misconfigured, Unavailable
 from protos.values import WorkerRole
 from router.fleet_owner import DesiredFleet, FleetReport, NoFleetOwner

@@ -7,15 +7,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.report import Objective
-from cluster.bench.workload import Lengths
-from cluster.config.config import ClusterConfig, PoolsConfig
+from cluster.bench.bench_load import Lengths
+from cluster.bench.bench_report import Objective
+from cluster.config.cluster_config import ClusterConfig, PoolsConfig
 from cluster.config.settings import merge, read_file
-from cluster.simulate.latency.hardware import gpu_of, model_of
+from cluster.simulate.latency.gpus_and_models import gpu_of, model_of
 from cluster.simulate.latency.shapes import HOST_GPUS
-from cluster.simulate.results.report import Summary, summarise
+from cluster.simulate.results.summary import Summary, summarise
 from cluster.simulate.run.choices import ClusterChoice
-from cluster.simulate.run.config import (
+from cluster.simulate.run.offered import offered, work_of_sessions
+from cluster.simulate.run.run_progress import warn
+from cluster.simulate.run.scenario import Scenario, WorkloadTable
+from cluster.simulate.run.simulation import SimulationOutcome
+from cluster.simulate.run.simulation_config import (
     SimulationConfig,
     gateways_text,
     hardware_spec,
@@ -23,13 +27,9 @@ from cluster.simulate.run.config import (
     settings_of,
     without_effect,
 )
-from cluster.simulate.run.offered import offered, work_of_sessions
-from cluster.simulate.run.progress import warn
-from cluster.simulate.run.scenario import Scenario, WorkloadTable
-from cluster.simulate.run.simulation import SimulationOutcome
 from cluster.simulate.world.faults import Fault, drawn
-from cluster.simulate.world.lanes import Cards, hosts_of
-from cluster.simulate.world.workload import (
+from cluster.simulate.world.simulated_lanes import Cards, hosts_of
+from cluster.simulate.world.simulated_load import (
     GeneratedLoad,
     SessionLimit,
     UserSession,

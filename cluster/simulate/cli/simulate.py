@@ -16,20 +16,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cluster.bench.verb import write_json
+from cluster.bench.bench_verb import write_json
 from cluster.cli import options
 from cluster.simulate.cli.scene import Scene, make_scene
-from cluster.simulate.cli.soak import ending_reported, replay_one, soak_clusters
+from cluster.simulate.cli.soak_verb import ending_reported, replay_one, soak_clusters
 from cluster.simulate.cli.trials import document_of, run_scene, sweep_clusters, until_steady, warn_left_out
-from cluster.simulate.results.files import check as check_files
-from cluster.simulate.results.files import event_log, write
-from cluster.simulate.results.page import run_page
-from cluster.simulate.results.report import Summary, summary_table
+from cluster.simulate.results.result_files import check as check_files
+from cluster.simulate.results.result_files import event_log, write
+from cluster.simulate.results.result_page import run_page
+from cluster.simulate.results.summary import Summary, summary_table
 from cluster.simulate.results.sweep import SweepTrial
 from cluster.simulate.results.targets import targets_of
 from cluster.simulate.run.autoscale import MAX_RECORDS, PlannedRun, autoscaling, planner_settings
 from cluster.simulate.run.choices import ClusterChoice, choices
-from cluster.simulate.run.progress import bars
+from cluster.simulate.run.run_progress import bars
 from cluster.simulate.run.scenario import Scenario, read_scenario
 from protos.errors import Misconfigured
 from router.fleet_owner import FleetChange

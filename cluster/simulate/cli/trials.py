@@ -18,23 +18,23 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from cluster.bench.verb import write_json
-from cluster.cli.tables import result_console
+from cluster.bench.bench_verb import write_json
+from cluster.cli.terminal_tables import result_console
 from cluster.simulate.cli.scene import Scene
-from cluster.simulate.cli.soak import report_interrupted
-from cluster.simulate.results.files import write
-from cluster.simulate.results.page import sweep_page
-from cluster.simulate.results.report import Summary, figures
+from cluster.simulate.cli.soak_verb import report_interrupted
+from cluster.simulate.results.result_files import write
+from cluster.simulate.results.result_page import sweep_page
+from cluster.simulate.results.summary import Summary, figures
 from cluster.simulate.results.sweep import SweepTrial, cheapest, front, sweep_table, verdict
 from cluster.simulate.results.targets import PercentileTarget
 from cluster.simulate.run.choices import ClusterChoice
-from cluster.simulate.run.config import SimulationConfig
 from cluster.simulate.run.fault_injector import check
-from cluster.simulate.run.progress import ProgressWatch, bars, duration_text, warn
+from cluster.simulate.run.run_progress import ProgressWatch, bars, duration_text, warn
 from cluster.simulate.run.simulation import SimulationOutcome, Steer
 from cluster.simulate.run.simulation import simulate as run_simulation
+from cluster.simulate.run.simulation_config import SimulationConfig
 from cluster.simulate.world.clock import noting_ctrl_c
-from cluster.simulate.world.workload import SessionLimit, UserSession, fitting
+from cluster.simulate.world.simulated_load import SessionLimit, UserSession, fitting
 from protos.errors import Misconfigured
 from protos.hints import counted
 

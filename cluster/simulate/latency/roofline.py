@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from cluster.simulate.latency.base import StepWork
 from cluster.simulate.latency.kernels import FITTED, KernelTimes, elementwise_s
 from cluster.simulate.latency.shapes import BFLOAT16, COMPUTED_IN, GPUS, WEIGHT_BYTES, Gpu, ModelShape
+from cluster.simulate.latency.step_work import StepWork
 from protos.errors import Misconfigured
 
 ACTIVATION_BYTES = 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.simulate.latency.base import StepWork
+from cluster.simulate.latency.step_work import StepWork
 
 FLOPS, MEMORY_RATE = 989e12, 0.75 * 3.35e12  # per second, about an H100's
 PARAMS, ATTENTION_FLOPS, KV_BYTES = 8.03e9, 4 * 32 * 32 * 128, 131_072  # per token, about an 8B model's

@@ -18,10 +18,10 @@ import msgspec
 from protos.errors import Misconfigured
 from protos.hints import counted
 from protos.values import KVLayout
-from workers.config import KVDtype
 from workers.kv.groups import with_windows
 from workers.kv.kinds import refuse_latents, with_kv_dtype
 from workers.models.model_config import splits_heads
+from workers.worker_config import KVDtype
 
 HOST_GPUS = 8
 BFLOAT16, FP8, FP8_BLOCK, INT8, INT4, MXFP4 = "bfloat16", "fp8", "fp8_block", "int8", "int4", "mxfp4"

@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from cluster.simulate.latency.base import (
+from cluster.simulate.latency.step_work import (
     Latency,
     StepWork,
     WindowShares,
     step_of,
     windowed_step_of,
 )
-from cluster.simulate.node.drafts import kv_term, verified_row
+from cluster.simulate.node.simulated_drafts import kv_term, verified_row
 from kvtransfer.reshard import Cut
 from protos.values import MAX_DRAFTS, KVLayout, Logprobs, TokenLogprob
 from workers.batch import Batch, Row, RowLimits, RowOutput, StepOutput

@@ -28,13 +28,13 @@ from cluster.simulate.world.clock import Timer, running_loop
 from protos.values import Health, KVEvents, SequenceUpdate, StepMessage, WorkerLoad
 from workers.engine.engine import Engine
 from workers.rpc.loop import IDLE_TICK_S
-from workers.rpc.progress import StepProgress
+from workers.rpc.step_progress import StepProgress
 
 Result = TypeVar("Result")
 
 MIN_CALM_STEPS = 3
 """Steps that are published one by one after a change. By then the worker's load includes all requests that gateways
-sent before it (`router.fleet.worker.STEPS_TO_SHOW`), and each request that began has had an update."""
+sent before it (`router.fleet.member.STEPS_TO_SHOW`), and each request that began has had an update."""
 
 
 _BUT_STEP = attrgetter(*(field.name for field in fields(WorkerLoad) if field.name != "step"))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from cluster.bench.report import Percentiles
+from cluster.bench.bench_report import Percentiles
 
 RESOLUTION = math.log(1.005)  # bins of half a percent: the precision of percentiles, for any number of tokens
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from cluster.simulate.results.report import Summary
+from cluster.simulate.results.summary import Summary
 from cluster.simulate.results.targets import PercentileTarget, Reached
 from cluster.simulate.run.choices import ClusterChoice
 from protos.hints import usd_figure

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.bench.report import Objective, RequestRecord
+from cluster.bench.bench_report import Objective, RequestRecord
 from protos.errors import Misconfigured
 
 METRICS = {"ttft": "ttft_s", "tpot": "tpot_s", "e2e": "e2e_s"}

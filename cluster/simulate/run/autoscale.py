@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.bench.report import Objective
+from cluster.bench.bench_report import Objective
 from cluster.capacity.controller import FleetController
-from cluster.planner.config import limits_of
 from cluster.planner.planner import Planner, PlannerSettings, SightsNow
-from cluster.planner.values import FleetDecision, FleetObjective
+from cluster.planner.planner_config import limits_of
+from cluster.planner.planner_values import FleetDecision, FleetObjective
 from cluster.simulate.run.deployment import SimulatedDeployment, SimulatedGateway
 from cluster.simulate.run.simulation import Steer
 from protos.errors import Misconfigured

@@ -12,14 +12,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from cluster.bench.bench_report import RequestRecord
 from cluster.bench.prompts import Prompts
-from cluster.bench.report import RequestRecord
 from cluster.simulate.node.device import WEIGHT, weighed
-from cluster.simulate.run.config import VOCAB_SIZE
 from cluster.simulate.run.deployment import SimulatedDeployment, SimulatedGateway
+from cluster.simulate.run.simulation_config import VOCAB_SIZE
 from cluster.simulate.world.event_log import SimulationLog
-from cluster.simulate.world.lanes import Travel
-from cluster.simulate.world.workload import SessionTurn, UserSession
+from cluster.simulate.world.simulated_lanes import Travel
+from cluster.simulate.world.simulated_load import SessionTurn, UserSession
 from kvtransfer.hashing import Remembering, chain_hashes
 from protos.errors import BatonError
 from protos.values import BlockHash, SamplingParams

@@ -15,25 +15,25 @@ from functools import partial
 
 from cluster.simulate.node.device import DeviceWork
 from cluster.simulate.node.itl import Gaps
-from cluster.simulate.node.worker import SimulatedWorker
-from cluster.simulate.run.config import SimulationConfig
+from cluster.simulate.node.simulated_worker import SimulatedWorker
+from cluster.simulate.run.simulation_config import SimulationConfig
 from cluster.simulate.world.event_log import SimulationLog
 from cluster.simulate.world.fake_redis import FakeRedisClient, Server
-from cluster.simulate.world.lanes import Lanes
 from cluster.simulate.world.network import VALUES, Network
+from cluster.simulate.world.simulated_lanes import Lanes
 from cluster.supervision.health import change_role, drain, retire
-from cluster.supervision.placement import NodeResources, WorkerPlan, missing, plan, replan
 from cluster.supervision.rank import Event, Loading, Serving
 from cluster.supervision.supervisor import Supervisor
+from cluster.supervision.worker_placement import NodeResources, WorkerPlan, missing, plan, replan
 from protos.errors import BatonError, WorkerLost
 from protos.values import WorkerLoad, WorkerRole
-from router.build import build_router
+from router.build_router import build_router
 from router.fleet.successors import Successor
 from router.fleet.worker_client import WorkerClient
 from router.fleet_owner import Revision
 from router.jobs import Job
 from router.prefix.index import NO_MATCH
-from router.prefix.redis import RedisPrefixIndex
+from router.prefix.redis_index import RedisPrefixIndex
 from router.prefix.redis_store import Store
 from router.prefix.registry import local_index
 
@@ -311,7 +311,7 @@ class SimulatedDeployment:
         )
 
     async def starting(self, worker_id: str, successor: Successor) -> None:
-        """`cluster.discovery.base.Announcer`."""
+        """`cluster.discovery.members.Announcer`."""
         for gateway in self.gateways:
             gateway.fleet.starting(worker_id, successor)
 

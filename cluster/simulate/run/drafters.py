@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cluster.simulate.latency.base import Latency
-from cluster.simulate.latency.hardware import model_of
+from cluster.simulate.latency.gpus_and_models import model_of
 from cluster.simulate.latency.roofline import HOST_S
 from cluster.simulate.latency.shapes import ModelShape
-from cluster.simulate.node.drafts import SimulatedDrafter
+from cluster.simulate.latency.step_work import Latency
+from cluster.simulate.node.simulated_drafts import SimulatedDrafter
 from protos.errors import Misconfigured
-from workers.config import WorkerConfig
 from workers.speculation.registry import OFF, SpeculateMode
+from workers.worker_config import WorkerConfig
 
 FREE, HEADS = ("ngram", "suffix"), ("eagle", "mtp")
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from cluster.simulate.node.worker import SimulatedWorker
+from cluster.simulate.node.simulated_worker import SimulatedWorker
 from cluster.simulate.run.clients import Clients
-from cluster.simulate.run.config import SimulationConfig
 from cluster.simulate.run.deployment import SimulatedDeployment
+from cluster.simulate.run.simulation_config import SimulationConfig
 from cluster.simulate.world.faults import OF_EVENTS, OF_STORES, OF_WORKERS, Fault, Kind, targets_of
-from cluster.simulate.world.lanes import STALL_S
+from cluster.simulate.world.simulated_lanes import STALL_S
 from protos.errors import Misconfigured
 from protos.hints import listed
 from protos.values import KVEvents, StepMessage

@@ -14,12 +14,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from cluster.simulate.node.worker import SimulatedWorker
+from cluster.simulate.node.simulated_worker import SimulatedWorker
 from cluster.simulate.run.clients import Clients
 from cluster.simulate.run.deployment import SimulatedDeployment, SimulatedGateway
 from protos.values import BlockHash, BlockStored, Tier
 from router.fleet.fleet import ELSEWHERE_S
-from router.fleet.worker import WorkerState
+from router.fleet.member import WorkerState
 from workers.scheduling.request import State
 
 SETTLING_S = 60.0

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from cluster.bench.report import RequestRecord
-from cluster.simulate.latency.base import step_of, windowed_step_of
-from cluster.simulate.node.worker import Spec
-from cluster.simulate.run.config import SimulationConfig
-from cluster.simulate.world.workload import UserSession
+from cluster.bench.bench_report import RequestRecord
+from cluster.simulate.latency.step_work import step_of, windowed_step_of
+from cluster.simulate.node.simulated_worker import Spec
+from cluster.simulate.run.simulation_config import SimulationConfig
+from cluster.simulate.world.simulated_load import UserSession
 from protos.values import WorkerRole
 
 MOST_GROWTH = 1.2

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cluster.bench.report import Percentiles, RequestRecord
+from cluster.bench.bench_report import Percentiles, RequestRecord
 from cluster.simulate.run.clients import Clients, Failure, Transfers
-from cluster.simulate.run.config import SimulationConfig
 from cluster.simulate.run.deployment import SimulatedDeployment, WorkerLife
 from cluster.simulate.run.fault_injector import Happened, Trouble, check
 from cluster.simulate.run.invariants import Invariants
-from cluster.simulate.run.progress import Look, RunProgress
-from cluster.simulate.run.timeline import SimulationTimeline, TimelineSample
+from cluster.simulate.run.run_progress import Look, RunProgress
+from cluster.simulate.run.simulation_config import SimulationConfig
+from cluster.simulate.run.utilisation import SimulationTimeline, TimelineSample
 from cluster.simulate.world.clock import VirtualLoop, run_virtually
 from cluster.simulate.world.event_log import SimulationLog
 from cluster.simulate.world.faults import Fault, Kind
-from cluster.simulate.world.workload import UserSession
+from cluster.simulate.world.simulated_load import UserSession
 from protos.event_loop import loop_time
 
 NUM_SAMPLES = 150

@@ -42,7 +42,7 @@ class NetworkModel:
 
 
 class Submitted:
-    """`ToWorker` with a request, as far as `workers.rpc.server.WorkerServicer` and `WorkerClient` use it."""
+    """`ToWorker` with a request, as far as `workers.rpc.worker_servicer.WorkerServicer` and `WorkerClient` use it."""
 
     __slots__ = ("submit",)
     further = ()
@@ -336,7 +336,7 @@ class SimulatedStream:
 
 
 class Context:
-    """`grpc.aio.ServicerContext`, as far as `protos.status.abort_with` uses it."""
+    """`grpc.aio.ServicerContext`, as far as `protos.grpc_status.abort_with` uses it."""
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> NoReturn:
         raise Aborted(rpc_error(code, details, trailing_metadata))

@@ -19,17 +19,17 @@ from typing import Any, Generic, TypeVar
 import torch
 from msgspec.structs import replace
 
-from kvtransfer.config import LaneConfig
+from kvtransfer.lane_config import LaneConfig
 from kvtransfer.reshard import incoming, outgoing, require_compatible
 from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence, Sent, peer_name
 from kvtransfer.transports.collective.counters import LaneCounters
 from kvtransfer.transports.collective.lane import Lane, end_all
+from kvtransfer.transports.collective.lane_wire import LaneWire, PayloadCorrupted, Rendezvous
 from kvtransfer.transports.collective.receiving import Inbox, IncomingPayload
 from kvtransfer.transports.collective.sending import Outbox, QueuedPayload
-from kvtransfer.transports.collective.wire import LaneWire, PayloadCorrupted, Rendezvous
 from kvtransfer.transports.links.nccl import keep_no_watchdog
-from kvtransfer.transports.links.staging import Staging
-from kvtransfer.transports.rendezvous.store import RendezvousServer
+from kvtransfer.transports.links.staging_memory import Staging
+from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousServer
 from protos.errors import TransferCorrupted, TransferFailed
 from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
 

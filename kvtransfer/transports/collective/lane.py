@@ -16,9 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvtransfer.config import LaneConfig
+from kvtransfer.lane_config import LaneConfig
 from kvtransfer.transports.collective.counters import LaneCounters
-from kvtransfer.transports.collective.wire import LaneWire, PayloadCorrupted, Rendezvous, WireBroken, WireStuck
+from kvtransfer.transports.collective.lane_wire import LaneWire, PayloadCorrupted, Rendezvous, WireBroken, WireStuck
 from protos.values import LaneStats
 
 log = logging.getLogger("baton.kvtransfer")

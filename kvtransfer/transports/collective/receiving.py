@@ -19,8 +19,8 @@ from kvtransfer.reshard import Slice
 from kvtransfer.transport import Chunk
 from kvtransfer.transports.collective.checksum import checksum
 from kvtransfer.transports.collective.lane import ClosedIdle, Closing, Lane
-from kvtransfer.transports.collective.wire import Header, LaneWire, PayloadCorrupted, WireBroken
-from kvtransfer.transports.links.staging import Staging
+from kvtransfer.transports.collective.lane_wire import Header, LaneWire, PayloadCorrupted, WireBroken
+from kvtransfer.transports.links.staging_memory import Staging
 from protos.values import KVLayout
 
 _LOOK_S = 0.1

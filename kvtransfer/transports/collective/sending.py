@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from kvtransfer.config import LaneConfig
+from kvtransfer.lane_config import LaneConfig
 from kvtransfer.reshard import Slice, pieces
 from kvtransfer.transport import Chunk, Sent
 from kvtransfer.transports.collective.checksum import checksum
 from kvtransfer.transports.collective.lane import ClosedIdle, Closing, Lane
-from kvtransfer.transports.collective.wire import Header, LaneWire, Message, WireBroken
-from kvtransfer.transports.links.staging import Staging
+from kvtransfer.transports.collective.lane_wire import Header, LaneWire, Message, WireBroken
+from kvtransfer.transports.links.staging_memory import Staging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

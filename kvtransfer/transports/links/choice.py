@@ -13,8 +13,8 @@ import logging
 import sys
 from dataclasses import dataclass
 
-from kvtransfer.transports.links.base import HEADER_TAG, Links, Meeting
 from kvtransfer.transports.links.gloo import open_collective
+from kvtransfer.transports.links.links import HEADER_TAG, Links, Meeting
 from kvtransfer.transports.links.shm import (
     MAX_SLOT_BYTES,
     LinkBroken,

@@ -12,10 +12,10 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 
-from kvtransfer.transports.links.base import Links, Meeting
 from kvtransfer.transports.links.host_staged import HostStaged, nccl_card, why_no_nccl
+from kvtransfer.transports.links.links import Links, Meeting
 from kvtransfer.transports.links.nccl import NcclGroup, open_nccl
-from kvtransfer.transports.links.staging import Staging
+from kvtransfer.transports.links.staging_memory import Staging
 
 _SEVER_TAG = 3  # beside HEADER_TAG and PAYLOAD_TAG
 

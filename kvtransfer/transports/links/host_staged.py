@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from kvtransfer.transports.links.staging import Staging
+from kvtransfer.transports.links.staging_memory import Staging
 
 _cuda: Any = torch.cuda
 

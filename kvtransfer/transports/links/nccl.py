@@ -25,7 +25,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 
-from kvtransfer.transports.rendezvous.store import RendezvousStore
+from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousStore
 
 _POLL_S = 0.0002
 _LOOK_S = 0.1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from protos.errors import BadCheckpoint
 from protos.hints import lfs_pointer
-from protos.model_files.plain import read_plain, read_text
+from protos.model_files.plain_files import read_plain, read_text
 from protos.model_files.tokenizers.byte_level import tekken_tokenizer, tiktoken_tokenizer, vocab_tokenizer
 from protos.model_files.tokenizers.sentencepiece import sentencepiece_tokenizer
 from protos.model_files.tokenizers.special_tokens import Read

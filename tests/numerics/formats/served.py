@@ -14,8 +14,8 @@ from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.conftest import assert_close, random_tokens
 from tests.numerics.paged import PagedRun, in_chunks
 from tests.numerics.test_tensor_parallel import on_ranks
-from workers.kernels.base import kernels_for
-from workers.kernels.cpu.build import native
+from workers.kernels.cpu.native_build import native
+from workers.kernels.device_kernels import kernels_for
 from workers.models.loader import load_model
 from workers.models.model_config import read_config
 from workers.parallel.group import Solo, TensorParallel

@@ -19,7 +19,7 @@ from tests.numerics.formats.exl2_encoder import exl2
 from tests.numerics.formats.gptq_encoder import gptq, gptq_config
 from tests.numerics.formats.served import Encode, write_quantised
 from tests.numerics.formats.test_gguf import convert_with_oracle
-from workers.config import WorkerConfig
+from workers.worker_config import WorkerConfig
 
 Write = Callable[[Path], tuple[Path, Any]]
 """Into a folder: the model's path, and its oracle."""

@@ -21,7 +21,7 @@ from tests.numerics.formats.gptq_encoder import gptq, gptq_config
 from tests.numerics.formats.served import Encode, assert_near, assert_served
 from tests.numerics.formats.test_rounded import by_the_rule
 from tests.numerics.paged import PagedRun, in_chunks
-from workers.kernels.cpu.build import native
+from workers.kernels.cpu.native_build import native
 from workers.models.loader import load_model
 from workers.models.model_config import weight_bytes
 from workers.weights.formats.gguf_blocks import QUANTISED, weight_of_blocks

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from decode_pool.config import DecodeConfig
-from decode_pool.role import DecodeRole
+from decode_pool.decode_config import DecodeConfig
+from decode_pool.decode_role import DecodeRole
 from kvtransfer.events import EventLog
 from kvtransfer.transports.inproc import InprocExchange, InprocParcel
-from prefill_pool.config import PrefillConfig
-from prefill_pool.role import PrefillRole
+from prefill_pool.prefill_config import PrefillConfig
+from prefill_pool.prefill_role import PrefillRole
 from protos.values import (
     ErrorInfo,
     FinishReason,
@@ -27,14 +27,14 @@ from protos.values import (
 from tests.unit.workers.harness import ToyCopies
 from tests.unit.workers.toy import ToyRunner, toy_tokens
 from workers.batch import Batch, PendingStep, StepOutput, SyncPipeline
-from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
-from workers.kv.blocks import BlockPool
+from workers.kv.block_pool import BlockPool
 from workers.kv.host import HostPool
 from workers.scheduling.role import Role
 from workers.scheduling.scheduler import Scheduler
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.transfer_leader import TransferLeader
+from workers.worker_config import SchedulerConfig
 
 SIZE = 4
 VOCAB = 997

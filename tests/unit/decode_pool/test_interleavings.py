@@ -12,11 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from decode_pool.config import DecodeConfig
-from decode_pool.role import DecodeRole
+from decode_pool.decode_config import DecodeConfig
+from decode_pool.decode_role import DecodeRole
 from kvtransfer.transport import peer_name
-from prefill_pool.config import PrefillConfig
-from prefill_pool.role import PrefillRole
+from prefill_pool.prefill_config import PrefillConfig
+from prefill_pool.prefill_role import PrefillRole
 from protos.errors import Overloaded, TransferFailed
 from protos.values import FinishReason, LaneAddress, Ticket
 from tests.unit.decode_pool.pair import (

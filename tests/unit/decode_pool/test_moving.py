@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from decode_pool.role import DecodeRole
+from decode_pool.decode_role import DecodeRole
 from kvtransfer.transports.inproc import InprocExchange
 from protos.errors import UnknownRequest, WorkerDraining
 from protos.values import (

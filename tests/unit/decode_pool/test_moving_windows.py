@@ -10,12 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from decode_pool.config import DecodeConfig
-from decode_pool.role import DecodeRole
+from decode_pool.decode_config import DecodeConfig
+from decode_pool.decode_role import DecodeRole
 from kvtransfer.events import EventLog
 from kvtransfer.hashing import chain_hashes
 from kvtransfer.transports.inproc import InprocExchange
-from prefill_pool.role import PrefillRole
+from prefill_pool.prefill_role import PrefillRole
 from protos.values import (
     FinishReason,
     GenerateRequest,
@@ -31,13 +31,13 @@ from protos.values import (
 from tests.unit.decode_pool.pair import Post
 from tests.unit.workers.harness import VOCAB
 from tests.unit.workers.pages import PageCopies, PageRunner, answer
-from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
-from workers.kv.blocks import BlockPool
+from workers.kv.block_pool import BlockPool
 from workers.kv.host import HostPool
 from workers.scheduling.scheduler import Scheduler
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.transfer_leader import TransferLeader
+from workers.worker_config import SchedulerConfig
 
 Windows = tuple[int | None, ...]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from decode_pool.role import DecodeRole
+from decode_pool.decode_role import DecodeRole
 from kvtransfer.hashing import chain_hashes
 from kvtransfer.transport import Chunk
 from kvtransfer.transports.inproc import InprocExchange
@@ -17,7 +17,7 @@ from protos.values import GenerateRequest, ReserveRequest, SamplingParams, Share
 from tests.unit.decode_pool.pair import BLOCK_BYTES, DECODE, LAYOUT, SIZE, VOCAB, Pair, expected, prompt
 from tests.unit.decode_pool.test_moving import NEW_WEIGHT, OLD, Pool, made_by
 from tests.unit.workers.toy import ToyRunner
-from workers.kv.blocks import BlockPool
+from workers.kv.block_pool import BlockPool
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.send import Outgoing
 from workers.transfer.transfer_leader import TransferLeader

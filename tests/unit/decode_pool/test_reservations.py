@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from decode_pool.config import DecodeConfig
+from decode_pool.decode_config import DecodeConfig
 from kvtransfer.transport import MAX_TICKET_ID_BYTES
 from protos.errors import (
     ContextLengthExceeded,

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from decode_pool.role import DecodeRole
+from decode_pool.decode_role import DecodeRole
 from kvtransfer.hashing import chain_hashes
 from protos.errors import BatonError
 from protos.values import FinishReason, GenerateRequest, ReserveRequest, SamplingParams, ShareRequest, Ticket

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.session import Session
+from kvtransfer.push_session import Session
 from kvtransfer.transport import Sent
 from protos.errors import IncompatibleWorkers, InvalidRequest, TransferFailed
 from protos.values import FinishReason, SamplingParams

@@ -13,19 +13,19 @@ import httpx
 
 from protos.event_loop import Changed
 from protos.values import SamplingParams, StepMessage, WorkerRole
-from router.build import Router, build_router
-from router.config import RouterConfig
+from router.build_router import Router, build_router
 from router.dispatch.canary import by_one_worker
 from router.dispatch.chooser import Routing
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.fleet import Fleet
-from router.fleet.worker import Member, WorkerState
+from router.fleet.member import Member, WorkerState
 from router.fleet.worker_client import WorkerClient
 from router.jobs import Job, TokenDelta
-from router.policies.base import Decision, Policy, RequestView
+from router.policies.candidate_columns import CandidateTable
+from router.policies.decision import Decision, Policy, RequestView
 from router.policies.registry import policy_of
-from router.policies.table import CandidateTable
-from router.prefix.memory import MemoryPrefixIndex
+from router.prefix.memory_index import MemoryPrefixIndex
+from router.router_config import RouterConfig
 from tests.unit.router.fake_worker import FakeWorker
 from tests.unit.router.scripted import make_gateway, serving
 

@@ -15,7 +15,7 @@ import grpc
 from kvtransfer.hashing import chain_hashes
 from protos import worker_pb2, worker_pb2_grpc
 from protos.errors import BatonError, NotFound, TransferFailed, WorkerDraining, WorkerLost
-from protos.status import abort_with
+from protos.grpc_status import abort_with
 from protos.values import (
     Adapter,
     AdapterList,

@@ -8,7 +8,7 @@ import numpy as np
 
 from protos.values import WorkerLoad, WorkerRole
 from router.latency.predictor import Predictor
-from router.policies.table import Candidate, CandidateTable
+from router.policies.candidate_columns import Candidate, CandidateTable
 
 
 def predicted(

@@ -14,15 +14,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from cluster.cli.admin_client import get_json, open_client
+from cluster.doctor.doctor_verb import summary
 from cluster.doctor.gather import examine
 from cluster.doctor.rules import findings
-from cluster.doctor.verb import summary
 from protos.errors import Misconfigured, NotFound, UnknownModel
 from protos.values import Adapter
 from router.gateway import Gateway
-from router.metrics import RequestMetrics
-from router.models.app import beside_each_other, create_models_app
-from router.models.metrics import ModelsCollector
+from router.models.models_app import beside_each_other, create_models_app
+from router.models.models_metrics import ModelsCollector
+from router.request_metrics import RequestMetrics
 from tests.unit.router.scripted import Crew, Scripted, Worker, make_gateway, saying, serving_app
 from tests.unit.router.test_app_adapters import MESSAGES, REQUESTS
 
@@ -170,8 +170,8 @@ def test_two_models_of_one_name_are_refused() -> None:
 
 def test_a_batch_is_of_the_model_of_its_first_line(tmp_path: Path) -> None:
     from router.batches.batch_routes import model_of
-    from router.files.storage import open_storage
-    from router.models.app import front_of
+    from router.files.batch_storage import open_storage
+    from router.models.models_app import front_of
 
     (big, _), (small, crew) = model("big", "hello"), model("small", "the")
     crew.loaded_adapters["sql"] = SQL
@@ -205,8 +205,8 @@ async def test_a_model_that_is_not_there_is_named_with_those_that_are() -> None:
 
 async def test_the_first_line_that_is_not_blank_says_whose_a_batch_is(tmp_path: Path) -> None:
     from router.batches.batch_routes import model_of
-    from router.files.storage import open_storage
-    from router.models.app import front_of
+    from router.files.batch_storage import open_storage
+    from router.models.models_app import front_of
 
     storage = open_storage(tmp_path, max_file_bytes=1 << 20, max_lines=9)
     front = front_of([model("small", "the")[0], model("big", "hello")[0]])

@@ -17,7 +17,7 @@ import pytest
 
 from protos.errors import Overloaded
 from router.jobs import TokenDelta
-from router.metrics import RequestMetrics
+from router.request_metrics import RequestMetrics
 from tests.unit.router.scripted import Crew, Script, Scripted, Worker, ids_of, make_gateway, saying, serving
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}

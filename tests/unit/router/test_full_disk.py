@@ -15,10 +15,10 @@ import openai
 import pytest
 
 from router.database.database import Database
-from router.ledger.ledger import RequestLedger
+from router.ledger.ledger_store import LedgerStore
+from router.ledger.ledger_tables import ledger_database
 from router.ledger.prices import PriceList
-from router.ledger.schema import ledger_database
-from router.ledger.store import LedgerStore
+from router.ledger.request_ledger import RequestLedger
 from router.log_throttle import PERIOD_S
 from tests.unit.router.batches.batching import batching, line
 from tests.unit.router.scripted import Crew, Scripted, make_gateway, saying, serving

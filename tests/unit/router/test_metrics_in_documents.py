@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from router.auth.auth import AccessControl
-from router.batches.metrics import BatchMetrics
-from router.build import build_router
-from router.config import RouterConfig
-from router.metrics import RequestMetrics
+from router.batches.batch_metrics import BatchMetrics
+from router.build_router import build_router
+from router.request_metrics import RequestMetrics
+from router.router_config import RouterConfig
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 OF_THE_CLUSTER = {  # registered in cluster/gateway

@@ -13,15 +13,15 @@ from kvtransfer.events import EventLog
 from protos.values import ErrorInfo, FinishReason, GenerateRequest, Logprobs, SamplingParams, SequenceUpdate
 from tests.unit.workers.toy import ToyRunner, toy_kv, toy_tokens
 from workers.batch import Batch, PendingStep, RowLimits, Runner, StepOutput, SyncPipeline
-from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
-from workers.grammar.base import Grammars
-from workers.kv.blocks import BlockPool
+from workers.grammar.grammar_seam import Grammars
+from workers.kv.block_pool import BlockPool
 from workers.kv.host import FinishedOnload, HostPool
 from workers.scheduling.request import Request
 from workers.scheduling.role import Colocated, Disposition, Role, Tick
 from workers.scheduling.scheduler import Scheduler
 from workers.speculation.speculation import Speculation
+from workers.worker_config import SchedulerConfig
 
 WEIGHT = 5
 VOCAB = 997

@@ -13,8 +13,8 @@ import pytest
 
 from cluster.supervision.rank import DRIVER_FILES
 from protos.errors import Misconfigured
-from workers.config import WorkerConfig
 from workers.cores import NUM_SPINS, Core, Cores, claim_cores, read_cores
+from workers.worker_config import WorkerConfig
 
 HAS_GPU = any(path.exists() for path in DRIVER_FILES)
 
@@ -158,10 +158,10 @@ def test_a_ranks_idle_threads_spin_briefly(
     program = (
         "import json, os, sys\n"
         "from cluster.supervision.rank import RankSpec, _claim\n"
-        "from decode_pool.config import DecodeConfig\n"
-        "from prefill_pool.config import PrefillConfig\n"
+        "from decode_pool.decode_config import DecodeConfig\n"
+        "from prefill_pool.prefill_config import PrefillConfig\n"
         "from protos.values import WorkerRole\n"
-        "from workers.config import RankId, WorkerConfig\n"
+        "from workers.worker_config import RankId, WorkerConfig\n"
         "orders = RankSpec(\n"
         "    role=WorkerRole.DECODE, worker=WorkerConfig(model='m', device=sys.argv[2], bind_cores=sys.argv[1]),\n"
         "    prefill=PrefillConfig(), decode=DecodeConfig(), rank_id=RankId(worker_id='d0', incarnation=1),\n"

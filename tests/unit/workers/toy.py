@@ -17,8 +17,8 @@ from protos.errors import InvalidRequest
 from protos.values import Logprobs, SamplingParams, TokenLogprob
 from protos.wire import error_info
 from workers.batch import Batch, Row, RowLimits, RowOutput, Sample, StepOutput
-from workers.grammar.base import Grammars, Mask
-from workers.sampling.drafts import drafted_samples
+from workers.grammar.grammar_seam import Grammars, Mask
+from workers.sampling.draft_verification import drafted_samples
 from workers.toy import summed_token
 
 Payload = npt.NDArray[np.int64]

@@ -11,31 +11,31 @@ from collections.abc import Callable
 
 import torch
 
-from workers.kernels import reference
-from workers.kernels.base import KVScales
-from workers.kernels.cpu.build import native, native_tiles
-from workers.kernels.cpu.memory import apart, empty_rows
+from workers.kernels import twins
+from workers.kernels.cpu.native_build import native, native_tiles
 from workers.kernels.cpu.norms import ACTIVATIONS, CompiledNorm, rms_kind
 from workers.kernels.cpu.pages import LayerCache
+from workers.kernels.cpu.regions import apart, empty_rows
+from workers.kernels.device_kernels import KVScales
 
-embed = reference.embed
-join = reference.join
-gather = reference.gather
-scatter = reference.scatter
-grouped_experts = reference.grouped_experts
-quantised_product = reference.quantised_product
+embed = twins.embed
+join = twins.join
+gather = twins.gather
+scatter = twins.scatter
+grouped_experts = twins.grouped_experts
+quantised_product = twins.quantised_product
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`reference.rms_norm`. `x` may be heads [T, H, D] cut out of a wider tensor."""
+    """`twins.rms_norm`. `x` may be heads [T, H, D] cut out of a wider tensor."""
     kind = rms_kind(weight, x.dtype)
     out = None if kind is None else _norm(x, weight, None, eps, kind)
-    return reference.rms_norm(x, weight, eps) if out is None else out
+    return twins.rms_norm(x, weight, eps) if out is None else out
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     out = _norm(x, weight, bias, eps, CompiledNorm.CENTRED)
-    return reference.layer_norm(x, weight, bias, eps) if out is None else out
+    return twins.layer_norm(x, weight, bias, eps) if out is None else out
 
 
 def _norm(
@@ -70,7 +70,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kernels, kind = native(x_TE.dtype), rms_kind(weight_E, x_TE.dtype)
     if kernels is None or kind is None or not (x_TE.is_contiguous() and residual_TE.is_contiguous()):
-        return reference.add_rms_norm(x_TE, residual_TE, weight_E, eps)
+        return twins.add_rms_norm(x_TE, residual_TE, weight_E, eps)
     num_tokens, size = x_TE.shape
     normed_TE = empty_rows(num_tokens, size, dtype=x_TE.dtype, stride=_stride(size, x_TE.dtype))
     stream_TE = empty_rows(num_tokens, size, dtype=x_TE.dtype)
@@ -94,14 +94,14 @@ def add_rms_norm(
 def silu_mul(gate_up_TF2: torch.Tensor) -> torch.Tensor:
     kernels = native(gate_up_TF2.dtype)
     if kernels is None or not gate_up_TF2.is_contiguous():
-        return reference.silu_mul(gate_up_TF2)
+        return twins.silu_mul(gate_up_TF2)
     return _gated(gate_up_TF2, kernels.silu_mul)
 
 
 def gelu_tanh_mul(gate_up_TF2: torch.Tensor) -> torch.Tensor:
     kernels = native(gate_up_TF2.dtype)
     if kernels is None or not gate_up_TF2.is_contiguous():
-        return reference.gelu_tanh_mul(gate_up_TF2)
+        return twins.gelu_tanh_mul(gate_up_TF2)
     return _gated(gate_up_TF2, kernels.gelu_tanh_mul)
 
 
@@ -115,7 +115,7 @@ def _gated(gate_up_TF2: torch.Tensor, compiled: Callable[..., None]) -> torch.Te
 def activate(x_TF: torch.Tensor, activation: str) -> torch.Tensor:
     kernels, kind = native(x_TF.dtype), ACTIVATIONS.get(activation)
     if kernels is None or kind is None or x_TF.stride(1) != 1:
-        return reference.activate(x_TF, activation)
+        return twins.activate(x_TF, activation)
     num_tokens, size = x_TF.shape
     out_TF = empty_rows(num_tokens, size, dtype=x_TF.dtype, stride=_stride(size, x_TF.dtype))
     sizes = num_tokens, size, x_TF.stride(0), out_TF.stride(0)
@@ -124,10 +124,10 @@ def activate(x_TF: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def head_products(x_TNI: torch.Tensor, weight_NIO: torch.Tensor) -> torch.Tensor:
-    """`reference.head_products`. A token's bits do not depend on the others."""
+    """`twins.head_products`. A token's bits do not depend on the others."""
     kernels = native(x_TNI.dtype)
     if kernels is None or weight_NIO.dtype != x_TNI.dtype or x_TNI.stride(2) != 1 or not weight_NIO.is_contiguous():
-        return reference.head_products(x_TNI, weight_NIO)
+        return twins.head_products(x_TNI, weight_NIO)
     num_tokens, num_heads, num_inputs = x_TNI.shape
     num_outputs = weight_NIO.shape[2]
     out_TNO = torch.empty(num_tokens, num_heads, num_outputs, dtype=x_TNI.dtype)
@@ -167,7 +167,7 @@ def rope_kv_write(
         or not (has_whole_rows(q_TND) and has_whole_rows(k_TKD) and has_whole_rows(v_TKD))
         or not (cache.is_contiguous and all(part.is_contiguous() for part in (cos_TP, sin_TP, slots_T)))
     ):
-        return reference.rope_kv_write(q_TND, k_TKD, v_TKD, cos_TP, sin_TP, k_cache, v_cache, slots_T, scales)
+        return twins.rope_kv_write(q_TND, k_TKD, v_TKD, cos_TP, sin_TP, k_cache, v_cache, slots_T, scales)
     num_tokens, num_heads, head_dim = q_TND.shape
     turned_TND = empty_heads(q_TND, _stride(num_heads * head_dim, q_TND.dtype))
     kernels.rope_kv_write(

@@ -14,9 +14,9 @@ from enum import IntEnum
 
 import torch
 
-from workers.kernels.cpu.build import address_of, native
-from workers.kernels.cpu.memory import apart, empty_rows, roomy_zeros
+from workers.kernels.cpu.native_build import address_of, native
 from workers.kernels.cpu.products import PackedProduct, ProductPart, ProductParts, panel_order
+from workers.kernels.cpu.regions import apart, empty_rows, roomy_zeros
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 

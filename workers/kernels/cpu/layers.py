@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from workers.kernels.cpu.build import Native, Tiles, address_of
 from workers.kernels.cpu.latent_layers import LatentWeights, packed_latents
-from workers.kernels.cpu.memory import apart, empty_rows
+from workers.kernels.cpu.native_build import Native, Tiles, address_of
 from workers.kernels.cpu.norms import CompiledActivation, CompiledNorm
 from workers.kernels.cpu.pages import LayerCache, PagedCache
 from workers.kernels.cpu.products import PackedProduct, ProductPart, ProductParts
+from workers.kernels.cpu.regions import apart, empty_rows
 
 if TYPE_CHECKING:
-    from workers.attention.base import AttentionInputs
+    from workers.attention.backend import AttentionInputs
 
 AllReduce = Callable[[torch.Tensor], object]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.kernels.base import KVScales
+from workers.kernels.device_kernels import KVScales
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 _KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}

@@ -13,8 +13,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from workers.kernels.cpu.build import address_of, native, native_tiles
-from workers.kernels.cpu.memory import apart, empty_rows, roomy_zeros
+from workers.kernels.cpu.native_build import address_of, native, native_tiles
+from workers.kernels.cpu.regions import apart, empty_rows, roomy_zeros
 
 _PANEL = 32
 _TILE_DEPTH = 32

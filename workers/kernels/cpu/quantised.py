@@ -16,9 +16,9 @@ from enum import IntEnum
 
 import torch
 
-from workers.kernels.cpu.build import Native, address_of, native
-from workers.kernels.cpu.memory import roomy_zeros
+from workers.kernels.cpu.native_build import Native, address_of, native
 from workers.kernels.cpu.products import PanelProduct, ProductPart, places_of
+from workers.kernels.cpu.regions import roomy_zeros
 from workers.quantization.quantised_weight import GroupValues, QuantisedWeight
 
 _PANEL = 16

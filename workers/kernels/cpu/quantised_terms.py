@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.kernels.cpu.build import address_of, native
-from workers.kernels.cpu.memory import empty_rows
+from workers.kernels.cpu.native_build import address_of, native
 from workers.kernels.cpu.products import ProductPart, ProductParts
 from workers.kernels.cpu.quantised import PackedQuantised
+from workers.kernels.cpu.regions import empty_rows
 from workers.quantization.quantised_weight import QuantisedWeight
 
 

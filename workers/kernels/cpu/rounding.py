@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels.cpu.build import native
+from workers.kernels.cpu.native_build import native
 
 
 def can_round(weight_OI: torch.Tensor) -> bool:

@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from workers.kernels.experts.address_tables import addresses, aligned
 from workers.kernels.experts.alignment import ExpertTiles
-from workers.kernels.experts.tables import addresses, aligned
 from workers.kernels.quantised.one_byte import STEP, byte_tile, scaled_once, sum_of_bytes
-from workers.kernels.quantised.product import ByteProduct
+from workers.kernels.quantised.product_choice import ByteProduct
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from workers.kernels.experts.address_tables import addresses, aligned
 from workers.kernels.experts.alignment import FEW_ROWS, ExpertTiles
-from workers.kernels.experts.tables import addresses, aligned
-from workers.kernels.quantised.grouped import (
+from workers.kernels.quantised.grouped_codes import (
     GroupedCodes,
     GroupNumbers,
     constants_of,

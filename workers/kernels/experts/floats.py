@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from workers.kernels.experts.address_tables import addresses, aligned
 from workers.kernels.experts.alignment import FEW_ROWS, ExpertTiles
-from workers.kernels.experts.tables import addresses, aligned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

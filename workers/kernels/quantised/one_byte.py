@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from workers.kernels.quantised.activations import RoundedInputs
-from workers.kernels.quantised.grouped import FEW_ROWS, ProductTile
-from workers.kernels.quantised.splits import BLOCK_N, add_shares, arrivals, num_splits, work_space
+from workers.kernels.quantised.grouped_codes import FEW_ROWS, ProductTile
+from workers.kernels.quantised.split_sums import BLOCK_N, add_shares, arrivals, num_splits, work_space
 
 STEP = 128  # inputs
 

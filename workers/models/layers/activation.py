@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels.base import Kernels
+from workers.kernels.device_kernels import Kernels
 from workers.models.families.traits import Activation
 
 

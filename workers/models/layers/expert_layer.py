@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import torch
 
 from workers.adapters.linear import AdaptableLinear
-from workers.kernels.base import ExpertsSum, ExpertWeight
 from workers.kernels.cpu.experts import ExpertProducts, PackedExperts, RouterRule, RouterScores
 from workers.kernels.cpu.products import PackedProduct, can_pack
+from workers.kernels.device_kernels import ExpertsSum, ExpertWeight
 from workers.models.families.experts_config import ClampedGate, ExpertNames, ExpertsConfig
 from workers.models.layers.layer_parts import FeedForward
 from workers.models.layers.linear_layers import ColumnParallel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from workers.attention.base import AttentionInputs
+from workers.attention.backend import AttentionInputs
 from workers.models.families.traits import QueryGrowth
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 
 from workers.adapters.linear import AdaptableLinear
-from workers.attention.base import AttentionBackend, AttentionOptions, CosSin
+from workers.attention.backend import AttentionBackend, AttentionOptions, CosSin
 from workers.kernels.cpu.latent_layers import LatentWeights
 from workers.kernels.cpu.products import PackedProduct
 from workers.models.layers.linear_layers import ColumnParallel, RowParallel

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from workers.adapters.linear import AdaptableLinear
-from workers.attention.base import AttentionBackend, CosSin
+from workers.attention.backend import AttentionBackend, CosSin
 from workers.kernels.cpu.latent_layers import LatentWeights
 from workers.kernels.cpu.products import PackedProduct
 from workers.weights.slots import Slot

@@ -13,8 +13,8 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
-from workers.attention.base import AttentionInputs, CosSin
-from workers.kernels.staging import to_device
+from workers.attention.backend import AttentionInputs, CosSin
+from workers.kernels.this_device import to_device
 from workers.models.rope_kinds import (
     DynamicRope,
     FactorsRope,

@@ -13,7 +13,7 @@ from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.model_files.ends import end_ids
 from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
-from workers.kernels.base import kernels_for
+from workers.kernels.device_kernels import kernels_for
 from workers.models.transformers.meta import build, config_of, named
 from workers.models.transformers.sharing import (
     CannotShare,

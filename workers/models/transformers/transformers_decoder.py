@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from workers.adapters.linear import AdaptableLinear
 from workers.adapters.low_rank import StepAdapters
-from workers.attention.base import AttentionBackend, AttentionInputs, AttentionOptions, CosSin
+from workers.attention.backend import AttentionBackend, AttentionInputs, AttentionOptions, CosSin
 from workers.models.decoder import ModelInputs, Through
 from workers.models.transformers.attention_function import SERVED
 from workers.models.transformers.tracing import forward, set_step

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from protos.errors import BadCheckpoint
-from workers.kernels.base import kernels_for
-from workers.kernels.cpu.memory import return_freed_memory, trim_freed_memory
+from workers.kernels.cpu.regions import return_freed_memory, trim_freed_memory
+from workers.kernels.device_kernels import kernels_for
 from workers.models.filling import LoadPart, PartLoader, Progress, check_slots, ignore_progress, log_unused
 from workers.models.loader import dtype_named, same_tensors
 from workers.models.transformers.reading import TracedModel, read_traced

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from workers.attention.base import AttentionInputs
+from workers.attention.backend import AttentionInputs
 
 
 def long_from(config: Any, max_position: int) -> int | None:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from protos.values import KVLayout
-from workers.attention.base import AttentionBackend
+from workers.attention.backend import AttentionBackend
 from workers.models.decoder import ModelInputs
 from workers.models.filling import LoadPart, PartLoader, check_slots, ignore_progress, log_unused
 from workers.speculation.proposer import HiddenStates

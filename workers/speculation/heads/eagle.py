@@ -17,7 +17,7 @@ import torch
 
 from protos.errors import BadCheckpoint
 from protos.values import KVLayout
-from workers.attention.base import AttentionBackend
+from workers.attention.backend import AttentionBackend
 from workers.models.decoder import Decoder, ModelInputs, rotations_of
 from workers.models.layers.embedding import Embedding, Head
 from workers.models.layers.linear_layers import ColumnParallel

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from protos.errors import BadCheckpoint
-from protos.model_files.plain import open_plain
+from protos.model_files.plain_files import open_plain
 from workers.weights.safetensors import SafetensorsSource, open_tensors
 from workers.weights.source import StoredTensor, WeightSource
 

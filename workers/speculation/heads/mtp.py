@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace as with_values
 
 from protos.values import KVLayout
-from workers.attention.base import AttentionBackend
+from workers.attention.backend import AttentionBackend
 from workers.models.decoder import Decoder, DecoderLayer, ModelInputs, rotations_of
 from workers.models.layers.linear_layers import ColumnParallel
 from workers.models.layers.norm import norm_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvtransfer.reshard import rank_block_bytes
 from protos.values import KVLayout
-from workers.config import WorkerConfig
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 from workers.speculation.proposers.draft_model_proposer import DraftLimits
+from workers.worker_config import WorkerConfig
 
 
 class DraftCache:

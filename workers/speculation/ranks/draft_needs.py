@@ -9,7 +9,6 @@ from pathlib import Path
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from protos.values import ITEM_BYTES
-from workers.config import WorkerConfig
 from workers.kv.kinds import layout_of
 from workers.models.interface import ServedConfig
 from workers.models.model_config import ModelConfig, mtp_bytes, weight_bytes
@@ -19,6 +18,7 @@ from workers.speculation.heads.head_files import open_head
 from workers.speculation.ranks.draft_vocabulary import check_same_vocabulary
 from workers.speculation.registry import SpeculateMode
 from workers.weights.source import FLOATS, StoredTensor
+from workers.worker_config import WorkerConfig
 
 _SETTING = "speculate"
 

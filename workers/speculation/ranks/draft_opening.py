@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from workers.config import WorkerConfig
-from workers.memory import free_ram_bytes
+from workers.free_memory import free_ram_bytes
 from workers.models.decoder import Decoder
 from workers.models.interface import ServedDecoder
 from workers.parallel.group import TensorParallel
@@ -16,6 +15,7 @@ from workers.speculation.ranks.drafting import Drafting
 from workers.speculation.ranks.head_drafting import HeadDrafting, MedusaDrafting
 from workers.speculation.ranks.served_draft_model import ServedDraftModel
 from workers.speculation.registry import SpeculateMode
+from workers.worker_config import WorkerConfig
 
 
 def open_drafting(config: WorkerConfig, target: ServedDecoder, group: TensorParallel, device: str) -> Drafting | None:

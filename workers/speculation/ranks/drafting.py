@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from protos.values import KVHead
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 from workers.parallel.ranks import Leader
 from workers.speculation.proposer import HiddenStates, Proposer
 from workers.speculation.ranks.draft_cache import DraftCache

@@ -8,15 +8,14 @@ import numpy as np
 import torch
 
 from protos.values import KVHead
-from workers.attention.base import AttentionBackend
+from workers.attention.backend import AttentionBackend
 from workers.attention.registry import attention_for
 from workers.batch import Batch, RowOutput, Sample, StepOutput
-from workers.config import WorkerConfig
-from workers.kernels.staging import to_device
-from workers.kv.storage import KVStorage
+from workers.kernels.this_device import to_device
+from workers.kv.kv_storage import KVStorage
 from workers.parallel.ranks import Leader
 from workers.runner.inputs import model_inputs
-from workers.runner.packing import pack
+from workers.runner.packed_batch import pack
 from workers.speculation.heads.draft_head import DraftHead
 from workers.speculation.heads.medusa import MedusaHeads
 from workers.speculation.proposer import HiddenStates, Proposer
@@ -24,6 +23,7 @@ from workers.speculation.proposers.head_proposer import HeadProposer
 from workers.speculation.proposers.medusa_proposer import MedusaProposer
 from workers.speculation.ranks.draft_cache import DraftCache
 from workers.speculation.ranks.draft_choice import drafted_ids
+from workers.worker_config import WorkerConfig
 
 _NONE = -1
 

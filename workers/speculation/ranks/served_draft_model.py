@@ -9,17 +9,17 @@ import torch
 
 from workers.attention.registry import attention_for
 from workers.batch import Batch, StepOutput
-from workers.config import WorkerConfig
 from workers.kv.kinds import layout_of
 from workers.models.interface import ServedConfig
 from workers.models.served import load_served, read_served
 from workers.parallel.group import TensorParallel
 from workers.parallel.ranks import Leader
-from workers.runner.runner import TorchRunner
+from workers.runner.torch_runner import TorchRunner
 from workers.speculation.proposer import HiddenStates, Proposer
 from workers.speculation.proposers.draft_model_proposer import DraftModelProposer
 from workers.speculation.ranks.draft_cache import DraftCache
 from workers.speculation.ranks.draft_needs import draft_dtype
+from workers.worker_config import WorkerConfig
 
 log = logging.getLogger("baton.worker")
 

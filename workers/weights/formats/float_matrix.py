@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from workers.kernels.base import Kernels
 from workers.kernels.cpu.products import PackedFloats, can_pack
+from workers.kernels.device_kernels import Kernels
 from workers.weights.encoding import LayerContext, Matrix, WeightEncoding, WeightShare
 from workers.weights.slots import Slot
 

@@ -15,10 +15,10 @@ from typing import Protocol, TypeVar
 import torch
 import torch.nn.functional as F
 
-from workers.kernels.base import Kernels, QuantisedProduct
 from workers.kernels.cpu.products import PackedMatrix, PackedWeight, SideBySideWeights
 from workers.kernels.cpu.quantised import PackedQuantised, can_pack
 from workers.kernels.cpu.quantised_terms import PackedTerms
+from workers.kernels.device_kernels import Kernels, QuantisedProduct
 from workers.quantization.quantised_weight import QuantisedWeight, joined
 from workers.weights.encoding import (
     LayerContext,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulation.calibration import NOTHING, Calibrated, MeasuredStep, calibrate, read_points
-from cluster.simulate.latency.base import StepWork, step_of
+from cluster.simulate.latency.step_work import StepWork, step_of
 
 
 def test_a_calibration_finds_the_coefficients_and_says_how_well_it_fits() -> None:

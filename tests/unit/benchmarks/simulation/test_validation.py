@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.simulation.validation import LOADS, Compared, MeanTimes, farthest, missed, through_gateway
-from cluster.simulate.world.workload import UserSession
+from cluster.simulate.world.simulated_load import UserSession
 
 LIVE = MeanTimes(ttft_s=0.020, tpot_s=0.0030)
 NEAR = MeanTimes(ttft_s=0.018, tpot_s=0.0033)

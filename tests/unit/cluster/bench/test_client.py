@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from cluster.bench.bench_load import PrefixSpan, WorkloadItem
+from cluster.bench.bench_report import RequestRecord
 from cluster.bench.client import CompletionClient, Dialect
 from cluster.bench.http import HttpEndpoint
 from cluster.bench.load import run_load
 from cluster.bench.prompts import Prompts
-from cluster.bench.report import RequestRecord
-from cluster.bench.workload import PrefixSpan, WorkloadItem
 from protos.errors import InvalidRequest, Unavailable
 from tests.unit.cluster.bench.fake_server import (
     DONE,

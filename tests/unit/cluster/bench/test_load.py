@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from cluster.bench.bench_load import PrefixSpan, WorkloadItem
+from cluster.bench.bench_report import RequestRecord
 from cluster.bench.load import LoadProgress, run_load
-from cluster.bench.report import RequestRecord
-from cluster.bench.workload import PrefixSpan, WorkloadItem
 from tests.unit.cluster.virtual_time import run_virtually
 
 

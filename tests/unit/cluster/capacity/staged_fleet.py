@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 
-from cluster.supervision.placement import missing
+from cluster.supervision.worker_placement import missing
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.fleet_owner import DesiredFleet, FleetOrder, OrderKind, Revision

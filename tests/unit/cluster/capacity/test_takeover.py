@@ -9,11 +9,11 @@ import pytest
 
 from cluster.capacity.controller import FleetRecord
 from cluster.capacity.takeover import takeover_of
-from cluster.config.config import ClusterConfig
+from cluster.config.cluster_config import ClusterConfig
 from cluster.config.revised import digest_of, next_revision
 from cluster.config.settings import make_config
 from cluster.supervision.living import LivingFleet, LivingWorker
-from cluster.supervision.placement import NodeResources, WorkerPlan, plan
+from cluster.supervision.worker_placement import NodeResources, WorkerPlan, plan
 from protos.values import WorkerRole
 from router.fleet_owner import ChangeState, DesiredFleet, FleetChange, OrderKind, Revision
 from tests.unit.cluster.capacity.staged_fleet import StagedFleet

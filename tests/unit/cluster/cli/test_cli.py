@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from cluster import entry
 from cluster.cli.main import VERBS, main, make_app
 from cluster.cli.serve import DEMO
-from cluster.config.config import ClusterConfig
+from cluster.config.cluster_config import ClusterConfig
 from cluster.process.ports import example, listener
 from router.auth.tenants import read_roster
 
@@ -275,7 +275,7 @@ def test_pools_need_somebody_to_find_them(monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_worker_that_cannot_listen_says_so_before_it_reads_weights(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cluster.cli.worker.LocalRank.start", lambda rank, orders: pytest.fail("it starts"))
+    monkeypatch.setattr("cluster.cli.worker_verb.LocalRank.start", lambda rank, orders: pytest.fail("it starts"))
     said = refused(monkeypatch, capsys, "worker", "--model", DEMO["model"], "--host", "192.0.2.1")
     assert "cannot listen on 192.0.2.1:0: Cannot assign requested address;" in said
 

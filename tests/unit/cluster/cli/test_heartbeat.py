@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.pools import _keep_touching
+from cluster.cli.pools_verb import _keep_touching
 from tests.unit.cluster.virtual_time import run_virtually
 
 

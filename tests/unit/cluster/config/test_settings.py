@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from cluster.cli.options import GivenSettings, pools
-from cluster.config.config import ClusterConfig
-from cluster.config.reference import page
+from cluster.config.cluster_config import ClusterConfig
 from cluster.config.settings import make_config, merge, read_file, setting, to_toml
+from cluster.config.settings_page import page
 from protos.errors import BadCheckpoint, Misconfigured
 from protos.values import WorkerRole
 
@@ -248,4 +248,4 @@ def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
 
 def test_the_page_of_settings_is_current() -> None:
     shown = (Path(__file__).resolve().parents[4] / "docs" / "settings.md").read_text()
-    assert shown == page(), "run: python -m cluster.config.reference > docs/settings.md"
+    assert shown == page(), "run: python -m cluster.config.settings_page > docs/settings.md"

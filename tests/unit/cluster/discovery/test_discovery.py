@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from cluster.discovery.base import DirectAnnouncer, StaticDiscovery
+from cluster.discovery.members import DirectAnnouncer, StaticDiscovery
 from protos.errors import WorkerLost
 from protos.values import WorkerRole
 from router.fleet.successors import Successor

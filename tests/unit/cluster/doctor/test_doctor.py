@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import make_app
 from cluster.doctor import gather
+from cluster.doctor.doctor_verb import _left_out, described, measured
 from cluster.doctor.examination import (
     ClosedPort,
     Examination,
@@ -32,7 +33,6 @@ from cluster.doctor.examination import (
 )
 from cluster.doctor.gather import _closed, _policy, _probe, examine
 from cluster.doctor.rules import findings
-from cluster.doctor.verb import _left_out, described, measured
 from router.dispatch import lane_probe
 from router.fleet_owner import NoFleetOwner
 from tests.unit.router.fake_cluster import Cluster

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.config import ClusterConfig, SupervisionConfig
+from cluster.config.cluster_config import ClusterConfig, SupervisionConfig
 from cluster.config.settings import make_config
 from cluster.gateway.replicas import Replicas
 from cluster.process.logs import LogFormat
 from protos.errors import Misconfigured
-from router.config import RouterConfig
 from router.prefix.registry import MEMORY
-from workers.config import WorkerConfig
+from router.router_config import RouterConfig
+from workers.worker_config import WorkerConfig
 
 REDIS = "redis://127.0.0.1:1"
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from cluster.planner.decide import decide
-from cluster.planner.queueing import attainment, erlang_c, shares_in_time
-from cluster.planner.values import (
+from cluster.planner.planner_values import (
     FleetDecision,
     FleetLimits,
     FleetObjective,
@@ -25,6 +24,7 @@ from cluster.planner.values import (
     PoolObservation,
     TooSmall,
 )
+from cluster.planner.queueing import attainment, erlang_c, shares_in_time
 from protos.values import WorkerRole
 
 P, D, C = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.COLOCATED

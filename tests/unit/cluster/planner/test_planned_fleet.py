@@ -9,10 +9,10 @@ from collections.abc import Mapping
 import pytest
 
 from cluster.capacity.controller import FleetController
-from cluster.planner.config import PlannerConfig, limits_of
 from cluster.planner.planned_fleet import PlannedFleet
 from cluster.planner.planner import NAME, KeptLoad
-from cluster.planner.values import FleetDecision, LearnedLoad, PlannerMemory
+from cluster.planner.planner_config import PlannerConfig, limits_of
+from cluster.planner.planner_values import FleetDecision, LearnedLoad, PlannerMemory
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.fleet_owner import DesiredFleet, FleetOrder, OrderKind, Revision

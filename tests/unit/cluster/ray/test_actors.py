@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from cluster.config.config import RayConfig
+from cluster.config.cluster_config import RayConfig
 from cluster.process.scratch_dir import Scratch
 from cluster.ray import actors
 from cluster.ray.actors import NodeActor, RayNodes
-from cluster.ray.session import Machines
+from cluster.ray.ray_session import Machines
 from cluster.supervision.rank_starter import ended, kill_process
 from protos.errors import WorkerLost
 from protos.values import ErrorInfo

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from cluster.config.config import ClusterConfig
+from cluster.config.cluster_config import ClusterConfig
 from cluster.ray.hosts import WorkerPlace
 from cluster.ray.launcher import RankLauncher, merged
 from cluster.supervision.living import LivingWorker
-from cluster.supervision.placement import WorkerPlan
 from cluster.supervision.rank import Ended, Event, Loading, Logged, RankSpec
+from cluster.supervision.worker_placement import WorkerPlan
 from protos.errors import BadCheckpoint, BatonError, WorkerLost
 from protos.values import WorkerRole
 from protos.wire import error_info
-from router.config import RouterConfig
-from workers.config import WorkerConfig
+from router.router_config import RouterConfig
+from workers.worker_config import WorkerConfig
 
 ROUTER = RouterConfig(model_path=Path("m"), model_name="m")
 PLAN = WorkerPlan(

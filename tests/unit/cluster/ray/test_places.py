@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.config import RayConfig
+from cluster.config.cluster_config import RayConfig
 from cluster.ray import places
 from cluster.ray.places import RayShares
-from cluster.ray.session import Machines
-from cluster.supervision.placement import WorkerPlan
+from cluster.ray.ray_session import Machines
+from cluster.supervision.worker_placement import WorkerPlan
 from protos.values import WorkerRole
 
 

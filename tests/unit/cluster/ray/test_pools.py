@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cluster.config.config import ClusterConfig
+from cluster.config.cluster_config import ClusterConfig
 from cluster.ray import pools
 from cluster.ray.pools import Pools
-from cluster.ray.session import short_folder
+from cluster.ray.ray_session import short_folder
 from cluster.supervision.living import LivingFleet
-from cluster.supervision.progress import Bars
+from cluster.supervision.start_progress import Bars
 from protos.errors import Unavailable
-from router.config import RouterConfig
-from workers.config import WorkerConfig
+from router.router_config import RouterConfig
+from workers.worker_config import WorkerConfig
 
 CONFIG = ClusterConfig(worker=WorkerConfig(model="m"), router=RouterConfig(model_path=Path("m"), model_name="m"))
 NEVER_UP = """
@@ -41,7 +41,7 @@ ONCE = """
 import asyncio, json, os, signal, socket, sys
 from cluster.process.channel import MessageChannel
 from cluster.supervision.living import LivingWorker
-from cluster.supervision.placement import NodeResources, plan
+from cluster.supervision.worker_placement import NodeResources, plan
 from cluster.ray.supervisor_messages import SUPERVISOR_MESSAGES, LogLine, Planned, RayAway, WorkerRecorded
 
 async def main():
@@ -65,7 +65,7 @@ asyncio.run(main())
 DEAF = """
 import asyncio, os, socket, sys
 from cluster.process.channel import MessageChannel
-from cluster.supervision.placement import NodeResources, plan
+from cluster.supervision.worker_placement import NodeResources, plan
 from cluster.process.channel import Ping, Pong
 from cluster.ray.supervisor_messages import SUPERVISOR_MESSAGES, Planned, RayAway
 
@@ -88,7 +88,7 @@ asyncio.run(main())
 TROUBLED = """
 import asyncio, os, socket, sys
 from cluster.process.channel import MessageChannel
-from cluster.supervision.placement import NodeResources, plan
+from cluster.supervision.worker_placement import NodeResources, plan
 from cluster.ray.supervisor_messages import SUPERVISOR_MESSAGES, Planned, RayAway, StopWorkers
 
 async def main():

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.config import ClusterConfig, RayConfig
+from cluster.config.cluster_config import ClusterConfig, RayConfig
 from cluster.process.channel import MessageChannel
-from cluster.ray.session import Machines
+from cluster.ray.ray_session import Machines
 from cluster.ray.supervisor_messages import SUPERVISOR_MESSAGES, Begin, Resize, Resized
 from cluster.ray.supervisor_process import ParentLog, SupervisorProcess
 from protos.values import WorkerRole
-from router.config import RouterConfig
-from workers.config import WorkerConfig
+from router.router_config import RouterConfig
+from workers.worker_config import WorkerConfig
 
 
 async def test_a_line_that_utf_8_cannot_encode_reaches_the_parent() -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cluster.config.config import RayConfig
+from cluster.config.cluster_config import RayConfig
 from cluster.process.scratch_dir import programs
-from cluster.ray import session
-from cluster.ray.session import Machines
+from cluster.ray import ray_session
+from cluster.ray.ray_session import Machines
 
 RESET = struct.pack("ii", 1, 0)  # socket(7), SO_LINGER: on, for 0 s
 
@@ -35,7 +35,7 @@ async def test_a_connection_that_fails_is_no_answer_of_the_raylet() -> None:
     async with await asyncio.start_server(reset, "127.0.0.1", 0) as still:
         port = still.sockets[0].getsockname()[1]
         node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
-        asking = asyncio.create_task(session._raylet_answers(node))
+        asking = asyncio.create_task(ray_session._raylet_answers(node))
         for _ in range(2):
             attempt = asyncio.create_task(attempts.acquire())
             await asyncio.wait([asking, attempt], return_when=asyncio.FIRST_COMPLETED)
@@ -56,7 +56,7 @@ async def test_a_ray_without_an_answer_is_doubted_and_given_up(tmp_path: Path) -
 
 
 async def test_a_late_answer_ends_the_doubt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "DOUBT_S", 0.01)
+    monkeypatch.setattr(ray_session, "DOUBT_S", 0.01)
     machines, doubts = Machines(RayConfig(), tmp_path), list[str]()
     late = asyncio.get_running_loop().create_future()
 
@@ -94,7 +94,7 @@ async def test_a_child_of_a_raylet_may_end_while_ray_is_being_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Until it executes a program of its own it has the raylet's command line: Ray was reported as ended."""
-    looks, raylet = threading.Semaphore(0), forking_raylet(tmp_path / session.OURS)
+    looks, raylet = threading.Semaphore(0), forking_raylet(tmp_path / ray_session.OURS)
 
     def look(folder: Path, *, parent: int | None = None) -> Iterator[tuple[int, str]]:
         looks.release()
@@ -112,8 +112,8 @@ async def test_a_child_of_a_raylet_may_end_while_ray_is_being_started(
             raylet.stdin.write("\n")
             raylet.stdin.flush()
 
-    monkeypatch.setattr(session, "LOOK_S", 0.01)
-    monkeypatch.setattr(session, "programs", look)
+    monkeypatch.setattr(ray_session, "LOOK_S", 0.01)
+    monkeypatch.setattr(ray_session, "programs", look)
     monkeypatch.setattr(Machines, "_start", start)
     monkeypatch.setattr(Machines, "_stop", lambda self: None)
     machines = Machines(RayConfig(), tmp_path)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cluster.bench.workload import Lengths
-from cluster.config.config import PoolsConfig, SupervisionConfig
-from cluster.simulate.run.config import SimulationConfig, hardware_spec, read_settings, simulated_router
+from cluster.bench.bench_load import Lengths
+from cluster.config.cluster_config import PoolsConfig, SupervisionConfig
 from cluster.simulate.run.simulation import SimulationOutcome, simulate
+from cluster.simulate.run.simulation_config import SimulationConfig, hardware_spec, read_settings, simulated_router
 from cluster.simulate.world.faults import Fault
-from cluster.simulate.world.workload import GeneratedLoad, UserSession, generated
+from cluster.simulate.world.simulated_load import GeneratedLoad, UserSession, generated
 
 BLOCK_SIZE = 16
 

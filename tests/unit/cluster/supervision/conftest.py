@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cluster.config.config import SupervisionConfig
+from cluster.config.cluster_config import SupervisionConfig
 from cluster.supervision.supervisor import Supervisor
 from tests.unit.cluster.supervision.staged_supervisor import (
     PLANS,

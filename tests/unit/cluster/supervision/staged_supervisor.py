@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from cluster.config.config import PoolsConfig, SupervisionConfig
-from cluster.supervision.placement import NodeResources, WorkerPlan, plan, replan
+from cluster.config.cluster_config import PoolsConfig, SupervisionConfig
 from cluster.supervision.rank import Ended, Event, Loading, Serving
 from cluster.supervision.supervisor import RunningWorker, SupervisedWorker, Supervisor
+from cluster.supervision.worker_placement import NodeResources, WorkerPlan, plan, replan
 from protos.errors import BatonError
 from protos.values import KVLayout, LaneAddress, WorkerInfo, WorkerRole
 from router.fleet.successors import Successor

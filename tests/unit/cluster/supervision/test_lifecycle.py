@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.config.config import SupervisionConfig
+from cluster.config.cluster_config import SupervisionConfig
 from cluster.supervision.lifecycle import LifeState, delay_s, failed, initial, opened, restarted
 from protos.errors import BadCheckpoint, Misconfigured, WorkerLost
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from cluster.supervision.rank import Ended, LocalRank, RankSpec
-from decode_pool.config import DecodeConfig
-from prefill_pool.config import PrefillConfig
+from decode_pool.decode_config import DecodeConfig
+from prefill_pool.prefill_config import PrefillConfig
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
-from workers.config import RankId, WorkerConfig
 from workers.cores import Core, Cores
+from workers.worker_config import RankId, WorkerConfig
 
 CORE = Core(cpu=min(os.sched_getaffinity(0)), node=0)
 ORDERS = RankSpec(

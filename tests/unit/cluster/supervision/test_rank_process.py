@@ -20,11 +20,11 @@ from cluster.supervision.rank import Ended, RankSpec
 from cluster.supervision.rank_messages import RANK_MESSAGES, AttachRank, RankAttached
 from cluster.supervision.rank_process import RankProcess
 from cluster.supervision.rank_starter import RankLink, ended, has_ended, kill_process, start_process, why_ended
-from decode_pool.config import DecodeConfig
-from prefill_pool.config import PrefillConfig
+from decode_pool.decode_config import DecodeConfig
+from prefill_pool.prefill_config import PrefillConfig
 from protos.errors import Misconfigured, WorkerLost
 from protos.values import ErrorInfo, WorkerRole
-from workers.config import RankId, WorkerConfig
+from workers.worker_config import RankId, WorkerConfig
 
 ORDERS = RankSpec(
     role=WorkerRole.DECODE, worker=WorkerConfig(model="m", bind_cores="off"), prefill=PrefillConfig(),

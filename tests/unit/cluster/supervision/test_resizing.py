@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config.config import SupervisionConfig
+from cluster.config.cluster_config import SupervisionConfig
 from cluster.supervision.supervisor import RunningWorker, Supervisor
 from protos.errors import BadCheckpoint, WorkerLost
 from protos.values import LaneAddress, WorkerInfo, WorkerRole

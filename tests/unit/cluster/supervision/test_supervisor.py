@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config.config import SupervisionConfig
+from cluster.config.cluster_config import SupervisionConfig
 from cluster.supervision.lifecycle import LifeState
 from cluster.supervision.rank import Ended, Event
 from cluster.supervision.supervisor import RunningWorker, Supervisor

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from protos.errors import BadCheckpoint, UnsupportedModel
-from protos.model_files.gguf.config import config_of
-from protos.model_files.gguf.reader import GGUFFile
+from protos.model_files.gguf.gguf_config import config_of
+from protos.model_files.gguf.gguf_file import GGUFFile
 from tests.gguf_writer import Stored, write_gguf
 
 NUMBERS = Stored((4,), "F32", bytes(16))

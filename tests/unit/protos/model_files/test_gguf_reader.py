@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.model_files.fields import Fields
+from protos.model_files.gguf.gguf_file import GGUFFile
 from protos.model_files.gguf.metadata import GGUFArray
-from protos.model_files.gguf.reader import GGUFFile
 from protos.model_files.gguf.types import TENSOR_TYPES, UNSERVED_TYPES
 from tests.gguf_writer import Stored, write_gguf, write_shards
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from protos.values import SamplingParams
 from router.jobs import Job
-from router.latency.metrics import PredictionCollector
+from router.latency.prediction_metrics import PredictionCollector
 from router.traces.request_trace import MAX_CHUNKS, RequestTraces
 from tests.unit.router.fake_cluster import Cluster
 from tests.unit.router.operating import ask, operating

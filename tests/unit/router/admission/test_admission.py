@@ -17,14 +17,14 @@ from protos.chain import Chain
 from protos.errors import InvalidRequest, Overloaded
 from protos.values import BlockHash, BlockStored, FinishReason, SamplingParams, WorkerRole
 from router.admission.admission import Admission
-from router.admission.capacity import least_ttft_s
 from router.admission.fair_queue import Entry, FairQueue
 from router.admission.retry_queue import Returning
+from router.admission.time_and_room import least_ttft_s
 from router.dispatch.job_state import JobState
 from router.jobs import Job, TokenDelta
-from router.policies.table import Candidate, CandidateTable, Line
+from router.policies.candidate_columns import Candidate, CandidateTable, Line
 from router.prefix.index import Match
-from router.prefix.memory import MemoryPrefixIndex
+from router.prefix.memory_index import MemoryPrefixIndex
 from tests.unit.cluster.virtual_time import run_virtually
 from tests.unit.router.fake_cluster import router_config
 

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import openai
 from prometheus_client import CollectorRegistry
 
-from router.batches.build import open_runner
-from router.batches.runner import BatchRunner
-from router.config import BatchConfig
-from router.files.storage import BatchStorage, open_storage
+from router.batches.batch_runner import BatchRunner
+from router.batches.open_batches import open_runner
+from router.files.batch_storage import BatchStorage, open_storage
 from router.gateway import Gateway
+from router.router_config import BatchConfig
 from router.traces.request_trace import RequestTraces
 from tests.unit.router.scripted import Script, Scripted, make_gateway, saying, serving
 

@@ -14,17 +14,17 @@ import pytest
 
 from protos.errors import BatonError, BudgetExhausted, Internal, NoWorkers, UnknownModel, WorkerLost
 from router.auth.tenants import NOBODY
-from router.batches.runner import MAX_FAILURES
+from router.batches.batch_runner import MAX_FAILURES
 from router.files.batches import BatchStore
 from router.files.contents import FolderContents
 from router.files.records import StoredBatch
 from router.gateway import Gateway
 from router.jobs import Job
-from router.ledger.ledger import RequestLedger
+from router.ledger.ledger_report import sums
+from router.ledger.ledger_store import LedgerStore
+from router.ledger.ledger_tables import ledger_database
 from router.ledger.prices import Price, PriceList
-from router.ledger.report import sums
-from router.ledger.schema import ledger_database
-from router.ledger.store import LedgerStore
+from router.ledger.request_ledger import RequestLedger
 from tests.unit.router.batches.batching import CHAT, Batching, batching, ended, jsonl, line, results, upload
 from tests.unit.router.scripted import Crew, saying
 from tests.unit.router.sdk_types import read_as
@@ -183,7 +183,7 @@ async def test_a_lost_lease_takes_no_place_for_a_line(tmp_path: Path) -> None:
 
 async def test_a_line_waits_for_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal that passes is no result."""
-    monkeypatch.setattr("router.batches.runner.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("router.batches.batch_runner.FIRST_PAUSE_S", 0.0)
     tries: list[str] = []
 
     def script(job: Job) -> Any:
@@ -291,7 +291,7 @@ async def test_a_line_without_a_result_does_not_end_its_batch(
 
 
 async def test_a_failed_look_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.batches.runner.LOOK_S", 0.01)
+    monkeypatch.setattr("router.batches.batch_runner.LOOK_S", 0.01)
     claim, failures = BatchStore.claim, iter([KeyError("bug"), OSError("disk")])
 
     def failing(store: BatchStore, *values: Any) -> Any:
@@ -351,8 +351,8 @@ async def test_a_killed_owner_leaves_each_line_exactly_once(tmp_path: Path) -> N
 async def test_a_line_that_fails_for_good_has_one_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BatonError, tries: int
 ) -> None:
-    monkeypatch.setattr("router.batches.runner.FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr("router.batches.runner.MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("router.batches.batch_runner.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("router.batches.batch_runner.MAX_ATTEMPTS", 2)
     ledger = RequestLedger(
         LedgerStore(ledger_database(tmp_path / "ledger.db")), PriceList(prices=()), Crew(), model="tiny"
     )
@@ -369,7 +369,7 @@ async def test_a_line_that_fails_for_good_has_one_row(
 
 async def test_requests_of_batches_cost_half_and_are_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row a line, also where its first attempt failed after a token."""
-    monkeypatch.setattr("router.batches.runner.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("router.batches.batch_runner.FIRST_PAUSE_S", 0.0)
     tries = 0
 
     def script(job: Job) -> Any:
@@ -441,7 +441,7 @@ async def test_what_always_fails_ends_the_batch_after_a_few_leases(
         failures.append("bug")
         raise RecursionError("bug")
 
-    monkeypatch.setattr("router.batches.runner.LOOK_S", 0.01)
+    monkeypatch.setattr("router.batches.batch_runner.LOOK_S", 0.01)
     monkeypatch.setattr("router.batches.lines.InputChecker.read", failing)
     async with batching(tmp_path, runs=False) as (client, made):
         file_id = await upload(client, [line("a")])

@@ -23,13 +23,13 @@ from router.auth.auth import AccessControl
 from router.auth.tenants import hash_of
 from router.fleet_owner import DesiredFleet, FleetChange, FleetReport, NoFleetOwner, OrderKind
 from router.history.history import NUM_PERIODS, PERIOD_S, History, HistoryPeriod
-from router.ledger.ledger import RequestLedger
+from router.ledger.ledger_store import LedgerStore
+from router.ledger.ledger_tables import ledger_database
 from router.ledger.prices import PriceList
+from router.ledger.request_ledger import RequestLedger
 from router.ledger.rows import LedgerRow
-from router.ledger.schema import ledger_database
-from router.ledger.store import LedgerStore
-from router.metrics import GAP_SECONDS, SECONDS
 from router.planning import CapacityDecision, PlannerReport
+from router.request_metrics import GAP_SECONDS, SECONDS
 from tests.unit.router.dashboard.browser import Browser, Tab
 from tests.unit.router.fake_cluster import Cluster
 from tests.unit.router.operating import ask, operating

@@ -11,7 +11,7 @@ import pytest
 from protos.errors import AdapterNotLoaded, BadCheckpoint, BatonError, InvalidRequest, NotFound, NoWorkers
 from protos.values import Adapter, AdapterList, StepMessage
 from protos.wire import error_info
-from router.fleet.adapters import FleetAdapters
+from router.fleet.fleet_adapters import FleetAdapters
 from router.policies.registry import NAMES
 from tests.unit.router.dispatch.test_migration import NUM_TOKENS, Client, drain, go
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from protos.errors import Overloaded, RequestKillsWorkers
-from router.fleet.worker import WorkerState
+from router.fleet.member import WorkerState
 from router.jobs import TokenDelta
 from tests.unit.router.fake_cluster import PROMPT, Cluster, job, tokens
 from tests.unit.router.fake_worker import FakeWorker, expected_tokens

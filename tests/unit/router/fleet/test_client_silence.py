@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from protos.errors import WorkerLost
-from router.fleet.worker import WorkerState
+from router.fleet.member import WorkerState
 from tests.unit.router.fake_cluster import Cluster, job
 
 WORKER = """

@@ -25,9 +25,9 @@ from protos.values import (
     StepMessage,
     WorkerLoad,
 )
-from router.fleet import metrics
-from router.fleet.metrics import FleetCollector
-from router.fleet.worker import Member, WorkerState
+from router.fleet import fleet_metrics
+from router.fleet.fleet_metrics import FleetCollector
+from router.fleet.member import Member, WorkerState
 from router.prefix.index import NO_MATCH
 from tests.layouts import changed
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
@@ -329,7 +329,7 @@ async def test_workers_have_series_of_their_own_up_to_a_bound(
     await cluster["d0"].die()
     await cluster.until_state("d0", WorkerState.LOST)
     assert (value("ready", "d0", "decode"), value("waiting", "d0", "decode")) == (0, 0)
-    monkeypatch.setattr(metrics, "MAX_WORKERS", 1)
+    monkeypatch.setattr(fleet_metrics, "MAX_WORKERS", 1)
     assert value("ready", "p0", "prefill") is None
     assert registry.get_sample_value("baton_worker_unlisted") == 1
 

@@ -10,8 +10,8 @@ import pytest
 
 from protos.errors import BatonError, WorkerLost
 from protos.values import WorkerRole
+from router.fleet.member import WorkerState
 from router.fleet.successors import Successor
-from router.fleet.worker import WorkerState
 from router.jobs import TokenDelta
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import expected_tokens

@@ -20,7 +20,7 @@ from router.http.api import OPENAI, Api
 from router.http.framing import named_event
 from router.http.middleware import Authenticate, BodyLimit, HeadLimit, RequestId, received_body
 from router.http.sse import EventStream
-from router.metrics import RequestMetrics
+from router.request_metrics import RequestMetrics
 
 
 def spoken(error: BatonError) -> dict[str, Any]:

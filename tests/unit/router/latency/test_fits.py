@@ -8,7 +8,7 @@ import pytest
 
 from router.latency.fits import LinearFit, SlowdownFactor
 from router.latency.predictor import PREFILL as UNOBSERVED
-from router.policies.table import Line
+from router.policies.candidate_columns import Line
 
 TRUE = Line(fixed_s=0.05, each_s=2e-4)
 

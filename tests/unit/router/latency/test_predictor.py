@@ -8,7 +8,7 @@ from protos.values import HostLoad, WorkerLoad, WorkerRole
 from router.latency.predictor import LOAD, Predictor
 from router.latency.predictor import PREFILL as UNOBSERVED
 from router.latency.recent_work import RECENT_EACH, RECENT_S, RecentWork, kept
-from router.policies.table import Line
+from router.policies.candidate_columns import Line
 from tests.unit.router.predicting import predicted
 
 DECODE, PREFILL = WorkerRole.DECODE, WorkerRole.PREFILL

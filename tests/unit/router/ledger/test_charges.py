@@ -14,10 +14,10 @@ from protos.values import FinishReason
 from router.auth.auth import AccessControl
 from router.auth.tenants import Roster, Tenant, hash_of
 from router.jobs import Job, TokenDelta
-from router.ledger.ledger import RequestLedger
 from router.ledger.prices import Price, PriceList
+from router.ledger.request_ledger import RequestLedger
 from router.ledger.rows import LedgerRow, Written
-from router.metrics import RequestMetrics
+from router.request_metrics import RequestMetrics
 from tests.unit.router.scripted import Crew, Scripted, make_gateway, saying, serving
 
 PRICES = PriceList(prices=(Price(since_s=0.0, model="*", usd={"input": 1.0, "cached": 1.0, "output": 1.0}),))

@@ -13,13 +13,13 @@ import pytest
 
 from protos.values import SamplingParams
 from router.jobs import Job
-from router.ledger import ledger as ledger_module
-from router.ledger import store as store_module
-from router.ledger.ledger import RequestLedger
+from router.ledger import ledger_store as store_module
+from router.ledger import request_ledger as ledger_module
+from router.ledger.ledger_store import LedgerStore
+from router.ledger.ledger_tables import ledger_database
 from router.ledger.prices import PriceList
+from router.ledger.request_ledger import RequestLedger
 from router.ledger.rows import OpenRequest, Written
-from router.ledger.schema import ledger_database
-from router.ledger.store import LedgerStore
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import UsageCounter
 

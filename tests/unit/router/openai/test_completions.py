@@ -10,7 +10,7 @@ import pytest
 
 from protos.values import WorkerRole
 from router.jobs import Job, TokenDelta
-from tests.unit.cluster.cli.test_status import info
+from tests.unit.cluster.cli.test_status_verb import info
 from tests.unit.router.scripted import (
     Crew,
     Family,

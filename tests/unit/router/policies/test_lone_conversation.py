@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from protos.values import WorkerLoad, WorkerRole
-from router.config import RouterConfig
 from router.latency.predictor import Predictor
-from router.policies.base import Decision, RequestView
+from router.policies.candidate_columns import CandidateTable
+from router.policies.decision import Decision, RequestView
 from router.policies.registry import policy_of
-from router.policies.table import CandidateTable
+from router.router_config import RouterConfig
 from tests.unit.router.predicting import predicted
 from workers.batch import Batch, Row
 from workers.engine.speed import EngineSpeed

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
-from router.config import RouterConfig
-from router.policies.base import Decision, RequestView, SingleWorkerReason
-from router.policies.costs import LatencyEstimate, estimate, handed_bytes, transfer_s
-from router.policies.limits import avoiding
+from router.policies.candidate_columns import Candidate, CandidateTable, LaneLatencies, Line, WorkerSet
+from router.policies.decision import Decision, RequestView, SingleWorkerReason
+from router.policies.policy_limits import avoiding
 from router.policies.registry import NAMES, policy_of
-from router.policies.table import Candidate, CandidateTable, LaneLatencies, Line, WorkerSet
+from router.policies.request_seconds import LatencyEstimate, estimate, handed_bytes, transfer_s
+from router.router_config import RouterConfig
 
 PREFILL, DECODE, COLOCATED = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.COLOCATED
 

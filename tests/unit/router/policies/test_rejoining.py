@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from protos.values import WorkerLoad, WorkerRole
-from router.config import RouterConfig
 from router.latency.predictor import Predictor
-from router.policies.base import RequestView
+from router.policies.candidate_columns import Candidate, CandidateTable
+from router.policies.decision import RequestView
 from router.policies.registry import policy_of
-from router.policies.table import Candidate, CandidateTable
+from router.router_config import RouterConfig
 from tests.unit.router.predicting import predicted
 
 ROLE = WorkerRole.COLOCATED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from protos.values import BlockRemoved, BlockStored, Hello, KVEvents, Tier
 from router.prefix.feed import Feed
 from router.prefix.index import Match
-from router.prefix.memory import MemoryPrefixIndex
+from router.prefix.memory_index import MemoryPrefixIndex
 
 A, B, C = (bytes([number]) * 16 for number in range(3))
 

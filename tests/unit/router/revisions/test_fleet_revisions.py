@@ -9,7 +9,7 @@ import pytest
 
 from protos.errors import IncompatibleWorkers
 from protos.values import KVLayout, LaneAddress, WorkerInfo, WorkerRole
-from router.policies.table import WorkerSet
+from router.policies.candidate_columns import WorkerSet
 from router.revisions.fleet_revisions import FleetRevisions, RevisedWorker, check_joins, shares
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE

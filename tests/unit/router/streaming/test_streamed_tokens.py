@@ -9,7 +9,7 @@ from collections.abc import Callable
 import orjson
 import pytest
 
-from router.fleet.worker import WorkerState
+from router.fleet.member import WorkerState
 from router.fleet.worker_client import Updates
 from router.http.pace import Pace
 from router.http.response_channel import ResponseChannel, WriteState

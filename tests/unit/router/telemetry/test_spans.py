@@ -8,7 +8,7 @@ import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.trace import SpanContext, TraceFlags
 
-from router.config import TelemetryConfig
+from router.router_config import TelemetryConfig
 from router.telemetry.exporter import QueuedRequest, RequestExporter, parse_traceparent, readable_spans
 from router.telemetry.spans import Arrival, EndedChoice, EndedRequest, TraceSpan, spans_of
 from router.traces.request_trace import EventKind, TraceEvent

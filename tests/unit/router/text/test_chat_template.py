@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from protos.errors import BadCheckpoint, InvalidRequest, Misconfigured
 from protos.model_files.folder import FolderFiles
-from protos.model_files.gguf.files import GGUFFiles
+from protos.model_files.gguf.gguf_files import GGUFFiles
 from router.text.bounded_template import BoundedTemplate
 from router.text.chat_template import ChatTemplate
 from router.tools.formats import ToolFormat, format_of

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from protos.errors import BadCheckpoint, UnsupportedModel
-from protos.model_files.gguf.splits import SPLITS
+from protos.model_files.gguf.text_splits import SPLITS
 from protos.model_files.opening import open_model
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import Detokenizer

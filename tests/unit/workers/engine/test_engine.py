@@ -24,10 +24,10 @@ from protos.errors import (
 from protos.values import BlockRemoved, BlockStored, Cleared, FinishReason, GenerateRequest, Hello, KVEvents
 from tests.unit.workers.harness import VOCAB, Adopting, Answer, Handing, ToyEngine, ask, by_hand
 from workers.batch import Batch, Row
-from workers.config import SchedulerConfig
 from workers.engine.speed import EngineSpeed
 from workers.scheduling.request import Request
 from workers.scheduling.role import Disposition, Tick
+from workers.worker_config import SchedulerConfig
 
 PROMPTS = [tuple(range(n, n + length)) for n, length in ((0, 5), (0, 33), (1, 64), (0, 90), (2, 1), (0, 48))]
 

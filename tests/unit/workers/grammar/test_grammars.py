@@ -11,7 +11,7 @@ from protos.errors import InvalidRequest
 from protos.values import FinishReason
 from tests.unit.workers.harness import VOCAB, ToyEngine, ask, by_hand
 from workers.batch import Sample
-from workers.grammar.base import Mask, without
+from workers.grammar.grammar_seam import Mask, without
 
 EOS = 0
 

@@ -8,7 +8,7 @@ import torch
 from kvtransfer.reshard import rank_block_bytes
 from protos.values import KVLayout
 from workers.kv.groups import MAX_GROUPS, with_windows
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
 
 
 def layout_for(windows: list[int | None]) -> KVLayout:

@@ -12,12 +12,12 @@ import torch
 from protos.errors import Misconfigured
 from protos.values import KVLayout
 from workers.cache import num_host_blocks_of
-from workers.config import WorkerConfig
 from workers.kv import host_copies
 from workers.kv.host import HostCopies
 from workers.kv.host_copies import CpuCopies, CudaCopies
 from workers.kv.kinds import with_kv_dtype
-from workers.kv.storage import KVStorage
+from workers.kv.kv_storage import KVStorage
+from workers.worker_config import WorkerConfig
 
 LAYOUT = KVLayout.dense(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="bfloat16")
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
-from workers.kernels.base import kernels_for
+from workers.kernels.device_kernels import kernels_for
 from workers.models.decoder import Decoder
 from workers.models.loader import load_model
 from workers.models.model_config import read_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from protos.values import FinishReason, SequenceUpdate, StepMessage
-from workers.rpc.server import GatewayStream
+from workers.rpc.worker_servicer import GatewayStream
 
 
 def token(request_id: str, *token_ids: int) -> SequenceUpdate:

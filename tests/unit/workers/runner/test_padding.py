@@ -8,7 +8,7 @@ import pytest
 
 from protos.values import SamplingParams
 from workers.batch import Batch, Row, Sample
-from workers.runner.packing import KNOWN, Packed, pack
+from workers.runner.packed_batch import KNOWN, Packed, pack
 from workers.runner.padding import NOWHERE, captured_sizes, nothing, padded, size_for
 
 SAMPLE = Sample(params=SamplingParams(), index=0)

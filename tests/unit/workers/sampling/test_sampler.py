@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from protos.values import Logprobs, SamplingParams
 from workers.batch import RowOutput, Sample
-from workers.sampling.logprobs import TokenScores
 from workers.sampling.penalties import NONE, penalise
 from workers.sampling.philox import uniforms
 from workers.sampling.sampler import _mask, _mask_on_device
 from workers.sampling.sampler import sample as begin
+from workers.sampling.token_scores import TokenScores
 
 VOCAB = 24
 

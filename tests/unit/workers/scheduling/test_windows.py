@@ -18,12 +18,12 @@ from protos.errors import ContextLengthExceeded
 from protos.values import BlockRemoved, BlockStored, GenerateRequest, KVEvent, Tier
 from tests.unit.workers.harness import VOCAB, Answer, AtLast, ask
 from tests.unit.workers.pages import PageCopies, PageRunner, answer
-from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
-from workers.kv.blocks import BlockPool, page_hash
+from workers.kv.block_pool import BlockPool, page_hash
 from workers.kv.host import HostPool
 from workers.scheduling.role import Colocated
 from workers.scheduling.scheduler import Scheduler
+from workers.worker_config import SchedulerConfig
 
 LONG = tuple(range(100))
 

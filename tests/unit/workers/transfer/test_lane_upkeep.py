@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.config import LaneConfig
+from kvtransfer.lane_config import LaneConfig
 from protos.errors import Overloaded, TransferFailed
 from protos.values import LaneStats
 from workers.transfer.lane_upkeep import PERIOD_S, LaneUpkeep

@@ -14,10 +14,10 @@ import pytest
 
 from cluster.cli.main import make_app
 from cluster.simulate.run.clients import Clients
-from cluster.simulate.run.progress import Look, ProgressWatch
+from cluster.simulate.run.run_progress import Look, ProgressWatch
 from protos.errors import Misconfigured
 from tests.unit.cluster.simulate.asking import SMALL, answer, call
-from workers.kv.blocks import BlockPool
+from workers.kv.block_pool import BlockPool
 
 
 def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ from statistics import fmean
 import pytest
 
 from benchmarks.simulation.step_errors import BEGIN, END, NOTES, read, table
-from cluster.simulate.latency.base import StepWork, step_of
 from cluster.simulate.latency.kernels import FITTED
 from cluster.simulate.latency.roofline import HOST_S, Roofline
 from cluster.simulate.latency.shapes import GPUS, MODELS, num_blocks
-from cluster.simulate.run.config import hardware_spec, read_settings
+from cluster.simulate.latency.step_work import StepWork, step_of
+from cluster.simulate.run.simulation_config import hardware_spec, read_settings
 from protos.errors import Misconfigured
 
 DECODE = step_of([(1, 1000)])

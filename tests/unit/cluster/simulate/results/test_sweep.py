@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.report import Objective, RequestRecord
+from cluster.bench.bench_report import Objective, RequestRecord
 from cluster.simulate.results.targets import PercentileTarget, targets_of
 from protos.errors import Misconfigured
 from tests.unit.cluster.simulate.asking import SMALL, answer, call

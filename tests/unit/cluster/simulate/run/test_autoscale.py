@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.bench.report import Objective
-from cluster.bench.workload import Lengths
-from cluster.config.config import PoolsConfig, SupervisionConfig
-from cluster.planner.values import ActionTimes, PlannerPace
+from cluster.bench.bench_load import Lengths
+from cluster.bench.bench_report import Objective
+from cluster.config.cluster_config import PoolsConfig, SupervisionConfig
+from cluster.planner.planner_values import ActionTimes, PlannerPace
 from cluster.simulate.run.autoscale import MAX_RECORDS, PlannedRun, autoscaling, planner_settings
-from cluster.simulate.run.config import SimulationConfig, hardware_spec, simulated_router
 from cluster.simulate.run.simulation import simulate
-from cluster.simulate.world.workload import GeneratedLoad, generated
+from cluster.simulate.run.simulation_config import SimulationConfig, hardware_spec, simulated_router
+from cluster.simulate.world.simulated_load import GeneratedLoad, generated
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from router.fleet_owner import ChangeState

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cluster.simulate.run.choices import choices
-from cluster.simulate.run.config import read_settings
 from cluster.simulate.run.scenario import ClusterTable
+from cluster.simulate.run.simulation_config import read_settings
 
 
 def names(**keys: object) -> list[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.bench.report import Objective, Report
-from cluster.bench.workload import Lengths
-from cluster.config.config import PoolsConfig
-from cluster.simulate.results.report import summarise
-from cluster.simulate.run.config import SimulationConfig, hardware_spec, simulated_router
+from cluster.bench.bench_load import Lengths
+from cluster.bench.bench_report import Objective, Report
+from cluster.config.cluster_config import PoolsConfig
+from cluster.simulate.results.summary import summarise
 from cluster.simulate.run.simulation import simulate
-from cluster.simulate.world.workload import GeneratedLoad, conversations
+from cluster.simulate.run.simulation_config import SimulationConfig, hardware_spec, simulated_router
+from cluster.simulate.world.simulated_load import GeneratedLoad, conversations
 
 
 def crowded(policy: str) -> Report:

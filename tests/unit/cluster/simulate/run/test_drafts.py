@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from cluster.bench.report import Objective
-from cluster.simulate.latency.base import step_of
+from cluster.bench.bench_report import Objective
 from cluster.simulate.latency.roofline import HOST_S
-from cluster.simulate.node.drafts import SimulatedDrafter
-from cluster.simulate.results.report import DraftSummary, Summary, summarise
-from cluster.simulate.run.config import hardware_spec, read_settings
+from cluster.simulate.latency.step_work import step_of
+from cluster.simulate.node.simulated_drafts import SimulatedDrafter
+from cluster.simulate.results.summary import DraftSummary, Summary, summarise
 from cluster.simulate.run.simulation import SimulationOutcome, simulate
+from cluster.simulate.run.simulation_config import hardware_spec, read_settings
 from protos.errors import Misconfigured
 from tests.unit.cluster.simulate.towns import sessions, town
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.simulate.run import soak
-from cluster.simulate.run.soak import SoakTrial
+from cluster.simulate.run import soak_trial
+from cluster.simulate.run.soak_trial import SoakTrial
 from cluster.simulate.world.event_log import SimulationLog
 from tests.unit.cluster.simulate.asking import SMALL, call
 
@@ -65,7 +65,7 @@ def test_a_soak_that_is_interrupted_tells_what_is_done(monkeypatch: pytest.Monke
         if len(done) == 2:
             raise AssertionError("a block is lost")
 
-    monkeypatch.setattr(soak, "run", run)
+    monkeypatch.setattr(soak_trial, "run", run)
     result = call("--soak", "50")
     assert result.exit_code == 130
     assert result.stdout == "3 clusters in trouble, 1 broken\n"

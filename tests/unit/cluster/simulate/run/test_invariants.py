@@ -10,27 +10,27 @@ import pytest
 
 from cluster.simulate.latency.rough import Rough
 from cluster.simulate.node.device import Device
-from cluster.simulate.run import soak
-from cluster.simulate.run.config import simulated_router
+from cluster.simulate.run import soak_trial
+from cluster.simulate.run.simulation_config import simulated_router
 from cluster.supervision import lifecycle
 from kvtransfer.events import EventCursor, EventLog, Gap
-from kvtransfer.ledger import Ledger
+from kvtransfer.push_session import Session
 from kvtransfer.reshard import Cut
-from kvtransfer.session import Session
+from kvtransfer.ticket_ledger import Ledger
 from kvtransfer.transport import LaneLost, peer_name
 from protos.errors import BatonError
 from protos.values import BlockRemoved, Cleared, Hello, KVEvent, KVEvents
 from router.admission.admission import Admission, Turn
 from router.admission.fair_queue import Entry, FairQueue, TenantQueue
-from router.config import AdmissionConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.poison_requests import PoisonRequests
-from router.fleet.worker import Member
+from router.fleet.member import Member
 from router.prefix.feed import Feed
+from router.router_config import AdmissionConfig
 from tests.unit.cluster.simulate.towns import run, town
 from workers.engine.engine import Engine
-from workers.kv.blocks import BlockPool
-from workers.rpc.server import GatewayStream, WorkerServicer
+from workers.kv.block_pool import BlockPool
+from workers.rpc.worker_servicer import GatewayStream, WorkerServicer
 from workers.scheduling.request import Request, State
 from workers.scheduling.scheduler import Scheduler
 from workers.transfer.receive import Incoming
@@ -40,8 +40,8 @@ from workers.transfer.send import Outgoing
 def broken(*faults: str, workload: str = "poisson", **more: Any) -> str:
     with pytest.raises((AssertionError, BaseExceptionGroup)) as failed:
         run(*faults, workload=workload, **more)
-    assert soak.is_broken_invariant(failed.value)
-    return soak.reason(failed.value)
+    assert soak_trial.is_broken_invariant(failed.value)
+    return soak_trial.reason(failed.value)
 
 
 def test_kv_that_never_came_shows_as_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,21 +86,21 @@ def having(what: str, seed: int, owner: type[Any], name: str, *, matters: Callab
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, watched)
-        soak.run(soak.trial(seed))
+        soak_trial.run(soak_trial.trial(seed))
     assert num_times, f"seed {seed} of the soak no longer has {what}: give one that has"
     return seed
 
 
 def broken_trial(seed: int, **more: Any) -> str:
-    made = soak.trial(seed)
+    made = soak_trial.trial(seed)
     try:
-        soak.run(replace(made, config=replace(made.config, **more)))
+        soak_trial.run(replace(made, config=replace(made.config, **more)))
     except (AssertionError, BaseExceptionGroup) as error:
         found = error
     else:
         pytest.fail(f"{made.replay}: what is broken here is not found: mend what looks for it, or give another seed")
-    assert soak.is_broken_invariant(found)
-    return soak.reason(found)
+    assert soak_trial.is_broken_invariant(found)
+    return soak_trial.reason(found)
 
 
 def test_a_seed_that_has_lost_its_situation_is_told_with_what_it_had() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from cluster.simulate.latency.base import step_of, windowed_step_of
+from cluster.simulate.latency.step_work import step_of, windowed_step_of
 from cluster.simulate.node.device import Device, Payload
-from cluster.simulate.run.config import SimulationConfig, hardware_spec
 from cluster.simulate.run.simulation import simulate
-from cluster.simulate.run.soak import reason
+from cluster.simulate.run.simulation_config import SimulationConfig, hardware_spec
+from cluster.simulate.run.soak_trial import reason
 from protos.values import KVLayout
 from tests.unit.cluster.simulate.towns import sessions, town
 from workers.kv.groups import with_windows

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.report import RequestRecord
-from cluster.bench.workload import Lengths
-from cluster.config.config import PoolsConfig
-from cluster.simulate.run.config import SimulationConfig, hardware_spec
+from cluster.bench.bench_load import Lengths
+from cluster.bench.bench_report import RequestRecord
+from cluster.config.cluster_config import PoolsConfig
 from cluster.simulate.run.offered import grows, offered, requests_until_steady, work_of_sessions
+from cluster.simulate.run.simulation_config import SimulationConfig, hardware_spec
 from cluster.simulate.world.clock import VirtualLoop
-from cluster.simulate.world.workload import GeneratedLoad, generated
+from cluster.simulate.world.simulated_load import GeneratedLoad, generated
 from protos.values import WorkerRole
 from tests.unit.cluster.simulate.asking import call
 
@@ -87,7 +87,7 @@ def test_a_nearly_full_pool_needs_a_longer_load() -> None:
 def test_a_load_without_a_number_lasts_until_its_figures_are_steady(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.simulate.world.workload.USUAL_REQUESTS", 100)
+    monkeypatch.setattr("cluster.simulate.world.simulated_load.USUAL_REQUESTS", 100)
     file = tmp_path / "run.json"
     load = "cluster.colocated=1", "workload.input_len=2000", "workload.output_len=1", "workload.rate=18.4"
     call(*load, "--json", str(file))

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.report import Objective
-from cluster.bench.workload import PrefixSpan
+from cluster.bench.bench_load import PrefixSpan
+from cluster.bench.bench_report import Objective
 from cluster.simulate.node.itl import Gaps
-from cluster.simulate.node.worker import SimulatedWorker
-from cluster.simulate.results.report import summarise
-from cluster.simulate.run.config import simulated_router
+from cluster.simulate.node.simulated_worker import SimulatedWorker
+from cluster.simulate.results.summary import summarise
 from cluster.simulate.run.simulation import simulate
+from cluster.simulate.run.simulation_config import simulated_router
 from cluster.simulate.world.clock import VirtualLoop, run_virtually
 from cluster.simulate.world.faults import Fault
-from cluster.simulate.world.lanes import Cards, Lanes
 from cluster.simulate.world.network import Network, NetworkModel
-from cluster.simulate.world.workload import GENERATED, SessionTurn, UserSession
+from cluster.simulate.world.simulated_lanes import Cards, Lanes
+from cluster.simulate.world.simulated_load import GENERATED, SessionTurn, UserSession
 from protos.values import Health, ReserveRequest, WorkerRole
 from tests.unit.cluster.simulate.towns import sessions, town
 
@@ -165,7 +165,7 @@ def test_the_pause_of_an_answer_whose_kv_was_lost_is_a_gap() -> None:
 
 
 def test_a_worker_that_keeps_blocks_for_others_is_not_stuck() -> None:
-    """The rule of the real engine's loop, `workers.rpc.progress`."""
+    """The rule of the real engine's loop, `workers.rpc.step_progress`."""
     spec = replace(town().spec, stall_s=1.0)
 
     async def wait_for_kv() -> Health:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.config.config import PoolsConfig
+from cluster.config.cluster_config import PoolsConfig
 from tests.unit.cluster.simulate.towns import run
 
 DIES_S, LOADS_S = 1.0, 200.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.simulate.run import soak
+from cluster.simulate.run import soak_trial
 from cluster.simulate.run.deployment import SimulatedDeployment
 from cluster.simulate.run.simulation import SimulationOutcome, simulate
 from cluster.simulate.world.clock import VirtualLoop, run_virtually, running_loop
@@ -29,12 +29,12 @@ def test_no_invariant_breaks_whatever_happens(first: int) -> None:
     """`baton simulate --soak 96` is the same; `--replay SEED` shows one of them."""
     for seed in range(first, first + SEEDS_A_TEST):
         try:
-            soak.run(soak.trial(seed))
+            soak_trial.run(soak_trial.trial(seed))
         except (AssertionError, BaseExceptionGroup) as error:
-            pytest.fail(f"{soak.trial(seed).replay}: {soak.reason(error)}")
+            pytest.fail(f"{soak_trial.trial(seed).replay}: {soak_trial.reason(error)}")
 
 
-def leapt_and_stepped(made: soak.SoakTrial) -> list[SimulationOutcome]:
+def leapt_and_stepped(made: soak_trial.SoakTrial) -> list[SimulationOutcome]:
     config = replace(made.config, wire=NetworkModel(), audit_every=0)
     spec = replace(config.spec, drafter=None)  # steps that verify drafts are not leapt over
     return [
@@ -48,7 +48,7 @@ def test_leaps_change_no_event_in_trouble_either(seed: int) -> None:
     """Seed 13 leaps straight from the last chunk of a prompt and lands twice; in 73 a ticket has ended that a request
     comes with, while nothing else is there to do; in 203 two gateways ask again at one instant, at which single steps
     also have idle workers' ticks."""
-    made = soak.trial(seed)
+    made = soak_trial.trial(seed)
     assert made.faults
     leaping, stepping = leapt_and_stepped(made)
     assert leaping.fingerprint == stepping.fingerprint
@@ -71,7 +71,7 @@ def leaps_of_preempted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_leap_goes_on_with_what_the_last_step_has_sampled(leaps_of_preempted: list[str]) -> None:
     """Seed 43 preempts: what was computed is computed again, all but its last token in a step that samples nothing."""
-    leaping, stepping = leapt_and_stepped(soak.trial(43))
+    leaping, stepping = leapt_and_stepped(soak_trial.trial(43))
     assert leaping.fingerprint == stepping.fingerprint
     assert leaps_of_preempted
 
@@ -80,13 +80,13 @@ def test_a_leap_goes_on_with_what_the_last_step_has_sampled(leaps_of_preempted: 
 def test_an_answer_leaps_after_a_preemption_and_after_a_plan_that_lacked_a_block(
     seed: int, leaps_of_preempted: list[str]
 ) -> None:
-    soak.run(soak.trial(seed))
+    soak_trial.run(soak_trial.trial(seed))
     assert leaps_of_preempted
 
 
 def test_a_seed_is_all_there_is_to_a_trial() -> None:
-    assert soak.trial(7) == soak.trial(7)
-    assert soak.run(soak.trial(7)).fingerprint == soak.run(soak.trial(7)).fingerprint
+    assert soak_trial.trial(7) == soak_trial.trial(7)
+    assert soak_trial.run(soak_trial.trial(7)).fingerprint == soak_trial.run(soak_trial.trial(7)).fingerprint
 
 
 def answered(outcome: SimulationOutcome) -> int:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from cluster.simulate.run.deployment import SimulatedDeployment
-from cluster.simulate.run.progress import Look, ProgressWatch, RunProgress, bars
+from cluster.simulate.run.run_progress import Look, ProgressWatch, RunProgress, bars
 from cluster.simulate.run.simulation import simulate
 from tests.unit.cluster.simulate.towns import sessions, town
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from cluster.simulate.run.config import simulated_router
 from cluster.simulate.run.deployment import SimulatedGateway
+from cluster.simulate.run.simulation_config import simulated_router
 from cluster.simulate.world.fake_redis import Server
 from cluster.simulate.world.faults import Kind
-from cluster.simulate.world.lanes import Cards
+from cluster.simulate.world.simulated_lanes import Cards
 from protos.values import Hello, KVEvents
-from router.config import DispatchConfig
 from router.prefix.feed import Feed
+from router.router_config import DispatchConfig
 from tests.unit.cluster.simulate.towns import run
 
 PAIR: dict[str, Any] = {
@@ -132,6 +132,6 @@ def test_a_fault_of_each_kind_hurts(kind: Kind) -> None:
 
 
 def test_a_lane_that_is_held_up_for_longer_than_lanes_wait_is_lost() -> None:
-    """As production's is (`kvtransfer.config.LaneConfig.stall_s`), whatever the lease: KV is sent anew."""
+    """As production's is (`kvtransfer.lane_config.LaneConfig.stall_s`), whatever the lease: KV is sent anew."""
     assert felt("patient", "0.5 lane-stall prefill-0>decode-0 for 4.5").num_again == 0
     assert felt("patient", "0.5 lane-stall prefill-0>decode-0 for 5.5").num_again > 0

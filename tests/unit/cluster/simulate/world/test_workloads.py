@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.routing.replay import TraceRequest, asked_of
-from cluster.bench.workload import Lengths
-from cluster.simulate.world.workload import (
+from cluster.bench.bench_load import Lengths
+from cluster.simulate.world.simulated_load import (
     ASSISTANT_RATE,
     GENERATED,
     GeneratedLoad,

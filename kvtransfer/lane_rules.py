@@ -1,0 +1,73 @@
+"""Which lanes a worker keeps. Pure: the lanes' statistics, and the peers that tickets need.
+
+A lane costs a thread, connections and staging memory at both ends, so an idle one is closed after a while, and the
+least recently used one as soon as there are too many. A lane that is still opening and that no ticket needs is closed
+soon: its peer may have died before it came. A lane that a ticket needs is never closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from kvtransfer.lane_config import LaneConfig
+from protos.errors import Overloaded, TransferFailed
+from protos.values import LaneLoad, LaneStats
+
+OPENING_S = 0.5
+"""How long a lane that no ticket needs may take to open."""
+RECONNECTING_S = 1.0
+"""A refused ticket may be tried again after this time: the ranks of a lane in quarantine never stop connecting."""
+
+
+def overdue(lane: LaneStats, config: LaneConfig) -> bool:
+    """True if the lane should close, unless a ticket needs it."""
+    return lane.idle_s > (OPENING_S if lane.state == "opening" else config.idle_timeout_s)
+
+
+def superfluous(lanes: Sequence[LaneStats], needed: Collection[str], config: LaneConfig) -> tuple[str, ...]:
+    """Peers whose lanes should end, those that have idled longest first. `needed` names peers with a live ticket."""
+    unneeded = sorted((lane for lane in lanes if lane.peer not in needed), key=lambda lane: -lane.idle_s)
+    num_over = len(lanes) - config.max_lanes
+    return tuple(lane.peer for index, lane in enumerate(unneeded) if index < num_over or overdue(lane, config))
+
+
+def require_room(peer: str, needed: Collection[str], config: LaneConfig) -> None:
+    """Raises Overloaded when a ticket with one more peer would need more lanes than there may be."""
+    if peer not in needed and len(needed) >= config.max_lanes:
+        raise Overloaded(
+            f"{len(needed)} lanes are in use, of at most {config.max_lanes}: a lane to {peer} would be one too many; "
+            "try again",
+            retry_after_s=1.0,
+        )
+
+
+def require_health(peer: str, lanes: Iterable[LaneStats]) -> None:
+    """Raises TransferFailed with `retry_after_s` when the lane to or from this peer is in quarantine: nothing was
+    tried, and another worker may have a lane that works."""
+    for lane in lanes:
+        if lane.peer == peer and lane.state in ("quarantined", "stuck"):
+            raise TransferFailed(
+                f"the lane between here and {peer} is {lane.state}: {lane.reason or 'it does not end'}",
+                retry_after_s=RECONNECTING_S,
+            )
+
+
+def why_unhealthy(lanes: Iterable[LaneStats]) -> str:
+    """Why a worker with these lanes cannot go on; empty if it can. A peer that hangs is its own worker's matter."""
+    return next((f"the lane to {lane.peer} is stuck and does not end" for lane in lanes if lane.state == "stuck"), "")
+
+
+def merged(loads: Iterable[LaneLoad]) -> tuple[LaneLoad, ...]:
+    """Merges several ends, one entry for each transport and reason."""
+    found: dict[tuple[str, str], LaneLoad] = {}
+    for load in loads:
+        key = load.transport, load.reason
+        known = found.get(key)
+        found[key] = load if known is None else _sum(known, load)
+    return tuple(found.values())
+
+
+def _sum(one: LaneLoad, other: LaneLoad) -> LaneLoad:
+    names = ("num_open", "num_opened", "num_lost", "num_stuck", "num_corrupt")
+    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in names})

@@ -1,0 +1,98 @@
+"""/admin/capacity. GET: the desired fleet, what serves, the latest changes and decisions. POST: another fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protos.errors import InvalidRequest, Misconfigured
+from protos.values import WorkerRole
+from router.admin.door import AdminRoutes
+from router.fleet_owner import FleetOrder, OrderKind
+from router.gateway import Gateway
+from router.http.body import read_body
+from router.http.body_validation import Body
+from router.http.error_responses import json_response
+
+MAX_TEXT_CHARS = 300
+MAX_PATH_CHARS = 4096
+MAX_SETTINGS = 256
+MAX_SURGE = 64
+ROLES = Literal["prefill", "decode", "colocated"]
+
+
+class CapacityBody(Body):
+    """`scale`: the numbers of workers of the roles in `counts`. `flip`: the new `role` of `worker_id`. `roll`: workers
+    with another `model`, or other `settings` by path, `surge` at a time. `abort`: back from a roll."""
+
+    kind: Literal["scale", "flip", "roll", "abort"] = Field(description='"scale", "flip", "roll" or "abort"')
+    counts: dict[ROLES, int] | None = Field(default=None, description="an object of roles and numbers of workers")
+    worker_id: str | None = Field(default=None, max_length=MAX_TEXT_CHARS, description="a worker's name")
+    role: Literal["prefill", "decode"] | None = Field(default=None, description='"prefill" or "decode"')
+    model: str | None = Field(default=None, max_length=MAX_PATH_CHARS, description="the path of a model")
+    settings: dict[str, str | int | float | bool] | None = Field(
+        default=None, max_length=MAX_SETTINGS, description="an object of settings by path, such as worker.dtype"
+    )
+    surge: int = Field(default=1, ge=0, le=MAX_SURGE, description=f"a number from 0 to {MAX_SURGE}")
+    who: str | None = Field(default=None, max_length=MAX_TEXT_CHARS, description="a string of 300 characters at most")
+    why: str | None = Field(default=None, max_length=MAX_TEXT_CHARS, description="a string of 300 characters at most")
+
+    def order(self) -> FleetOrder:
+        """Raises InvalidRequest for an order without its parts."""
+        if self.kind == "scale" and not self.counts:
+            raise InvalidRequest("Missing required parameter: 'counts'.", param="counts")
+        if self.kind == "roll" and not (self.model or self.settings):
+            raise InvalidRequest("Missing required parameter: 'model' or 'settings'.", param="model")
+        for name in ("worker_id", "role") if self.kind == "flip" else ():
+            if not getattr(self, name):
+                raise InvalidRequest(f"Missing required parameter: '{name}'.", param=name)
+        return FleetOrder(
+            kind=OrderKind(self.kind),
+            counts={WorkerRole(role): count for role, count in (self.counts or {}).items()},
+            worker_id=self.worker_id or "",
+            role=WorkerRole(self.role) if self.role else None,
+            model=self.model or "",
+            settings=dict(self.settings or {}),
+            surge=self.surge,
+            who=self.who or "",
+            why=self.why or "",
+        )
+
+
+def add(admin: AdminRoutes, gateway: Gateway) -> None:
+    @admin.route("/capacity", "The desired fleet and its latest changes")
+    @admin.route(
+        "/capacity", "Another number of workers, or another role of a worker", method="POST", body=CapacityBody
+    )
+    async def capacity(request: Request) -> Response:
+        """A POST is answered once the change is recorded, before it is reached."""
+        if request.method == "GET":
+            return json_response(msgspec.to_builtins(await gateway.fleet_owner.view()))
+        body = await read_body(request, CapacityBody, gateway.card)
+        change = await gateway.fleet_owner.order(await _with_files(body.order(), gateway))
+        return json_response(msgspec.to_builtins(change), status=202)
+
+    @admin.route("/capacity/sights", "What every gateway's clients saw lately")
+    async def sights(_: Request) -> Response:
+        """Returns what every gateway's clients saw lately, for `baton plan`. Gateways begin to report with the first
+        call."""
+        return json_response({"sights": msgspec.to_builtins(await gateway.fleet_owner.sights())})
+
+
+async def _with_files(order: FleetOrder, gateway: Gateway) -> FleetOrder:
+    """The order with the fingerprint of its model, which this gateway must be able to read: requests for it become
+    tokens here. Raises InvalidRequest."""
+    if not order.model or gateway.revisions is None:
+        return order
+    try:
+        files = await asyncio.to_thread(gateway.revisions.check, Path(order.model))
+    except Misconfigured as error:
+        raise InvalidRequest(f"model: {error.message}", param="model") from error
+    return replace(order, files=files)

@@ -1,0 +1,124 @@
+"""GET /admin/status: the fleet, worker by worker, with what each holds for others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protos.errors import BatonError
+from protos.values import WorkerRole
+from router.admin.door import AdminRoutes
+from router.gateway import Gateway
+from router.http.error_responses import json_response
+from router.jobs import WorkerView
+
+STATS_TIMEOUT_S = 2.0
+STAND_INS = {
+    WorkerRole.PREFILL: "the others read prompts themselves meanwhile",
+    WorkerRole.DECODE: "the others stand in and serve whole requests meanwhile",
+}
+"""The fallback while a pool has no ready worker."""
+
+
+def add(admin: AdminRoutes, gateway: Gateway) -> None:
+    @admin.route("/status", "The fleet")
+    async def status(request: Request) -> Response:
+        summary: dict[str, Any] = {
+            "model": gateway.card.name, "ready": gateway.ready(), "reason": not_ready(gateway),
+            "models": [one.card.name for one in gateway.each], "asleep": gateway.fleet.asleep(),
+        }  # fmt: skip
+        cards = gateway.revisions.cards if gateway.revisions is not None else {"": gateway.card}
+        summary["digests"] = {revision: card.digests for revision, card in cards.items()}
+        workers = gateway.fleet.status()
+        summary["degraded"] = degraded(gateway)
+        summary["troubles"] = own_troubles(gateway)
+        summary["capacity"], *replies = await asyncio.gather(
+            desired_fleet(gateway), *(held(gateway, worker.worker_id) for worker in workers)
+        )
+        kv = {worker.worker_id: one for worker, one in zip(workers, replies, strict=True)}
+        return json_response(summary | {"workers": workers, "kv": kv, "processes": gateway.replica_ports})
+
+
+async def desired_fleet(gateway: Gateway) -> Any:
+    """The owner's report of the desired fleet; None if there is no owner, or it does not answer in time."""
+    try:
+        async with asyncio.timeout(STATS_TIMEOUT_S):
+            return msgspec.to_builtins(await gateway.fleet_owner.view())
+    except (BatonError, TimeoutError):
+        return None
+
+
+def degraded(gateway: Gateway) -> str:
+    """Faults despite which requests may be served; "" if there are none. Of several models, those of each."""
+    shared = own_troubles(gateway)
+    if not gateway.models:
+        return "; ".join(filter(None, (gateway.fleet.degraded(), *shared, missing(gateway))))
+    own = [f"{one.card.name}: {fault}" for one in gateway.models for fault in _own_faults(one)]
+    return "; ".join(filter(None, (*shared, *own)))
+
+
+def own_troubles(gateway: Gateway) -> Sequence[str]:
+    """Faults of the gateway itself, not of a model or a worker."""
+    ledger = gateway.ledger.store.trouble if gateway.ledger is not None else ""
+    batches = gateway.batches.trouble if gateway.batches is not None else ""
+    failing = [f"{name}: {trouble}" for name, trouble in (("ledger", ledger), ("batches", batches)) if trouble]
+    return tuple(filter(None, (gateway.access.trouble, *failing)))
+
+
+def _own_faults(gateway: Gateway) -> Sequence[str]:
+    """Why one of several models is not served, or not as it should be."""
+    reasons = (not_ready(gateway), gateway.fleet.degraded(), missing(gateway))
+    return tuple(dict.fromkeys(filter(None, reasons)))
+
+
+def not_ready(gateway: Gateway) -> str:
+    """Why a request would not be served now; "" when it would. Of several models: why none of them is served."""
+    if gateway.models:
+        each = {one.card.name: not_ready(one) for one in gateway.models}
+        return "; ".join(f"{name}: {why}" for name, why in each.items()) if all(each.values()) else ""
+    if gateway.fleet.ready():
+        return ""
+    if asleep := gateway.fleet.asleep():
+        return asleep
+    workers = gateway.fleet.status()
+    away = [one for one in workers if one.state != "ready"]
+    reasons = [_described(one) for one in away]
+    return "; ".join(reasons) or "no worker has joined yet"
+
+
+def missing(gateway: Gateway, workers: Sequence[WorkerView] | None = None) -> str:
+    """The pools without a ready worker, and the workers lost or never connected to, while requests are served; "" when
+    there are none. `workers` is the fleet's status, if the caller has it already."""
+    if not gateway.fleet.ready():
+        return ""
+    if workers is None:
+        workers = gateway.fleet.status()
+    unmet = "; ".join(_described(one) for one in workers if one.info is None)
+    reasons = [f"never met: {unmet}"] if unmet else []
+    for role, meanwhile in STAND_INS.items():
+        pool = [one for one in workers if one.info is not None and one.info.role is role]
+        if pool and not any(one.state == "ready" for one in pool):
+            away = "; ".join(_described(one) for one in pool)
+            reasons.insert(0, f"no {role} worker is ready, {meanwhile}: {away}")
+        else:
+            reasons += [_described(one) for one in pool if one.state == "lost"]
+    return "; ".join(reasons)
+
+
+def _described(worker: WorkerView) -> str:
+    return f"{worker.worker_id} is {worker.state}{f' ({worker.reason})' if worker.reason else ''}"
+
+
+async def held(gateway: Gateway, worker_id: str) -> dict[str, Any] | None:
+    """A worker's tickets, lanes and tiers of blocks; None if it does not answer in time."""
+    try:
+        async with asyncio.timeout(STATS_TIMEOUT_S):
+            stats = await gateway.fleet.stats(worker_id)
+    except (BatonError, TimeoutError):
+        return None
+    return {"tickets": stats.tickets, "lanes": stats.lanes, "tiers": stats.tiers}

@@ -1,0 +1,336 @@
+"""Runs the batches of a gateway process: claims them, checks them, runs their lines, writes their files.
+
+    claim ─▶ validate ─▶ lines, while there is room ─▶ finalize ─▶ the next batch
+      └── the lease is renewed until the batch ends; lost: everything about it stops, and another process goes on
+
+Memory holds an index of the lines, the lines that run, and results on their way to the database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from protos.errors import BatonError, Internal, NotFound, NoWorkers, Overloaded, WorkerDraining
+from router.auth.auth import acting_for
+from router.auth.tenants import NOBODY, Tenant
+from router.batches.batch_metrics import BatchMetrics
+from router.batches.line_run import InputLine, LineAnswer, answer_line, read_line, result_of, undone
+from router.batches.lines import InputChecker, LineIndex
+from router.batches.room import BatchRoom
+from router.batches.steps import ResultWriter, results_files
+from router.files.batch_storage import BatchStorage
+from router.files.batches import LeaseLost
+from router.files.records import LineError, StoredBatch, StoredFile
+from router.gateway import Gateway
+
+log = logging.getLogger("baton.batches")
+
+MAX_BATCHES = 4
+"""Batches that a process runs at the same time."""
+LOOK_S = 1.0
+"""A batch that another process was given, or lost, is found after so long."""
+SWEEP_S = 60.0
+MAX_ATTEMPTS = 8
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+RENEWALS_A_LEASE = 4
+MAX_FAILURES = 3
+"""Internal errors of a batch in one process: the last one fails the batch, and one is enough if it only had to end."""
+
+
+class BatchRunner:
+    """`gateway`: as clients have it, but with the way to workers, the limits and the ledger of batches. `room` is what
+    the workers have room for beside people."""
+
+    def __init__(
+        self, gateway: Gateway, storage: BatchStorage, room: BatchRoom, metrics: BatchMetrics, *, lease_s: float
+    ) -> None:
+        self._gateway = gateway
+        self._storage = storage
+        self._room = room
+        self._metrics = metrics
+        self._lease_s = lease_s
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._owned: dict[str, _OwnedBatch] = {}
+        self._failures: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Until it is cancelled, which gives its batches back."""
+        next_sweep_s, clock = 0.0, asyncio.get_running_loop().time
+        try:
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await self._storage.changed.wait()
+                self._storage.changed.clear()
+                try:
+                    await self._claim()
+                    for owned in list(self._owned.values()):
+                        await owned.refresh()
+                    if clock() >= next_sweep_s:
+                        next_sweep_s = clock() + SWEEP_S
+                        await asyncio.to_thread(self._storage.files.sweep)
+                except BatonError as error:
+                    self._metrics.failed_looks.inc()
+                    self._storage.failed(f"batches are not looked at: {error.message}")
+                except Exception:
+                    self._metrics.failed_looks.inc()
+                    log.exception("batches are not looked at: internal error")
+        finally:
+            running = [*self._running.values()]
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running)
+
+    async def _claim(self) -> None:
+        store, model = self._storage.batches, self._gateway.card.name
+        while len(self._running) < MAX_BATCHES:
+            batch = await asyncio.to_thread(store.claim, model, self._lease_s, list(self._running))
+            if batch is None:
+                return
+            task = asyncio.create_task(self._own(batch), name=batch.id)
+            self._running[batch.id] = task
+
+    async def _own(self, batch: StoredBatch) -> None:
+        store = self._storage.batches
+        owned = _OwnedBatch(self._gateway, self._storage, self._room, self._metrics, batch)
+        self._owned[batch.id] = owned
+        work = asyncio.create_task(owned.run(), name=f"lines of {batch.id}")
+        try:
+            while not work.done():
+                await asyncio.wait([work], timeout=self._lease_s / RENEWALS_A_LEASE)
+                if not work.done():
+                    owned.look(await asyncio.to_thread(store.renew, batch, self._lease_s))
+            await work
+            self._storage.failures.over()
+        except LeaseLost:
+            log.info("%s goes on in another gateway process", batch.id)
+        except BatonError as error:
+            self._storage.failed(f"{batch.id} stops until its lease ends: {error.message}")
+        except Exception:
+            log.exception("%s stops until its lease ends: internal error", batch.id)
+            self._failures[batch.id] += 1
+            if owned.is_stopped or self._failures[batch.id] >= MAX_FAILURES:
+                del self._failures[batch.id]
+                await self._fail(batch)
+        finally:
+            del self._owned[batch.id], self._running[batch.id]
+            if not work.done():
+                work.cancel()
+                await asyncio.wait([work])
+                with suppress(BatonError):
+                    await asyncio.to_thread(store.release, batch)
+
+    async def _fail(self, batch: StoredBatch) -> None:
+        """Ends a batch that cannot end otherwise, with the results that it has. Raises nothing."""
+        wrong = LineError(code=Internal.code, message="An internal error, which the server's log has, ended this batch")
+        files: tuple[StoredFile | None, StoredFile | None] = (None, None)
+        try:
+            with suppress(Exception):
+                files = await asyncio.to_thread(results_files, self._storage, batch)
+            await asyncio.to_thread(self._storage.batches.reject, batch, [wrong], *files)
+        except Exception:
+            log.exception("%s cannot be ended", batch.id)
+
+
+class _OwnedBatch:
+    """A batch that this process owns, from where it stands to its end."""
+
+    def __init__(
+        self, gateway: Gateway, storage: BatchStorage, room: BatchRoom, metrics: BatchMetrics, batch: StoredBatch
+    ) -> None:
+        self._gateway = gateway
+        self._storage = storage
+        self._room = room
+        self._metrics = metrics
+        self._batch = batch
+        self._index = LineIndex()
+        self._stopped = asyncio.Event()  # cancelled by its client, or expired
+        self._ends_as = batch.ends_as
+        self._lines: set[asyncio.Task[None]] = set()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of a line
+
+    async def refresh(self) -> None:
+        """Raises Unavailable."""
+        batch, store = self._batch, self._storage.batches
+        self.look(await asyncio.to_thread(store.find, batch.tenant, batch.id, batch.api))
+
+    def look(self, batch: StoredBatch) -> None:
+        """`batch`: as it is in the database now."""
+        if batch.ends_as:
+            self._stop(batch.ends_as)
+        elif self._storage.clock() >= batch.expires_s:
+            self._stop("expired")
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    def _stop(self, ends_as: str) -> None:
+        if not self._stopped.is_set():
+            self._ends_as = self._ends_as or ends_as
+            self._stopped.set()
+
+    async def run(self) -> None:
+        """Raises LeaseLost and other BatonErrors, after which the batch can go on from what is recorded."""
+        self.look(self._batch)
+        wrong = await self._check()
+        store = self._storage.batches
+        if wrong:
+            log.info("%s is failed: %s", self._batch.id, wrong[0].message)
+            files = await asyncio.to_thread(results_files, self._storage, self._batch)
+            self._batch = await asyncio.to_thread(store.reject, self._batch, wrong, *files)
+            return
+        if not self._is_validated:
+            self._batch = await asyncio.to_thread(store.validated, self._batch, len(self._index))
+            self.look(self._batch)
+        recorder = ResultWriter(store, self._batch)
+        recording = asyncio.create_task(recorder.run(), name=f"results of {self._batch.id}")
+        try:
+            await self._run_lines(recorder, recording)
+        finally:
+            for task in self._lines:
+                task.cancel()
+            if self._lines:
+                await asyncio.wait(self._lines)
+            recorder.end()
+            await asyncio.wait([recording])
+            failed = recording.exception()
+        if failed is not None:
+            raise failed
+        if self._failure.done():
+            self._failure.result()
+        await self._finish()
+
+    @property
+    def _is_validated(self) -> bool:
+        """Batches of Messages know their number of lines before."""
+        return bool(self._batch.total) and self._batch.status != "validating"
+
+    async def _check(self) -> list[LineError]:
+        """Lines that were right before are only indexed: an adapter may be unloaded since, a limit lowered. So are
+        those that will not run. Batches of Messages were checked before they were made."""
+        endpoint = self._batch.endpoint
+        if self._is_validated or self._stopped.is_set() or self._batch.api == "anthropic":
+            checker = InputChecker(endpoint, lambda _: None, max_lines=sys.maxsize, max_line_bytes=sys.maxsize)
+        else:
+            checker = InputChecker(
+                endpoint, self._gateway.check_batch_model, max_lines=self._storage.max_lines,
+                max_line_bytes=self._gateway.max_body_bytes,
+            )  # fmt: skip
+        try:
+            await asyncio.to_thread(checker.read, self._storage.files.contents, self._batch.input_file_id)
+        except NotFound as error:
+            return [LineError(code="file_not_found", message=error.message, param="input_file_id")]
+        self._index = checker.index
+        return checker.errors
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def _remaining(self, done: bytearray) -> Iterator[int]:
+        for number in self._index.order():
+            if not done[number]:
+                yield number
+
+    async def _run_lines(self, recorder: ResultWriter, recording: asyncio.Task[None]) -> None:
+        tenant = self._gateway.access.tenant(self._batch.tenant)
+        if tenant is None:
+            self._stop("cancelled")
+            tenant = NOBODY
+        done = await asyncio.to_thread(self._storage.batches.done, self._batch)
+        stopped = asyncio.create_task(self._stopped.wait())
+        ends: tuple[asyncio.Future[Any], ...] = (stopped, recording, self._failure)
+        try:
+            for number in self._remaining(done):
+                if not await self._enters(ends):
+                    break
+                task = asyncio.create_task(self._line(number, tenant, recorder), name=f"{self._batch.id}-{number + 1}")
+                self._lines.add(task)
+                task.add_done_callback(self._line_ended)
+            while self._lines and not any(end.done() for end in ends):
+                await asyncio.wait([*self._lines, *ends], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+
+    async def _enters(self, ends: Sequence[asyncio.Future[Any]]) -> bool:
+        """Waits for room. False if one of `ends` came first: then, and if this is cancelled, no room is taken."""
+        entering, has_entered = asyncio.ensure_future(self._room.enter()), False
+        try:
+            await asyncio.wait([entering, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if not any(end.done() for end in ends):
+                entering.result()
+                has_entered = True
+        finally:
+            if not has_entered:
+                entering.add_done_callback(self._give_back)
+                entering.cancel()
+        return has_entered
+
+    def _give_back(self, entering: asyncio.Future[None]) -> None:
+        if not entering.cancelled() and entering.exception() is None:
+            self._room.leave()
+
+    def _line_ended(self, task: asyncio.Task[None]) -> None:
+        """An error here is none of the request's: its content cannot be read, or a bug. Without a result of this line
+        the batch cannot end."""
+        self._lines.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("%s has no result", task.get_name(), exc_info=error)
+            if not self._failure.done():
+                self._failure.set_exception(error)
+                self._failure.exception()  # `run` may end by another error first
+
+    async def _line(self, number: int, tenant: Tenant, recorder: ResultWriter) -> None:
+        try:
+            line = await self._read(number)
+            with acting_for(self._batch.key_id):
+                answer = await self._answer(line, tenant)
+        finally:
+            self._room.leave()
+        self._metrics.ended(answer)
+        await recorder.put(result_of(self._batch, line, answer))
+
+    async def _answer(self, line: InputLine, tenant: Tenant) -> LineAnswer:
+        """No worker and no room are waited for; other failures end it after `MAX_ATTEMPTS`."""
+        pause_s, num_failed = FIRST_PAUSE_S, 0
+        while True:
+            try:
+                is_last = num_failed + 1 >= MAX_ATTEMPTS
+                return await answer_line(
+                    self._gateway, self._batch, tenant, line, is_last=is_last, is_stopped=self._stopped.is_set
+                )
+            except BatonError as error:
+                log.info("%s is tried again: %s", line.name, error.message, extra={"request": line.name})
+                num_failed += not isinstance(error, NoWorkers | Overloaded | WorkerDraining)
+                await asyncio.sleep(max(pause_s, error.retry_after_s or 0.0))
+                await self._room.served()
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _read(self, number: int) -> InputLine:
+        start, size = self._index.starts[number], self._index.sizes[number]
+        contents = self._storage.files.contents
+        raw = await asyncio.to_thread(contents.read, self._batch.input_file_id, start, size)
+        return read_line(self._batch, number, raw)
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    async def _finish(self) -> None:
+        store, ends_as = self._storage.batches, self._ends_as or "completed"
+        self._batch = await asyncio.to_thread(store.finalize, self._batch, ends_as)
+        done = await asyncio.to_thread(store.done, self._batch)
+        missing = [number for number in range(len(done)) if not done[number]]
+        for at in range(0, len(missing), 64):
+            lines = [await self._read(number) for number in missing[at : at + 64]]
+            results = [undone(self._batch, line, self._batch.ends_as) for line in lines]
+            await asyncio.to_thread(store.record, self._batch, results)
+        output, errors = await asyncio.to_thread(results_files, self._storage, self._batch)
+        self._batch = await asyncio.to_thread(store.finish, self._batch, output, errors)
+        self._metrics.batches.labels(self._batch.status).inc()
+        log.info("%s is %s", self._batch.id, self._batch.status)

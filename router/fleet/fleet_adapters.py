@@ -1,0 +1,154 @@
+"""The LoRA adapters of a fleet: which names clients may use, which workers have the files, and orders to change that.
+
+An order goes to every connected worker, and to each that connects later without having what was ordered: a worker that
+is restarted begins with the adapters of its settings. Orders are kept in memory. One that another gateway or process
+gave is learnt from the workers, which tell all of them when their adapters change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Coroutine, Iterable, Mapping
+from pathlib import PurePath
+from typing import Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from protos.errors import BatonError, InvalidRequest, Misconfigured, NotFound, NoWorkers
+from protos.values import Adapter, WorkerInfo
+from router.jobs import AdapterReport
+from router.policies.candidate_columns import WorkerSet
+
+log = logging.getLogger("baton.router")
+
+
+class AdapterHost(Protocol):
+    """A worker's client (`router.fleet.worker_client`)."""
+
+    async def load_adapter(self, name: str, path: str) -> Adapter: ...
+    async def unload_adapter(self, name: str) -> None: ...
+
+
+class FleetAdapters:
+    """`num_jobs` counts jobs by the adapter's name."""
+
+    def __init__(self) -> None:
+        self._ordered: dict[str, str] = {}  # paths by name; "" for one that was unloaded
+        self.num_jobs: Counter[str] = Counter()
+        self.by_name: Mapping[str, Adapter] = {}
+        self._workers: dict[str, set[str]] = {}  # by the adapter's id
+        self._replaced: dict[str, str] = {}  # by name the id that it had before
+
+    def update(self, workers: Iterable[WorkerInfo]) -> None:
+        """Takes over what the connected workers have. Without any worker the names stay: requests wait for one."""
+        infos = tuple(workers)
+        self._workers = {}
+        found: dict[str, Counter[Adapter]] = {}
+        for info in infos:
+            for adapter in info.adapters:
+                self._workers.setdefault(adapter.adapter_id, set()).add(info.worker_id)
+                found.setdefault(adapter.name, Counter())[adapter] += 1
+        if infos:
+            before = self.by_name
+            self.by_name = {
+                name: max(adapters, key=lambda one: (len(self._workers[one.adapter_id]), one.adapter_id))
+                for name, adapters in sorted(found.items())
+            }
+            for name, adapter in self.by_name.items():
+                if name in before and before[name].adapter_id != adapter.adapter_id:
+                    self._replaced[name] = before[name].adapter_id
+                if (old := self._replaced.get(name)) is not None:  # where it was, requests for it are still taken
+                    self._workers.setdefault(old, self._workers[adapter.adapter_id])
+
+    def learn(self, before: Iterable[Adapter], now: Iterable[Adapter]) -> None:
+        """A connected worker has other adapters than before: somebody ordered it."""
+        had, has = ({one.name: one.path for one in adapters} for adapters in (before, now))
+        self._ordered |= {name: path for name, path in has.items() if had.get(name) != path}
+        self._ordered |= dict.fromkeys(had.keys() - has.keys(), "")
+
+    def places(self, adapter_id: str, workers: WorkerSet) -> list[int]:
+        """The places of the workers that have an adapter."""
+        having = self._workers.get(adapter_id, ())
+        return [place for place, worker_id in enumerate(workers.worker_ids) if worker_id in having]
+
+    def metrics(self) -> Iterable[Metric]:
+        """By the adapter's name."""
+        workers = GaugeMetricFamily("baton_adapter_workers", "Workers that have the adapter", labels=("adapter",))
+        jobs = CounterMetricFamily("baton_adapter_jobs", "Answers requested of the adapter", labels=("adapter",))
+        for name, adapter in self.by_name.items():
+            workers.add_metric((name,), len(self._workers.get(adapter.adapter_id, ())))
+            jobs.add_metric((name,), self.num_jobs[name])
+        return workers, jobs
+
+    def count(self, adapter_id: str) -> None:
+        """Counts a job."""
+        name = next((name for name, one in self.by_name.items() if one.adapter_id == adapter_id), "")
+        self.num_jobs[name] += 1
+
+    async def load(self, name: str, path: str, hosts: Mapping[str, AdapterHost]) -> AdapterReport:
+        """`FleetView.load_adapter` on these workers, one at a time until one has the adapter: its files may harm their
+        reader."""
+        found = dict[str, Adapter | BatonError | None]()
+        for worker_id, host in hosts.items():
+            found[worker_id] = await _outcome(host.load_adapter(name, path))
+            if isinstance(found[worker_id], Adapter):
+                break
+        others = {
+            worker_id: host.load_adapter(name, path) for worker_id, host in hosts.items() if worker_id not in found
+        }
+        found |= await _everywhere(others) if others or not hosts else {}
+        done = {worker_id: one for worker_id, one in found.items() if isinstance(one, Adapter)}
+        failed = {worker_id: one for worker_id, one in found.items() if isinstance(one, BatonError)}
+        if not done:
+            worker_id, error = next(iter(failed.items()))
+            if isinstance(error, Misconfigured):  # a mistake of the order, not of the settings that serve
+                raise InvalidRequest(f"{worker_id}: {error.message}", param=error.param) from error
+            raise error
+        self._ordered[name] = path
+        for worker_id, error in failed.items():
+            log.warning("worker %s did not load the adapter %s: %s", worker_id, name, error.message)
+        return AdapterReport(done=done, failed={worker_id: error.message for worker_id, error in failed.items()})
+
+    async def unload(self, name: str, hosts: Mapping[str, AdapterHost]) -> AdapterReport:
+        """Unloads an adapter on these workers."""
+        found = await _everywhere({worker_id: host.unload_adapter(name) for worker_id, host in hosts.items()})
+        failed = {worker_id: one for worker_id, one in found.items() if isinstance(one, BatonError)}
+        if name in self._ordered:
+            self._ordered[name] = ""  # a worker that is away must not load it when it connects
+        if len(failed) == len(found):
+            raise next((one for one in failed.values() if not isinstance(one, NotFound)), next(iter(failed.values())))
+        self._ordered[name] = ""
+        return AdapterReport(
+            done={worker_id: None for worker_id in found if worker_id not in failed},
+            failed={worker_id: error.message for worker_id, error in failed.items() if not isinstance(error, NotFound)},
+        )
+
+    async def catch_up(self, info: WorkerInfo, host: AdapterHost) -> None:
+        """Gives a worker that has connected what was ordered before. Failures are logged."""
+        have = {adapter.name: adapter.path for adapter in info.adapters}
+        for name, path in tuple(self._ordered.items()):
+            try:
+                if not path and name in have:
+                    await host.unload_adapter(name)
+                elif path and have.get(name) != str(PurePath(path)):
+                    await host.load_adapter(name, path)
+            except BatonError as error:
+                log.warning("worker %s lacks the adapter %s: %s", info.worker_id, name, error.message)
+
+
+async def _everywhere(
+    calls: Mapping[str, Coroutine[None, None, Adapter | None]],
+) -> dict[str, Adapter | BatonError | None]:
+    """Outcomes by worker. Raises NoWorkers without any."""
+    if not calls:
+        raise NoWorkers("no worker is connected that could have an adapter")
+    return dict(zip(calls, await asyncio.gather(*map(_outcome, calls.values())), strict=True))
+
+
+async def _outcome(call: Coroutine[None, None, Adapter | None]) -> Adapter | BatonError | None:
+    try:
+        return await call
+    except BatonError as error:
+        return error

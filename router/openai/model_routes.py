@@ -1,0 +1,50 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.gateway import Gateway
+from router.http.error_responses import json_response
+
+
+async def list_models(gateway: Gateway, request: Request) -> Response:
+    """Each model, its aliases (those with a "*" are not names), and its adapters: a list of OpenAI's and of Anthropic's
+    API at once."""
+    names = dict.fromkeys(name for one in gateway.each for name in _names(one))
+    data = [_model(gateway.serving(name), name) for name in names]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    return json_response({"object": "list", "data": data, "has_more": False} | ends)
+
+
+def _names(gateway: Gateway) -> tuple[str, ...]:
+    aliases = [alias for alias in gateway.model_aliases if "*" not in alias and alias != gateway.card.name]
+    return (gateway.card.name, *aliases, *gateway.fleet.adapters())
+
+
+async def retrieve_model(gateway: Gateway, request: Request) -> Response:
+    """Raises UnknownModel."""
+    name = request.path_params["name"]
+    return json_response(_model(gateway.serving(name), name))
+
+
+def _model(gateway: Gateway, name: str) -> dict[str, Any]:
+    """OpenAI's model object, vLLM's `max_model_len`, how the workers hold the weights, once one has reported it, and
+    the fields of Anthropic's."""
+    card = gateway.card
+    return {
+        "id": name, "object": "model", "created": card.created, "owned_by": "baton", "root": card.parent or card.name,
+        "parent": card.parent, "max_model_len": card.max_model_len, "weights": stored_as(gateway),
+        "type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": card.max_model_len,
+        "created_at": datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z"),
+    }  # fmt: skip
+
+
+def stored_as(gateway: Gateway) -> str | None:
+    """How a worker holds the weights, None before one has reported it."""
+    reported = (worker.info.weights for worker in gateway.fleet.status() if worker.info is not None)
+    return next((weights for weights in reported if weights), None)

@@ -1,0 +1,31 @@
+"""Attention over several groups of layers, with one backend and its own block tables per group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from protos.values import KVLayout
+from workers.attention.backend import AttentionBackend, AttentionInputs, AttentionOptions, CosSin
+
+
+class GroupedAttention:
+    def __init__(self, layout: KVLayout, backends: Sequence[AttentionBackend]) -> None:
+        self.layout = layout
+        self.backends = tuple(backends)
+        self._of_layer = {
+            layer: backend for group, backend in zip(layout.groups, backends, strict=True) for layer in group.layers
+        }
+
+    def begin(self, inputs: AttentionInputs) -> None:
+        for backend in self.backends:
+            backend.begin(inputs)
+
+    def write(
+        self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
+    ) -> torch.Tensor:
+        return self._of_layer[layer].write(layer, q_TND, k_TKD, v_TKD, rotation)
+
+    def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        return self._of_layer[layer].attend(layer, q_TND, options)
