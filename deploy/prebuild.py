@@ -13,7 +13,7 @@ from kvtransfer.prebuilt import instruction_sets
 from workers.kernels.cpu.native_build import prebuild_library
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("kvtransfer/hashing.c", "router/prefix/table.c", "router/streaming/token_sink.c")
+SOURCES = ("kvtransfer/hashing.c", "router/prefix/table_index.c", "router/streaming/token_sink.c")
 
 
 def main(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The prefix index in compiled tables (table.c): microseconds a match, and a few dozen bytes a block.
+"""The prefix index in compiled tables (table_index.c): microseconds a match, and a few dozen bytes a block.
 
     a block      hash, parent, and which workers hold it: one of few distinct sets, stored once
     a match      bisects the chain, for a worker that holds a block holds those before it ...
@@ -144,7 +144,7 @@ class TablePrefixIndex:
     def check_integrity(self) -> None:
         """Every counter agrees with what it counts. Reads everything."""
         line = self._library.table_check(self._table)
-        assert not line, f"the tables contradict themselves: table.c, line {line}"
+        assert not line, f"the tables contradict themselves: table_index.c, line {line}"
 
     def _slot(self, worker_id: str) -> int:
         slot = self._slots.get(worker_id)
@@ -159,7 +159,7 @@ class TablePrefixIndex:
 
 @cache
 def compiled() -> ctypes.PyDLL | None:
-    """table.c as a library; None without a compiler. The first call on a machine takes a second."""
+    """table_index.c as a library; None without a compiler. The first call on a machine takes a second."""
     return load(Path(__file__).with_suffix(".c"), _FUNCTIONS)
 
 
