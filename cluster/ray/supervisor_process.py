@@ -55,7 +55,7 @@ from cluster.ray.supervisor_messages import (
     WorkersStopped,
     WorkerStarting,
 )
-from cluster.supervision.health import change_role, check_health, drain, retire
+from cluster.supervision.health import WorkerCalls
 from cluster.supervision.living import LivingWorker
 from cluster.supervision.supervisor import RunningWorker, SupervisedWorker, Supervisor
 from cluster.supervision.worker_placement import (
@@ -123,6 +123,7 @@ class SupervisorProcess:
         self._launcher = RankLauncher(begin.config, self._places, self._record)
         self._plans, self._is_planned = begin.plans, begin.is_planned
         self._device: Device = begin.plans[0].device if begin.plans else begin.config.worker.device
+        self._control = WorkerCalls(Channels(begin.config.peers))
         self._supervisor: Supervisor | None = None
         self._doubts: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -259,10 +260,7 @@ class SupervisorProcess:
             self._plans,
             launcher=self._launcher,
             announcer=ParentAnnouncer(self._channel),
-            check_health=partial(check_health, Channels(self._config.peers)),
-            drain=partial(drain, Channels(self._config.peers)),
-            retire=partial(retire, Channels(self._config.peers)),
-            change_role=partial(change_role, Channels(self._config.peers)),
+            control=self._control,
             config=self._config.supervision,
             first_incarnation=time.time_ns() // 1_000_000,
             running=running,
@@ -348,10 +346,10 @@ class SupervisorProcess:
 
     async def _drain(self, grace_s: float) -> None:
         if self._supervisor is not None:
-            channels = Channels(self._config.peers)
+            serving = self._supervisor.serving().values()
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
-                    await asyncio.gather(*(drain(channels, address) for address in self._supervisor.addresses()))
+                    await asyncio.gather(*(self._control.drain(info.address) for info in serving))
         self._channel.send(Drained())
 
     async def _stop(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from protos.errors import BatonError, WorkerLost
 from protos.event_loop import loop_time
@@ -16,64 +18,59 @@ log = logging.getLogger("baton.cluster")
 DRAIN_PERIOD_S = 0.1
 IDLE_S = 1.0  # a request that waits in line at a gateway comes sooner, once there is room
 HEALTH_TIMEOUT_S = 5.0
+CONTROL_S = 2.0
 
 
-async def check_health(open_channel: OpenChannel, address: str) -> None:
-    """Raises BatonError for a worker that is unhealthy, or does not answer in time."""
-    client = WorkerClient(
-        address,
-        connect_timeout_s=HEALTH_TIMEOUT_S,
-        control_timeout_s=HEALTH_TIMEOUT_S,
-        open_channel=open_channel,
-    )
+class WorkerCalls:
+    """A `WorkerControl` over gRPC."""
+
+    def __init__(self, open_channel: OpenChannel) -> None:
+        self._open_channel = open_channel
+
+    async def check_health(self, address: str) -> None:
+        async with self._client(address, HEALTH_TIMEOUT_S) as client:
+            health = await client.health(from_supervisor=True)
+        if not health.healthy:
+            raise WorkerLost(health.reason)
+
+    async def drain(self, address: str) -> None:
+        with _warned(f"worker at {address} could not be drained"):
+            async with self._client(address) as client:
+                while await client.drain():  # noqa: ASYNC110 - the worker is asked again
+                    await asyncio.sleep(DRAIN_PERIOD_S)
+
+    async def retire(self, address: str) -> None:
+        """Returns when nothing has run on the worker for a moment."""
+        idle_since_s: float | None = None
+        with _warned(f"worker at {address} could not be retired"):
+            async with self._client(address) as client:
+                while True:
+                    now = loop_time()
+                    idle_since_s = None if await client.retire() else idle_since_s or now
+                    if idle_since_s is not None and now - idle_since_s >= IDLE_S:
+                        return
+                    await asyncio.sleep(DRAIN_PERIOD_S)
+
+    async def change_role(self, address: str, role: WorkerRole) -> None:
+        async with self._client(address) as client:
+            while await client.change_role(role) is not role:  # noqa: ASYNC110 - the worker is asked again
+                await asyncio.sleep(DRAIN_PERIOD_S)
+
+    @asynccontextmanager
+    async def _client(self, address: str, timeout_s: float = CONTROL_S) -> AsyncIterator[WorkerClient]:
+        client = WorkerClient(
+            address, connect_timeout_s=timeout_s, control_timeout_s=timeout_s, open_channel=self._open_channel
+        )
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+@contextmanager
+def _warned(what: str) -> Iterator[None]:
+    """Logs a worker's error, and goes on."""
     try:
-        health = await client.health(from_supervisor=True)
-    finally:
-        await client.close()
-    if not health.healthy:
-        raise WorkerLost(health.reason)
-
-
-async def drain(open_channel: OpenChannel, address: str) -> None:
-    """Returns when nothing runs on the worker any more, or when it is gone."""
-    client = WorkerClient(address, connect_timeout_s=2.0, control_timeout_s=2.0, open_channel=open_channel)
-    try:
-        while True:
-            if not await client.drain():
-                return
-            await asyncio.sleep(DRAIN_PERIOD_S)
+        yield
     except BatonError as error:
-        log.warning("worker at %s could not be drained: %s", address, error.message)
-    finally:
-        await client.close()
-
-
-async def retire(open_channel: OpenChannel, address: str) -> None:
-    """Returns when nothing has run on the worker for a moment, while gateways begin nothing with its revision any more;
-    or when it is gone."""
-    client = WorkerClient(address, connect_timeout_s=2.0, control_timeout_s=2.0, open_channel=open_channel)
-    idle_since_s: float | None = None
-    try:
-        while True:
-            now = loop_time()
-            idle_since_s = None if await client.retire() else idle_since_s or now
-            if idle_since_s is not None and now - idle_since_s >= IDLE_S:
-                return
-            await asyncio.sleep(DRAIN_PERIOD_S)
-    except BatonError as error:
-        log.warning("worker at %s could not be retired: %s", address, error.message)
-    finally:
-        await client.close()
-
-
-async def change_role(open_channel: OpenChannel, address: str, role: WorkerRole) -> None:
-    """Returns when the worker has the role: its running requests have moved or ended before. Raises BatonError if it
-    refuses or cannot be reached."""
-    client = WorkerClient(address, connect_timeout_s=2.0, control_timeout_s=2.0, open_channel=open_channel)
-    try:
-        while True:
-            if await client.change_role(role) is role:
-                return
-            await asyncio.sleep(DRAIN_PERIOD_S)
-    finally:
-        await client.close()
+        log.warning("%s: %s", what, error.message)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from cluster.config.cluster_config import SupervisionConfig
 from cluster.discovery.members import Announcer
@@ -62,29 +62,51 @@ class SupervisedWorker:
     info: WorkerInfo | None = None
 
 
-class CheckHealth(Protocol):
-    """Calls the worker at an address. Raises BatonError if it is unhealthy, or does not answer in time."""
+class WorkerControl(Protocol):
+    """Calls to the worker at an address. If it cannot be reached, `check_health` and `change_role` raise BatonError;
+    `drain` and `retire` return."""
 
-    async def __call__(self, address: str) -> None: ...
+    async def check_health(self, address: str) -> None:
+        """Also raises BatonError if the worker is unhealthy."""
+        ...
+
+    async def drain(self, address: str) -> None:
+        """Returns when nothing runs there any more."""
+        ...
+
+    async def retire(self, address: str) -> None:
+        """Keeps new requests away, and returns when those that had begun have ended."""
+        ...
+
+    async def change_role(self, address: str, role: WorkerRole) -> None:
+        """Returns when the worker has the role; if cancelled, another call decides. Raises BatonError if it refuses."""
+        ...
 
 
-class DrainWorker(Protocol):
-    """Drains the worker at an address. Returns when nothing runs there any more, or it is gone."""
+@dataclass(slots=True, eq=False)
+class WorkerSlot:
+    """A worker from its first launch until it has been removed. `flips_to`: the role that it is about to get."""
 
-    async def __call__(self, address: str) -> None: ...
+    plan: WorkerPlan
+    view: SupervisedWorker
+    keeping: asyncio.Task[None] = field(init=False)
+    retiring: asyncio.Task[None] | None = None
+    flipping: asyncio.Task[None] | None = None
+    flips_to: WorkerRole | None = None
+    is_draining: bool = False  # of one that retires or flips
 
+    @property
+    def info(self) -> WorkerInfo | None:
+        return self.view.info
 
-class RetireWorker(Protocol):
-    """Keeps new requests from the worker at an address. Returns when those that had begun have ended, or it is gone."""
+    @property
+    def serves(self) -> bool:
+        return self.view.life.state is LifeState.SERVING
 
-    async def __call__(self, address: str) -> None: ...
-
-
-class ChangeRole(Protocol):
-    """Gives the worker at an address another role. Returns when it has the role; if cancelled, another call decides.
-    Raises BatonError if the worker cannot be reached, or refuses."""
-
-    async def __call__(self, address: str, role: WorkerRole) -> None: ...
+    @property
+    def fields(self) -> dict[str, str]:
+        """The fields of a log record."""
+        return {"worker": self.plan.worker_id}
 
 
 class Supervisor:
@@ -101,10 +123,7 @@ class Supervisor:
         *,
         launcher: Launcher,
         announcer: Announcer,
-        check_health: CheckHealth,
-        drain: DrainWorker,
-        retire: RetireWorker,
-        change_role: ChangeRole,
+        control: WorkerControl,
         config: SupervisionConfig,
         first_incarnation: int,
         running: Mapping[str, RunningWorker] | None = None,
@@ -117,10 +136,7 @@ class Supervisor:
         self._initial = frozenset(self._desired)
         self._launcher = launcher
         self._announcer = announcer
-        self._check_health = check_health
-        self._drain = drain
-        self._retire_worker = retire
-        self._change_role = change_role
+        self._control = control
         self._config = config
         self._incarnation = first_incarnation
         self._running = dict(running or {})
@@ -128,19 +144,15 @@ class Supervisor:
         self._watch = watch
         self._clock = clock or asyncio.get_running_loop().time
         self._sleep = sleep
-        self._views: dict[str, SupervisedWorker] = {}
+        self._workers: dict[str, WorkerSlot] = {}
         self._changed = Changed()
-        self._keeping: dict[str, asyncio.Task[None]] = {}  # by worker id
-        self._retiring: dict[str, asyncio.Task[None]] = {}
-        self._flipping: dict[str, tuple[WorkerRole, asyncio.Task[None]]] = {}  # the role that a worker is about to get
-        self._draining: set[str] = set()  # of those that retire or flip
         self._failures: dict[str, BatonError] = {}  # of workers that a resize has added
         self._over: asyncio.Future[None] | None = None
         self.num_faults = 0
 
     @property
     def views(self) -> Mapping[str, SupervisedWorker]:
-        return self._views
+        return {worker_id: slot.view for worker_id, slot in self._workers.items()}
 
     @property
     def plans(self) -> tuple[WorkerPlan, ...]:
@@ -176,197 +188,197 @@ class Supervisor:
         for error in self._failures.values():
             raise error
 
-    def addresses(self) -> Sequence[str]:
-        """Addresses of the workers that serve now."""
-        return [view.info.address for view in self._serving() if view.info is not None]
+    @property
+    def leaving(self) -> tuple[WorkerPlan, ...]:
+        """Plans of workers that are not desired any more, and have not ended."""
+        return tuple(slot.plan for worker_id, slot in self._workers.items() if worker_id not in self._desired)
+
+    def serving(self) -> Mapping[str, WorkerInfo]:
+        """The workers that serve now, by id."""
+        return {worker_id: slot.info for worker_id, slot in self._workers.items() if slot.serves and slot.info}
 
     async def stop(self) -> None:
         """Ends and withdraws all workers. Idempotent."""
-        flipping = [task for _, task in self._flipping.values()]
-        tasks = [*flipping, *self._retiring.values(), *self._keeping.values()]
+        slots = self._workers.values()
+        tasks = [task for slot in slots for task in (slot.flipping, slot.retiring, slot.keeping) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for worker_id in tuple(self._views):
+        for worker_id in tuple(self.views):
             await self._announcer.withdraw(worker_id)
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _serving(self) -> list[SupervisedWorker]:
-        return [view for view in self._views.values() if view.life.state is LifeState.SERVING]
-
     def _is_reached(self) -> bool:
-        if self._retiring or self._flipping:
+        if any(slot.retiring or slot.flipping for slot in self._workers.values()):
             return False
-        serving = {view.worker_id: view.info.role for view in self._serving() if view.info is not None}
-        return serving == {worker_id: plan.role for worker_id, plan in self._desired.items()}
+        roles = {worker_id: info.role for worker_id, info in self.serving().items()}
+        return roles == {worker_id: plan.role for worker_id, plan in self._desired.items()}
 
     def _reconcile(self) -> None:
         """Starts desired workers that are missing, retires workers that are not desired, and changes roles."""
-        surplus = [one for one in self._keeping if one not in self._desired and one not in self._retiring]
-        for worker_id in surplus:
-            self._retiring[worker_id] = asyncio.create_task(self._retire(worker_id), name=f"retire {worker_id}")
+        for worker_id, slot in self._workers.items():
+            if worker_id not in self._desired and slot.retiring is None:
+                slot.retiring = asyncio.create_task(self._retire(worker_id, slot), name=f"retire {worker_id}")
         for worker_id, plan in self._desired.items():
-            if worker_id not in self._keeping:
+            if worker_id not in self._workers:
                 self._keep(plan)
             self._reconcile_role(plan)
 
     def _reconcile_role(self, plan: WorkerPlan) -> None:
         """Begins to change the role of a serving worker. A change to an outdated role ends."""
-        worker_id, view = plan.worker_id, self._views.get(plan.worker_id)
-        role, task = self._flipping.get(worker_id, (None, None))
-        if task is not None and role is not plan.role:
-            task.cancel()
-        elif task is not None or view is None or view.info is None or view.info.role is plan.role:
+        slot = self._workers[plan.worker_id]
+        before, slot.plan = slot.flipping, plan
+        if before is not None and slot.flips_to is not plan.role:
+            before.cancel()
+        elif before is not None or slot.info is None or slot.info.role is plan.role:
             return
-        flipping = asyncio.create_task(self._flip(plan, after=task), name=f"flip {worker_id}")
-        self._flipping[worker_id] = (plan.role, flipping)
+        slot.flips_to = plan.role
+        slot.flipping = asyncio.create_task(self._flip(plan, slot, after=before), name=f"flip {plan.worker_id}")
 
-    async def _flip(self, plan: WorkerPlan, after: asyncio.Task[None] | None) -> None:
+    async def _flip(self, plan: WorkerPlan, slot: WorkerSlot, after: asyncio.Task[None] | None) -> None:
         """Until the worker has the role, or its process ends: its successor starts with the role."""
-        worker_id, me = plan.worker_id, asyncio.current_task()
+        worker_id = plan.worker_id
         try:
             if after is not None:
                 await asyncio.wait([after])
-            await self._let_go(worker_id)
-            while (view := self._views.get(worker_id)) is not None and view.info is not None:
+            await self._let_go(worker_id, slot)
+            while slot.info is not None:
                 try:
-                    await self._change_role(view.info.address, plan.role)
+                    await self._control.change_role(slot.info.address, plan.role)
                 except BatonError as error:
-                    log.warning("worker %s keeps its role for now: %s", worker_id, error.message, extra=_of(plan))
+                    log.warning("worker %s keeps its role for now: %s", worker_id, error.message, extra=slot.fields)
                     await self._sleep(self._config.health_period_s)
                     continue
-                view = self._views.get(worker_id)
-                if view is not None and view.info is not None:
-                    self._show(replace(view, info=replace(view.info, role=plan.role)))
-                log.info("worker %s is a %s worker now", worker_id, plan.role, extra=_of(plan))
+                if slot.info is not None:
+                    self._show(slot, info=replace(slot.info, role=plan.role))
+                log.info("worker %s is a %s worker now", worker_id, plan.role, extra=slot.fields)
                 return
         finally:
-            if self._flipping.get(worker_id, (None, None))[1] is me:
-                del self._flipping[worker_id]
-                self._draining.discard(worker_id)
+            if slot.flipping is asyncio.current_task():
+                slot.flipping, slot.flips_to, slot.is_draining = None, None, False
             self._changed.notify()
 
     def _keep(self, plan: WorkerPlan) -> None:
-        task = asyncio.create_task(self._keep_alive(plan), name=f"keep {plan.worker_id}")
-        self._keeping[plan.worker_id] = task
+        worker_id, now = plan.worker_id, self._clock()
+        running = self._running.pop(worker_id, RunningWorker(has_served=False))
+        life = lifecycle.initial(now, has_served=running.has_served)
+        if running.info is not None:
+            life = lifecycle.opened(life, now)
+        view = SupervisedWorker(worker_id=worker_id, life=life, incarnation=running.incarnation, info=running.info)
+        slot = self._workers[worker_id] = WorkerSlot(plan, view)
+        slot.keeping = asyncio.create_task(self._keep_alive(slot, running.follow), name=f"keep {worker_id}")
 
         def note(ended: asyncio.Task[None]) -> None:
             if ended.cancelled() or (error := ended.exception()) is None:
                 return
-            if isinstance(error, BatonError) and plan.worker_id not in self._initial:
-                log.error("worker %s will never start: %s", plan.worker_id, error.message, extra=_of(plan))
-                self._failures[plan.worker_id] = error
-                self._desired = {name: one for name, one in self._desired.items() if name != plan.worker_id}
+            if isinstance(error, BatonError) and worker_id not in self._initial:
+                log.error("worker %s will never start: %s", worker_id, error.message, extra=slot.fields)
+                self._failures[worker_id] = error
+                self._desired = {name: plan for name, plan in self._desired.items() if name != worker_id}
                 self._reconcile()
             elif self._over is not None and not self._over.done():
                 self._over.set_exception(error)
 
-        task.add_done_callback(note)
+        slot.keeping.add_done_callback(note)
 
-    async def _let_go(self, worker_id: str) -> None:
+    async def _let_go(self, worker_id: str, slot: WorkerSlot) -> None:
         """Returns when another worker serves, so that requests go on while this one drains; at once if none is about
         to, and after `grace_s` in any case: the other one may wait for this one's share of the machine."""
 
         def goes_on() -> bool:
-            serving = {view.worker_id for view in self._serving()} - {worker_id}
-            if serving - self._draining:
+            others = {name: other for name, other in self._workers.items() if other is not slot}
+            serving = {name: other for name, other in others.items() if other.serves}
+            if any(not other.is_draining for other in serving.values()):
                 return True
-            return not (self._desired.keys() - {worker_id} - serving) | (serving & self._flipping.keys())
+            is_flipping = any(other.flipping for other in serving.values())
+            return not is_flipping and not self._desired.keys() - {worker_id} - serving.keys()
 
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.grace_s):
                 while not goes_on():
                     await self._changed.wait()
-        self._draining.add(worker_id)
+        slot.is_draining = True
 
-    async def _retire(self, worker_id: str) -> None:
+    async def _retire(self, worker_id: str, slot: WorkerSlot) -> None:
         """Drains a worker, ends it, and removes its record."""
-        if worker_id in self._flipping:
-            self._flipping[worker_id][1].cancel()
-        keeping, view = self._keeping[worker_id], self._views.get(worker_id)
-        if view is not None and view.info is not None:
-            await self._let_go(worker_id)
-            if self._is_replaced(view.info.revision):
-                await self._run_dry(view.info.address, keeping)
-            view = self._views.get(worker_id)
-        if view is not None and view.info is not None and not keeping.done():
-            draining = asyncio.ensure_future(self._drain(view.info.address))
-            await asyncio.wait([draining, keeping], timeout=self._config.grace_s, return_when=asyncio.FIRST_COMPLETED)
-            draining.cancel()
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+        if slot.flipping is not None:
+            slot.flipping.cancel()
+        if slot.info is not None:
+            revision = slot.info.revision
+            await self._let_go(worker_id, slot)
+            if self._is_replaced(revision) and slot.info is not None:
+                await self._while_kept(slot, self._control.retire(slot.info.address), self._config.roll_patience_s)
+        if slot.info is not None:
+            await self._while_kept(slot, self._control.drain(slot.info.address), self._config.grace_s)
+        slot.keeping.cancel()
+        await asyncio.gather(slot.keeping, return_exceptions=True)
         await self._launcher.release(worker_id)
-        self._views.pop(worker_id, None)
-        del self._keeping[worker_id], self._retiring[worker_id]
-        self._draining.discard(worker_id)
+        del self._workers[worker_id]
         self._initial -= {worker_id}
         await self._announcer.withdraw(worker_id)
         log.info("worker %s has been removed", worker_id, extra={"worker": worker_id})
         self._reconcile()  # it may be desired again
         self._changed.notify()
 
+    async def _while_kept(self, slot: WorkerSlot, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        """Waits for the work, or until the worker has ended, for at most `timeout_s`."""
+        working = asyncio.ensure_future(work)
+        await asyncio.wait([working, slot.keeping], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        working.cancel()
+
     def _is_replaced(self, revision: str) -> bool:
         """Whether all desired workers have another revision: nothing can move to them."""
         desired = {plan.revision.name for plan in self._desired.values()}
         return bool(desired) and revision not in desired
 
-    async def _run_dry(self, address: str, keeping: asyncio.Task[None]) -> None:
-        """Lets the requests of a replaced revision end."""
-        retiring = asyncio.ensure_future(self._retire_worker(address))
-        patience_s = self._config.roll_patience_s
-        await asyncio.wait([retiring, keeping], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-        retiring.cancel()
-
-    async def _keep_alive(self, plan: WorkerPlan) -> None:
-        """Launches a worker again and again, until it is retired."""
-        running = self._running.pop(plan.worker_id, RunningWorker(has_served=False))
-        life = lifecycle.initial(self._clock(), has_served=running.has_served)
-        if running.info is not None:
-            life = lifecycle.opened(life, self._clock())
+    async def _keep_alive(
+        self, slot: WorkerSlot, follow: Callable[[], AsyncGenerator[Event, None]] | None = None
+    ) -> None:
+        """Launches a worker again and again, until it is retired. `follow`: of one that runs already."""
+        worker_id, life = slot.plan.worker_id, slot.view.life
         while True:
-            if running.follow is not None:
-                incarnation, info, events = running.incarnation, running.info, running.follow()
-                running = RunningWorker(has_served=running.has_served)
-            elif plan.worker_id in self._retiring:
+            if follow is not None:
+                events, follow = follow(), None
+                self._show(slot)
+            elif slot.retiring is not None:
                 return
             else:
-                plan = self._desired.get(plan.worker_id, plan)
+                slot.plan = self._desired.get(worker_id, slot.plan)
                 self._incarnation += 1
-                incarnation, info = self._incarnation, None
-                events = self._launcher.launch(plan, incarnation)
-            self._show(SupervisedWorker(worker_id=plan.worker_id, life=life, incarnation=incarnation, info=info))
-            if info is None:
-                await self._announcer.starting(plan.worker_id, Successor(role=plan.role))
-            error = await self._live(plan, events)
-            if plan.worker_id in self._retiring:
+                events = self._launcher.launch(slot.plan, self._incarnation)
+                slot.view = SupervisedWorker(worker_id=worker_id, life=life, incarnation=self._incarnation)
+                self._show(slot)
+            if slot.info is None:
+                await self._announcer.starting(worker_id, Successor(role=slot.plan.role))
+            error = await self._live(slot, events)
+            if slot.retiring is not None:
                 return  # it was drained, and ended by itself
-            view = self._views[plan.worker_id]
             if error is None:
-                log.info("worker %s has ended: the next one takes its place", plan.worker_id, extra=_of(plan))
-                life = lifecycle.drained(view.life, self._clock())
+                log.info("worker %s has ended: the next one takes its place", worker_id, extra=slot.fields)
+                life = lifecycle.drained(slot.view.life, self._clock())
                 continue
-            life = lifecycle.failed(view.life, error, self._clock(), self._config)
-            self._show(replace(view, life=life, info=None, loaded=0.0))
+            life = lifecycle.failed(slot.view.life, error, self._clock(), self._config)
+            self._show(slot, life=life, info=None, loaded=0.0)
             if life.state is LifeState.FAILED_PERMANENTLY:
                 raise error
-            await self._announcer.starting(plan.worker_id, Successor(role=plan.role))
+            await self._announcer.starting(worker_id, Successor(role=slot.plan.role))
             delay_s = life.due_s - self._clock()
             log.warning(
-                "worker %s: %s; starting it again in %.2g s", plan.worker_id, error.message, delay_s, extra=_of(plan)
+                "worker %s: %s; starting it again in %.2g s", worker_id, error.message, delay_s, extra=slot.fields
             )
             await self._sleep(delay_s)
             life = lifecycle.restarted(life, self._clock())
 
-    async def _live(self, plan: WorkerPlan, events: AsyncGenerator[Event, None]) -> BatonError | None:
+    async def _live(self, slot: WorkerSlot, events: AsyncGenerator[Event, None]) -> BatonError | None:
         """One incarnation, from its launch to its end. Returns its failure, or None if it was requested to stop."""
         serves = asyncio.Event()
-        if self._views[plan.worker_id].info is not None:
+        if slot.info is not None:
             serves.set()
-        living = asyncio.create_task(self._follow(plan, events, serves))
-        beating = asyncio.create_task(self._watch_health(plan.worker_id, serves))
+        living = asyncio.create_task(self._follow(slot, events, serves))
+        beating = asyncio.create_task(self._watch_health(slot, serves))
         try:
             await asyncio.wait([living, beating], return_when=asyncio.FIRST_COMPLETED)
             return (living if living.done() else beating).result()
@@ -376,65 +388,58 @@ class Supervisor:
             await asyncio.wait([living, beating])
 
     async def _follow(
-        self, plan: WorkerPlan, events: AsyncGenerator[Event, None], serves: asyncio.Event
+        self, slot: WorkerSlot, events: AsyncGenerator[Event, None], serves: asyncio.Event
     ) -> BatonError | None:
         """Records the worker's events. Returns its failure, or None if it served and then ended in order."""
         try:
             async with aclosing(events):
                 async for event in events:
-                    await self._apply(plan, event)
+                    await self._apply(slot, event)
                     if isinstance(event, Serving):
                         serves.set()
         except BatonError as error:
             return error
         except Exception as error:  # an error of one worker must not end the others
-            log.exception("worker %s: it could not be launched: internal error", plan.worker_id, extra=_of(plan))
+            worker_id = slot.plan.worker_id
+            log.exception("worker %s: it could not be launched: internal error", worker_id, extra=slot.fields)
             self.num_faults += 1
             return Internal(f"{type(error).__name__}: {error}")
-        served = self._views[plan.worker_id].life.state is LifeState.SERVING
-        return None if served else WorkerLost("it ended by itself")
+        return None if slot.serves else WorkerLost("it ended by itself")
 
-    async def _watch_health(self, worker_id: str, serves: asyncio.Event) -> BatonError:
+    async def _watch_health(self, slot: WorkerSlot, serves: asyncio.Event) -> BatonError:
         """Checks progress: a process that lives but makes none counts as dead. Begins when the worker serves."""
         misses = 0
         await serves.wait()
         while True:
-            info = self._views[worker_id].info
-            assert info is not None, f"{worker_id} serves without an address"
+            assert slot.info is not None, f"{slot.plan.worker_id} serves without an address"
+            address = slot.info.address
             await self._sleep(self._config.health_period_s)
             try:
-                await self._check_health(info.address)
+                await self._control.check_health(address)
                 misses = 0
             except BatonError as error:
                 misses += 1
                 if misses >= self._config.max_failed_checks:
                     return WorkerLost(f"it is not well: {error.message}")
 
-    async def _apply(self, plan: WorkerPlan, event: Event) -> None:
-        worker_id = plan.worker_id
-        view = self._views[worker_id]
+    async def _apply(self, slot: WorkerSlot, event: Event) -> None:
+        worker_id = slot.plan.worker_id
         match event:
             case Loading(share=share):
-                self._show(replace(view, loaded=share, loading=str(event)))
-                await self._announcer.starting(worker_id, Successor(role=plan.role, loaded=share))
+                self._show(slot, loaded=share, loading=str(event))
+                await self._announcer.starting(worker_id, Successor(role=slot.plan.role, loaded=share))
             case Serving(info=info):
                 await self._announcer.announce(worker_id, info.address)
-                serves = view.life.state is LifeState.SERVING
-                life = view.life if serves else lifecycle.opened(view.life, self._clock())
-                self._show(replace(view, life=life, info=info, loaded=1.0))
-                if worker_id not in self._retiring and (desired := self._desired.get(worker_id)) is not None:
+                life = slot.view.life if slot.serves else lifecycle.opened(slot.view.life, self._clock())
+                self._show(slot, life=life, info=info, loaded=1.0)
+                if slot.retiring is None and (desired := self._desired.get(worker_id)) is not None:
                     self._reconcile_role(desired)
             case Logged(level=level, message=message):
                 log.log(level, "%s: %s", worker_id, message)
             case Ended():
                 pass  # the stream ends with it
 
-    def _show(self, view: SupervisedWorker) -> None:
-        self._views[view.worker_id] = view
-        self._watch(view)
+    def _show(self, slot: WorkerSlot, **changes: Any) -> None:
+        slot.view = replace(slot.view, **changes)
+        self._watch(slot.view)
         self._changed.notify()
-
-
-def _of(plan: WorkerPlan) -> dict[str, str]:
-    """Fields of a log record."""
-    return {"worker": plan.worker_id}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.supervision.health import change_role
+from cluster.supervision.health import WorkerCalls
 from cluster.supervision.rank import RankSpec, _roles
 from decode_pool.decode_config import DecodeConfig
 from decode_pool.decode_role import DecodeRole
@@ -38,7 +38,7 @@ def may_flip(cluster: Cluster) -> None:
 
 
 async def flip(cluster: Cluster, worker_id: str, role: WorkerRole) -> None:
-    await change_role(open_channel, cluster.workers[worker_id].info.address, role)
+    await WorkerCalls(open_channel).change_role(cluster.workers[worker_id].info.address, role)
     clock = asyncio.get_running_loop().time
     while {one.worker_id: one.info.role for one in cluster.fleet.status() if one.info}[worker_id] is not role:
         await cluster.fleet.wait(until=clock() + 30)
@@ -73,7 +73,7 @@ async def test_a_flip_that_is_taken_back_leaves_the_worker_as_it_was(checkpoint:
         while cluster.fleet.status()[0].state != "draining":
             await cluster.fleet.wait(until=asyncio.get_running_loop().time() + 30)
         flipping.cancel()
-        await change_role(open_channel, cluster.workers["decode-0"].info.address, WorkerRole.DECODE)
+        await WorkerCalls(open_channel).change_role(cluster.workers["decode-0"].info.address, WorkerRole.DECODE)
         assert cluster.workers["decode-0"].info.role is WorkerRole.DECODE
         later = await ask_all(cluster)
         for client in (*clients, *later):
@@ -85,4 +85,4 @@ async def test_a_colocated_worker_keeps_its_role(checkpoint: Path) -> None:
     async with cluster_of(checkpoint, "colocated-0") as cluster:
         address = cluster.workers["colocated-0"].info.address
         with pytest.raises(InvalidRequest, match="a colocated worker cannot become a decode worker"):
-            await change_role(open_channel, address, WorkerRole.DECODE)
+            await WorkerCalls(open_channel).change_role(address, WorkerRole.DECODE)

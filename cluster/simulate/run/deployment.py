@@ -11,7 +11,6 @@ import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 from cluster.simulate.node.device import DeviceWork
 from cluster.simulate.node.itl import Gaps
@@ -21,7 +20,7 @@ from cluster.simulate.world.event_log import SimulationLog
 from cluster.simulate.world.fake_redis import FakeRedisClient, Server
 from cluster.simulate.world.network import VALUES, Network
 from cluster.simulate.world.simulated_lanes import Lanes
-from cluster.supervision.health import change_role, drain, retire
+from cluster.supervision.health import WorkerCalls
 from cluster.supervision.rank import Event, Loading, Serving
 from cluster.supervision.supervisor import Supervisor
 from cluster.supervision.worker_placement import NodeResources, WorkerPlan, missing, plan, replan
@@ -151,10 +150,7 @@ class SimulatedDeployment:
             self.plans,
             launcher=self,
             announcer=self,
-            check_health=self._check_health,
-            drain=partial(drain, self.network.open_channel),
-            retire=partial(retire, self.network.open_channel),
-            change_role=partial(change_role, self.network.open_channel),
+            control=_Calls(self),
             config=config.supervision,
             first_incarnation=0,
         )
@@ -326,7 +322,7 @@ class SimulatedDeployment:
     async def close(self) -> None:
         """Does nothing: there is nothing to close."""
 
-    async def _check_health(self, address: str) -> None:
+    async def check_health(self, address: str) -> None:
         client = self._client(address)
         try:
             health = await client.health()
@@ -344,3 +340,14 @@ class SimulatedDeployment:
             control_timeout_s=HEALTH_TIMEOUT_S,
             open_channel=self.network.open_channel,
         )
+
+
+class _Calls(WorkerCalls):
+    """The supervisor's calls, of which the deployment records workers that are stuck."""
+
+    def __init__(self, deployment: SimulatedDeployment) -> None:
+        super().__init__(deployment.network.open_channel)
+        self._deployment = deployment
+
+    async def check_health(self, address: str) -> None:
+        await self._deployment.check_health(address)

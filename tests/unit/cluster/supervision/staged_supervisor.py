@@ -149,8 +149,7 @@ def adopting(stage: Stage, life: Life, *, serves: bool) -> Supervisor:
     )  # fmt: skip
     running = RunningWorker(has_served=serves, incarnation=7, info=info if serves else None, follow=life.events)
     return Supervisor(
-        PLANS, launcher=stage, announcer=stage, check_health=stage.check_health, drain=stage.drain,
-        retire=stage.retire, change_role=stage.change_role, config=SupervisionConfig(),
+        PLANS, launcher=stage, announcer=stage, control=stage, config=SupervisionConfig(),
         first_incarnation=100, running={"decode-0": running}, watch=stage.shown.append,
         clock=lambda: 0.0, sleep=stage.sleep,
     )  # fmt: skip

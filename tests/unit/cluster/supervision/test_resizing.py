@@ -83,7 +83,11 @@ async def test_a_worker_that_is_desired_again_starts_once_it_has_gone(stage: Sta
     await stage.launched("decode-1", times=2)
     stage.lives["decode-1"][1].serve("decode-1:2")
     await growing
-    assert sorted(supervisor.addresses()) == ["decode-0:1", "decode-1:2", "prefill-0:1"]
+    assert sorted([info.address for info in supervisor.serving().values()]) == [
+        "decode-0:1",
+        "decode-1:2",
+        "prefill-0:1",
+    ]
 
 
 async def test_a_new_worker_that_can_never_start_is_given_up_and_nothing_else_ends(
@@ -107,8 +111,7 @@ async def test_the_next_supervisor_ends_what_the_one_before_was_about_to_end(sta
         lane=LaneAddress(worker_id="decode-1", incarnation=7, host="h", port=1), max_model_len=32, vocab_size=32,
     )  # fmt: skip
     supervisor = Supervisor(
-        PLANS, launcher=stage, announcer=stage, check_health=stage.check_health, drain=stage.drain,
-        retire=stage.retire, change_role=stage.change_role, config=SupervisionConfig(),
+        PLANS, launcher=stage, announcer=stage, control=stage, config=SupervisionConfig(),
         first_incarnation=100, leaving=LARGER[-1:], clock=lambda: 0.0, sleep=stage.sleep,
         running={"decode-1": RunningWorker(has_served=True, incarnation=7, info=info, follow=life.events)},
     )  # fmt: skip

@@ -31,7 +31,7 @@ async def test_all_start_at_once_and_are_announced_when_they_serve(stage: Stage,
     stage.lives["prefill-0"][0].serve("h:1")
     await ready
     assert stage.done[2:] == ["announce decode-0 h:2", "announce prefill-0 h:1"]
-    assert sorted(supervisor.addresses()) == ["h:1", "h:2"]
+    assert sorted([info.address for info in supervisor.serving().values()]) == ["h:1", "h:2"]
     assert {life.incarnation for lives in stage.lives.values() for life in lives} == {101, 102}
     await supervisor.stop()
     await running
@@ -182,8 +182,7 @@ async def test_an_adopted_worker_is_asked_for_its_health_before_its_stream_says_
 
 async def test_settings_that_once_served_are_not_given_up_by_the_next_supervisor(stage: Stage) -> None:
     supervisor = Supervisor(
-        PLANS, launcher=stage, announcer=stage, check_health=stage.check_health, drain=stage.drain,
-        retire=stage.retire, change_role=stage.change_role, config=SupervisionConfig(),
+        PLANS, launcher=stage, announcer=stage, control=stage, config=SupervisionConfig(),
         first_incarnation=100, running={"decode-0": RunningWorker(has_served=True)},
         clock=lambda: 0.0, sleep=stage.sleep,
     )  # fmt: skip
