@@ -13,23 +13,20 @@ from prometheus_client import CollectorRegistry
 
 from protos.wire import PROTOBUF, ChannelEncoding
 from router.admission.admission import Admission
-from router.admission.admission_metrics import AdmissionCollector
 from router.admission.idle import IdleAdmission, IdleLimits
 from router.dispatch.canary import Canary, by_one_worker
 from router.dispatch.chooser import Routing, routing_of
-from router.dispatch.dispatch_metrics import MigrationCollector
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.channels import OpenChannel, open_channel
 from router.fleet.fleet import Fleet
-from router.fleet.fleet_metrics import FleetCollector
 from router.jobs import Job, TokenDelta
-from router.latency.prediction_metrics import PredictionCollector
 from router.policies.decision import Policy
 from router.policies.registry import policy_of
 from router.prefix.feed import Peers
 from router.prefix.index import PrefixIndex
 from router.prefix.registry import local_index
 from router.router_config import RouterConfig
+from router.router_metrics import Scraped, admission_metrics, dispatch_metrics, fleet_metrics, prediction_metrics
 from router.traces.request_trace import RequestTraces
 
 
@@ -78,10 +75,10 @@ def build_router(
     idle_records = RequestTraces()
     idle = _idle(config, fleet, policy, admission, idle_records)
     if registry is not None:
-        registry.register(FleetCollector(fleet))
-        registry.register(PredictionCollector(fleet.predictor, routing.shadows))
-        registry.register(MigrationCollector(dispatcher.moves, dispatcher.pulls, canary))
-        registry.register(AdmissionCollector(admission))
+        registry.register(Scraped(lambda: fleet_metrics(fleet)))
+        registry.register(Scraped(lambda: prediction_metrics(fleet.predictor, routing.shadows)))
+        registry.register(Scraped(lambda: dispatch_metrics(dispatcher.moves, dispatcher.pulls, canary)))
+        registry.register(Scraped(lambda: admission_metrics(admission)))
     return Router(
         config=config, fleet=fleet, routing=routing, dispatcher=dispatcher, canary=canary, admission=admission,
         idle=idle, idle_records=idle_records,

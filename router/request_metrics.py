@@ -1,4 +1,4 @@
-"""Requests as Prometheus metrics. The fleet's own are in `router.fleet.fleet_metrics`."""
+"""Requests as Prometheus metrics. The fleet's own are in `router.router_metrics`."""
 
 from __future__ import annotations
 

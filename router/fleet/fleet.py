@@ -22,12 +22,9 @@ from protos.wire import PROTOBUF, ChannelEncoding
 from router.fleet.candidate_table import FleetTable
 from router.fleet.channels import OpenChannel, open_channel
 from router.fleet.fleet_adapters import FleetAdapters
-from router.fleet.host_metrics import HostTotals
-from router.fleet.lane_metrics import LaneTotals
 from router.fleet.member import Member, WorkerState, WorkerStatus
-from router.fleet.pool_totals import PoolTotals
+from router.fleet.pool_totals import LoadCounts, LoadTotals, PoolTotals
 from router.fleet.sleep import FleetSleep
-from router.fleet.speculation_metrics import SpeculationTotals
 from router.fleet.successors import Successor, Successors
 from router.fleet.worker_client import WorkerClient
 from router.jobs import AdapterReport, Job
@@ -78,9 +75,7 @@ class Fleet:
         self.predictor = Predictor()
         self._table = FleetTable(self.predictor)
         self.totals = {role: PoolTotals() for role in WorkerRole}
-        self.lane_totals = LaneTotals()
-        self.host_totals = HostTotals()
-        self.speculation_totals = SpeculationTotals()
+        self._load_totals = LoadTotals()
         self.num_faults = 0
         self.notices: list[Callable[[], str]] = []  # more faults for `degraded`
         self._num_elsewhere = 0
@@ -123,6 +118,7 @@ class Fleet:
             return
         member = self._members.pop(worker_id)
         member.state = WorkerState.LOST
+        self._load_totals.credit(member)
         self._table.remove(member)
         self._revise()
         self._stored_as |= _stored_as(self._here())
@@ -290,6 +286,12 @@ class Fleet:
             for member in self._members.values()
         )
 
+    def load_totals(self) -> LoadCounts:
+        """The counters of workers' loads since the router's start."""
+        for member in self._members.values():
+            self._load_totals.credit(member)
+        return self._load_totals.counts
+
     def position(self, worker_id: str) -> tuple[int, int]:
         """The incarnation of a worker, and the number of its next KV event."""
         return self._feed.position(worker_id)
@@ -387,6 +389,7 @@ class Fleet:
             hello = self._feed.hello(member.worker_id, info.incarnation)
             watch = asyncio.create_task(self._watch(member, client))
             adapting = asyncio.create_task(self.lora.catch_up(info, client))
+            self._load_totals.credit(member)
             member.connected(info, client)  # no other task runs from here to the first statement of `run`
             self._revise()
             self._stored_as |= _stored_as(self._here())
@@ -432,6 +435,8 @@ class Fleet:
                 missing = "worker %s: events are missing: requesting them from %d on"
                 log.info(missing, member.worker_id, hello.next_seq, extra=_of(member))
                 client.send_hello(hello)
+        if step.role is not None and step.role is not member.role:
+            self._load_totals.credit(member)
         if step.role is not None and member.changed_role(step.role):
             log.info("worker %s is a %s worker from now on", member.worker_id, step.role, extra=_of(member))
         if step.adapters is not None:
@@ -440,18 +445,10 @@ class Fleet:
                 self.lora.learn(had, step.adapters.adapters)
                 self.lora.update(self._here())
                 self._changed.notify()
-        before = member.load
-        if step.load is not None and member.role is not None:
-            self.totals[member.role].note(before, step.load)
-            if step.load.speculation is not None:
-                self.speculation_totals.note(member.role, before, step.load)
         if not member.apply_step(step) and member.state in (WorkerState.READY, WorkerState.DRAINING):
             return  # too small a change to alter a decision
         if step.load is None:
             return
-        if member.role is not None:
-            self.lane_totals.note(member.role, before, step.load)
-            self.host_totals.note(member.role, before, step.load)
         self._enter(member, WorkerState.DRAINING if step.load.draining else WorkerState.READY)
         self._changed.notify()
 

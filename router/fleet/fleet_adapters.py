@@ -14,8 +14,6 @@ from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import PurePath
 from typing import Protocol
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
 from protos.errors import BatonError, InvalidRequest, Misconfigured, NotFound, NoWorkers
 from protos.values import Adapter, WorkerInfo
 from router.jobs import AdapterReport
@@ -73,14 +71,8 @@ class FleetAdapters:
         having = self._workers.get(adapter_id, ())
         return [place for place, worker_id in enumerate(workers.worker_ids) if worker_id in having]
 
-    def metrics(self) -> Iterable[Metric]:
-        """By the adapter's name."""
-        workers = GaugeMetricFamily("baton_adapter_workers", "Workers that have the adapter", labels=("adapter",))
-        jobs = CounterMetricFamily("baton_adapter_jobs", "Answers requested of the adapter", labels=("adapter",))
-        for name, adapter in self.by_name.items():
-            workers.add_metric((name,), len(self._workers.get(adapter.adapter_id, ())))
-            jobs.add_metric((name,), self.num_jobs[name])
-        return workers, jobs
+    def num_workers(self, adapter: Adapter) -> int:
+        return len(self._workers.get(adapter.adapter_id, ()))
 
     def count(self, adapter_id: str) -> None:
         """Counts a job."""

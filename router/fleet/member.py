@@ -78,7 +78,8 @@ class RoutedWork:
 class Member:
     """A worker across its connections and lives. The fleet changes its state, the dispatcher adds work.
 
-    `on_change` is called with the member and None after each change that may affect its candidate.
+    `on_change` is called with the member and None after each change that may affect its candidate. `credited` is the
+    load up to which `LoadTotals` has counted.
     """
 
     def __init__(self, worker_id: str, address: str) -> None:
@@ -87,7 +88,7 @@ class Member:
         self.state = WorkerState.JOINING
         self.reason = "not met yet"
         self.info: WorkerInfo | None = None
-        self.load = WorkerLoad()
+        self.load = self.credited = WorkerLoad()
         self.client: WorkerClient | None = None
         self.breaker = CircuitBreaker()
         self.on_change: Callable[[Member, None], None] | None = None
@@ -138,7 +139,8 @@ class Member:
     def connected(self, info: WorkerInfo, client: WorkerClient) -> None:
         """Records a successful handshake. A new life of the worker starts without load."""
         if self.info is None or self.info.incarnation != info.incarnation:
-            self.load, self._tokens_before = WorkerLoad(), None
+            self.load = self.credited = WorkerLoad()
+            self._tokens_before = None
             self.breaker.reset()
         self.info, self.client = info, client
         self.changed()

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from protos.values import SamplingParams
 from router.jobs import Job
-from router.latency.prediction_metrics import PredictionCollector
+from router.router_metrics import Scraped, prediction_metrics
 from router.traces.request_trace import MAX_CHUNKS, RequestTraces
 from tests.unit.router.fake_cluster import Cluster
 from tests.unit.router.operating import ask, operating
@@ -123,7 +123,7 @@ async def test_a_shadow_scores_and_does_not_act(make: Callable[..., Cluster]) ->
     ]
     assert len(cluster["c0"].submitted) == 1
     registry = CollectorRegistry()
-    registry.register(PredictionCollector(cluster.fleet.predictor, routing.shadows))
+    registry.register(Scraped(lambda: prediction_metrics(cluster.fleet.predictor, routing.shadows)))
     told = generate_latest(registry).decode()
     assert 'baton_shadow_decisions_total{policy="round_robin"} 1.0' in told
     assert 'baton_predictions_total{what="ttft",worker="c0"} 1.0' in told

@@ -14,7 +14,7 @@ from html.parser import HTMLParser
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
@@ -24,12 +24,11 @@ from cluster.cli.admin_client import DEFAULT_URL
 from kvtransfer.hashing import chain_hashes
 from protos.values import BlockRemoved, BlockStored, Tier
 from router.admission.admission import Refused
-from router.admission.admission_metrics import AdmissionCollector
 from router.auth.auth import AccessControl
 from router.auth.tenants import Tenant, hash_of
-from router.fleet.fleet_metrics import FleetCollector
 from router.fleet.member import WorkerState
 from router.request_metrics import RequestMetrics
+from router.router_metrics import Scraped, admission_metrics, fleet_metrics
 from tests.unit.router.fake_cluster import PROMPT, Cluster
 from tests.unit.router.fake_worker import BLOCK_SIZE
 from tests.unit.router.operating import ask, operating
@@ -138,8 +137,9 @@ async def test_the_request_to_try_is_one_that_the_model_takes() -> None:
 
 async def test_the_metrics_it_reads_are_told(cluster: Cluster) -> None:
     script, registry = (await fetch()).texts["script"], RequestMetrics().registry
-    registry.register(FleetCollector(cluster.fleet))
-    registry.register(AdmissionCollector(cast("Any", SimpleNamespace(num_waiting=0, refused=Refused()))))
+    registry.register(Scraped(lambda: fleet_metrics(cluster.fleet)))
+    admission: Any = SimpleNamespace(num_waiting=0, refused=Refused())
+    registry.register(Scraped(lambda: admission_metrics(admission)))
     told = set(re.findall(r"^# TYPE (\w+)", generate_latest(registry).decode(), re.MULTILINE))
     read = set(re.findall(r'"(baton_\w+)"', script))
     assert read

@@ -25,10 +25,10 @@ from protos.values import (
     StepMessage,
     WorkerLoad,
 )
-from router.fleet import fleet_metrics
-from router.fleet.fleet_metrics import FleetCollector
+from router import router_metrics
 from router.fleet.member import Member, WorkerState
 from router.prefix.index import NO_MATCH
+from router.router_metrics import Scraped, fleet_metrics
 from tests.layouts import changed
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import BLOCK_SIZE, LANE_KEY, LAYOUT, FakeWorker, expected_tokens
@@ -289,7 +289,7 @@ def test_routed_work_counts_until_the_load_shows_it() -> None:
 
 async def test_metrics_tell_over_what_lanes_go_and_why(cluster: Cluster) -> None:
     registry = CollectorRegistry()
-    registry.register(FleetCollector(cluster.fleet))
+    registry.register(Scraped(lambda: fleet_metrics(cluster.fleet)))
     far = LaneLoad(transport="gloo", reason="no memory in common", num_open=2, num_opened=5, num_lost=3, num_stuck=1)
     cluster["p0"].load = WorkerLoad(step=1, lanes=(far, LaneLoad(transport="shm", num_open=1, num_opened=1)))
     cluster["p0"].say()
@@ -315,7 +315,7 @@ async def test_workers_have_series_of_their_own_up_to_a_bound(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = CollectorRegistry()
-    registry.register(FleetCollector(cluster.fleet))
+    registry.register(Scraped(lambda: fleet_metrics(cluster.fleet)))
     cluster["d0"].load = WorkerLoad(step=1, num_blocks=100, num_free_blocks=60, num_waiting=2)
     cluster["d0"].say()
     await cluster.until(lambda: cluster.fleet.status()[1].load.num_waiting == 2)
@@ -329,7 +329,7 @@ async def test_workers_have_series_of_their_own_up_to_a_bound(
     await cluster["d0"].die()
     await cluster.until_state("d0", WorkerState.LOST)
     assert (value("ready", "d0", "decode"), value("waiting", "d0", "decode")) == (0, 0)
-    monkeypatch.setattr(fleet_metrics, "MAX_WORKERS", 1)
+    monkeypatch.setattr(router_metrics, "MAX_WORKERS", 1)
     assert value("ready", "p0", "prefill") is None
     assert registry.get_sample_value("baton_worker_unlisted") == 1
 
@@ -338,15 +338,20 @@ HOST = HostLoad(num_blocks=50, num_used=20, num_hit_tokens=8, load_s=0.5)
 
 
 async def test_drafts_are_counted_by_pool_source_and_position(cluster: Cluster) -> None:
-    """Also those of a worker's earlier process. Their counts alone notify no one."""
+    """Drafts of a worker's earlier process count as well."""
     registry = CollectorRegistry()
-    registry.register(FleetCollector(cluster.fleet))
+    registry.register(Scraped(lambda: fleet_metrics(cluster.fleet)))
     drafts = DraftCounts(source="ngram", drafted_at=(10, 5), accepted_at=(8, 2))
     first = SpeculationLoad(num_rows=20, num_tokens=30, spared_s=2.0, spent_s=0.5, sources=(drafts,))
     paused = PausedProposer(source="eagle", num_steps=2048, spared_s=0.1, spent_s=1.0)
     fewer = (replace(drafts, drafted_at=(1,)),)
     again = SpeculationLoad(num_rows=5, num_tokens=6, spared_s=0.5, sources=fewer, paused=(paused,))
     for load in (first, first, again):
+        if load is again:
+            await cluster["d0"].die()
+            await cluster.until_state("d0", WorkerState.LOST)
+            await cluster["d0"].restart()
+            await cluster.until_state("d0", WorkerState.READY)
         cluster["d0"].load = WorkerLoad(num_blocks=100, speculation=load)
         cluster["d0"].say()
         await cluster.until(lambda load=load: cluster.fleet.status()[1].load.speculation == load)  # type: ignore[misc]
@@ -366,7 +371,7 @@ async def test_drafts_are_counted_by_pool_source_and_position(cluster: Cluster) 
 
 async def test_metrics_are_by_pool(cluster: Cluster) -> None:
     registry = CollectorRegistry()
-    registry.register(FleetCollector(cluster.fleet))
+    registry.register(Scraped(lambda: fleet_metrics(cluster.fleet)))
     cluster["p0"].cached = 12
     cluster["p0"].load = WorkerLoad(
         step=1, num_blocks=100, num_free_blocks=60, num_waiting=3, transfer_bytes=500, host=HOST
