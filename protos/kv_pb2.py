@@ -24,35 +24,35 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0fprotos/kv.proto\x12\x0b\x62\x61ton.kv.v1\"\xeb\x01\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\n\n\x02tp\x18\x06 \x01(\r\x12\r\n\x05model\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12$\n\x06groups\x18\t \x03(\x0b\x32\x14.baton.kv.v1.KVGroup\x12&\n\x04head\x18\n \x01(\x0b\x32\x13.baton.kv.v1.KVHeadH\x00\x88\x01\x01\x42\x07\n\x05_head\"N\n\x06KVHead\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\"\n\x05parts\x18\x03 \x03(\x0b\x32\x13.baton.kv.v1.KVPart\"]\n\x07KVGroup\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\"\n\x05parts\x18\x02 \x03(\x0b\x32\x13.baton.kv.v1.KVPart\x12\x13\n\x06window\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_window\"Y\n\x06KVPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05heads\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x14\n\x0c\x63ut_by_heads\x18\x05 \x01(\x08\"^\n\x0bLaneAddress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0c\n\x04port\x18\x04 \x01(\r\x12\x0b\n\x03key\x18\x05 \x01(\t\"\xda\x01\n\x06Ticket\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12%\n\x06layout\x18\x06 \x01(\x0b\x32\x15.baton.kv.v1.KVLayout\x12-\n\x0b\x64\x65stination\x18\x07 \x01(\x0b\x32\x18.baton.kv.v1.LaneAddress\x12\x14\n\x0c\x66irst_blocks\x18\x08 \x03(\r\"P\n\x0b\x42lockStored\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12!\n\x04tier\x18\x03 \x01(\x0e\x32\x13.baton.kv.v1.KVTier\"A\n\x0c\x42lockRemoved\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12!\n\x04tier\x18\x02 \x01(\x0e\x32\x13.baton.kv.v1.KVTier\"\t\n\x07\x43leared\"\x95\x01\n\x07KVEvent\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.baton.kv.v1.BlockStoredH\x00\x12,\n\x07removed\x18\x02 \x01(\x0b\x32\x19.baton.kv.v1.BlockRemovedH\x00\x12\'\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x14.baton.kv.v1.ClearedH\x00\x42\x07\n\x05\x65vent\"j\n\x08KVEvents\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x11\n\tfirst_seq\x18\x02 \x01(\x04\x12$\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x14.baton.kv.v1.KVEvent\x12\x10\n\x08snapshot\x18\x04 \x01(\x08*.\n\x06KVTier\x12\x12\n\x0eKV_TIER_DEVICE\x10\x00\x12\x10\n\x0cKV_TIER_HOST\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0fprotos/kv.proto\x12\x0b\x62\x61ton.kv.v1\"\xac\x01\n\x08KVLayout\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\n\n\x02tp\x18\x06 \x01(\r\x12\r\n\x05model\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12$\n\x06groups\x18\t \x03(\x0b\x32\x14.baton.kv.v1.KVGroup\x12&\n\x04head\x18\n \x01(\x0b\x32\x13.baton.kv.v1.KVHeadH\x00\x88\x01\x01\x42\x07\n\x05_headJ\x04\x08\x01\x10\x04J\x04\x08\x05\x10\x06\"N\n\x06KVHead\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\"\n\x05parts\x18\x03 \x03(\x0b\x32\x13.baton.kv.v1.KVPart\"]\n\x07KVGroup\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\"\n\x05parts\x18\x02 \x03(\x0b\x32\x13.baton.kv.v1.KVPart\x12\x13\n\x06window\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_window\"Y\n\x06KVPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05heads\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x14\n\x0c\x63ut_by_heads\x18\x05 \x01(\x08\"^\n\x0bLaneAddress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0c\n\x04port\x18\x04 \x01(\r\x12\x0b\n\x03key\x18\x05 \x01(\t\"\xda\x01\n\x06Ticket\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12%\n\x06layout\x18\x06 \x01(\x0b\x32\x15.baton.kv.v1.KVLayout\x12-\n\x0b\x64\x65stination\x18\x07 \x01(\x0b\x32\x18.baton.kv.v1.LaneAddress\x12\x14\n\x0c\x66irst_blocks\x18\x08 \x03(\r\"P\n\x0b\x42lockStored\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12!\n\x04tier\x18\x03 \x01(\x0e\x32\x13.baton.kv.v1.KVTier\"A\n\x0c\x42lockRemoved\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12!\n\x04tier\x18\x02 \x01(\x0e\x32\x13.baton.kv.v1.KVTier\"\t\n\x07\x43leared\"\x95\x01\n\x07KVEvent\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.baton.kv.v1.BlockStoredH\x00\x12,\n\x07removed\x18\x02 \x01(\x0b\x32\x19.baton.kv.v1.BlockRemovedH\x00\x12\'\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x14.baton.kv.v1.ClearedH\x00\x42\x07\n\x05\x65vent\"j\n\x08KVEvents\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x11\n\tfirst_seq\x18\x02 \x01(\x04\x12$\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x14.baton.kv.v1.KVEvent\x12\x10\n\x08snapshot\x18\x04 \x01(\x08*.\n\x06KVTier\x12\x12\n\x0eKV_TIER_DEVICE\x10\x00\x12\x10\n\x0cKV_TIER_HOST\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVTIER']._serialized_start=1273
-  _globals['_KVTIER']._serialized_end=1319
+  _globals['_KVTIER']._serialized_start=1210
+  _globals['_KVTIER']._serialized_end=1256
   _globals['_KVLAYOUT']._serialized_start=33
-  _globals['_KVLAYOUT']._serialized_end=268
-  _globals['_KVHEAD']._serialized_start=270
-  _globals['_KVHEAD']._serialized_end=348
-  _globals['_KVGROUP']._serialized_start=350
-  _globals['_KVGROUP']._serialized_end=443
-  _globals['_KVPART']._serialized_start=445
-  _globals['_KVPART']._serialized_end=534
-  _globals['_LANEADDRESS']._serialized_start=536
-  _globals['_LANEADDRESS']._serialized_end=630
-  _globals['_TICKET']._serialized_start=633
-  _globals['_TICKET']._serialized_end=851
-  _globals['_BLOCKSTORED']._serialized_start=853
-  _globals['_BLOCKSTORED']._serialized_end=933
-  _globals['_BLOCKREMOVED']._serialized_start=935
-  _globals['_BLOCKREMOVED']._serialized_end=1000
-  _globals['_CLEARED']._serialized_start=1002
-  _globals['_CLEARED']._serialized_end=1011
-  _globals['_KVEVENT']._serialized_start=1014
-  _globals['_KVEVENT']._serialized_end=1163
-  _globals['_KVEVENTS']._serialized_start=1165
-  _globals['_KVEVENTS']._serialized_end=1271
+  _globals['_KVLAYOUT']._serialized_end=205
+  _globals['_KVHEAD']._serialized_start=207
+  _globals['_KVHEAD']._serialized_end=285
+  _globals['_KVGROUP']._serialized_start=287
+  _globals['_KVGROUP']._serialized_end=380
+  _globals['_KVPART']._serialized_start=382
+  _globals['_KVPART']._serialized_end=471
+  _globals['_LANEADDRESS']._serialized_start=473
+  _globals['_LANEADDRESS']._serialized_end=567
+  _globals['_TICKET']._serialized_start=570
+  _globals['_TICKET']._serialized_end=788
+  _globals['_BLOCKSTORED']._serialized_start=790
+  _globals['_BLOCKSTORED']._serialized_end=870
+  _globals['_BLOCKREMOVED']._serialized_start=872
+  _globals['_BLOCKREMOVED']._serialized_end=937
+  _globals['_CLEARED']._serialized_start=939
+  _globals['_CLEARED']._serialized_end=948
+  _globals['_KVEVENT']._serialized_start=951
+  _globals['_KVEVENT']._serialized_end=1100
+  _globals['_KVEVENTS']._serialized_start=1102
+  _globals['_KVEVENTS']._serialized_end=1208
 # @@protoc_insertion_point(module_scope)

@@ -43,24 +43,14 @@ class KVLayout(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_LAYERS_FIELD_NUMBER: _builtins.int
-    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
-    HEAD_DIM_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
     TP_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     HEAD_FIELD_NUMBER: _builtins.int
-    num_layers: _builtins.int
-    num_kv_heads: _builtins.int
-    """over all ranks"""
-    head_dim: _builtins.int
     block_size: _builtins.int
     """tokens"""
-    dtype: _builtins.str
-    """"bfloat16" or "float32" """
     tp: _builtins.int
     """tensor-parallel ranks"""
     model: _builtins.str
@@ -68,9 +58,7 @@ class KVLayout(_message.Message):
     device: _builtins.str
     """kind of memory: "cpu" or "cuda"; empty: not known"""
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVGroup]:
-        """of a cache that fields 1, 2, 3 and 5 cannot describe, which are empty then"""
-
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVGroup]: ...
     @_builtins.property
     def head(self) -> Global___KVHead:
         """that drafts, and keeps KV beside the model's"""
@@ -78,11 +66,7 @@ class KVLayout(_message.Message):
     def __init__(
         self,
         *,
-        num_layers: _builtins.int = ...,
-        num_kv_heads: _builtins.int = ...,
-        head_dim: _builtins.int = ...,
         block_size: _builtins.int = ...,
-        dtype: _builtins.str = ...,
         tp: _builtins.int = ...,
         model: _builtins.str = ...,
         device: _builtins.str = ...,
@@ -91,7 +75,7 @@ class KVLayout(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "groups", b"groups", "head", b"head", "head_dim", b"head_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "block_size", b"block_size", "device", b"device", "groups", b"groups", "head", b"head", "model", b"model", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__head: _TypeAlias = _typing.Literal["head"]  # noqa: Y015
     _WhichOneofArgType__head: _TypeAlias = _typing.Literal["_head", b"_head"]  # noqa: Y015

@@ -1,9 +1,7 @@
 """Values <-> protobuf: the only file that touches pb2 fields of `kv.proto` and `worker.proto`.
 
-A value and its message have the same field names, so one table-driven codec serves them all; the few fields whose
-shapes differ (packed hashes, the event union, bias pairs) have an entry in `_SPECIAL`.
-Decoders are built once per class. Only the hot ones are written out: `SequenceUpdate`, which tokens pass through, and
-what every step of a worker brings, because a process that sleeps between steps finds its code in no cache.
+A value, its message and their fields have the same names, so one codec per class, made from the types of its fields,
+serves them all. The few fields whose shapes differ (packed hashes, the event union, bias pairs) stand in `_SPECIAL`.
 """
 
 from __future__ import annotations
@@ -12,11 +10,8 @@ import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import IntEnum, StrEnum
-from functools import cache
-from operator import attrgetter
+from functools import cache, lru_cache, partial
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
-
-from google.protobuf.message import Message
 
 from protos import kv_pb2, values, worker_pb2
 from protos.chain import Chain
@@ -27,75 +22,29 @@ Value = TypeVar("Value")
 Encode = Callable[[Any], Any]
 Decode = Callable[[Any], Any]
 
-_MESSAGES: dict[type, type[Message]] = {
-    values.SpeculationParams: worker_pb2.Speculation,
-    values.SamplingParams: worker_pb2.SamplingParams,
-    values.KVPart: kv_pb2.KVPart,
-    values.KVGroup: kv_pb2.KVGroup,
-    values.KVLayout: kv_pb2.KVLayout,
-    values.KVHead: kv_pb2.KVHead,
-    values.LaneAddress: kv_pb2.LaneAddress,
-    values.Ticket: kv_pb2.Ticket,
-    values.GenerateRequest: worker_pb2.GenerateRequest,
-    values.ReserveRequest: worker_pb2.ReserveRequest,
-    values.MoveRequest: worker_pb2.MoveRequest,
-    values.ShareRequest: worker_pb2.ShareRequest,
-    values.TokenLogprob: worker_pb2.TokenLogprob,
-    values.Logprobs: worker_pb2.Logprobs,
-    values.ErrorInfo: worker_pb2.ErrorInfo,
-    values.SequenceUpdate: worker_pb2.SequenceUpdate,
-    values.BlockStored: kv_pb2.BlockStored,
-    values.BlockRemoved: kv_pb2.BlockRemoved,
-    values.Cleared: kv_pb2.Cleared,
-    values.KVEvents: kv_pb2.KVEvents,
-    values.LaneLoad: worker_pb2.LaneLoad,
-    values.HostLoad: worker_pb2.HostLoad,
-    values.SpeculationLoad: worker_pb2.SpeculationLoad,
-    values.DraftCounts: worker_pb2.DraftCounts,
-    values.PausedProposer: worker_pb2.PausedProposer,
-    values.WorkerLoad: worker_pb2.WorkerLoad,
-    values.Adapter: worker_pb2.Adapter,
-    values.AdapterList: worker_pb2.AdapterList,
-    values.StepMessage: worker_pb2.FromWorker,
-    values.Hello: worker_pb2.Hello,
-    values.ModelDigests: worker_pb2.ModelDigests,
-    values.WorkerInfo: worker_pb2.WorkerInfo,
-    values.TicketStats: worker_pb2.TicketStats,
-    values.LaneStats: worker_pb2.LaneStats,
-    values.WorkerStats: worker_pb2.WorkerStats,
-    values.Health: worker_pb2.HealthReply,
-    values.KVPiece: worker_pb2.KVPiece,
-    values.TierStats: worker_pb2.TierStats,
-    values.Span: worker_pb2.Span,
-    values.Profile: worker_pb2.ProfileReply,
-}
-
 
 def to_proto(value: Any) -> Any:
-    """The protobuf message for a value of `protos.values`."""
-    kind: Any = type(value)
-    if kind is values.SequenceUpdate:
-        return _encode_update(value)
-    if kind is values.KVLayout:
-        return _encode_layout(value)
-    return _MESSAGES[kind](**_content(value))
+    """The message of a value."""
+    return _layout_message(value) if type(value) is values.KVLayout else _codec(type(value)).encode(value)
 
 
 def to_submit(request: values.GenerateRequest, number: int) -> worker_pb2.ToWorker:
-    """Hands a request over under this number. Built where it lies: a long prompt's tokens are not copied again."""
-    submit: Any = _content(request) | {"number": number}
+    """The message that submits a request whose updates may be sent under a number.
+
+    Fields that must be set anew would be copied with the whole prompt, so they are set here.
+    """
+    submit: Any = _codec(values.GenerateRequest).content(request) | {"number": number}
     return worker_pb2.ToWorker(submit=submit)
 
 
 def from_proto(kind: type[Value], message: Any) -> Value:
-    """The value a message stands for. Raises ValueError where an enum's value is unknown. A value stays one."""
+    """Raises ValueError for an unknown enum value. A value of this kind is returned as it is: the simulator's network
+    carries values in place of messages."""
     if type(message) is kind:
         return message
     key: Any = kind
-    if (written := _WRITTEN.get(key)) is not None:
-        decoded: Value = written(message)
-        return decoded
-    return kind(**{name: decode(message) for name, decode in _decoders(key)})
+    decoded: Value = _layout_of(message.SerializeToString()) if key is values.KVLayout else _codec(key).decode(message)
+    return decoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,138 +77,6 @@ def raised(info: values.ErrorInfo) -> BatonError:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def _content(value: Any) -> dict[str, Any]:
-    """The fields of a value's message, by name."""
-    kind: Any = type(value)
-    plain, others = _encoders(kind)
-    content = {name: getattr(value, name) for name in plain}
-    for name, encode in others:
-        content[name] = encode(getattr(value, name))
-    return content
-
-
-def _encode_update(update: values.SequenceUpdate) -> worker_pb2.SequenceUpdate:
-    """Leaves out what is at its default: most updates are an id and a token."""
-    message = worker_pb2.SequenceUpdate(request_id=update.request_id, token_ids=update.token_ids)
-    if update.logprobs:
-        message.logprobs.extend([to_proto(item) for item in update.logprobs])
-    if update.prompt_logprobs:
-        message.prompt_logprobs.extend([to_proto(item) for item in update.prompt_logprobs])
-    if update.finish_reason is not None:
-        message.finish_reason = update.finish_reason
-    if update.error is not None:
-        message.error.CopyFrom(to_proto(update.error))
-    if update.num_cached_tokens:
-        message.num_cached_tokens = update.num_cached_tokens
-    if update.num_prompt_computed:
-        message.num_prompt_computed = update.num_prompt_computed
-    if update.embedding:
-        message.embedding = update.embedding
-    if update.num_drafted:
-        message.num_drafted, message.num_accepted = update.num_drafted, update.num_accepted
-        message.num_predicted, message.num_mispredicted = update.num_predicted, update.num_mispredicted
-    return message
-
-
-def _decode_update(message: Any) -> Any:
-    reason, logprobs, prompt_logprobs = message.finish_reason, message.logprobs, message.prompt_logprobs
-    return values.SequenceUpdate(
-        request_id=message.request_id,
-        token_ids=tuple(message.token_ids),
-        logprobs=tuple([from_proto(values.Logprobs, item) for item in logprobs]) if logprobs else (),
-        prompt_logprobs=tuple([from_proto(values.Logprobs, item) for item in prompt_logprobs])
-        if prompt_logprobs
-        else (),
-        finish_reason=values.FinishReason(reason) if reason else None,
-        error=from_proto(values.ErrorInfo, message.error) if message.HasField("error") else None,
-        num_cached_tokens=message.num_cached_tokens,
-        num_prompt_computed=message.num_prompt_computed,
-        embedding=message.embedding,
-        num_predicted=message.num_predicted,
-        num_mispredicted=message.num_mispredicted,
-        num_drafted=message.num_drafted,
-        num_accepted=message.num_accepted,
-    )
-
-
-def _decode_step(message: Any) -> values.StepMessage:
-    updates, events = message.updates, message.events
-    return values.StepMessage(
-        updates=tuple([_decode_update(update) for update in updates]) if updates else (),
-        events=tuple([from_proto(values.KVEvents, one) for one in events]) if events else (),
-        load=_decode_load(message.load) if message.HasField("load") else None,
-        numbers=tuple(message.numbers[:]),
-        token_ids=tuple(message.token_ids[:]),
-        role=values.WorkerRole(message.role) if message.role else None,
-        adapters=from_proto(values.AdapterList, message.adapters) if message.HasField("adapters") else None,
-    )
-
-
-_LOAD = tuple(field.name for field in fields(values.WorkerLoad) if field.name not in ("lanes", "host", "speculation"))
-_load_of = attrgetter(*_LOAD)
-
-
-def _decode_load(message: Any) -> values.WorkerLoad:
-    lanes = message.lanes
-    return values.WorkerLoad(
-        **dict(zip(_LOAD, _load_of(message), strict=True)),
-        lanes=tuple([from_proto(values.LaneLoad, lane) for lane in lanes]) if lanes else (),
-        host=from_proto(values.HostLoad, message.host) if message.HasField("host") else None,
-        speculation=from_proto(values.SpeculationLoad, message.speculation)
-        if message.HasField("speculation")
-        else None,
-    )
-
-
-def _encode_layout(layout: values.KVLayout) -> kv_pb2.KVLayout:
-    """Keys and values alike in all layers are written as before there were groups. A worker that knows none reads of
-    any other cache that it has 0 layers, and refuses to exchange KV with it."""
-    first = layout.parts[0] if layout.parts else None
-    if first is not None and layout.groups == _groups_of(layout.num_layers, first):
-        return kv_pb2.KVLayout(
-            num_layers=layout.num_layers,
-            num_kv_heads=first.heads,
-            head_dim=first.width,
-            dtype=first.dtype,
-            block_size=layout.block_size,
-            tp=layout.tp,
-            model=layout.model,
-            device=layout.device,
-            head=to_proto(layout.head) if layout.head is not None else None,
-        )
-    return kv_pb2.KVLayout(**_content(layout))
-
-
-def _decode_layout(message: Any) -> values.KVLayout:
-    if message.groups:
-        return values.KVLayout(**{name: decode(message) for name, decode in _decoders(values.KVLayout)})
-    return values.KVLayout.dense(
-        num_layers=message.num_layers,
-        num_kv_heads=message.num_kv_heads,
-        head_dim=message.head_dim,
-        dtype=message.dtype,
-        block_size=message.block_size,
-        tp=message.tp,
-        model=message.model,
-        device=message.device,
-        head=from_proto(values.KVHead, message.head) if message.HasField("head") else None,
-    )
-
-
-def _groups_of(num_layers: int, part: values.KVPart) -> tuple[values.KVGroup, ...]:
-    return values.KVLayout.dense(
-        num_layers=num_layers, num_kv_heads=part.heads, head_dim=part.width, dtype=part.dtype, block_size=1
-    ).groups
-
-
-_WRITTEN: dict[type, Decode] = {
-    values.KVLayout: _decode_layout,
-    values.SequenceUpdate: _decode_update,
-    values.StepMessage: _decode_step,
-    values.WorkerLoad: _decode_load,
-}
 
 
 _EVENTS: dict[type, str] = {values.BlockStored: "stored", values.BlockRemoved: "removed", values.Cleared: "cleared"}
@@ -307,54 +124,85 @@ _SPECIAL: dict[tuple[type, str], tuple[Encode, Decode]] = {
 _SCALARS = (int, float, bool, str, bytes)
 
 
-@cache
-def _encoders(kind: type) -> tuple[tuple[str, ...], tuple[tuple[str, Encode], ...]]:
-    """Names of the fields that are the same in both shapes, and those of the others, each with what encodes it."""
-    hints = get_type_hints(kind)
-    plain = tuple(
-        field.name for field in fields(kind) if (kind, field.name) not in _SPECIAL and _is_plain(hints[field.name])
-    )
-    others = (field.name for field in fields(kind) if field.name not in plain)
-    return plain, tuple((name, _SPECIAL.get((kind, name), (_encode, None))[0]) for name in others)
+@lru_cache(maxsize=256)
+def _layout_message(layout: values.KVLayout) -> Any:
+    """Every reservation and ticket carries its worker's layout: it is encoded and decoded once."""
+    return _codec(values.KVLayout).encode(layout)
 
 
-def _is_plain(hint: Any) -> bool:
-    """A scalar, perhaps none, or some of them."""
-    parts = [part for part in get_args(hint) if part not in (type(None), ...)] or [hint]
-    return all(part in _SCALARS for part in parts)
+@lru_cache(maxsize=256)
+def _layout_of(packed: bytes) -> Any:
+    return _codec(values.KVLayout).decode(kv_pb2.KVLayout.FromString(packed))
 
 
-def _encode(value: Any) -> Any:
-    if isinstance(value, tuple) and value and is_dataclass(value[0]):
-        return [to_proto(item) for item in value]
-    return to_proto(value) if is_dataclass(value) else value
+class _Codec:
+    """Converts the values of one class. Fields whose default is None are optional in the message, too."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+        self._message = getattr(kv_pb2, kind.__name__, None) or getattr(worker_pb2, kind.__name__)
+        hints = get_type_hints(kind)
+        self._plain: list[str] = []  # scalars, the same in both
+        self._others: list[tuple[str, bool, Encode, Decode]] = []  # the second: may be absent
+        for field in fields(kind):
+            inner, may_be_absent = _without_none(hints[field.name])
+            if not may_be_absent and inner in _SCALARS:
+                self._plain.append(field.name)
+            else:
+                encode, decode = _SPECIAL.get((kind, field.name)) or _converter(inner)
+                if may_be_absent and issubclass(inner, StrEnum):  # a plain string in the message: "" if it is absent
+                    may_be_absent, decode = False, partial(_enum_or_none, inner)
+                self._others.append((field.name, may_be_absent, encode, decode))
+
+    def content(self, value: Any) -> dict[str, Any]:
+        content = {name: item for name in self._plain if (item := getattr(value, name))}
+        for name, _, encode, _ in self._others:
+            if (item := getattr(value, name)) is not None:
+                content[name] = encode(item)
+        return content
+
+    def encode(self, value: Any) -> Any:
+        return self._message(**self.content(value))
+
+    def decode(self, message: Any) -> Any:
+        content = {name: getattr(message, name) for name in self._plain}
+        for name, may_be_absent, _, decode in self._others:
+            if not may_be_absent or message.HasField(name):
+                content[name] = decode(getattr(message, name))
+        return self._kind(**content)
 
 
-@cache
-def _decoders(kind: type) -> tuple[tuple[str, Decode], ...]:
-    hints = get_type_hints(kind)
-    return tuple((field.name, _decoder(kind, field.name, hints[field.name])) for field in fields(kind))
+_codec: Callable[[Any], _Codec] = cache(_Codec)
 
 
-def _decoder(kind: type, name: str, hint: Any) -> Decode:
-    special = _SPECIAL.get((kind, name))
-    if special is not None:
-        unpack = special[1]
-        return lambda message: unpack(getattr(message, name))
-    if get_origin(hint) in (Union, types.UnionType):
-        (inner,) = (arg for arg in get_args(hint) if arg is not type(None))
-        present = _decoder(kind, name, inner)
-        if issubclass(inner, StrEnum):
-            return lambda message: present(message) if getattr(message, name) else None
-        return lambda message: present(message) if message.HasField(name) else None
-    if get_origin(hint) is tuple:
-        item: Any = get_args(hint)[0]
-        if item in _MESSAGES:
-            return lambda message: tuple([from_proto(item, part) for part in getattr(message, name)])
-        return lambda message: tuple(getattr(message, name)[:])  # a slice is quicker than iterating
-    if is_dataclass(hint):
-        nested: Any = hint
-        return lambda message: from_proto(nested, getattr(message, name))
-    if isinstance(hint, type) and issubclass(hint, (StrEnum, IntEnum)):
-        return lambda message: hint(getattr(message, name))
-    return lambda message: getattr(message, name)
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    inner = [arg for arg in get_args(hint) if arg is not types.NoneType]
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    return (inner[0], True) if is_union and len(inner) == 1 else (hint, False)
+
+
+def _converter(hint: Any) -> tuple[Encode, Decode]:
+    item: Any = get_args(hint)[0] if get_origin(hint) is tuple else None
+    if _is_value(item):
+        return _encode_all, lambda messages: tuple([from_proto(item, message) for message in messages])
+    if item is not None:
+        return _same, lambda numbers: tuple(numbers[:])  # a slice is quicker than iterating
+    if _is_value(hint):
+        return to_proto, partial(from_proto, hint)
+    return _same, hint if issubclass(hint, StrEnum | IntEnum) else _same
+
+
+def _is_value(hint: Any) -> bool:
+    return is_dataclass(hint)
+
+
+def _encode_all(items: Iterable[Any]) -> list[Any]:
+    return [to_proto(item) for item in items]
+
+
+def _enum_or_none(kind: type[StrEnum], text: str) -> StrEnum | None:
+    return kind(text) if text else None
+
+
+def _same(value: Any) -> Any:
+    return value

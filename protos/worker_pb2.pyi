@@ -64,7 +64,7 @@ class SamplingParams(_message.Message):
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def speculation(self) -> Global___Speculation:
+    def speculation(self) -> Global___SpeculationParams:
         """changes the time of an answer, never its tokens"""
 
     def __init__(
@@ -87,7 +87,7 @@ class SamplingParams(_message.Message):
         ignore_eos: _builtins.bool = ...,
         grammar: _builtins.str = ...,
         pooling: _builtins.str = ...,
-        speculation: Global___Speculation | None = ...,
+        speculation: Global___SpeculationParams | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -105,7 +105,7 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
-class Speculation(_message.Message):
+class SpeculationParams(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODE_FIELD_NUMBER: _builtins.int
@@ -138,7 +138,7 @@ class Speculation(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
+Global___SpeculationParams: _TypeAlias = SpeculationParams  # noqa: Y015
 
 @_typing.final
 class TokenBias(_message.Message):
@@ -181,7 +181,7 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     cache_salt: _builtins.bytes
     number: _builtins.int
-    """its short name in FromWorker.numbers of this stream; 0: it has none"""
+    """its short name in StepMessage.numbers of this stream; 0: it has none"""
     tells_progress: _builtins.bool
     """updates report how much of the prompt is computed"""
     adapter: _builtins.str
@@ -789,7 +789,7 @@ class LaneLoad(_message.Message):
 Global___LaneLoad: _TypeAlias = LaneLoad  # noqa: Y015
 
 @_typing.final
-class FromWorker(_message.Message):
+class StepMessage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     UPDATES_FIELD_NUMBER: _builtins.int
@@ -834,7 +834,7 @@ class FromWorker(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FromWorker: _TypeAlias = FromWorker  # noqa: Y015
+Global___StepMessage: _TypeAlias = StepMessage  # noqa: Y015
 
 @_typing.final
 class WorkerInfo(_message.Message):
@@ -1518,7 +1518,7 @@ class HealthRequest(_message.Message):
 Global___HealthRequest: _TypeAlias = HealthRequest  # noqa: Y015
 
 @_typing.final
-class HealthReply(_message.Message):
+class Health(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEALTHY_FIELD_NUMBER: _builtins.int
@@ -1540,7 +1540,7 @@ class HealthReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___HealthReply: _TypeAlias = HealthReply  # noqa: Y015
+Global___Health: _TypeAlias = Health  # noqa: Y015
 
 @_typing.final
 class ProfileRequest(_message.Message):
@@ -1665,7 +1665,7 @@ class KVPiece(_message.Message):
 Global___KVPiece: _TypeAlias = KVPiece  # noqa: Y015
 
 @_typing.final
-class ProfileReply(_message.Message):
+class Profile(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPANS_FIELD_NUMBER: _builtins.int
@@ -1692,4 +1692,4 @@ class ProfileReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ProfileReply: _TypeAlias = ProfileReply  # noqa: Y015
+Global___Profile: _TypeAlias = Profile  # noqa: Y015

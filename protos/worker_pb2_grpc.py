@@ -38,7 +38,7 @@ class WorkerStub:
         self.Stream = channel.stream_stream(
                 '/baton.worker.v1.Worker/Stream',
                 request_serializer=protos_dot_worker__pb2.ToWorker.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.FromWorker.FromString,
+                response_deserializer=protos_dot_worker__pb2.StepMessage.FromString,
                 _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/baton.worker.v1.Worker/Describe',
@@ -88,12 +88,12 @@ class WorkerStub:
         self.Health = channel.unary_unary(
                 '/baton.worker.v1.Worker/Health',
                 request_serializer=protos_dot_worker__pb2.HealthRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.HealthReply.FromString,
+                response_deserializer=protos_dot_worker__pb2.Health.FromString,
                 _registered_method=True)
         self.Profile = channel.unary_unary(
                 '/baton.worker.v1.Worker/Profile',
                 request_serializer=protos_dot_worker__pb2.ProfileRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.ProfileReply.FromString,
+                response_deserializer=protos_dot_worker__pb2.Profile.FromString,
                 _registered_method=True)
 
 
@@ -162,7 +162,8 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Health(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """in full: the call has the same name
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -179,7 +180,7 @@ def add_WorkerServicer_to_server(servicer, server):
             'Stream': grpc.stream_stream_rpc_method_handler(
                     servicer.Stream,
                     request_deserializer=protos_dot_worker__pb2.ToWorker.FromString,
-                    response_serializer=protos_dot_worker__pb2.FromWorker.SerializeToString,
+                    response_serializer=protos_dot_worker__pb2.StepMessage.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -229,12 +230,12 @@ def add_WorkerServicer_to_server(servicer, server):
             'Health': grpc.unary_unary_rpc_method_handler(
                     servicer.Health,
                     request_deserializer=protos_dot_worker__pb2.HealthRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.HealthReply.SerializeToString,
+                    response_serializer=protos_dot_worker__pb2.Health.SerializeToString,
             ),
             'Profile': grpc.unary_unary_rpc_method_handler(
                     servicer.Profile,
                     request_deserializer=protos_dot_worker__pb2.ProfileRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.ProfileReply.SerializeToString,
+                    response_serializer=protos_dot_worker__pb2.Profile.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,7 +264,7 @@ class Worker:
             target,
             '/baton.worker.v1.Worker/Stream',
             protos_dot_worker__pb2.ToWorker.SerializeToString,
-            protos_dot_worker__pb2.FromWorker.FromString,
+            protos_dot_worker__pb2.StepMessage.FromString,
             options,
             channel_credentials,
             insecure,
@@ -533,7 +534,7 @@ class Worker:
             target,
             '/baton.worker.v1.Worker/Health',
             protos_dot_worker__pb2.HealthRequest.SerializeToString,
-            protos_dot_worker__pb2.HealthReply.FromString,
+            protos_dot_worker__pb2.Health.FromString,
             options,
             channel_credentials,
             insecure,
@@ -560,7 +561,7 @@ class Worker:
             target,
             '/baton.worker.v1.Worker/Profile',
             protos_dot_worker__pb2.ProfileRequest.SerializeToString,
-            protos_dot_worker__pb2.ProfileReply.FromString,
+            protos_dot_worker__pb2.Profile.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,7 +32,7 @@ class WorkerStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
-    Stream: _grpc.StreamStreamMultiCallable[_worker_pb2.ToWorker, _worker_pb2.FromWorker]
+    Stream: _grpc.StreamStreamMultiCallable[_worker_pb2.ToWorker, _worker_pb2.StepMessage]
     """The token path. The first message is Hello; the worker answers with its KV events (replay or snapshot) and its load."""
     Describe: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.WorkerInfo]
     Reserve: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReserveRequest, _kv_pb2.Ticket]
@@ -43,13 +43,14 @@ class WorkerStub:
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.Adapter]
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterReply]
     Stats: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StatsRequest, _worker_pb2.WorkerStats]
-    Health: _grpc.UnaryUnaryMultiCallable[_worker_pb2.HealthRequest, _worker_pb2.HealthReply]
-    Profile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfileReply]
+    Health: _grpc.UnaryUnaryMultiCallable[_worker_pb2.HealthRequest, _worker_pb2.Health]
+    """in full: the call has the same name"""
+    Profile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.Profile]
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Stream: _aio.StreamStreamMultiCallable[_worker_pb2.ToWorker, _worker_pb2.FromWorker]  # type: ignore[assignment]
+    Stream: _aio.StreamStreamMultiCallable[_worker_pb2.ToWorker, _worker_pb2.StepMessage]  # type: ignore[assignment]
     """The token path. The first message is Hello; the worker answers with its KV events (replay or snapshot) and its load."""
     Describe: _aio.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.WorkerInfo]  # type: ignore[assignment]
     Reserve: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReserveRequest, _kv_pb2.Ticket]  # type: ignore[assignment]
@@ -60,8 +61,9 @@ class WorkerAsyncStub(WorkerStub):
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.Adapter]  # type: ignore[assignment]
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterReply]  # type: ignore[assignment]
     Stats: _aio.UnaryUnaryMultiCallable[_worker_pb2.StatsRequest, _worker_pb2.WorkerStats]  # type: ignore[assignment]
-    Health: _aio.UnaryUnaryMultiCallable[_worker_pb2.HealthRequest, _worker_pb2.HealthReply]  # type: ignore[assignment]
-    Profile: _aio.UnaryUnaryMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfileReply]  # type: ignore[assignment]
+    Health: _aio.UnaryUnaryMultiCallable[_worker_pb2.HealthRequest, _worker_pb2.Health]  # type: ignore[assignment]
+    """in full: the call has the same name"""
+    Profile: _aio.UnaryUnaryMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.Profile]  # type: ignore[assignment]
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -69,7 +71,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         self,
         request_iterator: _MaybeAsyncIterator[_worker_pb2.ToWorker],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_worker_pb2.FromWorker], _abc.AsyncIterator[_worker_pb2.FromWorker]]:
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.StepMessage], _abc.AsyncIterator[_worker_pb2.StepMessage]]:
         """The token path. The first message is Hello; the worker answers with its KV events (replay or snapshot) and its load."""
 
     @_abc_1.abstractmethod
@@ -140,13 +142,14 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _worker_pb2.HealthRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.HealthReply, _abc.Awaitable[_worker_pb2.HealthReply]]: ...
+    ) -> _typing.Union[_worker_pb2.Health, _abc.Awaitable[_worker_pb2.Health]]:
+        """in full: the call has the same name"""
 
     @_abc_1.abstractmethod
     def Profile(
         self,
         request: _worker_pb2.ProfileRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.ProfileReply, _abc.Awaitable[_worker_pb2.ProfileReply]]: ...
+    ) -> _typing.Union[_worker_pb2.Profile, _abc.Awaitable[_worker_pb2.Profile]]: ...
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -146,13 +146,13 @@ def steps(address: Any, message: bytes) -> None:
 
 async def messages() -> float:
     """Microseconds of a step's message of 256 tokens."""
-    message = worker_pb2.FromWorker(numbers=range(1, 257), token_ids=range(300, 556)).SerializeToString()
+    message = worker_pb2.StepMessage(numbers=range(1, 257), token_ids=range(300, 556)).SerializeToString()
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     server = multiprocessing.get_context("spawn").Process(target=steps, args=(theirs, message), daemon=True)
     server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{ours.recv()}") as channel:
         call = channel.unary_stream(
-            "/a/b", request_serializer=None, response_deserializer=worker_pb2.FromWorker.FromString
+            "/a/b", request_serializer=None, response_deserializer=worker_pb2.StepMessage.FromString
         )(b"")
         for number in range(ROUNDS):
             await call.read()

@@ -129,7 +129,7 @@ class StubStreams:
         if self._begun.pop(request_id, None) is not None:
             self._plain = None
 
-    def step(self) -> worker_pb2.FromWorker:
+    def step(self) -> worker_pb2.StepMessage:
         self._step += 1
         token_id = TOKENS[self._step % len(TOKENS)]
         begins, self._begins = self._begins, []
@@ -141,7 +141,7 @@ class StubStreams:
             told |= {name: None for name, (_, number) in self._begun.items() if not number and name not in told}
         for name in ends:
             self._begun.pop(name, None)
-        message = worker_pb2.FromWorker(
+        message = worker_pb2.StepMessage(
             numbers=self._plain, token_ids=[token_id] * len(self._plain), load=to_proto(self._load())
         )
         for name, reason in told.items():
