@@ -13,39 +13,13 @@ runs only while blocks that were offered have not left: until then the gateway r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from prefill_pool.prefill_config import PrefillConfig
-from protos.values import KVLayout
 from workers.batch import Batch
-from workers.kv.block_pool import BlockPool
 from workers.scheduling.request import Request
 from workers.scheduling.role import Disposition
-from workers.scheduling.scheduler import no_key
-from workers.transfer.transfer_leader import TransferLeader
-from workers.transfer.transfer_role import RoleSettings, TransferRole
+from workers.transfer.transfer_role import TransferRole
 
 
 class PrefillRole(TransferRole):
-    """`pool` is the engine's own, `layout` this worker's, `prefix_key` as the scheduler's. Not thread-safe: the
-    engine's thread calls everything."""
-
-    def __init__(
-        self,
-        transfers: TransferLeader,
-        pool: BlockPool,
-        layout: KVLayout,
-        config: PrefillConfig | None = None,
-        *,
-        prefix_key: Callable[[int], bytes] = no_key,
-    ) -> None:
-        super().__init__(transfers, pool, layout, settings_of(config or PrefillConfig()), prefix_key=prefix_key)
-
-    @classmethod
-    def replacing(cls, role: TransferRole, config: PrefillConfig | None = None) -> PrefillRole:
-        """The role of a worker that had another one until now, as `TransferRole.replaced_by`."""
-        return role.replaced_by(cls, settings_of(config or PrefillConfig()))
-
     def admissible(self, request: Request, now: float) -> bool:
         """A request without a ticket is served to its end here, and so is one with blocks reserved here: it comes from
         a worker that drains, while no decode worker is left."""
@@ -66,7 +40,3 @@ class PrefillRole(TransferRole):
 
     def launching(self, batch: Batch, now: float) -> None:
         self.outgoing.launching(batch, now)
-
-
-def settings_of(config: PrefillConfig) -> RoleSettings:
-    return RoleSettings(chunk_bytes=config.chunk_bytes, group_bytes=config.group_bytes)

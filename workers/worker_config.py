@@ -121,6 +121,15 @@ class WorkerConfig(StepLimits):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    headroom: float = 0.05  # share of the blocks that reservations leave to running answers
+    retry_after_s: float = 0.5  # a refused reservation may be tried again after this time
+    max_lease_s: float = 120.0  # longest lease of a ticket
+    chunk_bytes: int = 32 * 2**20  # most bytes that one push copies before the engine's next step
+    group_bytes: int = 2**20  # a prompt's last step pushes groups of layers of about this size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankId:
     """The rank and the worker that a process belongs to. `incarnation` distinguishes a restarted worker from the one
     before it.

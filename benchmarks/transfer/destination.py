@@ -21,8 +21,8 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 
 from kvtransfer.lane_config import LaneConfig, Preference
-from kvtransfer.registry import transport
 from kvtransfer.transport import Arrived
+from kvtransfer.transports.collective.collective import CollectiveTransport
 from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousServer, RendezvousStore
 from protos.values import KVLayout, LaneAddress
 
@@ -139,7 +139,7 @@ def _receive_raw(parent: Connection, order: Order) -> None:
 def _receive_lanes(parent: Connection, order: Order) -> None:
     """Each round comes from one source; without rounds the lanes are only opened, until the parent ends them."""
     bell = threading.Event()
-    made = transport("collective")(device=order.device, config=LaneConfig(transport=order.preference))
+    made = CollectiveTransport(device=order.device, config=LaneConfig(transport=order.preference))
     receiver = made.receiver(LaneAddress(worker_id="d", incarnation=1, host="127.0.0.1", port=0), LAYOUT, wake=bell.set)
     before = rss_bytes()
     for source in order.sources:

@@ -50,8 +50,8 @@ from benchmarks.transfer.destination import (
 from benchmarks.transfer.requests import LENGTHS, RequestTimes, ask_clusters, asked_table
 from cluster.bench.measured_on import find_hardware
 from kvtransfer.lane_config import LaneConfig, Preference
-from kvtransfer.registry import transport
 from kvtransfer.transport import Chunk, LaneLost
+from kvtransfer.transports.collective.collective import CollectiveTransport
 from protos.values import GenerateRequest, LaneAddress, SamplingParams, Ticket
 from workers.models.model_config import read_config
 
@@ -175,7 +175,7 @@ class Sending:
     def __init__(self, other: Connection, plan: TransferPlan, way: str, rounds: Sequence[tuple[int, ...]]) -> None:
         self._other = other
         self._bell = threading.Event()
-        made = transport("collective")(device=plan.device, config=LaneConfig(transport=LANES[way]))
+        made = CollectiveTransport(device=plan.device, config=LaneConfig(transport=LANES[way]))
         self._sender = made.sender(source(), LAYOUT, wake=self._bell.set)
         other.send(order("lanes", plan, preference=LANES[way], sources=(source(),), rounds=tuple(rounds)))
         self._ticket = ticket_to(other.recv())
@@ -280,7 +280,7 @@ def best(figures: Sequence[TransferFigure]) -> list[TransferFigure]:
 
 def set_up(way: str, plan: TransferPlan, other: Connection) -> Setup:
     """Lanes from many sources of this process to one destination, opened one after the other."""
-    made = transport("collective")(device=plan.device, config=LaneConfig(transport=LANES[way]))
+    made = CollectiveTransport(device=plan.device, config=LaneConfig(transport=LANES[way]))
     sources = tuple(source(index) for index in range(plan.num_setups))
     other.send(order("lanes", plan, preference=LANES[way], sources=sources))
     ticket = ticket_to(other.recv())

@@ -53,7 +53,7 @@ class Takeover:
     the settings of the first revision."""
 
     def __init__(self, left: LivingFleet, record: FleetRecord | None, wanted: ClusterConfig) -> None:
-        self.config = replace(wanted, peers=left.peers, worker=left.worker, prefill=left.prefill, decode=left.decode)
+        self.config = replace(wanted, peers=left.peers, worker=left.worker)
         self.origin = digest_of(wanted)
         self._plans = left.plans
         configured = DesiredFleet(counts=dict(wanted.pools.counts()))

@@ -65,8 +65,6 @@ def worker(
     orders = RankSpec(
         role=role,
         worker=config.worker,
-        prefill=config.prefill,
-        decode=config.decode,
         rank_id=RankId(
             worker_id=worker_id or f"{role}-{secrets.token_hex(3)}",
             incarnation=time.time_ns() // 1_000_000,

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.planner.planner import PlannerSettings
 from cluster.planner.planner_config import PlannerConfig
-from decode_pool.decode_config import DecodeConfig
 from kvtransfer.lane_config import LaneConfig
-from prefill_pool.prefill_config import PrefillConfig
 from protos.errors import BadCheckpoint, Misconfigured
 from protos.hints import counted
 from protos.model_files.opening import open_model
@@ -131,8 +129,6 @@ class ClusterConfig:
     processes: int = setting(1, "Gateway processes behind the same ports.", least=1, most=64)
     pools: PoolsConfig = field(default_factory=PoolsConfig)
     worker: WorkerConfig
-    prefill: PrefillConfig = field(default_factory=PrefillConfig)
-    decode: DecodeConfig = field(default_factory=DecodeConfig)
     router: RouterConfig
     ray: RayConfig = field(default_factory=RayConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)

@@ -16,14 +16,13 @@ from protos.errors import Misconfigured
 from protos.hints import nearest
 from router.fleet_owner import FleetOrder, Revision, SettingValue
 
-_ROLLED = ("worker", "prefill", "decode")
 _KEPT = ("model", "served_name", "worker.device")
 _DIGEST_BYTES = 4
 
 
 def digest_of(config: ClusterConfig) -> str:
     """Equal for equal model and worker settings."""
-    return _digest({name: asdict(getattr(config, name)) for name in _ROLLED})
+    return _digest({"worker": asdict(config.worker)})
 
 
 def next_revision(
@@ -77,15 +76,14 @@ def _declared(path: str) -> DeclaredSetting:
     if not _is_rolled(known):
         fix = "`baton scale` changes numbers of workers" if path.startswith("pools.") else "the rest changes at a start"
         raise Misconfigured(
-            f"{path} is no setting that a roll changes: give --model, or settings of worker, prefill, decode or lanes; "
-            f"{fix}",
+            f"{path} is no setting that a roll changes: give --model, or settings of worker or lanes; {fix}",
             param="settings",
         )
     return known
 
 
 def _is_rolled(declared: DeclaredSetting) -> bool:
-    return declared.attribute.split(".")[0] in _ROLLED and declared.path not in _KEPT
+    return declared.attribute.startswith("worker.") and declared.path not in _KEPT
 
 
 def _with(config: Any, names: list[str], value: SettingValue) -> Any:

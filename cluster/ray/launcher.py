@@ -220,8 +220,6 @@ class RankLauncher:
         return RankSpec(
             role=plan.role,
             worker=replace(config.worker, model=model, speculate=mode, device=plan.device, tp=plan.num_ranks),
-            prefill=config.prefill,
-            decode=config.decode,
             peers=config.peers,
             rank_id=rank_id,
             grace_s=config.supervision.grace_s,

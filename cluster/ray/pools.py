@@ -361,7 +361,7 @@ class Pools:
             config = self._config
             self._keep(LivingFleet(
                 folder=self._scratch.path.name, ray_address=config.ray.address, peers=config.peers,
-                worker=config.worker, prefill=config.prefill, decode=config.decode,
+                worker=config.worker,
                 plans=tuple(self.plans), leaving=tuple(self._leaving.values()),
                 living=tuple(self._living.values()), have_served=tuple(self._have_served),
             ))  # fmt: skip

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.supervision.worker_placement import WorkerPlan
-from decode_pool.decode_config import DecodeConfig
-from prefill_pool.prefill_config import PrefillConfig
 from protos.tls import PeerTls
 from protos.values import WorkerInfo
 from workers.worker_config import WorkerConfig
@@ -29,14 +27,12 @@ class LivingWorker:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivingFleet:
     """The record that a controller leaves to the next one. `folder`: the name of the folder with the ranks' sockets.
-    `worker`, `prefill` and `decode`: the settings with which the first revision was started."""
+    `worker`: the settings with which the first revision was started."""
 
     folder: str
     ray_address: str
     peers: PeerTls
     worker: WorkerConfig
-    prefill: PrefillConfig
-    decode: DecodeConfig
     plans: tuple[WorkerPlan, ...]
     leaving: tuple[WorkerPlan, ...]
     living: tuple[LivingWorker, ...]

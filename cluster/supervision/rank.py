@@ -16,8 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from decode_pool.decode_config import DecodeConfig
-from prefill_pool.prefill_config import PrefillConfig
 from protos.errors import BatonError
 from protos.hints import byte_count
 from protos.tls import PeerTls
@@ -46,8 +44,6 @@ class RankSpec:
 
     role: WorkerRole
     worker: WorkerConfig
-    prefill: PrefillConfig
-    decode: DecodeConfig
     rank_id: RankId
     port: int = 0
     peers: PeerTls = field(default_factory=PeerTls)
@@ -245,8 +241,8 @@ def _roles(orders: RankSpec, parts: WorkerParts) -> dict[WorkerRole, MakeRole]:
         return parts.engine.role
 
     return {
-        WorkerRole.PREFILL: lambda: PrefillRole.replacing(present(), orders.prefill),
-        WorkerRole.DECODE: lambda: DecodeRole.replacing(present(), orders.decode),
+        WorkerRole.PREFILL: lambda: PrefillRole.replacing(present()),
+        WorkerRole.DECODE: lambda: DecodeRole.replacing(present()),
     }
 
 
@@ -255,11 +251,11 @@ def _open_in_role(orders: RankSpec, on_progress: Progress) -> WorkerParts:
         case WorkerRole.PREFILL:
             from prefill_pool.prefill_worker import open_worker as open_prefill
 
-            return open_prefill(orders.worker, orders.rank_id, orders.prefill, on_progress=on_progress)
+            return open_prefill(orders.worker, orders.rank_id, on_progress=on_progress)
         case WorkerRole.DECODE | WorkerRole.COLOCATED:
             from decode_pool.decode_worker import open_worker as open_decode
 
-            return open_decode(orders.worker, orders.rank_id, orders.decode, kind=orders.role, on_progress=on_progress)
+            return open_decode(orders.worker, orders.rank_id, kind=orders.role, on_progress=on_progress)
 
 
 def _follow_worker(orders: RankSpec) -> None:

@@ -18,7 +18,6 @@ from kvtransfer.lane_config import LaneConfig
 from kvtransfer.reshard import Cut
 from kvtransfer.ticket_ledger import TicketState
 from kvtransfer.transports.collective.collective import CollectiveTransport
-from prefill_pool.prefill_config import PrefillConfig
 from prefill_pool.prefill_role import PrefillRole
 from protos.values import (
     FinishReason,
@@ -35,6 +34,7 @@ from tests.unit.decode_pool.pair import DECODE, DECODE_WEIGHT, LAYOUT, PREFILL, 
 from tests.unit.workers.toy import ToyRunner
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.transfer_leader import TransferLeader
+from workers.worker_config import TransferConfig
 
 NUM_BLOCKS = 16
 LEASE_S = 60.0
@@ -132,7 +132,7 @@ class Half:
         self.transfers.close()
 
     def _prefill_role(self, side: Side) -> PrefillRole:
-        config = PrefillConfig(chunk_bytes=LAYOUT.block_bytes)
+        config = TransferConfig(chunk_bytes=LAYOUT.block_bytes)
         self.role: PrefillRole | DecodeRole = PrefillRole(self._transfers(side), side.pool, LAYOUT, config)
         return self.role
 

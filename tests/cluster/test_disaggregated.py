@@ -20,7 +20,6 @@ import torch
 
 from decode_pool import decode_worker as decode
 from prefill_pool import prefill_worker as prefill
-from prefill_pool.prefill_config import PrefillConfig
 from protos.values import SamplingParams, WorkerStats
 from router.build_router import build_router
 from router.dispatch.dispatcher import Dispatcher
@@ -34,7 +33,7 @@ from workers.batch import Batch, PendingStep
 from workers.parallel.ranks import open_store
 from workers.rpc.assembly import follow
 from workers.rpc.worker import Worker
-from workers.worker_config import RankId, WorkerConfig
+from workers.worker_config import RankId, TransferConfig, WorkerConfig
 
 pytestmark = pytest.mark.cluster
 
@@ -101,7 +100,7 @@ def config_for(folder: Path, **settings: Any) -> WorkerConfig:
 
 
 async def start(
-    service: ModuleType, worker_id: str, config: WorkerConfig, *pool: PrefillConfig
+    service: ModuleType, worker_id: str, config: WorkerConfig, *pool: TransferConfig
 ) -> tuple[Worker, list[threading.Thread]]:
     """Ranks above 0 follow in threads of this process."""
     port = _free_port() if config.tp > 1 else 0
@@ -130,7 +129,7 @@ async def pair_of(
     folder: Path,
     prefilling: WorkerConfig,
     decoding: WorkerConfig,
-    role: PrefillConfig | None = None,
+    role: TransferConfig | None = None,
     **routing: Any,
 ) -> AsyncIterator[Pair]:
     router = router_config(folder, "m", local_prefill_tokens=0, **routing)
@@ -138,7 +137,7 @@ async def pair_of(
     fleet, pair = built.fleet, Pair(built.fleet, built.dispatcher)
     followers: list[threading.Thread] = []
     for service, worker_id, config, *pool in (
-        (prefill, "prefill-0", prefilling, role or PrefillConfig()),
+        (prefill, "prefill-0", prefilling, role or TransferConfig()),
         (decode, "decode-0", decoding),
     ):
         pair.workers[worker_id], more = await start(service, worker_id, config, *pool)
@@ -204,7 +203,7 @@ async def test_unlike_pools_hand_over_every_heads_kv(
         config_for(folder, tp=ranks, block_size=tokens, num_blocks=160 * 16 // tokens, prefill_chunk=64)
         for ranks, tokens in ((tp, size), (tp_there, size_there))
     )
-    async with pair_of(folder, prefilling, decoding, PrefillConfig(group_bytes=1)) as pair:
+    async with pair_of(folder, prefilling, decoding, TransferConfig(group_bytes=1)) as pair:
         assert await pair.answers(PROMPTS) == expected
         loads = [(await pair.stats(worker_id)).load for worker_id in ("prefill-0", "decode-0")]
         assert loads[0].transfer_bytes == loads[1].transfer_bytes > 0, "what one rank sent is not what the worker did"

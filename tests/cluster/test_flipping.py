@@ -12,9 +12,7 @@ import pytest
 
 from cluster.supervision.health import WorkerCalls
 from cluster.supervision.rank import RankSpec, _roles
-from decode_pool.decode_config import DecodeConfig
 from decode_pool.decode_role import DecodeRole
-from prefill_pool.prefill_config import PrefillConfig
 from prefill_pool.prefill_role import PrefillRole
 from protos.errors import InvalidRequest
 from protos.values import WorkerRole
@@ -31,7 +29,7 @@ def may_flip(cluster: Cluster) -> None:
     """What `cluster.supervision.rank` gives each worker of two pools."""
     for worker_id, worker in cluster.workers.items():
         spec = RankSpec(
-            role=worker.info.role, worker=config_for(cluster.folder), prefill=PrefillConfig(), decode=DecodeConfig(),
+            role=worker.info.role, worker=config_for(cluster.folder),
             rank_id=RankId(worker_id=worker_id, incarnation=1),
         )  # fmt: skip
         worker._role_change._roles = _roles(spec, worker._parts)  # type: ignore[union-attr]

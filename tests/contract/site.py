@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from kvtransfer.lane_config import LaneConfig
-from kvtransfer.registry import NAMES, transport
 from kvtransfer.transport import Chunk, Receiver, Sender
+from kvtransfer.transports.collective.collective import CollectiveTransport
+from kvtransfer.transports.inproc import InprocExchange
 from protos.values import KVLayout, LaneAddress, Ticket
 
 LAYOUT = KVLayout.dense(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 BLOCK_BYTES = LAYOUT.block_bytes
 PATIENCE_S = 30.0
 
-KINDS = [name for name in NAMES if name != "auto"]  # which takes one of the others
+KINDS = ["inproc", "shm", "collective"]
 WIRED = [name for name in KINDS if name != "inproc"]
 """Transports of lanes that have threads and wires."""
 
@@ -31,7 +32,7 @@ class Site:
     """A place where ends of one kind of transport meet, with a bell that rings whenever one has something to say."""
 
     def __init__(self, kind: str, config: LaneConfig) -> None:
-        self._exchange: Any = transport(kind)(max_staged_bytes=config.max_staged_bytes) if kind == "inproc" else None
+        self._exchange: Any = InprocExchange(max_staged_bytes=config.max_staged_bytes) if kind == "inproc" else None
         over: Any = "auto" if kind == "inproc" else kind
         self._config = replace(config, transport=over)
         self._bell = threading.Condition()
@@ -65,7 +66,7 @@ class Site:
             assert self._bell.wait_for(happened, PATIENCE_S), "it did not happen"
 
     def _transport(self, rank: int) -> Any:
-        return self._exchange or transport(self._config.transport)(rank=rank, config=self._config)
+        return self._exchange or CollectiveTransport(rank=rank, config=self._config)
 
     def _keep(self, end: Any) -> Any:
         self._ends.append(end)

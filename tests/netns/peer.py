@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from kvtransfer.lane_config import LaneConfig
-from kvtransfer.registry import transport
 from kvtransfer.transport import Arrived, Chunk, LaneLost
+from kvtransfer.transports.collective.collective import CollectiveTransport
 from protos.values import KVLayout, LaneAddress, Ticket
 
 LAYOUT = KVLayout.dense(num_layers=2, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32")
@@ -60,7 +60,7 @@ class Teller:
 
 def receive(host: str, config: LaneConfig) -> None:
     bell, teller = threading.Event(), Teller()
-    receiver = transport("collective")(config=config).receiver(address("d0", host), LAYOUT, wake=bell.set)
+    receiver = CollectiveTransport(config=config).receiver(address("d0", host), LAYOUT, wake=bell.set)
     say("port", receiver.address.port)
     receiver.expect(address("p0", HOST_OF_SOURCE), LAYOUT)
     while True:
@@ -80,7 +80,7 @@ def receive(host: str, config: LaneConfig) -> None:
 
 def send(host: str, config: LaneConfig, destination: LaneAddress) -> None:
     bell, teller = threading.Event(), Teller()
-    sender = transport("collective")(config=config).sender(address("p0", host), LAYOUT, wake=bell.set)
+    sender = CollectiveTransport(config=config).sender(address("p0", host), LAYOUT, wake=bell.set)
     ticket = Ticket(
         ticket_id="r",
         generation=1,

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 
 import torch
 
 from kvtransfer.hashing import fastest
 from kvtransfer.lane_config import LaneConfig
-from kvtransfer.registry import transport
+from kvtransfer.transports.collective.collective import CollectiveTransport
 from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousStore
 from protos.model_files.digests import read_digests
 from protos.model_files.opening import open_model
@@ -31,7 +30,7 @@ from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.receive import reservations
 from workers.transfer.transfer_leader import TransferLeader
 from workers.transfer.transfer_role import TransferRole
-from workers.worker_config import RankId, WorkerConfig
+from workers.worker_config import RankId, TransferConfig, WorkerConfig
 
 
 def assemble(
@@ -39,7 +38,8 @@ def assemble(
     rank_id: RankId,
     *,
     kind: WorkerRole,
-    make_role: Callable[[LoadedRank, TransferLeader, BlockPool], TransferRole],
+    role: type[TransferRole],
+    transfers: TransferConfig | None = None,
     on_progress: Progress | None = None,
 ) -> WorkerParts:
     """Assembles rank 0 of a worker. Blocks while the weights are read. Raises as `open_rank` does."""
@@ -51,31 +51,29 @@ def assemble(
     wake_up = WakeUp()
     transfer = _open_lanes(config.lanes, rank, rank_id, wake_up)
     leader = Leader(group)
-    transfers = TransferLeader(transfer, config.lanes, everywhere=leader.everywhere(transfer))
-    roles: list[TransferRole] = []
+    lanes = TransferLeader(transfer, config.lanes, everywhere=leader.everywhere(transfer))
 
     def role_for(pool: BlockPool) -> TransferRole:
-        roles.append(make_role(rank, transfers, pool))
-        return roles[0]
+        return role(lanes, pool, rank.layout, transfers, prefix_key=rank.model.prefix_key)
 
     engine = build_engine(rank, leader, role_for, incarnation=rank_id.incarnation, clock=time.monotonic)
     if engine.adapters is not None:
         for name, path in parse_adapters(config.adapters).items():
             engine.adapters.load(name, engine.adapters.check(name, path))
-    transfers.record(engine.timeline)
-    [role] = roles
+    lanes.record(engine.timeline)
+    assert isinstance(engine.role, TransferRole)
 
     def close() -> None:
-        transfers.close()
+        lanes.close()
         leader.close()
 
     return WorkerParts(
-        info=_info(config, rank, rank_id, kind, transfers.address, engine.adapters),
+        info=_info(config, rank, rank_id, kind, lanes.address, engine.adapters),
         engine=engine,
         close=close,
-        reserve=reservations(role.incoming, engine),
-        tickets=role.tickets,
-        lanes=transfers.lanes,
+        reserve=reservations(engine.role.incoming, engine),
+        tickets=engine.role.tickets,
+        lanes=lanes.lanes,
         wake_up=wake_up,
     )
 
@@ -91,7 +89,7 @@ def follow(config: WorkerConfig, rank_id: RankId) -> None:
 def _open_lanes(config: LaneConfig, rank: LoadedRank, rank_id: RankId, wake_up: WakeUp) -> RankTransfer[torch.Tensor]:
     """One rank's ends of its worker's lanes, which notify the worker when there is something to poll. Every rank calls
     it at the same time: rank 0 opens their rendezvous server and sends its address to the others."""
-    lanes = transport(config.transport)(rank=rank_id.rank, device=rank.device, host=rank_id.host, config=config)
+    lanes = CollectiveTransport(rank=rank_id.rank, device=rank.device, host=rank_id.host, config=config)
     address = LaneAddress(worker_id=rank_id.worker_id, incarnation=rank_id.incarnation, host=rank_id.host, port=0)
     if rank_id.rank == 0:
         receiver = lanes.receiver(address, rank.layout, wake=wake_up.notify)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvtransfer.hashing import chain_hashes
 from kvtransfer.reshard import common_layout, require_compatible
@@ -34,20 +33,11 @@ from workers.scheduling.request import Request
 from workers.scheduling.role import TransferLoad
 from workers.scheduling.scheduler import no_key
 from workers.transfer.transfer_leader import TransferLeader
+from workers.worker_config import TransferConfig
 
 log = logging.getLogger("baton.worker")
 
 _MOVING = (TicketState.RESERVED, TicketState.SENDING)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReservationLimits:
-    """`headroom` is the part of all blocks that reservations leave to running answers. A refused reservation may be
-    tried again after `retry_after_s`; no lease is longer than `max_lease_s`."""
-
-    headroom: float = 0.05
-    retry_after_s: float = 0.5
-    max_lease_s: float = 120.0
 
 
 class Incoming:
@@ -59,7 +49,7 @@ class Incoming:
         transfers: TransferLeader,
         pool: BlockPool,
         layout: KVLayout,
-        limits: ReservationLimits,
+        config: TransferConfig,
         *,
         prefix_key: Callable[[int], bytes] = no_key,
     ) -> None:
@@ -67,7 +57,7 @@ class Incoming:
         self._transfers = transfers
         self._pool = pool
         self._layout = layout
-        self.limits = limits
+        self.config = config
         self._prefix_key = prefix_key
         self._failed: dict[str, BatonError] = {}
         self._num_bytes = 0
@@ -77,10 +67,6 @@ class Incoming:
         self._landing: dict[str, tuple[int, float]] = {}  # bytes that are here, and how long they took, by ticket
         self.num_settled = 0
         """How often a ticket's KV was here in full, or was known not to come: then a request may begin, or end."""
-
-    @property
-    def retry_after_s(self) -> float:
-        return self.limits.retry_after_s
 
     # -- reservations --------------------------------------------------------------------------------------------------
 
@@ -104,7 +90,7 @@ class Incoming:
         ticket = Ticket(
             ticket_id=request.request_id,
             generation=request.generation,
-            lease_s=min(request.lease_s, self.limits.max_lease_s),
+            lease_s=min(request.lease_s, self.config.max_lease_s),
             block_ids=tuple(fresh),
             num_cached_tokens=cached.num_blocks * self._layout.block_size,
             layout=common_layout(self._layout, request.source_layout),
@@ -166,7 +152,7 @@ class Incoming:
         pool.acquire(cached_ids)
         stop = pool.blocks_for(_num_tokens(request))
         num_missing = sum([stop - len(table) for table in cached.tables])
-        kept_free = 0 if was_idle else int(self.limits.headroom * pool.num_blocks)
+        kept_free = 0 if was_idle else int(self.config.headroom * pool.num_blocks)
         block_ids = pool.allocate(num_missing) if pool.num_free >= num_missing + kept_free else None
         if block_ids is None:
             num_free, pages = pool.num_free, "KV pages" if pool.has_groups else "KV blocks"
@@ -174,7 +160,7 @@ class Incoming:
             raise Overloaded(
                 f"worker {self._transfers.address.worker_id} has {num_free} free {pages} and keeps {kept_free} of "
                 f"them for running answers: {num_missing} are needed",
-                retry_after_s=self.limits.retry_after_s,
+                retry_after_s=self.config.retry_after_s,
             )
         return cached, block_ids
 
@@ -395,7 +381,7 @@ def reservations(incoming: Incoming, engine: Engine) -> Callable[[ReserveRequest
             raise WorkerDraining("this worker is draining and takes no new reservations: reserve on another one")
         if engine.scheduler.blocked:
             raise Overloaded(
-                "requests on this worker are waiting for KV blocks already", retry_after_s=incoming.retry_after_s
+                "requests on this worker are waiting for KV blocks already", retry_after_s=incoming.config.retry_after_s
             )
         return incoming.reserve(request, now)
 

@@ -28,11 +28,10 @@ from workers.kv.block_pool import BlockPool, page_hash
 from workers.scheduling.request import Onload, Request, State
 from workers.scheduling.role import Tick, TransferLoad
 from workers.transfer.transfer_leader import TransferLeader
+from workers.worker_config import TransferConfig
 
 log = logging.getLogger("baton.worker")
 
-CHUNK_BYTES = 32 * 2**20
-GROUP_BYTES = 2**20
 MAX_ARMED_CHUNKS = 4.0  # pushed by a step while it computes; the prompt that exceeds it is the last one
 
 
@@ -102,15 +101,12 @@ class Outgoing:
         transfers: TransferLeader,
         pool: BlockPool,
         layout: KVLayout,
-        *,
-        chunk_bytes: int = CHUNK_BYTES,
-        group_bytes: int = GROUP_BYTES,
+        config: TransferConfig,
     ) -> None:
         self._transfers = transfers
         self._pool = pool
         self._layout = layout
-        self.chunk_bytes = chunk_bytes
-        self.group_bytes = group_bytes
+        self.config = config
         self._pushes: dict[str, Push] = {}  # by ticket
         self._leaving: dict[str, Push] = {}  # all offered, not all sent
         self._forgone: list[str] = []  # withdrawn ones of those: dropped after the next poll of sent chunks
@@ -213,7 +209,7 @@ class Outgoing:
             )
         if older is not None:
             self._fail(older, f"generation {ticket.generation} of the ticket took its place")
-        return Session(ticket, max_chunk_blocks=max(1, self.chunk_bytes // ticket.layout.block_bytes))
+        return Session(ticket, max_chunk_blocks=max(1, self.config.chunk_bytes // ticket.layout.block_bytes))
 
     def _add(self, push: Push) -> None:
         self._transfers.open(push.session.ticket)
@@ -296,9 +292,9 @@ class Outgoing:
             if push.moves or push.complete or not isinstance(source, Request) or ticket.layout.head is not None:
                 continue  # a head's KV of a step follows the step
             if ending.get(source.request_id) == source.num_tokens and num_left > 0 and self._transfers.can_push(ticket):
-                for chunk in push.session.last_chunks(now, least_bytes=self.group_bytes):
+                for chunk in push.session.last_chunks(now, least_bytes=self.config.group_bytes):
                     self._transfers.arm(ticket, chunk, _blocks_of(push, chunk, self._layout.block_size))
-                    num_left -= chunk.num_bytes(ticket.layout) / self.chunk_bytes
+                    num_left -= chunk.num_bytes(ticket.layout) / self.config.chunk_bytes
 
     def busy(self) -> bool:
         return bool(self._pushes or self._moved or self._released or self._failed or self._stayed)

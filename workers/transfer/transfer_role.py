@@ -6,8 +6,8 @@ A pool adds when a request may begin, and what follows its prefill.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import replace
+from typing import Self
 
 from kvtransfer.ticket_ledger import Ledger
 from protos.values import BlockHash, GenerateRequest, KVLayout, ReserveRequest, Ticket, TicketStats
@@ -15,20 +15,10 @@ from workers.kv.block_pool import BlockPool
 from workers.scheduling.request import Onload, Request
 from workers.scheduling.role import Role, Tick, TransferLoad
 from workers.scheduling.scheduler import no_key
-from workers.transfer.receive import Incoming, ReservationLimits
-from workers.transfer.send import CHUNK_BYTES, GROUP_BYTES, Outgoing
+from workers.transfer.receive import Incoming
+from workers.transfer.send import Outgoing
 from workers.transfer.transfer_leader import TransferLeader
-
-NextRole = TypeVar("NextRole", bound="TransferRole")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleSettings:
-    """The settings of a role's pool about its transfers."""
-
-    limits: ReservationLimits = field(default_factory=ReservationLimits)
-    chunk_bytes: int = CHUNK_BYTES
-    group_bytes: int = GROUP_BYTES
+from workers.worker_config import TransferConfig
 
 
 class TransferRole(Role):
@@ -40,25 +30,24 @@ class TransferRole(Role):
         transfers: TransferLeader,
         pool: BlockPool,
         layout: KVLayout,
-        settings: RoleSettings,
+        config: TransferConfig | None = None,
         *,
         prefix_key: Callable[[int], bytes] = no_key,
     ) -> None:
+        config = config or TransferConfig()
         self._transfers = transfers
-        self.incoming = Incoming(transfers, pool, layout, settings.limits, prefix_key=prefix_key)
-        self.outgoing = Outgoing(
-            transfers, pool, layout, chunk_bytes=settings.chunk_bytes, group_bytes=settings.group_bytes
-        )
+        self.incoming = Incoming(transfers, pool, layout, config, prefix_key=prefix_key)
+        self.outgoing = Outgoing(transfers, pool, layout, config)
 
-    def replaced_by(self, kind: type[NextRole], settings: RoleSettings) -> NextRole:
-        """Another role over the same lanes, tickets and counts, which the old one must not use any more. Called while
+    @classmethod
+    def replacing(cls, role: TransferRole, config: TransferConfig | None = None) -> Self:
+        """This role over the same lanes, tickets and counts, which the old one must not use any more. Called while
         nothing runs."""
-        assert not self.busy(), "a role is replaced while no transfer runs"
-        role = kind.__new__(kind)
-        role._transfers, role.incoming, role.outgoing = self._transfers, self.incoming, self.outgoing
-        role.incoming.limits = settings.limits
-        role.outgoing.chunk_bytes, role.outgoing.group_bytes = settings.chunk_bytes, settings.group_bytes
-        return role
+        assert not role.busy(), "a role is replaced while no transfer runs"
+        new = cls.__new__(cls)
+        new._transfers, new.incoming, new.outgoing = role._transfers, role.incoming, role.outgoing
+        new.incoming.config = new.outgoing.config = config or TransferConfig()
+        return new
 
     @property
     def ledger(self) -> Ledger:

@@ -18,12 +18,10 @@ from cluster.simulate.node.simulated_drafts import SimulatedDrafter
 from cluster.simulate.node.watched_parts import TicketWatch, WatchedEngine, WatchedPool
 from cluster.simulate.world.network import VALUES, Network, Port
 from cluster.simulate.world.simulated_lanes import Lanes
-from decode_pool.decode_config import DecodeConfig
 from decode_pool.decode_role import DecodeRole
 from kvtransfer.events import EventLog
 from kvtransfer.ticket_ledger import TicketState
 from kvtransfer.transports.inproc import InprocSender
-from prefill_pool.prefill_config import PrefillConfig
 from prefill_pool.prefill_role import PrefillRole
 from protos.errors import WorkerDraining
 from protos.listening import netloc
@@ -38,7 +36,7 @@ from workers.speculation.speculation import Speculation
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.receive import reservations
 from workers.transfer.transfer_leader import TransferLeader
-from workers.worker_config import SchedulerConfig
+from workers.worker_config import SchedulerConfig, TransferConfig
 
 LEAVE_LOOK_S = 0.25
 
@@ -54,8 +52,8 @@ class Spec:
     num_blocks: int
     scheduler: SchedulerConfig
     latency: Latency
-    prefill: PrefillConfig
-    decode: DecodeConfig
+    prefill: TransferConfig
+    decode: TransferConfig
     depth: int = 1
     stall_s: float = 60.0
     leaping: bool = False

@@ -18,13 +18,12 @@ from cluster.simulate.world.network import NetworkModel
 from cluster.simulate.world.simulated_lanes import Cards
 from cluster.simulate.world.simulated_load import SessionLimit
 from kvtransfer.windows import PageWindows
-from prefill_pool.prefill_config import PrefillConfig
 from protos.errors import Misconfigured
 from protos.hints import counted
 from protos.values import KVLayout, WorkerRole
 from router.policies.registry import check_name
 from router.router_config import RouterConfig
-from workers.worker_config import SchedulerConfig, WorkerConfig
+from workers.worker_config import SchedulerConfig, TransferConfig, WorkerConfig
 
 VOCAB_SIZE = 32_768
 MEMORY_SHARE = 0.9
@@ -159,8 +158,8 @@ def hardware_spec(
             **worker.step_limits(),
         ),
         latency=Roofline(gpu=card, model=shape, tp=tp, host_s=0.0 if depth or drafter is not None else HOST_S),
-        prefill=PrefillConfig(chunk_bytes=CHUNK_BYTES),
-        decode=settings.decode,
+        prefill=TransferConfig(chunk_bytes=CHUNK_BYTES),
+        decode=TransferConfig(),
         depth=depth,
         leaping=leaping,
         host_blocks=_host_blocks(worker, layout),

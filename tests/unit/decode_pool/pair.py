@@ -8,11 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from decode_pool.decode_config import DecodeConfig
 from decode_pool.decode_role import DecodeRole
 from kvtransfer.events import EventLog
 from kvtransfer.transports.inproc import InprocExchange, InprocParcel
-from prefill_pool.prefill_config import PrefillConfig
 from prefill_pool.prefill_role import PrefillRole
 from protos.values import (
     ErrorInfo,
@@ -34,7 +32,7 @@ from workers.scheduling.role import Role
 from workers.scheduling.scheduler import Scheduler
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.transfer_leader import TransferLeader
-from workers.worker_config import SchedulerConfig
+from workers.worker_config import SchedulerConfig, TransferConfig
 
 SIZE = 4
 VOCAB = 997
@@ -167,11 +165,13 @@ class Pair:
         chunk_bytes = chunk_blocks * LAYOUT.block_bytes
 
         def prefill_role(side: Side) -> PrefillRole:
-            return PrefillRole(self.transfers(side, PREFILL), side.pool, LAYOUT, PrefillConfig(chunk_bytes=chunk_bytes))
+            return PrefillRole(
+                self.transfers(side, PREFILL), side.pool, LAYOUT, TransferConfig(chunk_bytes=chunk_bytes)
+            )
 
         def decode_role(side: Side) -> DecodeRole:
-            config = DecodeConfig(headroom=headroom)
-            return DecodeRole(self.transfers(side, DECODE), side.pool, LAYOUT, config, chunk_bytes=chunk_bytes)
+            config = TransferConfig(headroom=headroom, chunk_bytes=chunk_bytes)
+            return DecodeRole(self.transfers(side, DECODE), side.pool, LAYOUT, config)
 
         self.prefill = Side(PREFILL_WEIGHT, num_blocks, prefill_role, depth=depth, looked=looked, **config)
         self.decode = Side(DECODE_WEIGHT, decode_blocks or num_blocks, decode_role, depth=depth)

@@ -12,10 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from decode_pool.decode_config import DecodeConfig
 from decode_pool.decode_role import DecodeRole
 from kvtransfer.transport import peer_name
-from prefill_pool.prefill_config import PrefillConfig
 from prefill_pool.prefill_role import PrefillRole
 from protos.errors import Overloaded, TransferFailed
 from protos.values import FinishReason, LaneAddress, Ticket
@@ -31,6 +29,7 @@ from tests.unit.decode_pool.pair import (
     expected,
     prompt,
 )
+from workers.worker_config import TransferConfig
 
 NUM_BLOCKS = 24
 PROMPTS = [prompt(3 + 5 * number, seed=number % 2) for number in range(5)]
@@ -113,12 +112,12 @@ class TwoPools(RuleBasedStateMachine):
             self.handed_over.clear()
 
     def prefill_role(self, side: Side, address: LaneAddress) -> PrefillRole:
-        config = PrefillConfig(chunk_bytes=LAYOUT.block_bytes)
+        config = TransferConfig(chunk_bytes=LAYOUT.block_bytes)
         return PrefillRole(self.pair.transfers(side, address), side.pool, LAYOUT, config)
 
     def decode_role(self, side: Side, address: LaneAddress) -> DecodeRole:
-        config = DecodeConfig(headroom=0.0)
-        return DecodeRole(self.pair.transfers(side, address), side.pool, LAYOUT, config, chunk_bytes=LAYOUT.block_bytes)
+        config = TransferConfig(headroom=0.0, chunk_bytes=LAYOUT.block_bytes)
+        return DecodeRole(self.pair.transfers(side, address), side.pool, LAYOUT, config)
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:

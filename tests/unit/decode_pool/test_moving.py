@@ -24,6 +24,7 @@ from tests.unit.workers.toy import toy_kv, toy_token
 from workers.batch import Sample
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.transfer_leader import TransferLeader
+from workers.worker_config import TransferConfig
 
 OLD_WEIGHT, NEW_WEIGHT = 5, 11
 OLD = LaneAddress(worker_id="d0", incarnation=1, host="127.0.0.1", port=0)
@@ -55,7 +56,7 @@ class Pool:
         def role(address: LaneAddress, side: Side) -> DecodeRole:
             sender, receiver = exchange.sender(address, LAYOUT), exchange.receiver(address, LAYOUT)
             transfers = TransferLeader(RankTransfer(side.runner, LAYOUT, sender=sender, receiver=receiver))
-            return DecodeRole(transfers, side.pool, LAYOUT, chunk_bytes=2 * LAYOUT.block_bytes)
+            return DecodeRole(transfers, side.pool, LAYOUT, TransferConfig(chunk_bytes=2 * LAYOUT.block_bytes))
 
         self.old = Side(OLD_WEIGHT, old_blocks, lambda side: role(OLD, side), host_slots=host_slots)
         self.new = Side(NEW_WEIGHT, new_blocks, lambda side: role(NEW, side))

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from decode_pool.decode_config import DecodeConfig
 from decode_pool.decode_role import DecodeRole
 from kvtransfer.events import EventLog
 from kvtransfer.hashing import chain_hashes
@@ -37,7 +36,7 @@ from workers.kv.host import HostPool
 from workers.scheduling.scheduler import Scheduler
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.transfer_leader import TransferLeader
-from workers.worker_config import SchedulerConfig
+from workers.worker_config import SchedulerConfig, TransferConfig
 
 Windows = tuple[int | None, ...]
 
@@ -76,8 +75,8 @@ class Worker:
             self.role: DecodeRole | PrefillRole = PrefillRole(transfers, self.pool, self.layout)
         else:
             chunk_bytes = 2 * self.layout.block_bytes
-            config = DecodeConfig(headroom=0.0)
-            self.role = DecodeRole(transfers, self.pool, self.layout, config, chunk_bytes=chunk_bytes)
+            config = TransferConfig(headroom=0.0, chunk_bytes=chunk_bytes)
+            self.role = DecodeRole(transfers, self.pool, self.layout, config)
         limits = SchedulerConfig(max_model_len=400, vocab_size=VOCAB, prefill_chunk=8, time_slice_s=math.inf)
         scheduler = Scheduler(limits, self.pool, self.role)
         self.engine = Engine(scheduler, self.runner, events=log, clock=lambda: 0.0)

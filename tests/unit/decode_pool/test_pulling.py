@@ -21,6 +21,7 @@ from workers.kv.block_pool import BlockPool
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.send import Outgoing
 from workers.transfer.transfer_leader import TransferLeader
+from workers.worker_config import TransferConfig
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 SHARED = prompt(24)
@@ -137,7 +138,7 @@ def test_blocks_of_another_size_are_shared_as_far_as_they_fill_the_readers(
     pool.release(held)
     sender, receiver = ends.sender(OLD, LAYOUT), ends.receiver(OLD, LAYOUT)
     transfer = RankTransfer(ToyRunner(1, SIZE, VOCAB), LAYOUT, sender=sender, receiver=receiver)
-    outgoing = Outgoing(Moves(transfer), pool, LAYOUT)
+    outgoing = Outgoing(Moves(transfer), pool, LAYOUT, TransferConfig())
     ticket = Ticket(
         ticket_id="r/pull", generation=1, lease_s=9.0, block_ids=tuple(range(10)), num_cached_tokens=there,
         layout=replace(LAYOUT, block_size=there), destination=DECODE,

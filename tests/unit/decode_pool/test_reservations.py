@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from decode_pool.decode_config import DecodeConfig
 from kvtransfer.transport import MAX_TICKET_ID_BYTES
 from protos.errors import (
     ContextLengthExceeded,
@@ -31,6 +30,7 @@ from tests.unit.decode_pool.pair import (
     prompt,
 )
 from workers.transfer.receive import reservations
+from workers.worker_config import TransferConfig
 
 STATES = pytest.mark.parametrize("reached", ["reserved", "sending", "arrived"])
 
@@ -148,7 +148,7 @@ def test_a_reservation_is_all_or_nothing() -> None:
     pair.reserve("first", prompt(20))
     with pytest.raises(Overloaded, match=r"d0 has 5 free.*6 are needed") as error:
         pair.reserve("r", prompt(24))
-    assert error.value.retry_after_s == DecodeConfig().retry_after_s
+    assert error.value.retry_after_s == TransferConfig().retry_after_s
     pair.check()
     assert len(pair.reserve("r", prompt(20)).block_ids) == 5
 
@@ -284,7 +284,7 @@ def test_a_fenced_or_ended_generation_cannot_be_reserved_again() -> None:
 
 def test_no_lease_is_longer_than_this_worker_allows() -> None:
     pair = Pair()
-    assert pair.reserve("r", prompt(9), lease_s=1e9).lease_s == DecodeConfig().max_lease_s
+    assert pair.reserve("r", prompt(9), lease_s=1e9).lease_s == TransferConfig().max_lease_s
 
 
 def test_stats_name_every_ticket() -> None:

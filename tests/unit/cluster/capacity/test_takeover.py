@@ -35,7 +35,7 @@ def left_by(before: ClusterConfig, *plans: WorkerPlan) -> LivingFleet:
     )
     return LivingFleet(
         folder="baton-test", ray_address="", peers=replace(before.peers, token=TOKEN), worker=before.worker,
-        prefill=before.prefill, decode=before.decode, plans=tuple(made), leaving=(), living=living, have_served=(),
+        plans=tuple(made), leaving=(), living=living, have_served=(),
     )  # fmt: skip
 
 

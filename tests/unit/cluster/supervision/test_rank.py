@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from cluster.supervision.rank import Ended, LocalRank, RankSpec
-from decode_pool.decode_config import DecodeConfig
-from prefill_pool.prefill_config import PrefillConfig
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
 from workers.cores import Core, Cores
@@ -19,7 +17,7 @@ from workers.worker_config import RankId, WorkerConfig
 
 CORE = Core(cpu=min(os.sched_getaffinity(0)), node=0)
 ORDERS = RankSpec(
-    role=WorkerRole.DECODE, worker=WorkerConfig(model="m"), prefill=PrefillConfig(), decode=DecodeConfig(),
+    role=WorkerRole.DECODE, worker=WorkerConfig(model="m"),
     rank_id=RankId(worker_id="d0", incarnation=1),
 )  # fmt: skip
 

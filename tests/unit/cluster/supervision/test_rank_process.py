@@ -20,15 +20,13 @@ from cluster.supervision.rank import Ended, RankSpec
 from cluster.supervision.rank_messages import RANK_MESSAGES, AttachRank, RankAttached
 from cluster.supervision.rank_process import RankProcess
 from cluster.supervision.rank_starter import RankLink, ended, has_ended, kill_process, start_process, why_ended
-from decode_pool.decode_config import DecodeConfig
-from prefill_pool.prefill_config import PrefillConfig
 from protos.errors import Misconfigured, WorkerLost
 from protos.values import ErrorInfo, WorkerRole
 from workers.worker_config import RankId, WorkerConfig
 
 ORDERS = RankSpec(
-    role=WorkerRole.DECODE, worker=WorkerConfig(model="m", bind_cores="off"), prefill=PrefillConfig(),
-    decode=DecodeConfig(), rank_id=RankId(worker_id="d0", incarnation=1),
+    role=WorkerRole.DECODE, worker=WorkerConfig(model="m", bind_cores="off"),
+    rank_id=RankId(worker_id="d0", incarnation=1),
 )  # fmt: skip
 HOLDER = """
 import fcntl, sys
