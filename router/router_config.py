@@ -182,7 +182,7 @@ class RouterConfig(CheckedSettings):
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "Port of HTTP; 0: any free one, for gRPC too.", least=0, most=65535)
     grpc_port: int = setting(8001, "Port of gRPC, by default the next one; 0: any free one.", least=0, most=65535)
-    tenants: str = setting("", "File of tenants and hashes of their keys (docs/operating.md); empty: no keys needed.")
+    tenants: str = setting("", "File of tenants and hashes of their keys (docs/security.md); empty: no keys needed.")
     model_aliases: str = setting(
         "", 'Further names that requests may use for the model: "claude-*, gpt-4o"; * is any text.'
     )

@@ -135,7 +135,7 @@ def warn_if_open(config: ClusterConfig) -> None:
     if not is_local and not config.router.tenants:
         log.warning(
             "%s is open to other machines, and no request needs a key, /admin included: set router.tenants "
-            "(docs/operating.md), or take --host 127.0.0.1",
+            "(docs/security.md), or take --host 127.0.0.1",
             host,
         )
 

@@ -92,7 +92,7 @@ def indicators(objectives: AlertObjectives) -> tuple[Indicator, ...]:
             bad=f'sum by (model) (rate(baton_requests_total{{outcome=~"{"|".join(server_faults())}"}}[w]))',
             all="sum by (model) (rate(baton_requests_total[w]))",
             means="Requests end with an error of the cluster's (HTTP 5xx).",
-            remedy="`baton_requests_total` by `outcome` names the error. [Runbook](operating.md#runbook).",
+            remedy="`baton_requests_total` by `outcome` names the error. [Runbook](troubleshooting.md#runbook).",
         ),
         Indicator(
             key="ttft_late",
