@@ -22,17 +22,21 @@ and how its calls are read.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
+from msgspec.structs import astuple
+
+from protos.value import Value
 from router.text.reasoning import ARGUMENTS, CALL, CALL_END
 from router.text.vocabulary import Vocabulary
 from router.tools.calls import CallReader, Function
 from router.tools.json_calls import ObjectCalls, ObjectMarks
 from router.tools.marked_calls import CallMarks, MarkedCalls, NamedCalls
 from router.tools.parameter_calls import ParameterCalls, ParameterTags
-from router.tools.pythonic_calls import PythonicCalls
+from router.tools.pythonic_calls import PythonicCalls, PythonMarks
 
 
 class ToolFormat(StrEnum):
@@ -55,129 +59,163 @@ class ToolFormat(StrEnum):
     GLM4 = "glm4"
 
 
-_SIGNS: Sequence[tuple[ToolFormat, Sequence[str]]] = (
-    (ToolFormat.GPT_OSS, ("to=functions.",)),
-    (ToolFormat.OLMO3, ("<function_calls>",)),
-    (ToolFormat.QWEN3_CODER, ("<function=",)),
-    (ToolFormat.GLM45, ("<arg_key>",)),
-    (ToolFormat.MINIMAX_M2, ("<minimax:tool_call>",)),
-    (ToolFormat.MISTRAL_ARGS, ("[ARGS]",)),
-    (ToolFormat.DEEPSEEK_V3, ("<｜tool▁sep｜>", "```json")),
-    (ToolFormat.DEEPSEEK_V31, ("<｜tool▁sep｜>",)),
-    (ToolFormat.KIMI_K2, ("<|tool_call_begin|>",)),
-    (ToolFormat.COMMAND_R, ("<|START_ACTION|>",)),
-    (ToolFormat.PHI4_MINI, ("<|/tool|>",)),
-    (ToolFormat.PHI4_MINI, ("functools[",)),
-    (ToolFormat.HERMES, ("<tool_call>",)),
-    (ToolFormat.GRANITE, ("<|tool_call|>",)),
-    (ToolFormat.MISTRAL, ("[TOOL_CALLS]",)),
-    (ToolFormat.LLAMA3_JSON, ('{"name": function name, "parameters"',)),
-    (ToolFormat.LLAMA3_JSON, ("<|python_tag|>",)),
-    (ToolFormat.PYTHONIC, ("[func_name1(",)),
-    (ToolFormat.GLM4, ("<|observation|>", "在调用上述函数时，请使用 Json 格式表示调用的参数")),
-)
-"""Signs of a family in its chat template: the first row that is found as a whole decides."""
+class Written(Value, frozen=True, kw_only=True):
+    """The text around calls: `first` and `last` around all, `before` a name, `middle` between it and the arguments,
+    `behind` them, and `between` two calls. `lead` begins a call, in an answer that may have text before it; without one
+    an answer is either calls, or a text that begins as the pattern `text`."""
 
-_DEEPSEEK = (
-    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
+    lead: str = ""
+    first: str = ""
+    before: str = '{"name": "'
+    middle: str = '", "arguments": '
+    behind: str = "}"
+    between: str = ""
+    last: str = ""
+    text: str = ""
+
+
+class CallFormat(Value, frozen=True, kw_only=True):
+    """A family's format. Its chat template has one of `signs`, and also `also`. `marks`: how calls are read; None: by
+    functions' names alone. `written`: how a grammar writes calls; None: their arguments are no JSON."""
+
+    signs: Sequence[str]
+    also: str = ""
+    marks: CallMarks | ParameterTags | ObjectMarks | PythonMarks | None = None
+    written: Written | None = None
+
+
+_SEPARATOR, _CALLS, _CALL = "<｜tool▁sep｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
+_CALL_END, _CALLS_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+_DEEPSEEK = CallMarks(
+    begin=_CALL, separator=_SEPARATOR, ends=(f"```{_CALL_END}", _CALL_END), outer=(_CALLS,), outer_end=(_CALLS_END,),
+    prefix=f"function{_SEPARATOR}",
 )  # fmt: skip
-_MARKED: Mapping[ToolFormat, CallMarks] = {
-    ToolFormat.MISTRAL_ARGS: CallMarks(begin="[TOOL_CALLS]", separator="[ARGS]", suffix="[CALL_ID]"),
-    **dict.fromkeys(
-        (ToolFormat.DEEPSEEK_V3, ToolFormat.DEEPSEEK_V31),
-        CallMarks(
-            begin="<｜tool▁call▁begin｜>",
-            separator="<｜tool▁sep｜>",
-            ends=("```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>"),
-            outer=("<｜tool▁calls▁begin｜>",),
-            outer_end=("<｜tool▁calls▁end｜>",),
-            prefix="function<｜tool▁sep｜>",
-        ),
-    ),
-    ToolFormat.KIMI_K2: CallMarks(
-        begin="<|tool_call_begin|>",
-        separator="<|tool_call_argument_begin|>",
-        ends=("<|tool_call_end|>",),
-        outer=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
-        outer_end=("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
-        prefix="functions.",
-    ),
-    ToolFormat.GPT_OSS: CallMarks(begin=CALL, separator=ARGUMENTS, ends=(CALL_END,)),
-}
-PARAMETERS: Mapping[ToolFormat, ParameterTags] = {
-    ToolFormat.QWEN3_CODER: ParameterTags(
-        begin="<function=", end="</function>", name_ends=(">",), key="<parameter=", key_end=">", close="</parameter>",
-        outer=("<tool_call>", "<seed:tool_call>"), outer_end=("</tool_call>", "</seed:tool_call>"), is_lined=True,
-    ),
-    ToolFormat.GLM45: ParameterTags(
-        begin="<tool_call>", end="</tool_call>", name_ends=("<arg_key>", "</tool_call>"), key="<arg_key>",
-        key_end="</arg_key>", value="<arg_value>", close="</arg_value>",
-    ),
-    ToolFormat.MINIMAX_M2: ParameterTags(
-        begin='<invoke name="', end="</invoke>", name_ends=('">',), key='<parameter name="', key_end='">',
-        close="</parameter>", outer=("<minimax:tool_call>",), outer_end=("</minimax:tool_call>",),
-    ),
+FORMATS: Mapping[ToolFormat, CallFormat] = {
+    ToolFormat.GPT_OSS: CallFormat(
+        signs=("to=functions.",), marks=CallMarks(begin=CALL, separator=ARGUMENTS, ends=(CALL_END,)),
+        written=Written(
+            before="<|channel|>commentary to=functions.", middle=" <|constrain|>json<|message|>", behind="")),
+    ToolFormat.OLMO3: CallFormat(
+        signs=("<function_calls>",), marks=PythonMarks(begin=("<function_calls>",), end=("</function_calls>",))),
+    ToolFormat.QWEN3_CODER: CallFormat(
+        signs=("<function=",),
+        marks=ParameterTags(
+            begin="<function=", end="</function>", name_ends=(">",), key="<parameter=", key_end=">",
+            close="</parameter>", outer=("<tool_call>", "<seed:tool_call>"),
+            outer_end=("</tool_call>", "</seed:tool_call>"), is_lined=True),
+        written=Written(
+            lead="<tool_call>", before="<tool_call>\n<function=", middle=">\n", behind="</function>\n</tool_call>",
+            between="\n")),
+    ToolFormat.GLM45: CallFormat(
+        signs=("<arg_key>",),
+        marks=ParameterTags(
+            begin="<tool_call>", end="</tool_call>", name_ends=("<arg_key>", "</tool_call>"), key="<arg_key>",
+            key_end="</arg_key>", value="<arg_value>", close="</arg_value>"),
+        written=Written(
+            lead="<tool_call>", before="<tool_call>", middle="\n", behind="</tool_call>", between="\n")),
+    ToolFormat.MINIMAX_M2: CallFormat(
+        signs=("<minimax:tool_call>",),
+        marks=ParameterTags(
+            begin='<invoke name="', end="</invoke>", name_ends=('">',), key='<parameter name="', key_end='">',
+            close="</parameter>", outer=("<minimax:tool_call>",), outer_end=("</minimax:tool_call>",)),
+        written=Written(
+            lead="<minimax:tool_call>", first="<minimax:tool_call>\n", before='<invoke name="', middle='">\n',
+            behind="</invoke>\n", last="</minimax:tool_call>")),
+    ToolFormat.MISTRAL_ARGS: CallFormat(
+        signs=("[ARGS]",), marks=CallMarks(begin="[TOOL_CALLS]", separator="[ARGS]", suffix="[CALL_ID]"),
+        written=Written(lead="[TOOL_CALLS]", before="[TOOL_CALLS]", middle="[ARGS]", behind="")),
+    ToolFormat.DEEPSEEK_V3: CallFormat(
+        signs=(_SEPARATOR,), also="```json", marks=_DEEPSEEK,
+        written=Written(
+            lead=_CALLS, first=_CALLS, before=f"{_CALL}function{_SEPARATOR}", middle="\n```json\n",
+            behind=f"\n```{_CALL_END}", between="\n", last=_CALLS_END)),
+    ToolFormat.DEEPSEEK_V31: CallFormat(
+        signs=(_SEPARATOR,), marks=_DEEPSEEK,
+        written=Written(
+            lead=_CALLS, first=_CALLS, before=_CALL, middle=_SEPARATOR, behind=_CALL_END, last=_CALLS_END)),
+    ToolFormat.KIMI_K2: CallFormat(
+        signs=("<|tool_call_begin|>",),
+        marks=CallMarks(
+            begin="<|tool_call_begin|>", separator="<|tool_call_argument_begin|>", ends=("<|tool_call_end|>",),
+            outer=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
+            outer_end=("<|tool_calls_section_end|>", "<|tool_call_section_end|>"), prefix="functions."),
+        written=Written(
+            lead="<|tool_calls_section_begin|>", first="<|tool_calls_section_begin|>",
+            before="<|tool_call_begin|>functions.", middle=":0<|tool_call_argument_begin|>",
+            behind="<|tool_call_end|>", last="<|tool_calls_section_end|>")),
+    ToolFormat.COMMAND_R: CallFormat(
+        signs=("<|START_ACTION|>",), marks=ObjectMarks(begin=("<|START_ACTION|>",), end=("<|END_ACTION|>",)),
+        written=Written(
+            lead="<|START_ACTION|>", first="<|START_ACTION|>[\n", before='    {"tool_call_id": "0", "tool_name": "',
+            middle='", "parameters": ', between=",\n", last="\n]<|END_ACTION|>")),
+    ToolFormat.PHI4_MINI: CallFormat(
+        signs=("<|/tool|>", "functools["),
+        marks=ObjectMarks(begin=("<|tool_call|>", "functools"), end=("<|/tool_call|>",)),
+        written=Written(lead="<|tool_call|>", first="<|tool_call|>[", between=", ", last="]<|/tool_call|>")),
+    ToolFormat.HERMES: CallFormat(
+        signs=("<tool_call>",), marks=ObjectMarks(begin=("<tool_call>",), end=("</tool_call>",)),
+        written=Written(
+            lead="<tool_call>", before='<tool_call>\n{"name": "', behind="}\n</tool_call>", between="\n")),
+    ToolFormat.GRANITE: CallFormat(
+        signs=("<|tool_call|>",), marks=ObjectMarks(begin=("<|tool_call|>", "<tool_call>")),
+        written=Written(lead="<|tool_call|>", first="<|tool_call|>[", between=", ", last="]")),
+    ToolFormat.MISTRAL: CallFormat(
+        signs=("[TOOL_CALLS]",), marks=ObjectMarks(begin=("[TOOL_CALLS]",), bare="[{"),
+        written=Written(first="[", between=", ", last="]", text=r"/\s*[^\[\s](?s:.*)/")),
+    ToolFormat.LLAMA3_JSON: CallFormat(
+        signs=('{"name": function name, "parameters"', "<|python_tag|>"),
+        marks=ObjectMarks(begin=("<|python_tag|>", "<|python_start|>"), bare="{"),
+        written=Written(middle='", "parameters": ', between="; ", text=r"/\s*[^{\s](?s:.*)/")),
+    ToolFormat.PYTHONIC: CallFormat(
+        signs=("[func_name1(",),
+        marks=PythonMarks(begin=("<|python_start|>", "<|python_tag|>"), end=("<|python_end|>",), bare=True)),
+    ToolFormat.GLM4: CallFormat(
+        signs=("<|observation|>",), also="在调用上述函数时，请使用 Json 格式表示调用的参数",
+        written=Written(before="", middle="\n", behind="", text=r"/\n(?s:.*)/")),
 }  # fmt: skip
-_OBJECTS: Mapping[ToolFormat, ObjectMarks] = {
-    ToolFormat.HERMES: ObjectMarks(begin=("<tool_call>",), end=("</tool_call>",)),
-    ToolFormat.LLAMA3_JSON: ObjectMarks(begin=("<|python_tag|>", "<|python_start|>"), bare="{"),
-    ToolFormat.MISTRAL: ObjectMarks(begin=("[TOOL_CALLS]",), bare="[{"),
-    ToolFormat.GRANITE: ObjectMarks(begin=("<|tool_call|>", "<tool_call>")),
-    ToolFormat.PHI4_MINI: ObjectMarks(begin=("<|tool_call|>", "functools"), end=("<|/tool_call|>",)),
-    ToolFormat.COMMAND_R: ObjectMarks(begin=("<|START_ACTION|>",), end=("<|END_ACTION|>",)),
-}
-
-TAGS: Mapping[ToolFormat, Sequence[str]] = {
-    ToolFormat.HERMES: ("<tool_call>", "</tool_call>"),
-    ToolFormat.QWEN3_CODER: ("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
-    ToolFormat.GLM45: ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    ToolFormat.MINIMAX_M2: ("<minimax:tool_call>", "</minimax:tool_call>"),
-    ToolFormat.LLAMA3_JSON: ("<|python_tag|>", "<|python_start|>"),
-    ToolFormat.PYTHONIC: ("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
-    ToolFormat.MISTRAL: ("[TOOL_CALLS]",),
-    ToolFormat.MISTRAL_ARGS: ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    ToolFormat.GRANITE: ("<|tool_call|>",),
-    ToolFormat.PHI4_MINI: ("<|tool_call|>", "<|/tool_call|>"),
-    ToolFormat.COMMAND_R: ("<|START_ACTION|>", "<|END_ACTION|>"),
-    ToolFormat.DEEPSEEK_V3: _DEEPSEEK,
-    ToolFormat.DEEPSEEK_V31: _DEEPSEEK,
-    ToolFormat.KIMI_K2: (
-        "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
-        "<|tool_calls_section_end|>",
-    ),
-    ToolFormat.GPT_OSS: ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>"),
-    ToolFormat.OLMO3: ("<function_calls>", "</function_calls>"),
-}  # fmt: skip
-"""Texts of calls that are tokens of their own in some tokenizers: readers see them, also if they are special."""
+"""The first format whose signs a chat template has decides."""
+_HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>")
+_TAG = re.compile(r"<[^<>]+>|\[[A-Z_]+\]")
 
 
 def format_of(template: str) -> ToolFormat | None:
     """The tool-call format of this chat template; None if the template does not show it."""
-    return next((form for form, signs in _SIGNS if all(sign in template for sign in signs)), None)
+    shown = (
+        form for form, how in FORMATS.items() if how.also in template and any(sign in template for sign in how.signs)
+    )
+    return next(shown, None)
+
+
+def tags_of(form: ToolFormat) -> set[str]:
+    """Texts of calls that are tokens of their own in some tokenizers: readers see them, also if they are special."""
+    marks = FORMATS[form].marks
+    if form is ToolFormat.GPT_OSS or marks is None:
+        return set(_HARMONY if marks is not None else ())
+    parts = (part for part in astuple(marks) if isinstance(part, str | tuple))
+    texts = {text for part in parts for text in ((part,) if isinstance(part, str) else part)}
+    return set(filter(_TAG.fullmatch, texts))
 
 
 def tag_tokens(form: ToolFormat, vocabulary: Vocabulary) -> dict[str, int]:
     """Texts of a format that are tokens of their own, with their ids. (llguidance takes every added token <...> for a
     special one: no text of a grammar is that token.)"""
-    tags = {text.encode(): text for text in TAGS.get(form, ())}
+    tags = {text.encode(): text for text in tags_of(form)}
     return {tags[raw]: i for i, raw in enumerate(vocabulary.token_bytes) if raw in tags}
 
 
 def reader_of(form: ToolFormat, functions: Sequence[Function]) -> CallReader:
     """`functions` are the tools there are."""
     names = [function.name for function in functions]
-    if form in _MARKED:
-        return MarkedCalls(_MARKED[form])
-    if form in PARAMETERS:
-        return ParameterCalls(PARAMETERS[form], functions)
-    if form in _OBJECTS:
-        return ObjectCalls(_OBJECTS[form], names)
-    if form is ToolFormat.GLM4:
-        return NamedCalls(names)
-    if form is ToolFormat.OLMO3:
-        return PythonicCalls(("<function_calls>",), ("</function_calls>",), bare=False)
-    return PythonicCalls(("<|python_start|>", "<|python_tag|>"), ("<|python_end|>",), bare=True)
+    match FORMATS[form].marks:
+        case CallMarks() as marks:
+            return MarkedCalls(marks)
+        case ParameterTags() as tags:
+            return ParameterCalls(tags, functions)
+        case ObjectMarks() as marks:
+            return ObjectCalls(marks, names)
+        case PythonMarks() as marks:
+            return PythonicCalls(marks)
+    return NamedCalls(names)
 
 
 def new_call_id(form: ToolFormat, *, prefix: str = "call_") -> str:

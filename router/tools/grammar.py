@@ -6,82 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from protos.value import Value
 from router.grammar.structure import inline_json, literal
 from router.tools.calls import Function, ParameterType
-from router.tools.formats import PARAMETERS, ToolFormat
+from router.tools.formats import FORMATS, ToolFormat
+from router.tools.parameter_calls import ParameterTags
 
-
-class Written(Value, frozen=True, kw_only=True):
-    """The text around calls: `first` and `last` around all, `before` a name, `middle` between it and the arguments,
-    `behind` them, and `between` two calls. `lead` begins a call, in an answer that may have text before it; without one
-    an answer is either calls, or a text that begins as the pattern `text`."""
-
-    lead: str = ""
-    first: str = ""
-    before: str = ""
-    middle: str = ""
-    behind: str = ""
-    between: str = ""
-    last: str = ""
-    text: str = ""
-
-
-_DEEPSEEK = "<｜tool▁calls▁begin｜>"
-_WRITTEN: Mapping[ToolFormat, Written] = {
-    ToolFormat.HERMES: Written(
-        lead="<tool_call>", before='<tool_call>\n{"name": "', middle='", "arguments": ', behind="}\n</tool_call>",
-        between="\n",
-    ),
-    ToolFormat.QWEN3_CODER: Written(
-        lead="<tool_call>", before="<tool_call>\n<function=", middle=">\n", behind="</function>\n</tool_call>",
-        between="\n",
-    ),
-    ToolFormat.GLM45: Written(
-        lead="<tool_call>", before="<tool_call>", middle="\n", behind="</tool_call>", between="\n"
-    ),
-    ToolFormat.MINIMAX_M2: Written(
-        lead="<minimax:tool_call>", first="<minimax:tool_call>\n", before='<invoke name="', middle='">\n',
-        behind="</invoke>\n", last="</minimax:tool_call>",
-    ),
-    ToolFormat.LLAMA3_JSON: Written(
-        before='{"name": "', middle='", "parameters": ', behind="}", between="; ", text=r"/\s*[^{\s](?s:.*)/"
-    ),
-    ToolFormat.MISTRAL: Written(
-        first="[", before='{"name": "', middle='", "arguments": ', behind="}", between=", ", last="]",
-        text=r"/\s*[^\[\s](?s:.*)/",
-    ),
-    ToolFormat.MISTRAL_ARGS: Written(lead="[TOOL_CALLS]", before="[TOOL_CALLS]", middle="[ARGS]"),
-    ToolFormat.GRANITE: Written(
-        lead="<|tool_call|>", first="<|tool_call|>[", before='{"name": "', middle='", "arguments": ', behind="}",
-        between=", ", last="]",
-    ),
-    ToolFormat.PHI4_MINI: Written(
-        lead="<|tool_call|>", first="<|tool_call|>[", before='{"name": "', middle='", "arguments": ', behind="}",
-        between=", ", last="]<|/tool_call|>",
-    ),
-    ToolFormat.COMMAND_R: Written(
-        lead="<|START_ACTION|>", first="<|START_ACTION|>[\n", before='    {"tool_call_id": "0", "tool_name": "',
-        middle='", "parameters": ', behind="}", between=",\n", last="\n]<|END_ACTION|>",
-    ),
-    ToolFormat.DEEPSEEK_V3: Written(
-        lead=_DEEPSEEK, first=_DEEPSEEK, before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>", middle="\n```json\n",
-        behind="\n```<｜tool▁call▁end｜>", between="\n", last="<｜tool▁calls▁end｜>",
-    ),
-    ToolFormat.DEEPSEEK_V31: Written(
-        lead=_DEEPSEEK, first=_DEEPSEEK, before="<｜tool▁call▁begin｜>", middle="<｜tool▁sep｜>",
-        behind="<｜tool▁call▁end｜>", last="<｜tool▁calls▁end｜>",
-    ),
-    ToolFormat.KIMI_K2: Written(
-        lead="<|tool_calls_section_begin|>", first="<|tool_calls_section_begin|>",
-        before="<|tool_call_begin|>functions.", middle=":0<|tool_call_argument_begin|>", behind="<|tool_call_end|>",
-        last="<|tool_calls_section_end|>",
-    ),
-    ToolFormat.GPT_OSS: Written(
-        before="<|channel|>commentary to=functions.", middle=" <|constrain|>json<|message|>"
-    ),
-    ToolFormat.GLM4: Written(middle="\n", text=r"/\n(?s:.*)/"),
-}  # fmt: skip
 _ANSWER = "<|channel|>final<|message|>"  # gpt-oss's, before a text
 
 _ANY = "/(?s:.*)/"
@@ -89,7 +18,7 @@ _ANY = "/(?s:.*)/"
 
 def has_grammar(form: ToolFormat) -> bool:
     """False for calls as Python writes them: their arguments are no JSON."""
-    return form in _WRITTEN
+    return FORMATS[form].written is not None
 
 
 def calls_grammar(
@@ -104,7 +33,8 @@ def calls_grammar(
     """A grammar: the answer is tool calls, or what `instead` (the right side of a rule) matches. With `free` any text
     is allowed, too, and calls are in the format's form wherever it allows text beside them. `tokens`: the ids of texts
     that are tokens of their own; such a grammar is for workers, not for a check."""
-    written, names = _WRITTEN[form], [f"call{number}" for number in range(len(functions))]
+    written, names = FORMATS[form].written, [f"call{number}" for number in range(len(functions))]
+    assert written is not None, f"calls of {form} have no grammar"
     lark = _Marks(tokens or {})
     parallel = parallel and form not in (ToolFormat.GPT_OSS, ToolFormat.GLM4)  # whose call ends the answer
     rules = [f"named: {' | '.join(names)}", f"TEXT: {_ANY}"]
@@ -140,14 +70,6 @@ def calls_grammar(
     return "\n".join(rules)
 
 
-_AROUND_PARAMETERS = {
-    ToolFormat.QWEN3_CODER: ("<parameter=", ">\n", "\n</parameter>\n"),
-    ToolFormat.GLM45: ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
-    ToolFormat.MINIMAX_M2: ('<parameter name="', '">', "</parameter>\n"),
-}
-"""Before a parameter's name, between it and its value, and behind that."""
-
-
 class _Marks:
     """Text as Lark: tokens of their own by their numbers."""
 
@@ -168,9 +90,12 @@ def _arguments(form: ToolFormat, name: str, function: Function, lark: _Marks) ->
     """Rules for the arguments of a function."""
     none: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
     schema = none if function.parameters is None else {"type": "object", **function.parameters}
-    if form not in PARAMETERS:
+    tags = FORMATS[form].marks
+    if not isinstance(tags, ParameterTags):
         return [f"{name}: {inline_json(schema, lenient=not function.strict)}"]
-    before, middle, behind = _AROUND_PARAMETERS[form]
+    line = "\n" if tags.is_lined else ""
+    before, behind = tags.key, f"{line}{tags.close}\n"
+    middle = f"{tags.key_end}\n{tags.value}" if tags.value else tags.key_end + line
     if not function.properties():
         if function.parameters is None or schema.get("additionalProperties") is False:
             return [f'{name}: ""']

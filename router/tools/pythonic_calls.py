@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import orjson
 
+from protos.value import Value
 from router.tools.calls import CallDelta, Part, TextAndCalls, may_begin
 
 _CALL = re.compile(r"[A-Za-z_][\w.-]*\(")
@@ -16,13 +17,19 @@ _STRING = re.compile(r"""(["'])(?:\\.|(?!\1)[^\\])*\1""", re.DOTALL)
 _OPEN, _CLOSED = "([{", ")]}"
 
 
-class PythonicCalls(TextAndCalls):
-    """Calls behind marks; with `bare` a list of them may be an answer's beginning, too."""
+class PythonMarks(Value, frozen=True, kw_only=True):
+    """The marks around calls. With `bare` a list of calls may be an answer's beginning, too."""
 
-    def __init__(self, begin: Sequence[str], behind: Sequence[str], *, bare: bool) -> None:
-        super().__init__(begin, behind)
+    begin: Sequence[str]
+    end: Sequence[str]
+    bare: bool = False
+
+
+class PythonicCalls(TextAndCalls):
+    def __init__(self, marks: PythonMarks) -> None:
+        super().__init__(marks.begin, marks.end)
         self._brackets = _Brackets()
-        if bare:
+        if marks.bare:
             self._state = self._start
 
     def _start(self, parts: list[Part]) -> bool:
